@@ -1,0 +1,5 @@
+"""WhichLoRA: the largest model, LoRA variant and batch size that fit, before a GPU hour is spent."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

@@ -1,0 +1,291 @@
+"""What a transformer is made of, as far as bytes, work and adapters depend on it.
+
+A family (`whichlora.families`) turns a Hugging Face `config.json` into these values; every
+formula reads only them, so a new architecture is one new file that describes its blocks.
+Shapes are per token. All values are frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Task = Literal["causal-lm", "seq2seq-lm", "encoder"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """Weight matrices of one name in one layer: `y = x @ W.T (+ bias)`.
+
+    Args:
+        name: leaf module name, as `target_modules` of PEFT sees it.
+        reads: label of the tensor it reads; linears with one label share one input.
+        count: how many such matrices the layer holds (experts that are separate modules).
+        active: how many of them each token passes through.
+        is_module: an `nn.Linear` or `Conv1D`, so that it can take an adapter and be quantised;
+            False for a slice of a 3-D expert parameter or of any other bare parameter.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    reads: str
+    bias: bool = False
+    count: int = 1
+    active: int = 1
+    is_module: bool = True
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of the matrices, biases left out."""
+        return self.count * self.in_features * self.out_features
+
+    @property
+    def num_params(self) -> int:
+        return self.num_weights + (self.count * self.out_features if self.bias else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """A normalisation over `width` elements, applied to `rows` vectors of every token.
+
+    Args:
+        kind: "rms" computes in fp32 and scales the result cast back to the stream's dtype
+            (Llama); "rms_offset" scales by (1 + weight) in fp32 (Gemma); "layer" is
+            `nn.LayerNorm`.
+        rows: 1 for the hidden state, the number of heads for a norm over one head.
+    """
+
+    name: str
+    kind: Literal["rms", "rms_offset", "layer"]
+    width: int
+    rows: int = 1
+    weight: bool = True
+    bias: bool = False
+
+    @property
+    def num_params(self) -> int:
+        return self.width * (int(self.weight) + int(self.bias))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """One mixing block: softmax attention, or a recurrent / convolutional replacement of it.
+
+    Args:
+        kind: "softmax", "linear" (gated delta net and relatives: a state of fixed size) or
+            "conv" (short convolution).
+        linears: its projections, in the order the forward applies them.
+        head_dim: width of one query or key head; `v_head_dim` of one value head.
+        position: how positions enter: "rope", "alibi", "relative" (a bias per head) or "none"
+            (learned absolute embeddings belong to the embeddings).
+        rotary_dim: leading part of each head that is rotated.
+        sliding_window: tokens a query sees, None for all.
+        softcap: tanh soft cap on the scores (Gemma 2).
+        cross: keys and values come from the encoder.
+        cache_elements: elements per token that a KV cache keeps for this layer.
+        state_elements: elements per sequence of a cache of fixed size (recurrent, conv).
+        other_params: bare parameters: sinks, convolution kernels, decay vectors.
+    """
+
+    kind: Literal["softmax", "linear", "conv"] = "softmax"
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    v_head_dim: int
+    linears: tuple[Linear, ...]
+    norms: tuple[Norm, ...] = ()
+    position: Literal["rope", "alibi", "relative", "none"] = "rope"
+    rotary_dim: int = 0
+    sliding_window: int | None = None
+    softcap: float | None = None
+    causal: bool = True
+    cross: bool = False
+    cache_elements: int = 0
+    state_elements: int = 0
+    other_params: int = 0
+
+    @property
+    def q_width(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def k_width(self) -> int:
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def v_width(self) -> int:
+        return self.num_key_value_heads * self.v_head_dim
+
+    @property
+    def out_width(self) -> int:
+        return self.num_attention_heads * self.v_head_dim
+
+    @property
+    def num_params(self) -> int:
+        return (
+            sum(linear.num_params for linear in self.linears)
+            + sum(norm.num_params for norm in self.norms)
+            + self.other_params
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp:
+    """A feed-forward block; `gated` has two input projections whose product is projected back.
+
+    `width` is what one token passes through (one expert's width; experts are counted by
+    `Moe`). `activation` is the Hugging Face name (silu, gelu, gelu_new, relu, …).
+    """
+
+    width: int
+    gated: bool
+    activation: str
+    linears: tuple[Linear, ...]
+    norms: tuple[Norm, ...] = ()
+
+    @property
+    def num_params(self) -> int:
+        return sum(linear.num_params for linear in self.linears) + sum(
+            norm.num_params for norm in self.norms
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moe:
+    """A mixture of experts: `expert.linears` carry `count` = experts and `active` = top k."""
+
+    num_experts: int
+    experts_per_token: int
+    expert: Mlp
+    router: Linear
+    shared: Mlp | None = None
+    other_params: int = 0
+
+    @property
+    def num_params(self) -> int:
+        shared = self.shared.num_params if self.shared else 0
+        return self.expert.num_params + self.router.num_params + shared + self.other_params
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One transformer block. `norms` are those over the hidden state, in forward order."""
+
+    attentions: tuple[Attention, ...]
+    mlp: Mlp | None = None
+    moe: Moe | None = None
+    norms: tuple[Norm, ...] = ()
+    parallel: bool = False  # attention and MLP read the same normalised input
+    other_params: int = 0
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix of the layer, in forward order."""
+        found = [linear for attention in self.attentions for linear in attention.linears]
+        if self.mlp is not None:
+            found.extend(self.mlp.linears)
+        if self.moe is not None:
+            found.append(self.moe.router)
+            found.extend(self.moe.expert.linears)
+            if self.moe.shared is not None:
+                found.extend(self.moe.shared.linears)
+        return tuple(found)
+
+    @property
+    def num_params(self) -> int:
+        return (
+            sum(attention.num_params for attention in self.attentions)
+            + (self.mlp.num_params if self.mlp else 0)
+            + (self.moe.num_params if self.moe else 0)
+            + sum(norm.num_params for norm in self.norms)
+            + self.other_params
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """`count` equal layers of one stack; `shared` when they are one set of weights (ALBERT)."""
+
+    layer: Layer
+    count: int
+    stack: Literal["decoder", "encoder"] = "decoder"
+    shared: bool = False
+
+    @property
+    def num_params(self) -> int:
+        return self.layer.num_params * (1 if self.shared else self.count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """A lookup table of `rows` vectors of `width` elements."""
+
+    name: str
+    rows: int
+    width: int
+
+    @property
+    def num_params(self) -> int:
+        return self.rows * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One architecture, with every size that memory and time depend on.
+
+    Args:
+        name: hub id, or the local path it was read from.
+        head: the projection to the vocabulary; None for an encoder without one.
+        head_tied: the head shares its weight with the token embedding.
+        head_linears: further matrices between the last layer and `head` (BERT's transform),
+            and projections around the stack (OPT-350M's project_in and project_out).
+        other_params: parameters outside all of the above (a vision tower, a pooler).
+        notes: what a reader must know: text tower only, approximated blocks, and so on.
+        config: the Hugging Face config, verbatim.
+    """
+
+    name: str
+    model_type: str
+    task: Task
+    hidden_size: int
+    vocab_size: int
+    groups: tuple[LayerGroup, ...]
+    embeddings: tuple[Embedding, ...]
+    embedding_norms: tuple[Norm, ...] = ()
+    final_norms: tuple[Norm, ...] = ()
+    head: Linear | None = None
+    head_tied: bool = False
+    head_linears: tuple[Linear, ...] = ()
+    logit_softcap: float | None = None
+    other_params: int = 0
+    max_position_embeddings: int | None = None
+    dtype: str = "bfloat16"
+    notes: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return sum(group.count for group in self.groups)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, each tied tensor once. Kind: exact."""
+        head = 0
+        if self.head is not None:
+            head = self.head.num_params
+            if self.head_tied:
+                head -= self.head.num_weights
+        return (
+            sum(group.num_params for group in self.groups)
+            + sum(embedding.num_params for embedding in self.embeddings)
+            + sum(norm.num_params for norm in self.embedding_norms + self.final_norms)
+            + sum(linear.num_params for linear in self.head_linears)
+            + head
+            + self.other_params
+        )
+
+    def layers(self) -> Iterator[tuple[Layer, int]]:
+        """Each distinct layer with the number of times the forward runs it."""
+        return ((group.layer, group.count) for group in self.groups)

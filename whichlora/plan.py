@@ -1,0 +1,96 @@
+"""What one `whichlora run` is asked to do: candidates, limits, data and policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from whichlora.specs import RunConfig
+
+ProfilePolicy = Literal["none", "frontier", "all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the answer must meet; None is no limit.
+
+    Args:
+        time_per_token_s: inference, whole generation over generated tokens of all sequences.
+        inference_bytes: peak device memory of inference.
+        total_time_s: the whole fine-tuning.
+        finetune_bytes: peak device memory of fine-tuning.
+    """
+
+    time_per_token_s: float | None = None
+    inference_bytes: int | None = None
+    total_time_s: float | None = None
+    finetune_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetConfig:
+    """Where the training text comes from and how a row becomes text.
+
+    Args:
+        path: a local JSONL, CSV, Parquet or text file, a Hugging Face dataset id, or
+            `module:Class` of a `BaseDataset` subclass.
+        template: format string over a row's columns; None with `messages` or one text column.
+        text_column, messages_column: which column holds plain text or chat messages.
+        validation_fraction: share of rows kept for validation where the source has no split.
+        split, config_name: of a Hugging Face dataset.
+    """
+
+    path: str
+    template: str | None = None
+    text_column: str | None = None
+    messages_column: str | None = None
+    validation_fraction: float = 0.05
+    split: str = "train"
+    config_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One run: stage 1 over (model, batch, prompt, new tokens), stage 2 over (model, variant, batch).
+
+    Args:
+        source: path of the config file.
+        gpu: a key, alias or device name, or "auto" for the device of this machine.
+        tokenizers: model name to tokenizer name, where they differ.
+        inference, finetune: settings that all candidates of a stage share; their `model`,
+            `batch_size` and the other listed dimensions are replaced by the lists here.
+        num_batches: measured batches per profile (steps, or generations).
+        weights: "pretrained" for the handed-out job; "random" builds from the config, for
+            trying the whole path where nothing can be downloaded.
+        train: run the winning job at the end.
+        timeout_s: device seconds after which one profile is stopped.
+    """
+
+    source: Path
+    output_dir: Path
+    gpu: str
+    models: tuple[str, ...]
+    tokenizers: Mapping[str, str] = field(default_factory=dict)
+    inference: RunConfig
+    inference_batch_sizes: tuple[int, ...]
+    prompt_lens: tuple[int, ...]
+    max_new_tokens: tuple[int, ...]
+    finetune: RunConfig
+    methods: tuple[str, ...]
+    ranks: tuple[int, ...]
+    finetune_batch_sizes: tuple[int, ...]
+    limits: Limits
+    dataset: DatasetConfig
+    epochs: float = 1.0
+    learning_rate: float = 2e-4
+    seed: int = 0
+    profile: ProfilePolicy = "frontier"
+    num_batches: int = 5
+    timeout_s: float = 600.0
+    weights: Literal["pretrained", "random"] = "pretrained"
+    train: bool = False
+    trust_remote_code: bool = False
+    calibration_dir: Path | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)

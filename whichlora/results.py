@@ -1,0 +1,151 @@
+"""What we answer: predictions that add up, and measurements as immutable records."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from whichlora.specs import RunConfig
+
+SCHEMA_VERSION = 1
+
+Interval = tuple[float, float]
+Outcome = Literal["ok", "oom", "crashed", "killed", "timeout", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPrediction:
+    """Peak memory of one run on one device, in bytes.
+
+    `breakdown` adds up to `device_used_bytes`; its parts `allocator` (idle cache and rounding)
+    and `context` are what lies between the live tensors and the card.
+
+    Args:
+        moment: which moment of the run is the peak ("loss", "layer_backward", "decode", …).
+        interval_bytes: bounds of `device_used_bytes` at the stated `confidence`.
+    """
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    device_used_bytes: int
+    interval_bytes: tuple[int, int]
+    breakdown: Mapping[str, int]
+    moment: str
+    confidence: float = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePrediction:
+    """Time of one optimizer step, or of one generation, in seconds.
+
+    Args:
+        step_s: one optimizer step (fine-tuning), all accumulation micro-steps included.
+        tokens_per_s: fine-tuning: trained tokens, padding included; inference: generated
+            tokens of all sequences.
+        prefill_s, decode_s_per_token: one prompt pass, one decoding step of the whole batch.
+        time_per_token_s: as in the original report: fine-tuning, step time over tokens;
+            inference, whole generation over generated tokens of all sequences.
+        interval_s: bounds of `step_s`, or of `time_per_token_s` for inference.
+        breakdown: seconds by feature; adds up to the point estimate (`step_s`, or the time of
+            the whole generation).
+    """
+
+    step_s: float | None
+    tokens_per_s: float
+    prefill_s: float | None
+    decode_s_per_token: float | None
+    time_per_token_s: float
+    interval_s: Interval
+    breakdown: Mapping[str, float]
+    confidence: float = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One candidate judged on one device.
+
+    Args:
+        fits: the upper bound of the need is within what the device can give.
+        verdict: "fits", "fails" or "undecided" (the interval contains the limit).
+        basis: which formulas and which calibration stand behind the numbers.
+    """
+
+    run: RunConfig
+    gpu: str
+    num_params: int
+    num_trainable_params: int
+    memory: MemoryPrediction
+    time: TimePrediction
+    usable_bytes: int
+    fits: bool
+    verdict: Literal["fits", "fails", "undecided"]
+    basis: str
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON shape of `whichlora estimate --json`: a contract, extended but never broken."""
+        return {
+            "model": self.run.model,
+            "config": self.run.to_dict() | {"gpu": self.gpu},
+            "num_params": self.num_params,
+            "num_trainable_params": self.num_trainable_params,
+            "memory": dataclasses.asdict(self.memory),
+            "time": dataclasses.asdict(self.time),
+            "usable_bytes": self.usable_bytes,
+            "fits": self.fits,
+            "verdict": self.verdict,
+            "basis": self.basis,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One profiled candidate: an immutable record with its provenance.
+
+    Args:
+        id: unique name of the record; merging databases is a union over it.
+        gpu: device key; `environment` holds the raw device name.
+        config: `RunConfig.to_dict()` of what ran.
+        model_config: the Hugging Face config of a model that models_db does not hold.
+        outcome: "ok", or how it ended: out of memory, a crash, a kill, a time-out, an error of
+            the libraries. All are results.
+        detail: one line of the error, empty when ok.
+        step_s: seconds of each measured optimizer step, warm-up left out (fine-tuning).
+        batch_seq_len: padded length of the batches of each of these steps, longest first.
+        generate_s: seconds of each measured generation (inference), with `prefill_s` and
+            `decode_s_per_token` of the same generations.
+        peak_allocated_bytes: peak of the framework's allocator, live tensors only.
+        peak_reserved_bytes, device_used_bytes: None where the device has no such counter.
+        device_s: seconds of device time that the measurement cost, building included.
+        environment: device name, driver, library versions, host facts.
+        provenance: who measured (free text), command, commit, run id.
+    """
+
+    id: str
+    gpu: str
+    date: str
+    config: Mapping[str, Any]
+    outcome: Outcome
+    model_config: Mapping[str, Any] | None = None
+    detail: str = ""
+    step_s: tuple[float, ...] = ()
+    batch_seq_len: tuple[int, ...] = ()
+    generate_s: tuple[float, ...] = ()
+    prefill_s: tuple[float, ...] = ()
+    decode_s_per_token: tuple[float, ...] = ()
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    device_used_bytes: int | None = None
+    device_s: float = 0.0
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def run(self) -> RunConfig:
+        return RunConfig.from_dict(self.config)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema_version": SCHEMA_VERSION} | dataclasses.asdict(self)

@@ -1,0 +1,166 @@
+"""What the world is (`GpuSpec`) and what the user asks (`RunConfig`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, get_args
+
+from whichlora.errors import ConfigError
+
+Phase = Literal["finetune", "inference"]
+Precision = Literal["bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32"]
+Optimizer = Literal[
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "adafactor",
+    "sgd",
+    "lion",
+]
+AttentionKernel = Literal["sdpa", "eager", "flash_attention_2"]
+Padding = Literal["none", "padded"]
+LossHead = Literal["hf", "trl-fused", "liger", "raw"]
+Quant = Literal["none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "awq-int4"]
+KvCache = Literal["dynamic", "static", "paged", "vllm"]
+
+FOUR_BIT_BNB: frozenset[str] = frozenset({"nf4", "nf4-dq", "fp4"})
+ALL_LINEAR = "all-linear"
+ATTENTION = "attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSpec:
+    """Datasheet facts of one accelerator; a CPU is a device like any other.
+
+    Args:
+        key: folder name under `calibration/`.
+        kind: "cuda", "rocm", "hpu" or "cpu".
+        memory_bytes: total that the driver reports to the framework.
+        bandwidth_bytes_per_s: peak memory bandwidth.
+        peak_flops_per_s: dense peak per dtype ("bf16", "fp16", "tf32", "fp32", "int8");
+            a dtype without hardware support is absent.
+        context_bytes: memory a process takes outside the framework's allocator, None where
+            nobody measured it.
+        names: device names that NVML, `nvidia-smi` or the framework print for it.
+        sources: where each fact comes from.
+        unverified: names of the fields that no source confirms.
+    """
+
+    key: str
+    name: str
+    kind: Literal["cuda", "rocm", "hpu", "cpu"]
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    peak_flops_per_s: Mapping[str, float]
+    num_multiprocessors: int | None = None
+    l2_bytes: int | None = None
+    compute_capability: str | None = None
+    context_bytes: int | None = None
+    aliases: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
+
+
+def _choice(setting: str, value: str, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ConfigError(f"{setting}: {value!r} is not known; accepted are {', '.join(accepted)}")
+
+
+def _at_least(setting: str, value: int, minimum: int, hint: str = "") -> None:
+    # bool is an int in Python; "batch_size: true" is a typing mistake, not a batch of one.
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{setting}: {value!r} is not a whole number; give {minimum} or more")
+    if value < minimum:
+        raise ConfigError(f"{setting}: must be {minimum} or more, got {value}{hint}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One candidate: a model, a phase and every setting that memory or time depends on.
+
+    Args:
+        method: a name registered in `whichlora.methods`; ignored for inference, since LoRA
+            merges into the weights.
+        batch_size: sequences per device per micro-step.
+        seq_len: tokens per sequence in fine-tuning, padding included.
+        target_modules: leaf names of the adapted layers, or ("all-linear",) or ("attention",).
+        quant: how the base weights are stored; None lets the method decide (nf4-dq for qlora
+            and qdora, none otherwise).
+        prepare_kbit: whether `prepare_model_for_kbit_training` runs; None: yes for a 4-bit or
+            8-bit base outside TRL's fused head, as the respective trainers do.
+        prompt_len, max_new_tokens: inference only.
+    """
+
+    model: str
+    phase: Phase = "finetune"
+    method: str = "lora"
+    batch_size: int = 1
+    seq_len: int = 2048
+    r: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] = (ALL_LINEAR,)
+    precision: Precision = "bf16"
+    optimizer: Optimizer = "adamw_torch_fused"
+    gradient_checkpointing: bool = True
+    gradient_accumulation_steps: int = 1
+    attn: AttentionKernel = "sdpa"
+    padding: Padding = "none"
+    loss_head: LossHead = "hf"
+    quant: Quant | None = None
+    prepare_kbit: bool | None = None
+    prompt_len: int = 512
+    max_new_tokens: int = 128
+    kv_cache: KvCache = "dynamic"
+
+    def __post_init__(self) -> None:
+        _choice("phase", self.phase, get_args(Phase))
+        _choice("precision", self.precision, get_args(Precision))
+        _choice("optimizer", self.optimizer, get_args(Optimizer))
+        _choice("attn", self.attn, get_args(AttentionKernel))
+        _choice("padding", self.padding, get_args(Padding))
+        _choice("loss_head", self.loss_head, get_args(LossHead))
+        _choice("kv_cache", self.kv_cache, get_args(KvCache))
+        if self.quant is not None:
+            _choice("quant", self.quant, get_args(Quant))
+        _at_least("batch_size", self.batch_size, 1)
+        _at_least("seq_len", self.seq_len, 1)
+        _at_least("r", self.r, 1, "; common values are 8, 16 and 64")
+        _at_least("lora_alpha", self.lora_alpha, 1)
+        _at_least("prompt_len", self.prompt_len, 1)
+        _at_least("max_new_tokens", self.max_new_tokens, 1)
+        _at_least("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
+        if not 0.0 <= self.lora_dropout < 1.0:
+            raise ConfigError(
+                f"lora_dropout: must be at least 0 and below 1, got {self.lora_dropout}"
+            )
+        if not self.target_modules:
+            raise ConfigError(
+                "target_modules: is empty; name at least one layer, such as q_proj, or all-linear"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting as JSON types, in declaration order."""
+        values = dataclasses.asdict(self)
+        values["target_modules"] = list(self.target_modules)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`; settings that older records lack take their defaults.
+
+        Raises:
+            ConfigError: an unknown setting, or a value that is not accepted.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(f"{unknown[0]}: is not a setting; known are {', '.join(sorted(known))}")
+        fields = dict(values)
+        if "target_modules" in fields:
+            fields["target_modules"] = tuple(fields["target_modules"])
+        return cls(**fields)

@@ -1,0 +1,1 @@
+"""Reads and writes the data folders: models, accelerators and measurements."""

@@ -1,0 +1,78 @@
+"""Parse and format bytes, seconds and counts: the only place where units turn into text."""
+
+from __future__ import annotations
+
+import re
+
+from whichlora.errors import ConfigError
+
+KiB = 1024
+MiB = 1024**2
+GiB = 1024**3
+
+_BYTE_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": KiB,
+    "MIB": MiB,
+    "GIB": GiB,
+    "TIB": 1024**4,
+}
+_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str, *, setting: str = "size") -> int:
+    """Bytes meant by `text`: '24GiB' is 24 * 2**30, '24GB' is 24 * 10**9, a bare number is bytes.
+
+    Raises:
+        ConfigError: not a number, or an unknown unit.
+    """
+    match = _QUANTITY.fullmatch(text)
+    unit = match.group(2).upper() if match else ""
+    if match is None or (unit and unit not in _BYTE_UNITS):
+        raise ConfigError(
+            f"{setting}: {text!r} is not a size; write a number with a unit such as 24GiB or 24GB"
+        )
+    return int(float(match.group(1)) * _BYTE_UNITS.get(unit, 1))
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`num_bytes` as people read it, in binary units: 1.50 GiB, 12.0 MiB, 512 B."""
+    sign = "-" if num_bytes < 0 else ""
+    size = abs(num_bytes)
+    for unit, scale in (("TiB", 1024**4), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if size >= scale:
+            value = size / scale
+            return f"{sign}{value:.2f} {unit}" if value < 100 else f"{sign}{value:.1f} {unit}"
+    return f"{sign}{int(size)} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` as people read it: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def format_count(count: float) -> str:
+    """`count` with the field's suffixes: 8.03B, 135M, 12.5k."""
+    for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= scale:
+            return f"{count / scale:.3g}{suffix}"
+    return f"{count:.0f}"
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """`numerator / denominator` rounded up, in integers (also for NumPy arrays)."""
+    return -(-numerator // denominator)
