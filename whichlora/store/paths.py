@@ -1,0 +1,29 @@
+"""Where the data folders lie: beside the package in a wheel, beside it in a checkout, or the user's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def data_folder(name: str) -> Path:
+    """The folder `models_db` or `calibration` that came with this installation.
+
+    Raises:
+        FileNotFoundError: the installation is broken (neither wheel data nor checkout).
+    """
+    for folder in (_PACKAGE / "data" / name, _PACKAGE.parent / name):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"{name}: not found beside {_PACKAGE}; reinstall whichlora")
+
+
+def user_calibration_folder() -> Path:
+    """Where this user's own measurements go: `$WHICHLORA_CALIBRATION`, or the XDG data folder."""
+    chosen = os.environ.get("WHICHLORA_CALIBRATION")
+    if chosen:
+        return Path(chosen).expanduser()
+    data_home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(data_home).expanduser() / "whichlora" / "calibration"
