@@ -1,0 +1,83 @@
+"""Write `models_db/` from a folder of verified configs: `build_models_db.py SOURCE [TARGET]`.
+
+SOURCE holds one `config.json` per architecture and an `INDEX.csv` that says where each came
+from and what parameter count was published for it. Running it twice writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+def entry(row: dict[str, str], source: Path) -> dict[str, Any]:
+    """One file of the database."""
+    published = row["published_params"]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "hub_id": row["hub_id"],
+        "aliases": row["aliases"].split(),
+        "params": int(row["params"]),
+        "published_params": int(published) if published.isdecimal() else published,
+        "published_from": row["published_from"],
+        "check": row["check"],
+        "source": row["source"],
+        "license": row["license"],
+        "gated": {"yes": True, "no": False}.get(row["gated"]),  # null: not known
+        "release_year": int(row["release_year"]),
+        "note": row["note"],
+        "config": json.loads((source / row["file"]).read_text(encoding="utf-8")),
+    }
+
+
+def index(entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What a look-up and a listing need: every name in lower case, and three facts per file."""
+    names: dict[str, str] = {}
+    for stem, model in entries.items():
+        for name in (model["hub_id"], *model["aliases"]):
+            taken = names.setdefault(name.lower(), stem)
+            if taken != stem:
+                raise SystemExit(f"{name}: named by both {taken} and {stem}")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "names": dict(sorted(names.items())),
+        "models": {
+            stem: {
+                "hub_id": model["hub_id"],
+                "aliases": model["aliases"],
+                "model_type": model["config"]["model_type"],
+                "params": model["params"],
+                "check": model["check"],
+                "license": model["license"],
+                "gated": model["gated"],
+                "release_year": model["release_year"],
+            }
+            for stem, model in sorted(entries.items())
+        },
+    }
+
+
+def main() -> None:
+    if len(sys.argv) not in (2, 3):
+        raise SystemExit(__doc__)
+    source = Path(sys.argv[1])
+    beside = Path(__file__).resolve().parent.parent / "models_db"
+    target = Path(sys.argv[2]) if len(sys.argv) == 3 else beside
+    with (source / "INDEX.csv").open(encoding="utf-8", newline="") as file:
+        entries = {
+            row["hub_id"].replace("/", "--"): entry(row, source) for row in csv.DictReader(file)
+        }
+    target.mkdir(exist_ok=True)
+    for stem, value in {**entries, "index": index(entries)}.items():
+        text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+        (target / f"{stem}.json").write_text(text, encoding="utf-8")
+    print(f"{len(entries)} models written to {target}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
