@@ -27,6 +27,7 @@ Quant = Literal["none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "awq-int4"]
 KvCache = Literal["dynamic", "static", "paged", "vllm"]
 
 FOUR_BIT_BNB: frozenset[str] = frozenset({"nf4", "nf4-dq", "fp4"})
+BNB_QUANTS: frozenset[str] = FOUR_BIT_BNB | {"int8"}
 ALL_LINEAR = "all-linear"
 ATTENTION = "attention"
 
@@ -142,6 +143,24 @@ class RunConfig:
             raise ConfigError(
                 "target_modules: is empty; name at least one layer, such as q_proj, or all-linear"
             )
+
+    @property
+    def effective_quant(self) -> str:
+        """How the base weights are stored, after the method's own default."""
+        if self.quant is not None:
+            return self.quant
+        quantised = self.phase == "finetune" and self.method in ("qlora", "qdora")
+        return "nf4-dq" if quantised else "none"
+
+    @property
+    def effective_prepare_kbit(self) -> bool:
+        """Whether `prepare_model_for_kbit_training` runs before the adapters are added.
+
+        The Trainer recipes of PEFT call it for a bitsandbytes base; TRL 1.16 never does.
+        """
+        if self.prepare_kbit is not None:
+            return self.prepare_kbit
+        return self.effective_quant in BNB_QUANTS and self.loss_head != "trl-fused"
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as JSON types, in declaration order."""
