@@ -10,6 +10,9 @@ from typing import Any, Literal
 from whichlora.specs import RunConfig
 
 ProfilePolicy = Literal["none", "frontier", "all"]
+DatasetKind = Literal["counts", "class", "file", "hub"]
+
+DATA_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +37,35 @@ class DatasetConfig:
     """Where the training text comes from and how a row becomes text.
 
     Args:
-        path: a local JSONL, CSV, Parquet or text file, a Hugging Face dataset id, or
-            `module:Class` of a `BaseDataset` subclass.
+        path: a local JSONL, CSV, Parquet or text file (or a folder with one named `train` and
+            perhaps one named `validation`), a Hugging Face dataset id, or `module:Class` or
+            `file.py:Class` of a `BaseDataset` subclass; empty where only counts are known.
         template: format string over a row's columns; None with `messages` or one text column.
         text_column, messages_column: which column holds plain text or chat messages.
         validation_fraction: share of rows kept for validation where the source has no split.
         split, config_name: of a Hugging Face dataset.
+        num_samples, mean_tokens: size of the training split, for planning without the data.
     """
 
-    path: str
+    path: str = ""
     template: str | None = None
     text_column: str | None = None
     messages_column: str | None = None
     validation_fraction: float = 0.05
     split: str = "train"
     config_name: str | None = None
+    num_samples: int | None = None
+    mean_tokens: float | None = None
+
+    @property
+    def kind(self) -> DatasetKind:
+        """How `path` is meant, decided from its spelling alone."""
+        if not self.path:
+            return "counts"
+        if ":" in self.path:
+            return "class"
+        is_path = self.path.startswith((".", "/", "~"))
+        return "file" if is_path or self.path.endswith(DATA_FILE_SUFFIXES) else "hub"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +78,9 @@ class Plan:
         tokenizers: model name to tokenizer name, where they differ.
         inference, finetune: settings that all candidates of a stage share; their `model`,
             `batch_size` and the other listed dimensions are replaced by the lists here.
-        num_batches: measured batches per profile (steps, or generations).
+        lora_alpha: None: twice the rank of each candidate.
+        num_batches, num_runs: measured steps per fine-tuning profile, measured generations per
+            inference profile.
         weights: "pretrained" for the handed-out job; "random" builds from the config, for
             trying the whole path where nothing can be downloaded.
         train: run the winning job at the end.
@@ -80,6 +99,7 @@ class Plan:
     finetune: RunConfig
     methods: tuple[str, ...]
     ranks: tuple[int, ...]
+    lora_alpha: int | None = None
     finetune_batch_sizes: tuple[int, ...]
     limits: Limits
     dataset: DatasetConfig
@@ -88,6 +108,7 @@ class Plan:
     seed: int = 0
     profile: ProfilePolicy = "frontier"
     num_batches: int = 5
+    num_runs: int = 5
     timeout_s: float = 600.0
     weights: Literal["pretrained", "random"] = "pretrained"
     train: bool = False
