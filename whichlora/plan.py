@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from whichlora.errors import ConfigError
 from whichlora.specs import RunConfig
 
 ProfilePolicy = Literal["none", "frontier", "all"]
@@ -45,6 +47,9 @@ class DatasetConfig:
         validation_fraction: share of rows kept for validation where the source has no split.
         split, config_name: of a Hugging Face dataset.
         num_samples, mean_tokens: size of the training split, for planning without the data.
+
+    Raises:
+        ConfigError: a template that does not name columns.
     """
 
     path: str = ""
@@ -57,6 +62,10 @@ class DatasetConfig:
     num_samples: int | None = None
     mean_tokens: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.template is not None and not self.template_columns:
+            raise ConfigError(f"dataset.template: names no column in braces, got {self.template!r}")
+
     @property
     def kind(self) -> DatasetKind:
         """How `path` is meant, decided from its spelling alone."""
@@ -66,6 +75,23 @@ class DatasetConfig:
             return "class"
         is_path = self.path.startswith((".", "/", "~"))
         return "file" if is_path or self.path.endswith(DATA_FILE_SUFFIXES) else "hub"
+
+    @property
+    def template_columns(self) -> tuple[str, ...]:
+        """Columns that `template` names, in their order."""
+        try:
+            fields = [field for _, field, _, _ in string.Formatter().parse(self.template or "")]
+        except ValueError as error:  # a lone brace
+            raise ConfigError(
+                f"dataset.template: {error}, got {self.template!r}; write {{{{ for a plain brace"
+            ) from None
+        columns = tuple(dict.fromkeys(field for field in fields if field is not None))
+        for column in columns:
+            if not column or not column.isprintable() or set(column) & set(".[]{}"):
+                raise ConfigError(
+                    f"dataset.template: {column!r} is not a column name, got {self.template!r}"
+                )
+        return columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

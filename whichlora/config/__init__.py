@@ -1,0 +1,204 @@
+"""A config file → `Plan`, or every fault in it with its line."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whichlora.plan import DatasetConfig, Limits, Plan
+from whichlora.specs import RunConfig
+
+if TYPE_CHECKING:  # pydantic and ruamel.yaml cost 100 ms, which only `run` needs to pay
+    from whichlora.config.schema import Dataset, PlanFile
+
+# What to compare when the user names no model: the families most people fine-tune, from the
+# smallest to what one 80 GB device can hold in 4 bits. All are in models_db.
+DEFAULT_MODELS = (
+    "google/gemma-3-270m",
+    "google/gemma-3-1b-pt",
+    "google/gemma-3-4b-pt",
+    "google/gemma-3-12b-pt",
+    "google/gemma-3-27b-pt",
+    "meta-llama/Llama-3.2-1B",
+    "meta-llama/Llama-3.2-3B",
+    "meta-llama/Llama-3.1-8B",
+    "meta-llama/Llama-3.1-70B",
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-1.7B",
+    "Qwen/Qwen3-4B",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-14B",
+    "Qwen/Qwen3-32B",
+    "mistralai/Mistral-7B-v0.3",
+    "mistralai/Mistral-Nemo-Base-2407",
+    "mistralai/Mistral-Small-24B-Base-2501",
+    "microsoft/Phi-4-mini-instruct",
+    "microsoft/phi-4",
+)
+
+_GB = 10**9
+
+
+def load_plan(path: Path) -> Plan:
+    """What the config file at `path` asks for, defaults filled in.
+
+    Relative paths in the file start in its folder. `output_dir` alone defaults to
+    `runs/<name of the file>` in the current folder.
+
+    Raises:
+        ConfigError: every fault of the file, one line each, in the order of the file.
+    """
+    from pydantic import ValidationError
+
+    from whichlora.config import checks, schema
+    from whichlora.config.document import read_document
+
+    document = read_document(path)
+    problems = list(document.structure_problems())
+    data = _without_empty(document.data)
+    try:
+        settings = schema.PlanFile.model_validate(data)
+    except ValidationError as error:
+        problems += schema.problems_of(error)
+    problems += checks.check(data, path.parent)
+    if problems:
+        raise document.error(problems)
+    return _build(settings, path, data)
+
+
+def plan_schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of a config file, for editors."""
+    from whichlora.config.schema import json_schema
+
+    return copy.deepcopy(json_schema())
+
+
+def _without_empty(data: dict[Any, Any]) -> dict[Any, Any]:
+    """`data` without keys that have no value, which are reported once, by their line."""
+    return {
+        key: _without_empty(value) if isinstance(value, dict) else value
+        for key, value in data.items()
+        if value is not None
+    }
+
+
+def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
+    from whichlora.config.checks import resolve_model
+
+    folder = path.parent
+    stage1, stage2 = settings.stage1_profile, settings.stage2_profile
+    names = settings.models or stage1.model_names or DEFAULT_MODELS
+    models = tuple(resolve_model(name, folder) for name in names)
+    shared: dict[str, Any] = {
+        "model": models[0],
+        "precision": settings.precision,
+        "attn": settings.attn,
+        "quant": settings.quant,
+        "kv_cache": settings.kv_cache,
+    }
+    return Plan(
+        source=path,
+        output_dir=_folder(settings.output_dir, folder) or Path("runs") / path.stem,
+        gpu=settings.gpu,
+        models=models,
+        tokenizers=_tokenizers(stage1.tokenizers, names, folder),
+        inference=RunConfig(
+            **shared,
+            phase="inference",
+            batch_size=stage1.batch_size[0],
+            prompt_len=stage1.prefill_length[0],
+            max_new_tokens=stage1.tokens_to_generate[0],
+        ),
+        inference_batch_sizes=stage1.batch_size,
+        prompt_lens=stage1.prefill_length,
+        max_new_tokens=stage1.tokens_to_generate,
+        finetune=RunConfig(
+            **shared,
+            phase="finetune",
+            method=settings.methods[0],
+            batch_size=stage2.batch_size[0],
+            seq_len=settings.sequence_length,
+            r=settings.ranks[0],
+            lora_alpha=settings.lora_alpha or 2 * settings.ranks[0],
+            lora_dropout=settings.lora_dropout,
+            target_modules=settings.target_modules,
+            optimizer=settings.optimizer,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            gradient_accumulation_steps=settings.gradient_accumulation_steps,
+            padding=settings.padding,
+            loss_head=settings.loss_head,
+        ),
+        methods=settings.methods,
+        ranks=settings.ranks,
+        lora_alpha=settings.lora_alpha,
+        finetune_batch_sizes=stage2.batch_size,
+        limits=_limits(settings),
+        dataset=_dataset(settings.dataset, folder),
+        epochs=settings.epochs,
+        learning_rate=settings.learning_rate,
+        seed=settings.seed,
+        profile=settings.profile,
+        num_batches=settings.num_batches,
+        num_runs=stage1.num_runs or settings.num_batches,
+        timeout_s=settings.profile_timeout,
+        weights=settings.weights,
+        train=settings.train,
+        trust_remote_code=settings.trust_remote_code,
+        calibration_dir=_folder(settings.calibration_dir, folder),
+        raw=data,
+    )
+
+
+def _folder(name: str | None, folder: Path) -> Path | None:
+    return None if name is None else folder / Path(name).expanduser()
+
+
+def _tokenizers(
+    given: tuple[str, ...] | dict[str, str] | None, names: tuple[str, ...], folder: Path
+) -> dict[str, str]:
+    """Model to tokenizer, where they differ."""
+    from whichlora.config.checks import resolve_model
+
+    if given is None:
+        return {}
+    pairs = given.items() if isinstance(given, dict) else zip(names, given, strict=True)
+    resolved = {
+        resolve_model(model, folder): resolve_model(tokenizer, folder) for model, tokenizer in pairs
+    }
+    return {model: tokenizer for model, tokenizer in resolved.items() if model != tokenizer}
+
+
+def _limits(settings: PlanFile) -> Limits:
+    stage1, stage2 = settings.stage1_profile, settings.stage2_profile
+    return Limits(
+        time_per_token_s=_either(stage1.time_per_token, stage1.time_per_token_ms, 1e-3),
+        inference_bytes=_bytes(stage1.peak_memory, stage1.peak_memory_gb),
+        total_time_s=_either(stage2.total_time, stage2.total_time_mins, 60.0),
+        finetune_bytes=_bytes(stage2.peak_memory, stage2.peak_memory_gb),
+    )
+
+
+def _either(with_unit: float | None, plain: float | None, scale: float) -> float | None:
+    return plain * scale if plain is not None else with_unit
+
+
+def _bytes(with_unit: int | None, gb: float | None) -> int | None:
+    return round(gb * _GB) if gb is not None else with_unit
+
+
+def _dataset(given: Dataset, folder: Path) -> DatasetConfig:
+    from whichlora.config.checks import resolve_dataset
+
+    mean_tokens = given.tokens / given.samples if given.tokens and given.samples else None
+    return DatasetConfig(
+        path=resolve_dataset(given.path, folder) if given.path else "",
+        template=given.template,
+        text_column=given.text_column,
+        messages_column=given.messages_column,
+        validation_fraction=given.validation_fraction,
+        split=given.split or "train",
+        config_name=given.config_name,
+        num_samples=given.samples,
+        mean_tokens=mean_tokens,
+    )

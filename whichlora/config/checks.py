@@ -1,0 +1,224 @@
+"""Faults that lie between keys: what excludes, repeats or needs something else.
+
+The checks read the raw mapping, so that they report together with faults of single values; they
+pass over whatever has the wrong type, which the schema reports.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from whichlora.config.document import Problem
+from whichlora.errors import ConfigError
+from whichlora.methods import list_methods
+from whichlora.plan import DATA_FILE_SUFFIXES, DatasetConfig
+
+Data = Mapping[Any, Any]
+
+STAGES = ("stage1_profile", "stage2_profile")
+
+_SPELLINGS = (
+    ("peak_memory_gb", "peak_memory"),
+    ("time_per_token_ms", "time_per_token"),
+    ("total_time_mins", "total_time"),
+)
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_CLASS = re.compile(r"(?P<source>[\w.]+|.+\.py):(?P<name>[A-Za-z_]\w*)")
+
+
+def check(data: Data, folder: Path) -> Iterator[Problem]:
+    """Faults between the keys of `data`, whose relative paths start in `folder`."""
+    for stage in STAGES:
+        yield from _check_spellings(_section(data, stage), stage)
+    yield from _check_repeats(data)
+    yield from _check_models(data)
+    yield from _check_methods(data)
+    yield from _check_dataset(data, folder)
+
+
+def resolve_model(name: str, folder: Path) -> str:
+    """`name` as it is, or the absolute path if it is spelled as one ('./x', '~/x', 'x.json')."""
+    if name.startswith((".", "/", "~")) or name.endswith(".json"):
+        return _absolute(name, folder)
+    return name
+
+
+def resolve_dataset(path: str, folder: Path) -> str:
+    """`path` with its file part made absolute; hub ids and module names stay as they are."""
+    if match := _CLASS.fullmatch(path):
+        source = match["source"]
+        return f"{_absolute(source, folder)}:{match['name']}" if source.endswith(".py") else path
+    is_file = DatasetConfig(path=path).kind == "file" or (folder / path).exists()
+    return _absolute(path, folder) if is_file else path
+
+
+def _absolute(path: str, folder: Path) -> str:
+    return os.path.abspath(folder / Path(path).expanduser())
+
+
+def _section(data: Data, key: str) -> Data:
+    section = data.get(key)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _texts(value: Any) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, str)]
+
+
+def _check_spellings(section: Data, stage: str) -> Iterator[Problem]:
+    for plain, with_unit in _SPELLINGS:
+        if plain in section and with_unit in section:
+            what = f"says the same as {stage}.{plain}"
+            yield Problem(loc=(stage, with_unit), what=what, accepted="one of the two")
+
+
+def _check_repeats(data: Data) -> Iterator[Problem]:
+    for loc, mapping in ((), data), *(((stage,), _section(data, stage)) for stage in STAGES):
+        for key, values in mapping.items():
+            if not isinstance(values, list) or key == "tokenizers":  # models may share one
+                continue
+            for index, value in enumerate(values):
+                if isinstance(value, str | int) and value in values[:index]:
+                    what, accepted = "is in the list twice", "each value once"
+                    yield Problem(loc=(*loc, key, index), what=what, accepted=accepted)
+
+
+def _check_models(data: Data) -> Iterator[Problem]:
+    stage1 = _section(data, "stage1_profile")
+    if "models" in data and "model_names" in stage1:
+        what = "says the same as stage1_profile.model_names"
+        yield Problem(loc=("models",), what=what, accepted="one of the two")
+        return
+    models = _texts(data.get("models", stage1.get("model_names", [])))
+    loc = ("stage1_profile", "tokenizers")
+    match stage1.get("tokenizers"):
+        case dict() as tokenizers:
+            for name in tokenizers:
+                if models and isinstance(name, str) and name not in models:
+                    near = difflib.get_close_matches(name, models, n=1)
+                    yield Problem(
+                        loc=(*loc, name),
+                        what="is not one of the models",
+                        accepted=", ".join(models),
+                        hint="".join(near),
+                    )
+        case list() | str() as tokenizers if not models:
+            yield Problem(
+                loc=loc,
+                what="is parallel to a list of models, and there is none",
+                accepted="a mapping from model to tokenizer, or model_names",
+            )
+        case list() | str() as tokenizers if len(_texts(tokenizers)) != len(models):
+            yield Problem(
+                loc=loc,
+                what=f"names {len(_texts(tokenizers))} for {len(models)} models",
+                accepted="one tokenizer per model in the same order, or a mapping",
+            )
+
+
+def _check_methods(data: Data) -> Iterator[Problem]:
+    names = data.get("methods", [])
+    known = list_methods() if names else {}
+    for index, name in enumerate(names if isinstance(names, list) else [names]):
+        if isinstance(name, str) and name.strip() and name not in known:
+            yield Problem(
+                loc=("methods", index),
+                what="is not known",
+                accepted=", ".join(known),
+                hint="".join(difflib.get_close_matches(name.lower(), known, n=1)),
+            )
+
+
+def _check_dataset(data: Data, folder: Path) -> Iterator[Problem]:
+    value = data.get("dataset")
+    dataset = {"path": value} if isinstance(value, str) else _section(data, "dataset")
+    counts = [key for key in ("tokens", "samples") if key in dataset]
+    path = dataset.get("path")
+    if counts and "path" in dataset:
+        yield Problem(
+            loc=("dataset", counts[0]),
+            what="is for planning without data, and dataset.path names data",
+            accepted="one of the two",
+        )
+    elif counts:
+        yield from _check_counts(dataset, counts, train=data.get("train") is True)
+    elif isinstance(path, str) and path.strip():
+        yield from _check_path(path, dataset, folder)
+    elif isinstance(value, dict) and path is None:
+        yield Problem(
+            loc=("dataset",),
+            what="says neither where the data is nor how much there is",
+            accepted="path, or tokens and samples",
+            show_value=False,
+        )
+    yield from _check_text_settings(dataset)
+
+
+def _check_counts(dataset: Data, counts: list[str], *, train: bool) -> Iterator[Problem]:
+    if len(counts) == 1:
+        other = {"tokens": "samples", "samples": "tokens"}[counts[0]]
+        what = f"needs dataset.{other} beside it"
+        yield Problem(loc=("dataset", counts[0]), what=what, accepted="both, or dataset.path")
+        return
+    tokens, samples = dataset["tokens"], dataset["samples"]
+    if isinstance(tokens, int) and isinstance(samples, int) and tokens < samples:
+        what = f"is less than one token for each of {samples} samples"
+        yield Problem(loc=("dataset", "tokens"), what=what, accepted=f"{samples} or more")
+    if train:
+        yield Problem(
+            loc=("train",),
+            what="needs data to train on, and dataset has only counts",
+            accepted="false, or give dataset.path",
+        )
+
+
+def _check_path(path: str, dataset: Data, folder: Path) -> Iterator[Problem]:
+    loc = ("dataset", "path")
+    resolved = resolve_dataset(path, folder)
+    kind = DatasetConfig(path=resolved).kind
+    local_files = f"a file of type {', '.join(DATA_FILE_SUFFIXES)}"
+    if kind == "class":
+        match = _CLASS.fullmatch(path)
+        if match is None:
+            accepted = "module:Class or path/to/file.py:Class"
+            yield Problem(loc=loc, what="names no dataset class", accepted=accepted)
+        elif match["source"].endswith(".py") and not Path(resolved.rpartition(":")[0]).is_file():
+            what = f"is not there: no file {resolved.rpartition(':')[0]}"
+            yield Problem(loc=loc, what=what, accepted="a Python file, from this file's folder on")
+    elif kind == "file" and not Path(resolved).exists():
+        what = f"is not there: no file {resolved}"
+        yield Problem(loc=loc, what=what, accepted=f"{local_files}, from this file's folder on")
+    elif kind == "file" and not resolved.endswith(DATA_FILE_SUFFIXES) and Path(resolved).is_file():
+        yield Problem(loc=loc, what="is not a type of file that can be read", accepted=local_files)
+    elif kind == "hub" and not _HUB_ID.fullmatch(path):
+        accepted = f"{local_files}, a dataset id such as org/name, or module:Class"
+        yield Problem(loc=loc, what="is neither a file nor a dataset id", accepted=accepted)
+    for key in ("split", "config_name"):
+        if key in dataset and kind != "hub":
+            what, accepted = "is for datasets of the hub only", "no such line"
+            yield Problem(loc=("dataset", key), what=what, accepted=accepted)
+    for key in ("template", "text_column", "messages_column"):
+        if key in dataset and kind == "class":
+            what, accepted = "is not for a dataset class, which has to_text", "no such line"
+            yield Problem(loc=("dataset", key), what=what, accepted=accepted)
+
+
+def _check_text_settings(dataset: Data) -> Iterator[Problem]:
+    given = [key for key in ("template", "text_column", "messages_column") if key in dataset]
+    for key in given[1:]:
+        what = f"is a second way to make text, beside dataset.{given[0]}"
+        yield Problem(loc=("dataset", key), what=what, accepted="one of the two")
+    template = dataset.get("template")
+    if isinstance(template, str) and template.strip():
+        try:
+            DatasetConfig(template=template)
+        except ConfigError:
+            what = "is not a template"
+            accepted = "text with column names in braces, such as '{instruction} {response}'"
+            yield Problem(loc=("dataset", "template"), what=what, accepted=accepted)

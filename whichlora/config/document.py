@@ -1,0 +1,213 @@
+"""YAML text → data that still knows the line and column of every key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whichlora.errors import ConfigError
+
+MAX_BYTES = 2**20  # a config is a page of text; a data file given by mistake is not
+
+_NULL = "tag:yaml.org,2002:null"
+_TEXT = "tag:yaml.org,2002:str"
+
+Loc = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong, and the path of keys and indexes to it.
+
+    Args:
+        what: the fault, as the rest of a sentence that starts with the key.
+        accepted: what may stand there.
+        hint: what the user may have meant.
+        show_value: whether the value in the file says something about the fault.
+        place: line and column, where `loc` is not enough to find them.
+    """
+
+    loc: Loc
+    what: str
+    accepted: str = ""
+    hint: str = ""
+    show_value: bool = True
+    place: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One YAML mapping, twice: as plain `data` and as the nodes that know their places."""
+
+    path: Path
+    root: Any
+    data: dict[Any, Any]
+
+    def render(self, problem: Problem) -> str:
+        """`problem` as one line: place, key, fault, value, what is accepted, what was meant."""
+        found, name, node = self._locate(problem.loc)
+        line, column = problem.place or found
+        text = f"{self.path}:{line}:{column}: {name}: {problem.what}"
+        if problem.show_value:
+            text += f" (got {_describe(node)})"
+        if problem.accepted:
+            text += f"; accepted: {problem.accepted}"
+        if problem.hint:
+            text += f"; did you mean {problem.hint}"
+        return text
+
+    def error(self, problems: list[Problem]) -> ConfigError:
+        """All `problems`, one line each, in the order of the file."""
+        ordered = sorted(problems, key=lambda each: each.place or self._locate(each.loc)[0])
+        return ConfigError("\n".join(dict.fromkeys(self.render(each) for each in ordered)))
+
+    def structure_problems(self) -> Iterator[Problem]:
+        """Keys written twice, and keys without a value."""
+        sections: list[tuple[Loc, Any]] = [((), self.root)]
+        sections += [((key.value,), node) for key, node in self.root.value if node.id == "mapping"]
+        for loc, mapping in sections:
+            first_lines: dict[str, int] = {}
+            for key, value in mapping.value:
+                name, place = str(key.value), _place(key)
+                if name in first_lines:
+                    yield Problem(
+                        loc=(*loc, name),
+                        what=f"is given twice, first in line {first_lines[name]}",
+                        accepted="each key once",
+                        show_value=False,
+                        place=place,
+                    )
+                elif str(value.tag) == _NULL:
+                    yield Problem(
+                        loc=(*loc, name),
+                        what="is empty",
+                        accepted="a value, or no such line",
+                        show_value=False,
+                        place=place,
+                    )
+                first_lines.setdefault(name, place[0])
+
+    def _locate(self, loc: Loc) -> tuple[tuple[int, int], str, Any]:
+        """Place, name and node of the deepest part of `loc` that the file has.
+
+        A part that stands for no key or index of the file, such as the index of a lone value
+        that a list setting also takes, is passed over; a missing key ends the search.
+        """
+        node, place, names = self.root, _place(self.root), list[str]()
+        for part in loc:
+            if node.id == "mapping" and (found := _find(node, part)):
+                place, node = _place(found[0]), found[1]
+                names.append(str(part))
+            elif node.id == "mapping" and isinstance(part, str) and part.isidentifier():
+                names.append(part)
+                break
+            elif node.id == "sequence" and isinstance(part, int) and part < len(node.value):
+                node = node.value[part]
+                place = _place(node)
+                names.append(str(part))
+        return place, ".".join(names), node
+
+
+def _find(mapping: Any, part: str | int) -> tuple[Any, Any] | None:
+    for key, value in mapping.value:
+        if key.value == str(part):
+            return key, value
+    return None
+
+
+def _place(node: Any) -> tuple[int, int]:
+    return node.start_mark.line + 1, node.start_mark.column + 1
+
+
+def _describe(node: Any) -> str:
+    """The value as the user wrote it, on one line; text in quotes, so that '4' is not 4."""
+    if node.id == "mapping":
+        return "a mapping"
+    if node.id == "sequence":
+        return f"a list of {len(node.value)}"
+    text = repr(node.value) if str(node.tag) == _TEXT else str(node.value)
+    text = text or "nothing"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def read_document(path: Path) -> Document:
+    """The YAML 1.2 mapping in `path`.
+
+    Raises:
+        ConfigError: no readable file, not UTF-8, not YAML, or not one mapping of text keys.
+    """
+    text = _read_text(path)
+    # Lazy: ruamel.yaml costs 30 ms, which `whichlora --help` need not pay.
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+    from ruamel.yaml.reader import ReaderError
+
+    yaml = YAML(typ="safe", pure=True)
+    yaml.allow_duplicate_keys = True  # `structure_problems` reports them with the rest
+    try:
+        root = yaml.compose(text)
+        data: Any = None if root is None else yaml.constructor.construct_document(root)
+    except ReaderError as error:
+        line, column = _position(text[: error.position])
+        raise ConfigError(
+            f"{path}:{line}:{column}: character {error.character!r} is not allowed in YAML; "
+            "remove it"
+        ) from None
+    except YAMLError as error:
+        raise ConfigError(_yaml_fault(path, error)) from None
+    except RecursionError:
+        raise ConfigError(f"{path}: lists or mappings are nested too deeply") from None
+    except ValueError as error:  # a whole number of more digits than Python converts
+        raise ConfigError(f"{path}: holds a value that YAML can't read: {error}") from None
+    if root is None:
+        raise ConfigError(f"{path}: is empty; it needs at least the key dataset")
+    if root.id != "mapping":
+        line, column = _place(root)
+        raise ConfigError(
+            f"{path}:{line}:{column}: is not a mapping (got {_describe(root)}); "
+            "accepted: lines of the form 'key: value', such as 'dataset: data.jsonl'"
+        )
+    return Document(path=path, root=root, data=data)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: can't be read ({error.strerror}); give the path of a YAML file"
+        ) from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(
+            f"{path}: is larger than 1 MiB; give the configuration, and the data as dataset.path"
+        )
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line, column = _position(content[: error.start].decode("utf-8", "replace"))
+        raise ConfigError(
+            f"{path}:{line}:{column}: is not UTF-8 text (byte 0x{content[error.start]:02x}); "
+            "save the file as UTF-8"
+        ) from None
+
+
+def _position(before: str) -> tuple[int, int]:
+    """Line and column, from 1, of what follows the text `before`."""
+    return before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
+
+
+def _yaml_fault(path: Path, error: Any) -> str:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+    fault = " ".join(str(getattr(error, "problem", None) or error).split())
+    if "'\\t'" in fault:
+        return f"{place}: a tab is not allowed here; indent with spaces"
+    if "another document" in fault:
+        return f"{place}: a second document starts here; keep one, without '---' lines between"
+    if "constructor for the tag" in fault:
+        tag = fault.rpartition("tag ")[2]
+        return f"{place}: the tag {tag} is not accepted; write plain values"
+    return f"{place}: is not YAML: {fault}; check quotes, brackets and colons near this place"

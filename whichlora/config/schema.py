@@ -1,0 +1,439 @@
+"""The keys of a config file, their types and defaults, and how a fault in one is said."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from whichlora.config.document import Loc, Problem
+from whichlora.errors import ConfigError
+from whichlora.plan import ProfilePolicy
+from whichlora.specs import (
+    AttentionKernel,
+    KvCache,
+    LossHead,
+    Optimizer,
+    Padding,
+    Precision,
+    Quant,
+    RunConfig,
+)
+from whichlora.units import parse_bytes
+
+_RUN = RunConfig(model="any")  # one place for the defaults that `estimate` and `run` share
+
+_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION_PART = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|h|d)(?![A-Za-z])", re.IGNORECASE)
+
+
+class _OneOrMany:
+    """A list setting that also takes one value alone."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        def as_tuple(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return value  # refused by the tuple schema with its own message
+            return tuple(value) if isinstance(value, list) else (value,)
+
+        return core_schema.no_info_before_validator_function(as_tuple, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        many = handler(schema)
+        return {"anyOf": [many["items"], many]}
+
+
+def _parse_size(value: Any) -> int:
+    if isinstance(value, str) and not value.strip()[-1:].isdigit():
+        try:
+            size = parse_bytes(value)
+        except ConfigError:
+            size = 0
+        if size > 0:
+            return size
+    raise PydanticCustomError("size", "is not a size with a unit")
+
+
+def _parse_duration(value: Any) -> float:
+    total_s, end = 0.0, 0
+    text = value.strip() if isinstance(value, str) else ""
+    while part := _DURATION_PART.match(text, end):
+        total_s += float(part[1]) * _SECONDS[part[2].lower()]
+        end = part.end()
+    if end < len(text) or total_s == 0.0:
+        raise PydanticCustomError("duration", "is not a duration with a unit")
+    return total_s
+
+
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Counts = Annotated[tuple[Count, ...], Field(min_length=1), _OneOrMany()]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(pattern=r"\S")]
+Names = Annotated[tuple[Name, ...], Field(min_length=1), _OneOrMany()]
+Size = Annotated[
+    int,
+    PlainValidator(_parse_size),
+    WithJsonSchema({"type": "string", "examples": ["24GiB", "24GB"]}),
+]
+Duration = Annotated[
+    float,
+    PlainValidator(_parse_duration),
+    WithJsonSchema({"type": "string", "examples": ["20ms", "90s", "2h 30min"]}),
+]
+# The tags become parts of an error's path; no key looks like them, so the mapper passes them over.
+Tokenizers = Annotated[
+    Annotated[Names, Tag("[]")] | Annotated[dict[Name, Name], Tag("{}")],
+    Discriminator(lambda value: "{}" if isinstance(value, Mapping) else "[]"),
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+    )
+
+
+class Stage1(_Section):
+    """Inference: the candidates, and what a model must meet to go on to fine-tuning."""
+
+    model_names: Names | None = None
+    """Models to choose from; without them and without `models`, a default list."""
+    tokenizers: Tokenizers | None = None
+    """A list parallel to the models, or a mapping from model to tokenizer."""
+    batch_size: Counts = (1, 2, 4, 8, 16)
+    """Sequences generated at once."""
+    prefill_length: Counts = (_RUN.prompt_len,)
+    """Tokens of the prompt."""
+    tokens_to_generate: Counts = (_RUN.max_new_tokens,)
+    """New tokens per sequence."""
+    num_runs: Count | None = None
+    """Measured generations per profiled candidate; without it, `num_batches`."""
+    time_per_token_ms: Positive | None = None
+    """Limit: time of the whole generation over the generated tokens of all sequences."""
+    time_per_token: Duration | None = None
+    """The same limit with a unit."""
+    peak_memory_gb: Positive | None = None
+    """Limit on the device memory, in GB of 10**9 bytes."""
+    peak_memory: Size | None = None
+    """The same limit with a unit; 24GiB and 24GB are different amounts."""
+
+
+class Stage2(_Section):
+    """Fine-tuning: the batch sizes, and what the run must meet."""
+
+    batch_size: Counts = (1, 2, 4, 8, 16)
+    """Sequences per device per micro-step."""
+    total_time_mins: Positive | None = None
+    """Limit on the whole fine-tuning, in minutes."""
+    total_time: Duration | None = None
+    """The same limit with a unit."""
+    peak_memory_gb: Positive | None = None
+    """Limit on the device memory, in GB of 10**9 bytes."""
+    peak_memory: Size | None = None
+    """The same limit with a unit; 24GiB and 24GB are different amounts."""
+
+
+class Dataset(_Section):
+    """Where the training text comes from, or only how much of it there is."""
+
+    path: Name | None = None
+    """A JSONL, CSV, Parquet or text file, a hub dataset, `module:Class` or `file.py:Class`."""
+    template: Name | None = None
+    """A row as text, such as '{instruction} {response}'; the names are columns."""
+    text_column: Name | None = None
+    """The column that holds the text."""
+    messages_column: Name | None = None
+    """The column that holds chat messages of role and content."""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of the rows kept for validation where the data has no such split."""
+    split: Name | None = None
+    """Training split of a hub dataset."""
+    config_name: Name | None = None
+    """Configuration of a hub dataset."""
+    tokens: Annotated[int, Field(ge=1, le=10**15)] | None = None
+    """Tokens in the training split, for planning without the data."""
+    samples: Count | None = None
+    """Samples in the training split, for planning without the data."""
+
+
+class PlanFile(_Section):
+    """A WhichLoRA run: models, data, limits and what may be profiled."""
+
+    dataset: Annotated[
+        Dataset,
+        BeforeValidator(lambda value: {"path": value} if isinstance(value, str) else value),
+    ]
+    """A path or hub id, or a mapping with the details."""
+    stage1_profile: Stage1 = Stage1()
+    stage2_profile: Stage2 = Stage2()
+    models: Names | None = None
+    """Models to choose from: hub ids, aliases, or local folders ('./my-model')."""
+    gpu: Name = "auto"
+    """A key of `whichlora gpus`, a device name, cpu, or auto for the device of this machine."""
+    epochs: Positive = 1.0
+    """Passes over the training split."""
+    sequence_length: Count = _RUN.seq_len
+    """Longest training sequence in tokens; longer ones are truncated."""
+    methods: Names = ("lora", "qlora", "dora", "qdora")
+    """Fine-tuning methods to compare."""
+    ranks: Counts = (_RUN.r,)
+    """Ranks of the adapters."""
+    target_modules: Names = _RUN.target_modules
+    """Layers with an adapter: all-linear, attention, or names such as q_proj."""
+    lora_alpha: Count | None = None
+    """Scale of the adapters; without it, twice the rank."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = _RUN.lora_dropout
+    precision: Precision = _RUN.precision
+    optimizer: Optimizer = _RUN.optimizer
+    gradient_checkpointing: bool = _RUN.gradient_checkpointing
+    gradient_accumulation_steps: Count = _RUN.gradient_accumulation_steps
+    attn: AttentionKernel = _RUN.attn
+    padding: Padding = "padded"
+    """Whether training batches hold padding, as they do where lengths differ."""
+    loss_head: LossHead = _RUN.loss_head
+    quant: Quant | None = None
+    """Storage of the base weights in both stages; without it, the method decides."""
+    kv_cache: KvCache = _RUN.kv_cache
+    learning_rate: Annotated[float, Field(gt=0, le=1)] = 2e-4
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    profile: ProfilePolicy = "frontier"
+    """What to measure: nothing (a dry run), what could change the answer, or every candidate."""
+    num_batches: Count = 5
+    """Measured batches per profiled candidate."""
+    profile_timeout: Duration = 600.0
+    """Device time after which one profile is stopped."""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """Random weights try the whole path where nothing can be downloaded."""
+    train: bool = False
+    """Run the winning job at the end."""
+    trust_remote_code: bool = False
+    """Let the models and datasets of the hub run their own code."""
+    output_dir: Name | None = None
+    """Folder of the results; without it, runs/<name of this file> in the current folder."""
+    calibration_dir: Name | None = None
+    """Folder of the measurements; without it, the user's data folder."""
+
+
+@cache
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a config file, for editors and for `accepted` alike."""
+    schema = PlanFile.model_json_schema()
+    schema["properties"]["dataset"] = {
+        "description": schema["properties"]["dataset"].get("description", ""),
+        "anyOf": [{"type": "string", "examples": ["data.jsonl"]}, {"$ref": "#/$defs/Dataset"}],
+    }
+    clean: dict[str, Any] = _without_null(schema)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | clean
+
+
+def _without_null(schema: Any) -> Any:
+    """`schema` without the null of optional settings: an empty value is refused everywhere.
+
+    `oneOf`, which pydantic writes for tagged choices, becomes `anyOf`, so that readers of the
+    schema know one way to say a choice.
+    """
+    if isinstance(schema, list):
+        return [_without_null(each) for each in schema if each != {"type": "null"}]
+    if not isinstance(schema, dict):
+        return schema
+    clean = {
+        "anyOf" if key == "oneOf" else key: _without_null(value)
+        for key, value in schema.items()
+        if not (key == "default" and value is None)
+    }
+    options = clean.get("anyOf", [])
+    return (options[0] | _omit(clean, "anyOf")) if len(options) == 1 else clean
+
+
+def _omit(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in mapping.items() if name != key}
+
+
+# -- faults --------------------------------------------------------------------------------------
+
+_WHAT = {
+    "missing": "is required",
+    "extra_forbidden": "is not a setting",
+    "int_type": "is not a whole number",
+    "int_from_float": "is not a whole number",
+    "float_type": "is not a number",
+    "bool_type": "is not true or false",
+    "string_type": "is not text",
+    "literal_error": "is not known",
+    "greater_than": "is out of range",
+    "greater_than_equal": "is out of range",
+    "less_than": "is out of range",
+    "less_than_equal": "is out of range",
+    "finite_number": "is not a finite number",
+    "too_short": "is an empty list",
+    "string_pattern_mismatch": "is blank",
+    "tuple_type": "is not a value or a list",
+    "dict_type": "is not a mapping",
+    "model_type": "is not a mapping",
+}
+
+# What other tools call our settings.
+_SYNONYMS = {
+    "alpha": "lora_alpha",
+    "data": "dataset",
+    "dropout": "lora_dropout",
+    "dtype": "precision",
+    "limit": "peak_memory",
+    "lora_r": "ranks",
+    "lr": "learning_rate",
+    "max_length": "sequence_length",
+    "max_new_tokens": "tokens_to_generate",
+    "max_seq_length": "sequence_length",
+    "method": "methods",
+    "model": "models",
+    "model_name": "models",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "prompt_len": "prefill_length",
+    "r": "ranks",
+    "rank": "ranks",
+    "seq_len": "sequence_length",
+}
+
+
+def problems_of(error: ValidationError) -> Iterator[Problem]:
+    """Each fault that pydantic found, in our words."""
+    for fault in error.errors(include_url=False, include_context=False):
+        kind, loc = fault["type"], tuple(fault["loc"])
+        if kind == "too_short" and fault["input"]:
+            continue  # the list is not empty: its items are wrong, and reported
+        if kind in {"extra_forbidden", "invalid_key"}:
+            kind = "extra_forbidden"
+            accepted = ", ".join(_properties(_subschema(loc[:-1])))
+            hint = _meant_setting(loc)
+        else:
+            accepted = accepted_at(loc)
+            hint = _meant_value(fault["input"], _subschema(loc))
+        yield Problem(
+            loc=loc,
+            what=_WHAT.get(kind, fault["msg"]),
+            accepted=accepted,
+            hint=hint,
+            show_value=kind != "missing",
+        )
+
+
+def accepted_at(loc: Loc) -> str:
+    """What may stand at `loc`, in words."""
+    return _phrase(_subschema(loc))
+
+
+def _phrase(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return ", ".join(schema["enum"])
+    if "anyOf" in schema:
+        one, other = schema["anyOf"]
+        if other.get("type") == "array":
+            return f"{_phrase(one)}, or a list of such"
+        return f"{_phrase(one)}, or {_phrase(_resolve(other))}"
+    match schema.get("type"):
+        case "boolean":
+            return "true or false"
+        case "integer":
+            return f"a whole number{_range(schema)}"
+        case "number":
+            return f"a number{_range(schema)}"
+        case "string":
+            examples = " or ".join(schema.get("examples", ()))
+            return f"text such as {examples}" if examples else "text"
+        case "object" if "properties" in schema:
+            return f"a mapping with {', '.join(schema['properties'])}"
+    return "a mapping from name to name"
+
+
+def _range(schema: Mapping[str, Any]) -> str:
+    low = schema.get("minimum", schema.get("exclusiveMinimum"))
+    high = schema.get("maximum", schema.get("exclusiveMaximum"))
+    if low is None:
+        return ""
+    start = f" above {low:,}" if "exclusiveMinimum" in schema else f" from {low:,}"
+    if high is None:
+        return start if "exclusiveMinimum" in schema else f" of {low:,} or more"
+    return f"{start} to {'below ' if 'exclusiveMaximum' in schema else ''}{high:,}"
+
+
+def _resolve(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`schema`, or the definition that it refers to."""
+    name = schema.get("$ref", "").removeprefix("#/$defs/")
+    found: Mapping[str, Any] = json_schema()["$defs"][name] if name else schema
+    return found
+
+
+def _subschema(loc: Loc) -> Mapping[str, Any]:
+    """The schema of what stands at `loc`; parts that are no key or index are passed over."""
+    schema: Mapping[str, Any] = json_schema()
+    for part in loc:
+        options = [_resolve(each) for each in schema.get("anyOf", [schema])]
+        for option in options:
+            if isinstance(part, int) and "items" in option:
+                schema = _resolve(option["items"])
+                break
+            if part in option.get("properties", {}):
+                schema = _resolve(option["properties"][part])
+                break
+    return schema
+
+
+def _properties(schema: Mapping[str, Any]) -> list[str]:
+    for option in schema.get("anyOf", [schema]):
+        if properties := _resolve(option).get("properties"):
+            return list(properties)
+    return []
+
+
+def _meant_setting(loc: Loc) -> str:
+    """The setting that an unknown key at `loc` looks like: here, then in the other sections."""
+    key = str(loc[-1]).lower().replace("-", "_")
+    here = str(loc[0]) if len(loc) > 1 else ""
+    sections = {"": _properties(json_schema())}
+    for name in ("stage1_profile", "stage2_profile", "dataset"):
+        sections[name] = _properties(_subschema((name,)))
+    key = _SYNONYMS.get(key, key)
+    exact = [".".join(filter(None, (name, key))) for name, keys in sections.items() if key in keys]
+    if exact:
+        return " or ".join(exact)
+    near = difflib.get_close_matches(key, sections.get(here, []), n=1)
+    return ".".join(filter(None, (here, *near))) if near else ""
+
+
+def _meant_value(value: Any, schema: Mapping[str, Any]) -> str:
+    """A value that `value` looks like and that is accepted."""
+    if "enum" in schema and isinstance(value, str):
+        return next(iter(difflib.get_close_matches(value.lower(), schema["enum"], n=1)), "")
+    if schema.get("type") == "boolean":
+        return {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(
+            str(value).lower(), ""
+        )
+    if schema.get("type") in {"integer", "number"} and isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return ""
+        return f"{value.strip()} without quotes"
+    return ""
