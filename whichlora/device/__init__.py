@@ -1,0 +1,1 @@
+"""What is here and what it does when a run is tried: detection, building, profiling."""
