@@ -1,0 +1,123 @@
+"""One accelerator on disk: the schema of `calibration/<key>/gpu.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from whichlora.errors import DataFileError
+from whichlora.specs import GpuSpec
+from whichlora.store.jsonfiles import check_schema_version, is_slug, read_object, write_object
+
+SCHEMA_VERSION = 1
+KINDS: tuple[str, ...] = get_args(get_type_hints(GpuSpec)["kind"])
+DTYPES = ("bf16", "fp16", "tf32", "fp32", "int8")
+
+
+def read_gpu(path: Path) -> GpuSpec:
+    """The accelerator that the gpu.json at `path` describes.
+
+    Raises:
+        DataFileError: naming path, key, what is accepted and what to do.
+    """
+    values = read_object(path)
+    check_schema_version(values, SCHEMA_VERSION, str(path))
+    unknown = sorted(set(values) - set(_FIELDS))
+    if unknown:
+        raise DataFileError(
+            f"{path}: {unknown[0]}: is not a field; known are {', '.join(_FIELDS)}; correct it"
+        )
+    for field, (accepted, is_valid) in _FIELDS.items():
+        if not is_valid(values.get(field)):
+            problem = f"got {values[field]!r}" if field in values else "missing"
+            raise DataFileError(f"{path}: {field}: {problem}; must be {accepted}; correct it")
+    if values["key"] != path.parent.name:
+        raise DataFileError(
+            f"{path}: key: is {values['key']!r}, the folder is {path.parent.name!r}; "
+            "rename one of them"
+        )
+    peaks = {f"peak_flops_per_s.{dtype}" for dtype in values["peak_flops_per_s"]}
+    for fact in (*values["sources"], *values["unverified"]):
+        if fact not in peaks and fact not in _FIELDS:
+            raise DataFileError(
+                f"{path}: sources or unverified: {fact!r} is no field of this file; correct it"
+            )
+    return GpuSpec(
+        key=values["key"],
+        name=values["name"],
+        kind=values["kind"],
+        memory_bytes=values["memory_bytes"],
+        bandwidth_bytes_per_s=float(values["bandwidth_bytes_per_s"]),
+        peak_flops_per_s={dtype: float(peak) for dtype, peak in values["peak_flops_per_s"].items()},
+        num_multiprocessors=values.get("num_multiprocessors"),
+        l2_bytes=values.get("l2_bytes"),
+        compute_capability=values.get("compute_capability"),
+        context_bytes=values.get("context_bytes"),
+        aliases=tuple(values["aliases"]),
+        names=tuple(values["names"]),
+        sources=values["sources"],
+        unverified=tuple(values["unverified"]),
+    )
+
+
+def write_gpu(root: Path, spec: GpuSpec) -> Path:
+    """Write `spec` below a calibration folder, so that others can plan for a device they lack."""
+    path = root / spec.key / "gpu.json"
+    facts: dict[str, Any] = {
+        field: getattr(spec, field) for field in _FIELDS if hasattr(spec, field)
+    }
+    facts |= {"peak_flops_per_s": dict(spec.peak_flops_per_s), "sources": dict(spec.sources)}
+    write_object(path, {"schema_version": SCHEMA_VERSION} | facts)
+    return path
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value.strip() != ""
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 < value < 10**15  # 1 PB: no device, but a slipped unit
+
+
+def _is_rate(value: object) -> bool:
+    # bool is an int in Python, and a switch is no rate. A comparison refuses NaN.
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e21
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_peaks(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and value.keys() <= set(DTYPES)
+        and all(map(_is_rate, value.values()))
+    )
+
+
+def _is_sources(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
+# What each field must hold, in words and as a check; a missing field is checked as null.
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "schema_version": ("a whole number", lambda value: type(value) is int),
+    "key": ("the name of the folder", lambda value: isinstance(value, str) and is_slug(value)),
+    "name": ("a text", _is_text),
+    "kind": (f"one of {', '.join(KINDS)}", lambda value: value in KINDS),
+    "memory_bytes": ("a whole number above 0 and below 10**15", _is_count),
+    "nominal_memory_gb": ("a number, or null", lambda v: v is None or _is_rate(v)),
+    "bandwidth_bytes_per_s": ("a number above 0 and below 1e21", _is_rate),
+    "peak_flops_per_s": (f"an object of numbers above 0 under {', '.join(DTYPES)}", _is_peaks),
+    "num_multiprocessors": ("a count, or null", lambda v: v is None or _is_count(v)),
+    "l2_bytes": ("a count, or null", lambda v: v is None or _is_count(v)),
+    "compute_capability": ("a text, or null", lambda v: v is None or _is_text(v)),
+    "context_bytes": ("a count, or null", lambda v: v is None or _is_count(v)),
+    "aliases": ("a list of texts", _is_texts),
+    "names": ("a list of texts", _is_texts),
+    "sources": ("an object: field to text or link", _is_sources),
+    "unverified": ("a list of field names", _is_texts),
+}

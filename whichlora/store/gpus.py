@@ -1,0 +1,173 @@
+"""Accelerators by any name people or drivers give them: `calibration/<key>/gpu.json`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+# The one link between two edges: "cpu" and "auto" name what detection finds.
+from whichlora.device.cpu_prior import cpu_spec
+from whichlora.device.detect import detect_cpu, detect_gpus
+from whichlora.errors import ConfigError
+from whichlora.specs import GpuSpec
+from whichlora.store.gpu_file import SCHEMA_VERSION, read_gpu
+from whichlora.store.jsonfiles import is_slug, read_object
+from whichlora.store.paths import data_folder, user_calibration_folder
+from whichlora.units import format_bytes
+
+# Driver totals of one board differ by ECC (7 %) and driver; the next size is 20 % away.
+_SAME_BOARD_FRACTION = 0.1
+_AMD_DRIVER = Path("/dev/kfd")
+
+_VENDOR_WORDS = re.compile(
+    r"\b(nvidia|amd|instinct|tesla|quadro|geforce|graphics|generation|edition|corporation)\b"
+    r"|\((r|tm)\)"
+)
+
+
+def find_gpu(name: str) -> GpuSpec:
+    """The accelerator that `name` means, here or elsewhere.
+
+    Args:
+        name: a key, an alias, the name a driver prints, "cpu" for this host's CPU, or "auto" for
+            the first GPU here and the CPU where there is none.
+
+    Raises:
+        ConfigError: no accelerator has that name, or several have.
+        DataFileError: its file is broken.
+        MeasurementError: "auto", and the driver does not answer.
+    """
+    key = name.strip().lower()
+    if key == "auto":
+        return _gpu_here()
+    if key == "cpu":
+        return _cpu_here()
+    spec = _load(key)
+    if spec is not None:
+        return spec
+    keys = _keys_named(name)
+    if len(keys) > 1:
+        raise ConfigError(f"{name}: is ambiguous: {', '.join(keys)}; pass --gpu with one of these")
+    spec = _load(keys[0]) if keys else None
+    if spec is not None:
+        return spec
+    if key.startswith("cpu-"):
+        here = _cpu_here()
+        if here.key == key:
+            return here
+    raise ConfigError(f"unknown GPU {name!r}{_suggestion(name)}; 'whichlora gpus' lists all")
+
+
+def list_gpus() -> tuple[GpuSpec, ...]:
+    """Every accelerator on file, packaged and the user's, in the order of their keys.
+
+    Raises:
+        DataFileError: a file is broken.
+    """
+    paths = {path.parent.name: path for root in reversed(_roots()) for path in _gpu_files(root)}
+    return tuple(read_gpu(paths[key]) for key in sorted(paths))
+
+
+def gpu_key(name: str) -> str:
+    """`name` as folder names spell it: "NVIDIA A100-SXM4-80GB" is a100-sxm4-80gb."""
+    words = _VENDOR_WORDS.sub(" ", name.lower().replace("_", " "))
+    return re.sub(r"[^a-z0-9.]+", "-", words).strip("-.")
+
+
+def build_index(root: Path) -> dict[str, Any]:
+    """The names in all gpu.json below `root`: {"names" or "aliases": {name: keys}}.
+
+    `names` are driver names, in lower case; `aliases` are all spellings without punctuation, so
+    that RTX4090, rtx-4090 and "RTX 4090" are one. A driver name is tried first: "Quadro RTX 6000"
+    is one board, "RTX 6000" could be two.
+    """
+    names: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {}
+    for path in _gpu_files(root):
+        spec = read_gpu(path)
+        for name in sorted({name.lower() for name in spec.names}):
+            names.setdefault(name, []).append(spec.key)
+        for alias in sorted({_squash(text) for text in (spec.key, *spec.aliases, *spec.names)}):
+            aliases.setdefault(alias, []).append(spec.key)
+    return {"schema_version": SCHEMA_VERSION, "names": names, "aliases": aliases}
+
+
+def _cpu_here() -> GpuSpec:
+    prior = cpu_spec(detect_cpu())
+    known = _load(prior.key)
+    # The same CPU in a smaller container has less memory, not another speed.
+    return replace(known, memory_bytes=prior.memory_bytes) if known else prior
+
+
+def _gpu_here() -> GpuSpec:
+    detected = detect_gpus()
+    if not detected:
+        if _AMD_DRIVER.exists():  # the CPU would be a wrong answer there, not a fallback
+            raise ConfigError(
+                f"auto: finds NVIDIA GPUs only, and this machine has an AMD one ({_AMD_DRIVER}); "
+                "pass --gpu with a key of 'whichlora gpus', or cpu"
+            )
+        return _cpu_here()
+    device = detected[0]
+    specs = [spec for key in _keys_named(device.name) if (spec := _load(key))]
+    off = {spec.key: abs(device.memory_bytes / spec.memory_bytes - 1) for spec in specs}
+    specs = [spec for spec in specs if off[spec.key] <= _SAME_BOARD_FRACTION]
+    if not specs:
+        raise ConfigError(
+            f"auto: no file describes the {device.name} with {format_bytes(device.memory_bytes)} "
+            f"of this machine; pass --gpu with a key of 'whichlora gpus', or add "
+            f"{user_calibration_folder() / gpu_key(device.name) / 'gpu.json'}"
+        )
+    return min(specs, key=lambda spec: off[spec.key])
+
+
+def _roots() -> tuple[Path, Path]:
+    """The user's folder first: what users measured or corrected beats what we shipped."""
+    return user_calibration_folder(), data_folder("calibration")
+
+
+def _gpu_files(root: Path) -> list[Path]:
+    return sorted(root.glob("*/gpu.json"))
+
+
+def _load(key: str) -> GpuSpec | None:
+    if not is_slug(key):
+        return None
+    paths = (root / key / "gpu.json" for root in _roots())
+    path = next((path for path in paths if path.is_file()), None)
+    return read_gpu(path) if path else None
+
+
+def _squash(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", gpu_key(text))
+
+
+def _indexes() -> Iterator[Mapping[str, Any]]:
+    user, packaged = _roots()
+    yield build_index(user)
+    yield read_object(packaged / "index.json")
+
+
+def _keys_named(name: str) -> list[str]:
+    """Keys of the accelerators that the driver, or else people, call `name`."""
+    indexes = list(_indexes())
+    for kind, spelling in (("names", name.strip().lower()), ("aliases", _squash(name))):
+        keys = {key for index in indexes for key in index[kind].get(spelling, ())}
+        if keys:
+            return sorted(keys)
+    return []
+
+
+def _suggestion(name: str) -> str:
+    """`: did you mean a, b`, or nothing where no known name comes near."""
+    known: dict[str, list[str]] = {}
+    for index in _indexes():
+        for alias, keys in index["aliases"].items():
+            known.setdefault(alias, []).extend(keys)
+    near = difflib.get_close_matches(_squash(name), known, n=4, cutoff=0.7)
+    keys = list(dict.fromkeys(key for alias in near for key in known[alias]))[:4]
+    return f": did you mean {', '.join(keys)}" if keys else ""

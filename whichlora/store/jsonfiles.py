@@ -1,0 +1,120 @@
+"""Strict JSON in, atomic JSON out: what every data file of the store has in common."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from whichlora.errors import ConfigError, DataFileError
+
+_SLUG = re.compile(r"[a-z0-9]+(?:[.-][a-z0-9]+)*")
+_MAX_SLUG = 120
+
+
+def is_slug(text: str) -> bool:
+    """Whether `text` may name a file or folder of the store; no such name leaves its folder."""
+    return len(text) <= _MAX_SLUG and _SLUG.fullmatch(text) is not None
+
+
+def require_slug(setting: str, text: str) -> str:
+    """`text`, if it may name a file of the store.
+
+    Raises:
+        ConfigError: it has anything but lower-case letters, digits, single dots and dashes.
+    """
+    if not is_slug(text):
+        raise ConfigError(
+            f"{setting}: {text!r} can't name a folder; use lower-case letters, digits, "
+            f"and single '-' or '.' between them, {_MAX_SLUG} characters at most"
+        )
+    return text
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+# Built once: json.loads with an option builds a decoder per call, which shows in 10,000 lines.
+_decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
+
+
+def parse_object(data: bytes, where: str) -> dict[str, Any]:
+    """The JSON object that `data` spells; `where` (path, or path:line) starts every message.
+
+    Raises:
+        DataFileError: not UTF-8, not JSON, NaN or Infinity, nested too deeply, or no object.
+    """
+    try:
+        value = _decode(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataFileError(f"{where}: is not valid JSON ({error}); repair or remove it") from None
+    if not isinstance(value, dict):
+        raise DataFileError(f"{where}: must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the file at `path`.
+
+    Raises:
+        DataFileError: the file can't be read, or `parse_object` refuses it.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataFileError(f"{path}: can't be read ({error.strerror}); check the file") from None
+    return parse_object(data, str(path))
+
+
+def check_schema_version(values: Mapping[str, Any], newest: int, where: str) -> None:
+    """Refuse a file that is newer than this release.
+
+    Raises:
+        DataFileError: `schema_version` is missing, not a whole number, or out of range.
+    """
+    version = values.get("schema_version")
+    if type(version) is int and 1 <= version <= newest:
+        return
+    if type(version) is int and version > newest:
+        raise DataFileError(
+            f"{where}: schema_version is {version}, this release reads 1 to {newest}; "
+            "upgrade whichlora"
+        )
+    raise DataFileError(
+        f"{where}: schema_version: must be a whole number from 1 to {newest}, got {version!r}"
+    )
+
+
+def write_object(path: Path, values: Mapping[str, Any]) -> None:
+    """Replace the file at `path` in one step: readers see the old file or the new one, whole.
+
+    Raises:
+        OSError: the disk refused; the old file is untouched.
+    """
+    text = json.dumps(values, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The name holds the process and a random part: writers on several hosts share this folder.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make new entries of `folder` survive a power cut; a file's own fsync covers only the file."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
