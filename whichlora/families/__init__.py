@@ -1,0 +1,89 @@
+"""One module per architecture family: a Hugging Face config in, its blocks and tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from whichlora.architecture import ModelSpec
+from whichlora.errors import ConfigError
+from whichlora.families import (
+    alibi,
+    bert,
+    dbrx,
+    deepseek,
+    gemma,
+    gpt,
+    layernorm,
+    lfm2,
+    llama,
+    moe,
+    opt,
+    qwen_hybrid,
+    seq2seq,
+)
+from whichlora.families.fields import Fields
+from whichlora.families.multimodal import TOWERS, with_tower
+
+_MODULES = (
+    llama,
+    layernorm,
+    moe,
+    deepseek,
+    gemma,
+    qwen_hybrid,
+    lfm2,
+    gpt,
+    opt,
+    alibi,
+    dbrx,
+    seq2seq,
+    bert,
+)
+_DEFAULTS: dict[str, Mapping[str, Any]] = {
+    key: value for module in _MODULES for key, value in module.DEFAULTS.items()
+}
+_SYNONYMS: dict[str, Mapping[str, tuple[str, ...]]] = {
+    key: value for module in _MODULES for key, value in getattr(module, "SYNONYMS", {}).items()
+}
+FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
+    key: value for module in _MODULES for key, value in module.BUILDERS.items()
+}
+
+
+def known_types() -> tuple[str, ...]:
+    """Every `model_type` that `build` accepts."""
+    return tuple(sorted({*FAMILIES, *TOWERS}))
+
+
+def build(config: Mapping[str, Any], *, name: str) -> ModelSpec:
+    """The architecture that `config`, the content of a `config.json`, describes.
+
+    Args:
+        config: as on the hub; a missing key means what its transformers class takes it to mean.
+        name: hub id or path, for the spec and for messages.
+
+    Raises:
+        ConfigError: an unknown `model_type`, or a size that is missing or no whole number.
+    """
+    model_type = config.get("model_type")
+    if model_type in TOWERS:
+        outer = Fields(name=name, values=config, defaults={}, synonyms={})
+        return with_tower(outer, partial(build, name=name), str(model_type))
+    builder = FAMILIES.get(str(model_type))
+    if builder is None:
+        raise ConfigError(
+            f"{name}: model_type {model_type!r} is not known; known are {', '.join(known_types())}"
+        )
+    return builder(
+        Fields(
+            name=name,
+            values=config,
+            defaults=_DEFAULTS[str(model_type)],
+            synonyms=_SYNONYMS.get(str(model_type), {}),
+        )
+    )
+
+
+__all__ = ["FAMILIES", "Fields", "build", "known_types"]

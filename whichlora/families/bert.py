@@ -1,0 +1,321 @@
+"""Encoders: BERT, RoBERTa, ELECTRA, DistilBERT, ALBERT, DeBERTa-v2 and ModernBERT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from whichlora.architecture import (
+    Attention,
+    Embedding,
+    Layer,
+    LayerGroup,
+    Linear,
+    ModelSpec,
+    Norm,
+)
+from whichlora.errors import ConfigError
+from whichlora.families.blocks import group, mlp, norms, softmax_attention
+from whichlora.families.fields import Fields
+
+_BERT: dict[str, Any] = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "bert": _BERT,
+    "roberta": _BERT | {"vocab_size": 50265},
+    "xlm-roberta": _BERT,
+    "camembert": _BERT,
+    "electra": _BERT
+    | {
+        "embedding_size": 128,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_attention_heads": 4,
+    },
+    "distilbert": _BERT | {"type_vocab_size": 0},
+    "albert": _BERT
+    | {
+        "vocab_size": 30000,
+        "embedding_size": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 16384,
+        "num_attention_heads": 64,
+        "hidden_act": "gelu_new",
+        "num_hidden_groups": 1,
+        "inner_group_num": 1,
+    },
+    "deberta-v2": _BERT
+    | {
+        "vocab_size": 128100,
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 24,
+        "type_vocab_size": 0,
+        "relative_attention": False,
+        "max_relative_positions": -1,
+        "position_buckets": -1,
+        "position_biased_input": True,
+        "share_att_key": False,
+        "norm_rel_ebd": "none",
+    },
+    "modernbert": _BERT
+    | {
+        "vocab_size": 50368,
+        "intermediate_size": 1152,
+        "num_hidden_layers": 22,
+        "hidden_activation": "gelu",
+        "max_position_embeddings": 8192,
+        "local_attention": 128,
+        "global_attn_every_n_layers": 3,
+        "norm_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+}
+SYNONYMS = {
+    "distilbert": {
+        "hidden_size": ("dim",),
+        "intermediate_size": ("hidden_dim",),
+        "num_hidden_layers": ("n_layers",),
+        "num_attention_heads": ("n_heads",),
+        "hidden_act": ("activation",),
+    }
+}
+
+
+def _attention(
+    c: Fields, names: Sequence[str] = ("query", "key", "value"), out: str = "dense", **rest: Any
+) -> Attention:
+    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
+    fields: dict[str, Any] = {"position": "none", "qkv_bias": True, "out_bias": True, **rest}
+    return softmax_attention(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        names=names,
+        out_name=out,
+        causal=False,
+        cached=False,
+        **fields,
+    )
+
+
+def _layer(
+    c: Fields,
+    attention: Attention,
+    *,
+    mlp_names: Sequence[str] = ("dense", "dense"),
+    norm_names: Sequence[str] = ("LayerNorm", "LayerNorm"),
+) -> Layer:
+    hidden = c.size("hidden_size")
+    block = mlp(
+        hidden=hidden,
+        width=c.size("intermediate_size"),
+        activation=c.text("hidden_act"),
+        names=mlp_names,
+        bias=True,
+    )
+    return Layer(
+        attentions=(attention,),
+        mlp=block,
+        norms=norms(norm_names, width=hidden, kind="layer", bias=True),
+    )
+
+
+def _encoder(
+    c: Fields,
+    layers: Sequence[Layer],
+    *,
+    width: int | None = None,
+    pooler: bool = False,
+    positions: bool = True,
+    **rest: Any,
+) -> ModelSpec:
+    """An encoder without a head, as `AutoModel` builds it; `width` is that of the embeddings."""
+    hidden, vocab = c.size("hidden_size"), c.size("vocab_size")
+    width = width or hidden
+    tables = [("word_embeddings", vocab)]
+    if positions:
+        tables.append(("position_embeddings", c.size("max_position_embeddings")))
+    if types := c.size_or_none("type_vocab_size"):
+        tables.append(("token_type_embeddings", types))
+    spec: dict[str, Any] = {
+        "groups": group(layers, stack="encoder"),
+        "embeddings": tuple(Embedding(name=n, rows=rows, width=width) for n, rows in tables),
+        "embedding_norms": norms(("LayerNorm",), width=width, kind="layer", bias=True),
+        "other_params": hidden * hidden + hidden if pooler else 0,
+        **rest,
+    }
+    return ModelSpec(
+        name=c.name,
+        model_type=c.text("model_type"),
+        task="encoder",
+        hidden_size=hidden,
+        vocab_size=vocab,
+        max_position_embeddings=c.size("max_position_embeddings"),
+        dtype=c.dtype,
+        config=c.values,
+        **spec,
+    )
+
+
+def _bert(c: Fields) -> ModelSpec:
+    layer = _layer(c, _attention(c))
+    return _encoder(c, [layer] * c.size("num_hidden_layers"), pooler=True)
+
+
+def _widened(width: int, hidden: int, name: str) -> tuple[Linear, ...]:
+    """The projection from a narrower embedding to the stack."""
+    return (
+        Linear(name=name, in_features=width, out_features=hidden, reads="embedding", bias=True),
+    )
+
+
+def _electra(c: Fields) -> ModelSpec:
+    width, hidden = c.size("embedding_size"), c.size("hidden_size")
+    layer = _layer(c, _attention(c))
+    around = () if width == hidden else _widened(width, hidden, "embeddings_project")
+    return _encoder(c, [layer] * c.size("num_hidden_layers"), width=width, head_linears=around)
+
+
+def _distilbert(c: Fields) -> ModelSpec:
+    layer = _layer(
+        c,
+        _attention(c, ("q_lin", "k_lin", "v_lin"), "out_lin"),
+        mlp_names=("lin1", "lin2"),
+        norm_names=("sa_layer_norm", "output_layer_norm"),
+    )
+    return _encoder(c, [layer] * c.size("num_hidden_layers"))
+
+
+def _albert(c: Fields) -> ModelSpec:
+    width, hidden = c.size("embedding_size"), c.size("hidden_size")
+    num_groups, per_group = c.size("num_hidden_groups"), c.size("inner_group_num")
+    layer = _layer(
+        c,
+        _attention(c),
+        mlp_names=("ffn", "ffn_output"),
+        norm_names=("LayerNorm", "full_layer_layer_norm"),
+    )
+    # Each group's weights run several times; groups are equal in shape, so their split is even.
+    runs = c.size("num_hidden_layers") // num_groups
+    groups = (LayerGroup(layer=layer, count=runs, stack="encoder", shared=True),)
+    return _encoder(
+        c,
+        (),
+        width=width,
+        pooler=True,
+        groups=groups * (num_groups * per_group),
+        head_linears=_widened(width, hidden, "embedding_hidden_mapping_in"),
+    )
+
+
+def _deberta(c: Fields) -> ModelSpec:
+    hidden, extra = c.size("hidden_size"), ()
+    embeddings_norm = norms(("LayerNorm",), width=hidden, kind="layer", bias=True)
+    attention = _attention(c, ("query_proj", "key_proj", "value_proj"), position="relative")
+    if not c.flag("relative_attention"):
+        attention = _attention(c, ("query_proj", "key_proj", "value_proj"))
+    elif not c.flag("share_att_key"):
+        raise ConfigError(
+            f"{c.name}: share_att_key is false; only DeBERTa with shared keys (v3 and v2-xlarge) "
+            "is described"
+        )
+    layer = _layer(c, attention)
+    spec = _encoder(
+        c, [layer] * c.size("num_hidden_layers"), positions=c.flag("position_biased_input")
+    )
+    if c.flag("relative_attention"):
+        reach = c.size_or_none("max_relative_positions") or c.size("max_position_embeddings")
+        rows = 2 * (c.size_or_none("position_buckets") or reach)
+        extra = (Embedding(name="rel_embeddings", rows=rows, width=hidden),)
+    if "layer_norm" in str(c.get("norm_rel_ebd")):
+        embeddings_norm += norms(("LayerNorm",), width=hidden, kind="layer", bias=True)
+    conv = c.size_or_none("conv_kernel_size") or 0
+    # DeBERTa-v2-xlarge: one convolution with its norm beside the first layer.
+    conv_params = hidden * hidden * conv + 3 * hidden if conv else 0
+    return replace(
+        spec,
+        embeddings=spec.embeddings + extra,
+        embedding_norms=embeddings_norm,
+        other_params=conv_params,
+    )
+
+
+def _modernbert(c: Fields) -> ModelSpec:
+    hidden, heads, count = (
+        c.size("hidden_size"),
+        c.size("num_attention_heads"),
+        c.size("num_hidden_layers"),
+    )
+    bias, norm_bias = c.flag("attention_bias"), c.flag("norm_bias")
+    every = c.size("global_attn_every_n_layers")
+    types = c.items("layer_types", length=count) or [
+        "sliding_attention" if i % every else "full_attention" for i in range(count)
+    ]
+    width = c.size("intermediate_size")
+    block = mlp(
+        hidden=hidden,
+        width=width,
+        activation=c.text("hidden_activation"),
+        names=("Wi", "Wo"),
+        fused=True,
+        bias=c.flag("mlp_bias"),
+    )
+    layers = []
+    for number, kind in enumerate(types):
+        attention = _attention(
+            c,
+            ("Wqkv",),
+            "Wo",
+            qkv_bias=bias,
+            out_bias=bias,
+            position="rope",
+            rotary_dim=hidden // heads,
+            # local_attention is the whole window, half of it to each side
+            sliding_window=None if kind == "full_attention" else c.size("local_attention"),
+        )
+        # the first layer reads the embedding's norm directly
+        names = ("attn_norm", "mlp_norm") if number else ("mlp_norm",)
+        layers.append(
+            Layer(
+                attentions=(attention,),
+                mlp=block,
+                norms=norms(names, width=hidden, kind="layer", bias=norm_bias),
+            )
+        )
+
+    def norm(name: str) -> tuple[Norm, ...]:
+        return norms((name,), width=hidden, kind="layer", bias=norm_bias)
+
+    return _encoder(
+        c,
+        layers,
+        embeddings=(Embedding(name="tok_embeddings", rows=c.size("vocab_size"), width=hidden),),
+        embedding_norms=norm("norm"),
+        final_norms=norm("final_norm"),
+    )
+
+
+BUILDERS = {
+    "bert": _bert,
+    "roberta": _bert,
+    "xlm-roberta": _bert,
+    "camembert": _bert,
+    "electra": _electra,
+    "distilbert": _distilbert,
+    "albert": _albert,
+    "deberta-v2": _deberta,
+    "modernbert": _modernbert,
+}

@@ -1,0 +1,241 @@
+"""The blocks that families are put together from: projections, MLPs, experts and whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from whichlora.architecture import (
+    Attention,
+    Embedding,
+    Layer,
+    LayerGroup,
+    Linear,
+    Mlp,
+    ModelSpec,
+    Moe,
+    Norm,
+)
+from whichlora.families.fields import Fields
+
+NormKind = Literal["rms", "rms_offset", "layer"]
+
+
+def qkv_linears(
+    *,
+    hidden: int,
+    q_width: int,
+    kv_width: int,
+    names: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+    bias: bool = False,
+    reads: str = "attn_in",
+) -> tuple[Linear, ...]:
+    """The input projections of an attention: three matrices, or one fused when one name is given."""
+    if len(names) == 1:
+        fused = q_width + 2 * kv_width
+        return (
+            Linear(name=names[0], in_features=hidden, out_features=fused, reads=reads, bias=bias),
+        )
+    return tuple(
+        Linear(name=name, in_features=hidden, out_features=width, reads=reads, bias=bias)
+        for name, width in zip(names, (q_width, kv_width, kv_width), strict=True)
+    )
+
+
+def softmax_attention(
+    *,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    names: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+    out_name: str = "o_proj",
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    cached: bool = True,
+    cross: bool = False,
+    **rest: Any,
+) -> Attention:
+    """Softmax attention with plain projections; `rest` are further fields of `Attention`."""
+    q_width, kv_width = heads * head_dim, kv_heads * head_dim
+    linears = qkv_linears(
+        hidden=hidden, q_width=q_width, kv_width=kv_width, names=names, bias=qkv_bias
+    )
+    if cross:  # queries come from the decoder, keys and values from the encoder's output
+        reads = ("cross_in", "encoder_out", "encoder_out")
+        linears = tuple(
+            Linear(
+                name=x.name, in_features=hidden, out_features=x.out_features, reads=r, bias=x.bias
+            )
+            for x, r in zip(linears, reads, strict=True)
+        )
+    out = Linear(
+        name=out_name,
+        in_features=q_width,
+        out_features=hidden,
+        reads="cross_out" if cross else "attn_out",
+        bias=out_bias,
+    )
+    return Attention(
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        linears=(*linears, out),
+        cross=cross,
+        **{"cache_elements": 2 * kv_width if cached else 0, **rest},
+    )
+
+
+def mlp(
+    *,
+    hidden: int,
+    width: int,
+    activation: str,
+    names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    fused: bool = False,
+    bias: bool = False,
+    reads: str = "mlp_in",
+    act: str = "mlp_act",
+    extra: tuple[Linear, ...] = (),
+    norms: tuple[Norm, ...] = (),
+) -> Mlp:
+    """A feed-forward block: gated with three names (or two and `fused`), plain with two."""
+    *inputs, down = names
+    gated = fused or len(inputs) == 2
+    in_width = 2 * width if fused else width
+    return Mlp(
+        width=width,
+        gated=gated,
+        activation=activation,
+        linears=(
+            *(
+                Linear(name=name, in_features=hidden, out_features=in_width, reads=reads, bias=bias)
+                for name in inputs
+            ),
+            Linear(name=down, in_features=width, out_features=hidden, reads=act, bias=bias),
+            *extra,
+        ),
+        norms=norms,
+    )
+
+
+def moe(
+    *,
+    hidden: int,
+    width: int,
+    activation: str,
+    num_experts: int,
+    experts_per_token: int,
+    bias: bool = False,
+    router: Linear | None = None,
+    shared: Mlp | None = None,
+    other_params: int = 0,
+) -> Moe:
+    """Routed experts as transformers 5 stores them: two 3-D parameters, not modules.
+
+    PEFT's target_modules and bitsandbytes pass them by; the router is a bare parameter too
+    unless `router` says otherwise.
+    """
+    shape: dict[str, Any] = {"count": num_experts, "active": experts_per_token, "is_module": False}
+    expert = Mlp(
+        width=width,
+        gated=True,
+        activation=activation,
+        linears=(
+            Linear(
+                name="gate_up_proj",
+                in_features=hidden,
+                out_features=2 * width,
+                reads="expert_in",
+                bias=bias,
+                **shape,
+            ),
+            Linear(
+                name="down_proj",
+                in_features=width,
+                out_features=hidden,
+                reads="expert_act",
+                bias=bias,
+                **shape,
+            ),
+        ),
+    )
+    return Moe(
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        expert=expert,
+        router=router or bare_router(hidden, num_experts, bias=bias),
+        shared=shared,
+        other_params=other_params,
+    )
+
+
+def bare_router(hidden: int, num_experts: int, *, bias: bool = False) -> Linear:
+    """A router whose weight is a parameter of its own class, so that PEFT does not see it."""
+    return Linear(
+        name="gate",
+        in_features=hidden,
+        out_features=num_experts,
+        reads="mlp_in",
+        bias=bias,
+        is_module=False,
+    )
+
+
+def norms(
+    names: Iterable[str], *, width: int, kind: NormKind, weight: bool = True, bias: bool = False
+) -> tuple[Norm, ...]:
+    """Norms over the hidden state, in forward order."""
+    return tuple(
+        Norm(name=name, kind=kind, width=width, weight=weight, bias=bias) for name in names
+    )
+
+
+def group(
+    layers: Sequence[Layer], *, stack: Literal["decoder", "encoder"] = "decoder"
+) -> tuple[LayerGroup, ...]:
+    """Equal layers counted together, in order of first appearance.
+
+    The order of interleaved layers (5 sliding, 1 full, ...) is lost; no formula depends on it.
+    """
+    counts: dict[Layer, int] = {}
+    for layer in layers:
+        counts[layer] = counts.get(layer, 0) + 1
+    return tuple(LayerGroup(layer=x, count=n, stack=stack) for x, n in counts.items())
+
+
+def causal_lm(
+    c: Fields,
+    layers: Sequence[Layer],
+    *,
+    final_norms: tuple[Norm, ...],
+    embedding_name: str = "embed_tokens",
+    head_bias: bool = False,
+    **rest: Any,
+) -> ModelSpec:
+    """A decoder with one token embedding and a head; `rest` are further fields of `ModelSpec`."""
+    hidden, vocab = c.size("hidden_size"), c.size("vocab_size")
+    token = Embedding(name=embedding_name, rows=vocab, width=hidden)
+    head = Linear(
+        name="lm_head", in_features=hidden, out_features=vocab, reads="head_in", bias=head_bias
+    )
+    spec: dict[str, Any] = {
+        "embeddings": (token,),
+        "head": head,
+        "head_tied": c.flag("tie_word_embeddings"),
+        "max_position_embeddings": c.size_or_none("max_position_embeddings"),
+        **rest,
+    }
+    return ModelSpec(
+        name=c.name,
+        model_type=c.text("model_type"),
+        task="causal-lm",
+        hidden_size=hidden,
+        vocab_size=vocab,
+        groups=group(layers),
+        final_norms=final_norms,
+        dtype=c.dtype,
+        config=c.values,
+        **spec,
+    )

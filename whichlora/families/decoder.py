@@ -1,0 +1,173 @@
+"""The decoder layer that Llama made common, and the small differences its descendants have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from whichlora.architecture import Layer, Mlp, ModelSpec, Moe, Norm
+from whichlora.families.blocks import NormKind, causal_lm, mlp, norms, softmax_attention
+from whichlora.families.fields import Fields
+
+PRE_NORM = ("input_layernorm", "post_attention_layernorm")
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How a family differs from Llama, which is the default of every field.
+
+    Args:
+        qk_norm: a norm over each query and key "head", over the full projected "width", or
+            one weight vector per head ("per_head": statistics per head, weights not shared).
+        qkv_names: one name means a fused projection.
+        mlp_names: three names are a gated MLP, two a plain one unless `fused_gate_up`.
+        layer_norms: names over the hidden state; the first reads the layer's input.
+        parallel: attention and MLP read the same normalised input and are added together.
+    """
+
+    qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out_name: str = "o_proj"
+    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    fused_gate_up: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    norm_kind: NormKind = "rms"
+    norm_weight: bool = True
+    norm_bias: bool = False
+    layer_norms: tuple[str, ...] = PRE_NORM
+    final_norm: str = "norm"
+    qk_norm: Literal["none", "head", "width", "per_head"] = "none"
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    qk_norm_bias: bool = False
+    parallel: bool = False
+    activation: str = "hidden_act"
+
+
+def decoder(
+    c: Fields,
+    style: Style = Style(),
+    *,
+    layer_types: list[str] | None = None,
+    feed_forward: Callable[[int], tuple[Mlp | None, Moe | None]] | None = None,
+    has_rope: Callable[[int], bool] = lambda _: True,
+    layer_fields: dict[str, Any] | None = None,
+    attention_params: int = 0,
+    **spec: Any,
+) -> ModelSpec:
+    """A causal language model of Llama's shape.
+
+    Args:
+        c: the config, with the defaults of its class.
+        style: what differs in every layer.
+        layer_types: SLIDING or FULL per layer; None when `sliding_window`, if set, holds for all.
+        feed_forward: layer number -> its MLP or mixture of experts; None for one MLP everywhere.
+        has_rope: layer number -> whether positions are rotated there.
+        layer_fields: further fields of every `Layer`.
+        attention_params: bare parameters of each attention.
+        spec: further fields of the `ModelSpec`.
+    """
+    hidden = c.size("hidden_size")
+    heads = c.size("num_attention_heads")
+    kv_heads = c.size("num_key_value_heads", fallback=heads)
+    head_dim = c.size("head_dim", fallback=hidden // heads)
+    window = c.size_or_none("sliding_window")
+
+    qk_norms = _qk_norms(style, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    dense = None
+    if feed_forward is None:
+        dense = mlp(
+            hidden=hidden,
+            width=c.size("intermediate_size"),
+            activation=c.text(style.activation),
+            names=style.mlp_names,
+            fused=style.fused_gate_up,
+            bias=style.mlp_bias,
+            reads="attn_in" if style.parallel and len(style.layer_norms) == 1 else "mlp_in",
+        )
+    layer_norms = norms(
+        style.layer_norms,
+        width=hidden,
+        kind=style.norm_kind,
+        weight=style.norm_weight,
+        bias=style.norm_bias,
+    )
+
+    layers = []
+    for number in range(c.size("num_hidden_layers")):
+        sliding = layer_types is None or layer_types[number] == SLIDING
+        rope = has_rope(number)
+        attention = softmax_attention(
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            names=style.qkv_names,
+            out_name=style.out_name,
+            qkv_bias=style.qkv_bias,
+            out_bias=style.out_bias,
+            norms=qk_norms,
+            position="rope" if rope else "none",
+            rotary_dim=int(head_dim * c.rotary_fraction) if rope else 0,
+            sliding_window=window if sliding else None,
+            softcap=c.number_or_none("attn_logit_softcapping"),
+            other_params=attention_params,
+        )
+        block, experts = feed_forward(number) if feed_forward else (dense, None)
+        layers.append(
+            Layer(
+                attentions=(attention,),
+                mlp=block,
+                moe=experts,
+                norms=layer_norms,
+                parallel=style.parallel,
+                **(layer_fields or {}),
+            )
+        )
+    final = norms(
+        (style.final_norm,),
+        width=hidden,
+        kind=style.norm_kind,
+        weight=style.norm_weight,
+        bias=style.norm_bias,
+    )
+    spec.setdefault("logit_softcap", c.number_or_none("final_logit_softcapping"))
+    return causal_lm(c, layers, final_norms=final, head_bias=style.head_bias, **spec)
+
+
+def _qk_norms(style: Style, *, heads: int, kv_heads: int, head_dim: int) -> tuple[Norm, ...]:
+    if style.qk_norm == "none":
+        return ()
+    kind: NormKind = "layer" if style.norm_kind == "layer" else style.norm_kind
+    found = []
+    for name, rows in zip(style.qk_norm_names, (heads, kv_heads), strict=True):
+        if style.qk_norm == "head":
+            width, count = head_dim, rows
+        else:  # "per_head" holds as many weights as one norm over the whole width
+            width, count = rows * head_dim, 1
+        found.append(Norm(name=name, kind=kind, width=width, rows=count, bias=style.qk_norm_bias))
+    return tuple(found)
+
+
+def every_nth_full(c: Fields, n: int) -> list[str]:
+    """`layer_types` as listed, else every n-th layer attends to all tokens."""
+    count = c.size("num_hidden_layers")
+    listed = c.items("layer_types", length=count)
+    if listed is not None:
+        return listed
+    return [FULL if n and (i + 1) % n == 0 else SLIDING for i in range(count)]
+
+
+def late_sliding(c: Fields) -> list[str]:
+    """Qwen's rule: a window, if switched on at all, starts at layer `max_window_layers`."""
+    count = c.size("num_hidden_layers")
+    if not c.flag("use_sliding_window"):
+        return [FULL] * count
+    listed = c.items("layer_types", length=count)
+    if listed is not None:
+        return listed
+    first = c.get("max_window_layers") or 0
+    return [SLIDING if i >= first else FULL for i in range(count)]

@@ -1,0 +1,146 @@
+"""Multi-head latent attention: DeepSeek V2 and V3, and dense models with the same attention."""
+
+from __future__ import annotations
+
+from whichlora.architecture import Attention, Layer, Linear, ModelSpec, Norm
+from whichlora.families.blocks import causal_lm, mlp, norms
+from whichlora.families.decoder import PRE_NORM
+from whichlora.families.fields import Fields
+from whichlora.families.llama import LLAMA
+from whichlora.families.moe import FeedForward, deepseek_feed_forward
+
+MLA = LLAMA | {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+DEFAULTS = {
+    "deepseek_v2": MLA
+    | {
+        "vocab_size": 102400,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+    },
+    "deepseek_v3": MLA
+    | {
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "max_position_embeddings": 4096,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+    },
+    "youtu": MLA
+    | {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def latent_attention(c: Fields) -> Attention:
+    """Queries, keys and values from low-rank latents; one rotated key part for all heads.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; names from `DeepseekV3Attention`.
+    """
+    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
+    nope, rope = c.size("qk_nope_head_dim"), c.size("qk_rope_head_dim")
+    v_head_dim, kv_rank = c.size("v_head_dim"), c.size("kv_lora_rank")
+    q_rank = c.size_or_none("q_lora_rank")
+    bias = c.flag("attention_bias")
+    q_width = heads * (nope + rope)
+
+    if q_rank is None:
+        queries = (
+            Linear(name="q_proj", in_features=hidden, out_features=q_width, reads="attn_in"),
+        )
+    else:
+        queries = (
+            Linear(
+                name="q_a_proj", in_features=hidden, out_features=q_rank, reads="attn_in", bias=bias
+            ),
+            Linear(name="q_b_proj", in_features=q_rank, out_features=q_width, reads="q_latent"),
+        )
+    keys_values = (
+        Linear(
+            name="kv_a_proj_with_mqa",
+            in_features=hidden,
+            out_features=kv_rank + rope,
+            reads="attn_in",
+            bias=bias,
+        ),
+        Linear(
+            name="kv_b_proj",
+            in_features=kv_rank,
+            out_features=heads * (nope + v_head_dim),
+            reads="kv_latent",
+        ),
+    )
+    out = Linear(
+        name="o_proj",
+        in_features=heads * v_head_dim,
+        out_features=hidden,
+        reads="attn_out",
+        bias=bias,
+    )
+    latents = (Norm(name="kv_a_layernorm", kind="rms", width=kv_rank),)
+    if q_rank is not None:
+        latents = (Norm(name="q_a_layernorm", kind="rms", width=q_rank), *latents)
+    return Attention(
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=nope + rope,
+        v_head_dim=v_head_dim,
+        linears=(*queries, *keys_values, out),
+        norms=latents,
+        rotary_dim=rope,
+        # transformers 5.23 caches the latent and the rotated key; earlier releases cached the
+        # expanded keys and values, heads * (nope + rope + v_head_dim).
+        cache_elements=kv_rank + rope,
+    )
+
+
+def _model(c: Fields, feed_forward: FeedForward) -> ModelSpec:
+    attention, hidden = latent_attention(c), c.size("hidden_size")
+    layers = []
+    for number in range(c.size("num_hidden_layers")):
+        block, experts = feed_forward(number)
+        layers.append(
+            Layer(
+                attentions=(attention,),
+                mlp=block,
+                moe=experts,
+                norms=norms(PRE_NORM, width=hidden, kind="rms"),
+            )
+        )
+    final = norms(("norm",), width=hidden, kind="rms")
+    return causal_lm(c, layers, final_norms=final)
+
+
+def _deepseek(c: Fields) -> ModelSpec:
+    return _model(c, deepseek_feed_forward(c))
+
+
+def _dense(c: Fields) -> ModelSpec:
+    block = mlp(
+        hidden=c.size("hidden_size"),
+        width=c.size("intermediate_size"),
+        activation=c.text("hidden_act"),
+    )
+    return _model(c, lambda _: (block, None))
+
+
+BUILDERS = {"deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "youtu": _dense}

@@ -1,0 +1,231 @@
+"""Gemma 1 to 4 (text): scaled embeddings, norms around each block, sliding and full layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from whichlora.architecture import Embedding, Layer, Linear, ModelSpec, Norm
+from whichlora.families.blocks import causal_lm, mlp, moe, norms, softmax_attention
+from whichlora.families.decoder import FULL, Style, decoder, every_nth_full
+from whichlora.families.fields import Fields
+
+_SANDWICH = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_GEMMA2: dict[str, Any] = {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma": _GEMMA2
+    | _NO_CAPS
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "sliding_window": None,
+    },
+    "gemma2": _GEMMA2,
+    "vaultgemma": _GEMMA2,
+    "gemma3_text": _GEMMA2
+    | _NO_CAPS
+    | {
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6,
+    },
+    "gemma4_text": _GEMMA2
+    | _NO_CAPS
+    | {
+        "vocab_size": 262144,
+        "num_hidden_layers": 30,
+        "max_position_embeddings": 131072,
+        "sliding_window": 512,
+        "global_head_dim": 512,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_size_per_layer_input": 256,
+    },
+}
+
+
+def _style(c: Fields, **rest: Any) -> Style:
+    bias = c.flag("attention_bias")
+    return Style(
+        qkv_bias=bias,
+        out_bias=bias,
+        norm_kind="rms_offset",
+        activation="hidden_activation",
+        **rest,
+    )
+
+
+def _gemma(c: Fields) -> ModelSpec:
+    return decoder(c, _style(c))
+
+
+def _gemma2(c: Fields) -> ModelSpec:
+    return decoder(c, _style(c, layer_norms=_SANDWICH), layer_types=every_nth_full(c, 2))
+
+
+def _vaultgemma(c: Fields) -> ModelSpec:
+    style = _style(c, layer_norms=("input_layernorm", "pre_feedforward_layernorm"))
+    return decoder(c, style, layer_types=every_nth_full(c, 2))
+
+
+def _gemma3(c: Fields) -> ModelSpec:
+    return decoder(
+        c,
+        _style(c, layer_norms=_SANDWICH, qk_norm="head"),
+        layer_types=every_nth_full(c, c.size("sliding_window_pattern")),
+    )
+
+
+def _gemma4_layer(c: Fields, kind: str, *, shared_cache: bool) -> Layer:
+    """One block of Gemma 4; `shared_cache` layers take keys and values of an earlier one."""
+    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
+    full = kind == FULL
+    head_dim = c.size("global_head_dim") if full else c.size("head_dim")
+    kv_heads = c.size("num_key_value_heads")
+    keys_are_values = full and c.flag("attention_k_eq_v")
+    if keys_are_values:
+        kv_heads = c.size("num_global_key_value_heads", fallback=kv_heads)
+    bias = c.flag("attention_bias")
+    rope = c.part("rope_parameters").part(kind)
+
+    attention = softmax_attention(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        qkv_bias=bias,
+        out_bias=bias,
+        cached=not shared_cache,
+        rotary_dim=int(head_dim * (rope.number_or_none("partial_rotary_factor") or 1.0)),
+        sliding_window=None if full else c.size("sliding_window"),
+    )
+    missing = {"v_proj"} if keys_are_values else set()
+    qk_norms = [Norm(name="q_norm", kind="rms_offset", width=head_dim, rows=heads)]
+    if shared_cache:
+        missing = {"k_proj", "v_proj"}
+    else:
+        key = {"kind": "rms_offset", "width": head_dim, "rows": kv_heads}
+        qk_norms += [Norm(name="k_norm", **key), Norm(name="v_norm", weight=False, **key)]
+    attention = replace(
+        attention,
+        linears=tuple(x for x in attention.linears if x.name not in missing),
+        norms=tuple(qk_norms),
+    )
+
+    wide = shared_cache and c.flag("use_double_wide_mlp")
+    activation, names = c.text("hidden_activation"), _SANDWICH
+    per_layer = c.size_or_none("hidden_size_per_layer_input")
+    extra: tuple[Linear, ...] = ()
+    if per_layer:  # a gate and a projection after the MLP, for the per-layer embedding
+        gate, back = ("per_layer_input_gate", "per_layer_projection")
+        extra = (
+            Linear(name=gate, in_features=hidden, out_features=per_layer, reads="per_layer_in"),
+            Linear(name=back, in_features=per_layer, out_features=hidden, reads="per_layer_act"),
+        )
+        names += ("post_per_layer_input_norm",)
+    experts = None
+    if c.flag("enable_moe_block"):
+        num_experts = c.size("num_experts")
+        experts = moe(
+            hidden=hidden,
+            width=c.size("moe_intermediate_size"),
+            activation=activation,
+            num_experts=num_experts,
+            experts_per_token=c.size("top_k_experts"),
+            router=Linear(
+                name="proj", in_features=hidden, out_features=num_experts, reads="router_in"
+            ),
+            other_params=hidden + num_experts,  # scales of the router's input and of each expert
+        )
+        names += (
+            "post_feedforward_layernorm_1",
+            "pre_feedforward_layernorm_2",
+            "post_feedforward_layernorm_2",
+        )
+    return Layer(
+        attentions=(attention,),
+        mlp=mlp(
+            hidden=hidden,
+            width=c.size("intermediate_size") * (2 if wide else 1),
+            activation=activation,
+            extra=extra,
+        ),
+        moe=experts,
+        norms=norms(names, width=hidden, kind="rms_offset"),
+    )
+
+
+def _gemma4(c: Fields) -> ModelSpec:
+    hidden, count = c.size("hidden_size"), c.size("num_hidden_layers")
+    types = every_nth_full(c, 6)
+    types[-1] = FULL if c.get("layer_types") is None else types[-1]
+    first_shared = count - (c.get("num_kv_shared_layers") or 0)
+    layers = [
+        _gemma4_layer(c, kind, shared_cache=number >= first_shared)
+        for number, kind in enumerate(types)
+    ]
+    embeddings = (Embedding(name="embed_tokens", rows=c.size("vocab_size"), width=hidden),)
+    around: tuple[Linear, ...] = ()
+    embedding_norms: tuple[Norm, ...] = ()
+    per_layer = c.size_or_none("hidden_size_per_layer_input")
+    if per_layer:
+        packed = count * per_layer
+        embeddings += (
+            Embedding(
+                name="embed_tokens_per_layer",
+                rows=c.size("vocab_size_per_layer_input"),
+                width=packed,
+            ),
+        )
+        around = (
+            Linear(
+                name="per_layer_model_projection",
+                in_features=hidden,
+                out_features=packed,
+                reads="embedding",
+            ),
+        )
+        embedding_norms = (
+            Norm(name="per_layer_projection_norm", kind="rms_offset", width=per_layer, rows=count),
+        )
+    return causal_lm(
+        c,
+        layers,
+        final_norms=norms(("norm",), width=hidden, kind="rms_offset"),
+        embeddings=embeddings,
+        embedding_norms=embedding_norms,
+        head_linears=around,
+        logit_softcap=c.number_or_none("final_logit_softcapping"),
+    )
+
+
+BUILDERS = {
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "vaultgemma": _vaultgemma,
+    "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
+}

@@ -1,0 +1,223 @@
+"""GPT-2 and its relatives: GPT-BigCode, GPT-Neo, GPT-J, CodeGen, GPT-NeoX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from whichlora.architecture import Embedding, Layer, ModelSpec
+from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
+from whichlora.families.fields import Fields
+
+_GPT2 = {
+    "vocab_size": 50257,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 1024,
+    "intermediate_size": None,
+    "activation_function": "gelu_new",
+    "tie_word_embeddings": True,
+}
+_GPTJ = _GPT2 | {
+    "vocab_size": 50400,
+    "hidden_size": 4096,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 2048,
+    "rotary_dim": 64,
+    "tie_word_embeddings": False,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2 | {"activation_function": "gelu_pytorch_tanh", "multi_query": True},
+    "gpt_neo": _GPT2
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 2048,
+        "window_size": 256,
+        "attention_types": [[["global", "local"], 12]],
+    },
+    "gptj": _GPTJ,
+    "codegen": _GPTJ,
+    "gpt_neox": {
+        "vocab_size": 50432,
+        "hidden_size": 6144,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 64,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "use_parallel_residual": True,
+        "rotary_pct": 0.25,
+    },
+}
+_GPT2_KEYS = {
+    "hidden_size": ("n_embd",),
+    "num_hidden_layers": ("n_layer",),
+    "num_attention_heads": ("n_head",),
+    "max_position_embeddings": ("n_positions", "n_ctx"),
+    "intermediate_size": ("n_inner",),
+}
+SYNONYMS = {
+    "gpt2": _GPT2_KEYS,
+    "gpt_bigcode": _GPT2_KEYS,
+    "gptj": _GPT2_KEYS,
+    "codegen": _GPT2_KEYS,
+    "gpt_neo": {"num_hidden_layers": ("num_layers",), "num_attention_heads": ("num_heads",)},
+    "gpt_neox": {"partial_rotary_factor": ("rotary_pct",)},
+}
+
+
+def _gpt2(c: Fields) -> ModelSpec:
+    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
+    one_kv_head = c.flag("multi_query")  # gpt_bigcode only
+    attention = softmax_attention(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=1 if one_kv_head else heads,
+        head_dim=hidden // heads,
+        names=("c_attn",),
+        out_name="c_proj",
+        qkv_bias=True,
+        out_bias=True,
+        position="none",
+    )
+    block = mlp(
+        hidden=hidden,
+        width=c.size("intermediate_size", fallback=4 * hidden),
+        activation=c.text("activation_function"),
+        names=("c_fc", "c_proj"),
+        bias=True,
+    )
+    layer = Layer(attentions=(attention,), mlp=block, norms=_layer_norms(("ln_1", "ln_2"), hidden))
+    return _absolute(c, [layer] * c.size("num_hidden_layers"))
+
+
+def _gpt_neo(c: Fields) -> ModelSpec:
+    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
+    block = mlp(
+        hidden=hidden,
+        width=c.size("intermediate_size", fallback=4 * hidden),
+        activation=c.text("activation_function"),
+        names=("c_fc", "c_proj"),
+        bias=True,
+    )
+    kinds = [kind for kinds, times in c.get("attention_types") for kind in kinds * times]
+    layers = []
+    for number in range(c.size("num_hidden_layers")):
+        attention = softmax_attention(
+            hidden=hidden,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=hidden // heads,
+            out_name="out_proj",
+            out_bias=True,
+            position="none",
+            sliding_window=c.size("window_size") if kinds[number] == "local" else None,
+        )
+        layers.append(
+            Layer(attentions=(attention,), mlp=block, norms=_layer_norms(("ln_1", "ln_2"), hidden))
+        )
+    note = "transformers masks the local layers but caches them at full length"
+    return _absolute(c, layers, notes=(note,))
+
+
+def _gptj(c: Fields) -> ModelSpec:
+    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
+    fused = c.text("model_type") == "codegen"
+    attention = softmax_attention(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        names=("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj"),
+        out_name="out_proj",
+        rotary_dim=c.size("rotary_dim", fallback=hidden // heads),
+    )
+    block = mlp(
+        hidden=hidden,
+        width=c.size("intermediate_size", fallback=4 * hidden),
+        activation=c.text("activation_function"),
+        names=("fc_in", "fc_out"),
+        bias=True,
+        reads="attn_in",  # one norm feeds both
+    )
+    layer = Layer(
+        attentions=(attention,), mlp=block, norms=_layer_norms(("ln_1",), hidden), parallel=True
+    )
+    return causal_lm(
+        c,
+        [layer] * c.size("num_hidden_layers"),
+        final_norms=_layer_norms(("ln_f",), hidden),
+        embedding_name="wte",
+        head_bias=True,
+    )
+
+
+def _gpt_neox(c: Fields) -> ModelSpec:
+    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
+    bias = c.flag("attention_bias")
+    attention = softmax_attention(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        names=("query_key_value",),
+        out_name="dense",
+        qkv_bias=bias,
+        out_bias=bias,
+        rotary_dim=int(hidden // heads * c.rotary_fraction),
+    )
+    block = mlp(
+        hidden=hidden,
+        width=c.size("intermediate_size"),
+        activation=c.text("hidden_act"),
+        names=("dense_h_to_4h", "dense_4h_to_h"),
+        bias=True,
+    )
+    layer = Layer(
+        attentions=(attention,),
+        mlp=block,
+        norms=_layer_norms(("input_layernorm", "post_attention_layernorm"), hidden),
+        parallel=c.flag("use_parallel_residual"),
+    )
+    return causal_lm(
+        c,
+        [layer] * c.size("num_hidden_layers"),
+        final_norms=_layer_norms(("final_layer_norm",), hidden),
+        embedding_name="embed_in",
+    )
+
+
+def _layer_norms(names: Sequence[str], hidden: int) -> Any:
+    return norms(names, width=hidden, kind="layer", bias=True)
+
+
+def _absolute(c: Fields, layers: Sequence[Layer], **spec: Any) -> ModelSpec:
+    """A decoder with learned absolute positions."""
+    hidden = c.size("hidden_size")
+    return causal_lm(
+        c,
+        layers,
+        final_norms=_layer_norms(("ln_f",), hidden),
+        embeddings=(
+            Embedding(name="wte", rows=c.size("vocab_size"), width=hidden),
+            Embedding(name="wpe", rows=c.size("max_position_embeddings"), width=hidden),
+        ),
+        **spec,
+    )
+
+
+BUILDERS = {
+    "gpt2": _gpt2,
+    "gpt_bigcode": _gpt2,
+    "gpt_neo": _gpt_neo,
+    "gptj": _gptj,
+    "codegen": _gptj,
+    "gpt_neox": _gpt_neox,
+}

@@ -1,0 +1,109 @@
+"""LFM2: short convolutions with an attention layer now and then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from whichlora.architecture import Attention, Layer, Linear, ModelSpec, Norm
+from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
+from whichlora.families.fields import Fields
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "lfm2": {
+        "vocab_size": 65536,
+        "hidden_size": 2560,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128000,
+        "tie_word_embeddings": True,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+    }
+}
+SYNONYMS = {
+    "lfm2": {
+        "intermediate_size": ("block_ff_dim",),
+        "tie_word_embeddings": ("tie_embedding",),
+    }
+}
+
+
+def _width(c: Fields) -> int:
+    """The MLP's width; as in `Lfm2MLP`, the number in the file may be one to be adjusted."""
+    width = c.size("intermediate_size")
+    if not c.flag("block_auto_adjust_ff_dim"):
+        return width
+    multiple = c.size("block_multiple_of")
+    width = int((c.number_or_none("block_ffn_dim_multiplier") or 1.0) * (2 * width // 3))
+    return multiple * -(-width // multiple)
+
+
+def _convolution(c: Fields) -> Attention:
+    hidden, kernel, bias = c.size("hidden_size"), c.size("conv_L_cache"), c.flag("conv_bias")
+    return Attention(
+        kind="conv",
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=hidden,
+        v_head_dim=hidden,
+        linears=(
+            Linear(
+                name="in_proj",
+                in_features=hidden,
+                out_features=3 * hidden,
+                reads="attn_in",
+                bias=bias,
+            ),
+            Linear(
+                name="out_proj",
+                in_features=hidden,
+                out_features=hidden,
+                reads="attn_out",
+                bias=bias,
+            ),
+        ),
+        position="none",
+        state_elements=hidden * kernel,
+        other_params=hidden * (kernel + int(bias)),  # the depthwise kernel
+    )
+
+
+def _lfm2(c: Fields) -> ModelSpec:
+    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
+    kv_heads, head_dim = c.size("num_key_value_heads", fallback=heads), hidden // heads
+    attention = softmax_attention(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        out_name="out_proj",
+        norms=(
+            Norm(name="q_layernorm", kind="rms", width=head_dim, rows=heads),
+            Norm(name="k_layernorm", kind="rms", width=head_dim, rows=kv_heads),
+        ),
+        rotary_dim=head_dim,
+    )
+    convolution = _convolution(c)
+    block = mlp(hidden=hidden, width=_width(c), activation="silu", names=("w1", "w3", "w2"))
+    count = c.size("num_hidden_layers")
+    types = c.items("layer_types", length=count)
+    if types is None:
+        full = c.indices("full_attn_idxs") if c.get("full_attn_idxs") is not None else range(count)
+        types = ["full_attention" if i in full else "conv" for i in range(count)]
+    layers = [
+        Layer(
+            attentions=(attention if kind == "full_attention" else convolution,),
+            mlp=block,
+            norms=norms(("operator_norm", "ffn_norm"), width=hidden, kind="rms"),
+        )
+        for kind in types
+    ]
+    return causal_lm(c, layers, final_norms=norms(("embedding_norm",), width=hidden, kind="rms"))
+
+
+BUILDERS = {"lfm2": _lfm2}
