@@ -1,4 +1,4 @@
-"""WhichLoRA: the largest model, LoRA variant and batch size that fit, before a GPU hour is spent."""
+"""WhichLoRA: the largest model, LoRA variant and batch size that fit your GPU."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class DatasetConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One run: stage 1 over (model, batch, prompt, new tokens), stage 2 over (model, variant, batch).
+    """One run: stage 1 over models and serving shapes, stage 2 over models, variants, batches.
 
     Args:
         source: path of the config file.

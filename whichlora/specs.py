@@ -178,7 +178,9 @@ class RunConfig:
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ConfigError(f"{unknown[0]}: is not a setting; known are {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"{unknown[0]}: is not a setting; known are {', '.join(sorted(known))}"
+            )
         fields = dict(values)
         if "target_modules" in fields:
             fields["target_modules"] = tuple(fields["target_modules"])

@@ -71,8 +71,3 @@ def format_count(count: float) -> str:
         if abs(count) >= scale:
             return f"{count / scale:.3g}{suffix}"
     return f"{count:.0f}"
-
-
-def ceil_div(numerator: int, denominator: int) -> int:
-    """`numerator / denominator` rounded up, in integers (also for NumPy arrays)."""
-    return -(-numerator // denominator)

@@ -1,0 +1,162 @@
+"""What measured runs taught about one device: coefficients, their covariance and their error."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from whichlora.errors import DataFileError
+from whichlora.memory.ledger import PARTS
+from whichlora.specs import GpuSpec
+from whichlora.timing import FEATURES, TimeModel, prior_model
+
+TIME_PHASES = ("finetune", "prefill", "decode")
+
+# Standard deviation of the factor on every part of the ledger before any run. Weights and states
+# are arithmetic; what the allocator and the context take is the least known.
+_PART_SPREAD = {
+    "weights": 0.003,
+    "adapters": 0.003,
+    "gradients": 0.01,
+    "optimizer_states": 0.01,
+    "activations": 0.03,
+    "logits_and_loss": 0.02,
+    "temporary": 0.3,
+    "kv_cache": 0.02,
+    "allocator": 0.5,
+    "context": 0.5,
+}
+PRIOR_MEMORY_NOISE = 0.015
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """Factors on the ledger's parts, one for a device whose stack behaves as read and traced.
+
+    Args:
+        mean: factor by part.
+        covariance: of the factors, in the order of `PARTS`.
+        noise: standard deviation of the log of a measured peak around the model.
+    """
+
+    mean: Mapping[str, float]
+    covariance: tuple[tuple[float, ...], ...]
+    noise: float
+    num_runs: int
+
+
+def prior_memory_model() -> MemoryModel:
+    covariance = tuple(tuple(_PART_SPREAD[a] ** 2 if a == b else 0.0 for b in PARTS) for a in PARTS)
+    return MemoryModel(
+        mean=dict.fromkeys(PARTS, 1.0),
+        covariance=covariance,
+        noise=PRIOR_MEMORY_NOISE,
+        num_runs=0,
+    )
+
+
+def part_spread() -> dict[str, float]:
+    """Standard deviation of each part's factor before any run."""
+    return dict(_PART_SPREAD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Relative error of a model on runs it was not fitted to."""
+
+    num_runs: int
+    median: float
+    worst: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Predictor corrections of one device.
+
+    Args:
+        gpu: device key.
+        num_records: measurements behind it, failures included.
+        held_out: leave-out errors by "memory" and the time phases.
+        digest: of the record ids it was fitted to, so that a stale file is noticed.
+    """
+
+    gpu: str
+    memory: MemoryModel
+    time: Mapping[str, TimeModel]
+    num_records: int = 0
+    held_out: Mapping[str, HeldOut] = field(default_factory=dict)
+    digest: str = ""
+
+    def basis(self, *, memory_runs: int, time_runs: int) -> str:
+        """One line that names what stands behind a prediction."""
+        if not memory_runs and not time_runs:
+            return "ledger + datasheet priors (no run on this device yet)"
+        return (
+            f"ledger + calibration {self.gpu}: {memory_runs} memory and {time_runs} time runs "
+            f"of {self.num_records} records"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `coefficients.json`, without its schema version."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, payload: Mapping[str, Any], *, source: str) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            DataFileError: a missing or wrong field; the message starts with `source`.
+        """
+        try:
+            memory = payload["memory"]
+            return cls(
+                gpu=str(payload["gpu"]),
+                memory=MemoryModel(
+                    mean={part: float(memory["mean"][part]) for part in PARTS},
+                    covariance=_square(memory["covariance"], len(PARTS)),
+                    noise=float(memory["noise"]),
+                    num_runs=int(memory["num_runs"]),
+                ),
+                time={
+                    phase: TimeModel(
+                        mean={name: float(model["mean"][name]) for name in FEATURES},
+                        covariance=_square(model["covariance"], len(FEATURES)),
+                        noise=float(model["noise"]),
+                        num_runs=int(model["num_runs"]),
+                        overlaps=bool(model["overlaps"]),
+                    )
+                    for phase, model in ((p, payload["time"][p]) for p in TIME_PHASES)
+                },
+                num_records=int(payload["num_records"]),
+                held_out={
+                    name: HeldOut(
+                        num_runs=int(one["num_runs"]),
+                        median=float(one["median"]),
+                        worst=float(one["worst"]),
+                    )
+                    for name, one in payload.get("held_out", {}).items()
+                },
+                digest=str(payload.get("digest", "")),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataFileError(
+                f"{source}: {error}: is missing or wrong; rebuild it with whichlora calibrate"
+            ) from error
+
+
+def _square(rows: Any, size: int) -> tuple[tuple[float, ...], ...]:
+    matrix = tuple(tuple(float(value) for value in row) for row in rows)
+    if len(matrix) != size or any(len(row) != size for row in matrix):
+        raise ValueError(f"covariance must be {size} x {size}")
+    return matrix
+
+
+def prior_calibration(gpu: GpuSpec) -> Calibration:
+    """What is known about a device that nobody measured."""
+    return Calibration(
+        gpu=gpu.key,
+        memory=prior_memory_model(),
+        time={phase: prior_model(gpu, phase) for phase in TIME_PHASES},
+    )

@@ -1,0 +1,54 @@
+"""From live tensors to the card: what the caching allocator and the device add."""
+
+from __future__ import annotations
+
+from whichlora.numeric import Count
+from whichlora.specs import GpuSpec
+from whichlora.units import MiB
+
+SEGMENT_BYTES = 20 * MiB  # a request between 1 and 10 MiB reserves this much
+TYPICAL_CONTEXT_BYTES = 500 * MiB  # 250 to 600 MiB where somebody looked
+WORKSPACE_BYTES = {"9": 32 * MiB, "10": 32 * MiB, "12": 32 * MiB}  # cuBLAS, by major capability
+OLDER_WORKSPACE_BYTES = 8_519_680
+
+
+def workspace_bytes(gpu: GpuSpec, *, training: bool) -> int:
+    """cuBLAS workspaces in the framework's pool: one per thread that runs products.
+
+    Kind: exact before Hopper, unmeasured after. Source: torch 2.13 `CUDABlas`; two published
+    figures of 8.5 and 17 MB left after inference and after training.
+    """
+    if gpu.kind != "cuda":
+        return 0
+    major = (gpu.compute_capability or "8.0").split(".")[0]
+    each = WORKSPACE_BYTES.get(major, OLDER_WORKSPACE_BYTES)
+    return each * (2 if training else 1)
+
+
+def idle_cache_bytes(gpu: GpuSpec, *, logits_bytes: Count, layer_bytes: Count) -> Count:
+    """Cached segments that cannot be joined into the blocks that the peak needs.
+
+    At the loss, blocks of vocabulary width are needed; the 16-bit logits and the working set of
+    one layer's forward were allocated before as smaller segments and lie idle.
+    Kind: fitted to nothing; an estimate that replays of Llama-3-8B bracket (`docs/memory.md`).
+    """
+    if gpu.kind == "cpu":
+        return 0 * logits_bytes
+    return logits_bytes + layer_bytes + 2 * SEGMENT_BYTES
+
+
+# Share of the card that an engine takes for its block pool: transformers continuous batching
+# 0.9, vLLM 0.92 (0.90 before 2026).
+POOL_SHARE = {"paged": 0.90, "vllm": 0.92}
+
+
+def pool_bytes(gpu: GpuSpec, kv_cache: str) -> int:
+    """Device memory that an engine with a preallocated block pool takes at start; else 0."""
+    return int(POOL_SHARE.get(kv_cache, 0.0) * gpu.memory_bytes)
+
+
+def context_bytes(gpu: GpuSpec) -> int:
+    """Device memory of the process outside the allocator: context, kernels, driver's share."""
+    if gpu.kind == "cpu":
+        return 0
+    return TYPICAL_CONTEXT_BYTES if gpu.context_bytes is None else gpu.context_bytes

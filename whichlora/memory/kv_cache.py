@@ -1,0 +1,57 @@
+"""Bytes of the key-value cache, as each engine really keeps it.
+
+The report's "PagedAttention chunk correction" is two terms: the tokens that an engine rounds up
+to (here), and the logits of the kept positions (`memory.logits`). See `docs/kv_cache.md`.
+"""
+
+from __future__ import annotations
+
+from whichlora.architecture import Layer, ModelSpec
+from whichlora.numeric import Count, round_up, smallest
+
+BLOCK_TOKENS = {"dynamic": 1, "static": 1, "paged": 256, "vllm": 16}
+"""Tokens per block: transformers 5.23 continuous batching 256, vLLM 16."""
+
+
+def kept_tokens(layer: Layer, tokens: Count, *, kv_cache: str) -> Count:
+    """Tokens of one sequence that the cache of `layer` holds, whole blocks included.
+
+    Kind: exact. A dynamic cache keeps window - 1 tokens of a sliding layer, a static one the
+    window.
+    """
+    window = layer.attentions[0].sliding_window if layer.attentions else None
+    if window is not None and kv_cache in ("dynamic", "static"):
+        tokens = smallest(tokens, window - 1 if kv_cache == "dynamic" else window)
+    return round_up(tokens, BLOCK_TOKENS[kv_cache])
+
+
+def cache_bytes(
+    model: ModelSpec, *, batch_size: Count, tokens: Count, kv_cache: str, element_bytes: int
+) -> Count:
+    """Bytes of the cache that holds `tokens` per sequence.
+
+    Kind: exact. Cross-attention layers keep the encoder's tokens: the caller adds them with
+    `tokens` of the prompt.
+    """
+    total = 0 * batch_size
+    for layer, count in model.layers():
+        for attention in layer.attentions:
+            per_sequence = attention.cache_elements * kept_tokens(layer, tokens, kv_cache=kv_cache)
+            total = total + count * batch_size * (per_sequence + attention.state_elements)
+    return total * element_bytes
+
+
+def append_transient_bytes(
+    model: ModelSpec, *, batch_size: Count, tokens: Count, kv_cache: str, element_bytes: int
+) -> Count:
+    """The second copy while a dynamic cache concatenates one layer's keys (or values).
+
+    Kind: exact. Source: trace of transformers 5.23 `DynamicLayer.update`.
+    """
+    if kv_cache != "dynamic":
+        return 0 * batch_size
+    widest = max(
+        (attention.cache_elements for layer, _ in model.layers() for attention in layer.attentions),
+        default=0,
+    )
+    return batch_size * tokens * (widest // 2) * element_bytes

@@ -1,0 +1,301 @@
+"""The ledger: what is alive at each moment that can be the peak of a run.
+
+The peak is the largest moment. A moment is a list of entries; the parts of the entries are the
+breakdown that a user sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whichlora.architecture import ModelSpec
+from whichlora.memory import activations, allocator, kv_cache, logits, optimizer, weights
+from whichlora.methods.base import Method
+from whichlora.numeric import Count, largest, smallest
+from whichlora.specs import GpuSpec, RunConfig
+from whichlora.stack import Stack
+from whichlora.targets import adapted
+
+PARTS = (
+    "weights",
+    "adapters",
+    "gradients",
+    "optimizer_states",
+    "activations",
+    "logits_and_loss",
+    "temporary",
+    "kv_cache",
+    "allocator",
+    "context",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor, or one group of equal tensors, alive at a moment."""
+
+    part: str
+    what: str
+    num_bytes: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Every candidate moment of one run.
+
+    Args:
+        moments: entries by moment, in the order they happen.
+        idle_bytes: the allocator's cached but unusable bytes at the peak.
+        workspace_bytes: library workspaces, inside the allocator's pool.
+    """
+
+    moments: dict[str, tuple[Entry, ...]]
+    idle_bytes: Count
+    workspace_bytes: int
+
+    def moment_bytes(self, moment: str) -> Count:
+        total: Count = self.workspace_bytes
+        for entry in self.moments[moment]:
+            total = total + entry.num_bytes
+        return total
+
+    @property
+    def peak_allocated_bytes(self) -> Count:
+        return largest(*(self.moment_bytes(moment) for moment in self.moments))
+
+    @property
+    def peak_moment(self) -> str:
+        """Name of the largest moment; of one run only, not of an array."""
+        return max(self.moments, key=self.moment_bytes)
+
+
+def trained_params(model: ModelSpec, targets: tuple[str, ...], method: Method, r: Count) -> Count:
+    """Trainable parameters: all of them, or those of the adapters. Kind: exact."""
+    if method.trains_base:
+        return model.num_params + 0 * r
+    total: Count = 0 * r
+    for group in model.groups:
+        one: Count = 0 * r
+        for linear in adapted(group.layer, targets):
+            one = one + method.adapter_params(linear, r)
+        total = total + one * (1 if group.shared else group.count)
+    return total
+
+
+def training_ledger(
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    method: Method,
+    gpu: GpuSpec,
+    targets: tuple[str, ...],
+    *,
+    batch_size: Count,
+    seq_len: Count,
+    r: Count,
+) -> Ledger:
+    """Moments of one steady optimizer step (the second or later: optimizer states exist).
+
+    `batch_size`, `seq_len` and `r` may be arrays; everything else is one setting.
+    """
+    tokens = batch_size * seq_len
+    hidden = model.hidden_size
+    num_layers = model.num_hidden_layers
+    trained = trained_params(model, targets, method, r)
+    stored = weights.weight_bytes(model, stack)
+    param_bytes = stack.base_bytes if method.trains_base else stack.adapter_bytes
+    gradient_bytes = trained * param_bytes
+
+    static = [Entry("weights", name, size + 0 * tokens) for name, size in stored.items()]
+    if not method.trains_base:
+        static.append(Entry("adapters", "adapter weights", trained * stack.adapter_bytes))
+    states = optimizer.state_bytes(trained, optimizer=run.optimizer, param_bytes=param_bytes)
+    static.append(Entry("optimizer_states", run.optimizer, states))
+    kept_gradients = gradient_bytes if run.gradient_accumulation_steps > 1 else 0 * trained
+    inputs = Entry("activations", "token ids, labels, positions", 24 * tokens)
+
+    per_layer = [
+        (activations.layer_saved(layer, targets, stack, method, r), layer, count)
+        for layer, count in model.layers()
+    ]
+    all_saved: Count = 0 * tokens
+    worst_layer: Count = 0 * tokens
+    for saved, layer, count in per_layer:
+        one = activations.saved_bytes(saved, tokens=tokens, span=seq_len)
+        per_token, pair = activations.layer_backward_transient(
+            layer, targets, stack, method, hidden
+        )
+        all_saved = all_saved + count * one
+        worst_layer = largest(worst_layer, one + tokens * (per_token + pair * seq_len))
+    first_transient = largest(
+        *(
+            tokens * (per_token + pair * seq_len)
+            for per_token, pair in (
+                activations.layer_backward_transient(layer, targets, stack, method, hidden)
+                for _, layer, _ in per_layer
+            )
+        )
+    )
+
+    copies = 2 * trained if stack.mode == "A" and stack.autocast else 0 * trained
+    if run.gradient_checkpointing:
+        kept = Entry(
+            "activations",
+            f"checkpoints of {num_layers} layers",
+            num_layers * stack.stream_bytes * hidden * tokens,
+        )
+        in_layer = worst_layer
+        loss_copies, layer_copies = copies * 0, copies // num_layers
+    else:
+        first_norm = 0 if method.trains_base else 4 * hidden + 4
+        kept = Entry(
+            "activations", f"saved by {num_layers} layers", all_saved - first_norm * tokens
+        )
+        in_layer = 4 * hidden * tokens + first_transient
+        loss_copies = layer_copies = copies
+
+    head_copy = logits.head_copy_bytes(model, stack)
+    loss_forward = logits.loss_forward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
+    loss_backward = logits.loss_backward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
+    dense = 2 * weights.largest_quantised_matrix(model, stack)
+    norms = activations.method_transient_bytes(model, targets, stack, method)
+    expanded = Entry(
+        "temporary", "one matrix expanded, or its norm", max(dense, norms) + 0 * tokens
+    )
+    backward_gradients = kept_gradients
+    if method.trains_base:
+        # the head and the last layer already have their gradients when layers go backward
+        head_params = model.head.num_weights if model.head is not None else 0
+        last = max(group.layer.num_params for group in model.groups)
+        backward_gradients = largest(kept_gradients, (head_params + last) * param_bytes)
+
+    moments = {
+        "loss_forward": (
+            *static,
+            Entry("gradients", "accumulated", kept_gradients),
+            inputs,
+            kept,
+            Entry("logits_and_loss", "logits, fp32 logits, log-softmax", loss_forward),
+            Entry("temporary", "16-bit copies of adapters and head", copies + head_copy),
+        ),
+        "loss_backward": (
+            *static,
+            Entry("gradients", "accumulated", kept_gradients),
+            inputs,
+            kept,
+            Entry("logits_and_loss", "log-softmax and its gradients", loss_backward),
+            Entry("temporary", "16-bit copies of adapters and head", loss_copies + head_copy),
+        ),
+        "layer_backward": (
+            *static,
+            Entry("gradients", "of the last layers", backward_gradients),
+            inputs,
+            kept,
+            Entry("temporary", "one layer's backward", in_layer),
+            Entry("temporary", "16-bit copies of adapters", layer_copies),
+            expanded,
+        ),
+        "optimizer_step": (
+            *static,
+            Entry("gradients", "all", gradient_bytes),
+            Entry(
+                "temporary",
+                "optimizer temporaries",
+                optimizer.step_temporary_bytes(
+                    trained,
+                    optimizer=run.optimizer,
+                    param_bytes=param_bytes,
+                    device_kind=gpu.kind,
+                ),
+            ),
+        ),
+    }
+    layer_forward = activations.forward_bytes(model, stack, tokens=tokens, span=seq_len)
+    vocab = model.vocab_size if model.head is not None and run.loss_head == "hf" else 0
+    idle = allocator.idle_cache_bytes(
+        gpu, logits_bytes=tokens * vocab * 2, layer_bytes=layer_forward
+    )
+    return Ledger(
+        moments=moments,
+        idle_bytes=idle,
+        workspace_bytes=allocator.workspace_bytes(gpu, training=True),
+    )
+
+
+def inference_ledger(
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    gpu: GpuSpec,
+    *,
+    batch_size: Count,
+    prompt_len: Count,
+    max_new_tokens: Count,
+) -> Ledger:
+    """Moments of one generation: the prompt pass and the last decoding step."""
+    stored = weights.weight_bytes(model, stack)
+    static = tuple(Entry("weights", name, size + 0 * batch_size) for name, size in stored.items())
+    element_bytes = stack.compute_bytes
+    last_tokens = prompt_len + max_new_tokens - 1
+    common = {"batch_size": batch_size, "kv_cache": run.kv_cache, "element_bytes": element_bytes}
+    at_start = last_tokens if run.kv_cache == "static" else prompt_len
+    prompt_cache = kv_cache.cache_bytes(model, tokens=at_start, **common)
+    full_cache = kv_cache.cache_bytes(model, tokens=last_tokens, **common)
+    scores = logits.generation_bytes(model, batch_size=batch_size, compute_bytes=element_bytes)
+    dense = 2 * weights.largest_quantised_matrix(model, stack)
+    prompt_tokens = batch_size * prompt_len
+    working = activations.forward_bytes(model, stack, tokens=prompt_tokens, span=prompt_len)
+    if model.task == "encoder":
+        every = logits.encoder_bytes(model, tokens=prompt_tokens, compute_bytes=element_bytes)
+        hidden_states = prompt_tokens * model.hidden_size * 2 * element_bytes
+        return Ledger(
+            moments={
+                "forward": (
+                    *static,
+                    Entry("activations", "one layer's forward over the input", working),
+                    Entry("temporary", "one matrix expanded", dense + 0 * batch_size),
+                ),
+                "logits": (
+                    *static,
+                    Entry("activations", "last hidden states", hidden_states),
+                    Entry("logits_and_loss", "every position", every),
+                ),
+            },
+            idle_bytes=allocator.idle_cache_bytes(
+                gpu, logits_bytes=0 * batch_size, layer_bytes=working
+            ),
+            workspace_bytes=allocator.workspace_bytes(gpu, training=False),
+        )
+    decoding = activations.forward_bytes(model, stack, tokens=batch_size, span=last_tokens)
+    append = kv_cache.append_transient_bytes(model, tokens=last_tokens, **common)
+    moments = {
+        "prefill": (
+            *static,
+            Entry("kv_cache", "prompt", prompt_cache),
+            Entry("activations", "one layer's forward over the prompt", working),
+            Entry("temporary", "one matrix expanded", dense + 0 * batch_size),
+        ),
+        "first_logits": (
+            *static,
+            Entry("kv_cache", "prompt", prompt_cache),
+            Entry("activations", "last hidden states", prompt_tokens * model.hidden_size * 6),
+            Entry("logits_and_loss", "last positions", scores),
+        ),
+        "decode": (
+            *static,
+            Entry("kv_cache", "whole sequences", full_cache),
+            Entry("temporary", "second copy of one layer's keys", append),
+            Entry("activations", "one layer's forward over one token", decoding),
+            Entry("logits_and_loss", "last positions", scores),
+            Entry("temporary", "one matrix expanded", dense + 0 * batch_size),
+        ),
+    }
+    growth = full_cache - prompt_cache if run.kv_cache == "dynamic" else 0 * full_cache
+    idle = allocator.idle_cache_bytes(
+        gpu, logits_bytes=smallest(growth, full_cache), layer_bytes=append
+    )
+    return Ledger(
+        moments=moments,
+        idle_bytes=idle,
+        workspace_bytes=allocator.workspace_bytes(gpu, training=False),
+    )

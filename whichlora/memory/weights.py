@@ -1,0 +1,96 @@
+"""Bytes of the base weights as they are stored."""
+
+from __future__ import annotations
+
+from whichlora.architecture import Linear, ModelSpec
+from whichlora.errors import ConfigError
+from whichlora.numeric import ceil_div
+from whichlora.specs import FOUR_BIT_BNB
+from whichlora.stack import Stack
+
+BNB_BLOCK = 64  # weights that share one absmax scale
+NESTED_BLOCK = 256  # scales that share one second-level scale
+GROUP = 128  # weights per scale in the usual GPTQ and AWQ checkpoints
+CODE_TABLE_BYTES = 2560  # per 4-bit matrix: code table, offset, nested code table
+
+
+def quantised_bytes(num_weights: int, quant: str, *, out_features: int) -> int:
+    """Bytes of one matrix of `num_weights` values, stored as `quant`.
+
+    Kind: exact for nf4, fp4 and int8; for GPTQ and AWQ the usual group size of 128 is assumed.
+    Source: Dettmers et al. 2023, arXiv:2305.14314, section 3; bitsandbytes 0.50.2
+    `functional.quantize_4bit`; AutoGPTQ and AutoAWQ packed layouts.
+
+    Raises:
+        ConfigError: an unknown format.
+    """
+    if quant in FOUR_BIT_BNB:
+        code_bytes: int = ceil_div(num_weights, 2)  # two 4-bit codes per byte
+        num_scales = ceil_div(num_weights, BNB_BLOCK)
+        if quant == "nf4-dq":
+            # 8-bit scale, and one fp32 per 256 scales: 8/64 + 32/(64*256) = 0.127 bit per weight
+            scale_bytes: int = num_scales + 4 * ceil_div(num_scales, NESTED_BLOCK)
+        else:
+            scale_bytes = 4 * num_scales  # fp32 scale: 32/64 = 0.5 bit per weight
+        return code_bytes + scale_bytes + CODE_TABLE_BYTES
+    if quant == "int8":
+        return num_weights + 4 * out_features  # one fp32 scale per row
+    if quant in ("gptq-int4", "awq-int4"):
+        groups: int = ceil_div(num_weights, GROUP)
+        packed: int = ceil_div(num_weights + groups, 2)  # 4-bit codes, one 4-bit zero per group
+        return packed + 2 * groups  # fp16 scale
+    raise ConfigError(f"quant: {quant!r} has no storage formula")
+
+
+def linear_bytes(linear: Linear, stack: Stack) -> int:
+    """One layer's matrices called `linear.name`, biases included."""
+    bias_bytes = linear.count * linear.out_features * stack.base_bytes if linear.bias else 0
+    if stack.quant == "none" or not linear.is_module:
+        # bitsandbytes converts modules only: experts kept as 3-D parameters stay as they are.
+        return linear.num_weights * stack.base_bytes + bias_bytes
+    one = quantised_bytes(
+        linear.in_features * linear.out_features, stack.quant, out_features=linear.out_features
+    )
+    return linear.count * one + bias_bytes
+
+
+def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
+    """Bytes of the stored base weights: "layers", "embeddings" (head included) and "other".
+
+    Kind: exact. The head is never quantised (transformers leaves the output head out), and
+    counted once with the embedding where they are tied.
+    """
+    layers = 0
+    for group in model.groups:
+        layer = group.layer
+        linears = layer.linears
+        in_linears = sum(linear.num_params for linear in linears)
+        one = sum(linear_bytes(linear, stack) for linear in linears)
+        one += (layer.num_params - in_linears) * stack.base_bytes
+        layers += one * (1 if group.shared else group.count)
+    embeddings = sum(embedding.num_params for embedding in model.embeddings)
+    if model.head is not None:
+        embeddings += model.head.num_params
+        if model.head_tied:
+            embeddings -= model.head.num_weights
+    other = model.num_params - embeddings - sum(group.num_params for group in model.groups)
+    return {
+        "layers": layers,
+        "embeddings": embeddings * stack.embedding_bytes,
+        "other": other * stack.base_bytes,
+    }
+
+
+def largest_quantised_matrix(model: ModelSpec, stack: Stack) -> int:
+    """Elements of the largest matrix that has to be expanded to 16 bit for a product."""
+    if stack.quant == "none":
+        return 0
+    return max(
+        (
+            linear.in_features * linear.out_features
+            for layer, _ in model.layers()
+            for linear in layer.linears
+            if linear.is_module
+        ),
+        default=0,
+    )

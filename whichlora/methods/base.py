@@ -1,0 +1,53 @@
+"""What a fine-tuning method is to the formulas: bytes, work and a PEFT configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from whichlora.architecture import Linear
+from whichlora.numeric import Count
+from whichlora.specs import RunConfig
+from whichlora.stack import Stack
+
+
+def _nothing(linear: Linear, stack: Stack) -> int:
+    return 0
+
+
+def _no_params(linear: Linear, r: Count) -> Count:
+    return 0 * r
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One way to fine-tune; every function describes one adapted matrix (`Linear`).
+
+    Args:
+        peft_config: keyword arguments of `peft.LoraConfig` (or of the config class named by
+            its key "peft_type"), None for a method without adapters.
+        trains_base: all base weights get gradients.
+        base_quant: storage of the base weights where the user does not say.
+        adapter_params: trainable parameters added for rank r.
+        saved_bytes_per_token: kept for backward beyond the input and the rank-r output, which
+            `memory.activations` counts for every low-rank method.
+        saved_bytes: kept for backward whatever the number of tokens.
+        transient_bytes: alive only while the module computes, whatever the number of tokens.
+        weight_flops: work per pass that does not grow with the tokens, for rank r.
+        forward_ops, backward_ops: kernels launched beyond those of the frozen base layer, without
+            and with autocast.
+    """
+
+    name: str
+    summary: str
+    peft_config: Callable[[RunConfig], dict[str, Any] | None]
+    trains_base: bool = False
+    base_quant: str = "none"
+    adapter_params: Callable[[Linear, Count], Count] = _no_params
+    saved_bytes_per_token: Callable[[Linear, Stack], int] = _nothing
+    saved_bytes: Callable[[Linear, Stack], int] = _nothing
+    transient_bytes: Callable[[Linear, Stack], int] = _nothing
+    weight_flops: Callable[[Linear, Count], Count] = _no_params
+    forward_ops: tuple[int, int] = (0, 0)
+    backward_ops: tuple[int, int] = (0, 0)

@@ -1,0 +1,350 @@
+"""Runs become `Prediction`s: the ledger, the work and a calibration, joined."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from whichlora import timing, work
+from whichlora.architecture import ModelSpec
+from whichlora.calibration import Calibration, MemoryModel
+from whichlora.errors import ConfigError
+from whichlora.memory import allocator
+from whichlora.memory.ledger import (
+    PARTS,
+    Ledger,
+    inference_ledger,
+    trained_params,
+    training_ledger,
+)
+from whichlora.methods import Method, get_method
+from whichlora.numeric import Count
+from whichlora.results import MemoryPrediction, Prediction, TimePrediction
+from whichlora.specs import BNB_QUANTS, GpuSpec, RunConfig
+from whichlora.stack import Stack, resolve_stack
+from whichlora.targets import resolve_targets
+
+MEMORY_CONFIDENCE = 0.95
+TIME_CONFIDENCE = 0.90
+_Z = {0.95: 1.959964, 0.90: 1.644854}  # two-sided normal quantiles
+FLASH_CAPABILITY = 8.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run with every default resolved against its model, method and device."""
+
+    model: ModelSpec
+    run: RunConfig
+    gpu: GpuSpec
+    method: Method
+    stack: Stack
+    targets: tuple[str, ...]
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the matrix products, as the datasheet names it."""
+        return "fp32" if self.stack.compute_bytes == 4 else self.run.precision[:4]
+
+
+def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
+    """Fill in what the method, the model and the device decide.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    method = get_method(run.method)
+    quant = run.quant
+    if quant is None:
+        quant = method.base_quant if run.phase == "finetune" else "none"  # type: ignore[assignment]
+    run = dataclasses.replace(run, quant=quant)
+    if run.phase == "finetune" and method.trains_base and quant != "none":
+        raise ConfigError(
+            f"quant: {quant!r} weights cannot be trained; use method qlora or qdora, "
+            "or quant none for full fine-tuning"
+        )
+    run = dataclasses.replace(run, prepare_kbit=run.effective_prepare_kbit)
+    if run.attn == "flash_attention_2":
+        capability = float(gpu.compute_capability or 0) if gpu.kind == "cuda" else 0.0
+        if gpu.kind in ("cpu", "cuda") and capability < FLASH_CAPABILITY:
+            raise ConfigError(
+                f"attn: flash_attention_2 does not run on {gpu.key} (it needs compute capability "
+                "8.0 or newer); use sdpa"
+            )
+        if run.precision == "fp32":
+            raise ConfigError("attn: flash_attention_2 needs 16-bit precision; use sdpa with fp32")
+    if quant in BNB_QUANTS and gpu.kind not in ("cuda", "cpu", "rocm"):
+        raise ConfigError(f"quant: {quant!r} needs bitsandbytes, which has no {gpu.kind} backend")
+    targets: tuple[str, ...] = ()
+    if run.phase == "finetune" and not method.trains_base:
+        targets = resolve_targets(model, run.target_modules)
+    stack = resolve_stack(
+        run,
+        trains_base=run.phase == "finetune" and method.trains_base,
+        device_kind=gpu.kind,
+    )
+    return Job(model=model, run=run, gpu=gpu, method=method, stack=stack, targets=targets)
+
+
+def ledger(job: Job) -> Ledger:
+    """The moments of `job`."""
+    run = job.run
+    if run.phase == "inference":
+        return inference_ledger(
+            job.model,
+            run,
+            job.stack,
+            job.gpu,
+            batch_size=run.batch_size,
+            prompt_len=run.prompt_len,
+            max_new_tokens=run.max_new_tokens,
+        )
+    return training_ledger(
+        job.model,
+        run,
+        job.stack,
+        job.method,
+        job.gpu,
+        job.targets,
+        batch_size=run.batch_size,
+        seq_len=run.seq_len,
+        r=run.r,
+    )
+
+
+def part_bytes(job: Job, found: Ledger, moment: str) -> dict[str, Count]:
+    """Bytes of every part at `moment`, before any calibration; adds up to the card's use."""
+    parts: dict[str, Count] = dict.fromkeys(PARTS, 0)
+    for entry in found.moments[moment]:
+        parts[entry.part] = parts[entry.part] + entry.num_bytes
+    parts["temporary"] = parts["temporary"] + found.workspace_bytes
+    parts["allocator"] = found.idle_bytes
+    parts["context"] = allocator.context_bytes(job.gpu)
+    return parts
+
+
+ALLOCATED_PARTS = tuple(part for part in PARTS if part not in ("allocator", "context"))
+
+
+def _spread(model: MemoryModel, parts: Mapping[str, float], names: tuple[str, ...]) -> float:
+    """Standard deviation in bytes of the sum of `names`."""
+    index = {part: i for i, part in enumerate(PARTS)}
+    variance = sum(
+        parts[a] * parts[b] * model.covariance[index[a]][index[b]]
+        for a in names
+        for b in names
+        if parts[a] and parts[b]
+    )
+    total = sum(parts[name] * model.mean[name] for name in names)
+    return math.sqrt(max(0.0, variance) + (model.noise * total) ** 2)
+
+
+def predict_memory(job: Job, calibration: Calibration) -> tuple[MemoryPrediction, int]:
+    """Peak memory of `job`, and the least it can be at the stated confidence.
+
+    The second value is a bound of live tensors and context alone: when a request fails, the
+    allocator drops its idle cache first, so only live tensors make a run fail.
+    """
+    model = calibration.memory
+    found = ledger(job)
+    by_moment = {moment: part_bytes(job, found, moment) for moment in found.moments}
+
+    def corrected(parts: Mapping[str, Count], names: tuple[str, ...]) -> float:
+        return sum(float(parts[name]) * model.mean[name] for name in names)
+
+    moment = max(by_moment, key=lambda name: corrected(by_moment[name], ALLOCATED_PARTS))
+    parts = by_moment[moment]
+    breakdown = {name: round(float(parts[name]) * model.mean[name]) for name in PARTS}
+    pool = allocator.pool_bytes(job.gpu, job.run.kv_cache) if job.run.phase == "inference" else 0
+    allocated = sum(breakdown[name] for name in ALLOCATED_PARTS)
+    if pool:
+        breakdown["allocator"] = max(0, pool - allocated - breakdown["context"])
+    reserved = allocated + breakdown["allocator"]
+    used = reserved + breakdown["context"]
+    z = _Z[MEMORY_CONFIDENCE]
+    live = (*ALLOCATED_PARTS, "context")
+    least = sum(breakdown[name] for name in live) - z * _spread(model, parts, live)
+    if pool:
+        low, high = float(used), float(used)
+        if allocated + breakdown["context"] > pool:  # the pool cannot hold what is asked
+            high = used + z * _spread(model, parts, PARTS)
+    else:
+        deviation = _spread(model, parts, PARTS)
+        low, high = max(least, used - z * deviation), used + z * deviation
+    return (
+        MemoryPrediction(
+            peak_allocated_bytes=allocated,
+            peak_reserved_bytes=reserved,
+            device_used_bytes=used,
+            interval_bytes=(round(min(low, used)), round(high)),
+            breakdown=breakdown,
+            moment=moment,
+            confidence=MEMORY_CONFIDENCE,
+        ),
+        round(least),
+    )
+
+
+def step_features(job: Job, *, seq_len: int | None = None) -> dict[str, float]:
+    """Time features of one optimizer step of `job`, at `seq_len` where it is not the run's own."""
+    run = job.run
+    done = work.training_work(
+        job.model,
+        run,
+        job.stack,
+        job.method,
+        job.targets,
+        batch_size=run.batch_size,
+        seq_len=seq_len or run.seq_len,
+        r=run.r,
+        num_trained=trained_params(job.model, job.targets, job.method, run.r),
+    )
+    return timing.features(done, job.gpu, dtype=job.dtype)
+
+
+def forward_features(job: Job, *, new_tokens: int, context: int) -> dict[str, float]:
+    """Time features of one forward: the prompt pass, or one decoding step."""
+    done = work.inference_work(
+        job.model,
+        job.run,
+        job.stack,
+        batch_size=job.run.batch_size,
+        new_tokens=new_tokens,
+        context=context,
+    )
+    return timing.features(done, job.gpu, dtype=job.dtype)
+
+
+def _interval(total: float, deviation: float) -> tuple[float, float]:
+    factor = math.exp(_Z[TIME_CONFIDENCE] * deviation)
+    return total / factor, total * factor
+
+
+def predict_step(
+    job: Job, calibration: Calibration, *, seq_len: int | None = None
+) -> TimePrediction:
+    """Time of one optimizer step."""
+    run = job.run
+    model = calibration.time["finetune"]
+    found = step_features(job, seq_len=seq_len)
+    step_s, parts = timing.seconds(model, found)
+    low, high = _interval(step_s, timing.log_deviation(model, found, step_s))
+    tokens = run.batch_size * (seq_len or run.seq_len) * run.gradient_accumulation_steps
+    return TimePrediction(
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        prefill_s=None,
+        decode_s_per_token=None,
+        time_per_token_s=step_s / tokens,
+        interval_s=(low, high),
+        breakdown=parts,
+        confidence=TIME_CONFIDENCE,
+    )
+
+
+def predict_generation(job: Job, calibration: Calibration) -> TimePrediction:
+    """Time of one generation: the prompt pass gives the first token, decoding the others.
+
+    An encoder without a head generates nothing: its one forward is the answer.
+    """
+    run = job.run
+    prefill_model, decode_model = calibration.time["prefill"], calibration.time["decode"]
+    prefill = forward_features(job, new_tokens=run.prompt_len, context=run.prompt_len)
+    prefill_s, prefill_parts = timing.seconds(prefill_model, prefill)
+    deviation = timing.log_deviation(prefill_model, prefill, prefill_s)
+    if job.model.task == "encoder":
+        tokens = run.batch_size * run.prompt_len
+        low, high = _interval(prefill_s, deviation)
+        return TimePrediction(
+            step_s=None,
+            tokens_per_s=tokens / prefill_s,
+            prefill_s=prefill_s,
+            decode_s_per_token=None,
+            time_per_token_s=prefill_s / tokens,
+            interval_s=(low / tokens, high / tokens),
+            breakdown=prefill_parts,
+            confidence=TIME_CONFIDENCE,
+        )
+    steps = run.max_new_tokens - 1
+    mean_context = run.prompt_len + max(1, steps // 2)
+    decode = forward_features(job, new_tokens=1, context=mean_context)
+    decode_s, decode_parts = timing.seconds(decode_model, decode)
+    decode_deviation = timing.log_deviation(decode_model, decode, decode_s)
+    total = prefill_s + steps * decode_s
+    # one run's errors in both phases come from one host and one device: they add up
+    deviation = (prefill_s * deviation + steps * decode_s * decode_deviation) / total
+    generated = run.batch_size * run.max_new_tokens
+    low, high = _interval(total, deviation)
+    return TimePrediction(
+        step_s=None,
+        tokens_per_s=generated / total,
+        prefill_s=prefill_s,
+        decode_s_per_token=decode_s,
+        time_per_token_s=total / generated,
+        interval_s=(low / generated, high / generated),
+        breakdown={name: prefill_parts[name] + steps * decode_parts[name] for name in decode_parts},
+        confidence=TIME_CONFIDENCE,
+    )
+
+
+def predict(model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration) -> Prediction:
+    """Judge one run on one device.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    job = resolve(model, run, gpu)
+    memory, least = predict_memory(job, calibration)
+    training = job.run.phase == "finetune"
+    if training:
+        time = predict_step(job, calibration)
+        time_runs = calibration.time["finetune"].num_runs
+    else:
+        time = predict_generation(job, calibration)
+        time_runs = calibration.time["decode"].num_runs
+    usable = gpu.memory_bytes
+    fits = memory.interval_bytes[1] <= usable
+    verdict: Literal["fits", "fails", "undecided"] = "undecided"
+    if fits:
+        verdict = "fits"
+    elif least > usable:
+        verdict = "fails"
+    trained = trained_params(model, job.targets, job.method, job.run.r) if training else 0
+    return Prediction(
+        run=job.run,
+        gpu=gpu.key,
+        num_params=model.num_params,
+        num_trainable_params=int(trained),
+        memory=memory,
+        time=time,
+        usable_bytes=usable,
+        fits=fits,
+        verdict=verdict,
+        basis=calibration.basis(memory_runs=calibration.memory.num_runs, time_runs=time_runs),
+        notes=notes(job),
+    )
+
+
+def notes(job: Job) -> tuple[str, ...]:
+    """What a reader must know about this prediction."""
+    found = list(job.model.notes)
+    run, gpu = job.run, job.gpu
+    limit = job.model.max_position_embeddings
+    length = run.seq_len if run.phase == "finetune" else run.prompt_len + run.max_new_tokens
+    if limit and length > limit:
+        found.append(f"{length} tokens exceed the model's {limit} positions")
+    if job.dtype in ("bf16", "fp16") and job.dtype not in gpu.peak_flops_per_s:
+        found.append(f"{gpu.key} has no {job.dtype} units: time is taken from its fp32 rate")
+    if gpu.unverified:
+        found.append(f"datasheet facts of {gpu.key} not verified: {', '.join(gpu.unverified)}")
+    experts = any(layer.moe is not None for layer, _ in job.model.layers())
+    if experts and job.stack.quant in BNB_QUANTS:
+        found.append(
+            "experts are 3-D parameters in transformers 5: bitsandbytes leaves them 16-bit"
+        )
+    if job.model.task == "seq2seq-lm" and run.phase == "finetune":
+        found.append("encoder and decoder are both taken at seq_len tokens")
+    return tuple(found)

@@ -1,0 +1,116 @@
+"""Which dtype every kind of tensor has in one run: the precision mode, resolved.
+
+The same job differs by gigabytes between stacks, because PEFT, autocast and the k-bit
+preparation each make copies. The modes and what each keeps alive are derived in
+`docs/memory.md`; the letters are used there and below:
+
+P  pure 16 bit: adapters in the base dtype, no autocast
+A  autocast: 16-bit base, fp32 adapters, the Trainer's `bf16=True`
+C  16-bit base, fp32 adapters, no autocast
+Q  a base prepared by `prepare_model_for_kbit_training`, under autocast
+F  everything fp32
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from whichlora.specs import BNB_QUANTS, RunConfig
+
+# Bits per weight that each storage format needs beside its codes are in `memory.weights`.
+Mode = Literal["P", "A", "C", "Q", "F"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Bytes per element of every kind of tensor, and which copies are made.
+
+    Args:
+        mode: one of the letters above.
+        quant: storage of the quantisable base weights.
+        base_bytes: weights that are not quantised inside the layers (norms, biases).
+        embedding_bytes: embeddings and head.
+        stream_bytes: the residual stream.
+        compute_bytes: matrix products and attention.
+        mlp_bytes: what the MLP's projections return.
+        linear_out_bytes: what a frozen base projection returns.
+        adapter_bytes: trained adapter weights, their gradients and optimizer states.
+        autocast: matrix products run under autocast.
+        shared_inputs: adapted projections that read one tensor keep one input between them.
+        input_bytes: the copy of the input that an adapted projection keeps.
+        dropout_mask_bytes: one element of a dropout mask.
+        device_kind: "cuda", "cpu", …: CPU kernels keep other things.
+    """
+
+    mode: Mode
+    quant: str
+    base_bytes: int
+    embedding_bytes: int
+    stream_bytes: int
+    compute_bytes: int
+    mlp_bytes: int
+    linear_out_bytes: int
+    adapter_bytes: int
+    autocast: bool
+    shared_inputs: bool
+    input_bytes: int
+    lora_dropout: float
+    dropout_mask_bytes: int
+    attn: str
+    padded: bool
+    trains_base: bool
+    device_kind: str
+
+
+def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Stack:
+    """The stack that `run` gets from transformers, PEFT and bitsandbytes.
+
+    Source: MODES of `docs/memory.md`, read and traced on transformers 5.23, peft 0.21.2.
+    """
+    quant = run.effective_quant
+    precision = run.precision
+    half = 4 if precision == "fp32" else 2
+    prepared = run.phase == "finetune" and run.effective_prepare_kbit and quant in BNB_QUANTS
+    autocast = run.phase == "finetune" and precision in ("bf16", "fp16")
+
+    # AMP with fp16 needs fp32 master weights; the Trainer refuses to unscale fp16 gradients.
+    full_amp = trains_base and precision == "fp16" and run.phase == "finetune"
+    stored = 4 if full_amp or prepared else half
+
+    mode: Mode
+    if precision == "fp32" or (prepared and not autocast):
+        mode = "F"  # fp32 norms of a prepared base promote the whole stream
+    elif (prepared and autocast) or full_amp:
+        mode = "Q"
+    elif autocast:
+        # TRL's fused recipe casts 4-bit adapters to bf16 and lets targets share their input.
+        mode = "P" if quant in BNB_QUANTS or trains_base else "A"
+    elif precision == "bf16-no-autocast" and not trains_base:
+        mode = "C"
+    else:
+        mode = "P"
+
+    fp32_adapters = mode in ("A", "C", "Q", "F")
+    wide = mode in ("Q", "F")
+    return Stack(
+        mode=mode,
+        quant=quant,
+        base_bytes=stored,
+        embedding_bytes=stored,
+        stream_bytes=4 if wide else 2,
+        compute_bytes=4 if mode == "F" else 2,
+        mlp_bytes=4 if wide and not full_amp else 2,
+        linear_out_bytes=4 if wide and not full_amp else 2,
+        adapter_bytes=4 if fp32_adapters else 2,
+        autocast=autocast and mode in ("A", "Q"),
+        shared_inputs=mode in ("P", "F"),
+        input_bytes=4 if mode in ("C", "F") else 2,
+        lora_dropout=run.lora_dropout,
+        # CUDA keeps a mask of one byte, the CPU kernel one of the input's dtype.
+        dropout_mask_bytes=half if device_kind == "cpu" else 1,
+        attn=run.attn,
+        padded=run.padding == "padded",
+        trains_base=trains_base,
+        device_kind=device_kind,
+    )

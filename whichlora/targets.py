@@ -1,0 +1,48 @@
+"""Which matrices of a model get an adapter."""
+
+from __future__ import annotations
+
+from whichlora.architecture import Layer, Linear, ModelSpec
+from whichlora.errors import ConfigError
+from whichlora.specs import ALL_LINEAR, ATTENTION
+
+
+def resolve_targets(model: ModelSpec, target_modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Leaf names that `target_modules` means for `model`, sorted.
+
+    "all-linear" is every `nn.Linear` and `Conv1D` of the layers, as in PEFT (the output head is
+    left out); "attention" is the projections of the attention blocks.
+
+    Raises:
+        ConfigError: a name that no layer of the model has, or nothing to adapt.
+    """
+    candidates = {
+        linear.name for layer, _ in model.layers() for linear in layer.linears if linear.is_module
+    }
+    if not candidates:
+        raise ConfigError(f"target_modules: {model.name} has no linear layer that can be adapted")
+    names: set[str] = set()
+    for target in target_modules:
+        if target == ALL_LINEAR:
+            names |= candidates
+        elif target == ATTENTION:
+            names |= {
+                linear.name
+                for layer, _ in model.layers()
+                for attention in layer.attentions
+                for linear in attention.linears
+                if linear.is_module
+            }
+        elif target in candidates:
+            names.add(target)
+        else:
+            raise ConfigError(
+                f"target_modules: {target!r} is no linear layer of {model.name}; accepted are "
+                f"{', '.join(sorted(candidates))}, all-linear and attention"
+            )
+    return tuple(sorted(names))
+
+
+def adapted(layer: Layer, targets: tuple[str, ...]) -> tuple[Linear, ...]:
+    """The matrices of `layer` that get an adapter."""
+    return tuple(linear for linear in layer.linears if linear.is_module and linear.name in targets)

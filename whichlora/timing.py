@@ -1,0 +1,156 @@
+"""Work and coefficients give seconds.
+
+Every feature is the time that the datasheet promises for one kind of work; its coefficient says
+how many times longer this device takes. So a coefficient of 1.3 is an efficiency of 77 %, the
+prior comes from experience with other devices, and the fit stays readable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whichlora.numeric import Real, largest
+from whichlora.specs import GpuSpec
+from whichlora.work import Work
+
+DEVICE_FEATURES = ("products", "attention", "elementwise", "dequant", "optimizer")
+FEATURES = (*DEVICE_FEATURES, "launch", "constant")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeModel:
+    """Coefficients of one phase on one device, with what is known about their error.
+
+    Args:
+        mean: coefficient by feature; "launch" in seconds per kernel, "constant" in seconds.
+        covariance: of the coefficients, rows and columns in the order of `FEATURES`.
+        noise: standard deviation of the log of a single measurement around the model.
+        num_runs: measured runs behind it; 0 is the prior alone.
+        overlaps: the host launches while the device computes (accelerators), so that the slower
+            of both decides; on a CPU both are the same cores.
+    """
+
+    mean: Mapping[str, float]
+    covariance: tuple[tuple[float, ...], ...]
+    noise: float
+    num_runs: int
+    overlaps: bool
+
+
+# Mean and relative standard deviation of every coefficient before any run on the device.
+# Products, bytes: 75 % and 80 % efficiency, refitted from public operator profiles of three
+# GPUs (`docs/time.md`). Launch: eager PyTorch on current hosts. CPU: libraries reach about half
+# of the peak that the core count promises, with a wide spread.
+_ACCELERATOR_PRIOR = {
+    "products": (1.0 / 0.72, 0.25),
+    "attention": (1.0 / 0.45, 0.5),
+    "elementwise": (1.0 / 0.8, 0.4),
+    "dequant": (1.0 / 0.5, 0.6),
+    "optimizer": (1.0 / 0.8, 0.5),
+    "launch": (7e-6, 0.5),
+    "constant": (3e-3, 1.0),
+}
+_CPU_PRIOR = {
+    "products": (1.0 / 0.5, 0.6),
+    "attention": (1.0 / 0.25, 1.0),
+    "elementwise": (1.0 / 0.4, 0.8),
+    "dequant": (1.0 / 0.2, 2.0),
+    "optimizer": (1.0 / 0.4, 1.0),
+    "launch": (10e-6, 0.8),
+    "constant": (10e-3, 1.0),
+}
+_STEADY_CONSTANT = {"finetune": 1.0, "prefill": 0.3, "decode": 0.03}
+PRIOR_NOISE = {"accelerator": 0.2, "cpu": 0.35}
+
+
+def prior(gpu: GpuSpec, phase: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Mean and standard deviation of each coefficient before any run on `gpu`.
+
+    Kind: fitted, to other devices.
+    """
+    table = _CPU_PRIOR if gpu.kind == "cpu" else _ACCELERATOR_PRIOR
+    mean = {name: value for name, (value, _) in table.items()}
+    mean["constant"] *= _STEADY_CONSTANT[phase]
+    spread = {name: mean[name] * relative for name, (_, relative) in table.items()}
+    return mean, spread
+
+
+def prior_model(gpu: GpuSpec, phase: str) -> TimeModel:
+    """The model of a device that nobody measured: datasheet and priors."""
+    mean, spread = prior(gpu, phase)
+    covariance = tuple(tuple(spread[a] ** 2 if a == b else 0.0 for b in FEATURES) for a in FEATURES)
+    kind = "cpu" if gpu.kind == "cpu" else "accelerator"
+    return TimeModel(
+        mean=mean,
+        covariance=covariance,
+        noise=PRIOR_NOISE[kind],
+        num_runs=0,
+        overlaps=gpu.kind != "cpu",
+    )
+
+
+def product_rate(gpu: GpuSpec, dtype: str) -> float:
+    """Peak FLOP/s of matrix products in `dtype`; without hardware for it, the fp32 rate."""
+    return gpu.peak_flops_per_s.get(dtype) or gpu.peak_flops_per_s["fp32"]
+
+
+def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
+    """Datasheet seconds by kind of work; "launch" is a count and "constant" is one."""
+    rate = product_rate(gpu, dtype)
+    bandwidth = gpu.bandwidth_bytes_per_s
+    return {
+        "products": largest(work.product_flops / rate, work.weight_read_bytes / bandwidth),
+        "attention": largest(work.attention_flops / rate, work.attention_bytes / bandwidth),
+        "elementwise": work.elementwise_bytes / bandwidth,
+        "dequant": work.dequant_bytes / bandwidth,
+        "optimizer": work.optimizer_bytes / bandwidth,
+        "launch": work.launches,
+        "constant": 1.0 + 0 * work.launches,
+    }
+
+
+def seconds(model: TimeModel, found: Mapping[str, Real]) -> tuple[Real, dict[str, Real]]:
+    """Seconds of one step, and their breakdown by feature, which adds up to them.
+
+    Where host and device overlap, the one that waits for the other counts nothing.
+    """
+    parts = {name: model.mean[name] * found[name] for name in FEATURES}
+    if model.overlaps:
+        device = sum((parts[name] for name in DEVICE_FEATURES), 0.0)
+        host_bound = device < parts["launch"]
+        for name in DEVICE_FEATURES:
+            parts[name] = parts[name] * (1 - host_bound)
+        parts["launch"] = parts["launch"] * host_bound
+    return sum(parts.values()), parts
+
+
+def log_deviation(model: TimeModel, found: Mapping[str, float], total: float) -> float:
+    """Standard deviation of the log of the predicted seconds, of one run.
+
+    The coefficients' covariance seen through this run's features, plus the noise of a run.
+    """
+    if total <= 0:
+        return model.noise
+    active = [
+        found[name] if not model.overlaps or _counts(model, found, name) else 0.0
+        for name in FEATURES
+    ]
+    variance = sum(
+        a * b * model.covariance[i][j]
+        for i, a in enumerate(active)
+        if a
+        for j, b in enumerate(active)
+        if b
+    )
+    return math.sqrt(max(0.0, variance) / total**2 + model.noise**2)
+
+
+def _counts(model: TimeModel, found: Mapping[str, float], name: str) -> bool:
+    """Whether `name` decides the time of a run with these features."""
+    if name == "constant":
+        return True
+    device = sum(model.mean[one] * found[one] for one in DEVICE_FEATURES)
+    host_bound = device < model.mean["launch"] * found["launch"]
+    return host_bound == (name == "launch")

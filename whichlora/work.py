@@ -1,0 +1,241 @@
+"""What one step does: floating-point operations, bytes moved, kernels launched.
+
+Counts only; `timing` turns them into seconds. Derived from the architecture, so that the same
+functions serve training, the prompt pass and decoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whichlora.architecture import Layer, ModelSpec
+from whichlora.memory import activations, weights
+from whichlora.methods.base import Method
+from whichlora.numeric import Count, smallest
+from whichlora.specs import RunConfig
+from whichlora.stack import Stack
+from whichlora.targets import adapted
+
+# Kernels of one layer's forward, traced on transformers 5.23 (Llama: 38 in all, backward 60).
+NORM_OPS = 6
+ROPE_OPS = 11
+ATTENTION_OPS = 4
+EAGER_OPS = 8
+RESIDUAL_OPS = 2
+EXPERT_OPS = 8  # per expert that a batch visits
+OUTSIDE_OPS = 22  # embedding, final norm, head, sampling
+LOSS_OPS = 32
+BACKWARD_RATIO = 1.6  # 60 of 38
+OPTIMIZER_OPS = {"adamw_torch_fused": 1, "adamw_torch": 14}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Counts of one optimizer step, one prompt pass or one decoding step.
+
+    Args:
+        product_flops: matrix products, adapters included (multiply and add are two).
+        weight_read_bytes: stored weights read by all passes.
+        attention_flops: scores and weighted values.
+        attention_bytes: keys and values read while decoding; score matrices in eager attention.
+        elementwise_bytes: norms, activations, residuals, casts, loss: read and written.
+        dequant_bytes: quantised weights expanded to 16 bit and read back, all passes.
+        optimizer_bytes: parameters, gradients and states read and written.
+        launches: kernels.
+    """
+
+    product_flops: Count
+    weight_read_bytes: Count
+    attention_flops: Count
+    attention_bytes: Count
+    elementwise_bytes: Count
+    dequant_bytes: Count
+    optimizer_bytes: Count
+    launches: Count
+
+
+def active_weights(layer: Layer) -> int:
+    """Matrix elements that one token is multiplied with."""
+    return sum(one.active * one.in_features * one.out_features for one in layer.linears)
+
+
+def visited_weights(layer: Layer, tokens: Count) -> Count:
+    """Matrix elements that a batch of `tokens` reads: experts no token chose stay unread."""
+    total = 0 * tokens
+    for linear in layer.linears:
+        visited = smallest(linear.count, tokens * linear.active) if linear.count > 1 else 1
+        total = total + visited * linear.in_features * linear.out_features
+    return total
+
+
+def attention_span(layer: Layer, seq_len: Count, attn: str) -> Count:
+    """Mean tokens a query is multiplied with, times two (halves kept whole).
+
+    Causal kernels skip the masked half; eager attention computes it.
+    """
+    span = 0 * seq_len
+    for attention in layer.attentions:
+        if attention.kind != "softmax":
+            continue
+        seen = seq_len
+        if attention.sliding_window is not None and attn != "eager":
+            seen = smallest(seq_len, attention.sliding_window)
+        causal = attention.causal and not attention.cross and attn != "eager"
+        span = span + attention.num_attention_heads * (
+            (attention.head_dim + attention.v_head_dim) * seen * (1 if causal else 2)
+        )
+    return span
+
+
+def layer_ops(layer: Layer, run: RunConfig) -> int:
+    """Kernels of one layer's forward, adapters left out; experts as one pass."""
+    ops = NORM_OPS * len(layer.norms)
+    for attention in layer.attentions:
+        ops += len(attention.linears) + NORM_OPS * len(attention.norms)
+        ops += ROPE_OPS if attention.position == "rope" else 0
+        ops += EAGER_OPS if run.attn == "eager" else ATTENTION_OPS
+        ops += RESIDUAL_OPS // 2
+    if layer.mlp is not None:
+        ops += len(layer.mlp.linears) + (2 if layer.mlp.gated else 1) + RESIDUAL_OPS // 2
+    if layer.moe is not None:
+        ops += 10 + RESIDUAL_OPS // 2
+        if layer.moe.shared is not None:
+            ops += len(layer.moe.shared.linears) + 3
+    return ops
+
+
+def expert_ops(layer: Layer, tokens: Count) -> Count:
+    if layer.moe is None:
+        return 0 * tokens
+    visited = smallest(layer.moe.num_experts, tokens * layer.moe.experts_per_token)
+    return EXPERT_OPS * visited
+
+
+def training_work(
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    batch_size: Count,
+    seq_len: Count,
+    r: Count,
+    num_trained: Count,
+) -> Work:
+    """One optimizer step: all accumulation micro-steps, then the update.
+
+    Frozen weights need one product backward (the input's gradient), trained ones two;
+    checkpointing repeats the forward.
+    """
+    tokens = batch_size * seq_len
+    recompute = 1 if run.gradient_checkpointing else 0
+    passes = 3 if method.trains_base else 2
+    head = model.head.num_weights if model.head is not None else 0
+    extra_head = sum(linear.num_weights for linear in model.head_linears)
+
+    product_flops = 2 * tokens * (head + extra_head) * passes
+    weight_read = head * stack.embedding_bytes * passes + 0 * tokens
+    attention_flops = 0 * tokens
+    attention_bytes = 0 * tokens
+    elementwise = 0 * tokens
+    dequant = 0 * tokens
+    launches = 0 * tokens + OUTSIDE_OPS + LOSS_OPS
+    for layer, count in model.layers():
+        weights_active = active_weights(layer)
+        product_flops = product_flops + count * 2 * tokens * weights_active * (passes + recompute)
+        stored = sum(weights.linear_bytes(linear, stack) for linear in layer.linears)
+        weight_read = weight_read + count * stored * (passes + recompute)
+        forward_attention = 2 * tokens * attention_span(layer, seq_len, run.attn)
+        # the backward of a flash kernel recomputes the scores: 2.5 forwards
+        attention_flops = attention_flops + count * forward_attention * (7 + 2 * recompute) // 2
+        saved = activations.layer_saved(layer, targets, stack, method, r)
+        kept = activations.saved_bytes(saved, tokens=tokens, span=0)
+        pairs = sum(one.per_token_pair for one in saved)
+        elementwise = elementwise + count * kept * (4 + 2 * recompute)
+        attention_bytes = attention_bytes + count * tokens * seq_len * pairs * (4 + 2 * recompute)
+        if stack.quant != "none":
+            expanded = sum(one.num_weights for one in layer.linears if one.is_module)
+            dequant = dequant + count * expanded * 2 * 2 * (2 + recompute)
+        for linear in adapted(layer, targets) if not method.trains_base else ():
+            forward = method.forward_ops[stack.autocast]
+            launches = launches + count * (forward * (1 + recompute))
+            launches = launches + count * method.backward_ops[stack.autocast]
+            dense = method.weight_flops(linear, r) * (2 + recompute)
+            product_flops = product_flops + count * dense
+        base_ops = layer_ops(layer, run) + expert_ops(layer, tokens)
+        launches = launches + count * base_ops * (1 + recompute)
+        launches = launches + (count * base_ops * BACKWARD_RATIO)
+    if not method.trains_base:
+        product_flops = product_flops + (6 + 2 * recompute) * tokens * num_trained
+    vocab = model.vocab_size if model.head is not None else 0
+    loss_passes = {"hf": 30, "raw": 8, "trl-fused": 16, "liger": 16}[run.loss_head]
+    elementwise = elementwise + loss_passes * vocab * tokens
+
+    steps = run.gradient_accumulation_steps
+    param_bytes = stack.base_bytes if method.trains_base else stack.adapter_bytes
+    optimizer_ops = OPTIMIZER_OPS.get(run.optimizer, 14) + 20
+    return Work(
+        product_flops=product_flops * steps,
+        weight_read_bytes=weight_read * steps,
+        attention_flops=attention_flops * steps,
+        attention_bytes=attention_bytes * steps,
+        elementwise_bytes=elementwise * steps,
+        dequant_bytes=dequant * steps,
+        optimizer_bytes=num_trained * 7 * param_bytes,
+        launches=launches * steps + optimizer_ops,
+    )
+
+
+def inference_work(
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    *,
+    batch_size: Count,
+    new_tokens: Count,
+    context: Count,
+) -> Work:
+    """One forward over `new_tokens` tokens per sequence that attend to `context` tokens.
+
+    The prompt pass has new_tokens = context = prompt; a decoding step has new_tokens = 1. The
+    head sees the last position only.
+    """
+    tokens = batch_size * new_tokens
+    head = model.head.num_weights if model.head is not None else 0
+    product_flops = 2 * batch_size * head
+    weight_read = head * stack.embedding_bytes + 0 * tokens
+    attention_flops = 0 * tokens
+    attention_bytes = 0 * tokens
+    elementwise = 12 * batch_size * model.vocab_size
+    dequant = 0 * tokens
+    launches = OUTSIDE_OPS + 0 * tokens
+    for layer, count in model.layers():
+        product_flops = product_flops + count * 2 * tokens * active_weights(layer)
+        visited = visited_weights(layer, tokens)
+        stored = sum(weights.linear_bytes(linear, stack) for linear in layer.linears)
+        all_weights = max(1, sum(linear.num_weights for linear in layer.linears))
+        weight_read = weight_read + count * (visited * stored / all_weights)
+        spans = attention_span(layer, context, run.attn)
+        attention_flops = attention_flops + count * 2 * tokens * spans
+        for attention in layer.attentions:
+            cached = attention.cache_elements * context + attention.state_elements
+            attention_bytes = attention_bytes + count * batch_size * cached * stack.compute_bytes
+        moved = activations.layer_forward_bytes(
+            layer, model.hidden_size, stack, tokens=tokens, span=0
+        )
+        elementwise = elementwise + count * 3 * moved
+        if stack.quant != "none":
+            expanded = sum(one.num_weights for one in layer.linears if one.is_module)
+            dequant = dequant + count * expanded * 4
+        launches = launches + count * (layer_ops(layer, run) + expert_ops(layer, tokens))
+    return Work(
+        product_flops=product_flops,
+        weight_read_bytes=weight_read,
+        attention_flops=attention_flops,
+        attention_bytes=attention_bytes,
+        elementwise_bytes=elementwise,
+        dequant_bytes=dequant,
+        optimizer_bytes=0 * tokens,
+        launches=launches,
+    )
