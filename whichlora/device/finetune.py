@@ -1,0 +1,155 @@
+"""A few optimizer steps of the real `transformers.Trainer`, timed one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from whichlora.device.meter import Meter
+from whichlora.errors import MeasurementError
+from whichlora.specs import RunConfig
+
+_OPTIMIZERS = {"lion": "lion_32bit"}  # the others have the Trainer's own names
+_IGNORED_LABEL = -100
+_SHORTEST_ROW = 0.5  # of the padded length; rows of a padded batch lie between this and 1
+_MODEL_INPUTS = ("input_ids", "attention_mask", "labels")
+
+
+def measure_finetune(
+    model: Any, run: RunConfig, meter: Meter, seq_lens: Sequence[int]
+) -> dict[str, Any]:
+    """Time one optimizer step per length in `seq_lens`, after a warm-up at the longest.
+
+    The first step is not timed: it grows the allocator, creates the optimizer state and selects
+    kernels. A device without memory counters gets one more untimed step, at the longest length.
+
+    Raises:
+        MeasurementError: a loss head that can't be profiled.
+    """
+    if run.loss_head == "trl-fused":
+        raise MeasurementError(
+            "loss_head: trl-fused runs inside TRL's own trainer and can't be profiled; profile "
+            "hf, liger or raw instead"
+        )
+    longest = max(seq_lens)
+    lengths = [longest, *seq_lens, *([longest] if meter.needs_extra_run else [])]
+    timer = _StepTimer(meter, num_timed=len(seq_lens))
+    with tempfile.TemporaryDirectory() as output_dir:
+        trainer = _Trainer(
+            run=run,
+            model=model,
+            args=_training_arguments(run, meter, output_dir, max_steps=len(lengths)),
+            train_dataset=_random_rows(model.config, run, lengths),
+            data_collator=_collate,
+            callbacks=[timer],
+        )
+        trainer.train()
+    peaks = meter.peaks()
+    trainer.accelerator.free_memory()
+    return {"step_s": timer.step_s, "batch_seq_len": list(seq_lens)} | peaks
+
+
+class _Trainer(Trainer):  # type: ignore[misc]
+    """The Trainer, with batches in the given order and the loss head `raw`."""
+
+    def __init__(self, *, run: RunConfig, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._raw_loss = run.loss_head == "raw"
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **keywords: Any) -> Any:
+        if not self._raw_loss:
+            return super().compute_loss(model, inputs, *args, **keywords)
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        return model(**inputs).logits.mean()
+
+
+class _StepTimer(TrainerCallback):  # type: ignore[misc]
+    """Seconds from the end of one optimizer step to the end of the next, fetching included."""
+
+    def __init__(self, meter: Meter, *, num_timed: int) -> None:
+        self.step_s: list[float] = []
+        self._meter = meter
+        self._last_timed = 1 + num_timed  # step 1 is the warm-up
+        self._end_s = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._last_timed:
+            self._meter.start_extra_run()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        now = self._meter.now()
+        if 1 < state.global_step <= self._last_timed:
+            self.step_s.append(now - self._end_s)
+        elif state.global_step > self._last_timed:
+            self._meter.stop_extra_run()
+        self._end_s = now
+
+
+def _training_arguments(
+    run: RunConfig, meter: Meter, output_dir: str, *, max_steps: int
+) -> TrainingArguments:
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    # Renamed in the course of transformers 5; version 6 drops the old name.
+    new, old = "activation_checkpointing", "gradient_checkpointing"
+    return TrainingArguments(
+        output_dir=output_dir,
+        max_steps=max_steps,
+        per_device_train_batch_size=run.batch_size,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        optim=_OPTIMIZERS.get(run.optimizer, run.optimizer),
+        bf16=run.precision == "bf16",
+        fp16=run.precision == "fp16",
+        use_liger_kernel=run.loss_head == "liger",
+        use_cpu=not meter.is_cuda,
+        dataloader_num_workers=0,
+        remove_unused_columns=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **{new if new in known else old: run.gradient_checkpointing},
+    )
+
+
+def _random_rows(config: Any, run: RunConfig, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of all batches in order; each knows the padded length of its batch."""
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = config.get_text_config().vocab_size
+    rows = []
+    for seq_len in lengths:
+        for index in range(run.batch_size * run.gradient_accumulation_steps):
+            num_tokens = seq_len
+            # The first row sets the length of its batch. A batch of one is shorter than its
+            # padded length, as with padding to a fixed length: else it would have no padding.
+            if run.padding == "padded" and (index % run.batch_size or run.batch_size == 1):
+                fraction = _SHORTEST_ROW + (1 - _SHORTEST_ROW) * torch.rand(1, generator=generator)
+                num_tokens = max(1, min(int(seq_len * fraction), seq_len - 1))
+            ids = torch.randint(vocab_size, (num_tokens,), generator=generator)
+            rows.append({"input_ids": ids, "seq_len": seq_len})
+    return rows
+
+
+def _collate(rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Tensors of shape [batch_size, seq_len], padded on the right."""
+    # A row of the full length, dropped again, makes `pad_sequence` pad to it.
+    ruler = torch.empty(rows[0]["seq_len"], dtype=torch.long)
+    ids = [row["input_ids"] for row in rows]
+    padded = {
+        "input_ids": (ids, 0),
+        "attention_mask": ([torch.ones_like(row) for row in ids], 0),
+        "labels": (ids, _IGNORED_LABEL),
+    }
+    return {
+        name: pad_sequence([*tensors, ruler], batch_first=True, padding_value=value)[:-1].clone()
+        for name, (tensors, value) in padded.items()
+    }

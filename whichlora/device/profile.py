@@ -1,0 +1,279 @@
+"""Measure runs in a child process, so that out of memory, crashes and hangs are results."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from itertools import cycle, islice
+from pathlib import Path
+from typing import IO, Any, Self
+
+import whichlora
+from whichlora.errors import MeasurementError
+from whichlora.results import Measurement
+from whichlora.specs import RunConfig
+
+# Importing the libraries from a cold network file system takes minutes; measuring never counts it.
+_START_TIMEOUT_S = 600.0
+_EXIT_GRACE_S = 1.0
+_LOG_TAIL_BYTES = 8192
+_QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+class Profiler:
+    """Measures runs one after another in a worker process.
+
+    A healthy worker serves many runs, since importing the libraries costs more than a small
+    measurement. One that ran out of memory, died, hung or left tensors behind is replaced.
+
+    Args:
+        gpu: device key written into every record.
+        device: "cpu", "cuda" or "cuda:1", counted among the visible devices.
+        provenance: who measures, command, commit, run id.
+        memory_limit_bytes: what one measurement on a CPU may take; without it, a run that is too
+            large meets the kernel's out-of-memory killer.
+        log_path: where the output of the libraries is appended; None discards it.
+        python: interpreter of the worker.
+    """
+
+    def __init__(
+        self,
+        *,
+        gpu: str,
+        device: str = "cpu",
+        provenance: Mapping[str, Any],
+        memory_limit_bytes: int | None = None,
+        log_path: Path | None = None,
+        python: str = sys.executable,
+    ) -> None:
+        self._gpu = gpu
+        self._device = device
+        self._provenance = dict(provenance)
+        self._memory_limit_bytes = memory_limit_bytes
+        self._log_path = log_path
+        self._python = python
+        self._worker: _Worker | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker; the next measurement starts a new one."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+    def measure(
+        self,
+        run: RunConfig,
+        *,
+        model_config: Mapping[str, Any],
+        target_modules: Sequence[str] | str,
+        seq_lens: Sequence[int],
+        num_batches: int = 5,
+        timeout_s: float,
+    ) -> Measurement:
+        """Measure `num_batches` batches of `run`, and say how it ended.
+
+        Args:
+            model_config: the Hugging Face config.
+            target_modules: leaf names that get an adapter, or "all-linear".
+            seq_lens: padded lengths of the batches (fine-tuning); taken in turn if there are
+                fewer than `num_batches`.
+            timeout_s: limit for building and measuring; starting the worker is not part of it.
+
+        Raises:
+            MeasurementError: the worker can't start.
+        """
+        lengths = sorted(islice(cycle(seq_lens), num_batches), reverse=True)
+        request = {
+            "run": run.to_dict(),
+            "model_config": dict(model_config),
+            "target_modules": target_modules
+            if isinstance(target_modules, str)
+            else list(target_modules),
+            "seq_lens": lengths,
+            "num_batches": num_batches,
+            "memory_limit_bytes": self._memory_limit_bytes,
+        }
+        try:
+            if self._worker is None:
+                self._worker = _Worker(self._python, self._device, self._log_path)
+            worker = self._worker
+            start_s = time.perf_counter()
+            answer = worker.ask(request, timeout_s=timeout_s)
+            device_s = time.perf_counter() - start_s
+        except BaseException:  # Ctrl-C too: the worker has a session of its own and would go on
+            self.close()
+            raise
+        clean = answer.pop("clean", False)  # absent where the worker died
+        if answer["outcome"] == "oom" or not clean:
+            self.close()
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in answer.items()
+        }
+        return Measurement(
+            id=uuid.uuid4().hex,
+            gpu=self._gpu,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            config=run.to_dict(),
+            device_s=device_s,
+            environment=worker.environment,
+            provenance=self._provenance,
+            **fields,
+        )
+
+
+class _Worker:
+    """One child process in a session of its own, so that a kill reaches its children too."""
+
+    def __init__(self, python: str, device: str, log_path: Path | None) -> None:
+        self._log = _open_log(log_path)  # closed by `kill`, with the pipes
+        self._log_start = self._log.seek(0, os.SEEK_END)
+        self._buffer = b""
+        self._process = subprocess.Popen(
+            [python, "-m", "whichlora.device.worker", device.partition(":")[0]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=_worker_environment(device),
+            start_new_session=True,
+        )
+        try:
+            hello = self._next_message(time.monotonic() + _START_TIMEOUT_S)
+        except BaseException:
+            self.kill()
+            raise
+        if hello is None:
+            outcome = self._end()
+            self.kill()
+            raise MeasurementError(
+                f"the profiling worker did not start ({outcome['detail']}); install "
+                "whichlora[profile], or predict without profiling"
+            )
+        self.environment: Mapping[str, Any] = hello["environment"]
+
+    def ask(self, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """The answer to `request`, or how the worker ended instead of answering."""
+        assert self._process.stdin is not None
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return self._end()
+        message = self._next_message(deadline)
+        if message is None:
+            return self._end(timeout_s)
+        message.pop("event")
+        return message
+
+    def kill(self) -> None:
+        """End the process and its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            assert stream is not None
+            with suppress(BrokenPipeError):
+                stream.close()
+
+    def _next_message(self, deadline: float) -> dict[str, Any] | None:
+        """The next message; None at the deadline or at the end of the pipe."""
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        while True:
+            line, newline, rest = self._buffer.partition(b"\n")
+            if newline:
+                self._buffer = rest
+                message = _parse(line)
+                if message is not None:
+                    return message
+                continue
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0 or not select.select([pipe], [], [], remaining_s)[0]:
+                return None
+            chunk = os.read(pipe, 1 << 16)
+            if not chunk:
+                return None
+            self._buffer += chunk
+
+    def _end(self, timeout_s: float = _START_TIMEOUT_S) -> dict[str, Any]:
+        """The outcome of a worker that gave no answer; it is dead afterwards."""
+        try:
+            # Its pipe closes a moment before the process can be waited for.
+            code = self._process.wait(timeout=_EXIT_GRACE_S)
+        except subprocess.TimeoutExpired:
+            return {"outcome": "timeout", "detail": f"no answer within {timeout_s:g} s"}
+        if code == -signal.SIGKILL:
+            return {
+                "outcome": "killed",
+                "detail": "killed by SIGKILL, usually by the kernel's out-of-memory killer",
+            }
+        ended = f"died of {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return {"outcome": "crashed", "detail": f"{ended}: {self._last_log_line()}"}
+
+    def _last_log_line(self) -> str:
+        end = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(self._log_start, end - _LOG_TAIL_BYTES))
+        lines = self._log.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+
+
+def _open_log(log_path: Path | None) -> IO[bytes]:
+    return tempfile.TemporaryFile() if log_path is None else log_path.open("ab+")
+
+
+def _open_log(log_path: Path | None) -> IO[bytes]:
+    return tempfile.TemporaryFile() if log_path is None else log_path.open("ab+")
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """A message of the worker; None for what a library wrote into the pipe before its time."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) and "event" in message else None
+
+
+def _worker_environment(device: str) -> dict[str, str]:
+    """The environment of the worker: quiet, this package importable, one device visible.
+
+    With more than one visible GPU the Trainer would spread the batch over all of them.
+    """
+    kind, _, index = device.partition(":")
+    visible = ""
+    if kind == "cuda":
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        position = int(index or 0)
+        visible = str(position) if given is None else given.split(",")[position]
+    package_parent = str(Path(whichlora.__file__).parent.parent)
+    paths = [package_parent, os.environ.get("PYTHONPATH", "")]
+    return (
+        dict(os.environ)
+        | _QUIET
+        | {
+            "CUDA_VISIBLE_DEVICES": visible,
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        }
+    )
