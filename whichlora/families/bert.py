@@ -222,7 +222,8 @@ def _albert(c: Fields) -> ModelSpec:
 
 
 def _deberta(c: Fields) -> ModelSpec:
-    hidden, extra = c.size("hidden_size"), ()
+    hidden = c.size("hidden_size")
+    extra: tuple[Embedding, ...] = ()
     embeddings_norm = norms(("LayerNorm",), width=hidden, kind="layer", bias=True)
     attention = _attention(c, ("query_proj", "key_proj", "value_proj"), position="relative")
     if not c.flag("relative_attention"):

@@ -30,7 +30,7 @@ def qkv_linears(
     bias: bool = False,
     reads: str = "attn_in",
 ) -> tuple[Linear, ...]:
-    """The input projections of an attention: three matrices, or one fused when one name is given."""
+    """The input projections of an attention: three matrices, or one fused under one name."""
     if len(names) == 1:
         fused = q_width + 2 * kv_width
         return (

@@ -63,6 +63,7 @@ def latent_attention(c: Fields) -> Attention:
     bias = c.flag("attention_bias")
     q_width = heads * (nope + rope)
 
+    queries: tuple[Linear, ...]
     if q_rank is None:
         queries = (
             Linear(name="q_proj", in_features=hidden, out_features=q_width, reads="attn_in"),
@@ -96,7 +97,7 @@ def latent_attention(c: Fields) -> Attention:
         reads="attn_out",
         bias=bias,
     )
-    latents = (Norm(name="kv_a_layernorm", kind="rms", width=kv_rank),)
+    latents: tuple[Norm, ...] = (Norm(name="kv_a_layernorm", kind="rms", width=kv_rank),)
     if q_rank is not None:
         latents = (Norm(name="q_a_layernorm", kind="rms", width=q_rank), *latents)
     return Attention(

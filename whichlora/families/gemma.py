@@ -127,7 +127,7 @@ def _gemma4_layer(c: Fields, kind: str, *, shared_cache: bool) -> Layer:
     if shared_cache:
         missing = {"k_proj", "v_proj"}
     else:
-        key = {"kind": "rms_offset", "width": head_dim, "rows": kv_heads}
+        key: dict[str, Any] = {"kind": "rms_offset", "width": head_dim, "rows": kv_heads}
         qk_norms += [Norm(name="k_norm", **key), Norm(name="v_norm", weight=False, **key)]
     attention = replace(
         attention,
@@ -136,7 +136,8 @@ def _gemma4_layer(c: Fields, kind: str, *, shared_cache: bool) -> Layer:
     )
 
     wide = shared_cache and c.flag("use_double_wide_mlp")
-    activation, names = c.text("hidden_activation"), _SANDWICH
+    activation = c.text("hidden_activation")
+    names: tuple[str, ...] = _SANDWICH
     per_layer = c.size_or_none("hidden_size_per_layer_input")
     extra: tuple[Linear, ...] = ()
     if per_layer:  # a gate and a projection after the MLP, for the per-layer embedding
@@ -187,7 +188,9 @@ def _gemma4(c: Fields) -> ModelSpec:
         _gemma4_layer(c, kind, shared_cache=number >= first_shared)
         for number, kind in enumerate(types)
     ]
-    embeddings = (Embedding(name="embed_tokens", rows=c.size("vocab_size"), width=hidden),)
+    embeddings: tuple[Embedding, ...] = (
+        Embedding(name="embed_tokens", rows=c.size("vocab_size"), width=hidden),
+    )
     around: tuple[Linear, ...] = ()
     embedding_norms: tuple[Norm, ...] = ()
     per_layer = c.size_or_none("hidden_size_per_layer_input")

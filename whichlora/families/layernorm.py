@@ -1,4 +1,4 @@
-"""Decoders of Llama's shape with LayerNorm: StarCoder 2, StableLM, Nemotron, Cohere, Phi and kin."""
+"""Decoders of Llama's shape with LayerNorm: StarCoder 2, StableLM, Nemotron, Cohere, Phi, …."""
 
 from __future__ import annotations
 

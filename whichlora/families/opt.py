@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whichlora.architecture import Embedding, Layer, Linear, ModelSpec
+from whichlora.architecture import Embedding, Layer, Linear, ModelSpec, Norm
 from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
 
@@ -66,7 +66,7 @@ def _opt(c: Fields) -> ModelSpec:
             Linear(name="project_in", in_features=width, out_features=hidden, reads="embedding"),
             Linear(name="project_out", in_features=hidden, out_features=width, reads="stack_out"),
         )
-    final = ()
+    final: tuple[Norm, ...] = ()
     if c.flag("do_layer_norm_before") and not c.flag("_remove_final_layer_norm"):
         final = norms(("final_layer_norm",), width=hidden, kind="layer", weight=affine, bias=affine)
     return causal_lm(

@@ -1,0 +1,112 @@
+"""A model's name to its architecture: the database, a local folder, then the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from whichlora import families
+from whichlora.architecture import ModelSpec
+from whichlora.errors import ConfigError
+from whichlora.store.jsonfiles import read_object
+from whichlora.store.models import find_model, near_matches
+
+_TIMEOUT_S = 5.0  # a config is 2 KB: a hub that takes longer is as good as away
+
+
+def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = False) -> ModelSpec:
+    """The architecture of the model called `name`; only its `config.json` is ever read.
+
+    Args:
+        name: a hub id, a name of the database, or the path of a folder or of a `config.json`.
+        offline: ask the hub's cache on this host, never the network; `HF_HUB_OFFLINE` does too.
+        trust_remote_code: accepted so that a call reads like one to transformers. Code from
+            the hub is never run: a config either describes a known family or is refused.
+
+    Raises:
+        ConfigError: no such model, or an architecture we can't describe.
+        DataFileError: a config that is no JSON object.
+    """
+    known = find_model(name)
+    if known is not None:
+        return known
+    config = _local_config(name)
+    if config is None:
+        config = _hub_config(name, offline=offline)
+    if config.get("auto_map") and config.get("model_type") not in families.known_types():
+        raise ConfigError(
+            f"{name}: model_type {config.get('model_type')!r} needs code from its repository, "
+            "which whichlora never runs; use a model whose class is part of transformers"
+        )
+    return families.build(config, name=name)
+
+
+def _local_config(name: str) -> dict[str, Any] | None:
+    """The config at the path `name`, None where there is nothing.
+
+    Raises:
+        ConfigError: a folder without a `config.json`.
+        DataFileError: the file is no JSON object.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return read_object(path)
+    if not path.is_dir():
+        return None
+    if (path / "config.json").is_file():
+        return read_object(path / "config.json")
+    if (path / "adapter_config.json").is_file():
+        base = read_object(path / "adapter_config.json").get("base_model_name_or_path")
+        raise ConfigError(f"{name}: is an adapter, not a model; give its base model, {base!r}")
+    raise ConfigError(f"{name}: has no config.json; give the folder that save_pretrained wrote")
+
+
+def _hub_config(name: str, *, offline: bool) -> dict[str, Any]:
+    """`config.json` of a repository, from the hub's cache or the hub.
+
+    Raises:
+        ConfigError: not there, not allowed, or not reachable.
+        DataFileError: what the hub sent is no JSON object.
+    """
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"{name}: no such file or folder; check the path")
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    offline = offline or constants.HF_HUB_OFFLINE
+    try:
+        path = hf_hub_download(
+            name, "config.json", local_files_only=offline, etag_timeout=_TIMEOUT_S
+        )
+    except GatedRepoError:
+        raise ConfigError(
+            f"{name}: is gated; accept its terms on the hub and log in with `hf auth login`, "
+            "or give a local config.json"
+        ) from None
+    except LocalEntryNotFoundError:  # before EntryNotFoundError, which it inherits
+        reason = "and the hub is switched off" if offline else "and the hub can't be reached"
+        raise _unknown(name, reason) from None
+    except EntryNotFoundError:
+        raise ConfigError(
+            f"{name}: has no config.json on the hub (an adapter, a GGUF or a data set?); "
+            "give its base model"
+        ) from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise _unknown(name, "nor a public repository on the hub") from None
+    except OSError as error:  # network errors of every HTTP library end here
+        raise _unknown(name, f"and the hub can't be reached ({type(error).__name__})") from None
+    return read_object(Path(path))
+
+
+def _unknown(name: str, reason: str) -> ConfigError:
+    near = near_matches(name)
+    hint = f"did you mean {', '.join(near)}? Or give" if near else "give a full hub id, or"
+    return ConfigError(
+        f"model: {name!r} is not in the database {reason}; {hint} the path of a config.json"
+    )

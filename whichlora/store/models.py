@@ -1,0 +1,148 @@
+"""The model database: a hub id, an alias or a short name to its architecture, without network."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from whichlora import families
+from whichlora.architecture import ModelSpec
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.store.jsonfiles import check_schema_version, read_object
+from whichlora.store.paths import data_folder
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRecord:
+    """What a listing shows of one architecture.
+
+    Args:
+        aliases: further hub ids of the same shapes; context length and dtype may differ.
+        params: parameters, each tied tensor once.
+        check: "exact" or "rounded", how the published count agreed.
+        gated: whether the hub asks for an agreement, None where not known.
+    """
+
+    hub_id: str
+    aliases: tuple[str, ...]
+    model_type: str
+    params: int
+    check: str
+    license: str
+    gated: bool | None
+    release_year: int
+
+
+def find_model(name: str) -> ModelSpec | None:
+    """The architecture known under `name`, or None.
+
+    Args:
+        name: a hub id or alias in any case, or its part after the slash where only one
+            architecture has it ("llama-3.1-8b").
+
+    Raises:
+        ConfigError: a short name that several architectures have.
+        DataFileError: the database is broken.
+    """
+    index = _index(_folder())
+    stem = _stem(name, index)
+    if stem is None:
+        return None
+    path = _folder() / f"{stem}.json"
+    values = read_object(path)
+    check_schema_version(values, SCHEMA_VERSION, str(path))
+    config = values.get("config")
+    if not isinstance(config, dict):
+        raise DataFileError(f"{path}: config: must be an object, got {type(config).__name__}")
+    record = _record(stem, index)
+    known_as = _spelling(name, record)
+    try:
+        spec = families.build(config, name=known_as)
+    except ConfigError as error:
+        raise DataFileError(f"{path}: config: {error}") from error
+    notes = spec.notes
+    if known_as != record.hub_id:
+        notes += (f"shapes of {record.hub_id}; context length and dtype may differ",)
+    if values.get("note"):
+        notes += (str(values["note"]),)
+    return replace(spec, notes=notes)
+
+
+def list_models() -> tuple[ModelRecord, ...]:
+    """Every architecture of the database, by hub id in alphabetical order."""
+    index = _index(_folder())
+    records = (_record(stem, index) for stem in index["models"])
+    return tuple(sorted(records, key=lambda record: record.hub_id.lower()))
+
+
+def near_matches(name: str, limit: int = 5) -> tuple[str, ...]:
+    """Hub ids and aliases spelled most like `name`, best first, one per architecture."""
+    index = _index(_folder())
+    wanted = name.strip().lower()
+    short = wanted.rpartition("/")[2]
+    # Compared with and without the organisation: people forget or mistype either half.
+    scores: dict[str, tuple[float, str]] = {}
+    for known, stem in index["names"].items():
+        ratio = max(_likeness(wanted, known), _likeness(short, known.rpartition("/")[2]))
+        if ratio > scores.get(stem, (0.6, ""))[0]:
+            scores[stem] = (ratio, known)
+    best = sorted(scores.items(), key=lambda item: (-item[1][0], item[1][1]))[:limit]
+    return tuple(_spelling(known, _record(stem, index)) for stem, (_, known) in best)
+
+
+def _likeness(wanted: str, known: str) -> float:
+    matcher = difflib.SequenceMatcher(None, wanted, known)
+    return matcher.ratio() if matcher.quick_ratio() > 0.6 else 0.0
+
+
+def _folder() -> Path:
+    return data_folder("models_db")
+
+
+@cache
+def _index(folder: Path) -> Mapping[str, Any]:
+    path = folder / "index.json"
+    values = read_object(path)
+    check_schema_version(values, SCHEMA_VERSION, str(path))
+    for key in ("names", "models"):
+        if not isinstance(values.get(key), dict):
+            raise DataFileError(f"{path}: {key}: must be an object; reinstall whichlora")
+    return values
+
+
+def _stem(name: str, index: Mapping[str, Any]) -> str | None:
+    wanted = name.strip().lower()
+    exact = index["names"].get(wanted)
+    if exact is not None or not wanted or "/" in wanted:
+        return exact if exact is None else str(exact)
+    found = {stem: known for known, stem in index["names"].items() if known.endswith(f"/{wanted}")}
+    if len(found) > 1:
+        raise ConfigError(
+            f"model: {name!r} is ambiguous: {', '.join(sorted(found.values()))}; "
+            "give one of these hub ids"
+        )
+    return next(iter(found), None)
+
+
+def _record(stem: str, index: Mapping[str, Any]) -> ModelRecord:
+    where = f"{_folder() / 'index.json'}: models.{stem}"
+    try:
+        values = index["models"][stem]
+        return ModelRecord(**{**values, "aliases": tuple(values["aliases"])})
+    except (KeyError, TypeError) as error:
+        raise DataFileError(f"{where}: {error}; reinstall whichlora") from error
+
+
+def _spelling(name: str, record: ModelRecord) -> str:
+    """The hub id that `name` means, in the hub's own letter case."""
+    wanted = name.strip().lower()
+    for hub_id in (record.hub_id, *record.aliases):
+        if wanted in (hub_id.lower(), hub_id.rpartition("/")[2].lower()):
+            return hub_id
+    return record.hub_id
