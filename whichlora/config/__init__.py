@@ -51,16 +51,16 @@ def load_plan(path: Path) -> Plan:
     """
     from pydantic import ValidationError
 
-    from whichlora.config import checks, schema
+    from whichlora.config import checks, faults, schema
     from whichlora.config.document import read_document
 
     document = read_document(path)
     problems = list(document.structure_problems())
-    data = _without_empty(document.data)
+    data = _well_formed(document.data)
     try:
         settings = schema.PlanFile.model_validate(data)
     except ValidationError as error:
-        problems += schema.problems_of(error)
+        problems += faults.problems_of(error)
     problems += checks.check(data, path.parent)
     if problems:
         raise document.error(problems)
@@ -74,12 +74,12 @@ def plan_schema() -> dict[str, Any]:
     return copy.deepcopy(json_schema())
 
 
-def _without_empty(data: dict[Any, Any]) -> dict[Any, Any]:
-    """`data` without keys that have no value, which are reported once, by their line."""
+def _well_formed(data: dict[Any, Any]) -> dict[Any, Any]:
+    """`data` without what `structure_problems` reports: empty values, keys that are not plain."""
     return {
-        key: _without_empty(value) if isinstance(value, dict) else value
+        key: _well_formed(value) if isinstance(value, dict) else value
         for key, value in data.items()
-        if value is not None
+        if value is not None and not isinstance(key, tuple)
     }
 
 

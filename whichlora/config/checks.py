@@ -84,7 +84,8 @@ def _check_repeats(data: Data) -> Iterator[Problem]:
             if not isinstance(values, list) or key == "tokenizers":  # models may share one
                 continue
             for index, value in enumerate(values):
-                if isinstance(value, str | int) and value in values[:index]:
+                earlier = [other for other in values[:index] if type(other) is type(value)]
+                if isinstance(value, str | int) and value in earlier:
                     what, accepted = "is in the list twice", "each value once"
                     yield Problem(loc=(*loc, key, index), what=what, accepted=accepted)
 

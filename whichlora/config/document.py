@@ -49,7 +49,7 @@ class Document:
         """`problem` as one line: place, key, fault, value, what is accepted, what was meant."""
         found, name, node = self._locate(problem.loc)
         line, column = problem.place or found
-        text = f"{self.path}:{line}:{column}: {name}: {problem.what}"
+        text = f"{self.path}:{line}:{column}: {name or 'the file'}: {problem.what}"
         if problem.show_value:
             text += f" (got {_describe(node)})"
         if problem.accepted:
@@ -64,13 +64,22 @@ class Document:
         return ConfigError("\n".join(dict.fromkeys(self.render(each) for each in ordered)))
 
     def structure_problems(self) -> Iterator[Problem]:
-        """Keys written twice, and keys without a value."""
+        """Keys that are lists or mappings, keys written twice, and keys without a value."""
         sections: list[tuple[Loc, Any]] = [((), self.root)]
         sections += [((key.value,), node) for key, node in self.root.value if node.id == "mapping"]
         for loc, mapping in sections:
             first_lines: dict[str, int] = {}
             for key, value in mapping.value:
                 name, place = str(key.value), _place(key)
+                if key.id != "scalar":
+                    yield Problem(
+                        loc=loc,
+                        what=f"has {_describe(key)} for a key",
+                        accepted="plain text",
+                        show_value=False,
+                        place=place,
+                    )
+                    continue
                 if name in first_lines:
                     yield Problem(
                         loc=(*loc, name),
@@ -152,15 +161,15 @@ def read_document(path: Path) -> Document:
     except ReaderError as error:
         line, column = _position(text[: error.position])
         raise ConfigError(
-            f"{path}:{line}:{column}: character {error.character!r} is not allowed in YAML; "
+            f"{path}:{line}:{column}: character U+{error.character:04X} is not allowed in YAML; "
             "remove it"
         ) from None
     except YAMLError as error:
         raise ConfigError(_yaml_fault(path, error)) from None
     except RecursionError:
         raise ConfigError(f"{path}: lists or mappings are nested too deeply") from None
-    except ValueError as error:  # a whole number of more digits than Python converts
-        raise ConfigError(f"{path}: holds a value that YAML can't read: {error}") from None
+    except ValueError:  # a whole number of more digits than Python converts
+        raise ConfigError(f"{path}: holds a number of thousands of digits; shorten it") from None
     if root is None:
         raise ConfigError(f"{path}: is empty; it needs at least the key dataset")
     if root.id != "mapping":

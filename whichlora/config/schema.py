@@ -1,10 +1,9 @@
-"""The keys of a config file, their types and defaults, and how a fault in one is said."""
+"""The keys of a config file, their types and defaults."""
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -18,12 +17,10 @@ from pydantic import (
     GetJsonSchemaHandler,
     PlainValidator,
     Tag,
-    ValidationError,
     WithJsonSchema,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from whichlora.config.document import Loc, Problem
 from whichlora.errors import ConfigError
 from whichlora.plan import ProfilePolicy
 from whichlora.specs import (
@@ -40,6 +37,7 @@ from whichlora.units import parse_bytes
 
 _RUN = RunConfig(model="any")  # one place for the defaults that `estimate` and `run` share
 
+_MOST = 10**15  # more bytes or seconds than any machine has; keeps later arithmetic finite
 _SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION_PART = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|h|d)(?![A-Za-z])", re.IGNORECASE)
 
@@ -68,9 +66,9 @@ def _parse_size(value: Any) -> int:
     if isinstance(value, str) and not value.strip()[-1:].isdigit():
         try:
             size = parse_bytes(value)
-        except ConfigError:
+        except (ConfigError, OverflowError):
             size = 0
-        if size > 0:
+        if 0 < size <= _MOST:
             return size
     raise PydanticCustomError("size", "is not a size with a unit")
 
@@ -81,14 +79,14 @@ def _parse_duration(value: Any) -> float:
     while part := _DURATION_PART.match(text, end):
         total_s += float(part[1]) * _SECONDS[part[2].lower()]
         end = part.end()
-    if end < len(text) or total_s == 0.0:
+    if end < len(text) or not 0 < total_s <= _MOST:
         raise PydanticCustomError("duration", "is not a duration with a unit")
     return total_s
 
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1), _OneOrMany()]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=10**12, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"\S")]
 Names = Annotated[tuple[Name, ...], Field(min_length=1), _OneOrMany()]
 Size = Annotated[
@@ -173,7 +171,7 @@ class Dataset(_Section):
     """Configuration of a hub dataset."""
     tokens: Annotated[int, Field(ge=1, le=10**15)] | None = None
     """Tokens in the training split, for planning without the data."""
-    samples: Count | None = None
+    samples: Annotated[int, Field(ge=1, le=10**7)] | None = None
     """Samples in the training split, for planning without the data."""
 
 
@@ -216,7 +214,7 @@ class PlanFile(_Section):
     """Storage of the base weights in both stages; without it, the method decides."""
     kv_cache: KvCache = _RUN.kv_cache
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     profile: ProfilePolicy = "frontier"
     """What to measure: nothing (a dry run), what could change the answer, or every candidate."""
     num_batches: Count = 5
@@ -237,11 +235,14 @@ class PlanFile(_Section):
 
 @cache
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a config file, for editors and for `accepted` alike."""
+    """The JSON schema of a config file, for editors and for `faults` alike."""
     schema = PlanFile.model_json_schema()
     schema["properties"]["dataset"] = {
         "description": schema["properties"]["dataset"].get("description", ""),
-        "anyOf": [{"type": "string", "examples": ["data.jsonl"]}, {"$ref": "#/$defs/Dataset"}],
+        "anyOf": [
+            {"type": "string", "examples": ["a path or dataset id"]},
+            {"$ref": "#/$defs/Dataset"},
+        ],
     }
     clean: dict[str, Any] = _without_null(schema)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | clean
@@ -268,172 +269,3 @@ def _without_null(schema: Any) -> Any:
 
 def _omit(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in mapping.items() if name != key}
-
-
-# -- faults --------------------------------------------------------------------------------------
-
-_WHAT = {
-    "missing": "is required",
-    "extra_forbidden": "is not a setting",
-    "int_type": "is not a whole number",
-    "int_from_float": "is not a whole number",
-    "float_type": "is not a number",
-    "bool_type": "is not true or false",
-    "string_type": "is not text",
-    "literal_error": "is not known",
-    "greater_than": "is out of range",
-    "greater_than_equal": "is out of range",
-    "less_than": "is out of range",
-    "less_than_equal": "is out of range",
-    "finite_number": "is not a finite number",
-    "too_short": "is an empty list",
-    "string_pattern_mismatch": "is blank",
-    "tuple_type": "is not a value or a list",
-    "dict_type": "is not a mapping",
-    "model_type": "is not a mapping",
-}
-
-# What other tools call our settings.
-_SYNONYMS = {
-    "alpha": "lora_alpha",
-    "data": "dataset",
-    "dropout": "lora_dropout",
-    "dtype": "precision",
-    "limit": "peak_memory",
-    "lora_r": "ranks",
-    "lr": "learning_rate",
-    "max_length": "sequence_length",
-    "max_new_tokens": "tokens_to_generate",
-    "max_seq_length": "sequence_length",
-    "method": "methods",
-    "model": "models",
-    "model_name": "models",
-    "num_train_epochs": "epochs",
-    "per_device_train_batch_size": "batch_size",
-    "prompt_len": "prefill_length",
-    "r": "ranks",
-    "rank": "ranks",
-    "seq_len": "sequence_length",
-}
-
-
-def problems_of(error: ValidationError) -> Iterator[Problem]:
-    """Each fault that pydantic found, in our words."""
-    for fault in error.errors(include_url=False, include_context=False):
-        kind, loc = fault["type"], tuple(fault["loc"])
-        if kind == "too_short" and fault["input"]:
-            continue  # the list is not empty: its items are wrong, and reported
-        if kind in {"extra_forbidden", "invalid_key"}:
-            kind = "extra_forbidden"
-            accepted = ", ".join(_properties(_subschema(loc[:-1])))
-            hint = _meant_setting(loc)
-        else:
-            accepted = accepted_at(loc)
-            hint = _meant_value(fault["input"], _subschema(loc))
-        yield Problem(
-            loc=loc,
-            what=_WHAT.get(kind, fault["msg"]),
-            accepted=accepted,
-            hint=hint,
-            show_value=kind != "missing",
-        )
-
-
-def accepted_at(loc: Loc) -> str:
-    """What may stand at `loc`, in words."""
-    return _phrase(_subschema(loc))
-
-
-def _phrase(schema: Mapping[str, Any]) -> str:
-    if "enum" in schema:
-        return ", ".join(schema["enum"])
-    if "anyOf" in schema:
-        one, other = schema["anyOf"]
-        if other.get("type") == "array":
-            return f"{_phrase(one)}, or a list of such"
-        return f"{_phrase(one)}, or {_phrase(_resolve(other))}"
-    match schema.get("type"):
-        case "boolean":
-            return "true or false"
-        case "integer":
-            return f"a whole number{_range(schema)}"
-        case "number":
-            return f"a number{_range(schema)}"
-        case "string":
-            examples = " or ".join(schema.get("examples", ()))
-            return f"text such as {examples}" if examples else "text"
-        case "object" if "properties" in schema:
-            return f"a mapping with {', '.join(schema['properties'])}"
-    return "a mapping from name to name"
-
-
-def _range(schema: Mapping[str, Any]) -> str:
-    low = schema.get("minimum", schema.get("exclusiveMinimum"))
-    high = schema.get("maximum", schema.get("exclusiveMaximum"))
-    if low is None:
-        return ""
-    start = f" above {low:,}" if "exclusiveMinimum" in schema else f" from {low:,}"
-    if high is None:
-        return start if "exclusiveMinimum" in schema else f" of {low:,} or more"
-    return f"{start} to {'below ' if 'exclusiveMaximum' in schema else ''}{high:,}"
-
-
-def _resolve(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`schema`, or the definition that it refers to."""
-    name = schema.get("$ref", "").removeprefix("#/$defs/")
-    found: Mapping[str, Any] = json_schema()["$defs"][name] if name else schema
-    return found
-
-
-def _subschema(loc: Loc) -> Mapping[str, Any]:
-    """The schema of what stands at `loc`; parts that are no key or index are passed over."""
-    schema: Mapping[str, Any] = json_schema()
-    for part in loc:
-        options = [_resolve(each) for each in schema.get("anyOf", [schema])]
-        for option in options:
-            if isinstance(part, int) and "items" in option:
-                schema = _resolve(option["items"])
-                break
-            if part in option.get("properties", {}):
-                schema = _resolve(option["properties"][part])
-                break
-    return schema
-
-
-def _properties(schema: Mapping[str, Any]) -> list[str]:
-    for option in schema.get("anyOf", [schema]):
-        if properties := _resolve(option).get("properties"):
-            return list(properties)
-    return []
-
-
-def _meant_setting(loc: Loc) -> str:
-    """The setting that an unknown key at `loc` looks like: here, then in the other sections."""
-    key = str(loc[-1]).lower().replace("-", "_")
-    here = str(loc[0]) if len(loc) > 1 else ""
-    sections = {"": _properties(json_schema())}
-    for name in ("stage1_profile", "stage2_profile", "dataset"):
-        sections[name] = _properties(_subschema((name,)))
-    key = _SYNONYMS.get(key, key)
-    exact = [".".join(filter(None, (name, key))) for name, keys in sections.items() if key in keys]
-    if exact:
-        return " or ".join(exact)
-    near = difflib.get_close_matches(key, sections.get(here, []), n=1)
-    return ".".join(filter(None, (here, *near))) if near else ""
-
-
-def _meant_value(value: Any, schema: Mapping[str, Any]) -> str:
-    """A value that `value` looks like and that is accepted."""
-    if "enum" in schema and isinstance(value, str):
-        return next(iter(difflib.get_close_matches(value.lower(), schema["enum"], n=1)), "")
-    if schema.get("type") == "boolean":
-        return {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(
-            str(value).lower(), ""
-        )
-    if schema.get("type") in {"integer", "number"} and isinstance(value, str):
-        try:
-            float(value)
-        except ValueError:
-            return ""
-        return f"{value.strip()} without quotes"
-    return ""

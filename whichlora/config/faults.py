@@ -1,0 +1,181 @@
+"""What pydantic found wrong → problems in our words, with what is accepted and what was meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from whichlora.config.document import Loc, Problem
+from whichlora.config.schema import json_schema
+
+_WHAT = {
+    "missing": "is required",
+    "extra_forbidden": "is not a setting",
+    "int_type": "is not a whole number",
+    "int_from_float": "is not a whole number",
+    "float_type": "is not a number",
+    "bool_type": "is not true or false",
+    "string_type": "is not text",
+    "literal_error": "is not known",
+    "greater_than": "is out of range",
+    "greater_than_equal": "is out of range",
+    "less_than": "is out of range",
+    "less_than_equal": "is out of range",
+    "finite_number": "is not a finite number",
+    "too_short": "is an empty list",
+    "string_pattern_mismatch": "is blank",
+    "tuple_type": "is not a value or a list",
+    "dict_type": "is not a mapping",
+    "model_type": "is not a mapping",
+}
+
+# What other tools call our settings.
+_SYNONYMS = {
+    "alpha": "lora_alpha",
+    "data": "dataset",
+    "dropout": "lora_dropout",
+    "dtype": "precision",
+    "limit": "peak_memory",
+    "lora_r": "ranks",
+    "lr": "learning_rate",
+    "max_length": "sequence_length",
+    "max_new_tokens": "tokens_to_generate",
+    "max_seq_length": "sequence_length",
+    "method": "methods",
+    "model": "models",
+    "model_name": "models",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "prompt_len": "prefill_length",
+    "r": "ranks",
+    "rank": "ranks",
+    "seq_len": "sequence_length",
+}
+
+
+def problems_of(error: ValidationError) -> Iterator[Problem]:
+    """Each fault that pydantic found, in our words."""
+    for fault in error.errors(include_url=False, include_context=False):
+        kind, loc = fault["type"], tuple(fault["loc"])
+        if kind == "too_short" and fault["input"]:
+            continue  # the list is not empty: its items are wrong, and reported
+        if kind in {"extra_forbidden", "invalid_key"}:
+            kind = "extra_forbidden"
+            accepted = ", ".join(_properties(_subschema(loc[:-1])))
+            hint = _meant_setting(loc)
+        else:
+            accepted = accepted_at(loc)
+            hint = _meant_value(fault["input"], _subschema(loc))
+        yield Problem(
+            loc=loc,
+            what=_WHAT.get(kind, fault["msg"]),
+            accepted=accepted,
+            hint=hint,
+            show_value=kind != "missing",
+        )
+
+
+def accepted_at(loc: Loc) -> str:
+    """What may stand at `loc`, in words."""
+    return _phrase(_subschema(loc))
+
+
+def _phrase(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return ", ".join(schema["enum"])
+    if "anyOf" in schema:
+        one, other = schema["anyOf"]
+        if other.get("type") == "array":
+            return f"{_phrase(one)}, or a list of such"
+        return f"{_phrase(one)}, or {_phrase(_resolve(other))}"
+    match schema.get("type"):
+        case "boolean":
+            return "true or false"
+        case "integer":
+            return f"a whole number{_range(schema)}"
+        case "number":
+            return f"a number{_range(schema)}"
+        case "string":
+            *others, last = schema.get("examples", ["text"])
+            return f"text such as {', '.join(others)} or {last}" if others else last
+        case "object" if "properties" in schema:
+            return f"a mapping with {', '.join(schema['properties'])}"
+    return "a mapping from name to name"
+
+
+def _range(schema: Mapping[str, Any]) -> str:
+    match schema:
+        case {"minimum": low, "maximum": high}:
+            return f" from {low:,} to {high:,}"
+        case {"minimum": low, "exclusiveMaximum": high}:
+            return f" of {low:,} or more, below {high:,}"
+        case {"exclusiveMinimum": low, "maximum": high}:
+            return f" above {low:,}, at most {high:,}"
+    return ""
+
+
+def _resolve(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`schema`, or the definition that it refers to."""
+    name = schema.get("$ref", "").removeprefix("#/$defs/")
+    found: Mapping[str, Any] = json_schema()["$defs"][name] if name else schema
+    return found
+
+
+def _subschema(loc: Loc) -> Mapping[str, Any]:
+    """The schema of what stands at `loc`; parts that are no key or index are passed over."""
+    schema: Mapping[str, Any] = json_schema()
+    for part in loc:
+        options = [_resolve(each) for each in schema.get("anyOf", [schema])]
+        for option in options:
+            if isinstance(part, int) and "items" in option:
+                schema = _resolve(option["items"])
+                break
+            if part in option.get("properties", {}):
+                schema = _resolve(option["properties"][part])
+                break
+    return schema
+
+
+def _properties(schema: Mapping[str, Any]) -> list[str]:
+    for option in schema.get("anyOf", [schema]):
+        if properties := _resolve(option).get("properties"):
+            return list(properties)
+    return []
+
+
+def _meant_setting(loc: Loc) -> str:
+    """The setting that an unknown key at `loc` looks like: here, then in the other sections."""
+    key = str(loc[-1]).lower().replace("-", "_")
+    here = str(loc[0]) if len(loc) > 1 else ""
+    sections = {"": _properties(json_schema())}
+    for name in ("stage1_profile", "stage2_profile", "dataset"):
+        sections[name] = _properties(_subschema((name,)))
+    key = _SYNONYMS.get(key, key)
+    exact = [".".join(filter(None, (name, key))) for name, keys in sections.items() if key in keys]
+    if exact:
+        return " or ".join(exact)
+    near = difflib.get_close_matches(key, sections.get(here, []), n=1)
+    return ".".join(filter(None, (here, *near))) if near else ""
+
+
+def _meant_value(value: Any, schema: Mapping[str, Any]) -> str:
+    """A value that `value` looks like and that is accepted."""
+    if "enum" in schema and isinstance(value, str):
+        return next(iter(difflib.get_close_matches(value.lower(), schema["enum"], n=1)), "")
+    if schema.get("type") == "boolean":
+        return {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(
+            str(value).lower(), ""
+        )
+    if schema.get("type") in {"integer", "number"} and isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return ""
+        return f"{value.strip()} without quotes"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if schema.get("type") == "string" and "examples" not in schema and is_number:
+        return f'"{value}" in quotes'
+    return ""

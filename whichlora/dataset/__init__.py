@@ -1,0 +1,18 @@
+"""Training data → texts, token lengths and the batches that a Trainer makes of them."""
+
+from __future__ import annotations
+
+from whichlora.dataset.base import BaseDataset
+from whichlora.dataset.export import write_jsonl
+from whichlora.dataset.lengths import TokenLengths
+from whichlora.dataset.sources import open_dataset
+from whichlora.dataset.tokens import BYTE_LEVEL, count_tokens
+
+__all__ = [
+    "BYTE_LEVEL",
+    "BaseDataset",
+    "TokenLengths",
+    "count_tokens",
+    "open_dataset",
+    "write_jsonl",
+]

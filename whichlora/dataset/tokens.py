@@ -1,0 +1,146 @@
+"""Texts → numbers of tokens, by the model's tokenizer where it is at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+from whichlora.dataset.base import BaseDataset, Row, checked_splits, row_texts
+from whichlora.dataset.lengths import TokenLengths
+from whichlora.dataset.rendering import messages_of
+from whichlora.dataset.sources import CountedDataset, TableDataset
+from whichlora.errors import DataFileError
+
+Encode = Callable[[list[str]], list[int]]  # texts to their numbers of tokens
+
+BYTE_LEVEL = "bytes"
+"""Stands for the tokenizer of a job with random weights: one token per UTF-8 byte."""
+
+_BYTES_PER_TOKEN = 4  # of English text under today's vocabularies; said wherever it is used
+_ESTIMATE = f"estimated: 1 token per {_BYTES_PER_TOKEN} UTF-8 bytes"
+_CHUNK = 1024  # texts handed to the tokenizer at once
+_HUB_TIMEOUT_S = 5.0
+
+
+def count_tokens(
+    dataset: BaseDataset, *, tokenizer: str | None, offline: bool, max_length: int
+) -> TokenLengths:
+    """Lengths of all sequences, as `tokenizer` cuts them.
+
+    The tokenizer is used if it is at hand: a local folder, the Hugging Face cache, or the hub
+    when online. Else the lengths are estimated from bytes, and `method` says so and why.
+
+    Args:
+        dataset: what to count.
+        tokenizer: a name or folder, `BYTE_LEVEL`, or None to estimate.
+        offline: never ask the hub.
+        max_length: longer sequences are cut to this.
+
+    Raises:
+        ConfigError: nothing to train on, or text can't be made of a row.
+    """
+    if isinstance(dataset, CountedDataset):
+        return dataset.lengths(max_length)
+    encode, method = _encoder(tokenizer, offline=offline)
+    dataset = with_chat_template(dataset, tokenizer, offline=offline)
+    lengths: dict[str, tuple[int, ...]] = {}
+    num_truncated = num_empty = 0
+    for split, rows in checked_splits(dataset).items():
+        texts = [text for text in row_texts(dataset, split, rows) if text]
+        num_empty += len(rows) - len(texts)
+        counts = [
+            count
+            for start in range(0, len(texts), _CHUNK)
+            for count in encode(texts[start : start + _CHUNK])
+        ]
+        num_truncated += sum(count > max_length for count in counts)
+        lengths[split] = tuple(min(count, max_length) for count in counts)
+    return TokenLengths(
+        lengths=lengths,
+        max_length=max_length,
+        num_truncated=num_truncated,
+        num_empty=num_empty,
+        method=method,
+    )
+
+
+def _encoder(tokenizer: str | None, *, offline: bool) -> tuple[Encode, str]:
+    """What counts tokens, and its name."""
+    if tokenizer == BYTE_LEVEL:
+        return lambda texts: [len(text.encode()) for text in texts], BYTE_LEVEL
+    if tokenizer is None:
+        return _estimate, f"{_ESTIMATE}, as no tokenizer is named"
+    file = _tokenizer_file(tokenizer, "tokenizer.json", offline=offline)
+    if file is None:
+        where = "on this machine" if offline else "on this machine or the hub"
+        return _estimate, f"{_ESTIMATE}, as tokenizer {tokenizer} is not {where}"
+    try:
+        fast = importlib.import_module("tokenizers").Tokenizer.from_file(str(file))
+    except ImportError:
+        return _estimate, f"{_ESTIMATE}, as the library tokenizers is not installed"
+    except Exception as error:  # the library raises plain Exception
+        raise DataFileError(f"{file}: is not a tokenizer: {error}") from None
+    fast.no_truncation()
+    fast.no_padding()
+
+    def encode(texts: list[str]) -> list[int]:
+        return [len(encoding.ids) for encoding in fast.encode_batch(texts)]
+
+    return encode, f"tokenizer {tokenizer}"
+
+
+def _estimate(texts: list[str]) -> list[int]:
+    return [-(-len(text.encode()) // _BYTES_PER_TOKEN) for text in texts]
+
+
+def _tokenizer_file(tokenizer: str, name: str, *, offline: bool) -> Path | None:
+    """A file of `tokenizer`: from its folder, the Hugging Face cache, or the hub when online."""
+    local = Path(tokenizer).expanduser()
+    if local.exists():
+        file = (local if local.is_dir() else local.parent) / name
+        return file if file.is_file() else None
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(tokenizer, name)
+        if isinstance(cached, str):
+            return Path(cached)
+        if offline:
+            return None
+        return Path(hf_hub_download(tokenizer, name, etag_timeout=_HUB_TIMEOUT_S))
+    except Exception:  # whatever the hub answers, it has no such file for us
+        return None
+
+
+def with_chat_template(
+    dataset: BaseDataset, tokenizer: str | None, *, offline: bool
+) -> BaseDataset:
+    """`dataset` with the chat template of `tokenizer`, if it holds chat and that is at hand."""
+    if not isinstance(dataset, TableDataset) or dataset.messages_column is None:
+        return dataset
+    if tokenizer is None or tokenizer == BYTE_LEVEL:
+        return dataset
+    file = _tokenizer_file(tokenizer, "tokenizer_config.json", offline=offline)
+    if file is None:
+        return dataset
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        return dataset
+    # By its name when online: a template in a file of its own may not be in the cache yet.
+    source, local_only = (file.parent, True) if offline else (tokenizer, False)
+    loaded = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local_only)
+    if loaded.chat_template is None:
+        return dataset
+    # A first token that tokenizing adds anyway must not stand in the text as well.
+    adds_first = loaded.bos_token and loaded("").input_ids[:1] == [loaded.bos_token_id]
+    first = loaded.bos_token if adds_first else ""
+    column = dataset.messages_column
+
+    def render(row: Row) -> str:
+        text: str = loaded.apply_chat_template(messages_of(row, column), tokenize=False)
+        return text.removeprefix(first)
+
+    return dataclasses.replace(dataset, render=render)
