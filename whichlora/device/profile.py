@@ -243,10 +243,6 @@ def _open_log(log_path: Path | None) -> IO[bytes]:
     return tempfile.TemporaryFile() if log_path is None else log_path.open("ab+")
 
 
-def _open_log(log_path: Path | None) -> IO[bytes]:
-    return tempfile.TemporaryFile() if log_path is None else log_path.open("ab+")
-
-
 def _parse(line: bytes) -> dict[str, Any] | None:
     """A message of the worker; None for what a library wrote into the pipe before its time."""
     try:
