@@ -162,6 +162,24 @@ class RunConfig:
             return self.prepare_kbit
         return self.effective_quant in BNB_QUANTS and self.loss_head != "trl-fused"
 
+    @property
+    def trainer_optim(self) -> str:
+        """The optimizer as `transformers.TrainingArguments` names it."""
+        return {"lion": "lion_32bit"}.get(self.optimizer, self.optimizer)
+
+    @property
+    def weight_dtype(self) -> Literal["bfloat16", "float16", "float32"]:
+        """Dtype of the weights that are not quantised.
+
+        Full fine-tuning in fp16 keeps fp32 weights: the gradient scaler refuses fp16 gradients.
+        """
+        if self.precision == "fp32":
+            return "float32"
+        if self.precision == "fp16":
+            full = self.phase == "finetune" and self.method == "full"
+            return "float32" if full else "float16"
+        return "bfloat16"
+
     def to_dict(self) -> dict[str, Any]:
         """Every setting as JSON types, in declaration order."""
         values = dataclasses.asdict(self)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import get_peft_config, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -29,13 +29,6 @@ from whichlora.errors import MeasurementError
 from whichlora.methods import get_method
 from whichlora.specs import FOUR_BIT_BNB, RunConfig
 
-_DTYPES = {
-    "bf16": torch.bfloat16,
-    "bf16-pure": torch.bfloat16,
-    "bf16-no-autocast": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
 _PEFT_TASKS = {
     AutoModelForCausalLM: "CAUSAL_LM",
     AutoModelForSeq2SeqLM: "SEQ_2_SEQ_LM",
@@ -67,7 +60,7 @@ def build_model(
         MeasurementError: a quantisation that needs calibrated weights.
     """
     torch.manual_seed(_SEED)
-    dtype = weight_dtype(run)
+    dtype = getattr(torch, run.weight_dtype)
     config = _model_config(model_config)
     auto_class = auto_class_of(config)
     with torch.device("meta"), no_init_weights():
@@ -84,16 +77,6 @@ def build_model(
     if run.phase == "inference":
         return model.eval()
     return _with_adapters(model, run, _PEFT_TASKS.get(auto_class), target_modules)
-
-
-def weight_dtype(run: RunConfig) -> torch.dtype:
-    """Dtype of the weights that are not quantised.
-
-    Full fine-tuning in fp16 keeps fp32 weights: the gradient scaler refuses fp16 gradients.
-    """
-    if run.precision == "fp16" and run.phase == "finetune" and run.method == "full":
-        return torch.float32
-    return _DTYPES[run.precision]
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
@@ -212,9 +195,12 @@ def _with_adapters(
     if keywords is None:
         return model.train()
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    keywords = keywords | {"target_modules": targets, "task_type": task}
+    # A key "peft_type" names another adapter than LoRA; the config class follows from it.
+    config = get_peft_config(
+        {"peft_type": "LORA"} | keywords | {"target_modules": targets, "task_type": task}
+    )
     pure = run.precision == "bf16-pure"
-    model = get_peft_model(model, LoraConfig(**keywords), autocast_adapter_dtype=not pure)
+    model = get_peft_model(model, config, autocast_adapter_dtype=not pure)
     if pure and run.effective_quant != "none":
         # PEFT gives adapters the dtype of the base weight, which 4 and 8 bits don't have. As in
         # TRL, the factors become bf16 and DoRA's magnitudes stay fp32.

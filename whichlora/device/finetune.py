@@ -16,10 +16,8 @@ from whichlora.device.meter import Meter
 from whichlora.errors import MeasurementError
 from whichlora.specs import RunConfig
 
-_OPTIMIZERS = {"lion": "lion_32bit"}  # the others have the Trainer's own names
 _IGNORED_LABEL = -100
 _SHORTEST_ROW = 0.5  # of the padded length; rows of a padded batch lie between this and 1
-_MODEL_INPUTS = ("input_ids", "attention_mask", "labels")
 
 
 def measure_finetune(
@@ -106,7 +104,7 @@ def _training_arguments(
         max_steps=max_steps,
         per_device_train_batch_size=run.batch_size,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
-        optim=_OPTIMIZERS.get(run.optimizer, run.optimizer),
+        optim=run.trainer_optim,
         bf16=run.precision == "bf16",
         fp16=run.precision == "fp16",
         use_liger_kernel=run.loss_head == "liger",
