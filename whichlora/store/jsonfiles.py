@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -94,20 +95,25 @@ def write_object(path: Path, values: Mapping[str, Any]) -> None:
     """Replace the file at `path` in one step: readers see the old file or the new one, whole.
 
     Raises:
-        OSError: the disk refused; the old file is untouched.
+        DataFileError: the disk refused; the old file is untouched.
     """
     text = json.dumps(values, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # The name holds the process and a random part: writers on several hosts share this folder.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("x", encoding="utf-8") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataFileError(
+            f"{path}: can't be written ({error.strerror}); check the folder and the disk"
+        ) from None
     sync_folder(path.parent)
 
 
@@ -115,6 +121,8 @@ def sync_folder(folder: Path) -> None:
     """Make new entries of `folder` survive a power cut; a file's own fsync covers only the file."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        # Some network file systems can't; their server orders entries after its own fashion.
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
