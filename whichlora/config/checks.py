@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.config.document import Problem
+from whichlora.config.schema import Dataset
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
 from whichlora.plan import DATA_FILE_SUFFIXES, DatasetConfig
@@ -167,6 +168,10 @@ def _check_counts(dataset: Data, counts: list[str], *, train: bool) -> Iterator[
         what = f"needs dataset.{other} beside it"
         yield Problem(loc=("dataset", counts[0]), what=what, accepted="both, or dataset.path")
         return
+    for key in dataset:
+        if key in Dataset.model_fields and key not in counts:
+            what, accepted = "says how to read data, and dataset has only counts", "no such line"
+            yield Problem(loc=("dataset", key), what=what, accepted=accepted)
     tokens, samples = dataset["tokens"], dataset["samples"]
     if isinstance(tokens, int) and isinstance(samples, int) and tokens < samples:
         what = f"is less than one token for each of {samples} samples"

@@ -32,6 +32,8 @@ _WHAT = {
     "model_type": "is not a mapping",
 }
 
+_YAML_1_1_BOOLS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+
 # What other tools call our settings.
 _SYNONYMS = {
     "alpha": "lora_alpha",
@@ -67,7 +69,7 @@ def problems_of(error: ValidationError) -> Iterator[Problem]:
             accepted = ", ".join(_properties(_subschema(loc[:-1])))
             hint = _meant_setting(loc)
         else:
-            accepted = accepted_at(loc)
+            accepted = _phrase(_subschema(loc))
             hint = _meant_value(fault["input"], _subschema(loc))
         yield Problem(
             loc=loc,
@@ -78,12 +80,8 @@ def problems_of(error: ValidationError) -> Iterator[Problem]:
         )
 
 
-def accepted_at(loc: Loc) -> str:
-    """What may stand at `loc`, in words."""
-    return _phrase(_subschema(loc))
-
-
 def _phrase(schema: Mapping[str, Any]) -> str:
+    """What `schema` accepts, in words."""
     if "enum" in schema:
         return ", ".join(schema["enum"])
     if "anyOf" in schema:
@@ -166,9 +164,7 @@ def _meant_value(value: Any, schema: Mapping[str, Any]) -> str:
     if "enum" in schema and isinstance(value, str):
         return next(iter(difflib.get_close_matches(value.lower(), schema["enum"], n=1)), "")
     if schema.get("type") == "boolean":
-        return {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(
-            str(value).lower(), ""
-        )
+        return _YAML_1_1_BOOLS.get(str(value).lower(), "")
     if schema.get("type") in {"integer", "number"} and isinstance(value, str):
         try:
             float(value)
