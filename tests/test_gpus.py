@@ -1,0 +1,361 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whichlora.device.detect import DetectedDevice
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.specs import GpuSpec
+from whichlora.store import gpus
+from whichlora.store.gpu_file import read_gpu, write_gpu
+from whichlora.store.gpus import build_index, find_gpu, gpu_key, list_gpus
+from whichlora.store.jsonfiles import is_slug
+from whichlora.store.paths import data_folder
+from whichlora.units import GiB, MiB
+
+PACKAGED = data_folder("calibration")
+KEYS = sorted(path.parent.name for path in PACKAGED.glob("*/gpu.json"))
+FACTS = (
+    "memory_bytes",
+    "bandwidth_bytes_per_s",
+    "peak_flops_per_s",
+    "num_multiprocessors",
+    "l2_bytes",
+    "compute_capability",
+    "context_bytes",
+)
+
+
+@pytest.fixture(autouse=True)
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of the user's, and a machine without accelerators."""
+    folder = tmp_path / "user"
+    monkeypatch.setenv("WHICHLORA_CALIBRATION", str(folder))
+    monkeypatch.setattr(gpus, "detect_gpus", tuple)
+    monkeypatch.setattr(gpus, "_AMD_DRIVER", tmp_path / "kfd")
+    return folder
+
+
+# --- the files
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_accelerator_states_facts_that_agree_with_each_other(key: str) -> None:
+    path = PACKAGED / key / "gpu.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    assert path.read_text(encoding="utf-8") == (
+        json.dumps(raw, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    )
+    spec = read_gpu(path)
+    assert key.endswith(f"-{raw['nominal_memory_gb']}gb")
+    # The driver never has more than what is soldered on, and ECC costs at most a tenth of it.
+    assert 0.9 <= spec.memory_bytes / (raw["nominal_memory_gb"] * GiB) <= 1
+    for fact in FACTS:
+        confirmed = fact in spec.sources or fact in spec.unverified
+        assert confirmed == (getattr(spec, fact) is not None), fact
+    peaks = spec.peak_flops_per_s
+    assert peaks.get("bf16", peaks.get("fp16", 0)) > peaks.get("fp32", 0)
+    if "bf16" in peaks and "fp16" in peaks:
+        assert peaks["bf16"] == peaks["fp16"]
+    if "int8" in peaks and "bf16" in peaks and spec.kind == "cuda":
+        # Dense int8 is twice dense bf16, four times the halved bf16 of GeForce boards; any other
+        # ratio means that one of the two is a sparse figure.
+        assert round(peaks["int8"] / peaks["bf16"]) == (4 if "GeForce" in spec.name else 2)
+
+
+@pytest.mark.parametrize("key", [k for k in KEYS if k.startswith(("v100", "t4", "rtx-20"))])
+def test_volta_and_turing_have_no_bf16_and_no_tf32(key: str) -> None:
+    assert not {"bf16", "tf32"} & find_gpu(key).peak_flops_per_s.keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "tflops"),
+    [  # the traps: sparse figures, fp16 accumulation, a neighbour's figure, two devices in one
+        ("rtx-4090-24gb", "bf16", 165.2),
+        ("rtx-5090-32gb", "bf16", 209.5),
+        ("l40s-48gb", "bf16", 362),
+        ("h100-sxm-80gb", "bf16", 989.4),
+        ("rtx-6000-ada-48gb", "bf16", 364.2),
+        ("a10g-24gb", "bf16", 70),
+        ("mi250x-gcd-64gb", "bf16", 191.5),
+    ],
+)
+def test_peaks_are_dense_with_fp32_accumulation(key: str, dtype: str, tflops: float) -> None:
+    assert find_gpu(key).peak_flops_per_s[dtype] == tflops * 1e12
+
+
+def test_the_index_agrees_with_the_files() -> None:
+    index = json.loads((PACKAGED / "index.json").read_text(encoding="utf-8"))
+    assert index == build_index(PACKAGED), (
+        "rebuild it: python -c 'from pathlib import Path; from whichlora.store import gpus, "
+        'jsonfiles; root = Path("calibration"); '
+        'jsonfiles.write_object(root / "index.json", gpus.build_index(root))\''
+    )
+
+
+def test_a_driver_name_means_one_board_and_only_memory_tells_the_exceptions_apart() -> None:
+    index = json.loads((PACKAGED / "index.json").read_text(encoding="utf-8"))
+    shared = {name: keys for name, keys in index["names"].items() if len(keys) > 1}
+    assert shared == {"nvidia geforce rtx 4060 ti": ["rtx-4060-ti-16gb", "rtx-4060-ti-8gb"]}
+
+
+# --- names
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_finds_itself(key: str) -> None:
+    assert find_gpu(key).key == key
+    assert find_gpu(key.upper()).key == key
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_an_alias_finds_its_board_or_lists_it_among_the_candidates(key: str) -> None:
+    spec = find_gpu(key)
+    for name in (*spec.aliases, *spec.names):
+        try:
+            answer = find_gpu(name).key
+        except ConfigError as error:
+            answer = str(error)
+        assert answer == key or ("is ambiguous" in answer and key in answer)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("RTX4090", "rtx-4090-24gb"),
+        ("4090", "rtx-4090-24gb"),
+        ("GeForce RTX 4090", "rtx-4090-24gb"),
+        ("h100-80gb-hbm3", "h100-sxm-80gb"),
+        ("NVIDIA_H100_80GB_HBM3", "h100-sxm-80gb"),
+        ("H100-SXM", "h100-sxm-80gb"),
+        ("a100-sxm4-80gb", "a100-sxm-80gb"),
+        ("Tesla T4", "t4-16gb"),
+        (" l4 ", "l4-24gb"),
+        ("Quadro RTX 6000", "rtx-6000-turing-24gb"),
+        ("h200", "h200-sxm-141gb"),
+    ],
+)
+def test_spellings_of_people_and_drivers_find_the_board(name: str, key: str) -> None:
+    assert find_gpu(name).key == key
+
+
+@pytest.mark.parametrize(
+    ("name", "candidates"),
+    [
+        ("h100", "h100-nvl-94gb, h100-pcie-80gb, h100-sxm-80gb"),
+        ("a100-80gb", "a100-pcie-80gb, a100-sxm-80gb"),
+        ("V100", "v100-pcie-16gb, v100-pcie-32gb, v100-sxm2-16gb, v100-sxm2-32gb"),
+        ("rtx6000", "rtx-6000-ada-48gb, rtx-6000-turing-24gb"),
+    ],
+)
+def test_a_name_that_several_boards_share_is_refused_with_the_candidates(
+    name: str, candidates: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: is ambiguous: {candidates}; pass --gpu"):
+        find_gpu(name)
+
+
+def test_an_unknown_name_gets_one_line_with_near_matches() -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_gpu("rtx-4900")
+    message = str(caught.value)
+    assert message.startswith("unknown GPU 'rtx-4900': did you mean rtx-4090-24gb")
+    assert message.endswith("'whichlora gpus' lists all")
+    assert "\n" not in message
+    with pytest.raises(ConfigError, match=r"^unknown GPU 'zzz'; 'whichlora gpus' lists all$"):
+        find_gpu("zzz")
+
+
+@given(name=st.text())
+def test_no_text_whatever_gives_another_error(name: str) -> None:
+    with contextlib.suppress(ConfigError):
+        find_gpu(name)
+
+
+@pytest.mark.parametrize("name", ["../secret", "a/../../secret", "/etc", "", ".", "\0"])
+def test_a_path_is_no_name(user_folder: Path, name: str) -> None:
+    write_gpu(user_folder.parent, a_gpu(key="secret"))
+    with pytest.raises(ConfigError, match="unknown GPU"):
+        find_gpu(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "a100-sxm4-80gb-mig-3g.40gb"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("Tesla V100-SXM2-32GB", "v100-sxm2-32gb"),
+    ],
+)
+def test_driver_names_become_folder_names(name: str, key: str) -> None:
+    assert gpu_key(name) == key
+    assert is_slug(key)
+
+
+def test_a_name_costs_one_gpu_file_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    def noted(path: Path) -> GpuSpec:
+        read.append(path.parent.name)
+        return read_gpu(path)
+
+    monkeypatch.setattr(gpus, "read_gpu", noted)
+    find_gpu("h100-sxm-80gb")
+    find_gpu("rtx4090")
+    assert read == ["h100-sxm-80gb", "rtx-4090-24gb"]
+
+
+# --- the user's folder
+
+
+def a_gpu(**changes: Any) -> GpuSpec:
+    spec = GpuSpec(
+        key="dgx-spark-128gb",
+        name="NVIDIA DGX Spark",
+        kind="cuda",
+        memory_bytes=120 * GiB,
+        bandwidth_bytes_per_s=273e9,
+        peak_flops_per_s={"bf16": 62e12},
+        aliases=("spark",),
+        names=("NVIDIA GB10",),
+        sources={"bandwidth_bytes_per_s": "https://example.org"},
+        unverified=("memory_bytes", "peak_flops_per_s.bf16"),
+    )
+    return dataclasses.replace(spec, **changes)
+
+
+def test_a_user_adds_an_accelerator(user_folder: Path) -> None:
+    path = write_gpu(user_folder, a_gpu())
+    assert path == user_folder / "dgx-spark-128gb" / "gpu.json"
+    for name in ("dgx-spark-128gb", "Spark", "NVIDIA GB10", "gb10"):
+        assert find_gpu(name) == a_gpu()
+    assert [spec.key for spec in list_gpus()] == sorted([*KEYS, "dgx-spark-128gb"])
+
+
+def test_the_users_file_beats_the_packaged_one(user_folder: Path) -> None:
+    mine = a_gpu(key="t4-16gb", aliases=("t4",), names=("Tesla T4",))
+    write_gpu(user_folder, mine)
+    assert find_gpu("t4-16gb") == find_gpu("t4") == find_gpu("Tesla T4") == mine
+    assert [spec for spec in list_gpus() if spec.key == "t4-16gb"] == [mine]
+
+
+def test_an_alias_of_the_users_can_make_a_name_ambiguous(user_folder: Path) -> None:
+    write_gpu(user_folder, a_gpu(aliases=("4090",)))
+    with pytest.raises(ConfigError, match="4090: is ambiguous: dgx-spark-128gb, rtx-4090-24gb"):
+        find_gpu("4090")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("schema_version", 2, "schema_version is 2, this release reads 1 to 1; upgrade whichlora"),
+        ("schema_version", None, "schema_version: must be a whole number from 1 to 1, got None"),
+        ("key", "other", "key: is 'other', the folder is 'dgx-spark-128gb'; rename one"),
+        ("key", "../x", "key: got '../x'; must be the name of the folder"),
+        ("kind", "tpu", "kind: got 'tpu'; must be one of cuda, rocm, hpu, cpu; correct it"),
+        ("memory_bytes", "24GiB", "memory_bytes: got '24GiB'; must be a whole number above 0"),
+        ("memory_bytes", True, "memory_bytes: got True"),
+        ("memory_bytes", 0, "memory_bytes: got 0"),
+        ("memory_bytes", ..., "memory_bytes: missing"),
+        ("bandwidth_bytes_per_s", -1, "bandwidth_bytes_per_s: got -1; must be a number above 0"),
+        ("bandwidth_bytes_per_s", 10**400, "bandwidth_bytes_per_s: got 1000"),
+        ("peak_flops_per_s", {}, "peak_flops_per_s: got {}; must be an object of numbers"),
+        ("peak_flops_per_s", {"bfloat16": 1}, "peak_flops_per_s: got {'bfloat16': 1}"),
+        ("aliases", "spark", "aliases: got 'spark'; must be a list of texts"),
+        ("sources", {"colour": "x"}, "sources or unverified: 'colour' is no field of this file"),
+        ("unverified", ["peak_flops_per_s.fp8"], "'peak_flops_per_s.fp8' is no field of this file"),
+        ("colour", "red", "colour: is not a field; known are schema_version, key"),
+    ],
+)
+def test_a_broken_file_is_refused_with_path_and_key(
+    user_folder: Path, field: str, value: object, message: str
+) -> None:
+    path = write_gpu(user_folder, a_gpu())
+    values = json.loads(path.read_text()) | {field: value}
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+    with pytest.raises(DataFileError) as caught:
+        find_gpu("dgx-spark-128gb")
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+
+
+# --- "cpu" and "auto"
+
+
+def detected_cpu(memory_bytes: int = 8 * GiB) -> DetectedDevice:
+    return DetectedDevice(name="Epyc 9", kind="cpu", memory_bytes=memory_bytes, num_cores=2)
+
+
+def test_cpu_is_this_hosts_and_its_key_finds_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "detect_cpu", detected_cpu)
+    spec = find_gpu("cpu")
+    assert (spec.key, spec.kind, spec.memory_bytes) == ("cpu-epyc-9-2c", "cpu", 8 * GiB)
+    assert find_gpu("cpu-epyc-9-2c") == find_gpu("auto") == spec
+    with pytest.raises(ConfigError, match="unknown GPU 'cpu-epyc-9-4c'"):
+        find_gpu("cpu-epyc-9-4c")
+
+
+def test_a_cpu_on_file_keeps_its_rates_and_takes_the_memory_that_is_here(
+    user_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "detect_cpu", detected_cpu)
+    measured = dataclasses.replace(
+        find_gpu("cpu"), bandwidth_bytes_per_s=31e9, memory_bytes=64 * GiB, unverified=()
+    )
+    write_gpu(user_folder, measured)
+    assert find_gpu("cpu-epyc-9-2c") == measured
+    assert find_gpu("cpu") == dataclasses.replace(measured, memory_bytes=8 * GiB)
+
+
+def see(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, int]) -> None:
+    devices = tuple(
+        DetectedDevice(name=name, kind="cuda", memory_bytes=mib * MiB) for name, mib in found
+    )
+    monkeypatch.setattr(gpus, "detect_gpus", lambda: devices)
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", 81559, "h100-sxm-80gb"),
+        ("NVIDIA GeForce RTX 4060 Ti", 8188, "rtx-4060-ti-8gb"),
+        ("NVIDIA GeForce RTX 4060 Ti", 16380, "rtx-4060-ti-16gb"),
+        ("NVIDIA L40S", 49140, "l40s-48gb"),  # ECC off
+    ],
+)
+def test_auto_is_the_first_gpu_here_and_memory_tells_twins_apart(
+    monkeypatch: pytest.MonkeyPatch, name: str, mib: int, key: str
+) -> None:
+    see(monkeypatch, (name, mib), ("Tesla T4", 15360))
+    assert find_gpu("auto").key == key
+
+
+@pytest.mark.parametrize(
+    ("name", "mib"),
+    [
+        ("NVIDIA GeForce RTX 3080", 12288),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 40192),
+        ("NVIDIA Z9", 1),
+    ],
+)
+def test_auto_refuses_a_gpu_that_no_file_describes(
+    monkeypatch: pytest.MonkeyPatch, name: str, mib: int
+) -> None:
+    see(monkeypatch, (name, mib))
+    with pytest.raises(ConfigError, match=f"^auto: no file describes the {name} with") as caught:
+        find_gpu("auto")
+    assert f"{gpu_key(name)}/gpu.json" in str(caught.value)
+
+
+def test_auto_does_not_take_the_cpu_of_a_machine_with_an_amd_gpu(tmp_path: Path) -> None:
+    (tmp_path / "kfd").touch()
+    with pytest.raises(ConfigError, match=r"auto: finds NVIDIA GPUs only.*or cpu"):
+        find_gpu("auto")
