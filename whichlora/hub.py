@@ -11,6 +11,7 @@ from whichlora.errors import ConfigError
 from whichlora.store.jsonfiles import read_object
 from whichlora.store.models import find_model, near_matches
 
+_FILE = "config.json"
 _TIMEOUT_S = 5.0  # a config is 2 KB: a hub that takes longer is as good as away
 
 
@@ -70,7 +71,7 @@ def _hub_config(name: str, *, offline: bool) -> dict[str, Any]:
     """
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(f"{name}: no such file or folder; check the path")
-    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -80,18 +81,24 @@ def _hub_config(name: str, *, offline: bool) -> dict[str, Any]:
     )
 
     offline = offline or constants.HF_HUB_OFFLINE
+    away = "and the hub is switched off"
     try:
-        path = hf_hub_download(
-            name, "config.json", local_files_only=offline, etag_timeout=_TIMEOUT_S
-        )
-    except GatedRepoError:
+        if not offline:
+            # hf_hub_download retries for half a minute where there is no network; this does not.
+            try:
+                get_hf_file_metadata(hf_hub_url(name, _FILE), timeout=_TIMEOUT_S)
+            except (EntryNotFoundError, RepositoryNotFoundError, HFValidationError):
+                raise
+            except Exception as error:  # requests and httpx have no common error but this
+                offline, away = True, f"and the hub can't be reached ({type(error).__name__})"
+        path = hf_hub_download(name, _FILE, local_files_only=offline)
+    except GatedRepoError:  # before RepositoryNotFoundError, which it inherits
         raise ConfigError(
             f"{name}: is gated; accept its terms on the hub and log in with `hf auth login`, "
             "or give a local config.json"
         ) from None
     except LocalEntryNotFoundError:  # before EntryNotFoundError, which it inherits
-        reason = "and the hub is switched off" if offline else "and the hub can't be reached"
-        raise _unknown(name, reason) from None
+        raise _unknown(name, away) from None
     except EntryNotFoundError:
         raise ConfigError(
             f"{name}: has no config.json on the hub (an adapter, a GGUF or a data set?); "
@@ -99,8 +106,6 @@ def _hub_config(name: str, *, offline: bool) -> dict[str, Any]:
         ) from None
     except (RepositoryNotFoundError, HFValidationError):
         raise _unknown(name, "nor a public repository on the hub") from None
-    except OSError as error:  # network errors of every HTTP library end here
-        raise _unknown(name, f"and the hub can't be reached ({type(error).__name__})") from None
     return read_object(Path(path))
 
 
