@@ -1,4 +1,4 @@
-"""Where the data folders lie: beside the package in a wheel, beside it in a checkout, or the user's."""
+"""Where the data folders lie: in a wheel, in a checkout, or the user's own."""
 
 from __future__ import annotations
 

@@ -1,0 +1,5 @@
+"""`python -m whichlora`."""
+
+from whichlora.cli import main
+
+main()

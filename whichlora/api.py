@@ -1,0 +1,164 @@
+"""What a Python user calls; joins the files and devices at the edges to the formulas."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from whichlora import hub
+from whichlora.architecture import ModelSpec
+from whichlora.calibration import Calibration, prior_calibration
+from whichlora.errors import ConfigError
+from whichlora.prediction import predict
+from whichlora.results import Measurement, Prediction
+from whichlora.specs import GpuSpec, RunConfig
+from whichlora.store import gpus as gpu_store
+from whichlora.store import measurements as record_store
+from whichlora.store import models as model_store
+from whichlora.store.paths import data_folder, user_calibration_folder
+
+# Settings that a phase does not read: a grid over them would only repeat itself.
+_FINETUNE_ONLY = (
+    "method",
+    "seq_len",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "optimizer",
+    "gradient_checkpointing",
+    "gradient_accumulation_steps",
+    "padding",
+    "loss_head",
+    "prepare_kbit",
+)
+_INFERENCE_ONLY = ("prompt_len", "max_new_tokens", "kv_cache")
+
+
+def load_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
+    """The architecture called `name`: a hub id, an alias, a local folder or `config.json`.
+
+    Raises:
+        ConfigError: unknown, and not to be found on the hub; the message has near matches.
+    """
+    return hub.load_model(name, trust_remote_code=trust_remote_code)
+
+
+def is_known_model(name: str) -> bool:
+    """Whether the database holds `name`, so that a record need not carry its config."""
+    return model_store.find_model(name) is not None
+
+
+def find_gpu(name: str = "auto") -> GpuSpec:
+    """The accelerator called `name`: a key, an alias, a driver's name, "cpu" or "auto".
+
+    Raises:
+        ConfigError: unknown or ambiguous; the message has the candidates.
+    """
+    return gpu_store.find_gpu(name)
+
+
+def list_gpus() -> tuple[GpuSpec, ...]:
+    """Every accelerator of the catalog."""
+    return gpu_store.list_gpus()
+
+
+def list_models() -> tuple[model_store.ModelRecord, ...]:
+    """Every model of the database."""
+    return model_store.list_models()
+
+
+def calibration_roots(calibration_dir: Path | None = None) -> tuple[Path, ...]:
+    """Folders that hold calibrations: the user's, which goes before and is written to, and ours."""
+    return (calibration_dir or user_calibration_folder(), data_folder("calibration"))
+
+
+def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
+    """What runs on `gpu` taught so far; datasheet priors where there were none.
+
+    Raises:
+        DataFileError: a coefficients file that cannot be read.
+    """
+    roots = calibration_roots(calibration_dir)
+    payload = record_store.read_coefficients(roots, gpu.key)
+    if payload is None:
+        return prior_calibration(gpu)
+    return Calibration.from_dict(payload, source=f"calibration/{gpu.key}/coefficients.json")
+
+
+def refit(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
+    """Fit the predictors of `gpu` to every record there is, and store the coefficients.
+
+    Raises:
+        DataFileError: a broken record file; nothing is written then.
+    """
+    from whichlora.fitting import fit
+
+    roots = calibration_roots(calibration_dir)
+    records = record_store.read_measurements(roots, gpu.key)
+    calibration = fit(records, gpu, model_of)
+    if records:
+        record_store.write_coefficients(roots[0], gpu.key, calibration.to_dict())
+    return calibration
+
+
+def model_of(measurement: Measurement) -> ModelSpec:
+    """Architecture that a record was measured on; offline.
+
+    Raises:
+        ConfigError: the record names a model that is neither in the database nor in the record.
+    """
+    from whichlora.families import build
+
+    name = str(measurement.config.get("model", ""))
+    if measurement.model_config is not None:
+        return build(measurement.model_config, name=name)
+    found = model_store.find_model(name)
+    if found is None:
+        raise ConfigError(f"record {measurement.id}: model {name!r} is not in the database")
+    return found
+
+
+def grid(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
+    """Every combination of `settings` (a list of values by name of a `RunConfig` field).
+
+    A setting that a phase does not read is left at its default there, so that no candidate
+    appears twice.
+
+    Raises:
+        ConfigError: a value that is not accepted.
+    """
+    seen: set[RunConfig] = set()
+    for phase in settings.get("phase", ("finetune",)):
+        unread = _INFERENCE_ONLY if phase == "finetune" else _FINETUNE_ONLY
+        names = [name for name in settings if name not in unread and name != "phase"]
+        for values in itertools.product(*(settings[name] for name in names)):
+            run = RunConfig(phase=phase, **dict(zip(names, values, strict=True)))
+            if run not in seen:
+                seen.add(run)
+                yield run
+
+
+def estimate(
+    runs: Iterable[RunConfig],
+    gpus: Sequence[str] = ("auto",),
+    *,
+    calibration_dir: Path | None = None,
+) -> list[Prediction]:
+    """Peak memory and time of every run on every accelerator. Nothing is run or downloaded.
+
+    Raises:
+        ConfigError: an unknown model or accelerator, or settings that exclude each other.
+    """
+    devices = [find_gpu(name) for name in gpus]
+    calibrations = [load_calibration(gpu, calibration_dir) for gpu in devices]
+    models: dict[str, ModelSpec] = {}
+    predictions = []
+    for run in runs:
+        if run.model not in models:
+            models[run.model] = load_model(run.model)
+        for gpu, calibration in zip(devices, calibrations, strict=True):
+            predictions.append(predict(models[run.model], run, gpu, calibration))
+    return predictions

@@ -1,0 +1,265 @@
+"""Arguments in, one `api` call, text out; the only file that knows the CLI library."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from whichlora import __version__, specs
+from whichlora.errors import ConfigError, InfeasibleError, WhichLoraError
+from whichlora.results import SCHEMA_VERSION
+
+EXIT_NOTHING_FITS = 1
+EXIT_BAD_REQUEST = 2
+
+
+class _Group(click.Group):
+    """Turns our errors into one line on stderr; any other exception keeps its traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except InfeasibleError as error:
+            click.echo(f"nothing fits: {error}", err=True)
+            ctx.exit(EXIT_NOTHING_FITS)
+        except WhichLoraError as error:
+            click.echo(str(error), err=True)
+            ctx.exit(EXIT_BAD_REQUEST)
+
+
+def _words(setting: str, accepted: tuple[str, ...] | None = None) -> Callable[..., list[str]]:
+    """A click callback: comma list of words, each one of `accepted`."""
+
+    def split(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
+        words = [word.strip() for word in value.split(",")]
+        for word in words:
+            if not word or (accepted is not None and word not in accepted):
+                known = f"; accepted are {', '.join(accepted)}" if accepted else ""
+                raise ConfigError(f"--{setting}: {word!r} is not known{known}")
+        return words
+
+    return split
+
+
+def _counts(setting: str) -> Callable[..., list[int]]:
+    """A click callback: comma list of whole numbers from 1."""
+
+    def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
+        counts = []
+        for word in value.split(","):
+            try:
+                count = int(word)
+            except ValueError:
+                count = 0
+            if count < 1:
+                raise ConfigError(
+                    f"--{setting}: {word.strip()!r} is not a whole number from 1; "
+                    "give one, or several with commas"
+                )
+            counts.append(count)
+        return counts
+
+    return split
+
+
+def _fractions(setting: str) -> Callable[..., list[float]]:
+    def split(ctx: click.Context, param: click.Parameter, value: str) -> list[float]:
+        try:
+            return [float(word) for word in value.split(",")]
+        except ValueError:
+            raise ConfigError(
+                f"--{setting}: {value!r} is not a number; give one from 0 to below 1"
+            ) from None
+
+    return split
+
+
+def _list_option(
+    flag: str, default: str, help_text: str, callback: Callable[..., Any]
+) -> Callable[[Any], Any]:
+    return click.option(
+        f"--{flag}", default=default, show_default=True, help=help_text, callback=callback
+    )
+
+
+def _choices(flag: str, default: str, help_text: str, choice: Any) -> Callable[[Any], Any]:
+    accepted = tuple(get_args(choice))
+    return _list_option(
+        flag, default, f"{help_text} ({', '.join(accepted)}).", _words(flag, accepted)
+    )
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="whichlora")
+def main() -> None:
+    """The largest model, LoRA variant and batch size that fit, before a GPU hour is spent."""
+
+
+@main.command()
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@_choices("phase", "finetune", "What runs", specs.Phase)
+@_list_option("method", "lora", "full, lora, qlora, dora, qdora.", _words("method"))
+@_list_option("batch-size", "1", "Sequences per device per micro-step.", _counts("batch-size"))
+@_list_option("seq-len", "2048", "Tokens per sequence, padding included.", _counts("seq-len"))
+@_list_option("r", "16", "Rank of the adapters.", _counts("r"))
+@_list_option("lora-dropout", "0", "Dropout before the adapters.", _fractions("lora-dropout"))
+@click.option(
+    "--target-modules",
+    default=specs.ALL_LINEAR,
+    show_default=True,
+    help="Layers that get an adapter: names with commas, all-linear, or attention.",
+    callback=_words("target-modules"),
+)
+@_choices("precision", "bf16", "Base weights, adapters and autocast", specs.Precision)
+@_choices("optimizer", "adamw_torch_fused", "Optimizer", specs.Optimizer)
+@click.option(
+    "--gradient-checkpointing/--no-gradient-checkpointing",
+    default=True,
+    show_default=True,
+    help="Recompute activations in the backward pass.",
+)
+@_list_option(
+    "gradient-accumulation-steps",
+    "1",
+    "Micro-steps per optimizer step.",
+    _counts("gradient-accumulation-steps"),
+)
+@_choices("attn", "sdpa", "Attention kernel", specs.AttentionKernel)
+@_choices("padding", "none", "Whether batches carry padding", specs.Padding)
+@_choices("loss-head", "hf", "Who computes the loss", specs.LossHead)
+@click.option(
+    "--quant",
+    default=None,
+    help=f"Storage of the base weights ({', '.join(get_args(specs.Quant))}); "
+    "default: nf4-dq for qlora and qdora, else none.",
+)
+@click.option(
+    "--prepare-kbit/--no-prepare-kbit",
+    default=None,
+    help="Whether prepare_model_for_kbit_training runs; default: for a 4-bit or 8-bit base, "
+    "except with the trl-fused loss.",
+)
+@_list_option("prompt-len", "512", "Prompt tokens (inference).", _counts("prompt-len"))
+@_list_option("max-new-tokens", "128", "Generated tokens (inference).", _counts("max-new-tokens"))
+@_choices("kv-cache", "dynamic", "Key-value cache (inference)", specs.KvCache)
+@_list_option("gpu", "auto", "Accelerators: see `whichlora gpus`; cpu, auto.", _words("gpu"))
+@click.option("--calibration-dir", type=click.Path(path_type=Path), help="Your calibrations.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
+def estimate(
+    models: tuple[str, ...],
+    gpu: list[str],
+    quant: str | None,
+    target_modules: list[str],
+    gradient_checkpointing: bool,
+    prepare_kbit: bool | None,
+    calibration_dir: Path | None,
+    as_json: bool,
+    **lists: list[Any],
+) -> None:
+    """Peak memory and time, without a GPU and without running anything.
+
+    Every list with commas makes a grid.
+
+    \b
+    Example:
+      whichlora estimate meta-llama/Llama-3.1-8B --gpu h100-sxm-80gb \\
+          --method lora,qlora --batch-size 1,4,16 --seq-len 2048
+    """
+    from whichlora import api
+
+    quants: list[str | None] = [None]
+    if quant is not None:
+        quants = list(_words("quant", tuple(get_args(specs.Quant)))(None, None, quant))
+    settings: dict[str, list[Any]] = {
+        **lists,
+        "model": list(models),
+        "quant": quants,
+        "target_modules": [tuple(target_modules)],
+        "gradient_checkpointing": [gradient_checkpointing],
+        "prepare_kbit": [prepare_kbit],
+    }
+    predictions = api.estimate(api.grid(settings), gpu, calibration_dir=calibration_dir)
+    if as_json:
+        answer = {
+            "schema_version": SCHEMA_VERSION,
+            "predictions": [prediction.to_dict() for prediction in predictions],
+        }
+        click.echo(json.dumps(answer, indent=1))
+        return
+    from whichlora import report
+
+    report.print_predictions(predictions)
+
+
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--fresh", is_flag=True, help="Measure again what an earlier run measured.")
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+def run(config: Path, fresh: bool, as_json: bool) -> None:
+    """Find the largest model, variant and batch size that meet the limits of CONFIG.
+
+    Predicts every candidate, profiles those that could change the answer, and writes the table,
+    the reasons and a ready train.py to the output directory. An interrupted run resumes.
+
+    \b
+    Example:
+      whichlora run examples/quickstart.yaml
+    """
+    from whichlora import report, workflow
+
+    with report.Progress(quiet=as_json) as progress:
+        answer = workflow.run(config, fresh=fresh, progress=progress)
+    if as_json:
+        click.echo(json.dumps(answer.to_dict(), indent=1))
+    else:
+        report.print_answer(answer)
+    if answer.winner is None:
+        sys.exit(EXIT_NOTHING_FITS)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print every field.")
+def gpus(as_json: bool) -> None:
+    """List the accelerators of the catalog, and what this machine has.
+
+    \b
+    Example:
+      whichlora gpus
+    """
+    from whichlora import api, report
+
+    found = api.list_gpus()
+    if as_json:
+        import dataclasses
+
+        rows = [dataclasses.asdict(gpu) for gpu in found]
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "gpus": rows}, indent=1))
+        return
+    report.print_gpus(found, here=api.find_gpu("auto"))
+
+
+@main.command()
+@click.argument("pattern", default="")
+@click.option("--json", "as_json", is_flag=True, help="Print every field.")
+def models(pattern: str, as_json: bool) -> None:
+    """List the models of the database whose name contains PATTERN.
+
+    \b
+    Example:
+      whichlora models qwen
+    """
+    from whichlora import api, report
+
+    found = [one for one in api.list_models() if pattern.lower() in one.hub_id.lower()]
+    if as_json:
+        import dataclasses
+
+        rows = [dataclasses.asdict(one) for one in found]
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "models": rows}, indent=1))
+        return
+    report.print_models(found)

@@ -1,0 +1,602 @@
+"""One `whichlora run`: both stages, the answer, the files it leaves and the job it hands out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from whichlora import api, timing
+from whichlora.architecture import ModelSpec
+from whichlora.calibration import Calibration, prior_calibration
+from whichlora.config import load_plan
+from whichlora.dataset import BYTE_LEVEL, BaseDataset, TokenLengths, count_tokens, open_dataset
+from whichlora.errors import ConfigError, DataFileError, MeasurementError
+from whichlora.methods import get_method
+from whichlora.plan import Plan
+from whichlora.prediction import Job, predict, resolve, step_features
+from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
+from whichlora.search import (
+    CHOOSE_FINETUNE,
+    CHOOSE_INFERENCE,
+    Candidate,
+    Quantity,
+    dominated,
+    judge,
+    kept_models,
+    winner,
+)
+from whichlora.specs import GpuSpec, RunConfig
+from whichlora.store.jsonfiles import read_object, write_object
+from whichlora.store.measurements import MeasurementLog, read_measurements
+from whichlora.targets import resolve_targets
+from whichlora.validation import check
+
+WIDTH_BINS = 16  # distinct batch widths that the total time is summed over
+
+
+class Progress(Protocol):
+    """What the workflow tells while it works; `report.Progress` shows it."""
+
+    def say(self, text: str) -> None: ...
+
+    def profiling(self, run: RunConfig, *, number: int, open_candidates: int) -> None: ...
+
+    def learned(self, measurement: Measurement, prediction: Prediction) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One measured candidate beside its predictions.
+
+    Args:
+        cold: from datasheet priors; `before`: when it was chosen; `after`: from the final refit.
+    """
+
+    measurement: Measurement
+    cold: Prediction
+    before: Prediction
+    after: Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one run found out, and where it wrote it.
+
+    Args:
+        inference, finetune: every candidate of the two stages, as it stands at the end.
+        kept: models that meet the inference limits, largest first.
+        compared: every candidate measured in this run, beside its predictions.
+        files: what was written, by purpose.
+        training: what the winning job reported, where it was run.
+    """
+
+    plan: Plan
+    gpu: GpuSpec
+    basis: str
+    inference: Sequence[Candidate]
+    finetune: Sequence[Candidate]
+    kept: Sequence[str]
+    winner: Candidate | None
+    compared: Sequence[Compared]
+    tokens: str
+    files: Mapping[str, Path] = field(default_factory=dict)
+    training: Mapping[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `answer.json`."""
+        from whichlora.report import candidate_row
+
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "config": str(self.plan.source),
+            "gpu": self.gpu.key,
+            "basis": self.basis,
+            "tokens": self.tokens,
+            "winner": None if self.winner is None else candidate_row(self.winner),
+            "kept_models": list(self.kept),
+            "inference": [candidate_row(one) for one in self.inference],
+            "finetune": [candidate_row(one) for one in self.finetune],
+            "files": {name: str(path) for name, path in self.files.items()},
+            "training": None if self.training is None else dict(self.training),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The batches that one candidate's training will see.
+
+    Args:
+        widths: padded length to the number of micro-batches over all epochs, binned.
+        longest: padded length of the longest batch: what memory is judged on.
+        varied: batches hold sequences of different lengths, so that they carry padding.
+    """
+
+    widths: Mapping[int, float]
+    longest: int
+    varied: bool
+
+    def profile_lengths(self, num_batches: int) -> tuple[int, ...]:
+        """Widths to measure: the longest first, then quantiles that share the batches evenly."""
+        ordered = sorted(self.widths)
+        total = sum(self.widths.values())
+        chosen = [self.longest]
+        for i in range(num_batches - 1):
+            wanted, seen = (i + 0.5) / (num_batches - 1) * total, 0.0
+            for width in ordered:
+                seen += self.widths[width]
+                if seen >= wanted:
+                    chosen.append(width)
+                    break
+        return tuple(sorted(chosen, reverse=True))
+
+
+def workload(lengths: TokenLengths, *, batch_size: int, epochs: float, seed: int) -> Workload:
+    """Batches of `epochs` passes over the data, widths binned upwards to few distinct values."""
+    table = lengths.batches(batch_size, seed=seed)
+    counts = Counter(table[:, 0].tolist())
+    longest = min(lengths.max_length, lengths.longest())
+    step = max(1, -(-longest // WIDTH_BINS))
+    # the mean width of a bin stands for it, so that the tokens stay what they are
+    sums: dict[int, tuple[float, int]] = {}
+    for width, count in counts.items():
+        tokens, seen = sums.get(width // step, (0.0, 0))
+        sums[width // step] = (tokens + width * count, seen + count)
+    widths: dict[int, float] = {}
+    for tokens, seen in sums.values():
+        mean = max(1, round(tokens / seen))
+        widths[mean] = widths.get(mean, 0.0) + seen * epochs
+    varied = batch_size > 1 and len(set(lengths.lengths["train"])) > 1
+    return Workload(widths=widths, longest=longest, varied=varied)
+
+
+class Session:
+    """The state of one run: what was measured, and what the predictors made of it."""
+
+    def __init__(self, plan: Plan, gpu: GpuSpec, progress: Progress, *, fresh: bool) -> None:
+        self.plan = plan
+        self.gpu = gpu
+        self.progress = progress
+        self.models: dict[str, ModelSpec] = {
+            name: api.load_model(name, trust_remote_code=plan.trust_remote_code)
+            for name in plan.models
+        }
+        self.dataset: BaseDataset = open_dataset(plan.dataset)
+        self._lengths: dict[str, TokenLengths] = {}
+        self._workloads: dict[tuple[str, int], Workload] = {}
+        self._features: dict[tuple[RunConfig, int], dict[str, float]] = {}
+        self._jobs: dict[RunConfig, Job] = {}
+        self.measured: dict[RunConfig, Measurement] = {}
+        self.compared: list[tuple[Measurement, RunConfig, Prediction]] = []
+        self.roots = api.calibration_roots(plan.calibration_dir)
+        self.run_id = _run_id(plan.output_dir, fresh=fresh)
+        self.log = MeasurementLog(self.roots[0], gpu.key, self.run_id)
+        self.cold = prior_calibration(gpu)
+        self.calibration: Calibration = api.load_calibration(gpu, plan.calibration_dir)
+        self._resumed = {
+            RunConfig.from_dict(record.config): record
+            for record in read_measurements(self.roots[:1], gpu.key)
+            if record.provenance.get("run_id") == self.run_id
+        }
+        self._profiler: Any = None
+
+    # --- candidates
+
+    def tokenizer(self, model: str) -> str:
+        if self.plan.weights == "random":
+            return BYTE_LEVEL
+        return self.plan.tokenizers.get(model, model)
+
+    def lengths(self, model: str) -> TokenLengths:
+        """Token lengths of the data as the tokenizer of `model` cuts them."""
+        tokenizer = self.tokenizer(model)
+        if tokenizer not in self._lengths:
+            self._lengths[tokenizer] = count_tokens(
+                self.dataset,
+                tokenizer=tokenizer,
+                offline=self.plan.weights == "random",
+                max_length=self.plan.finetune.seq_len,
+            )
+        return self._lengths[tokenizer]
+
+    def workload(self, model: str, batch_size: int) -> Workload:
+        key = (self.tokenizer(model), batch_size)
+        if key not in self._workloads:
+            self._workloads[key] = workload(
+                self.lengths(model),
+                batch_size=batch_size,
+                epochs=self.plan.epochs,
+                seed=self.plan.seed,
+            )
+        return self._workloads[key]
+
+    def inference_runs(self) -> list[RunConfig]:
+        plan = self.plan
+        return [
+            self._resolved(
+                replace(
+                    plan.inference,
+                    model=model,
+                    batch_size=batch_size,
+                    prompt_len=prompt_len,
+                    max_new_tokens=new_tokens,
+                )
+            )
+            for model in plan.models
+            for prompt_len in plan.prompt_lens
+            for new_tokens in plan.max_new_tokens
+            for batch_size in plan.inference_batch_sizes
+        ]
+
+    def finetune_runs(self, models: Sequence[str]) -> list[RunConfig]:
+        plan = self.plan
+        runs = []
+        for model in models:
+            for method in plan.methods:
+                trains_base = get_method(method).trains_base
+                for r in plan.ranks[:1] if trains_base else plan.ranks:
+                    for batch_size in plan.finetune_batch_sizes:
+                        load = self.workload(model, batch_size)
+                        run = replace(
+                            plan.finetune,
+                            model=model,
+                            method=method,
+                            r=r,
+                            lora_alpha=plan.lora_alpha or 2 * r,
+                            batch_size=batch_size,
+                            seq_len=load.longest,
+                            padding="padded" if load.varied else plan.finetune.padding,
+                        )
+                        runs.append(self._resolved(run))
+        return runs
+
+    def _resolved(self, run: RunConfig) -> RunConfig:
+        """`run` with every default filled in, as predictions and records name it."""
+        job = resolve(self.models[run.model], run, self.gpu)
+        self._jobs[job.run] = job
+        return job.run
+
+    # --- judging
+
+    def judge(self, run: RunConfig) -> Candidate:
+        prediction = predict(self.models[run.model], run, self.gpu, self.calibration)
+        measurement = self.measured.get(run)
+        total = self._total(run, measurement) if run.phase == "finetune" else None
+        failure = ""
+        if measurement is None:
+            out_of_memory = [
+                other for other, found in self.measured.items() if found.outcome == "oom"
+            ]
+            smaller = dominated(run, out_of_memory)
+            if smaller is not None:
+                failure = f"batch size {smaller.batch_size} already ran out of memory"
+        return judge(
+            prediction,
+            self.plan.limits,
+            total_s=total,
+            measurement=measurement,
+            failure=failure,
+        )
+
+    def _seconds(self, run: RunConfig, width: int) -> float:
+        """Predicted seconds of one optimizer step at `width`; its features are kept."""
+        key = (run, width)
+        if key not in self._features:
+            self._features[key] = step_features(self._jobs[run], seq_len=width)
+        total, _ = timing.seconds(self.calibration.time["finetune"], self._features[key])
+        return float(total)
+
+    def _total(self, run: RunConfig, measurement: Measurement | None) -> Quantity:
+        """Seconds of the whole training: every width's step time, times how often it comes."""
+        load = self.workload(run.model, run.batch_size)
+        micro_steps = run.gradient_accumulation_steps
+        total = sum(
+            count / micro_steps * self._seconds(run, width) for width, count in load.widths.items()
+        )
+        if measurement is not None and measurement.step_s:
+            pairs = zip(measurement.batch_seq_len, measurement.step_s, strict=True)
+            predicted = sum(self._seconds(run, width) for width, _ in pairs)
+            total *= sum(measurement.step_s) / predicted
+            return Quantity(value=total, low=total, high=total, measured=True)
+        model = self.calibration.time["finetune"]
+        widest = self._features[(run, max(load.widths))]
+        seconds, _ = timing.seconds(model, widest)
+        import math
+
+        factor = math.exp(1.644854 * timing.log_deviation(model, widest, float(seconds)))
+        return Quantity(value=total, low=total / factor, high=total * factor, measured=False)
+
+    # --- measuring
+
+    def measure(self, run: RunConfig) -> Measurement:
+        """Profile `run`, or take it from the records of the interrupted run."""
+        resumed = self._resumed.pop(run, None)
+        if resumed is not None:
+            self.progress.say(f"resumed: {describe(run)} was measured before")
+            return resumed
+        load = self.workload(run.model, run.batch_size) if run.phase == "finetune" else None
+        training = load is not None
+        number = self.plan.num_batches if training else self.plan.num_runs
+        measurement = self._device().measure(
+            run,
+            model_config=self.models[run.model].config,
+            target_modules=self._jobs[run].targets,
+            seq_lens=load.profile_lengths(number) if load else (run.prompt_len,),
+            num_batches=number,
+            timeout_s=self.plan.timeout_s,
+        )
+        if api.is_known_model(run.model):
+            measurement = replace(measurement, model_config=None)
+        else:
+            config = dict(self.models[run.model].config)
+            measurement = replace(measurement, model_config=config)
+        self.log.append(measurement)
+        return measurement
+
+    def learn(self, measurement: Measurement) -> None:
+        """Take a measurement in and refit; the fit sees all records of this device."""
+        from whichlora.fitting import fit
+
+        run = RunConfig.from_dict(measurement.config)
+        before = predict(self.models[run.model], run, self.gpu, self.calibration)
+        self.measured[run] = measurement
+        self.compared.append((measurement, run, before))
+        self.progress.learned(measurement, before)
+        records = read_measurements(self.roots, self.gpu.key)
+        self.calibration = fit(records, self.gpu, api.model_of, held_out=False)
+
+    def _device(self) -> Any:
+        if self._profiler is None:
+            from whichlora.device.profile import Profiler
+
+            self._profiler = Profiler(
+                gpu=self.gpu.key,
+                device=_device_of(self.gpu),
+                provenance={
+                    "run_id": self.run_id,
+                    "command": " ".join(["whichlora", *sys.argv[1:]]),
+                    "config": str(self.plan.source),
+                },
+                memory_limit_bytes=self.gpu.memory_bytes if self.gpu.kind == "cpu" else None,
+                log_path=self.plan.output_dir / "profile.log",
+            )
+        return self._profiler
+
+    def close(self) -> None:
+        if self._profiler is not None:
+            self._profiler.close()
+            self._profiler = None
+
+    # --- the two stages
+
+    def stage(self, runs: Sequence[RunConfig], choose: Any) -> list[Candidate]:
+        def measure(run: RunConfig) -> Measurement:
+            left = sum(not one.measured and one.verdict != "misses" for one in judge_all())
+            self.progress.profiling(run, number=len(self.measured) + 1, open_candidates=left)
+            return self.measure(run)
+
+        def judge_all() -> list[Candidate]:
+            return [self.judge(run) for run in runs]
+
+        return check(judge_all, choose, measure, self.learn)
+
+
+def run(config: Path, *, progress: Progress, fresh: bool = False) -> Answer:
+    """Carry out the config file: predict, prune, profile, choose, write, and train if asked.
+
+    Raises:
+        ConfigError: a fault in the config, the data, a model or the device.
+        DataFileError: a file that cannot be read or written.
+        MeasurementError: the profiler cannot start.
+    """
+    plan = load_plan(config)
+    gpu = api.find_gpu(plan.gpu)
+    if plan.profile != "none":
+        _device_of(gpu)
+    session = Session(plan, gpu, progress, fresh=fresh)
+    try:
+        answer = _search(session)
+        answer = replace(answer, files=_write(session, answer))
+        if plan.train and answer.winner is not None:
+            answer = replace(answer, training=_train(session, answer))
+    finally:
+        session.close()
+    write_object(plan.output_dir / "answer.json", answer.to_dict())
+    return answer
+
+
+def _search(session: Session) -> Answer:
+    plan = session.plan
+    policy = plan.profile
+    measured_only = policy != "none"
+    session.progress.say(f"stage 1: inference of {len(plan.models)} models on {session.gpu.key}")
+    inference_runs = session.inference_runs()
+    inference = session.stage(inference_runs, CHOOSE_INFERENCE[policy])
+    kept = kept_models(inference)
+    while True:
+        session.progress.say(f"stage 2: fine-tuning of {len(kept)} models that meet the limits")
+        finetune_runs = session.finetune_runs(kept)
+        finetune = session.stage(finetune_runs, CHOOSE_FINETUNE[policy])
+        best = winner(finetune, measured_only=measured_only)
+        if best is None or policy == "none":
+            break
+        # the winner's own serving must have been measured, too
+        refuted = _confirm_serving(session, best.run.model, inference_runs)
+        if not refuted:
+            break
+        kept = tuple(model for model in kept if model != best.run.model)
+    inference = [session.judge(run) for run in inference_runs]
+    finetune = [session.judge(run) for run in finetune_runs]
+    best = winner(finetune, measured_only=measured_only)
+    if session.measured:
+        session.calibration = api.refit(session.gpu, plan.calibration_dir)
+    compared = [
+        Compared(
+            measurement=measurement,
+            cold=predict(session.models[one.model], one, session.gpu, session.cold),
+            before=before,
+            after=predict(session.models[one.model], one, session.gpu, session.calibration),
+        )
+        for measurement, one, before in session.compared
+    ]
+    methods = {session.lengths(model).method for model in plan.models}
+    lengths = session.lengths(plan.models[0])
+    tokens = (
+        f"{lengths.num_sequences()} sequences, {lengths.total_tokens()} tokens an epoch, "
+        f"longest {lengths.longest()}, counted by {', '.join(sorted(methods))}"
+    )
+    return Answer(
+        plan=plan,
+        gpu=session.gpu,
+        basis=session.calibration.basis(
+            memory_runs=session.calibration.memory.num_runs,
+            time_runs=session.calibration.time["finetune"].num_runs,
+        ),
+        inference=inference,
+        finetune=finetune,
+        kept=kept_models(inference),
+        winner=best,
+        compared=compared,
+        tokens=tokens,
+    )
+
+
+def _confirm_serving(session: Session, model: str, runs: Sequence[RunConfig]) -> bool:
+    """Measure the configurations of `model` that are only predicted to meet the limits, until
+    one does; True when none does.
+    """
+
+    def choose(candidates: Sequence[Candidate]) -> Candidate | None:
+        if any(one.measured and one.verdict == "meets" for one in candidates):
+            return None
+        left = [one for one in candidates if not one.measured and one.verdict != "misses"]
+        return max(left, key=lambda one: one.chance, default=None)
+
+    candidates = session.stage([run for run in runs if run.model == model], choose)
+    return not any(one.measured and one.verdict == "meets" for one in candidates)
+
+
+def _write(session: Session, answer: Answer) -> dict[str, Path]:
+    """The table as CSV, the comparison of predictions and measurements, and the job."""
+    from whichlora import report
+    from whichlora.dataset import write_jsonl
+
+    plan = session.plan
+    folder = plan.output_dir
+    files = {
+        "table": report.write_candidates(folder / "candidates.csv", answer),
+        "answer": folder / "answer.json",
+        "comparison": report.write_comparison(folder / "predicted_vs_measured.csv", answer),
+        "summary": report.write_summary(folder / "answer.md", answer),
+        "measurements": session.log.path,
+    }
+    if answer.winner is None:
+        return files
+    from whichlora.job import train_script
+
+    best = answer.winner.run
+    job = session._jobs[best]
+    data = (
+        write_jsonl(
+            session.dataset,
+            folder,
+            tokenizer=session.tokenizer(best.model),
+            offline=plan.weights == "random",
+        )
+        if plan.dataset.kind != "counts"
+        else {}
+    )
+    script = train_script(
+        best,
+        model_config=session.models[best.model].config,
+        target_modules=job.targets,
+        max_length=plan.finetune.seq_len,
+        tokenizer=plan.tokenizers.get(best.model, best.model),
+        weights=plan.weights,
+        epochs=plan.epochs,
+        learning_rate=plan.learning_rate,
+        seed=plan.seed,
+        has_validation="validation" in data,
+        trust_remote_code=plan.trust_remote_code,
+        device_kind=session.gpu.kind,
+    )
+    path = folder / "train.py"
+    path.write_text(script, encoding="utf-8")
+    return files | {"job": path} | {f"data_{split}": file for split, file in data.items()}
+
+
+def _train(session: Session, answer: Answer) -> dict[str, Any]:
+    """Run the winning job and say what it measured beside what was predicted."""
+    session.close()  # the job needs the device to itself
+    folder = session.plan.output_dir
+    job = answer.files["job"]
+    session.progress.say(f"training: {job}")
+    with (folder / "train.log").open("wb") as log:
+        done = subprocess.run(
+            [sys.executable, job.name], cwd=folder, stdout=log, stderr=subprocess.STDOUT
+        )
+    if done.returncode != 0:
+        raise MeasurementError(
+            f"{job}: ended with exit code {done.returncode}; its output is in {folder}/train.log"
+        )
+    return read_object(folder / "result.json")
+
+
+def describe(run: RunConfig) -> str:
+    """One line that names a candidate."""
+    name = run.model.split("/")[-1]
+    if run.phase == "inference":
+        return (
+            f"{name} inference, batch {run.batch_size}, prompt {run.prompt_len}, "
+            f"{run.max_new_tokens} new tokens"
+        )
+    rank = "" if get_method(run.method).trains_base else f" r={run.r}"
+    return f"{name} {run.method}{rank}, batch {run.batch_size}, {run.seq_len} tokens"
+
+
+def _device_of(gpu: GpuSpec) -> str:
+    """The framework's device for `gpu`, if this machine has it.
+
+    Raises:
+        ConfigError: it has not; profiling is impossible here.
+    """
+    if gpu.kind == "cpu":
+        return "cpu"
+    from whichlora.device.detect import detect_gpus
+
+    here = detect_gpus()
+    for index, device in enumerate(here):
+        if api.find_gpu(device.name).key == gpu.key:
+            return f"cuda:{index}"
+    found = ", ".join(device.name for device in here) or "no GPU"
+    raise ConfigError(
+        f"gpu: {gpu.key} is not in this machine (it has {found}), so nothing can be profiled; "
+        "run this on a machine that has it, or set profile: none for predictions alone"
+    )
+
+
+def _run_id(folder: Path, *, fresh: bool) -> str:
+    """Name of this run's records; the same again when the folder's run is resumed.
+
+    Raises:
+        DataFileError: the folder can't be written, or its state is broken.
+    """
+    state = folder / "run.json"
+    if state.exists() and not fresh:
+        run_id = read_object(state).get("run_id")
+        if not isinstance(run_id, str):
+            raise DataFileError(f"{state}: run_id: is missing; start over with --fresh")
+        return run_id
+    run_id = uuid.uuid4().hex
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataFileError(f"{folder}: can't be made ({error.strerror})") from None
+    write_object(state, {"schema_version": SCHEMA_VERSION, "run_id": run_id})
+    return run_id
