@@ -75,11 +75,21 @@ def plan_schema() -> dict[str, Any]:
 
 
 def _well_formed(data: dict[Any, Any]) -> dict[Any, Any]:
-    """`data` without what `structure_problems` reports: empty values, keys that are not plain."""
+    """`data` without what `structure_problems` reports: empty values, keys that are not plain.
+
+    Two levels are all that the settings have; a mapping may go deeper, even into itself.
+    """
+
+    def clean(mapping: dict[Any, Any]) -> dict[Any, Any]:
+        return {
+            key: value
+            for key, value in mapping.items()
+            if value is not None and not isinstance(key, tuple)
+        }
+
     return {
-        key: _well_formed(value) if isinstance(value, dict) else value
-        for key, value in data.items()
-        if value is not None and not isinstance(key, tuple)
+        key: clean(value) if isinstance(value, dict) else value
+        for key, value in clean(data).items()
     }
 
 

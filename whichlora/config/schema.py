@@ -183,8 +183,8 @@ class PlanFile(_Section):
         BeforeValidator(lambda value: {"path": value} if isinstance(value, str) else value),
     ]
     """A path or hub id, or a mapping with the details."""
-    stage1_profile: Stage1 = Stage1()
-    stage2_profile: Stage2 = Stage2()
+    stage1_profile: Stage1 = Field(default_factory=Stage1)
+    stage2_profile: Stage2 = Field(default_factory=Stage2)
     models: Names | None = None
     """Models to choose from: hub ids, aliases, or local folders ('./my-model')."""
     gpu: Name = "auto"
@@ -219,7 +219,7 @@ class PlanFile(_Section):
     """What to measure: nothing (a dry run), what could change the answer, or every candidate."""
     num_batches: Count = 5
     """Measured batches per profiled candidate."""
-    profile_timeout: Duration = 600.0
+    profile_timeout: Duration = Field(default="10min", validate_default=True)
     """Device time after which one profile is stopped."""
     weights: Literal["pretrained", "random"] = "pretrained"
     """Random weights try the whole path where nothing can be downloaded."""

@@ -48,4 +48,10 @@ def row_texts(dataset: BaseDataset, split: str, rows: Sequence[Row]) -> Iterator
                 f"dataset: row {index} of {split}: {type(dataset).__name__}.to_text() must "
                 f"return text, got {type(text).__name__}"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # JSON can spell half a character, as "\\ud83d"
+            raise ConfigError(
+                f"dataset: row {index} of {split}: holds half of a surrogate pair; remove it"
+            ) from None
         yield text if text.strip() else ""
