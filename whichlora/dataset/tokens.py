@@ -11,7 +11,7 @@ from whichlora.dataset.base import BaseDataset, Row, checked_splits, row_texts
 from whichlora.dataset.lengths import TokenLengths
 from whichlora.dataset.rendering import messages_of
 from whichlora.dataset.sources import CountedDataset, TableDataset
-from whichlora.errors import DataFileError
+from whichlora.errors import ConfigError, DataFileError
 
 Encode = Callable[[list[str]], list[int]]  # texts to their numbers of tokens
 
@@ -131,7 +131,11 @@ def with_chat_template(
         return dataset
     # By its name when online: a template in a file of its own may not be in the cache yet.
     source, local_only = (file.parent, True) if offline else (tokenizer, False)
-    loaded = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local_only)
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local_only)
+    except Exception as error:  # the library raises whatever lies below it
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"tokenizers: {tokenizer} can't be loaded: {reason}") from error
     if loaded.chat_template is None:
         return dataset
     # A first token that tokenizing adds anyway must not stand in the text as well.

@@ -1,0 +1,538 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whichlora.config import load_plan
+from whichlora.dataset import (
+    BYTE_LEVEL,
+    BaseDataset,
+    TokenLengths,
+    count_tokens,
+    open_dataset,
+    write_jsonl,
+)
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.plan import DatasetConfig
+
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
+
+lengths_of_sequences = st.lists(st.integers(1, 4096), min_size=1, max_size=200)
+
+
+class Rows(BaseDataset):
+    """The smallest dataset of a user: texts, and none held out."""
+
+    def __init__(self, *texts: str) -> None:
+        self.rows = [{"text": text} for text in texts]
+
+    def splits(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        return {"train": self.rows}
+
+    def to_text(self, row: Mapping[str, Any]) -> str:
+        return str(row["text"])
+
+
+def token_lengths(*train: int) -> TokenLengths:
+    return TokenLengths(lengths={"train": train}, max_length=4096, method="test")
+
+
+def texts_of(dataset: BaseDataset, split: str = "train") -> list[str]:
+    return [dataset.to_text(row) for row in dataset.splits()[split]]
+
+
+def open_file(path: Path, content: str | bytes, **settings: Any) -> BaseDataset:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return open_dataset(DatasetConfig(path=str(path), **{"validation_fraction": 0.0} | settings))
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+ROWS = [{"q": "a, b", "a": 'say "x"'}, {"q": "é\n2", "a": "7"}]
+TEXTS = ['a, b = say "x"', "é\n2 = 7"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", "".join(json.dumps(row) + "\n\n" for row in ROWS)),
+        ("rows.json", json.dumps(ROWS, indent=1)),
+        ("rows.csv", 'q,a\n"a, b","say ""x"""\n"é\n2",7\n'),
+        ("rows.tsv", 'q\ta\n"a, b"\t"say ""x"""\n"é\n2"\t7\n'),
+        ("bom.csv", '\ufeffq,a\r\n"a, b","say ""x"""\r\n"é\n2",7\r\n'),
+    ],
+)
+def test_each_format_gives_the_same_texts(tmp_path: Path, name: str, content: str) -> None:
+    dataset = open_file(tmp_path / name, content, template="{q} = {a}")
+    assert texts_of(dataset) == TEXTS
+
+
+def test_parquet_gives_the_same_texts(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    config = DatasetConfig(
+        path=str(tmp_path / "rows.parquet"), template="{q} = {a}", validation_fraction=0.0
+    )
+    assert texts_of(open_dataset(config)) == TEXTS
+
+
+def test_each_line_of_a_text_file_is_a_row(tmp_path: Path) -> None:
+    assert texts_of(open_file(tmp_path / "t.txt", "one\n\n two \n")) == ["one", " two "]
+
+
+def test_a_column_named_text_needs_no_setting(tmp_path: Path) -> None:
+    dataset = open_file(tmp_path / "t.jsonl", '{"text": "hi", "messages": 1}\n')
+    assert texts_of(dataset) == ["hi"]
+
+
+def test_chat_without_a_template_is_roles_and_contents(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts}]
+    dataset = open_file(tmp_path / "t.jsonl", json.dumps({"messages": messages}))
+    assert texts_of(dataset) == ["user: Hi\n\nassistant: Hello"]
+
+
+def test_a_folder_gives_both_splits(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "validation.jsonl").write_text('{"text": "b"}\n')
+    dataset = open_dataset(DatasetConfig(path=str(tmp_path)))
+    assert (texts_of(dataset), texts_of(dataset, "validation")) == (["a"], ["b"])
+
+
+@given(num_rows=st.integers(1, 60), fraction=st.floats(0, 1, exclude_max=True))
+def test_splits_share_no_row_and_lose_none(
+    tmp_path_factory: pytest.TempPathFactory, num_rows: int, fraction: float
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "rows.txt"
+    content = "".join(f"{index}\n" for index in range(num_rows))
+    dataset = open_file(path, content, validation_fraction=fraction)
+    train, validation = texts_of(dataset), texts_of(dataset, "validation")
+    assert sorted(train + validation, key=int) == [str(index) for index in range(num_rows)]
+    assert train
+    assert len(validation) == min(math.ceil(fraction * num_rows), num_rows - 1)
+    assert train == sorted(train, key=int)
+
+
+BROKEN = {
+    "not JSON": ("t.jsonl", '{"text": "a"}\n{"text": }\n', ":2: is not JSON: Expecting value"),
+    "no object": (
+        "t.jsonl",
+        '["a"]\n',
+        ':1: is not a JSON object, got list; write {"column": value, …} per line',
+    ),
+    "missing column": (
+        "t.jsonl",
+        '{"text": "a"}\n\n{"txt": "b", "id": 1}\n',
+        ":3: column 'text' is missing; there are txt, id",
+    ),
+    "null": ("t.jsonl", '{"text": null}\n', ":1: column 'text' must hold text, got nothing"),
+    "number": ("t.jsonl", '{"text": 5}\n', ":1: column 'text' must hold text, got int"),
+    "message": (
+        "t.jsonl",
+        '{"messages": [{"from": "a"}]}\n',
+        ":1: column 'messages': a message must have role and content",
+    ),
+    "messages": (
+        "t.jsonl",
+        '{"messages": "hi"}\n',
+        ":1: column 'messages' must hold a list of messages, got str",
+    ),
+    "no rows": ("t.jsonl", "\n", ": has no rows; give at least one"),
+    "Latin-1": (
+        "t.jsonl",
+        b'{"text": "a"}\n{"text": "\xe9"}\n',
+        ":2: is not UTF-8 text (byte 0xe9); save the file as UTF-8",
+    ),
+    "JSON text": ("t.json", "{}", ": is not a JSON list of objects; one row is one object"),
+    "broken JSON": ("t.json", '[{"text":\n}]', ":2: is not JSON: Expecting value"),
+    "short CSV row": ("t.csv", "text,id\na,1\nb\n", ":3: has 1 values for the 2 columns text, id"),
+    "CSV header only": ("t.csv", "text\n", ": has no rows; give at least one"),
+    "open CSV quote": ("t.csv", 'text\n"a\n', ":2: is not CSV: unexpected end of data"),
+    "unknown type": (
+        "t.xlsx",
+        "a",
+        ": can't be read as .xlsx; accepted: .jsonl, .json, .csv, .tsv, .parquet, .txt",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_file_is_told_with_its_line(
+    tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
+    with pytest.raises(DataFileError) as caught:
+        open_file(tmp_path / name, content)
+    assert str(caught.value) == f"{tmp_path / name}{message}"
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataFileError, match=r"t\.jsonl: can't be read \(No such file"):
+        open_dataset(DatasetConfig(path=str(tmp_path / "t.jsonl")))
+
+
+def test_a_file_that_is_not_parquet_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    with pytest.raises(DataFileError, match=r"t\.parquet: is not Parquet: "):
+        open_file(tmp_path / "t.parquet", "text")
+
+
+def test_columns_without_a_way_to_text_are_told_with_an_example(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has columns q, a, .* such as '\{q\} \{a\}'"):
+        open_file(tmp_path / "t.jsonl", '{"q": 1, "a": 2}\n')
+
+
+@pytest.mark.parametrize("template", ["plain", "{}", "{0[1]}", "{a.b}", "{a", "a}"])
+def test_a_template_names_columns_and_nothing_else(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"^dataset\.template: "):
+        DatasetConfig(path="t.jsonl", template=template)
+
+
+def test_a_template_that_does_not_suit_the_values_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataFileError, match=r"t\.jsonl:1: dataset\.template: can't be filled"):
+        open_file(tmp_path / "t.jsonl", '{"a": "x"}\n', template="{a:d}")
+
+
+# -- classes -------------------------------------------------------------------------------------
+
+USER_CODE = """
+from whichlora.dataset import BaseDataset
+
+class Mine(BaseDataset):
+    def splits(self):
+        return {"train": [{"n": 1}, {"n": 2}]}
+
+    def to_text(self, row):
+        return f"number {row['n']}"
+
+class Unfinished(BaseDataset):
+    pass
+
+class Careless(Mine):
+    def splits(self):
+        return [1, 2]
+
+class Silent(Mine):
+    def to_text(self, row):
+        return None
+"""
+
+
+def open_class(folder: Path, name: str, code: str = USER_CODE) -> BaseDataset:
+    (folder / "mine.py").write_text(code)
+    return open_dataset(DatasetConfig(path=f"{folder / 'mine.py'}:{name}"))
+
+
+def count_bytes(dataset: BaseDataset, max_length: int = 100) -> TokenLengths:
+    return count_tokens(dataset, tokenizer=BYTE_LEVEL, offline=True, max_length=max_length)
+
+
+def test_a_class_of_the_user_is_a_dataset(tmp_path: Path) -> None:
+    assert texts_of(open_class(tmp_path, "Mine")) == ["number 1", "number 2"]
+
+
+def test_a_class_of_an_installed_module_is_a_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_users_module.py").write_text(USER_CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    dataset = open_dataset(DatasetConfig(path="a_users_module:Mine"))
+    assert count_bytes(dataset).lengths == {"train": (8, 8), "validation": ()}
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("Other", USER_CODE, "there are Mine, Unfinished, Careless, Silent"),
+        ("Unfinished", USER_CODE, "Unfinished can't be made: TypeError"),
+        ("Mine", "import no_such_module", "can't be imported (ModuleNotFoundError"),
+        ("Mine", "class Mine: pass", "is not a whichlora.dataset.BaseDataset; there are none"),
+    ],
+)
+def test_a_class_that_is_no_dataset_is_told(
+    tmp_path: Path, name: str, code: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_class(tmp_path, name, code)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Careless", "Careless.splits() must return a mapping with the key 'train', got list"),
+        ("Silent", "row 0 of train: Silent.to_text() must return text, got NoneType"),
+    ],
+)
+def test_what_a_class_returns_is_checked(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        count_bytes(open_class(tmp_path, name))
+    assert message in str(caught.value)
+
+
+# -- the hub, as the library datasets shows it ----------------------------------------------------
+
+
+class HubRows(list[dict[str, str]]):
+    """What WhichLoRA uses of `datasets.Dataset`."""
+
+    column_names = ("text",)
+
+    def select(self, indexes: list[int]) -> HubRows:
+        return HubRows(self[index] for index in indexes)
+
+
+def fake_hub(monkeypatch: pytest.MonkeyPatch, **splits: HubRows) -> None:
+    def load_dataset(path: str, name: str | None, *, split: str) -> HubRows:
+        if path != "org/data":
+            raise ConnectionError("can't reach\nthe hub")
+        return splits[split]
+
+    library = types.ModuleType("datasets")
+    library.__dict__.update(
+        load_dataset=load_dataset, get_dataset_split_names=lambda path, name: list(splits)
+    )
+    monkeypatch.setitem(sys.modules, "datasets", library)
+
+
+def test_a_hub_dataset_keeps_its_validation_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_hub(monkeypatch, train=HubRows([{"text": "a"}]), validation=HubRows([{"text": "b"}]))
+    dataset = open_dataset(DatasetConfig(path="org/data"))
+    assert (texts_of(dataset), texts_of(dataset, "validation")) == (["a"], ["b"])
+
+
+def test_a_hub_dataset_without_validation_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_hub(monkeypatch, train=HubRows({"text": str(index)} for index in range(10)))
+    dataset = open_dataset(DatasetConfig(path="org/data", validation_fraction=0.2))
+    assert (len(texts_of(dataset)), len(texts_of(dataset, "validation"))) == (8, 2)
+
+
+def test_a_hub_dataset_that_can_not_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_hub(monkeypatch)
+    with pytest.raises(
+        ConfigError, match=r"'org/none' can't be loaded \(ConnectionError: can't rea"
+    ):
+        open_dataset(DatasetConfig(path="org/none"))
+
+
+def test_a_hub_dataset_without_the_library_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"pip install 'whichlora\[profile\]'"):
+        open_dataset(DatasetConfig(path="org/data"))
+
+
+# -- lengths -------------------------------------------------------------------------------------
+
+
+def test_byte_lengths_are_cut_and_counted() -> None:
+    lengths = count_bytes(Rows("abc", "é", "x" * 20), max_length=10)
+    assert lengths.lengths["train"] == (3, 2, 10)
+    assert (lengths.num_truncated, lengths.method) == (1, "bytes")
+
+
+def test_rows_without_text_are_left_out_and_counted() -> None:
+    lengths = count_bytes(Rows("abc", "", " \n"))
+    assert (lengths.lengths["train"], lengths.num_empty) == ((3,), 2)
+    with pytest.raises(ConfigError, match="has no text in its split train"):
+        count_bytes(Rows("", " "))
+
+
+def test_half_a_character_is_told() -> None:
+    with pytest.raises(ConfigError, match="row 1 of train: holds half of a surrogate pair"):
+        count_bytes(Rows("a", "\ud83d"))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "why"),
+    [(None, "no tokenizer is named"), ("org/none", "tokenizer org/none is not on this machine")],
+)
+def test_an_estimate_says_that_it_is_one_and_why(
+    tokenizer: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    lengths = count_tokens(Rows("abcde"), tokenizer=tokenizer, offline=True, max_length=9)
+    assert lengths.lengths["train"] == (2,)
+    assert lengths.method == f"estimated: 1 token per 4 UTF-8 bytes, as {why}"
+
+
+def test_a_tokenizer_in_a_folder_counts(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.enable_truncation(2)  # of the file, not of the job
+    words.enable_padding(length=2)
+    words.save(str(tmp_path / "tokenizer.json"))
+    dataset = Rows("a", "a b c d")
+    lengths = count_tokens(dataset, tokenizer=str(tmp_path), offline=True, max_length=3)
+    assert (lengths.lengths["train"], lengths.num_truncated) == ((1, 3), 1)
+    assert lengths.method == f"tokenizer {tmp_path}"
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataFileError, match=r"tokenizer\.json: is not a tokenizer: "):
+        count_tokens(dataset, tokenizer=str(tmp_path), offline=True, max_length=3)
+
+
+@pytest.mark.oracle
+def test_chat_is_counted_and_written_with_the_template_of_the_tokenizer(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<unk>": 0, "<s>": 1}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<s>",
+                "chat_template": "{{ bos_token }}{% for m in messages %}[{{ m.role }}] "
+                "{{ m.content }} {% endfor %}",
+            }
+        )
+    )
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    dataset = open_file(tmp_path / "t.jsonl", json.dumps({"messages": messages}))
+    lengths = count_tokens(dataset, tokenizer=str(tmp_path), offline=True, max_length=99)
+    assert lengths.lengths["train"] == (1 + 4,)  # <s> once, not twice
+    files = write_jsonl(dataset, tmp_path / "out", tokenizer=str(tmp_path))
+    assert json.loads(files["train"].read_text())["text"] == "[user] Hi [assistant] Hello "
+
+
+def test_counts_stand_for_lengths() -> None:
+    dataset = open_dataset(DatasetConfig(num_samples=10, mean_tokens=2.5))
+    lengths = count_tokens(dataset, tokenizer=None, offline=True, max_length=100)
+    assert (lengths.num_sequences(), lengths.total_tokens()) == (10, 25)
+    assert lengths.method.startswith("given: ")
+    cut = count_tokens(dataset, tokenizer=None, offline=True, max_length=2)
+    assert (cut.total_tokens(), cut.num_truncated) == (20, 5)
+    with pytest.raises(ConfigError, match="gives only counts"):
+        dataset.splits()
+
+
+@given(lengths=lengths_of_sequences, fraction=st.floats(0, 1))
+def test_a_quantile_is_a_length_that_the_fraction_does_not_exceed(
+    lengths: list[int], fraction: float
+) -> None:
+    quantile = token_lengths(*lengths).quantile(fraction)
+    assert quantile in lengths
+    assert sum(length <= quantile for length in lengths) >= fraction * len(lengths)
+    assert token_lengths(*lengths).quantile(1.0) == max(lengths)
+
+
+@given(
+    lengths=lengths_of_sequences,
+    batch_size=st.integers(1, 64),
+    seed=st.integers(0, 2**32 - 1),
+    epoch=st.integers(0, 5),
+)
+def test_batches_hold_every_sequence_once_and_are_as_wide_as_the_longest(
+    lengths: list[int], batch_size: int, seed: int, epoch: int
+) -> None:
+    data = token_lengths(*lengths)
+    batches = data.batches(batch_size, seed=seed, epoch=epoch)
+    widths, sizes = batches.T
+    assert batches.shape == (data.num_steps(batch_size, 1, 1), 2)
+    assert sizes.sum() == len(lengths)
+    assert sizes[:-1].tolist() == [batch_size] * (len(batches) - 1)
+    assert widths.max() == max(lengths)
+    assert sum(lengths) <= (widths * sizes).sum() <= max(lengths) * len(lengths)
+    assert batches.tolist() == data.batches(batch_size, seed=seed, epoch=epoch).tolist()
+
+
+def test_batches_of_one_hold_no_padding() -> None:
+    widths, sizes = token_lengths(5, 1, 3).batches(1, seed=0).T
+    assert (sorted(widths.tolist()), sizes.tolist()) == ([1, 3, 5], [1, 1, 1])
+
+
+def test_a_last_incomplete_batch_can_be_dropped_and_widths_can_be_fixed() -> None:
+    data = token_lengths(*range(1, 8))
+    assert len(data.batches(3, seed=0)) == 3
+    assert len(data.batches(3, seed=0, drop_last=True)) == 2
+    assert data.batches(3, seed=0, padding="max_length")[:, 0].tolist() == [4096] * 3
+
+
+def test_epochs_are_shuffled_differently() -> None:
+    data = token_lengths(*range(1, 200))
+    first, second = (data.batches(4, seed=0, epoch=epoch).tolist() for epoch in (0, 1))
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulation", "epochs", "num_steps"),
+    [(1, 1, 1, 10), (4, 1, 1, 3), (4, 2, 1, 2), (4, 2, 3, 6), (4, 8, 2, 2), (1, 1, 0.25, 3)],
+)
+def test_steps_are_counted_as_the_trainer_counts_them(
+    batch_size: int, accumulation: int, epochs: float, num_steps: int
+) -> None:
+    assert token_lengths(*[1] * 10).num_steps(batch_size, accumulation, epochs) == num_steps
+
+
+# -- export --------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_what_is_counted(tmp_path: Path) -> None:
+    dataset = open_dataset(load_plan(QUICKSTART).dataset)
+    files = write_jsonl(dataset, tmp_path / "new")
+    lengths = count_tokens(dataset, tokenizer=BYTE_LEVEL, offline=True, max_length=10**6)
+    assert set(files) == {"train", "validation"}
+    for split, file in files.items():
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        assert tuple(len(row["text"].encode()) for row in rows) == lengths.lengths[split]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "train.jsonl",
+        "validation.jsonl",
+    ]
+
+
+def test_a_written_folder_opens_as_the_same_dataset(tmp_path: Path) -> None:
+    dataset = open_dataset(load_plan(QUICKSTART).dataset)
+    write_jsonl(dataset, tmp_path)
+    again = open_dataset(DatasetConfig(path=str(tmp_path)))
+    for split in ("train", "validation"):
+        assert texts_of(again, split) == texts_of(dataset, split)
+
+
+def test_an_empty_split_leaves_no_file_and_removes_an_old_one(tmp_path: Path) -> None:
+    (tmp_path / "validation.jsonl").write_text("old")
+    assert list(write_jsonl(Rows("a"), tmp_path)) == ["train"]
+    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
+
+
+def test_a_failed_write_leaves_the_old_file_whole(tmp_path: Path) -> None:
+    write_jsonl(Rows("old"), tmp_path)
+    with pytest.raises(ConfigError, match="surrogate"):
+        write_jsonl(Rows("new", "\ud83d"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
+    assert (tmp_path / "train.jsonl").read_text() == '{"text": "old"}\n'
+
+
+def test_the_quickstart_data_is_small_and_varied() -> None:
+    lengths = count_bytes(open_dataset(load_plan(QUICKSTART).dataset), max_length=10_000)
+    assert 60 <= lengths.num_sequences() + lengths.num_sequences("validation") <= 80
+    assert lengths.longest() > 3 * lengths.quantile(0.05)
+    assert (lengths.num_truncated, lengths.num_empty) == (0, 0)
+
+
+def test_importing_datasets_costs_no_heavy_library() -> None:
+    heavy = "('numpy', 'pandas', 'pyarrow', 'datasets', 'transformers', 'torch', 'tokenizers')"
+    code = f"import sys, whichlora.dataset; print([n for n in {heavy} if n in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
