@@ -152,7 +152,7 @@ def test_an_unknown_type_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize("value", [0, -4, "4096", 1.5, True, []])
 def test_a_size_that_is_no_size_names_its_key(value: object) -> None:
-    with pytest.raises(ConfigError, match="tiny: hidden_size is .*, not a whole number"):
+    with pytest.raises(ConfigError, match=r"tiny: hidden_size is .*, not a whole number"):
         build({**LLAMA, "hidden_size": value}, name="tiny")
 
 
@@ -163,15 +163,13 @@ def test_a_list_of_the_wrong_length_names_its_key() -> None:
 
 
 @pytest.mark.parametrize("model_type", known_types())
-def test_a_config_with_nothing_but_its_type_is_built_or_refused_in_one_line(
-    model_type: str,
-) -> None:
-    try:
-        spec = build({"model_type": model_type}, name="bare")
-    except ConfigError as error:
-        assert "\n" not in str(error)
-    else:
-        assert spec.num_params > 0
+def test_a_bare_type_has_the_defaults_of_its_class(model_type: str) -> None:
+    config: dict[str, Any] = {"model_type": model_type}
+    if model_type == "deepseek_v2":  # whose class has no default for it
+        with pytest.raises(ConfigError, match="bare: num_experts_per_tok is missing"):
+            build(config, name="bare")
+        config["num_experts_per_tok"] = 6
+    assert build(config, name="bare").num_params > 0
 
 
 @given(

@@ -105,7 +105,11 @@ FeedForward = Callable[[int], tuple[Mlp | None, Moe | None]]
 
 
 def experts_in_every_layer(
-    c: Fields, *, bias: bool = False, shared: Mlp | None = None
+    c: Fields,
+    *,
+    bias: bool = False,
+    shared: Mlp | None = None,
+    router: Linear | None = None,
 ) -> FeedForward:
     block = moe(
         hidden=c.size("hidden_size"),
@@ -115,6 +119,7 @@ def experts_in_every_layer(
         experts_per_token=c.size("num_experts_per_tok"),
         bias=bias,
         shared=shared,
+        router=router,
     )
     return lambda _: (None, block)
 
@@ -237,7 +242,13 @@ def _phimoe(c: Fields) -> ModelSpec:
         norm_kind="layer",
         norm_bias=True,
     )
-    return decoder(c, style, feed_forward=experts_in_every_layer(c))
+    router = Linear(  # PhimoeTopKRouter is an nn.Linear
+        name="router",
+        in_features=c.size("hidden_size"),
+        out_features=c.size("num_local_experts"),
+        reads="mlp_in",
+    )
+    return decoder(c, style, feed_forward=experts_in_every_layer(c, router=router))
 
 
 def _gpt_oss(c: Fields) -> ModelSpec:

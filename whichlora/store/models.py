@@ -142,7 +142,7 @@ def _record(stem: str, index: Mapping[str, Any]) -> ModelRecord:
 def _spelling(name: str, record: ModelRecord) -> str:
     """The hub id that `name` means, in the hub's own letter case."""
     wanted = name.strip().lower()
-    for hub_id in (record.hub_id, *record.aliases):
-        if wanted in (hub_id.lower(), hub_id.rpartition("/")[2].lower()):
-            return hub_id
-    return record.hub_id
+    # reversed: where two differ in case only or in organisation only, the hub id itself wins
+    known = {x.lower(): x for x in reversed((record.hub_id, *record.aliases))}
+    short = {x.rpartition("/")[2]: spelled for x, spelled in known.items()}
+    return known.get(wanted) or short.get(wanted) or record.hub_id
