@@ -455,3 +455,32 @@ def test_encoders_and_encoder_decoders_with_other_sizes(config: dict[str, Any]) 
     model = module(config, spec.task)
     assert described_linears(spec) == real_linears(model)
     assert spec.num_params == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gemma3", "vision_config": {"vision_use_head": False}},
+        {"model_type": "gemma3", "vision_config": {"image_size": 896, "patch_size": 14}},
+        {"model_type": "mistral3", "vision_config": {"model_type": "pixtral", "patch_size": 14}},
+        {"model_type": "qwen2_vl", "vision_config": {"hidden_size": 64}},
+        {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 80, "out_hidden_size": 64}},
+        {"model_type": "qwen3_vl", "vision_config": {"out_hidden_size": 64}},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_a_multimodal_model_counts_its_vision_tower(config: dict[str, Any]) -> None:
+    text = {"mistral3": {"model_type": "mistral"}}.get(config["model_type"], {})
+    config = {**config, "text_config": {**TINY, **text}}
+    spec = build(config, name="tiny")
+    model = module(config, spec.task)
+    assert spec.num_params == sum(p.numel() for p in model.parameters())
+    assert described_linears(spec) == real_linears(model)
+
+
+def test_a_multimodal_config_with_the_text_at_the_top_is_the_same_model() -> None:
+    text = {k: v for k, v in TINY.items() if k != "head_dim"}
+    vision = {"vision_config": {"hidden_size": 64}}
+    flat = build({"model_type": "qwen2_vl", **text, **vision}, name="tiny")
+    nested = build({"model_type": "qwen2_vl", "text_config": text, **vision}, name="tiny")
+    assert flat == nested

@@ -24,7 +24,7 @@ from whichlora.families import (
     seq2seq,
 )
 from whichlora.families.fields import Fields
-from whichlora.families.multimodal import TOWERS, with_tower
+from whichlora.families.multimodal import TOWERS, build_multimodal
 
 _MODULES = (
     llama,
@@ -67,21 +67,21 @@ def build(config: Mapping[str, Any], *, name: str) -> ModelSpec:
     Raises:
         ConfigError: an unknown `model_type`, or a size that is missing or no whole number.
     """
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type in TOWERS:
-        outer = Fields(name=name, values=config, defaults={}, synonyms={})
-        return with_tower(outer, partial(build, name=name), str(model_type))
-    builder = FAMILIES.get(str(model_type))
-    if builder is None:
+        whole = Fields(name=name, values=config, defaults={}, synonyms={})
+        return build_multimodal(whole, partial(build, name=name), TOWERS[model_type])
+    if model_type not in FAMILIES:
         raise ConfigError(
-            f"{name}: model_type {model_type!r} is not known; known are {', '.join(known_types())}"
+            f"{name}: model_type {config.get('model_type')!r} is not known; "
+            f"known are {', '.join(known_types())}"
         )
-    return builder(
+    return FAMILIES[model_type](
         Fields(
             name=name,
             values=config,
-            defaults=_DEFAULTS[str(model_type)],
-            synonyms=_SYNONYMS.get(str(model_type), {}),
+            defaults=_DEFAULTS[model_type],
+            synonyms=_SYNONYMS.get(model_type, {}),
         )
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from whichlora.architecture import ModelSpec
 from whichlora.families.fields import Fields
@@ -20,28 +21,63 @@ def _dense(in_features: int, out_features: int) -> int:
     return in_features * out_features + out_features
 
 
-def qwen_tower(vision: Fields, text: Fields) -> int:
-    """Parameters of `Qwen3_5VisionModel`: patches, positions, blocks, and the merger."""
-    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
-    patch = vision.size("in_channels") * vision.size("temporal_patch_size")
-    patch *= vision.size("patch_size") ** 2
-    block = (
-        2 * _norm(width)
-        + _dense(width, 3 * width)
-        + _dense(width, width)
-        + _dense(width, wide)
-        + _dense(wide, width)
-    )
+def _qwen_merger(vision: Fields, width: int, out: int, *, norm: int) -> int:
     merged = width * vision.size("spatial_merge_size") ** 2
-    out = vision.size("out_hidden_size")
+    return norm + _dense(merged, merged) + _dense(merged, out)
+
+
+def _qwen_patch(vision: Fields) -> int:
+    """Elements of one patch over its frames and channels."""
+    frames = vision.size("in_channels") * vision.size("temporal_patch_size")
+    return frames * vision.size("patch_size") ** 2
+
+
+def qwen2_tower(vision: Fields, text: Fields) -> int:
+    """Parameters of `Qwen2VisionTransformerPretrainedModel`."""
+    width = vision.size("embed_dim")
+    wide = int(width * (vision.number_or_none("mlp_ratio") or 4))
+    block = 2 * _norm(width) + _dense(width, 3 * width) + _dense(width, width)
+    block += _dense(width, wide) + _dense(wide, width)
+    merger = _qwen_merger(vision, width, vision.size("hidden_size"), norm=_norm(width))
+    return _qwen_patch(vision) * width + vision.size("depth") * block + merger
+
+
+def qwen2_5_tower(vision: Fields, text: Fields) -> int:
+    """Parameters of `Qwen2_5_VisionTransformerPretrainedModel`: RMS norms and a gated MLP."""
+    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
+    block = 2 * width + _dense(width, 3 * width) + _dense(width, width)
+    block += 2 * _dense(width, wide) + _dense(wide, width)
+    merger = _qwen_merger(vision, width, vision.size("out_hidden_size"), norm=width)
+    return _qwen_patch(vision) * width + vision.size("depth") * block + merger
+
+
+def qwen3_tower(vision: Fields, text: Fields) -> int:
+    """Parameters of `Qwen3VLVisionModel` and `Qwen3_5VisionModel`.
+
+    Qwen3-VL also merges the output of a few blocks in between ("deep stack").
+    """
+    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
+    block = 2 * _norm(width) + _dense(width, 3 * width) + _dense(width, width)
+    block += _dense(width, wide) + _dense(wide, width)
+    out, merged = vision.size("out_hidden_size"), width * vision.size("spatial_merge_size") ** 2
+    deep = len(vision.indices("deepstack_visual_indexes"))
     return (
-        _dense(patch, width)
+        _dense(_qwen_patch(vision), width)
         + vision.size("num_position_embeddings") * width
         + vision.size("depth") * block
-        + _norm(width)
-        + _dense(merged, merged)
-        + _dense(merged, out)
+        + _qwen_merger(vision, width, out, norm=_norm(width))
+        + deep * _qwen_merger(vision, width, out, norm=_norm(merged))
     )
+
+
+def pixtral_tower(vision: Fields, text: Fields) -> int:
+    """Parameters of `PixtralVisionModel` and of Mistral 3's projector, which has no biases."""
+    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
+    out, merge = text.size("hidden_size"), text.size("spatial_merge_size")
+    patch = vision.size("num_channels") * vision.size("patch_size") ** 2
+    block = 4 * width**2 + 3 * width * wide + 2 * width
+    projector = width + merge**2 * width**2 + width * out + out**2
+    return patch * width + width + vision.size("num_hidden_layers") * block + projector
 
 
 def gemma4_tower(vision: Fields, text: Fields) -> int:
@@ -66,23 +102,55 @@ def gemma4_tower(vision: Fields, text: Fields) -> int:
 
 
 def siglip_tower(vision: Fields, text: Fields) -> int:
-    """Parameters of Gemma 3's SigLIP encoder and of its projector."""
+    """Parameters of Gemma 3's SigLIP encoder and of the projector."""
     width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
     patch = vision.size("patch_size")
     block = 2 * _norm(width) + 4 * _dense(width, width) + _dense(width, wide) + _dense(wide, width)
     positions = (vision.size("image_size") // patch) ** 2
     projector = width + width * text.size("hidden_size")
+    head = 0
+    if vision.flag("vision_use_head"):  # pools the image into one vector; Gemma's own have none
+        head = width + _dense(width, 3 * width) + _dense(width, width) + _norm(width)
+        head += _dense(width, wide) + _dense(wide, width)
     return (
         _dense(vision.size("num_channels") * patch**2, width)
         + positions * width
         + vision.size("num_hidden_layers") * block
         + _norm(width)
+        + head
         + projector
     )
 
 
-Tower = Callable[[Fields, Fields], int]
-_QWEN = {
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multimodal:
+    """Where a multimodal type keeps its parts.
+
+    Args:
+        text: model_type of the text tower where its config does not say.
+        tied: whether the head is tied where the config does not say.
+        tower: vision config, text facts -> parameters outside the text tower.
+        defaults: of the vision config.
+    """
+
+    text: str
+    tied: bool
+    tower: Callable[[Fields, Fields], int]
+    defaults: Mapping[str, Any]
+
+
+_QWEN2 = {
+    "depth": 32,
+    "embed_dim": 1280,
+    "hidden_size": 3584,
+    "mlp_ratio": 4,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN2_5 = _QWEN2 | {"intermediate_size": 3420, "out_hidden_size": 3584}
+_QWEN3 = {
     "depth": 27,
     "hidden_size": 1152,
     "intermediate_size": 4304,
@@ -110,31 +178,59 @@ _SIGLIP = {
     "num_channels": 3,
     "image_size": 224,
     "patch_size": 16,
+    "vision_use_head": True,
 }
-# model_type -> model_type of its text tower, the head's default, its vision tower
-TOWERS: Mapping[str, tuple[str, bool, Tower | None, Mapping[str, int]]] = {
-    "gemma3": ("gemma3_text", True, siglip_tower, _SIGLIP),
-    "gemma4": ("gemma4_text", True, gemma4_tower, _GEMMA4),
-    "qwen3_5": ("qwen3_5_text", False, qwen_tower, _QWEN),
-    "qwen3_5_moe": ("qwen3_5_moe_text", False, qwen_tower, _QWEN),
+_PIXTRAL = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_channels": 3,
+    "patch_size": 14,
+}
+TOWERS: Mapping[str, Multimodal] = {
+    "gemma3": Multimodal(text="gemma3_text", tied=True, tower=siglip_tower, defaults=_SIGLIP),
+    "gemma4": Multimodal(text="gemma4_text", tied=True, tower=gemma4_tower, defaults=_GEMMA4),
+    "mistral3": Multimodal(text="mistral", tied=True, tower=pixtral_tower, defaults=_PIXTRAL),
+    "qwen2_vl": Multimodal(text="qwen2_vl_text", tied=False, tower=qwen2_tower, defaults=_QWEN2),
+    "qwen2_5_vl": Multimodal(
+        text="qwen2_5_vl_text", tied=False, tower=qwen2_5_tower, defaults=_QWEN2_5
+    ),
+    "qwen3_vl": Multimodal(
+        text="qwen3_vl_text",
+        tied=False,
+        tower=qwen3_tower,
+        defaults=_QWEN3 | {"deepstack_visual_indexes": [8, 16, 24]},
+    ),
+    "qwen3_5": Multimodal(text="qwen3_5_text", tied=False, tower=qwen3_tower, defaults=_QWEN3),
+    "qwen3_5_moe": Multimodal(
+        text="qwen3_5_moe_text", tied=False, tower=qwen3_tower, defaults=_QWEN3
+    ),
 }
 
 
-def with_tower(
-    c: Fields, build_text: Callable[[Mapping[str, object]], ModelSpec], model_type: str
+def build_multimodal(
+    c: Fields, build_text: Callable[[Mapping[str, Any]], ModelSpec], kind: Multimodal
 ) -> ModelSpec:
-    """The text tower's spec under the whole model's type, the vision tower beside it."""
-    text_type, tied, tower, defaults = TOWERS[model_type]
-    text_values = dict(c.part("text_config").values)
-    text_values["model_type"] = text_type
+    """The text tower's blocks under the whole model's type, the vision tower beside them."""
+    nested = c.part("text_config").values
+    # Qwen2-VL's hub files hold the text tower's keys at the top, under the outer model_type.
+    values = dict(nested or c.values)
+    if not nested or "model_type" not in values:
+        values["model_type"] = kind.text
     # The outer model owns the head, so it decides whether the head is tied.
-    text_values["tie_word_embeddings"] = c.values.get("tie_word_embeddings", tied)
-    if "dtype" not in text_values and "torch_dtype" not in text_values:
-        text_values["dtype"] = c.dtype
-    text = build_text(text_values)
-    spec = replace(text, model_type=model_type, config=c.values)
-    if tower is None or c.get("vision_config") is None:
+    values["tie_word_embeddings"] = c.values.get("tie_word_embeddings", kind.tied)
+    if "dtype" not in values and "torch_dtype" not in values:
+        values["dtype"] = c.dtype
+    text = build_text(values)
+    spec = replace(text, model_type=c.text("model_type"), config=c.values)
+    if c.get("vision_config") is None:
         return replace(spec, notes=(*spec.notes, TEXT_ONLY))
-    hidden = Fields(name=c.name, values={"hidden_size": text.hidden_size}, defaults={}, synonyms={})
-    extra = tower(c.part("vision_config", defaults=defaults), hidden)
+    facts = {
+        "hidden_size": text.hidden_size,
+        "spatial_merge_size": c.values.get("spatial_merge_size", 2),
+    }
+    extra = kind.tower(
+        c.part("vision_config", defaults=kind.defaults),
+        Fields(name=c.name, values=facts, defaults={}, synonyms={}),
+    )
     return replace(spec, other_params=extra, notes=(*spec.notes, NOTE.format(extra)))
