@@ -162,6 +162,25 @@ def test_a_list_of_the_wrong_length_names_its_key() -> None:
         build(config, name="tiny")
 
 
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"model_type": "llama", "num_hidden_layers": 10**30}, "num_hidden_layers"),
+        ({"model_type": "phi", "partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        ({"model_type": "phi", "partial_rotary_factor": float("nan")}, "partial_rotary_factor"),
+        ({"model_type": "phi", "rope_parameters": {"partial_rotary_factor": 7}}, "partial_rotary"),
+        ({"model_type": "gpt_neo", "attention_types": [["global"]]}, "attention_types"),
+        ({"model_type": "gpt_neo", "attention_types": [[["local"], 1]]}, "attention_types"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": ["all"]}, "mlp_only_layers"),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": "3"}, "first_k_dense_replace"),
+        ({"model_type": "gemma3", "text_config": "small"}, "text_config"),
+    ],
+)
+def test_any_other_wrong_value_names_its_key(config: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"tiny: {key}"):
+        build(config, name="tiny")
+
+
 @pytest.mark.parametrize("model_type", known_types())
 def test_a_bare_type_has_the_defaults_of_its_class(model_type: str) -> None:
     config: dict[str, Any] = {"model_type": model_type}

@@ -82,7 +82,7 @@ def _bloom(c: Fields) -> ModelSpec:
     )
     return causal_lm(
         c,
-        [layer] * c.size("num_hidden_layers"),
+        [layer] * c.layers(),
         final_norms=norms(("ln_f",), width=hidden, kind="layer", bias=True),
         embedding_name="word_embeddings",
         embedding_norms=norms(
@@ -138,7 +138,7 @@ def _falcon(c: Fields) -> ModelSpec:
     )
     return causal_lm(
         c,
-        [layer] * c.size("num_hidden_layers"),
+        [layer] * c.layers(),
         final_norms=norms(("ln_f",), width=hidden, kind="layer", bias=True),
         embedding_name="word_embeddings",
     )
@@ -171,7 +171,7 @@ def _mpt(c: Fields) -> ModelSpec:
     )
     return causal_lm(
         c,
-        [layer] * c.size("num_hidden_layers"),
+        [layer] * c.layers(),
         final_norms=norms(("norm_f",), width=hidden, kind="layer"),
         embedding_name="wte",
     )

@@ -172,7 +172,7 @@ def _encoder(
 
 def _bert(c: Fields) -> ModelSpec:
     layer = _layer(c, _attention(c))
-    return _encoder(c, [layer] * c.size("num_hidden_layers"), pooler=True)
+    return _encoder(c, [layer] * c.layers(), pooler=True)
 
 
 def _widened(width: int, hidden: int, name: str) -> tuple[Linear, ...]:
@@ -186,7 +186,7 @@ def _electra(c: Fields) -> ModelSpec:
     width, hidden = c.size("embedding_size"), c.size("hidden_size")
     layer = _layer(c, _attention(c))
     around = () if width == hidden else _widened(width, hidden, "embeddings_project")
-    return _encoder(c, [layer] * c.size("num_hidden_layers"), width=width, head_linears=around)
+    return _encoder(c, [layer] * c.layers(), width=width, head_linears=around)
 
 
 def _distilbert(c: Fields) -> ModelSpec:
@@ -196,12 +196,12 @@ def _distilbert(c: Fields) -> ModelSpec:
         mlp_names=("lin1", "lin2"),
         norm_names=("sa_layer_norm", "output_layer_norm"),
     )
-    return _encoder(c, [layer] * c.size("num_hidden_layers"))
+    return _encoder(c, [layer] * c.layers())
 
 
 def _albert(c: Fields) -> ModelSpec:
     width, hidden = c.size("embedding_size"), c.size("hidden_size")
-    num_groups, per_group = c.size("num_hidden_groups"), c.size("inner_group_num")
+    num_groups, per_group = c.layers("num_hidden_groups"), c.layers("inner_group_num")
     layer = _layer(
         c,
         _attention(c),
@@ -209,7 +209,7 @@ def _albert(c: Fields) -> ModelSpec:
         norm_names=("LayerNorm", "full_layer_layer_norm"),
     )
     # Each group's weights run several times; groups are equal in shape, so their split is even.
-    runs = c.size("num_hidden_layers") // num_groups
+    runs = c.layers() // num_groups
     groups = (LayerGroup(layer=layer, count=runs, stack="encoder", shared=True),)
     return _encoder(
         c,
@@ -234,9 +234,7 @@ def _deberta(c: Fields) -> ModelSpec:
             "is described"
         )
     layer = _layer(c, attention)
-    spec = _encoder(
-        c, [layer] * c.size("num_hidden_layers"), positions=c.flag("position_biased_input")
-    )
+    spec = _encoder(c, [layer] * c.layers(), positions=c.flag("position_biased_input"))
     if c.flag("relative_attention"):
         reach = c.size_or_none("max_relative_positions") or c.size("max_position_embeddings")
         rows = 2 * (c.size_or_none("position_buckets") or reach)
@@ -258,7 +256,7 @@ def _modernbert(c: Fields) -> ModelSpec:
     hidden, heads, count = (
         c.size("hidden_size"),
         c.size("num_attention_heads"),
-        c.size("num_hidden_layers"),
+        c.layers(),
     )
     bias, norm_bias = c.flag("attention_bias"), c.flag("norm_bias")
     every = c.size("global_attn_every_n_layers")

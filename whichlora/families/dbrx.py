@@ -70,7 +70,7 @@ def _dbrx(c: Fields) -> ModelSpec:
     )
     return causal_lm(
         c,
-        [layer] * c.size("num_hidden_layers"),
+        [layer] * c.layers(),
         final_norms=norms(("norm_f",), width=hidden, kind="layer"),
         embedding_name="wte",
     )

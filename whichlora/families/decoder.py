@@ -97,7 +97,7 @@ def decoder(
     )
 
     layers = []
-    for number in range(c.size("num_hidden_layers")):
+    for number in range(c.layers()):
         sliding = layer_types is None or layer_types[number] == SLIDING
         rope = has_rope(number)
         attention = softmax_attention(
@@ -154,7 +154,7 @@ def _qk_norms(style: Style, *, heads: int, kv_heads: int, head_dim: int) -> tupl
 
 def every_nth_full(c: Fields, n: int) -> list[str]:
     """`layer_types` as listed, else every n-th layer attends to all tokens."""
-    count = c.size("num_hidden_layers")
+    count = c.layers()
     listed = c.items("layer_types", length=count)
     if listed is not None:
         return listed
@@ -163,11 +163,11 @@ def every_nth_full(c: Fields, n: int) -> list[str]:
 
 def late_sliding(c: Fields) -> list[str]:
     """Qwen's rule: a window, if switched on at all, starts at layer `max_window_layers`."""
-    count = c.size("num_hidden_layers")
+    count = c.layers()
     if not c.flag("use_sliding_window"):
         return [FULL] * count
     listed = c.items("layer_types", length=count)
     if listed is not None:
         return listed
-    first = c.get("max_window_layers") or 0
+    first = c.count("max_window_layers")
     return [SLIDING if i >= first else FULL for i in range(count)]

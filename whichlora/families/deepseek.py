@@ -117,7 +117,7 @@ def latent_attention(c: Fields) -> Attention:
 def _model(c: Fields, feed_forward: FeedForward) -> ModelSpec:
     attention, hidden = latent_attention(c), c.size("hidden_size")
     layers = []
-    for number in range(c.size("num_hidden_layers")):
+    for number in range(c.layers()):
         block, experts = feed_forward(number)
         layers.append(
             Layer(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Self
 
 from whichlora.errors import ConfigError
+
+MAX_LAYERS = 10_000  # the deepest model of the database has 126
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,21 @@ class Fields:
             raise ConfigError(f"{self.name}: {key} is {value!r}, not a whole number of 1 or more")
         return value
 
+    def layers(self, key: str = "num_hidden_layers", *, fallback: int | None = None) -> int:
+        """How many layers there are; a number no model has is a typing mistake, not a long wait.
+
+        Raises:
+            ConfigError: as `size`, or more than MAX_LAYERS.
+        """
+        value = self.size(key, fallback=fallback)
+        if value > MAX_LAYERS:
+            raise ConfigError(f"{self.name}: {key} is {value}, more than {MAX_LAYERS}; correct it")
+        return value
+
+    def count(self, key: str) -> int:
+        """A number that may be 0; absent is 0 too."""
+        return self.size_or_none(key) or 0
+
     def size_or_none(self, key: str) -> int | None:
         """A size that may be absent; 0 and -1, with which configs say so too, count as absent."""
         value = self.get(key)
@@ -69,7 +87,9 @@ class Fields:
 
     def number_or_none(self, key: str) -> float | None:
         value = self.get(key)
-        if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        if value is None:
+            return None
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value):
             return value
         raise ConfigError(f"{self.name}: {key} is {value!r}, not a number")
 
@@ -91,7 +111,7 @@ class Fields:
     def indices(self, key: str) -> frozenset[int]:
         """A list of layer numbers, empty when absent."""
         value = self.get(key) or []
-        if not isinstance(value, list):
+        if not isinstance(value, list) or not all(isinstance(x, int) for x in value):
             raise ConfigError(f"{self.name}: {key} is {value!r}, not a list of layer numbers")
         return frozenset(value)
 
@@ -110,8 +130,19 @@ class Fields:
 
     @property
     def rotary_fraction(self) -> float:
-        """Part of each head that rotates; its place in the config moved over the years."""
+        """Part of each head that rotates; its place in the config moved over the years.
+
+        Raises:
+            ConfigError: not a number from 0 to 1.
+        """
         rope = self.get("rope_parameters")
-        nested = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
-        value = self.get("partial_rotary_factor") if nested is None else nested
-        return 1.0 if value is None else float(value)
+        nested = isinstance(rope, Mapping) and rope.get("partial_rotary_factor") is not None
+        fields = self.part("rope_parameters") if nested else self
+        value = fields.number_or_none("partial_rotary_factor")
+        if value is None:
+            return 1.0
+        if not 0.0 <= value <= 1.0:
+            raise ConfigError(
+                f"{self.name}: partial_rotary_factor is {value!r}, not a number from 0 to 1"
+            )
+        return value

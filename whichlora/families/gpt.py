@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from whichlora.architecture import Embedding, Layer, ModelSpec
+from whichlora.errors import ConfigError
 from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
 
@@ -95,7 +96,7 @@ def _gpt2(c: Fields) -> ModelSpec:
         bias=True,
     )
     layer = Layer(attentions=(attention,), mlp=block, norms=_layer_norms(("ln_1", "ln_2"), hidden))
-    return _absolute(c, [layer] * c.size("num_hidden_layers"))
+    return _absolute(c, [layer] * c.layers())
 
 
 def _gpt_neo(c: Fields) -> ModelSpec:
@@ -107,9 +108,9 @@ def _gpt_neo(c: Fields) -> ModelSpec:
         names=("c_fc", "c_proj"),
         bias=True,
     )
-    kinds = [kind for kinds, times in c.get("attention_types") for kind in kinds * times]
+    kinds = _attention_kinds(c)
     layers = []
-    for number in range(c.size("num_hidden_layers")):
+    for number in range(c.layers()):
         attention = softmax_attention(
             hidden=hidden,
             heads=heads,
@@ -125,6 +126,21 @@ def _gpt_neo(c: Fields) -> ModelSpec:
         )
     note = "transformers masks the local layers but caches them at full length"
     return _absolute(c, layers, notes=(note,))
+
+
+def _attention_kinds(c: Fields) -> list[str]:
+    """The kind of each layer, global or local, from `[[["global", "local"], 12]]`."""
+    count, value = c.layers(), c.get("attention_types")
+    try:
+        kinds = [str(kind) for kinds, times in value for kind in list(kinds) * int(times)]
+    except (TypeError, ValueError, OverflowError, MemoryError):
+        kinds = []
+    if len(kinds) < count:
+        raise ConfigError(
+            f"{c.name}: attention_types is {value!r}, not kinds and how often they repeat, "
+            f"such as [[['global', 'local'], {count // 2}]]"
+        )
+    return kinds[:count]
 
 
 def _gptj(c: Fields) -> ModelSpec:
@@ -152,7 +168,7 @@ def _gptj(c: Fields) -> ModelSpec:
     )
     return causal_lm(
         c,
-        [layer] * c.size("num_hidden_layers"),
+        [layer] * c.layers(),
         final_norms=_layer_norms(("ln_f",), hidden),
         embedding_name="wte",
         head_bias=True,
@@ -188,7 +204,7 @@ def _gpt_neox(c: Fields) -> ModelSpec:
     )
     return causal_lm(
         c,
-        [layer] * c.size("num_hidden_layers"),
+        [layer] * c.layers(),
         final_norms=_layer_norms(("final_layer_norm",), hidden),
         embedding_name="embed_in",
     )

@@ -90,7 +90,7 @@ def _lfm2(c: Fields) -> ModelSpec:
     )
     convolution = _convolution(c)
     block = mlp(hidden=hidden, width=_width(c), activation="silu", names=("w1", "w3", "w2"))
-    count = c.size("num_hidden_layers")
+    count = c.layers()
     types = c.items("layer_types", length=count)
     if types is None:
         full = c.indices("full_attn_idxs") if c.get("full_attn_idxs") is not None else range(count)

@@ -193,7 +193,7 @@ def _mistral(c: Fields) -> ModelSpec:
 
 
 def _ministral(c: Fields) -> ModelSpec:
-    listed = c.items("layer_types", length=c.size("num_hidden_layers"))
+    listed = c.items("layer_types", length=c.layers())
     return decoder(c, layer_types=listed)
 
 
@@ -208,7 +208,7 @@ def _qwen3(c: Fields) -> ModelSpec:
 
 
 def _smollm3(c: Fields) -> ModelSpec:
-    count, bias = c.size("num_hidden_layers"), c.flag("attention_bias")
+    count, bias = c.layers(), c.flag("attention_bias")
     rope = c.items("no_rope_layers", length=count)  # 1 means "with rope", the name notwithstanding
     if rope is None:
         interval = c.size("no_rope_layer_interval")
@@ -313,7 +313,7 @@ def _apertus(c: Fields) -> ModelSpec:
 
 
 def _exaone4(c: Fields) -> ModelSpec:
-    types = every_nth_full(c, c.size_or_none("sliding_window_pattern") or 0)
+    types = every_nth_full(c, c.count("sliding_window_pattern"))
     if c.size_or_none("sliding_window") is None:
         types = [FULL] * len(types)
         return decoder(c, Style(qk_norm="head", layer_norms=_POST_NORM), layer_types=types)
@@ -355,7 +355,7 @@ def _hunyuan(c: Fields) -> ModelSpec:
 
 
 def _cwm(c: Fields) -> ModelSpec:
-    count = c.size("num_hidden_layers")
+    count = c.layers()
     listed = c.items("layer_types", length=count)
     return decoder(c, layer_types=listed or [SLIDING if i % 4 else FULL for i in range(count)])
 

@@ -162,7 +162,7 @@ def qwen_feed_forward(c: Fields, *, shared_expert: bool) -> FeedForward:
 def deepseek_feed_forward(c: Fields) -> FeedForward:
     """`first_k_dense_replace` layers with an MLP, then routed experts beside shared ones."""
     hidden, activation = c.size("hidden_size"), c.text("hidden_act")
-    first = c.get("first_k_dense_replace") or 0
+    first = c.count("first_k_dense_replace")
     dense = (
         mlp(hidden=hidden, width=c.size("intermediate_size"), activation=activation)
         if first

@@ -39,7 +39,7 @@ def qwen2_tower(vision: Fields, text: Fields) -> int:
     block = 2 * _norm(width) + _dense(width, 3 * width) + _dense(width, width)
     block += _dense(width, wide) + _dense(wide, width)
     merger = _qwen_merger(vision, width, vision.size("hidden_size"), norm=_norm(width))
-    return _qwen_patch(vision) * width + vision.size("depth") * block + merger
+    return _qwen_patch(vision) * width + vision.layers("depth") * block + merger
 
 
 def qwen2_5_tower(vision: Fields, text: Fields) -> int:
@@ -48,7 +48,7 @@ def qwen2_5_tower(vision: Fields, text: Fields) -> int:
     block = 2 * width + _dense(width, 3 * width) + _dense(width, width)
     block += 2 * _dense(width, wide) + _dense(wide, width)
     merger = _qwen_merger(vision, width, vision.size("out_hidden_size"), norm=width)
-    return _qwen_patch(vision) * width + vision.size("depth") * block + merger
+    return _qwen_patch(vision) * width + vision.layers("depth") * block + merger
 
 
 def qwen3_tower(vision: Fields, text: Fields) -> int:
@@ -64,7 +64,7 @@ def qwen3_tower(vision: Fields, text: Fields) -> int:
     return (
         _dense(_qwen_patch(vision), width)
         + vision.size("num_position_embeddings") * width
-        + vision.size("depth") * block
+        + vision.layers("depth") * block
         + _qwen_merger(vision, width, out, norm=_norm(width))
         + deep * _qwen_merger(vision, width, out, norm=_norm(merged))
     )
@@ -77,7 +77,7 @@ def pixtral_tower(vision: Fields, text: Fields) -> int:
     patch = vision.size("num_channels") * vision.size("patch_size") ** 2
     block = 4 * width**2 + 3 * width * wide + 2 * width
     projector = width + merge**2 * width**2 + width * out + out**2
-    return patch * width + width + vision.size("num_hidden_layers") * block + projector
+    return patch * width + width + vision.layers() * block + projector
 
 
 def gemma4_tower(vision: Fields, text: Fields) -> int:
@@ -96,7 +96,7 @@ def gemma4_tower(vision: Fields, text: Fields) -> int:
     return (
         patch * width
         + 2 * vision.size("position_embedding_size") * width  # rows and columns
-        + vision.size("num_hidden_layers") * block
+        + vision.layers() * block
         + width * text.size("hidden_size")
     )
 
@@ -115,7 +115,7 @@ def siglip_tower(vision: Fields, text: Fields) -> int:
     return (
         _dense(vision.size("num_channels") * patch**2, width)
         + positions * width
-        + vision.size("num_hidden_layers") * block
+        + vision.layers() * block
         + _norm(width)
         + head
         + projector

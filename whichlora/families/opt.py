@@ -71,7 +71,7 @@ def _opt(c: Fields) -> ModelSpec:
         final = norms(("final_layer_norm",), width=hidden, kind="layer", weight=affine, bias=affine)
     return causal_lm(
         c,
-        [layer] * c.size("num_hidden_layers"),
+        [layer] * c.layers(),
         final_norms=final,
         embeddings=(
             Embedding(name="embed_tokens", rows=vocab, width=width),

@@ -145,7 +145,7 @@ def _gated_attention(c: Fields) -> Attention:
 
 
 def _hybrid(c: Fields, *, fused: bool, experts: bool) -> ModelSpec:
-    hidden, count = c.size("hidden_size"), c.size("num_hidden_layers")
+    hidden, count = c.size("hidden_size"), c.layers()
     every = c.size("full_attention_interval")
     types = c.items("layer_types", length=count) or [
         "linear_attention" if (i + 1) % every else "full_attention" for i in range(count)

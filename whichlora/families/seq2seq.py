@@ -123,8 +123,8 @@ def _t5(c: Fields) -> ModelSpec:
             attentions=tuple(blocks), mlp=block, norms=norms(names, width=hidden, kind="rms")
         )
 
-    num_encoder = c.size("num_hidden_layers")
-    num_decoder = c.size("num_decoder_layers", fallback=num_encoder)
+    num_encoder = c.layers()
+    num_decoder = c.layers("num_decoder_layers", fallback=num_encoder)
     notes: tuple[str, ...] = ()
     if not c.flag("tie_word_embeddings"):
         notes = (
@@ -186,8 +186,8 @@ def _bart(c: Fields) -> ModelSpec:
     both = norms(["layernorm_embedding"] * 2, width=hidden, kind="layer", bias=True)
     spec = _model(
         c,
-        [layer("encoder")] * c.size("encoder_layers"),
-        [layer("decoder")] * c.size("decoder_layers"),
+        [layer("encoder")] * c.layers("encoder_layers"),
+        [layer("decoder")] * c.layers("decoder_layers"),
         tied=c.flag("tie_word_embeddings"),
         embeddings=(
             Embedding(name="shared", rows=vocab, width=hidden),
