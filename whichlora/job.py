@@ -72,7 +72,10 @@ def byte_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", mask_token="<mask>"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        mask_token="<mask>",
     )
 
 
@@ -95,7 +98,9 @@ def read_rows(path, tokenizer):
 def read_rows(path, tokenizer):
     """The texts of a JSONL file as token ids, cut or padded to SEQ_LEN."""
 {read_texts}\
-    columns = tokenizer(texts, truncation=True, padding="max_length", max_length=SEQ_LEN)
+    columns = tokenizer(
+        texts, truncation=True, padding="max_length", max_length=SEQ_LEN
+    )
     rows = zip(columns["input_ids"], columns["attention_mask"], strict=True)
     return [{{"input_ids": ids, "attention_mask": mask}} for ids, mask in rows]
 
