@@ -280,10 +280,9 @@ def _tokenizer_lines(tokenizer: str | None, takes_bytes: bool, hub: Mapping[str,
 
 
 def _model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> list[str]:
-    options: dict[str, Any] = {
-        "dtype": _Code(f"torch.{run.weight_dtype}"),
-        "attn_implementation": run.attn,
-    }
+    options: dict[str, Any] = {"dtype": _Code(f"torch.{run.weight_dtype}")}
+    if run.attn != "sdpa":  # which transformers takes by itself, where the architecture has it
+        options["attn_implementation"] = run.attn
     quant = run.effective_quant
     if quant in FOUR_BIT_BNB:
         options["quantization_config"] = _call(

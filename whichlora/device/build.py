@@ -63,8 +63,10 @@ def build_model(
     dtype = getattr(torch, run.weight_dtype)
     config = _model_config(model_config)
     auto_class = auto_class_of(config)
+    # SDPA is what transformers takes by itself, wherever the architecture has it.
+    attn = None if run.attn == "sdpa" else run.attn
     with torch.device("meta"), no_init_weights():
-        model = auto_class.from_config(config, dtype=dtype, attn_implementation=run.attn)
+        model = auto_class.from_config(config, dtype=dtype, attn_implementation=attn)
     model.tie_weights()
     quantizer = _quantizer(run, dtype)
     if quantizer is not None:
