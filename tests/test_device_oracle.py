@@ -71,7 +71,7 @@ def measure(
         target_modules="all-linear",
         seq_lens=[run.seq_len, run.seq_len // 2],
         num_batches=2,
-        timeout_s=60,
+        timeout_s=300,
     )
 
 
