@@ -161,13 +161,13 @@ def estimate(
     as_json: bool,
     **lists: list[Any],
 ) -> None:
-    """Peak memory and time, without a GPU and without running anything.
+    r"""Peak memory and time, without a GPU and without running anything.
 
     Every list with commas makes a grid.
 
     \b
     Example:
-      whichlora estimate meta-llama/Llama-3.1-8B --gpu h100-sxm-80gb \\
+      whichlora estimate meta-llama/Llama-3.1-8B --gpu h100-sxm-80gb \
           --method lora,qlora --batch-size 1,4,16 --seq-len 2048
     """
     from whichlora import api
@@ -201,7 +201,7 @@ def estimate(
 @click.option("--fresh", is_flag=True, help="Measure again what an earlier run measured.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def run(config: Path, fresh: bool, as_json: bool) -> None:
-    """Find the largest model, variant and batch size that meet the limits of CONFIG.
+    r"""Find the largest model, variant and batch size that meet the limits of CONFIG.
 
     Predicts every candidate, profiles those that could change the answer, and writes the table,
     the reasons and a ready train.py to the output directory. An interrupted run resumes.
@@ -225,7 +225,7 @@ def run(config: Path, fresh: bool, as_json: bool) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print every field.")
 def gpus(as_json: bool) -> None:
-    """List the accelerators of the catalog, and what this machine has.
+    r"""List the accelerators of the catalog, and what this machine has.
 
     \b
     Example:
@@ -247,7 +247,7 @@ def gpus(as_json: bool) -> None:
 @click.argument("pattern", default="")
 @click.option("--json", "as_json", is_flag=True, help="Print every field.")
 def models(pattern: str, as_json: bool) -> None:
-    """List the models of the database whose name contains PATTERN.
+    r"""List the models of the database whose name contains PATTERN.
 
     \b
     Example:

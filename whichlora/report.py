@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -400,8 +401,7 @@ def explanation(answer: Answer) -> list[str]:
         lines.append(f"{model} left out in stage 1: {deciding(closest)}")
     from whichlora.workflow import describe
 
-    for one in before[:MAX_REASONS]:
-        lines.append(f"{describe(one.run)} left out: {deciding(one)}")
+    lines.extend(f"{describe(one.run)} left out: {deciding(one)}" for one in before[:MAX_REASONS])
     if len(before) > MAX_REASONS:
         lines.append(
             f"… and {len(before) - MAX_REASONS} more better-ranked candidates, see the table"
@@ -450,7 +450,8 @@ def print_answer(answer: Answer) -> None:
     if "job" in answer.files and answer.training is None:
         from whichlora.job import train_command
 
-        console.print(f"start the fine-tuning with: {train_command(answer.files['job'])}")
+        command = shlex.join(train_command(answer.files["job"]))
+        console.print(f"start the fine-tuning with: {command}", markup=False, soft_wrap=True)
 
 
 def _print_errors(console: Console, rows: Sequence[dict[str, Any]]) -> None:
@@ -477,9 +478,9 @@ def _print_training(console: Console, answer: Answer) -> None:
         predicted = best.total_s.value
         console.print(
             f"trained: {format_seconds(seconds)} for the whole fine-tuning "
-            f"(expected {format_seconds(predicted)}), final loss {training.get('train_loss')}"
+            f"(expected {format_seconds(predicted)}), final loss {training.get('final_loss')}"
         )
-    console.print(f"result: {training.get('output_dir', '')}", markup=False)
+    console.print(f"adapter: {training.get('output', '')}", markup=False)
 
 
 # --- files --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from whichlora.errors import ConfigError
 KiB = 1024
 MiB = 1024**2
 GiB = 1024**3
+MAX_BYTES = 10**18  # no device, but a slipped unit
 
 _BYTE_UNITS = {
     "B": 1,
@@ -36,7 +37,10 @@ def parse_bytes(text: str, *, setting: str = "size") -> int:
         raise ConfigError(
             f"{setting}: {text!r} is not a size; write a number with a unit such as 24GiB or 24GB"
         )
-    return int(float(match.group(1)) * _BYTE_UNITS.get(unit, 1))
+    size = float(match.group(1)) * _BYTE_UNITS.get(unit, 1)
+    if size > MAX_BYTES:
+        raise ConfigError(f"{setting}: {text[:40]!r} is more than any device has; at most 1EB")
+    return int(size)
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import subprocess
 import sys
 import uuid
@@ -35,7 +35,6 @@ from whichlora.search import (
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.jsonfiles import read_object, write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
-from whichlora.targets import resolve_targets
 from whichlora.validation import check
 
 WIDTH_BINS = 16  # distinct batch widths that the total time is summed over
@@ -307,8 +306,6 @@ class Session:
         model = self.calibration.time["finetune"]
         widest = self._features[(run, max(load.widths))]
         seconds, _ = timing.seconds(model, widest)
-        import math
-
         factor = math.exp(1.644854 * timing.log_deviation(model, widest, float(seconds)))
         return Quantity(value=total, low=total / factor, high=total * factor, measured=False)
 
@@ -323,7 +320,7 @@ class Session:
         load = self.workload(run.model, run.batch_size) if run.phase == "finetune" else None
         training = load is not None
         number = self.plan.num_batches if training else self.plan.num_runs
-        measurement = self._device().measure(
+        measurement: Measurement = self._device().measure(
             run,
             model_config=self.models[run.model].config,
             target_modules=self._jobs[run].targets,
@@ -415,23 +412,23 @@ def _search(session: Session) -> Answer:
     plan = session.plan
     policy = plan.profile
     measured_only = policy != "none"
-    session.progress.say(f"stage 1: inference of {len(plan.models)} models on {session.gpu.key}")
     inference_runs = session.inference_runs()
-    inference = session.stage(inference_runs, CHOOSE_INFERENCE[policy])
-    kept = kept_models(inference)
     while True:
+        session.progress.say(f"stage 1: inference of {len(plan.models)} models, {session.gpu.key}")
+        inference = session.stage(inference_runs, CHOOSE_INFERENCE[policy])
+        kept = kept_models(inference)
         session.progress.say(f"stage 2: fine-tuning of {len(kept)} models that meet the limits")
         finetune_runs = session.finetune_runs(kept)
         finetune = session.stage(finetune_runs, CHOOSE_FINETUNE[policy])
         best = winner(finetune, measured_only=measured_only)
-        if best is None or policy == "none":
+        if policy == "none":
             break
-        # the winner's own serving must have been measured, too
-        refuted = _confirm_serving(session, best.run.model, inference_runs)
-        if not refuted:
+        if best is not None:  # its serving must have been measured, too
+            _confirm_serving(session, best.run.model, inference_runs)
+        inference = [session.judge(run) for run in inference_runs]
+        # what was learned since may have reopened stage 1, or refuted a model it had kept
+        if CHOOSE_INFERENCE[policy](inference) is None and kept_models(inference) == kept:
             break
-        kept = tuple(model for model in kept if model != best.run.model)
-    inference = [session.judge(run) for run in inference_runs]
     finetune = [session.judge(run) for run in finetune_runs]
     best = winner(finetune, measured_only=measured_only)
     if session.measured:
@@ -467,10 +464,8 @@ def _search(session: Session) -> Answer:
     )
 
 
-def _confirm_serving(session: Session, model: str, runs: Sequence[RunConfig]) -> bool:
-    """Measure the configurations of `model` that are only predicted to meet the limits, until
-    one does; True when none does.
-    """
+def _confirm_serving(session: Session, model: str, runs: Sequence[RunConfig]) -> None:
+    """Measure what `model` is only predicted to serve, until one configuration meets."""
 
     def choose(candidates: Sequence[Candidate]) -> Candidate | None:
         if any(one.measured and one.verdict == "meets" for one in candidates):
@@ -478,8 +473,7 @@ def _confirm_serving(session: Session, model: str, runs: Sequence[RunConfig]) ->
         left = [one for one in candidates if not one.measured and one.verdict != "misses"]
         return max(left, key=lambda one: one.chance, default=None)
 
-    candidates = session.stage([run for run in runs if run.model == model], choose)
-    return not any(one.measured and one.verdict == "meets" for one in candidates)
+    session.stage([run for run in runs if run.model == model], choose)
 
 
 def _write(session: Session, answer: Answer) -> dict[str, Path]:
@@ -514,17 +508,16 @@ def _write(session: Session, answer: Answer) -> dict[str, Path]:
     )
     script = train_script(
         best,
-        model_config=session.models[best.model].config,
         target_modules=job.targets,
-        max_length=plan.finetune.seq_len,
-        tokenizer=plan.tokenizers.get(best.model, best.model),
-        weights=plan.weights,
         epochs=plan.epochs,
         learning_rate=plan.learning_rate,
         seed=plan.seed,
-        has_validation="validation" in data,
+        tokenizer=None if plan.weights == "random" else plan.tokenizers.get(best.model),
+        weights=plan.weights,
+        model_config=session.models[best.model].config,
+        batching="longest",  # what the total time was summed over
+        masked_lm=session.models[best.model].task == "encoder",
         trust_remote_code=plan.trust_remote_code,
-        device_kind=session.gpu.kind,
     )
     path = folder / "train.py"
     path.write_text(script, encoding="utf-8")
@@ -533,19 +526,19 @@ def _write(session: Session, answer: Answer) -> dict[str, Path]:
 
 def _train(session: Session, answer: Answer) -> dict[str, Any]:
     """Run the winning job and say what it measured beside what was predicted."""
+    from whichlora.job import train_command
+
     session.close()  # the job needs the device to itself
     folder = session.plan.output_dir
     job = answer.files["job"]
     session.progress.say(f"training: {job}")
     with (folder / "train.log").open("wb") as log:
-        done = subprocess.run(
-            [sys.executable, job.name], cwd=folder, stdout=log, stderr=subprocess.STDOUT
-        )
+        done = subprocess.run(train_command(job), stdout=log, stderr=subprocess.STDOUT)
     if done.returncode != 0:
         raise MeasurementError(
             f"{job}: ended with exit code {done.returncode}; its output is in {folder}/train.log"
         )
-    return read_object(folder / "result.json")
+    return read_object(folder / "output" / "result.json") | {"output": str(folder / "output")}
 
 
 def describe(run: RunConfig) -> str:

@@ -1,0 +1,93 @@
+"""A device that answers from the formulas: the workflow without torch, in milliseconds."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from whichlora import api
+from whichlora.calibration import prior_calibration
+from whichlora.prediction import predict, predict_step, resolve
+from whichlora.results import Measurement, Outcome
+from whichlora.specs import RunConfig
+
+DATE = "2026-11-21T00:00:00+00:00"
+
+
+class FakeProfiler:
+    """Stands in for `device.profile.Profiler`.
+
+    A step takes `TIME_FACTOR` times what the priors say and a peak `MEMORY_FACTOR` times; what
+    needs more than `OUT_OF_MEMORY_BYTES` runs out of memory. Every call is noted in `calls`.
+    """
+
+    TIME_FACTOR = 1.3
+    MEMORY_FACTOR = 1.02
+    OUT_OF_MEMORY_BYTES = 1 << 60
+    OUTCOMES: Mapping[str, Outcome] = {}  # method -> how its runs end
+    SLEEP_S = 0.0
+    calls: list[RunConfig] = []  # noqa: RUF012 - shared on purpose: the test reads it
+
+    def __init__(self, *, gpu: str, provenance: Mapping[str, Any], **_: Any) -> None:
+        self._gpu = api.find_gpu(gpu)
+        self._provenance = dict(provenance)
+
+    def close(self) -> None:
+        pass
+
+    def measure(
+        self,
+        run: RunConfig,
+        *,
+        model_config: Mapping[str, Any],
+        target_modules: Sequence[str],
+        seq_lens: Sequence[int],
+        num_batches: int,
+        timeout_s: float,
+    ) -> Measurement:
+        time.sleep(self.SLEEP_S)
+        self.calls.append(run)
+        with open(os.environ.get("WHICHLORA_TEST_CALLS", os.devnull), "a") as calls:
+            calls.write(f"{run}\n")
+        model = api.load_model(run.model)
+        prior = prior_calibration(self._gpu)
+        predicted = predict(model, run, self._gpu, prior)
+        peak = round(predicted.memory.peak_allocated_bytes * self.MEMORY_FACTOR)
+        outcome = self.OUTCOMES.get(run.method, "ok") if run.phase == "finetune" else "ok"
+        if peak > self.OUT_OF_MEMORY_BYTES:
+            outcome = "oom"
+        values: dict[str, Any] = {}
+        if outcome == "ok" and run.phase == "finetune":
+            job = resolve(model, run, self._gpu)
+            steps = [predict_step(job, prior, seq_len=length).step_s for length in seq_lens]
+            values = {
+                "step_s": tuple(self.TIME_FACTOR * step for step in steps if step),
+                "batch_seq_len": tuple(seq_lens),
+                "peak_allocated_bytes": peak,
+            }
+        elif outcome == "ok":
+            found = predicted.time
+            prefill = self.TIME_FACTOR * (found.prefill_s or 0)
+            decode = self.TIME_FACTOR * (found.decode_s_per_token or 0)
+            values = {
+                "prefill_s": (prefill,) * num_batches,
+                "decode_s_per_token": (decode,) * num_batches,
+                "generate_s": (prefill + (run.max_new_tokens - 1) * decode,) * num_batches,
+                "peak_allocated_bytes": peak,
+            }
+        return Measurement(
+            id=uuid.uuid4().hex,
+            gpu=self._gpu.key,
+            date=DATE,
+            config=run.to_dict(),
+            model_config=dict(model_config),
+            outcome=outcome,
+            detail="" if outcome == "ok" else "on purpose",
+            device_s=1.0,
+            environment={"device": "formulas"},
+            provenance=self._provenance,
+            **values,
+        )

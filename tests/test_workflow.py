@@ -1,0 +1,297 @@
+"""Both stages end to end, on a device that answers from the formulas."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_profiler import FakeProfiler
+
+from whichlora import workflow
+from whichlora.errors import ConfigError
+from whichlora.specs import RunConfig
+
+MODELS = ("HuggingFaceTB/SmolLM2-135M", "EleutherAI/pythia-160m", "Qwen/Qwen2.5-0.5B")
+CONFIG = """
+stage1_profile:
+  model_names: [{models}]
+  batch_size: [1, 2]
+  prefill_length: 16
+  tokens_to_generate: 8
+  peak_memory: {inference_memory}
+stage2_profile:
+  batch_size: [1, 2, 4]
+  total_time: {total_time}
+  peak_memory: {finetune_memory}
+methods: {methods}
+ranks: 8
+dataset: {{path: data.jsonl, text_column: text}}
+sequence_length: 64
+gpu: cpu
+precision: fp32
+weights: random
+profile: {profile}
+output_dir: out
+calibration_dir: calibration
+"""
+
+
+class Silent:
+    """A progress that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def profiling(self, run: RunConfig, *, number: int, open_candidates: int) -> None:
+        self.said.append(f"profile {number}: {workflow.describe(run)}")
+
+    def learned(self, measurement: Any, prediction: Any) -> None:
+        self.said.append(f"learned {measurement.outcome}")
+
+
+@pytest.fixture(autouse=True)
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> type[FakeProfiler]:
+    monkeypatch.setattr("whichlora.device.profile.Profiler", FakeProfiler)
+    monkeypatch.setattr(FakeProfiler, "calls", [])
+    return FakeProfiler
+
+
+def write_config(folder: Path, **changes: str) -> Path:
+    rng = random.Random(0)
+    rows = [{"text": "x" * rng.randint(5, 90)} for _ in range(200)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "models": ", ".join(MODELS),
+        "methods": "[lora, qlora]",
+        "profile": "frontier",
+        "inference_memory": "64GiB",
+        "finetune_memory": "64GiB",
+        "total_time": "10h",
+    }
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.format(**(values | changes)))
+    return path
+
+
+def test_the_largest_model_wins_when_nothing_limits_it(tmp_path: Path) -> None:
+    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    assert answer.winner is not None
+    assert answer.winner.run.model == "Qwen/Qwen2.5-0.5B"
+    assert answer.winner.measured
+    assert answer.kept == ("Qwen/Qwen2.5-0.5B", "EleutherAI/pythia-160m", MODELS[0])
+
+
+def test_the_winners_serving_was_measured_too(tmp_path: Path) -> None:
+    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    assert answer.winner is not None
+    serving = [one for one in answer.inference if one.run.model == answer.winner.run.model]
+    assert any(one.measured and one.verdict == "meets" for one in serving)
+
+
+def test_the_frontier_finds_what_profiling_everything_finds_in_fewer_runs(
+    tmp_path: Path, fake_device: type[FakeProfiler]
+) -> None:
+    limits = {"finetune_memory": "1.3GiB", "total_time": "20min"}
+    (tmp_path / "all").mkdir()
+    (tmp_path / "frontier").mkdir()
+    everything = workflow.run(
+        write_config(tmp_path / "all", profile="all", **limits), progress=Silent()
+    )
+    runs_of_all = len(fake_device.calls)
+    frontier = workflow.run(write_config(tmp_path / "frontier", **limits), progress=Silent())
+    assert everything.winner is not None
+    assert frontier.winner is not None
+    assert frontier.winner.run == everything.winner.run
+    assert runs_of_all == len(everything.inference) + len(everything.finetune)
+    assert len(fake_device.calls) - runs_of_all < runs_of_all / 2
+
+
+def test_a_model_that_cannot_be_served_is_never_fine_tuned(
+    tmp_path: Path, fake_device: type[FakeProfiler]
+) -> None:
+    answer = workflow.run(write_config(tmp_path, inference_memory="1GiB"), progress=Silent())
+    assert "Qwen/Qwen2.5-0.5B" not in answer.kept
+    trained = {run.model for run in fake_device.calls if run.phase == "finetune"}
+    assert "Qwen/Qwen2.5-0.5B" not in trained
+    assert answer.winner is not None
+    assert answer.winner.run.model == "EleutherAI/pythia-160m"
+
+
+def test_a_dry_run_measures_nothing_and_still_answers(
+    tmp_path: Path, fake_device: type[FakeProfiler]
+) -> None:
+    answer = workflow.run(write_config(tmp_path, profile="none"), progress=Silent())
+    assert fake_device.calls == []
+    assert answer.winner is not None
+    assert not answer.winner.measured
+
+
+def test_a_dry_run_answers_for_an_accelerator_that_is_not_here(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none")
+    path.write_text(path.read_text().replace("gpu: cpu", "gpu: a100-sxm-80gb"))
+    answer = workflow.run(path, progress=Silent())
+    assert answer.gpu.key == "a100-sxm-80gb"
+    assert answer.winner is not None
+
+
+def test_profiling_an_accelerator_that_is_not_here_is_refused_at_once(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    path.write_text(path.read_text().replace("gpu: cpu", "gpu: a100-sxm-80gb"))
+    with pytest.raises(ConfigError, match=r"gpu: a100-sxm-80gb is not in this machine .* none"):
+        workflow.run(path, progress=Silent())
+
+
+@pytest.mark.parametrize("outcome", ["oom", "crashed", "killed", "timeout", "error"])
+def test_a_failed_profile_is_a_result_and_the_sweep_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    monkeypatch.setattr(FakeProfiler, "OUTCOMES", {"lora": outcome})
+    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    assert answer.winner is not None
+    assert answer.winner.run.method == "qlora"
+    failed = [one for one in answer.finetune if one.measured and one.run.method == "lora"]
+    assert failed
+    assert all(outcome in one.failure for one in failed)
+
+
+def test_running_out_of_memory_rules_out_larger_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_device: type[FakeProfiler]
+) -> None:
+    monkeypatch.setattr(FakeProfiler, "OUT_OF_MEMORY_BYTES", 1 << 20)
+    answer = workflow.run(write_config(tmp_path, profile="all"), progress=Silent())
+    assert answer.winner is None
+    per_variant = [(run.model, run.method) for run in fake_device.calls if run.method]
+    finetunes = [run for run in fake_device.calls if run.phase == "finetune"]
+    assert len(finetunes) == len({(run.model, run.method) for run in finetunes})
+    assert per_variant
+
+
+def test_nothing_fits_names_the_closest_and_what_it_lacks(tmp_path: Path) -> None:
+    from whichlora.report import explanation
+
+    answer = workflow.run(write_config(tmp_path, finetune_memory="1MiB"), progress=Silent())
+    assert answer.winner is None
+    text = "\n".join(explanation(answer))
+    assert "Nothing meets every limit." in text
+    assert "it would need peak memory limit of at least" in text
+
+
+def test_the_answer_lies_in_files_that_add_up(tmp_path: Path) -> None:
+    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    written = json.loads((tmp_path / "out" / "answer.json").read_text())
+    assert answer.winner is not None
+    assert written["winner"]["model"] == answer.winner.run.model
+    with (tmp_path / "out" / "candidates.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(answer.inference) + len(answer.finetune)
+    compile((tmp_path / "out" / "train.py").read_text(), "train.py", "exec")
+    with (tmp_path / "out" / "predicted_vs_measured.csv").open() as file:
+        compared = list(csv.DictReader(file))
+    assert {row["quantity"] for row in compared} >= {"peak_allocated", "step", "prefill", "decode"}
+
+
+def test_the_refit_brings_predictions_closer_and_names_itself(tmp_path: Path) -> None:
+    from whichlora import api
+    from whichlora.report import comparison_rows
+
+    path = write_config(tmp_path, profile="all")
+    answer = workflow.run(path, progress=Silent())
+    rows = [row for row in comparison_rows(answer.compared) if row["quantity"] == "step"]
+    cold = max(abs(row["cold_error"]) for row in rows)
+    after = max(abs(row["after_error"]) for row in rows)
+    assert cold == pytest.approx(1 - 1 / FakeProfiler.TIME_FACTOR, rel=0.01)
+    assert after < cold / 3
+    [prediction] = api.estimate(
+        [answer.finetune[0].run], ["cpu"], calibration_dir=tmp_path / "calibration"
+    )
+    assert "calibration cpu-" in prediction.basis
+
+
+def test_total_time_follows_the_tokens_of_the_data(tmp_path: Path) -> None:
+    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    best = answer.winner
+    assert best is not None
+    assert best.total_s is not None
+    measurement = best.measurement
+    assert measurement is not None
+    per_token = sum(measurement.step_s) / (sum(measurement.batch_seq_len) * best.run.batch_size)
+    padded = sum(
+        (min(64, max(lengths)) * len(lengths) for lengths in _batches(tmp_path, best.run)), 0
+    )
+    assert best.total_s.value == pytest.approx(per_token * padded, rel=0.15)
+
+
+def _batches(folder: Path, run: RunConfig) -> list[list[int]]:
+    """Text lengths of some shuffle into batches; the widths' distribution is what counts."""
+    rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+    lengths = [len(row["text"]) for row in rows][: round(len(rows) * 0.95)]
+    random.Random(1).shuffle(lengths)
+    size = run.batch_size
+    return [lengths[i : i + size] for i in range(0, len(lengths), size)]
+
+
+def test_a_finished_run_resumes_without_measuring_again(
+    tmp_path: Path, fake_device: type[FakeProfiler]
+) -> None:
+    path = write_config(tmp_path)
+    first = workflow.run(path, progress=Silent())
+    measured = len(fake_device.calls)
+    again = workflow.run(path, progress=Silent())
+    assert len(fake_device.calls) == measured
+    assert first.winner is not None
+    assert again.winner is not None
+    assert again.winner.run == first.winner.run
+
+
+def test_fresh_measures_again(tmp_path: Path, fake_device: type[FakeProfiler]) -> None:
+    path = write_config(tmp_path)
+    workflow.run(path, progress=Silent())
+    measured = len(fake_device.calls)
+    workflow.run(path, progress=Silent(), fresh=True)
+    assert len(fake_device.calls) > measured
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killing_the_run_loses_no_finished_measurement(tmp_path: Path, seed: int) -> None:
+    path = write_config(tmp_path, profile="all")
+    calls = tmp_path / "calls"
+    environment = os.environ | {
+        "WHICHLORA_TEST_CALLS": str(calls),
+        "PYTHONPATH": str(Path(workflow.__file__).parent.parent),
+    }
+    script = Path(__file__).with_name("run_with_fake_profiler.py")
+    command = [sys.executable, str(script), "0.05", "run", str(path)]
+
+    def records() -> int:
+        files = (tmp_path / "calibration").rglob("*.jsonl")
+        return sum(file.read_bytes().count(b"\n") for file in files)
+
+    killed = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    wanted = 1 + 3 * seed
+    deadline = time.monotonic() + 60
+    while records() < wanted and time.monotonic() < deadline and killed.poll() is None:
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    finished = records()
+    assert finished >= wanted
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "resumed:" in done.stderr
+    # at most the one measurement that was under way when the process died ran twice
+    assert calls.read_text().count("\n") <= records() + 1
+    assert records() == 6 + 18
