@@ -13,8 +13,12 @@ import pytest
 
 from whichlora.architecture import ModelSpec
 from whichlora.families import FAMILIES, build, known_types
+from whichlora.memory.ledger import trained_params
+from whichlora.methods import get_method
+from whichlora.specs import ALL_LINEAR
 from whichlora.store.models import list_models
 from whichlora.store.paths import data_folder
+from whichlora.targets import resolve_targets
 
 pytestmark = pytest.mark.oracle
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -142,29 +146,10 @@ def test_every_norm_in_the_layers_is_described_and_no_other(model_type: str) -> 
     assert described_norms(spec) == real_norms(model)
 
 
-EXPERTS_ADAPTED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "qwen3_moe", "qwen3_next")
-
-
 def all_linear_params(spec: ModelSpec) -> int:
-    """What PEFT 0.21 trains for `target_modules="all-linear"` at rank R, outside the head.
-
-    For the types below PEFT translates the names that the experts had in transformers 4 into
-    parameters: the experts get adapters, at twice the rank where gate and up are one, and so
-    does the router; a matrix module that shares one of those names gets none.
-    """
-    moved: set[str] = set()
-    if spec.model_type == "mixtral":
-        moved = {"gate", "w1", "w2", "w3"}
-    elif spec.model_type in EXPERTS_ADAPTED:
-        moved = {"gate", "gate_proj", "up_proj", "down_proj"}
-    total = sum(R * (x.in_features + x.out_features) for x in spec.head_linears)
-    for layer, times in spec.layers():
-        for x in layer.linears:
-            rank = R if x.is_module and x.name not in moved else 0
-            if moved and not x.is_module:
-                rank = 2 * R if x.name == "gate_up_proj" else R
-            total += times * x.count * rank * (x.in_features + x.out_features)
-    return total
+    """What we say that PEFT trains for `target_modules="all-linear"` at rank R."""
+    targets = resolve_targets(spec, (ALL_LINEAR,))
+    return int(trained_params(spec, targets, get_method("lora"), R))
 
 
 @pytest.mark.parametrize("model_type", [x for x in sorted(SMALLEST) if x in FAMILIES])

@@ -25,6 +25,8 @@ class Linear:
         active: how many of them each token passes through.
         is_module: an `nn.Linear` or `Conv1D`, so that it can take an adapter and be quantised;
             False for a slice of a 3-D expert parameter or of any other bare parameter.
+        adapter_rank: how many times the asked rank its adapter gets from PEFT, 0 for none; None
+            for the rule: 1 for a module, 0 for a bare parameter.
     """
 
     name: str
@@ -35,6 +37,12 @@ class Linear:
     count: int = 1
     active: int = 1
     is_module: bool = True
+    adapter_rank: int | None = None
+
+    @property
+    def rank_multiple(self) -> int:
+        """Rank of its adapter over the asked rank; 0 where PEFT adds none."""
+        return int(self.is_module) if self.adapter_rank is None else self.adapter_rank
 
     @property
     def num_weights(self) -> int:
@@ -53,12 +61,12 @@ class Norm:
     Args:
         kind: "rms" computes in fp32 and scales the result cast back to the stream's dtype
             (Llama); "rms_offset" scales by (1 + weight) in fp32 (Gemma); "layer" is
-            `nn.LayerNorm`.
+            `nn.LayerNorm`; "layer_steps" the same written out in fp32 operators (Cohere).
         rows: 1 for the hidden state, the number of heads for a norm over one head.
     """
 
     name: str
-    kind: Literal["rms", "rms_offset", "layer"]
+    kind: Literal["rms", "rms_offset", "layer", "layer_steps"]
     width: int
     rows: int = 1
     weight: bool = True
@@ -87,6 +95,11 @@ class Attention:
         cache_elements: elements per token that a KV cache keeps for this layer.
         state_elements: elements per sequence of a cache of fixed size (recurrent, conv).
         other_params: bare parameters: sinks, convolution kernels, decay vectors.
+        dropout: probability that a trained model drops an attention weight.
+        sdpa: what a request for SDPA ends in: the "fused" kernel, "math" where the shapes rule
+            that out (Falcon's broadcast key head), "eager" where the class has no SDPA.
+        joins_rotation: rotated and unrotated parts of the heads are concatenated, so that
+            queries and keys are contiguous per head.
     """
 
     kind: Literal["softmax", "linear", "conv"] = "softmax"
@@ -105,6 +118,9 @@ class Attention:
     cache_elements: int = 0
     state_elements: int = 0
     other_params: int = 0
+    dropout: float = 0.0
+    sdpa: Literal["fused", "math", "eager"] = "fused"
+    joins_rotation: bool = False
 
     @property
     def q_width(self) -> int:
@@ -136,7 +152,8 @@ class Mlp:
     """A feed-forward block; `gated` has two input projections whose product is projected back.
 
     `width` is what one token passes through (one expert's width; experts are counted by
-    `Moe`). `activation` is the Hugging Face name (silu, gelu, gelu_new, relu, …).
+    `Moe`). `activation` is the Hugging Face name (silu, gelu, gelu_new, relu, …). `dropout`
+    says that training drops values between the activation and the last projection.
     """
 
     width: int
@@ -144,6 +161,7 @@ class Mlp:
     activation: str
     linears: tuple[Linear, ...]
     norms: tuple[Norm, ...] = ()
+    dropout: bool = False
 
     @property
     def num_params(self) -> int:
@@ -171,13 +189,22 @@ class Moe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One transformer block. `norms` are those over the hidden state, in forward order."""
+    """One transformer block.
+
+    Args:
+        norms: those over the hidden state, in forward order.
+        parallel: attention and MLP read the layer's input, each through a norm or one for both.
+        post_norm: no norm reads the layer's input (BERT, OLMo 2).
+        dropouts: widths of the tensors that training drops values of, outside the MLP.
+    """
 
     attentions: tuple[Attention, ...]
     mlp: Mlp | None = None
     moe: Moe | None = None
     norms: tuple[Norm, ...] = ()
-    parallel: bool = False  # attention and MLP read the same normalised input
+    parallel: bool = False
+    post_norm: bool = False
+    dropouts: tuple[int, ...] = ()
     other_params: int = 0
 
     @property

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from whichlora.architecture import Layer, Linear, ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.specs import ALL_LINEAR, ATTENTION
 
 
+def all_linears(model: ModelSpec) -> Iterator[Linear]:
+    """The matrices of each distinct layer."""
+    return (linear for layer, _ in model.layers() for linear in layer.linears)
+
+
 def resolve_targets(model: ModelSpec, target_modules: tuple[str, ...]) -> tuple[str, ...]:
     """Leaf names that `target_modules` means for `model`, sorted.
 
-    "all-linear" is every `nn.Linear` and `Conv1D` of the layers, as in PEFT (the output head is
-    left out); "attention" is the projections of the attention blocks.
+    "all-linear" is every matrix that PEFT adapts, the output head left out; "attention" is the
+    projections of the attention blocks.
 
     Raises:
         ConfigError: a name that no layer of the model has, or nothing to adapt.
     """
     candidates = {
-        linear.name for layer, _ in model.layers() for linear in layer.linears if linear.is_module
+        linear.name for linear in (*all_linears(model), *model.head_linears) if linear.rank_multiple
     }
     if not candidates:
         raise ConfigError(f"target_modules: {model.name} has no linear layer that can be adapted")
@@ -31,7 +38,7 @@ def resolve_targets(model: ModelSpec, target_modules: tuple[str, ...]) -> tuple[
                 for layer, _ in model.layers()
                 for attention in layer.attentions
                 for linear in attention.linears
-                if linear.is_module
+                if linear.rank_multiple
             }
         elif target in candidates:
             names.add(target)
@@ -45,4 +52,6 @@ def resolve_targets(model: ModelSpec, target_modules: tuple[str, ...]) -> tuple[
 
 def adapted(layer: Layer, targets: tuple[str, ...]) -> tuple[Linear, ...]:
     """The matrices of `layer` that get an adapter."""
-    return tuple(linear for linear in layer.linears if linear.is_module and linear.name in targets)
+    return tuple(
+        linear for linear in layer.linears if linear.rank_multiple and linear.name in targets
+    )

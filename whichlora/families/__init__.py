@@ -23,6 +23,7 @@ from whichlora.families import (
     qwen_hybrid,
     seq2seq,
 )
+from whichlora.families.experts import with_adapter_ranks
 from whichlora.families.fields import Fields
 from whichlora.families.multimodal import TOWERS, build_multimodal
 
@@ -76,14 +77,13 @@ def build(config: Mapping[str, Any], *, name: str) -> ModelSpec:
             f"{name}: model_type {config.get('model_type')!r} is not known; "
             f"known are {', '.join(known_types())}"
         )
-    return FAMILIES[model_type](
-        Fields(
-            name=name,
-            values=config,
-            defaults=_DEFAULTS[model_type],
-            synonyms=_SYNONYMS.get(model_type, {}),
-        )
+    fields = Fields(
+        name=name,
+        values=config,
+        defaults=_DEFAULTS[model_type],
+        synonyms=_SYNONYMS.get(model_type, {}),
     )
+    return with_adapter_ranks(FAMILIES[model_type](fields))
 
 
 __all__ = ["FAMILIES", "Fields", "build", "known_types"]

@@ -134,8 +134,8 @@ def moe(
 ) -> Moe:
     """Routed experts as transformers 5 stores them: two 3-D parameters, not modules.
 
-    PEFT's target_modules and bitsandbytes pass them by; the router is a bare parameter too
-    unless `router` says otherwise.
+    bitsandbytes passes them by, and so does PEFT but for the types in `experts`; the router is a
+    bare parameter too unless `router` says otherwise.
     """
     shape: dict[str, Any] = {"count": num_experts, "active": experts_per_token, "is_module": False}
     expert = Mlp(

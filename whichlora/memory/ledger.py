@@ -79,6 +79,9 @@ def trained_params(model: ModelSpec, targets: tuple[str, ...], method: Method, r
         for linear in adapted(group.layer, targets):
             one = one + method.adapter_params(linear, r)
         total = total + one * (1 if group.shared else group.count)
+    for linear in model.head_linears:
+        if linear.rank_multiple and linear.name in targets:
+            total = total + method.adapter_params(linear, r)
     return total
 
 

@@ -12,7 +12,8 @@ from whichlora.specs import ALL_LINEAR, RunConfig
 
 def low_rank_params(linear: Linear, r: Count) -> Count:
     """A is [r, in_features], B is [out_features, r]. Kind: exact."""
-    return r * (linear.in_features + linear.out_features) * linear.count
+    rank = r * linear.rank_multiple
+    return rank * (linear.in_features + linear.out_features) * linear.count
 
 
 def peft_config(run: RunConfig) -> dict[str, Any]:

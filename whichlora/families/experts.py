@@ -1,0 +1,68 @@
+"""How PEFT adapts mixtures of experts whose experts became 3-D parameters in transformers 5.
+
+For some model types PEFT 0.21 translates the names that the experts had as modules into
+parameters: every expert gets an adapter, at twice the rank where gate and up are one matrix, and
+so does the router; a matrix module that shares one of those names gets none.
+Source: `peft.utils.transformers_weight_conversion`, compared on meta-device models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.architecture import Layer, Linear, Mlp, ModelSpec, Moe
+
+_PROJECTIONS = frozenset({"gate", "gate_proj", "up_proj", "down_proj"})
+TRANSLATED: dict[str, frozenset[str]] = {
+    "mixtral": frozenset({"gate", "w1", "w2", "w3"}),
+    "deepseek_v2": _PROJECTIONS,
+    "deepseek_v3": _PROJECTIONS,
+    "glm4_moe": _PROJECTIONS,
+    "olmoe": _PROJECTIONS,
+    "qwen3_moe": _PROJECTIONS,
+    "qwen3_next": _PROJECTIONS,
+}
+"""Model type to the module names that PEFT takes for the experts' and the router's."""
+
+
+def with_adapter_ranks(spec: ModelSpec) -> ModelSpec:
+    """`spec` with the rank that PEFT gives each matrix, where its rule is not the plain one."""
+    names = TRANSLATED.get(spec.model_type)
+    if names is None:
+        return spec
+    groups = tuple(replace(group, layer=_layer(group.layer, names)) for group in spec.groups)
+    return replace(spec, groups=groups)
+
+
+def _layer(layer: Layer, names: frozenset[str]) -> Layer:
+    return replace(
+        layer,
+        attentions=tuple(
+            replace(one, linears=_linears(one.linears, names)) for one in layer.attentions
+        ),
+        mlp=None if layer.mlp is None else _mlp(layer.mlp, names),
+        moe=None if layer.moe is None else _moe(layer.moe, names),
+    )
+
+
+def _moe(moe: Moe, names: frozenset[str]) -> Moe:
+    return replace(
+        moe,
+        expert=_mlp(moe.expert, names),
+        router=_linear(moe.router, names),
+        shared=None if moe.shared is None else _mlp(moe.shared, names),
+    )
+
+
+def _mlp(mlp: Mlp, names: frozenset[str]) -> Mlp:
+    return replace(mlp, linears=_linears(mlp.linears, names))
+
+
+def _linears(linears: tuple[Linear, ...], names: frozenset[str]) -> tuple[Linear, ...]:
+    return tuple(_linear(linear, names) for linear in linears)
+
+
+def _linear(linear: Linear, names: frozenset[str]) -> Linear:
+    if linear.is_module:
+        return replace(linear, adapter_rank=0) if linear.name in names else linear
+    return replace(linear, adapter_rank=2 if linear.name == "gate_up_proj" else 1)
