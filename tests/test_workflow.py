@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from fake_profiler import FakeProfiler
 
-from whichlora import workflow
+from whichlora import report, workflow
 from whichlora.errors import ConfigError
 from whichlora.specs import RunConfig
 
@@ -55,7 +55,7 @@ class Silent:
         self.said.append(text)
 
     def profiling(self, run: RunConfig, *, number: int, open_candidates: int) -> None:
-        self.said.append(f"profile {number}: {workflow.describe(run)}")
+        self.said.append(f"profile {number}: {report.describe(run)}")
 
     def learned(self, measurement: Any, prediction: Any) -> None:
         self.said.append(f"learned {measurement.outcome}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from whichlora.errors import DataFileError
+from whichlora.methods import get_method
 from whichlora.results import Measurement, Prediction
 from whichlora.search import Candidate, Check
 from whichlora.specs import GpuSpec, RunConfig
@@ -116,6 +117,18 @@ def variant(run: RunConfig) -> str:
     return run.method if run.method == "full" else f"{run.method} r={run.r}"
 
 
+def describe(run: RunConfig) -> str:
+    """One line that names a candidate."""
+    name = run.model.split("/")[-1]
+    if run.phase == "inference":
+        return (
+            f"{name} inference, batch {run.batch_size}, prompt {run.prompt_len}, "
+            f"{run.max_new_tokens} new tokens"
+        )
+    rank = "" if get_method(run.method).trains_base else f" r={run.r}"
+    return f"{name} {run.method}{rank}, batch {run.batch_size}, {run.seq_len} tokens"
+
+
 # --- catalogs -----------------------------------------------------------------------------
 
 
@@ -181,8 +194,6 @@ class Progress:
         self._console.print(text, markup=False)
 
     def profiling(self, run: RunConfig, *, number: int, open_candidates: int) -> None:
-        from whichlora.workflow import describe
-
         self._stop()
         text = f"profile {number}: {describe(run)} ({open_candidates} candidates open)"
         if self._console.is_terminal:
@@ -203,8 +214,6 @@ class Progress:
             self._console.print(text, markup=False)
 
     def learned(self, measurement: Measurement, prediction: Prediction) -> None:
-        from whichlora.workflow import describe
-
         self._stop()
         name = describe(prediction.run)
         if measurement.outcome != "ok":
@@ -375,8 +384,6 @@ def explanation(answer: Answer) -> list[str]:
         pool = [*answer.finetune] or [*answer.inference]
         closest = max(pool, key=lambda one: (one.chance, -one.memory_bytes.value), default=None)
         if closest is not None:
-            from whichlora.workflow import describe
-
             lines.append(f"Closest: {describe(closest.run)}.")
             lines.extend(
                 f"  it would need {check.limit} of at least "
@@ -399,8 +406,6 @@ def explanation(answer: Answer) -> list[str]:
         of_model = [one for one in answer.inference if one.run.model == model]
         closest = max(of_model, key=lambda one: one.chance)
         lines.append(f"{model} left out in stage 1: {deciding(closest)}")
-    from whichlora.workflow import describe
-
     lines.extend(f"{describe(one.run)} left out: {deciding(one)}" for one in before[:MAX_REASONS])
     if len(before) > MAX_REASONS:
         lines.append(

@@ -315,6 +315,8 @@ class Session:
         """Profile `run`, or take it from the records of the interrupted run."""
         resumed = self._resumed.pop(run, None)
         if resumed is not None:
+            from whichlora.report import describe
+
             self.progress.say(f"resumed: {describe(run)} was measured before")
             return resumed
         load = self.workload(run.model, run.batch_size) if run.phase == "finetune" else None
@@ -539,18 +541,6 @@ def _train(session: Session, answer: Answer) -> dict[str, Any]:
             f"{job}: ended with exit code {done.returncode}; its output is in {folder}/train.log"
         )
     return read_object(folder / "output" / "result.json") | {"output": str(folder / "output")}
-
-
-def describe(run: RunConfig) -> str:
-    """One line that names a candidate."""
-    name = run.model.split("/")[-1]
-    if run.phase == "inference":
-        return (
-            f"{name} inference, batch {run.batch_size}, prompt {run.prompt_len}, "
-            f"{run.max_new_tokens} new tokens"
-        )
-    rank = "" if get_method(run.method).trains_base else f" r={run.r}"
-    return f"{name} {run.method}{rank}, batch {run.batch_size}, {run.seq_len} tokens"
 
 
 def _device_of(gpu: GpuSpec) -> str:
