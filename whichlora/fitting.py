@@ -178,11 +178,11 @@ def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:
         ]
     prompt = job.run.prompt_len
     if measurement.prefill_s:
-        features = forward_features(job, new_tokens=prompt, context=prompt)
+        features = forward_features(job, context=prompt, decoding=False)
         found["prefill"] = [Sample(name, features, median(measurement.prefill_s))]
     if measurement.decode_s_per_token:
         context = prompt + max(1, (job.run.max_new_tokens - 1) // 2)
-        features = forward_features(job, new_tokens=1, context=context)
+        features = forward_features(job, context=context, decoding=True)
         found["decode"] = [Sample(name, features, median(measurement.decode_s_per_token))]
     return found
 

@@ -205,15 +205,15 @@ def step_features(job: Job, *, seq_len: int | None = None) -> dict[str, float]:
     return timing.features(done, job.gpu, dtype=job.dtype)
 
 
-def forward_features(job: Job, *, new_tokens: int, context: int) -> dict[str, float]:
+def forward_features(job: Job, *, context: int, decoding: bool) -> dict[str, float]:
     """Time features of one forward: the prompt pass, or one decoding step."""
     done = work.inference_work(
         job.model,
         job.run,
         job.stack,
         batch_size=job.run.batch_size,
-        new_tokens=new_tokens,
         context=context,
+        decoding=decoding,
     )
     return timing.features(done, job.gpu, dtype=job.dtype)
 
@@ -252,7 +252,7 @@ def predict_generation(job: Job, calibration: Calibration) -> TimePrediction:
     """
     run = job.run
     prefill_model, decode_model = calibration.time["prefill"], calibration.time["decode"]
-    prefill = forward_features(job, new_tokens=run.prompt_len, context=run.prompt_len)
+    prefill = forward_features(job, context=run.prompt_len, decoding=False)
     prefill_s, prefill_parts = timing.seconds(prefill_model, prefill)
     deviation = timing.log_deviation(prefill_model, prefill, prefill_s)
     if job.model.task == "encoder":
@@ -270,7 +270,7 @@ def predict_generation(job: Job, calibration: Calibration) -> TimePrediction:
         )
     steps = run.max_new_tokens - 1
     mean_context = run.prompt_len + max(1, steps // 2)
-    decode = forward_features(job, new_tokens=1, context=mean_context)
+    decode = forward_features(job, context=mean_context, decoding=True)
     decode_s, decode_parts = timing.seconds(decode_model, decode)
     decode_deviation = timing.log_deviation(decode_model, decode, decode_s)
     total = prefill_s + steps * decode_s

@@ -68,23 +68,27 @@ def visited_weights(layer: Layer, tokens: Count) -> Count:
     return total
 
 
-def attention_span(layer: Layer, seq_len: Count, attn: str) -> Count:
-    """Mean tokens a query is multiplied with, times two (halves kept whole).
+def attention_flops_per_token(
+    layer: Layer, context: Count, attn: str, *, triangular: bool
+) -> Count:
+    """Scores and weighted values of one query: 2 (head_dim + v_head_dim) per head and key.
 
-    Causal kernels skip the masked half; eager attention computes it.
+    Args:
+        context: keys there are.
+        triangular: queries and keys are the same tokens, so that a causal kernel skips the
+            masked half; eager attention computes it.
     """
-    span = 0 * seq_len
+    flops = 0 * context
     for attention in layer.attentions:
         if attention.kind != "softmax":
             continue
-        seen = seq_len
+        seen = context
         if attention.sliding_window is not None and attn != "eager":
-            seen = smallest(seq_len, attention.sliding_window)
-        causal = attention.causal and not attention.cross and attn != "eager"
-        span = span + attention.num_attention_heads * (
-            (attention.head_dim + attention.v_head_dim) * seen * (1 if causal else 2)
-        )
-    return span
+            seen = smallest(context, attention.sliding_window)
+        half = triangular and attention.causal and not attention.cross and attn != "eager"
+        per_key = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
+        flops = flops + per_key * seen * (1 if half else 2)
+    return flops
 
 
 def layer_ops(layer: Layer, run: RunConfig) -> int:
@@ -146,10 +150,12 @@ def training_work(
         product_flops = product_flops + count * 2 * tokens * weights_active * (passes + recompute)
         stored = sum(weights.linear_bytes(linear, stack) for linear in layer.linears)
         weight_read = weight_read + count * stored * (passes + recompute)
-        forward_attention = 2 * tokens * attention_span(layer, seq_len, run.attn)
+        forward_attention = tokens * attention_flops_per_token(
+            layer, seq_len, run.attn, triangular=True
+        )
         # the backward of a flash kernel recomputes the scores: 2.5 forwards
         attention_flops = attention_flops + count * forward_attention * (7 + 2 * recompute) // 2
-        saved = activations.layer_saved(layer, targets, stack, method, r)
+        saved = activations.layer_saved(layer, targets, stack, method, r, span=seq_len)
         kept = activations.saved_bytes(saved, tokens=tokens, span=0)
         pairs = sum(one.per_token_pair for one in saved)
         elementwise = elementwise + count * kept * (4 + 2 * recompute)
@@ -193,15 +199,14 @@ def inference_work(
     stack: Stack,
     *,
     batch_size: Count,
-    new_tokens: Count,
     context: Count,
+    decoding: bool,
 ) -> Work:
-    """One forward over `new_tokens` tokens per sequence that attend to `context` tokens.
+    """One forward: the prompt pass over `context` tokens, or one decoding step that sees them.
 
-    The prompt pass has new_tokens = context = prompt; a decoding step has new_tokens = 1. The
-    head sees the last position only.
+    The head sees the last position only.
     """
-    tokens = batch_size * new_tokens
+    tokens = batch_size if decoding else batch_size * context
     head = model.head.num_weights if model.head is not None else 0
     product_flops = 2 * batch_size * head
     weight_read = head * stack.embedding_bytes + 0 * tokens
@@ -216,8 +221,8 @@ def inference_work(
         stored = sum(weights.linear_bytes(linear, stack) for linear in layer.linears)
         all_weights = max(1, sum(linear.num_weights for linear in layer.linears))
         weight_read = weight_read + count * (visited * stored / all_weights)
-        spans = attention_span(layer, context, run.attn)
-        attention_flops = attention_flops + count * 2 * tokens * spans
+        per_token = attention_flops_per_token(layer, context, run.attn, triangular=not decoding)
+        attention_flops = attention_flops + count * tokens * per_token
         for attention in layer.attentions:
             cached = attention.cache_elements * context + attention.state_elements
             attention_bytes = attention_bytes + count * batch_size * cached * stack.compute_bytes
