@@ -2,4 +2,4 @@
 
 from whichlora.cli import main
 
-main()
+main(prog_name="whichlora")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import IO, Any, get_args
 
 import click
 
@@ -16,20 +17,48 @@ from whichlora.results import SCHEMA_VERSION
 
 EXIT_NOTHING_FITS = 1
 EXIT_BAD_REQUEST = 2
+_MAX_COUNT = 10**9  # no batch, no length: a slipped key
+
+
+class _OneLine(click.ClickException):
+    """An error that is told in one line on stderr, without the usage that click adds."""
+
+    exit_code = EXIT_BAD_REQUEST
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(self.message, err=True)
+
+
+class _NothingFits(_OneLine):
+    exit_code = EXIT_NOTHING_FITS
 
 
 class _Group(click.Group):
-    """Turns our errors into one line on stderr; any other exception keeps its traceback."""
+    """Turns our errors and click's into one line; any other exception keeps its traceback."""
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _one_line():  # our own options
+            return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _one_line():  # those of the command, and its work
             return super().invoke(ctx)
-        except InfeasibleError as error:
-            click.echo(f"nothing fits: {error}", err=True)
-            ctx.exit(EXIT_NOTHING_FITS)
-        except WhichLoraError as error:
-            click.echo(str(error), err=True)
-            ctx.exit(EXIT_BAD_REQUEST)
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except InfeasibleError as error:
+        raise _NothingFits(f"nothing fits: {error}") from None
+    except WhichLoraError as error:
+        raise _OneLine(str(error)) from None
+    except click.exceptions.NoArgsIsHelpError:
+        raise
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "whichlora"
+        fault = error.format_message().rstrip(".")
+        raise _OneLine(f"{command}: {fault}; see '{command} --help'") from None
 
 
 def _words(setting: str, accepted: tuple[str, ...] | None = None) -> Callable[..., list[str]]:
@@ -38,16 +67,19 @@ def _words(setting: str, accepted: tuple[str, ...] | None = None) -> Callable[..
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
         words = [word.strip() for word in value.split(",")]
         for word in words:
-            if not word or (accepted is not None and word not in accepted):
-                known = f"; accepted are {', '.join(accepted)}" if accepted else ""
-                raise ConfigError(f"--{setting}: {word!r} is not known{known}")
+            if not word:
+                raise ConfigError(f"--{setting}: has an empty name in {value!r}")
+            if accepted is not None and word not in accepted:
+                raise ConfigError(
+                    f"--{setting}: {word!r} is not known; accepted are {', '.join(accepted)}"
+                )
         return words
 
     return split
 
 
 def _counts(setting: str) -> Callable[..., list[int]]:
-    """A click callback: comma list of whole numbers from 1."""
+    """A click callback: comma list of whole numbers from 1 to a billion."""
 
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
         counts = []
@@ -56,10 +88,10 @@ def _counts(setting: str) -> Callable[..., list[int]]:
                 count = int(word)
             except ValueError:
                 count = 0
-            if count < 1:
+            if not 1 <= count <= _MAX_COUNT:
                 raise ConfigError(
-                    f"--{setting}: {word.strip()!r} is not a whole number from 1; "
-                    "give one, or several with commas"
+                    f"--{setting}: {word.strip()[:40]!r} is not a whole number from 1 to "
+                    f"{_MAX_COUNT}; give one, or several with commas"
                 )
             counts.append(count)
         return counts
@@ -68,13 +100,22 @@ def _counts(setting: str) -> Callable[..., list[int]]:
 
 
 def _fractions(setting: str) -> Callable[..., list[float]]:
+    """A click callback: comma list of numbers from 0 to below 1."""
+
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[float]:
-        try:
-            return [float(word) for word in value.split(",")]
-        except ValueError:
-            raise ConfigError(
-                f"--{setting}: {value!r} is not a number; give one from 0 to below 1"
-            ) from None
+        fractions = []
+        for word in value.split(","):
+            try:
+                fraction = float(word)
+            except ValueError:
+                fraction = -1.0
+            if not 0.0 <= fraction < 1.0:
+                raise ConfigError(
+                    f"--{setting}: {word.strip()[:40]!r} is not a number from 0 to below 1; "
+                    "give one, or several with commas"
+                )
+            fractions.append(fraction)
+        return fractions
 
     return split
 
@@ -148,7 +189,11 @@ def main() -> None:
 @_list_option("max-new-tokens", "128", "Generated tokens (inference).", _counts("max-new-tokens"))
 @_choices("kv-cache", "dynamic", "Key-value cache (inference)", specs.KvCache)
 @_list_option("gpu", "auto", "Accelerators: see `whichlora gpus`; cpu, auto.", _words("gpu"))
-@click.option("--calibration-dir", type=click.Path(path_type=Path), help="Your calibrations.")
+@click.option(
+    "--calibration-dir",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Your calibrations.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
 def estimate(
     models: tuple[str, ...],

@@ -28,6 +28,8 @@ def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = Fa
         ConfigError: no such model, or an architecture we can't describe.
         DataFileError: a config that is no JSON object.
     """
+    if not name.strip():
+        raise ConfigError("model: is empty; give a hub id, or the path of a config.json")
     known = find_model(name)
     if known is not None:
         return known
