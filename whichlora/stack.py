@@ -39,7 +39,10 @@ class Stack:
         autocast: matrix products run under autocast.
         shared_inputs: adapted projections that read one tensor keep one input between them.
         input_bytes: the copy of the input that an adapted projection keeps.
-        dropout_mask_bytes: one element of a dropout mask.
+        dropped_bytes: one element of what adapter dropout is applied to.
+        training: dropout is on and tensors are kept for backward.
+        keeps_cache: the forward fills a key-value cache: generation, and training without
+            checkpointing, where nobody switches `use_cache` off.
         device_kind: "cuda", "cpu", …: CPU kernels keep other things.
     """
 
@@ -56,7 +59,9 @@ class Stack:
     shared_inputs: bool
     input_bytes: int
     lora_dropout: float
-    dropout_mask_bytes: int
+    dropped_bytes: int
+    training: bool
+    keeps_cache: bool
     attn: str
     padded: bool
     trains_base: bool
@@ -107,8 +112,10 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
         shared_inputs=mode in ("P", "F"),
         input_bytes=4 if mode in ("C", "F") else 2,
         lora_dropout=run.lora_dropout,
-        # CUDA keeps a mask of one byte, the CPU kernel one of the input's dtype.
-        dropout_mask_bytes=half if device_kind == "cpu" else 1,
+        # PEFT widens the input to the adapter's dtype before it drops; autocast narrows it after.
+        dropped_bytes=4 if fp32_adapters else half,
+        training=run.phase == "finetune",
+        keeps_cache=run.phase == "inference" or not run.gradient_checkpointing,
         attn=run.attn,
         padded=run.padding == "padded",
         trains_base=trains_base,

@@ -73,12 +73,15 @@ def _bloom(c: Fields) -> ModelSpec:
         qkv_bias=True,
         out_bias=True,
         position="alibi",
+        sdpa="eager",
+        dropout=c.probability("attention_dropout"),
     )
     block = mlp(hidden=hidden, width=4 * hidden, activation="gelu", names=_MLP_NAMES, bias=True)
     layer = Layer(
         attentions=(attention,),
         mlp=block,
         norms=norms(_HIDDEN_NORMS, width=hidden, kind="layer", bias=True),
+        dropouts=(hidden,) * 2 if c.probability("hidden_dropout") else (),
     )
     return causal_lm(
         c,
@@ -116,6 +119,9 @@ def _falcon(c: Fields) -> ModelSpec:
         rotary_dim=head_dim if position == "rope" else 0,
         # FalconAttention copies grouped keys and values to every head before it caches them.
         cache_elements=2 * hidden if new else 2 * kv_heads * head_dim,
+        # The old architecture hands SDPA one key head to broadcast: no fused kernel takes that.
+        sdpa="math" if not new and kv_heads < heads else "fused",
+        dropout=c.probability("attention_dropout"),
     )
     two_norms = new and c.get("num_ln_in_parallel_attn") in (None, 2)
     if two_norms:
@@ -135,6 +141,7 @@ def _falcon(c: Fields) -> ModelSpec:
         mlp=block,
         norms=norms(names, width=hidden, kind="layer", bias=True),
         parallel=parallel,
+        dropouts=(hidden,) * (1 if parallel else 2) if c.probability("hidden_dropout") else (),
     )
     return causal_lm(
         c,
@@ -157,6 +164,7 @@ def _mpt(c: Fields) -> ModelSpec:
         names=("Wqkv",),
         out_name="out_proj",
         position="alibi",
+        sdpa="eager",
     )
     block = mlp(
         hidden=hidden,

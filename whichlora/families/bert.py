@@ -28,6 +28,8 @@ _BERT: dict[str, Any] = {
     "hidden_act": "gelu",
     "max_position_embeddings": 512,
     "type_vocab_size": 2,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "bert": _BERT,
@@ -50,6 +52,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 16384,
         "num_attention_heads": 64,
         "hidden_act": "gelu_new",
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
         "num_hidden_groups": 1,
         "inner_group_num": 1,
     },
@@ -89,6 +93,8 @@ SYNONYMS = {
         "num_hidden_layers": ("n_layers",),
         "num_attention_heads": ("n_heads",),
         "hidden_act": ("activation",),
+        "hidden_dropout_prob": ("dropout",),
+        "attention_probs_dropout_prob": ("attention_dropout",),
     }
 }
 
@@ -97,7 +103,13 @@ def _attention(
     c: Fields, names: Sequence[str] = ("query", "key", "value"), out: str = "dense", **rest: Any
 ) -> Attention:
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
-    fields: dict[str, Any] = {"position": "none", "qkv_bias": True, "out_bias": True, **rest}
+    fields: dict[str, Any] = {
+        "position": "none",
+        "qkv_bias": True,
+        "out_bias": True,
+        "dropout": c.probability("attention_probs_dropout_prob"),
+        **rest,
+    }
     return softmax_attention(
         hidden=hidden,
         heads=heads,
@@ -130,6 +142,8 @@ def _layer(
         attentions=(attention,),
         mlp=block,
         norms=norms(norm_names, width=hidden, kind="layer", bias=True),
+        post_norm=True,
+        dropouts=(hidden,) * 2 if c.probability("hidden_dropout_prob") else (),
     )
 
 
@@ -225,7 +239,9 @@ def _deberta(c: Fields) -> ModelSpec:
     hidden = c.size("hidden_size")
     extra: tuple[Embedding, ...] = ()
     embeddings_norm = norms(("LayerNorm",), width=hidden, kind="layer", bias=True)
-    attention = _attention(c, ("query_proj", "key_proj", "value_proj"), position="relative")
+    attention = _attention(
+        c, ("query_proj", "key_proj", "value_proj"), position="relative", sdpa="eager"
+    )
     if not c.flag("relative_attention"):
         attention = _attention(c, ("query_proj", "key_proj", "value_proj"))
     elif not c.flag("share_att_key"):
@@ -281,6 +297,7 @@ def _modernbert(c: Fields) -> ModelSpec:
             qkv_bias=bias,
             out_bias=bias,
             position="rope",
+            dropout=c.probability("attention_dropout"),
             rotary_dim=hidden // heads,
             # local_attention is the whole window, half of it to each side
             sliding_window=None if kind == "full_attention" else c.size("local_attention"),

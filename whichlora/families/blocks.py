@@ -18,7 +18,7 @@ from whichlora.architecture import (
 )
 from whichlora.families.fields import Fields
 
-NormKind = Literal["rms", "rms_offset", "layer"]
+NormKind = Literal["rms", "rms_offset", "layer", "layer_steps"]
 
 
 def qkv_linears(

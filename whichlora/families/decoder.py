@@ -25,6 +25,8 @@ class Style:
         mlp_names: three names are a gated MLP, two a plain one unless `fused_gate_up`.
         layer_norms: names over the hidden state; the first reads the layer's input.
         parallel: attention and MLP read the same normalised input and are added together.
+        post_norm: the layer's input is normalised by no norm of its own.
+        joins_rotation: heads are put together after the rotation even if all of each rotates.
     """
 
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -44,6 +46,8 @@ class Style:
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     qk_norm_bias: bool = False
     parallel: bool = False
+    post_norm: bool = False
+    joins_rotation: bool = False
     activation: str = "hidden_act"
 
 
@@ -96,10 +100,14 @@ def decoder(
         bias=style.norm_bias,
     )
 
+    drops = c.probability("resid_pdrop", "residual_dropout", "hidden_dropout") > 0
+
     layers = []
     for number in range(c.layers()):
         sliding = layer_types is None or layer_types[number] == SLIDING
         rope = has_rope(number)
+        rotary_dim = int(head_dim * c.rotary_fraction) if rope else 0
+        softcap = c.number_or_none("attn_logit_softcapping")
         attention = softmax_attention(
             hidden=hidden,
             heads=heads,
@@ -111,10 +119,13 @@ def decoder(
             out_bias=style.out_bias,
             norms=qk_norms,
             position="rope" if rope else "none",
-            rotary_dim=int(head_dim * c.rotary_fraction) if rope else 0,
+            rotary_dim=rotary_dim,
             sliding_window=window if sliding else None,
-            softcap=c.number_or_none("attn_logit_softcapping"),
+            softcap=softcap,
             other_params=attention_params,
+            dropout=c.probability("attention_dropout"),
+            sdpa="fused" if softcap is None else "eager",  # SDPA kernels have no soft cap
+            joins_rotation=rope and (style.joins_rotation or rotary_dim < head_dim),
         )
         block, experts = feed_forward(number) if feed_forward else (dense, None)
         layers.append(
@@ -124,6 +135,8 @@ def decoder(
                 moe=experts,
                 norms=layer_norms,
                 parallel=style.parallel,
+                post_norm=style.post_norm,
+                dropouts=(hidden,) * 2 if drops else (),
                 **(layer_fields or {}),
             )
         )

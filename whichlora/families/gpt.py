@@ -19,8 +19,12 @@ _GPT2 = {
     "intermediate_size": None,
     "activation_function": "gelu_new",
     "tie_word_embeddings": True,
+    "attn_pdrop": 0.1,
+    "resid_pdrop": 0.1,
 }
 _GPTJ = _GPT2 | {
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
     "vocab_size": 50400,
     "hidden_size": 4096,
     "num_hidden_layers": 28,
@@ -87,6 +91,7 @@ def _gpt2(c: Fields) -> ModelSpec:
         qkv_bias=True,
         out_bias=True,
         position="none",
+        dropout=c.probability("attn_pdrop"),
     )
     block = mlp(
         hidden=hidden,
@@ -95,7 +100,12 @@ def _gpt2(c: Fields) -> ModelSpec:
         names=("c_fc", "c_proj"),
         bias=True,
     )
-    layer = Layer(attentions=(attention,), mlp=block, norms=_layer_norms(("ln_1", "ln_2"), hidden))
+    layer = Layer(
+        attentions=(attention,),
+        mlp=block,
+        norms=_layer_norms(("ln_1", "ln_2"), hidden),
+        dropouts=(hidden,) * 2 if c.probability("resid_pdrop") else (),
+    )
     return _absolute(c, [layer] * c.layers())
 
 
@@ -119,6 +129,7 @@ def _gpt_neo(c: Fields) -> ModelSpec:
             out_name="out_proj",
             out_bias=True,
             position="none",
+            sdpa="eager",
             sliding_window=c.size("window_size") if kinds[number] == "local" else None,
         )
         layers.append(
@@ -154,6 +165,8 @@ def _gptj(c: Fields) -> ModelSpec:
         names=("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj"),
         out_name="out_proj",
         rotary_dim=c.size("rotary_dim", fallback=hidden // heads),
+        sdpa="eager",
+        dropout=c.probability("attn_pdrop"),
     )
     block = mlp(
         hidden=hidden,
@@ -188,6 +201,8 @@ def _gpt_neox(c: Fields) -> ModelSpec:
         qkv_bias=bias,
         out_bias=bias,
         rotary_dim=int(hidden // heads * c.rotary_fraction),
+        dropout=c.probability("attention_dropout"),
+        joins_rotation=True,
     )
     block = mlp(
         hidden=hidden,
@@ -201,6 +216,7 @@ def _gpt_neox(c: Fields) -> ModelSpec:
         mlp=block,
         norms=_layer_norms(("input_layernorm", "post_attention_layernorm"), hidden),
         parallel=c.flag("use_parallel_residual"),
+        dropouts=(hidden,) * 2 if c.probability("hidden_dropout") else (),
     )
     return causal_lm(
         c,

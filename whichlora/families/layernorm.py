@@ -135,9 +135,7 @@ def _cohere_style(c: Fields) -> Style:
     return Style(
         qkv_bias=bias,
         out_bias=bias,
-        # CohereLayerNorm subtracts the mean, but is no nn.LayerNorm: eager steps in fp32, a
-        # weight, no bias. Its tensors are those of an RMS norm that scales in fp32.
-        norm_kind="rms_offset",
+        norm_kind="layer_steps",  # CohereLayerNorm is no nn.LayerNorm: steps in fp32, no bias
         layer_norms=("input_layernorm",),
         qk_norm="per_head" if c.flag("use_qk_norm") else "none",
         parallel=True,

@@ -236,6 +236,7 @@ def _olmo2_style(c: Fields) -> Style:
         qkv_bias=bias,
         out_bias=bias,
         qk_norm="width",
+        post_norm=True,
         norm_kind="rms_offset",  # scaled in fp32 before the cast, as Gemma's, without the offset
         layer_norms=_POST_NORM,
     )
@@ -279,7 +280,10 @@ def _glm4(c: Fields) -> ModelSpec:
 
 def _phi3(c: Fields) -> ModelSpec:
     style = Style(
-        qkv_names=("qkv_proj",), mlp_names=("gate_up_proj", "down_proj"), fused_gate_up=True
+        qkv_names=("qkv_proj",),
+        mlp_names=("gate_up_proj", "down_proj"),
+        fused_gate_up=True,
+        joins_rotation=True,
     )
     return decoder(c, style)
 
@@ -316,10 +320,12 @@ def _exaone4(c: Fields) -> ModelSpec:
     types = every_nth_full(c, c.count("sliding_window_pattern"))
     if c.size_or_none("sliding_window") is None:
         types = [FULL] * len(types)
-        return decoder(c, Style(qk_norm="head", layer_norms=_POST_NORM), layer_types=types)
+        return decoder(
+            c, Style(qk_norm="head", layer_norms=_POST_NORM, post_norm=True), layer_types=types
+        )
     return decoder(  # with a window, only the sliding layers rotate positions
         c,
-        Style(qk_norm="head", layer_norms=_POST_NORM),
+        Style(qk_norm="head", layer_norms=_POST_NORM, post_norm=True),
         layer_types=types,
         has_rope=lambda i: types[i] == SLIDING,
     )

@@ -21,6 +21,7 @@ DEFAULTS = {
         "enable_bias": True,
         "layer_norm_elementwise_affine": True,
         "tie_word_embeddings": True,
+        "dropout": 0.1,
     }
 }
 
@@ -41,6 +42,7 @@ def _opt(c: Fields) -> ModelSpec:
         qkv_bias=bias,
         out_bias=bias,
         position="none",
+        dropout=c.probability("attention_dropout"),
     )
     layer = Layer(
         attentions=(attention,),
@@ -58,6 +60,8 @@ def _opt(c: Fields) -> ModelSpec:
             weight=affine,
             bias=affine,
         ),
+        post_norm=not c.flag("do_layer_norm_before"),
+        dropouts=(hidden,) * 2 if c.probability("dropout") else (),
     )
     width = c.size("word_embed_proj_dim", fallback=hidden)
     around: tuple[Linear, ...] = ()

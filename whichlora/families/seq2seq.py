@@ -19,6 +19,7 @@ _T5: dict[str, Any] = {
     "relative_attention_num_buckets": 32,
     "feed_forward_proj": "relu",
     "tie_word_embeddings": True,
+    "dropout_rate": 0.1,
 }
 _MT5 = _T5 | {
     "vocab_size": 250112,
@@ -39,6 +40,7 @@ _BART: dict[str, Any] = {
     "activation_function": "gelu",
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
+    "dropout": 0.1,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "t5": _T5,
@@ -87,6 +89,7 @@ def _t5(c: Fields) -> ModelSpec:
     heads, head_dim = c.size("num_attention_heads"), c.size("d_kv")
     buckets = c.size("relative_attention_num_buckets")
     in_every_layer = c.text("model_type") == "umt5"
+    dropout = c.probability("dropout_rate")
 
     feed_forward = c.text("feed_forward_proj")
     gated = feed_forward.startswith("gated-")
@@ -97,6 +100,7 @@ def _t5(c: Fields) -> ModelSpec:
         activation="gelu_new" if feed_forward == "gated-gelu" else activation,
         names=("wi_0", "wi_1", "wo") if gated else ("wi", "wo"),
     )
+    block = replace(block, dropout=dropout > 0)
 
     def attention(*, causal: bool, biased: bool = False, cross: bool = False) -> Attention:
         return softmax_attention(
@@ -112,6 +116,7 @@ def _t5(c: Fields) -> ModelSpec:
             cached=causal or cross,
             # the first layer of a stack owns the bias table that all of its layers add
             other_params=buckets * heads if biased else 0,
+            dropout=dropout,
         )
 
     def layer(number: int, *, causal: bool) -> Layer:
@@ -120,7 +125,10 @@ def _t5(c: Fields) -> ModelSpec:
             blocks.append(attention(causal=False, cross=True))
         names = ["layer_norm"] * (len(blocks) + 1)
         return Layer(
-            attentions=tuple(blocks), mlp=block, norms=norms(names, width=hidden, kind="rms")
+            attentions=tuple(blocks),
+            mlp=block,
+            norms=norms(names, width=hidden, kind="rms"),
+            dropouts=(hidden,) * len(names) if dropout else (),
         )
 
     num_encoder = c.layers()
@@ -168,6 +176,7 @@ def _bart(c: Fields) -> ModelSpec:
             causal=decodes and not cross,
             cross=cross,
             cached=decodes,
+            dropout=c.probability("attention_dropout"),
         )
 
     def layer(side: str) -> Layer:
@@ -179,6 +188,8 @@ def _bart(c: Fields) -> ModelSpec:
             attentions=tuple(blocks),
             mlp=feed_forward(side),
             norms=norms((*names, "final_layer_norm"), width=hidden, kind="layer", bias=True),
+            post_norm=c.text("model_type") == "bart",
+            dropouts=(hidden,) * (len(names) + 1) if c.probability("dropout") else (),
         )
 
     positions = c.size("max_position_embeddings")

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
-from whichlora.architecture import Attention, Layer, Linear, Mlp, ModelSpec, Norm
+from whichlora.architecture import Attention, Layer, Linear, Mlp, ModelSpec, Moe, Norm
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, largest
 from whichlora.stack import Stack
 from whichlora.targets import adapted
 
-# Tensors of the MLP's width that the activation keeps. Fused kernels keep their input; the
-# Python implementations keep every factor of their products.
-_ACTIVATION_SAVED = {"gelu_new": 4, "gelu_fast": 4, "quick_gelu": 2, "relu": 0, "relu2": 1}
+# Tensors of the MLP's width that the activation keeps beside its output. Fused kernels keep their
+# input; the Python implementations keep every factor of their products.
+_ACTIVATION_SAVED = {"gelu_new": 4, "gelu_fast": 4, "quick_gelu": 2, "relu": 0}
+_INDEX_BYTES = 8  # torch indexes with int64
+MAX_FUSED_HEAD_DIM = 256  # beyond it CUDA has no fused kernel
+
+Kernel = Literal["fused", "math", "eager"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +34,45 @@ class Saved:
         per_token: bytes per token of the batch.
         per_token_pair: bytes per token and per token it attends to (quadratic attention).
         constant: bytes whatever the number of tokens.
+        tensor: label of the storage; entries with one label are one tensor, kept by two
+            operators. Empty for a tensor that only this entry keeps.
     """
 
     what: str
     per_token: Count = 0
-    per_token_pair: int = 0
+    per_token_pair: Count = 0
     constant: int = 0
+    tensor: str = ""
 
 
-def norm_saved(norm: Norm, stack: Stack) -> Iterator[Saved]:
-    """RMSNorm keeps an fp32 copy of its input; LayerNorm its input as it is. Kind: exact."""
+def norm_saved(norm: Norm, stack: Stack, *, reads: str = "") -> Iterator[Saved]:
+    """RMSNorm keeps an fp32 copy of its input; LayerNorm its input as it is.
+
+    Args:
+        reads: label of the input, where another norm reads the same tensor.
+
+    Kind: exact.
+    """
     size = norm.width * norm.rows
     if norm.kind == "layer":
-        # autocast runs layer_norm in fp32 on CUDA and keeps that copy
-        input_bytes = 4 if stack.autocast and stack.device_kind != "cpu" else stack.stream_bytes
-        yield Saved(f"{norm.name}: input", input_bytes * size)
-        yield Saved(f"{norm.name}: mean and reciprocal deviation", 8 * norm.rows)
+        # CUDA's autocast runs layer_norm in fp32 and keeps that copy, and its statistics are
+        # fp32; on a CPU everything has the dtype of the stream.
+        on_cpu = stack.device_kind == "cpu"
+        copied = stack.autocast and not on_cpu and stack.stream_bytes != 4
+        input_bytes = 4 if copied else stack.stream_bytes
+        yield Saved(f"{norm.name}: input", input_bytes * size, tensor="" if copied else reads)
+        stat_bytes = stack.stream_bytes if on_cpu else 4
+        yield Saved(f"{norm.name}: mean and reciprocal deviation", 2 * stat_bytes * norm.rows)
         return
-    yield Saved(f"{norm.name}: fp32 input", 4 * size)
-    yield Saved(f"{norm.name}: reciprocal root mean square", 4 * norm.rows)
+    if norm.kind == "layer_steps":
+        yield Saved(f"{norm.name}: input less its mean, twice", 2 * 4 * size)
+    else:
+        yield Saved(f"{norm.name}: fp32 input", 4 * size)
+    yield Saved(f"{norm.name}: reciprocal deviation", 4 * norm.rows)
+    in_fp32 = norm.kind != "rms"  # scaled before the result is cast back to the stream's dtype
     if stack.trains_base and norm.weight:
-        yield Saved(f"{norm.name}: normalised output", stack.stream_bytes * size)
+        bytes_each = 4 if in_fp32 else stack.stream_bytes
+        yield Saved(f"{norm.name}: normalised output", bytes_each * size)
 
 
 def fused_qkv(attention: Attention) -> Linear | None:
@@ -58,11 +81,36 @@ def fused_qkv(attention: Attention) -> Linear | None:
     return next((one for one in attention.linears if one.out_features == width), None)
 
 
-def attention_saved(attention: Attention, stack: Stack) -> Iterator[Saved]:
+def attention_kernel(attention: Attention, stack: Stack) -> Kernel:
+    """What computes the attention: `attn` is a wish, the class and the device decide.
+
+    Source: torch 2.13 `sdp_utils.cpp` and `sdp_utils_cpp.cpp`; the classes of transformers 5.23.
+    """
+    if stack.attn == "flash_attention_2":
+        return "fused"
+    if stack.attn == "eager" or attention.sdpa == "eager":
+        return "eager"
+    if attention.sdpa == "math":
+        return "math"
+    if stack.device_kind == "cpu":  # its flash kernel has no dropout
+        return "math" if attention.dropout and stack.training else "fused"
+    return "math" if attention.head_dim > MAX_FUSED_HEAD_DIM else "fused"
+
+
+def is_masked(attention: Attention, stack: Stack, span: Count) -> Count:
+    """1 where SDPA gets a mask tensor, else 0: padding, or more tokens than the window."""
+    if stack.padded:
+        return 1 + 0 * span
+    if attention.sliding_window is None:
+        return 0 * span
+    return 1 * (span > attention.sliding_window)
+
+
+def attention_saved(attention: Attention, stack: Stack, *, span: Count) -> Iterator[Saved]:
     """Queries, keys, values, and what the kernel keeps to recompute the probabilities.
 
-    Kind: exact for softmax attention without its own dropout; recurrent and convolutional blocks
-    are a lower bound (their projections only).
+    Kind: exact for softmax attention; recurrent and convolutional blocks are a lower bound (their
+    projections only).
     """
     size = stack.compute_bytes
     q, k, v = attention.q_width, attention.k_width, attention.v_width
@@ -72,65 +120,131 @@ def attention_saved(attention: Attention, stack: Stack) -> Iterator[Saved]:
         return
     for norm in attention.norms:
         yield from norm_saved(norm, stack)
-    if fused_qkv(attention) and attention.position == "rope":
-        # rotation makes new q and k; v stays a view that keeps the whole projection alive
-        yield Saved("value view of the fused projection", size * (q + k + v))
-        v = 0
-    expanded = stack.padded or stack.attn == "eager"
-    if expanded and attention.num_key_value_heads < heads:
-        k = heads * attention.head_dim
-        v = heads * attention.v_head_dim
+
+    kernel = attention_kernel(attention, stack)
+    masked = is_masked(attention, stack, span)
+    if fused_qkv(attention) and not stack.keeps_cache:
+        # q and k are new tensors after the rotation; v stays a view of the whole projection. A
+        # cache concatenates v to what it holds, even to nothing: a copy of v alone.
+        if attention.position == "rope":
+            yield Saved("value view of the fused projection", size * (q + k))
+        elif kernel != "math":
+            k, v, q = 0, 0, q + k + v
+    every_k, every_v = heads * attention.head_dim, heads * attention.v_head_dim
+    if kernel != "fused":
+        k, v = every_k, every_v
+    elif stack.attn == "sdpa" and attention.num_key_value_heads < heads:
+        # grouped keys go to the kernel as they are only where there is no mask
+        k, v = k + (every_k - k) * masked, v + (every_v - v) * masked
+
+    if kernel == "math":
+        yield from _math_saved(attention, stack)
+        return
     yield Saved("query", size * q)
     yield Saved("key and value", size * (k + v))
-    if stack.attn == "eager":
-        yield Saved("softmax in fp32", per_token_pair=4 * heads)
-        if size != 4:
-            yield Saved("probabilities", per_token_pair=size * heads)
-        if attention.softcap is not None:
-            yield Saved("tanh of the soft cap", per_token_pair=size * heads)
+    if kernel == "eager":
+        yield from _eager_saved(attention, stack)
         return
-    yield Saved("attention output", size * attention.out_width)
+    # A kernel writes its output in the layout of the query. Rotation by concatenation leaves
+    # [batch, heads, seq, head_dim], so the projection reads a transposed copy.
+    reads = "" if attention.joins_rotation else attention.linears[-1].reads
+    yield Saved("attention output", size * attention.out_width, tensor=reads)
     yield Saved("log-sum-exp", 4 * heads)
-    if stack.padded and stack.attn == "sdpa":
-        yield Saved("additive mask", per_token_pair=size)
+    if attention.position == "relative":
+        yield Saved("position bias", per_token_pair=size * heads)
+    elif stack.attn == "sdpa":
+        yield Saved("additive mask", per_token_pair=size * masked)
+
+
+def _math_saved(attention: Attention, stack: Stack) -> Iterator[Saved]:
+    """SDPA composed of plain operators, in fp32 whatever the inputs are."""
+    heads = attention.num_attention_heads
+    yield Saved("scaled query", 4 * attention.q_width)
+    yield Saved("scaled key and value", 4 * heads * (attention.head_dim + attention.v_head_dim))
+    yield Saved("softmax", per_token_pair=4 * heads)
+    if attention.dropout and stack.training:
+        yield Saved("dropped probabilities", per_token_pair=4 * heads)
+        yield Saved("dropout mask", per_token_pair=_mask_bytes(4, stack) * heads)
+
+
+def _eager_saved(attention: Attention, stack: Stack) -> Iterator[Saved]:
+    """Scores, softmax in fp32 and probabilities as the Python code of the class writes them."""
+    heads, size = attention.num_attention_heads, stack.compute_bytes
+    yield Saved("softmax in fp32", per_token_pair=4 * heads)
+    dropped = attention.dropout and stack.training
+    if size != 4 or dropped:
+        yield Saved("probabilities", per_token_pair=size * heads)
+    if dropped:
+        yield Saved("dropout mask", per_token_pair=_mask_bytes(size, stack) * heads)
+    if attention.softcap is not None:
+        yield Saved("tanh of the soft cap", per_token_pair=size * heads)
+
+
+def _mask_bytes(input_bytes: int, stack: Stack) -> int:
+    """One element of a dropout mask: a byte on CUDA, on a CPU the dtype of what is dropped."""
+    return input_bytes if stack.device_kind == "cpu" else 1
 
 
 def mlp_saved(mlp: Mlp, stack: Stack, *, active: int = 1) -> Iterator[Saved]:
     """Input of the activation, its output, and the other factor of a gated product."""
     size = stack.mlp_bytes * active * mlp.width
-    kept = _ACTIVATION_SAVED.get(mlp.activation, 1)
-    yield Saved("activation: input", size * kept)
+    yield Saved("activation: input", size * _ACTIVATION_SAVED.get(mlp.activation, 1))
+    down_reads = mlp.linears[2 if mlp.gated and len(mlp.linears) > 2 else 1].reads
     if mlp.gated:
         yield Saved("gated product: both factors", 2 * size)
+    elif mlp.activation == "relu":  # keeps its output, which is the input of the next matrix
+        yield Saved("activation: output", size, tensor="" if mlp.dropout else down_reads)
+    if mlp.dropout and stack.training:
+        yield Saved("dropout mask inside", _mask_bytes(stack.mlp_bytes, stack) * mlp.width)
+
+
+def moe_saved(moe: Moe, stack: Stack) -> Iterator[Saved]:
+    """Routing, the gathered and sorted tokens of the active experts, and the shared expert.
+
+    Kind: exact for `grouped_mm`, which transformers 5 uses on CPU and CUDA.
+    """
+    k, hidden = moe.experts_per_token, moe.router.in_features
+    yield from mlp_saved(moe.expert, stack, active=k)
+    yield Saved("experts: outputs before they are weighted", stack.compute_bytes * k * hidden)
+    yield Saved("router: probabilities", 4 * moe.num_experts)
+    # which experts, the sorting permutation twice and its inverse; one weight each
+    yield Saved("router: indices and weights", (4 * _INDEX_BYTES + 4) * k)
+    if stack.trains_base:
+        yield Saved("experts: gathered inputs", stack.compute_bytes * k * hidden)
+        yield Saved("experts: inner products", stack.mlp_bytes * k * moe.expert.width)
+    if moe.shared is not None:
+        yield from mlp_saved(moe.shared, stack)
+        if any(linear.out_features == 1 for linear in moe.shared.linears):
+            yield Saved("shared expert: output and gate", stack.compute_bytes * (hidden + 1))
 
 
 def inputs_saved(layer: Layer, targets: tuple[str, ...], stack: Stack) -> Iterator[Saved]:
     """Inputs of trained or adapted matrices, and adapter dropout.
 
-    Kind: exact. An attention output is kept by the attention itself; it costs again only where
-    a cast makes a copy of it.
+    Kind: exact.
     """
     linears = layer.linears if stack.trains_base else adapted(layer, targets)
-    attention_out = {
-        attention.linears[-1].name for attention in layer.attentions if attention.linears
+    kept = {
+        attention.linears[-1].reads
+        for attention in layer.attentions
+        if attention_kernel(attention, stack) == "fused" and not attention.joins_rotation
     }
-    seen: set[str] = set()
     for linear in linears:
+        if linear.count > 1 and not linear.is_module:
+            continue  # experts gather their inputs: `moe_saved`
         width = linear.active * linear.in_features
-        is_out = linear.name in attention_out
-        if stack.trains_base and stack.mode != "Q":
-            if linear.reads not in seen and not (is_out and stack.attn != "eager"):
-                yield Saved(f"{linear.name}: input", stack.compute_bytes * width)
-            seen.add(linear.reads)
-            continue
+        # Matrices under autocast cast what they read, each for itself, unless it is in 16 bit
+        # already, as what attention returns. PEFT's 4-bit layer widens its input first where
+        # CUDA's autocast is off, so on a CPU there is a copy all the same.
+        widened = not stack.trains_base and stack.device_kind == "cpu"
+        is_narrow = stack.mode == "Q" and linear.reads in kept and not widened
         if stack.lora_dropout and not stack.trains_base:
             yield Saved(f"{linear.name}: dropped input", stack.input_bytes * width)
-            yield Saved(f"{linear.name}: dropout mask", stack.dropout_mask_bytes * width)
-        elif stack.shared_inputs:
-            if linear.reads not in seen and not is_out:
-                yield Saved(f"{linear.name}: input", stack.input_bytes * width)
-            seen.add(linear.reads)
-        elif not (is_out and stack.mode == "Q"):
+            mask_bytes = _mask_bytes(stack.dropped_bytes, stack)
+            yield Saved(f"{linear.name}: dropout mask", mask_bytes * width)
+        elif stack.shared_inputs or is_narrow:
+            yield Saved(f"{linear.name}: input", stack.input_bytes * width, tensor=linear.reads)
+        else:
             yield Saved(f"{linear.name}: own copy of the input", stack.input_bytes * width)
 
 
@@ -150,29 +264,76 @@ def adapters_saved(
 
 
 def layer_saved(
-    layer: Layer, targets: tuple[str, ...], stack: Stack, method: Method, r: Count
+    layer: Layer,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method,
+    r: Count,
+    *,
+    span: Count,
 ) -> tuple[Saved, ...]:
-    """Everything that one layer keeps for backward."""
+    """Everything that one layer keeps for backward, each storage once."""
     saved: list[Saved] = []
     for norm in layer.norms:
-        saved.extend(norm_saved(norm, stack))
+        saved.extend(norm_saved(norm, stack, reads="layer_in" if layer.parallel else ""))
     for attention in layer.attentions:
-        saved.extend(attention_saved(attention, stack))
+        saved.extend(attention_saved(attention, stack, span=span))
     if layer.mlp is not None:
         saved.extend(mlp_saved(layer.mlp, stack))
     if layer.moe is not None:
-        moe = layer.moe
-        saved.extend(mlp_saved(moe.expert, stack, active=moe.experts_per_token))
-        hidden = moe.router.in_features
-        saved.append(
-            Saved("experts: gathered tokens", stack.compute_bytes * moe.experts_per_token * hidden)
-        )
-        saved.append(Saved("router: probabilities", 4 * moe.num_experts))
-        if moe.shared is not None:
-            saved.extend(mlp_saved(moe.shared, stack))
+        saved.extend(moe_saved(layer.moe, stack))
+    if stack.training:
+        mask_bytes = _mask_bytes(stack.stream_bytes, stack)
+        saved.extend(Saved("dropout mask", mask_bytes * width) for width in layer.dropouts)
     saved.extend(inputs_saved(layer, targets, stack))
     saved.extend(adapters_saved(layer, targets, stack, method, r))
-    return tuple(saved)
+    labels: set[str] = set()
+    distinct = []
+    for one in saved:
+        if one.tensor not in labels:
+            distinct.append(one)
+        if one.tensor:
+            labels.add(one.tensor)
+    return tuple(distinct)
+
+
+def unsaved_by_first_layer(layer: Layer, targets: tuple[str, ...], stack: Stack) -> int:
+    """Bytes per token that the first layer of a stack keeps less than the others.
+
+    With frozen embeddings its input needs no gradient: a norm of it saves nothing, and adapter
+    dropout of it no mask. Kind: exact. Checkpointing makes the input need a gradient.
+    """
+    if stack.trains_base:
+        return 0
+    readers = layer.norms if layer.parallel else layer.norms[: 0 if layer.post_norm else 1]
+    kept = {
+        one.tensor or one.what: one.per_token
+        for norm in readers
+        for one in norm_saved(norm, stack, reads="layer_in" if layer.parallel else "")
+    }
+    unsaved: int = sum(kept.values())
+    if stack.lora_dropout:
+        inputs = {layer.attentions[0].linears[0].reads} if layer.attentions else set()
+        if layer.parallel and layer.mlp is not None:
+            inputs.add(layer.mlp.linears[0].reads)
+        mask_bytes = _mask_bytes(stack.dropped_bytes, stack)
+        unsaved += sum(
+            mask_bytes * linear.in_features
+            for linear in adapted(layer, targets)
+            if linear.reads in inputs
+        )
+    return unsaved
+
+
+def rotary_bytes(model: ModelSpec, stack: Stack, *, span: Count) -> Count:
+    """Cosines and sines, shared by all layers: one table per rotated width. Kind: exact."""
+    widths = {
+        attention.rotary_dim
+        for layer, _ in model.layers()
+        for attention in layer.attentions
+        if attention.position == "rope"
+    }
+    return 2 * stack.stream_bytes * sum(widths) * span
 
 
 def saved_bytes(saved: Iterable[Saved], *, tokens: Count, span: Count) -> Count:

@@ -115,10 +115,14 @@ def training_ledger(
     states = optimizer.state_bytes(trained, optimizer=run.optimizer, param_bytes=param_bytes)
     static.append(Entry("optimizer_states", run.optimizer, states))
     kept_gradients = gradient_bytes if run.gradient_accumulation_steps > 1 else 0 * trained
-    inputs = Entry("activations", "token ids, labels, positions", 24 * tokens)
+    inputs = Entry(
+        "activations",
+        "token ids, labels, mask, rotary tables",
+        24 * tokens + activations.rotary_bytes(model, stack, span=seq_len),
+    )
 
     per_layer = [
-        (activations.layer_saved(layer, targets, stack, method, r), layer, count)
+        (activations.layer_saved(layer, targets, stack, method, r, span=seq_len), layer, count)
         for layer, count in model.layers()
     ]
     all_saved: Count = 0 * tokens
@@ -140,7 +144,13 @@ def training_ledger(
         )
     )
 
-    copies = 2 * trained if stack.mode == "A" and stack.autocast else 0 * trained
+    copies = 0 * trained
+    if stack.autocast and param_bytes == 4:  # 16-bit copies of what is trained in fp32
+        matrices = sum(
+            count * sum(linear.num_weights for linear in layer.linears)
+            for layer, count in model.layers()
+        )
+        copies = 2 * (matrices + copies if method.trains_base else trained)
     if run.gradient_checkpointing:
         kept = Entry(
             "activations",
@@ -150,10 +160,9 @@ def training_ledger(
         in_layer = worst_layer
         loss_copies, layer_copies = copies * 0, copies // num_layers
     else:
-        first_norm = 0 if method.trains_base else 4 * hidden + 4
-        kept = Entry(
-            "activations", f"saved by {num_layers} layers", all_saved - first_norm * tokens
-        )
+        firsts = {group.stack: group.layer for group in reversed(model.groups)}.values()
+        unsaved = sum(activations.unsaved_by_first_layer(one, targets, stack) for one in firsts)
+        kept = Entry("activations", f"saved by {num_layers} layers", all_saved - unsaved * tokens)
         in_layer = 4 * hidden * tokens + first_transient
         loss_copies = layer_copies = copies
 
@@ -214,7 +223,7 @@ def training_ledger(
         ),
     }
     layer_forward = activations.forward_bytes(model, stack, tokens=tokens, span=seq_len)
-    vocab = model.vocab_size if model.head is not None and run.loss_head == "hf" else 0
+    vocab = logits.logit_width(model) if run.loss_head == "hf" else 0
     idle = allocator.idle_cache_bytes(
         gpu, logits_bytes=tokens * vocab * 2, layer_bytes=layer_forward
     )

@@ -14,13 +14,24 @@ FUSED_TILE_TOKENS = 4096
 FUSED_TILE_VOCAB = 32_768
 
 
+def logit_width(model: ModelSpec) -> int:
+    """Entries per position that training produces; an encoder is trained to fill masked words."""
+    has_logits = model.head is not None or model.task == "encoder"
+    return model.vocab_size if has_logits else 0
+
+
+def masked_head_bytes(model: ModelSpec, stack: Stack) -> int:
+    """Bytes per token kept by the transform before an encoder's logits: inputs of gelu and norm."""
+    return 2 * stack.stream_bytes * model.hidden_size if model.task == "encoder" else 0
+
+
 def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
     """Alive at the end of the loss's forward: logits, their fp32 copy, the log-softmax.
 
     Kind: exact for hf and raw; liger as lower bound (its chunk is not counted).
     Source: transformers 5.23 `ForCausalLMLoss`; TRL 1.16 fused head.
     """
-    vocab = model.vocab_size if model.head is not None else 0
+    vocab = logit_width(model)
     if loss_head == "raw":
         return tokens * vocab * stack.compute_bytes
     if loss_head == "trl-fused":
@@ -40,7 +51,7 @@ def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_h
 
     Kind: exact for hf: the log-softmax and its two fp32 gradients, 12 bytes per entry.
     """
-    vocab = model.vocab_size if model.head is not None else 0
+    vocab = logit_width(model)
     hidden = model.hidden_size
     if loss_head == "raw":
         return tokens * (vocab * 2 * stack.compute_bytes + 4 * hidden)
@@ -68,7 +79,7 @@ def generation_bytes(model: ModelSpec, *, batch_size: Count, compute_bytes: int)
 
 def encoder_bytes(model: ModelSpec, *, tokens: Count, compute_bytes: int) -> Count:
     """Logits of every position, as an encoder's own head returns them. Kind: exact."""
-    vocab = model.vocab_size if model.head is not None else 0
+    vocab = logit_width(model)
     return tokens * vocab * compute_bytes
 
 

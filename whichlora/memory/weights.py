@@ -54,6 +54,20 @@ def linear_bytes(linear: Linear, stack: Stack) -> int:
     return linear.count * one + bias_bytes
 
 
+def masked_head_params(model: ModelSpec) -> int:
+    """What an encoder gains when it is loaded to fill masked words, less the pooler it loses.
+
+    A square matrix, a norm and one bias per word; the projection to the words is tied.
+    Source: transformers 5.23 `BertOnlyMLMHead`, `RobertaLMHead`.
+    """
+    if model.task != "encoder":
+        return 0
+    hidden, width = model.hidden_size, model.embeddings[0].width
+    pooler = hidden * hidden + hidden
+    lost = pooler if model.other_params == pooler else 0
+    return hidden * width + 3 * width + model.vocab_size - lost
+
+
 def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
     """Bytes of the stored base weights: "layers", "embeddings" (head included) and "other".
 
@@ -74,6 +88,7 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
         if model.head_tied:
             embeddings -= model.head.num_weights
     other = model.num_params - embeddings - sum(group.num_params for group in model.groups)
+    other += masked_head_params(model)
     return {
         "layers": layers,
         "embeddings": embeddings * stack.embedding_bytes,

@@ -1,0 +1,339 @@
+"""Small real models, and what one training step or generation of them really holds.
+
+`saved_per_layer` asks autograd which tensors it keeps; `step_peak` and `generation_peak` run the
+profiler's own code in this process; `alive_at_peak` names the tensors behind a number.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whichlora import prediction
+from whichlora.device.build import build_model
+from whichlora.device.finetune import measure_finetune
+from whichlora.device.inference import measure_inference
+from whichlora.device.meter import Meter
+from whichlora.families import build
+from whichlora.memory import activations
+from whichlora.specs import ALL_LINEAR, GpuSpec, RunConfig
+
+CPU = GpuSpec(
+    key="cpu",
+    name="CPU",
+    kind="cpu",
+    memory_bytes=2**34,
+    bandwidth_bytes_per_s=1e10,
+    peak_flops_per_s={"fp32": 1e11},
+)
+# Every width differs from every other, so that a formula cannot be right by accident.
+VOCAB = 2048
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MHA = _DECODER | {"num_key_value_heads": 4}
+_GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": 128,
+    "n_inner": 352,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE = _DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2}
+_BERT = {key: value for key, value in _MHA.items() if key != "tie_word_embeddings"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _DECODER,
+    "mistral": _DECODER | {"sliding_window": None},
+    "qwen2": _DECODER,
+    "qwen3": _DECODER | {"head_dim": 40},
+    "gemma": _DECODER | {"head_dim": 40, "tie_word_embeddings": True},
+    "gemma2": _DECODER | {"head_dim": 40, "tie_word_embeddings": True, "sliding_window": 128},
+    "gemma3_text": _DECODER | {"head_dim": 40, "tie_word_embeddings": True, "sliding_window": 128},
+    "phi3": _DECODER,
+    "phi": _MHA | {"partial_rotary_factor": 0.5},
+    "gpt2": _GPT2,
+    "gpt_neox": _MHA | {"rotary_pct": 0.25},
+    "opt": {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "ffn_dim": 352,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "word_embed_proj_dim": 128,
+    },
+    "bloom": {"vocab_size": VOCAB, "hidden_size": 128, "n_layer": 2, "n_head": 4},
+    "falcon": {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "mpt": {
+        "vocab_size": VOCAB,
+        "d_model": 128,
+        "n_layers": 2,
+        "n_heads": 4,
+        "max_seq_len": 256,
+        "expansion_ratio": 4,
+    },
+    "gpt_bigcode": _GPT2,
+    "starcoder2": _DECODER | {"use_bias": True},
+    "stablelm": _MHA | {"partial_rotary_factor": 0.25},
+    "olmo2": _DECODER,
+    "cohere": _DECODER | {"tie_word_embeddings": True},
+    "glm": _DECODER | {"head_dim": 32, "partial_rotary_factor": 0.5},
+    "mixtral": _MOE,
+    "qwen2_moe": _DECODER
+    | {
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 176,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "olmoe": _DECODER | {"num_experts": 4, "num_experts_per_tok": 2},
+    "t5": {
+        "vocab_size": VOCAB,
+        "d_model": 128,
+        "d_kv": 40,
+        "d_ff": 352,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "bert": _BERT,
+    "roberta": _BERT,
+}
+_DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One small model and one run of it."""
+
+    family: str
+    run: RunConfig
+    config: dict[str, Any]
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        return {"model_type": self.family, **self.config}
+
+    def with_layers(self, count: int) -> Case:
+        depth = {key: count for key in _DEPTH_KEYS if key in self.config}
+        return Case(self.family, self.run, self.config | depth)
+
+
+def case(family: str, *, config: dict[str, Any] | None = None, **settings: Any) -> Case:
+    """A run of the small model of `family`: fp32, 2 sequences of 48 tokens unless told."""
+    defaults = {
+        "model": family,
+        "precision": "fp32",
+        "batch_size": 2,
+        "seq_len": 48,
+        "r": 8,
+        "gradient_checkpointing": False,
+        "prompt_len": 16,
+        "max_new_tokens": 8,
+    }
+    return Case(family, RunConfig(**(defaults | settings)), CONFIGS[family] | (config or {}))
+
+
+def job_of(one: Case) -> prediction.Job:
+    return prediction.resolve(build(one.model_config, name=one.family), one.run, CPU)
+
+
+def predicted_peak(one: Case) -> int:
+    return int(prediction.ledger(job_of(one)).peak_allocated_bytes)
+
+
+def predicted_saved_per_layer(one: Case) -> int:
+    """Bytes that the formulas say one layer (of each stack) keeps."""
+    job = job_of(one)
+    tokens = one.run.batch_size * one.run.seq_len
+    return sum(
+        int(
+            activations.saved_bytes(
+                activations.layer_saved(
+                    group.layer,
+                    job.targets,
+                    job.stack,
+                    job.method,
+                    one.run.r,
+                    span=one.run.seq_len,
+                ),
+                tokens=tokens,
+                span=one.run.seq_len,
+            )
+        )
+        for group in {group.stack: group for group in job.model.groups}.values()
+    )
+
+
+def load(one: Case) -> Any:
+    targets: str | list[str] = list(job_of(one).targets)
+    if one.run.target_modules == (ALL_LINEAR,):
+        targets = ALL_LINEAR  # PEFT's own reading of it, as a real run gets it
+    return build_model(one.run, one.model_config, device="cpu", target_modules=targets)
+
+
+def step_peak(one: Case) -> int:
+    """Peak live bytes of one optimizer step under the real Trainer."""
+    model = load(one)
+    meter = Meter("cpu")
+    with _quiet():
+        found = measure_finetune(model, one.run, meter, [one.run.seq_len])
+    return int(found["peak_allocated_bytes"])
+
+
+def generation_peak(one: Case) -> int:
+    """Peak live bytes of one generation."""
+    model = load(one)
+    with _quiet():
+        found = measure_inference(model, one.run, Meter("cpu"), 1)
+    return int(found["peak_allocated_bytes"])
+
+
+def saved_per_layer(one: Case) -> Counter[str]:
+    """Bytes that autograd keeps for one more layer of each stack, by dtype and shape."""
+    few, many = (_saved(one.with_layers(count)) for count in (3, 4))
+    many.subtract(few)
+    return Counter({what: size for what, size in many.items() if size})
+
+
+def _saved(one: Case) -> Counter[str]:
+    model = load(one)
+    if one.run.method == "full":
+        model.train()
+    before = {t.untyped_storage().data_ptr() for t in _tensors()}
+    found: dict[int, tuple[str, int]] = {}
+    held: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in before and storage.data_ptr() not in found:
+            held.append(tensor.detach())  # an address must not be used again while we count
+            found[storage.data_ptr()] = (_label(tensor), storage.nbytes())
+        # Nothing goes into the graph: a tensor packed into its own node would never be freed.
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None), _autocast(one):
+        _forward(model, one)
+    total: Counter[str] = Counter()
+    for what, size in found.values():
+        total[what] += size
+    return total
+
+
+def _autocast(one: Case) -> Any:
+    return torch.autocast("cpu", torch.bfloat16, enabled=one.run.precision == "bf16")
+
+
+def _forward(model: Any, one: Case) -> Any:
+    shape = (one.run.batch_size, one.run.seq_len)
+    ids = torch.randint(3, VOCAB, shape)
+    mask = torch.ones_like(ids)
+    labels = ids.clone()
+    if one.run.padding == "padded":
+        mask[1:, -one.run.seq_len // 3 :] = 0
+    return model(input_ids=ids, attention_mask=mask, labels=labels).loss
+
+
+def _tensors() -> Iterator[torch.Tensor]:
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.Tensor) and candidate.device.type == "cpu":
+            yield candidate
+
+
+def _label(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class LiveBytes(TorchDispatchMode):
+    """Births and deaths of storages; keeps the list of the moment that holds most.
+
+    Memory that a kernel takes and gives back inside one operator is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[str, int]] = {}
+        self.num_bytes = 0
+        self.peak_bytes = 0
+        self.at_peak: Counter[str] = Counter()
+        self.in_op = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._born(tensor, str(func))
+        return result
+
+    def _born(self, tensor: torch.Tensor, op: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.live or not storage.nbytes():
+            return
+        self.live[key] = (f"{op.removeprefix('aten.')} {_label(tensor)}", storage.nbytes())
+        self.num_bytes += storage.nbytes()
+        weakref.finalize(storage, self._died, key)
+        if self.num_bytes > self.peak_bytes:
+            self.peak_bytes, self.in_op = self.num_bytes, op
+            self.at_peak = Counter()
+            for what, size in self.live.values():
+                self.at_peak[what] += size
+
+    def _died(self, key: int) -> None:
+        self.num_bytes -= self.live.pop(key, ("", 0))[1]
+
+
+def alive_at_peak(one: Case, call: Callable[[Any], Any] | None = None) -> LiveBytes:
+    """Tensors made by a forward and backward that are alive at their peak, and in which operator."""
+    model = load(one)
+    if one.run.gradient_checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with LiveBytes() as live, _quiet():
+        if call is not None:
+            call(model)
+        else:
+            with _autocast(one):
+                loss = _forward(model, one)
+            loss.backward()
+    return live
