@@ -207,6 +207,8 @@ def inference_work(
     The head sees the last position only.
     """
     tokens = batch_size if decoding else batch_size * context
+    # a dynamic cache is read and written whole to append one token, then read by the attention
+    cache_passes = 3 if decoding and run.kv_cache == "dynamic" else 1
     head = model.head.num_weights if model.head is not None else 0
     product_flops = 2 * batch_size * head
     weight_read = head * stack.embedding_bytes + 0 * tokens
@@ -225,7 +227,8 @@ def inference_work(
         attention_flops = attention_flops + count * tokens * per_token
         for attention in layer.attentions:
             cached = attention.cache_elements * context + attention.state_elements
-            attention_bytes = attention_bytes + count * batch_size * cached * stack.compute_bytes
+            moved_bytes = cached * stack.compute_bytes * cache_passes
+            attention_bytes = attention_bytes + count * batch_size * moved_bytes
         moved = activations.layer_forward_bytes(
             layer, model.hidden_size, stack, tokens=tokens, span=0
         )
