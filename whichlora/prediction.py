@@ -23,7 +23,7 @@ from whichlora.memory.ledger import (
 from whichlora.methods import Method, get_method
 from whichlora.numeric import Count
 from whichlora.results import MemoryPrediction, Prediction, TimePrediction
-from whichlora.specs import BNB_QUANTS, GpuSpec, RunConfig
+from whichlora.specs import ALL_LINEAR, BNB_QUANTS, GpuSpec, RunConfig
 from whichlora.stack import Stack, resolve_stack
 from whichlora.targets import resolve_targets
 
@@ -43,6 +43,11 @@ class Job:
     method: Method
     stack: Stack
     targets: tuple[str, ...]
+
+    @property
+    def peft_targets(self) -> str | tuple[str, ...]:
+        """What PEFT is told: its own word for all linears, which also finds experts, or names."""
+        return ALL_LINEAR if self.run.target_modules == (ALL_LINEAR,) else self.targets
 
     @property
     def dtype(self) -> str:

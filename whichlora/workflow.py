@@ -325,7 +325,7 @@ class Session:
         measurement: Measurement = self._device().measure(
             run,
             model_config=self.models[run.model].config,
-            target_modules=self._jobs[run].targets,
+            target_modules=self._jobs[run].peft_targets,
             seq_lens=load.profile_lengths(number) if load else (run.prompt_len,),
             num_batches=number,
             timeout_s=self.plan.timeout_s,
@@ -510,7 +510,7 @@ def _write(session: Session, answer: Answer) -> dict[str, Path]:
     )
     script = train_script(
         best,
-        target_modules=job.targets,
+        target_modules=job.peft_targets,
         epochs=plan.epochs,
         learning_rate=plan.learning_rate,
         seed=plan.seed,
