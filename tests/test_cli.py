@@ -1,0 +1,340 @@
+"""The command line: what it loads, what it prints, and how it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from whichlora import __version__
+from whichlora.cli import main
+
+MODEL = "HuggingFaceTB/SmolLM2-135M"
+LLAMA = "meta-llama/Llama-3.1-8B"
+HEAVY = {
+    "bitsandbytes",
+    "datasets",
+    "huggingface_hub",
+    "numpy",
+    "pandas",
+    "peft",
+    "plotly",
+    "pydantic",
+    "scipy",
+    "sklearn",
+    "torch",
+    "transformers",
+}
+
+
+def whichlora(*args: str) -> Result:
+    return CliRunner().invoke(main, args, prog_name="whichlora")
+
+
+def process(*args: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *flags, "-m", "whichlora", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def predictions(*args: str) -> list[dict[str, Any]]:
+    result = whichlora("estimate", *args, "--json")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert answer["schema_version"] == 1
+    assert set(answer) == {"schema_version", "predictions"}
+    found: list[dict[str, Any]] = answer["predictions"]
+    return found
+
+
+# --- what is loaded
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--help",),
+        ("estimate", "--help"),
+        ("estimate", LLAMA, "--gpu", "h100-sxm-80gb"),
+        ("estimate", LLAMA, "--gpu", "h100-sxm-80gb", "--json"),
+        ("estimate", MODEL, "--gpu", "cpu", "--phase", "inference", "--precision", "fp32"),
+        ("estimate", LLAMA, "--gpu", "l4-24gb", "--method", "qlora,qdora", "--batch-size", "1,4"),
+    ],
+    ids=" ".join,
+)
+def test_a_light_command_loads_no_heavy_library(args: tuple[str, ...]) -> None:
+    done = process(*args, flags=("-X", "importtime"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    assert "whichlora" in loaded
+    assert not loaded & HEAVY
+
+
+def test_help_does_not_load_what_prints_tables() -> None:
+    done = process("--help", flags=("-X", "importtime"))
+    assert "rich" not in {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+
+
+# --- the JSON of estimate: a contract
+
+
+def test_json_has_the_keys_of_the_contract() -> None:
+    (one,) = predictions(LLAMA, "--gpu", "h100-sxm-80gb")
+    assert {"model", "config", "memory", "time", "fits", "basis"} <= set(one)
+    assert {
+        "peak_allocated_bytes",
+        "peak_reserved_bytes",
+        "device_used_bytes",
+        "interval_bytes",
+        "breakdown",
+    } <= set(one["memory"])
+    assert {
+        "step_s",
+        "tokens_per_s",
+        "prefill_s",
+        "decode_s_per_token",
+        "time_per_token_s",
+        "interval_s",
+    } <= set(one["time"])
+
+
+def test_json_keeps_every_key_that_was_ever_printed() -> None:
+    (one,) = predictions(LLAMA, "--gpu", "h100-sxm-80gb")
+    assert set(one) >= {
+        "num_params",
+        "num_trainable_params",
+        "usable_bytes",
+        "verdict",
+        "notes",
+    }
+    assert set(one["memory"]) >= {"moment", "confidence"}
+    assert set(one["time"]) >= {"breakdown", "confidence"}
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora", "dora", "qdora"])
+@pytest.mark.parametrize("phase", ["finetune", "inference"])
+def test_every_prediction_adds_up_and_says_what_it_rests_on(method: str, phase: str) -> None:
+    (one,) = predictions(LLAMA, "--gpu", "a100-sxm-80gb", "--method", method, "--phase", phase)
+    memory, time = one["memory"], one["time"]
+    assert sum(memory["breakdown"].values()) == memory["device_used_bytes"]
+    assert all(size >= 0 for size in memory["breakdown"].values())
+    low, high = memory["interval_bytes"]
+    assert 0 < low <= memory["device_used_bytes"] <= high
+    assert memory["peak_allocated_bytes"] <= memory["peak_reserved_bytes"]
+    assert memory["peak_reserved_bytes"] <= memory["device_used_bytes"]
+    low, high = time["interval_s"]
+    assert 0 < low < high
+    assert time["tokens_per_s"] > 0
+    assert time["time_per_token_s"] > 0
+    assert (time["step_s"] is None) == (phase == "inference")
+    assert (time["prefill_s"] is None) == (phase == "finetune")
+    assert one["fits"] is True or one["fits"] is False
+    assert one["basis"]
+
+
+def test_json_config_has_every_setting_with_its_default_filled_in() -> None:
+    (one,) = predictions(LLAMA, "--gpu", "rtx-4090-24gb", "--method", "qlora")
+    config = one["config"]
+    assert None not in config.values()
+    assert config["quant"] == "nf4-dq"
+    assert config["prepare_kbit"] is True
+    assert config["gpu"] == "rtx-4090-24gb"
+    assert config["target_modules"] == ["all-linear"]
+
+
+def test_lists_with_commas_make_a_grid() -> None:
+    found = predictions(
+        *(MODEL, "EleutherAI/pythia-160m"),
+        *("--gpu", "l4-24gb,t4-16gb"),
+        *("--method", "lora,dora"),
+        *("--batch-size", "1,2,4"),
+        *("--seq-len", "128"),
+    )
+    keys = {
+        (
+            one["model"],
+            one["config"]["gpu"],
+            one["config"]["method"],
+            one["config"]["batch_size"],
+        )
+        for one in found
+    }
+    assert len(found) == len(keys) == 2 * 2 * 2 * 3
+
+
+def test_a_setting_that_the_phase_does_not_read_makes_no_duplicates() -> None:
+    found = predictions(
+        *(MODEL, "--gpu", "l4-24gb", "--phase", "finetune,inference"),
+        *("--method", "lora,qlora", "--prompt-len", "16,32", "--r", "8,16"),
+    )
+    phases = [one["config"]["phase"] for one in found]
+    assert phases.count("finetune") == 4  # methods and ranks
+    assert phases.count("inference") == 2  # prompts
+
+
+def test_a_name_in_any_spelling_is_the_same_model() -> None:
+    first, second = predictions(LLAMA.lower(), "llama-3.1-8b", "--gpu", "h100-sxm-80gb")
+    assert first["num_params"] == second["num_params"] == 8030261248
+
+
+def test_a_local_config_is_a_model(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 320,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (one,) = predictions(str(tmp_path), "--gpu", "cpu", "--precision", "fp32")
+    assert one["num_params"] == 320 * 64 * 2 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
+
+
+# --- text
+
+
+def test_one_prediction_prints_its_breakdown_and_its_basis() -> None:
+    result = whichlora("estimate", LLAMA, "--gpu", "h100-sxm-80gb")
+    assert result.exit_code == 0
+    assert "device memory used" in result.stdout
+    assert "optimizer_states" in result.stdout
+    assert "basis: " in result.stdout
+    assert result.stderr == ""
+
+
+def test_a_grid_prints_one_row_for_each() -> None:
+    result = whichlora("estimate", MODEL, "--gpu", "l4-24gb", "--batch-size", "1,2,4")
+    assert result.stdout.count(MODEL) == 3
+    assert "device memory used" not in result.stdout
+
+
+@pytest.mark.parametrize("command", ["gpus", "models"])
+def test_a_catalog_prints_as_text_and_as_json(command: str) -> None:
+    text = whichlora(command)
+    assert text.exit_code == 0
+    listed = json.loads(whichlora(command, "--json").stdout)
+    assert listed["schema_version"] == 1
+    assert len(listed[command]) > 50
+
+
+def test_models_lists_what_contains_the_pattern() -> None:
+    listed = json.loads(whichlora("models", "SmolLM2", "--json").stdout)["models"]
+    assert [one["hub_id"] for one in listed] == [
+        "HuggingFaceTB/SmolLM2-1.7B",
+        "HuggingFaceTB/SmolLM2-135M",
+        "HuggingFaceTB/SmolLM2-360M",
+    ]
+
+
+def test_version_names_the_release() -> None:
+    assert whichlora("--version").stdout == f"whichlora, version {__version__}\n"
+
+
+# --- refusals: one line on stderr, nothing on stdout, exit code 2
+
+REFUSED: list[tuple[tuple[str, ...], str]] = [
+    (("--batch-size", "0"), "--batch-size: '0' is not a whole number from 1"),
+    (("--batch-size", "-4"), "--batch-size: '-4' is not a whole number"),
+    (("--batch-size", "four"), "--batch-size: 'four' is not a whole number"),
+    (("--batch-size", "1,,4"), "--batch-size: '' is not a whole number"),
+    (("--batch-size", "2.5"), "--batch-size: '2.5' is not a whole number"),
+    (("--batch-size", "9" * 5000), "--batch-size: '9999"),
+    (("--seq-len", "99999999999"), "--seq-len: '99999999999' is not a whole number"),
+    (("--r", "0"), "--r: '0' is not a whole number from 1"),
+    (("--prompt-len", "0", "--phase", "inference"), "--prompt-len: '0' is not"),
+    (("--max-new-tokens", "x", "--phase", "inference"), "--max-new-tokens: 'x' is not"),
+    (("--gradient-accumulation-steps", "0"), "--gradient-accumulation-steps: '0' is not"),
+    (("--lora-dropout", "1.5"), "--lora-dropout: '1.5' is not a number from 0 to below 1"),
+    (("--lora-dropout", "nan"), "--lora-dropout: 'nan' is not"),
+    (("--lora-dropout", "0.1,much"), "--lora-dropout: 'much' is not"),
+    (("--method", "lorax"), "method: 'lorax' is not known; accepted are full, lora, qlora"),
+    (("--method", "lora,"), "--method: has an empty name in 'lora,'"),
+    (("--precision", "int4"), "--precision: 'int4' is not known; accepted are bf16"),
+    (("--optimizer", "adam"), "--optimizer: 'adam' is not known; accepted are adamw_torch"),
+    (("--attn", "flash"), "--attn: 'flash' is not known; accepted are sdpa"),
+    (("--padding", "left"), "--padding: 'left' is not known; accepted are none, padded"),
+    (("--loss-head", "mine"), "--loss-head: 'mine' is not known; accepted are hf"),
+    (("--kv-cache", "big"), "--kv-cache: 'big' is not known; accepted are dynamic"),
+    (("--phase", "train"), "--phase: 'train' is not known; accepted are finetune, inference"),
+    (("--quant", "int3"), "--quant: 'int3' is not known; accepted are none, nf4"),
+    (("--quant", "nf4", "--method", "full"), "quant: 'nf4' weights cannot be trained"),
+    (("--quant", "nf4", "--gpu", "gaudi2-96gb"), "bitsandbytes, which has no hpu backend"),
+    (("--target-modules", "c_attn"), "target_modules: 'c_attn' is no linear layer of"),
+    (("--target-modules", "q_proj,"), "--target-modules: has an empty name"),
+    (("--gpu", "nosuch"), "unknown GPU 'nosuch'"),
+    (("--gpu", "rtx4099"), "unknown GPU 'rtx4099': did you mean"),
+    (("--gpu", "a100"), "a100: is ambiguous: a100-pcie-40gb, a100-pcie-80gb"),
+    (("--gpu", ""), "--gpu: has an empty name"),
+    (("--attn", "flash_attention_2"), "attn: flash_attention_2 does not run on cpu"),
+    (
+        ("--attn", "flash_attention_2", "--gpu", "t4-16gb"),
+        "attn: flash_attention_2 does not run on t4-16gb (it needs compute capability 8.0",
+    ),
+    (
+        ("--attn", "flash_attention_2", "--gpu", "h100-sxm-80gb", "--precision", "fp32"),
+        "attn: flash_attention_2 needs 16-bit precision",
+    ),
+    (("--calibration-dir", "/nowhere/at/all"), "'/nowhere/at/all' does not exist"),
+    (("--seqlen", "8"), "No such option '--seqlen'. Did you mean '--seq-len'?"),
+    (("--batch-size",), "Option '--batch-size' requires an argument"),
+    (("--json=yes",), "'--json' does not take a value"),
+]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"), REFUSED, ids=[" ".join(args)[:40] for args, _ in REFUSED]
+)
+def test_a_bad_argument_gets_one_clear_line(args: tuple[str, ...], said: str) -> None:
+    gpu = () if "--gpu" in args else ("--gpu", "cpu")
+    assert_refused(("estimate", MODEL, *gpu, *args), said)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("estimate",), "whichlora estimate: Missing argument 'MODEL...'"),
+        (("estimate", "", "--gpu", "cpu"), "model: is empty"),
+        (
+            ("estimate", "meta-llama/Llama-3.1-9B", "--gpu", "cpu"),
+            "did you mean meta-llama/Llama-3.1-8B",
+        ),
+        (("estimate", "/nowhere/config.json", "--gpu", "cpu"), "no such file or folder"),
+        (("run",), "whichlora run: Missing argument 'CONFIG'"),
+        (("run", "nowhere.yaml"), "nowhere.yaml: can't be read"),
+        (("gpus", "h100"), "whichlora gpus: Got unexpected extra argument"),
+        (("estimat",), "No such command 'estimat'"),
+        (("--jsn",), "whichlora: No such option '--jsn'"),
+    ],
+)
+def test_a_bad_command_gets_one_clear_line(args: tuple[str, ...], said: str) -> None:
+    assert_refused(args, said)
+
+
+def assert_refused(args: tuple[str, ...], said: str) -> None:
+    result = whichlora(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert said in line
+    assert len(line) < 700
+
+
+def test_a_refusal_reads_the_same_from_a_real_process() -> None:
+    done = process("estimate", MODEL, "--gpu", "cpu", "--r", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("--r: '0' is not a whole number")
+    assert done.stderr.count("\n") == 1
+    assert process("estimate").stderr.startswith("whichlora estimate: Missing argument")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **settings: object) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr("whichlora.api.estimate", broken)
+    result = whichlora("estimate", MODEL, "--gpu", "cpu")
+    assert isinstance(result.exception, ZeroDivisionError)
