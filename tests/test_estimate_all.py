@@ -57,8 +57,8 @@ def test_no_estimate_loads_torch() -> None:
     code = (
         "import sys, json\n"
         "from whichlora import api\n"
-        "names = [one.hub_id for one in api.list_models()]\n"
-        f"settings = {{'model': names, 'phase': ['finetune', 'inference'], 'method': {METHODS!r}}}\n"
+        "settings = {'model': [one.hub_id for one in api.list_models()]}\n"
+        f"settings |= {{'phase': ['finetune', 'inference'], 'method': {METHODS!r}}}\n"
         "found = api.estimate(api.grid(settings), ['h100-sxm-80gb'])\n"
         "print(json.dumps([len(found), sorted({name.partition('.')[0] for name in sys.modules})]))"
     )

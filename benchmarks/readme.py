@@ -1,0 +1,41 @@
+"""Fill the outputs that README.md shows: `readme.py [--check]`.
+
+After a line `<!-- OUTPUT: whichlora ... -->` the code block below it becomes what that command
+prints now; `--check` changes nothing and fails where a block is out of date. Other `OUTPUT` lines
+are filled by hand, from runs that take a machine and minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+_BLOCK = re.compile(r"(<!-- OUTPUT: (whichlora [^\n]*) -->\n```text\n)(.*?)(```\n)", re.DOTALL)
+
+
+def printed(command: str) -> str:
+    """What `command` prints where nobody measured anything."""
+    arguments = [sys.executable, "-m", *shlex.split(command)]
+    with tempfile.TemporaryDirectory() as empty:
+        settings = os.environ | {"WHICHLORA_CALIBRATION": empty, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=settings)
+    return "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines()) + "\n"
+
+
+def main() -> None:
+    text = README.read_text(encoding="utf-8")
+    filled = _BLOCK.sub(lambda found: found[1] + printed(found[2]) + found[4], text)
+    if "--check" not in sys.argv[1:]:
+        README.write_text(filled, encoding="utf-8")
+    elif filled != text:
+        sys.exit("README.md: an output is out of date; run benchmarks/readme.py")
+
+
+if __name__ == "__main__":
+    main()
