@@ -43,7 +43,7 @@ VOCAB = 2048
 _DECODER: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
-    "intermediate_size": 352,
+    "intermediate_size": 448,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -57,7 +57,7 @@ _MHA = _DECODER | {"num_key_value_heads": 4}
 _GPT2: dict[str, Any] = {
     "vocab_size": VOCAB,
     "n_embd": 128,
-    "n_inner": 352,
+    "n_inner": 448,
     "n_layer": 2,
     "n_head": 4,
     "n_positions": 256,
@@ -81,7 +81,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "opt": {
         "vocab_size": VOCAB,
         "hidden_size": 128,
-        "ffn_dim": 352,
+        "ffn_dim": 448,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "max_position_embeddings": 256,
@@ -123,7 +123,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": VOCAB,
         "d_model": 128,
         "d_kv": 40,
-        "d_ff": 352,
+        "d_ff": 448,
         "num_layers": 2,
         "num_heads": 4,
         "decoder_start_token_id": 0,
@@ -264,6 +264,7 @@ def _forward(model: Any, one: Case) -> Any:
     labels = ids.clone()
     if one.run.padding == "padded":
         mask[1:, -one.run.seq_len // 3 :] = 0
+    model.config.use_cache = False  # as the Trainer
     return model(input_ids=ids, attention_mask=mask, labels=labels).loss
 
 
@@ -324,7 +325,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def alive_at_peak(one: Case, call: Callable[[Any], Any] | None = None) -> LiveBytes:
-    """Tensors made by a forward and backward that are alive at their peak, and in which operator."""
+    """Tensors of a forward and backward that are alive at their peak, and the operator there."""
     model = load(one)
     if one.run.gradient_checkpointing:
         model.enable_input_require_grads()

@@ -269,6 +269,9 @@ class ModelSpec:
         head_linears: further matrices between the last layer and `head` (BERT's transform),
             and projections around the stack (OPT-350M's project_in and project_out).
         other_params: parameters outside all of the above (a vision tower, a pooler).
+        buffer_bytes: what modules keep beside parameters (a causal mask per attention).
+        embedding_dropouts, final_dropouts: widths of the tensors that training drops values of
+            before the first and after the last layer.
         notes: what a reader must know: text tower only, approximated blocks, and so on.
         config: the Hugging Face config, verbatim.
     """
@@ -287,6 +290,9 @@ class ModelSpec:
     head_linears: tuple[Linear, ...] = ()
     logit_softcap: float | None = None
     other_params: int = 0
+    buffer_bytes: int = 0
+    embedding_dropouts: tuple[int, ...] = ()
+    final_dropouts: tuple[int, ...] = ()
     max_position_embeddings: int | None = None
     dtype: str = "bfloat16"
     notes: tuple[str, ...] = ()

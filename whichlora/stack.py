@@ -41,8 +41,6 @@ class Stack:
         input_bytes: the copy of the input that an adapted projection keeps.
         dropped_bytes: one element of what adapter dropout is applied to.
         training: dropout is on and tensors are kept for backward.
-        keeps_cache: the forward fills a key-value cache: generation, and training without
-            checkpointing, where nobody switches `use_cache` off.
         device_kind: "cuda", "cpu", …: CPU kernels keep other things.
     """
 
@@ -61,7 +59,6 @@ class Stack:
     lora_dropout: float
     dropped_bytes: int
     training: bool
-    keeps_cache: bool
     attn: str
     padded: bool
     trains_base: bool
@@ -115,7 +112,6 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
         # PEFT widens the input to the adapter's dtype before it drops; autocast narrows it after.
         dropped_bytes=4 if fp32_adapters else half,
         training=run.phase == "finetune",
-        keeps_cache=run.phase == "inference" or not run.gradient_checkpointing,
         attn=run.attn,
         padded=run.padding == "padded",
         trains_base=trains_base,

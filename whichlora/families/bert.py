@@ -169,6 +169,7 @@ def _encoder(
         "embeddings": tuple(Embedding(name=n, rows=rows, width=width) for n, rows in tables),
         "embedding_norms": norms(("LayerNorm",), width=width, kind="layer", bias=True),
         "other_params": hidden * hidden + hidden if pooler else 0,
+        "embedding_dropouts": (width,) if c.probability("hidden_dropout_prob") else (),
         **rest,
     }
     return ModelSpec(

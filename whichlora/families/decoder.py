@@ -147,6 +147,8 @@ def decoder(
         weight=style.norm_weight,
         bias=style.norm_bias,
     )
+    if c.probability("embd_pdrop", "embedding_dropout"):
+        spec.setdefault("embedding_dropouts", (hidden,))
     spec.setdefault("logit_softcap", c.number_or_none("final_logit_softcapping"))
     return causal_lm(c, layers, final_norms=final, head_bias=style.head_bias, **spec)
 

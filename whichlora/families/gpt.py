@@ -21,10 +21,12 @@ _GPT2 = {
     "tie_word_embeddings": True,
     "attn_pdrop": 0.1,
     "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
 }
 _GPTJ = _GPT2 | {
     "attn_pdrop": 0.0,
     "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
     "vocab_size": 50400,
     "hidden_size": 4096,
     "num_hidden_layers": 28,
@@ -106,7 +108,9 @@ def _gpt2(c: Fields) -> ModelSpec:
         norms=_layer_norms(("ln_1", "ln_2"), hidden),
         dropouts=(hidden,) * 2 if c.probability("resid_pdrop") else (),
     )
-    return _absolute(c, [layer] * c.layers())
+    # GPTBigCodeModel keeps a boolean causal mask of the full length
+    mask_bytes = c.size("max_position_embeddings") ** 2 if "multi_query" in c.defaults else 0
+    return _absolute(c, [layer] * c.layers(), buffer_bytes=mask_bytes)
 
 
 def _gpt_neo(c: Fields) -> ModelSpec:
@@ -136,7 +140,8 @@ def _gpt_neo(c: Fields) -> ModelSpec:
             Layer(attentions=(attention,), mlp=block, norms=_layer_norms(("ln_1", "ln_2"), hidden))
         )
     note = "transformers masks the local layers but caches them at full length"
-    return _absolute(c, layers, notes=(note,))
+    mask_bytes = c.size("max_position_embeddings") ** 2  # boolean, in every layer
+    return _absolute(c, layers, notes=(note,), buffer_bytes=mask_bytes * len(layers))
 
 
 def _attention_kinds(c: Fields) -> list[str]:
@@ -241,6 +246,7 @@ def _absolute(c: Fields, layers: Sequence[Layer], **spec: Any) -> ModelSpec:
             Embedding(name="wte", rows=c.size("vocab_size"), width=hidden),
             Embedding(name="wpe", rows=c.size("max_position_embeddings"), width=hidden),
         ),
+        embedding_dropouts=(hidden,) if c.probability("embd_pdrop") else (),
         **spec,
     )
 

@@ -146,6 +146,8 @@ def _t5(c: Fields) -> ModelSpec:
         tied=True,
         embeddings=(Embedding(name="shared", rows=vocab, width=hidden),),
         final_norms=norms(["final_layer_norm"] * 2, width=hidden, kind="rms"),
+        embedding_dropouts=(hidden,) * 2 if dropout else (),
+        final_dropouts=(hidden,) * 2 if dropout else (),
         notes=notes,
     )
 
@@ -206,6 +208,7 @@ def _bart(c: Fields) -> ModelSpec:
             Embedding(name="embed_positions", rows=rows, width=hidden),
         ),
         embedding_norms=both,
+        embedding_dropouts=(hidden,) * 2 if c.probability("dropout") else (),
         max_position_embeddings=positions,
     )
     if c.text("model_type") == "mbart":  # pre-norm, so each stack ends with a norm

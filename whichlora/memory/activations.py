@@ -123,19 +123,18 @@ def attention_saved(attention: Attention, stack: Stack, *, span: Count) -> Itera
 
     kernel = attention_kernel(attention, stack)
     masked = is_masked(attention, stack, span)
-    if fused_qkv(attention) and not stack.keeps_cache:
-        # q and k are new tensors after the rotation; v stays a view of the whole projection. A
-        # cache concatenates v to what it holds, even to nothing: a copy of v alone.
-        if attention.position == "rope":
-            yield Saved("value view of the fused projection", size * (q + k))
-        elif kernel != "math":
-            k, v, q = 0, 0, q + k + v
     every_k, every_v = heads * attention.head_dim, heads * attention.v_head_dim
     if kernel != "fused":
         k, v = every_k, every_v
-    elif stack.attn == "sdpa" and attention.num_key_value_heads < heads:
-        # grouped keys go to the kernel as they are only where there is no mask
-        k, v = k + (every_k - k) * masked, v + (every_v - v) * masked
+    else:
+        if fused_qkv(attention):
+            # q and k are new tensors after a rotation; v stays a view that keeps the projection
+            v = q + k + v
+            if attention.position != "rope":
+                q = k = 0
+        if stack.attn == "sdpa" and attention.num_key_value_heads < heads:
+            # grouped keys go to the kernel as they are only where there is no mask
+            k, v = k + (every_k - k) * masked, v + (every_v - v) * masked
 
     if kernel == "math":
         yield from _math_saved(attention, stack)
@@ -297,6 +296,29 @@ def layer_saved(
     return tuple(distinct)
 
 
+def outside_saved(model: ModelSpec, stack: Stack, *, embeddings_need_grad: bool) -> list[Saved]:
+    """What is kept between the embedding and the first layer, and from the last layer on.
+
+    Args:
+        embeddings_need_grad: trained, or made to need a gradient so that checkpointing works.
+
+    Kind: exact.
+    """
+    saved: list[Saved] = []
+    norms, dropped = model.final_norms, model.final_dropouts
+    if embeddings_need_grad:
+        norms, dropped = norms + model.embedding_norms, dropped + model.embedding_dropouts
+    for norm in norms:
+        saved.extend(norm_saved(norm, stack))
+    mask_bytes = _mask_bytes(stack.stream_bytes, stack)
+    saved.extend(Saved("dropout mask", mask_bytes * width) for width in dropped)
+    if model.task == "encoder":  # the transform before the logits: inputs of its gelu and norm
+        saved.append(Saved("masked-word transform", 2 * stack.stream_bytes * model.hidden_size))
+    if stack.trains_base:
+        saved.append(Saved("head: input", stack.compute_bytes * model.hidden_size))
+    return saved
+
+
 def unsaved_by_first_layer(layer: Layer, targets: tuple[str, ...], stack: Stack) -> int:
     """Bytes per token that the first layer of a stack keeps less than the others.
 
@@ -373,11 +395,17 @@ def layer_backward_transient(
             per_token = max(6 * width + 22 * hidden // 10, 16 * hidden)
     else:
         per_token = max(2 * scale * width + 11 * scale * hidden // 10, 71 * scale * hidden // 10)
-    pair = 0
-    if stack.attn == "eager":
-        heads = max((one.num_attention_heads for one in layer.attentions), default=0)
-        pair = heads * (4 + scale)
-    return per_token, pair
+    pairs = (_pair_gradient_bytes(one, stack) for one in layer.attentions)
+    return per_token, max(pairs, default=0)
+
+
+def _pair_gradient_bytes(attention: Attention, stack: Stack) -> int:
+    """Gradients of probabilities and scores, per token and attended token."""
+    kernel = attention_kernel(attention, stack)
+    if kernel == "fused" or attention.kind != "softmax":
+        return 0
+    of_probabilities = 4 if kernel == "math" else stack.compute_bytes
+    return attention.num_attention_heads * (of_probabilities + 4)
 
 
 def method_transient_bytes(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whichlora.architecture import ModelSpec
+from whichlora.architecture import Layer, ModelSpec
 from whichlora.memory import activations, allocator, kv_cache, logits, optimizer, weights
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, largest, smallest
@@ -85,6 +85,63 @@ def trained_params(model: ModelSpec, targets: tuple[str, ...], method: Method, r
     return total
 
 
+@dataclass(frozen=True, slots=True)
+class _LayerBytes:
+    """Kept by one of `count` equal layers, and alive on top during its backward."""
+
+    count: int
+    saved: Count
+    transient: Count
+
+
+def _layer(
+    layer: Layer,
+    count: int,
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method,
+    r: Count,
+    tokens: Count,
+    span: Count,
+) -> _LayerBytes:
+    saved = activations.layer_saved(layer, targets, stack, method, r, span=span)
+    per_token, pair = activations.layer_backward_transient(
+        layer, targets, stack, method, model.hidden_size
+    )
+    return _LayerBytes(
+        count,
+        activations.saved_bytes(saved, tokens=tokens, span=span),
+        tokens * (per_token + pair * span),
+    )
+
+
+def _weights(model: ModelSpec, stack: Stack, *, like: Count) -> list[Entry]:
+    stored = weights.weight_bytes(model, stack)
+    return [Entry("weights", name, size + 0 * like) for name, size in stored.items()]
+
+
+def _inputs(model: ModelSpec, stack: Stack, tokens: Count, span: Count) -> Entry:
+    return Entry(
+        "activations",
+        "token ids, labels, mask, rotary tables",
+        24 * tokens + activations.rotary_bytes(model, stack, span=span),
+    )
+
+
+def _autocast_copies(model: ModelSpec, stack: Stack, method: Method, trained: Count) -> Count:
+    """16-bit copies of what is trained in fp32; the graph and autocast's cache hold them."""
+    if not stack.autocast:
+        return 0 * trained
+    if not method.trains_base:
+        return 2 * trained if stack.adapter_bytes == 4 else 0 * trained
+    matrices = sum(
+        count * sum(linear.num_weights for linear in layer.linears)
+        for layer, count in model.layers()
+    )
+    return (2 * matrices if stack.base_bytes == 4 else 0) + 0 * trained
+
+
 def training_ledger(
     model: ModelSpec,
     run: RunConfig,
@@ -102,68 +159,46 @@ def training_ledger(
     `batch_size`, `seq_len` and `r` may be arrays; everything else is one setting.
     """
     tokens = batch_size * seq_len
-    hidden = model.hidden_size
     num_layers = model.num_hidden_layers
     trained = trained_params(model, targets, method, r)
-    stored = weights.weight_bytes(model, stack)
     param_bytes = stack.base_bytes if method.trains_base else stack.adapter_bytes
     gradient_bytes = trained * param_bytes
+    accumulated = gradient_bytes if run.gradient_accumulation_steps > 1 else 0 * trained
 
-    static = [Entry("weights", name, size + 0 * tokens) for name, size in stored.items()]
+    static = _weights(model, stack, like=tokens)
     if not method.trains_base:
         static.append(Entry("adapters", "adapter weights", trained * stack.adapter_bytes))
     states = optimizer.state_bytes(trained, optimizer=run.optimizer, param_bytes=param_bytes)
     static.append(Entry("optimizer_states", run.optimizer, states))
-    kept_gradients = gradient_bytes if run.gradient_accumulation_steps > 1 else 0 * trained
-    inputs = Entry(
-        "activations",
-        "token ids, labels, mask, rotary tables",
-        24 * tokens + activations.rotary_bytes(model, stack, span=seq_len),
-    )
 
-    per_layer = [
-        (activations.layer_saved(layer, targets, stack, method, r, span=seq_len), layer, count)
+    layers = [
+        _layer(layer, count, model, targets, stack, method, r, tokens, seq_len)
         for layer, count in model.layers()
     ]
-    all_saved: Count = 0 * tokens
-    worst_layer: Count = 0 * tokens
-    for saved, layer, count in per_layer:
-        one = activations.saved_bytes(saved, tokens=tokens, span=seq_len)
-        per_token, pair = activations.layer_backward_transient(
-            layer, targets, stack, method, hidden
-        )
-        all_saved = all_saved + count * one
-        worst_layer = largest(worst_layer, one + tokens * (per_token + pair * seq_len))
-    first_transient = largest(
-        *(
-            tokens * (per_token + pair * seq_len)
-            for per_token, pair in (
-                activations.layer_backward_transient(layer, targets, stack, method, hidden)
-                for _, layer, _ in per_layer
-            )
-        )
+    saved_by_all = sum((one.saved * one.count for one in layers), start=0 * tokens)
+    needs_grad = method.trains_base or run.gradient_checkpointing
+    outside = activations.saved_bytes(
+        activations.outside_saved(model, stack, embeddings_need_grad=needs_grad),
+        tokens=tokens,
+        span=seq_len,
     )
-
-    copies = 0 * trained
-    if stack.autocast and param_bytes == 4:  # 16-bit copies of what is trained in fp32
-        matrices = sum(
-            count * sum(linear.num_weights for linear in layer.linears)
-            for layer, count in model.layers()
-        )
-        copies = 2 * (matrices + copies if method.trains_base else trained)
+    copies = _autocast_copies(model, stack, method, trained)
     if run.gradient_checkpointing:
+        checkpoint = stack.stream_bytes * model.hidden_size * tokens
         kept = Entry(
-            "activations",
-            f"checkpoints of {num_layers} layers",
-            num_layers * stack.stream_bytes * hidden * tokens,
+            "activations", f"checkpoints of {num_layers} layers", num_layers * checkpoint + outside
         )
-        in_layer = worst_layer
+        in_layer = largest(*(one.saved + one.transient for one in layers))
         loss_copies, layer_copies = copies * 0, copies // num_layers
     else:
         firsts = {group.stack: group.layer for group in reversed(model.groups)}.values()
         unsaved = sum(activations.unsaved_by_first_layer(one, targets, stack) for one in firsts)
-        kept = Entry("activations", f"saved by {num_layers} layers", all_saved - unsaved * tokens)
-        in_layer = 4 * hidden * tokens + first_transient
+        kept = Entry(
+            "activations",
+            f"saved by {num_layers} layers",
+            saved_by_all + outside - unsaved * tokens,
+        )
+        in_layer = largest(*(one.transient for one in layers))
         loss_copies = layer_copies = copies
 
     head_copy = logits.head_copy_bytes(model, stack)
@@ -174,34 +209,34 @@ def training_ledger(
     expanded = Entry(
         "temporary", "one matrix expanded, or its norm", max(dense, norms) + 0 * tokens
     )
-    backward_gradients = kept_gradients
+    head_params = model.head.num_weights if model.head is not None else 0
+    first_gradients = accumulated
     if method.trains_base:
         # the head and the last layer already have their gradients when layers go backward
-        head_params = model.head.num_weights if model.head is not None else 0
         last = max(group.layer.num_params for group in model.groups)
-        backward_gradients = largest(kept_gradients, (head_params + last) * param_bytes)
+        first_gradients = largest(accumulated, (head_params + last) * param_bytes)
 
+    before = (
+        *static,
+        Entry("gradients", "accumulated", accumulated),
+        _inputs(model, stack, tokens, seq_len),
+    )
     moments = {
         "loss_forward": (
-            *static,
-            Entry("gradients", "accumulated", kept_gradients),
-            inputs,
+            *before,
             kept,
             Entry("logits_and_loss", "logits, fp32 logits, log-softmax", loss_forward),
             Entry("temporary", "16-bit copies of adapters and head", copies + head_copy),
         ),
         "loss_backward": (
-            *static,
-            Entry("gradients", "accumulated", kept_gradients),
-            inputs,
+            *before,
             kept,
             Entry("logits_and_loss", "log-softmax and its gradients", loss_backward),
             Entry("temporary", "16-bit copies of adapters and head", loss_copies + head_copy),
         ),
         "layer_backward": (
-            *static,
-            Entry("gradients", "of the last layers", backward_gradients),
-            inputs,
+            *before,
+            Entry("gradients", "of the last layers", first_gradients - accumulated),
             kept,
             Entry("temporary", "one layer's backward", in_layer),
             Entry("temporary", "16-bit copies of adapters", layer_copies),
@@ -222,6 +257,14 @@ def training_ledger(
             ),
         ),
     }
+    if method.trains_base and model.head_tied:
+        # autograd holds the head's gradient until the embedding's, as large, is added to it
+        second = head_params * param_bytes + 0 * tokens
+        moments["embedding_backward"] = (
+            *static,
+            Entry("gradients", "all", gradient_bytes),
+            Entry("gradients", "second one of the tied embedding", second),
+        )
     layer_forward = activations.forward_bytes(model, stack, tokens=tokens, span=seq_len)
     vocab = logits.logit_width(model) if run.loss_head == "hf" else 0
     idle = allocator.idle_cache_bytes(
@@ -245,8 +288,7 @@ def inference_ledger(
     max_new_tokens: Count,
 ) -> Ledger:
     """Moments of one generation: the prompt pass and the last decoding step."""
-    stored = weights.weight_bytes(model, stack)
-    static = tuple(Entry("weights", name, size + 0 * batch_size) for name, size in stored.items())
+    static = _weights(model, stack, like=batch_size)
     element_bytes = stack.compute_bytes
     last_tokens = prompt_len + max_new_tokens - 1
     common = {"batch_size": batch_size, "kv_cache": run.kv_cache, "element_bytes": element_bytes}

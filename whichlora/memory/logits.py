@@ -20,11 +20,6 @@ def logit_width(model: ModelSpec) -> int:
     return model.vocab_size if has_logits else 0
 
 
-def masked_head_bytes(model: ModelSpec, stack: Stack) -> int:
-    """Bytes per token kept by the transform before an encoder's logits: inputs of gelu and norm."""
-    return 2 * stack.stream_bytes * model.hidden_size if model.task == "encoder" else 0
-
-
 def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
     """Alive at the end of the loss's forward: logits, their fp32 copy, the log-softmax.
 
@@ -47,14 +42,14 @@ def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_he
 
 
 def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
-    """Alive at the worst point of the loss's backward, the last hidden state (4h) included.
+    """Alive at the worst point of the loss's backward.
 
     Kind: exact for hf: the log-softmax and its two fp32 gradients, 12 bytes per entry.
     """
     vocab = logit_width(model)
     hidden = model.hidden_size
     if loss_head == "raw":
-        return tokens * (vocab * 2 * stack.compute_bytes + 4 * hidden)
+        return tokens * vocab * 2 * stack.compute_bytes
     if loss_head == "trl-fused":
         tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * stack.compute_bytes
         widened = 2 * FUSED_TILE_VOCAB * hidden if stack.embedding_bytes != 2 else 0
@@ -62,8 +57,8 @@ def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_h
     if loss_head == "liger":
         return tokens * hidden * 2 * stack.compute_bytes
     softcap_bytes = stack.compute_bytes if model.logit_softcap else 0
-    final_norm = 24 * hidden  # its backward; larger only where the vocabulary is tiny or absent
-    return tokens * max(vocab * (12 + softcap_bytes) + 4 * hidden, final_norm)
+    final_norm = 20 * hidden  # its backward; larger only where the vocabulary is tiny or absent
+    return tokens * max(vocab * (12 + softcap_bytes), final_norm)
 
 
 def generation_bytes(model: ModelSpec, *, batch_size: Count, compute_bytes: int) -> Count:

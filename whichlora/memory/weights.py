@@ -69,7 +69,7 @@ def masked_head_params(model: ModelSpec) -> int:
 
 
 def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
-    """Bytes of the stored base weights: "layers", "embeddings" (head included) and "other".
+    """Bytes of what loading leaves: "layers", "embeddings" (with the head), "other", "buffers".
 
     Kind: exact. The head is never quantised (transformers leaves the output head out), and
     counted once with the embedding where they are tied.
@@ -93,6 +93,7 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
         "layers": layers,
         "embeddings": embeddings * stack.embedding_bytes,
         "other": other * stack.base_bytes,
+        "buffers": model.buffer_bytes,
     }
 
 
