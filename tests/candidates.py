@@ -1,0 +1,137 @@
+"""Candidates made by hand: a prediction, the limits, and what the device would really say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from whichlora.plan import Limits
+from whichlora.results import Measurement, MemoryPrediction, Outcome, Prediction, TimePrediction
+from whichlora.search import Candidate, Quantity, judge
+from whichlora.specs import RunConfig
+from whichlora.units import GiB
+
+USABLE_BYTES = 20 * GiB
+
+
+def prediction(
+    run: RunConfig,
+    *,
+    num_params: int = 10**9,
+    used_bytes: float = 8 * GiB,
+    memory_factor: float = 1.1,
+    time_s: float = 0.1,
+    time_factor: float = 1.5,
+    usable_bytes: int = USABLE_BYTES,
+) -> Prediction:
+    """A prediction whose intervals reach from value / factor to value * factor.
+
+    Args:
+        time_s: per step (fine-tuning) or per token (inference).
+    """
+    training = run.phase == "finetune"
+    used = round(used_bytes)
+    tokens = run.batch_size * run.seq_len if training else 1
+    return Prediction(
+        run=run,
+        gpu="made-up",
+        num_params=num_params,
+        num_trainable_params=0,
+        memory=MemoryPrediction(
+            peak_allocated_bytes=used,
+            peak_reserved_bytes=used,
+            device_used_bytes=used,
+            interval_bytes=(round(used / memory_factor), round(used * memory_factor)),
+            breakdown={"weights": used},
+            moment="loss",
+        ),
+        time=TimePrediction(
+            step_s=time_s if training else None,
+            tokens_per_s=tokens / time_s,
+            prefill_s=None if training else time_s,
+            decode_s_per_token=None if training else time_s,
+            time_per_token_s=time_s / tokens,
+            interval_s=(time_s / time_factor, time_s * time_factor),
+            breakdown={"products": time_s},
+        ),
+        usable_bytes=usable_bytes,
+        fits=used * memory_factor <= usable_bytes,
+        verdict="undecided",
+        basis="made up",
+    )
+
+
+def measurement(
+    run: RunConfig,
+    *,
+    used_bytes: float = 8 * GiB,
+    step_s: float = 0.1,
+    generate_s: float = 0.1,
+    outcome: Outcome = "ok",
+    detail: str = "",
+) -> Measurement:
+    training = run.phase == "finetune"
+    ok = outcome == "ok"
+    return Measurement(
+        id=f"{run.model}-{run.phase}-{run.method}-{run.batch_size}",
+        gpu="made-up",
+        date="2026-11-21T00:00:00+00:00",
+        config=run.to_dict(),
+        outcome=outcome,
+        detail=detail,
+        step_s=(step_s,) if ok and training else (),
+        batch_seq_len=(run.seq_len,) if ok and training else (),
+        generate_s=(generate_s,) if ok and not training else (),
+        peak_allocated_bytes=round(used_bytes) if ok else None,
+    )
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A candidate, predicted and real. `total_s` is predicted and real time of the whole job."""
+
+    predicted: Prediction
+    used_bytes: float
+    time_s: float
+    total_s: tuple[float, float] | None = None
+    total_factor: float = 1.5
+
+
+@dataclass
+class World:
+    """A device whose answers are known: what `validation.check` needs, with a list of calls."""
+
+    truths: list[Truth]
+    limits: Limits
+    measured: dict[RunConfig, Measurement] = field(default_factory=dict)
+    calls: list[RunConfig] = field(default_factory=list)
+
+    def judge_all(self) -> list[Candidate]:
+        return [self._judge(truth) for truth in self.truths]
+
+    def _judge(self, truth: Truth) -> Candidate:
+        found = self.measured.get(truth.predicted.run)
+        total = None
+        if truth.total_s is not None:
+            guess, real = truth.total_s
+            total = Quantity(
+                value=guess,
+                low=guess / truth.total_factor,
+                high=guess * truth.total_factor,
+                measured=False,
+            )
+            if found is not None and found.outcome == "ok":
+                total = Quantity(value=real, low=real, high=real, measured=True)
+        return judge(truth.predicted, self.limits, total_s=total, measurement=found)
+
+    def measure(self, run: RunConfig) -> Measurement:
+        self.calls.append(run)
+        truth = next(one for one in self.truths if one.predicted.run == run)
+        if truth.used_bytes > truth.predicted.usable_bytes:
+            return measurement(run, outcome="oom", detail="tried to allocate 2 GiB")
+        whole_s = truth.time_s * (run.batch_size * run.max_new_tokens)
+        return measurement(
+            run, used_bytes=truth.used_bytes, step_s=truth.time_s, generate_s=whole_s
+        )
+
+    def learn(self, found: Measurement) -> None:
+        self.measured[found.run] = found
