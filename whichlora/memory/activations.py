@@ -20,6 +20,7 @@ from whichlora.targets import adapted
 # Tensors of the MLP's width that the activation keeps beside its output. Fused kernels keep their
 # input; the Python implementations keep every factor of their products.
 _ACTIVATION_SAVED = {"gelu_new": 4, "gelu_fast": 4, "quick_gelu": 2, "relu": 0}
+ENCODER_OUT = "encoder_out"  # what the cross attention of every decoder layer reads
 _INDEX_BYTES = 8  # torch indexes with int64
 MAX_FUSED_HEAD_DIM = 256  # beyond it CUDA has no fused kernel
 
@@ -197,8 +198,11 @@ def mlp_saved(mlp: Mlp, stack: Stack, *, active: int = 1) -> Iterator[Saved]:
         yield Saved("dropout mask inside", _mask_bytes(stack.mlp_bytes, stack) * mlp.width)
 
 
-def moe_saved(moe: Moe, stack: Stack) -> Iterator[Saved]:
+def moe_saved(moe: Moe, stack: Stack, *, experts_trained: bool) -> Iterator[Saved]:
     """Routing, the gathered and sorted tokens of the active experts, and the shared expert.
+
+    Args:
+        experts_trained: the experts' weights get gradients, their own or for an adapter.
 
     Kind: exact for `grouped_mm`, which transformers 5 uses on CPU and CUDA.
     """
@@ -208,7 +212,7 @@ def moe_saved(moe: Moe, stack: Stack) -> Iterator[Saved]:
     yield Saved("router: probabilities", 4 * moe.num_experts)
     # which experts, the sorting permutation twice and its inverse; one weight each
     yield Saved("router: indices and weights", (4 * _INDEX_BYTES + 4) * k)
-    if stack.trains_base:
+    if experts_trained:
         yield Saved("experts: gathered inputs", stack.compute_bytes * k * hidden)
         yield Saved("experts: inner products", stack.mlp_bytes * k * moe.expert.width)
     if moe.shared is not None:
@@ -231,6 +235,8 @@ def inputs_saved(layer: Layer, targets: tuple[str, ...], stack: Stack) -> Iterat
     for linear in linears:
         if linear.count > 1 and not linear.is_module:
             continue  # experts gather their inputs: `moe_saved`
+        if linear.reads == ENCODER_OUT and stack.shared_inputs and not stack.lora_dropout:
+            continue  # one tensor for all layers: `outside_saved`
         width = linear.active * linear.in_features
         # Matrices under autocast cast what they read, each for itself, unless it is in 16 bit
         # already, as what attention returns. PEFT's 4-bit layer widens its input first where
@@ -255,6 +261,12 @@ def adapters_saved(
         return
     rank_bytes = 4 if stack.mode in ("C", "F") else 2
     for linear in adapted(layer, targets):
+        if not linear.is_module:
+            # A bare parameter is replaced by W + BA, which the product keeps: a second copy of
+            # the weights. Source: peft 0.21.2 `ParamWrapper`.
+            merged = linear.num_weights * stack.base_bytes
+            yield Saved(f"{linear.name}: weight with its adapter", constant=merged)
+            continue
         yield Saved(f"{linear.name}: A·x", rank_bytes * r * linear.active)
         extra = method.saved_bytes_per_token(linear, stack)
         constant = method.saved_bytes(linear, stack)
@@ -280,7 +292,9 @@ def layer_saved(
     if layer.mlp is not None:
         saved.extend(mlp_saved(layer.mlp, stack))
     if layer.moe is not None:
-        saved.extend(moe_saved(layer.moe, stack))
+        expert = layer.moe.expert.linears[0]
+        trained = stack.trains_base or expert in adapted(layer, targets)
+        saved.extend(moe_saved(layer.moe, stack, experts_trained=trained))
     if stack.training:
         mask_bytes = _mask_bytes(stack.stream_bytes, stack)
         saved.extend(Saved("dropout mask", mask_bytes * width) for width in layer.dropouts)
@@ -296,7 +310,9 @@ def layer_saved(
     return tuple(distinct)
 
 
-def outside_saved(model: ModelSpec, stack: Stack, *, embeddings_need_grad: bool) -> list[Saved]:
+def outside_saved(
+    model: ModelSpec, targets: tuple[str, ...], stack: Stack, *, embeddings_need_grad: bool
+) -> list[Saved]:
     """What is kept between the embedding and the first layer, and from the last layer on.
 
     Args:
@@ -304,6 +320,7 @@ def outside_saved(model: ModelSpec, stack: Stack, *, embeddings_need_grad: bool)
 
     Kind: exact.
     """
+    size = stack.stream_bytes * model.hidden_size
     saved: list[Saved] = []
     norms, dropped = model.final_norms, model.final_dropouts
     if embeddings_need_grad:
@@ -313,10 +330,55 @@ def outside_saved(model: ModelSpec, stack: Stack, *, embeddings_need_grad: bool)
     mask_bytes = _mask_bytes(stack.stream_bytes, stack)
     saved.extend(Saved("dropout mask", mask_bytes * width) for width in dropped)
     if model.task == "encoder":  # the transform before the logits: inputs of its gelu and norm
-        saved.append(Saved("masked-word transform", 2 * stack.stream_bytes * model.hidden_size))
+        saved.append(Saved("masked-word transform", 2 * size))
     if stack.trains_base:
         saved.append(Saved("head: input", stack.compute_bytes * model.hidden_size))
+    elif embeddings_need_grad and _embeds_in_steps(model):
+        # the looked-up rows are what was made to need a gradient: a leaf lives as long as the graph
+        saved.append(Saved("looked-up embeddings", size))
+    readers = (linear for layer, _ in model.layers() for linear in layer.linears)
+    if any(
+        linear.reads == ENCODER_OUT and (stack.trains_base or linear.name in targets)
+        for linear in readers
+    ):
+        saved.append(Saved("encoder output", size))
     return saved
+
+
+def _embeds_in_steps(model: ModelSpec) -> bool:
+    """Whether the first layer reads something else than the looked-up rows themselves.
+
+    A norm of the rows keeps them anyway, unless positions are added first.
+    """
+    positions = sum("position" in one.name or one.name == "wpe" for one in model.embeddings)
+    return positions > 0 or bool(model.embedding_dropouts)
+
+
+def kept_mask_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, span: Count) -> Count:
+    """Attention masks and position biases that checkpointed layers hold as their arguments.
+
+    Eager code adds a mask in the dtype of the stream, SDPA is handed a boolean one; layers with
+    a window have a mask of their own. Kind: exact.
+    """
+    masks: dict[tuple[str, int | None], Count] = {}
+    total = 0 * tokens
+    for group in model.groups:
+        for attention in group.layer.attentions:
+            key = (group.stack, attention.sliding_window)
+            eager = stack.attn == "eager" or attention.sdpa == "eager"
+            if eager:
+                masks[key] = stack.stream_bytes * tokens * span
+            elif stack.attn == "sdpa":
+                masks[key] = is_masked(attention, stack, span) * tokens * span
+    for one in masks.values():
+        total = total + one
+    biased = {
+        (group.stack, attention.num_attention_heads)
+        for group in model.groups
+        for attention in group.layer.attentions
+        if attention.position == "relative"
+    }
+    return total + sum(heads for _, heads in biased) * stack.stream_bytes * span * span
 
 
 def unsaved_by_first_layer(layer: Layer, targets: tuple[str, ...], stack: Stack) -> int:
@@ -414,7 +476,10 @@ def method_transient_bytes(
     """The largest temporary that the method makes of a whole weight (DoRA's norm)."""
     return max(
         (
+            # the gradient of a bare parameter with an adapter is as large as the parameter
             method.transient_bytes(linear, stack)
+            if linear.is_module
+            else linear.num_weights * stack.base_bytes
             for layer, _ in model.layers()
             for linear in adapted(layer, targets)
         ),

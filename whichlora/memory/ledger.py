@@ -178,15 +178,18 @@ def training_ledger(
     saved_by_all = sum((one.saved * one.count for one in layers), start=0 * tokens)
     needs_grad = method.trains_base or run.gradient_checkpointing
     outside = activations.saved_bytes(
-        activations.outside_saved(model, stack, embeddings_need_grad=needs_grad),
+        activations.outside_saved(model, targets, stack, embeddings_need_grad=needs_grad),
         tokens=tokens,
         span=seq_len,
     )
     copies = _autocast_copies(model, stack, method, trained)
     if run.gradient_checkpointing:
         checkpoint = stack.stream_bytes * model.hidden_size * tokens
+        masks = activations.kept_mask_bytes(model, stack, tokens=tokens, span=seq_len)
         kept = Entry(
-            "activations", f"checkpoints of {num_layers} layers", num_layers * checkpoint + outside
+            "activations",
+            f"checkpoints of {num_layers} layers",
+            num_layers * checkpoint + outside + masks,
         )
         in_layer = largest(*(one.saved + one.transient for one in layers))
         loss_copies, layer_copies = copies * 0, copies // num_layers
