@@ -25,7 +25,7 @@ def printed(command: str) -> str:
     with tempfile.TemporaryDirectory() as empty:
         settings = os.environ | {"WHICHLORA_CALIBRATION": empty, "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=settings)
-    return "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines()) + "\n"
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n") + "\n"
 
 
 def main() -> None:

@@ -153,8 +153,9 @@ def training_work(
         forward_attention = tokens * attention_flops_per_token(
             layer, seq_len, run.attn, triangular=True
         )
-        # the backward of a flash kernel recomputes the scores: 2.5 forwards
-        attention_flops = attention_flops + count * forward_attention * (7 + 2 * recompute) // 2
+        # backward is two forwards, and half of one more where the kernel recomputes the scores
+        halves = (6 if run.attn == "eager" else 7) + 2 * recompute
+        attention_flops = attention_flops + count * forward_attention * halves // 2
         saved = activations.layer_saved(layer, targets, stack, method, r, span=seq_len)
         kept = activations.saved_bytes(saved, tokens=tokens, span=0)
         pairs = sum(one.per_token_pair for one in saved)

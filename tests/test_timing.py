@@ -1,0 +1,130 @@
+"""Work and coefficients to seconds: the parts add up, and the slower of host and device counts."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whichlora import api, timing
+from whichlora.calibration import TIME_PHASES, prior_calibration
+from whichlora.prediction import predict, predict_step, resolve, step_features
+from whichlora.specs import RunConfig
+from whichlora.timing import DEVICE_FEATURES, FEATURES
+from whichlora.work import Work
+
+GPU = api.find_gpu("h100-sxm-80gb")
+CPU = api.find_gpu("cpu")
+RUN = RunConfig(model="HuggingFaceTB/SmolLM2-135M", seq_len=128)
+SPEC = api.load_model(RUN.model)
+
+found_features = st.fixed_dictionaries(
+    {name: st.floats(0, 1e3) for name in DEVICE_FEATURES}
+    | {"launch": st.integers(0, 10**6), "constant": st.just(1.0)}
+)
+FEW = Work(
+    product_flops=10**12,
+    weight_read_bytes=10**6,
+    attention_flops=0,
+    attention_bytes=10**9,
+    elementwise_bytes=0,
+    dequant_bytes=0,
+    optimizer_bytes=0,
+    launches=100,
+)
+
+
+@pytest.mark.parametrize("gpu", [GPU, CPU], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("phase", TIME_PHASES)
+@given(found=found_features)
+def test_the_breakdown_adds_up_to_the_seconds(gpu: object, phase: str, found: dict) -> None:  # type: ignore[type-arg]
+    model = timing.prior_model(gpu, phase)  # type: ignore[arg-type]
+    total, parts = timing.seconds(model, found)
+    assert set(parts) == set(FEATURES)
+    assert all(part >= 0 for part in parts.values())
+    assert sum(parts.values()) == pytest.approx(total)
+
+
+def test_a_product_takes_as_long_as_the_slower_of_arithmetic_and_weights() -> None:
+    bound_by_flops = timing.features(FEW, GPU, dtype="bf16")
+    rate = GPU.peak_flops_per_s["bf16"]
+    assert bound_by_flops["products"] == FEW.product_flops / rate
+    bound_by_bytes = timing.features(replace(FEW, weight_read_bytes=10**13), GPU, dtype="bf16")
+    assert bound_by_bytes["products"] == 10**13 / GPU.bandwidth_bytes_per_s
+
+
+def test_a_dtype_without_units_takes_the_fp32_rate() -> None:
+    turing = api.find_gpu("t4-16gb")
+    assert "bf16" not in turing.peak_flops_per_s
+    assert timing.product_rate(turing, "bf16") == turing.peak_flops_per_s["fp32"]
+
+
+def test_a_small_step_is_bound_by_the_host_and_a_large_one_by_the_device() -> None:
+    def parts_of(run: RunConfig) -> dict[str, float]:
+        job = resolve(SPEC, run, GPU)
+        return dict(predict_step(job, prior_calibration(GPU)).breakdown)
+
+    small = parts_of(RUN)
+    assert small["launch"] > 0
+    assert all(small[name] == 0 for name in DEVICE_FEATURES)
+    large = parts_of(replace(RUN, batch_size=64, seq_len=2048))
+    assert large["launch"] == 0
+    assert large["products"] > 0
+
+
+def test_on_a_cpu_host_and_device_are_the_same_cores() -> None:
+    job = resolve(SPEC, replace(RUN, precision="fp32"), CPU)
+    parts = predict_step(job, prior_calibration(CPU)).breakdown
+    assert parts["launch"] > 0
+    assert parts["products"] > 0
+
+
+def test_host_bound_time_does_not_depend_on_the_batch() -> None:
+    calibration = prior_calibration(GPU)
+    one, two = (
+        predict_step(resolve(SPEC, replace(RUN, batch_size=size), GPU), calibration).step_s
+        for size in (1, 2)
+    )
+    assert one == two
+
+
+def test_the_deviation_is_at_least_the_noise_of_a_run() -> None:
+    model = timing.prior_model(GPU, "finetune")
+    found = step_features(resolve(SPEC, RUN, GPU))
+    total, _ = timing.seconds(model, found)
+    assert timing.log_deviation(model, found, total) > model.noise
+
+
+def test_certain_coefficients_leave_only_the_noise() -> None:
+    model = timing.prior_model(GPU, "finetune")
+    zeros = tuple(tuple(0.0 for _ in FEATURES) for _ in FEATURES)
+    sure = replace(model, covariance=zeros)
+    found = step_features(resolve(SPEC, RUN, GPU))
+    total, _ = timing.seconds(sure, found)
+    assert timing.log_deviation(sure, found, total) == pytest.approx(model.noise)
+
+
+def test_an_interval_is_symmetric_in_the_logarithm() -> None:
+    time = predict(SPEC, RUN, GPU, prior_calibration(GPU)).time
+    low, high = time.interval_s
+    assert time.step_s is not None
+    assert math.sqrt(low * high) == pytest.approx(time.step_s)
+
+
+def test_tokens_per_second_and_time_per_token_are_of_the_same_step() -> None:
+    run = replace(RUN, batch_size=4, gradient_accumulation_steps=2)
+    time = predict(SPEC, run, GPU, prior_calibration(GPU)).time
+    assert time.step_s is not None
+    assert time.tokens_per_s * time.step_s == pytest.approx(4 * 2 * 128)
+    assert time.time_per_token_s * time.tokens_per_s == pytest.approx(1.0)
+
+
+def test_a_generation_is_its_prompt_and_its_later_tokens() -> None:
+    run = replace(RUN, phase="inference", batch_size=3, prompt_len=64, max_new_tokens=11)
+    time = predict(SPEC, run, GPU, prior_calibration(GPU)).time
+    assert time.prefill_s is not None
+    assert time.decode_s_per_token is not None
+    whole_s = time.prefill_s + 10 * time.decode_s_per_token  # the prompt gives the first token
+    assert time.time_per_token_s == pytest.approx(whole_s / (3 * 11))
+    assert sum(time.breakdown.values()) == pytest.approx(whole_s)

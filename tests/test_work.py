@@ -1,0 +1,245 @@
+"""What one step does, counted: against PyTorch's own counter, and by how it grows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whichlora import api, families, work
+from whichlora.memory.ledger import trained_params
+from whichlora.prediction import Job, resolve
+from whichlora.specs import RunConfig
+from whichlora.work import Work
+
+LLAMA = "HuggingFaceTB/SmolLM2-135M"
+MIXTURE = "allenai/OLMoE-1B-7B-0924"
+RUN = RunConfig(model=LLAMA, seq_len=128, batch_size=2, precision="fp32")
+
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 320,
+        "tie_word_embeddings": False,
+    },
+    "gpt_neox": {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "vocab_size": 320,
+    },
+    "gpt2": {
+        "n_embd": 64,
+        "n_layer": 6,
+        "n_head": 4,
+        "vocab_size": 320,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+}
+
+
+def job_of(run: RunConfig, config: dict[str, Any] | None = None) -> Job:
+    model = families.build(config, name="tiny") if config else api.load_model(run.model)
+    return resolve(model, run, api.find_gpu("h100-sxm-80gb"))
+
+
+def training(job: Job, **shape: Any) -> Work:
+    run = job.run
+    sizes = {"batch_size": run.batch_size, "seq_len": run.seq_len, "r": run.r} | shape
+    num_trained = trained_params(job.model, job.targets, job.method, sizes["r"])
+    return work.training_work(
+        job.model, run, job.stack, job.method, job.targets, num_trained=num_trained, **sizes
+    )
+
+
+def counts(done: Work) -> dict[str, Any]:
+    return {field.name: getattr(done, field.name) for field in fields(done)}
+
+
+# --- against the real libraries
+
+
+def counted(config: dict[str, Any], job: Job) -> tuple[int, int]:
+    """FLOPs of one forward and backward: matrix products, and attention."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    run = job.run
+    arguments = {key: value for key, value in config.items() if key != "model_type"}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(config["model_type"], **arguments),
+        attn_implementation="eager",  # the fused CPU kernel is not counted
+    )
+    keywords = job.method.peft_config(run)
+    if keywords is not None:
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **keywords))
+    model.train()
+    if run.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    ids = torch.randint(320, (run.batch_size, run.seq_len))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    flops: Counter[str] = Counter()
+    for operation, number in counter.get_flop_counts()["Global"].items():
+        flops["attention" if "bmm" in str(operation) else "products"] += number
+    return flops["products"], flops["attention"]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("model_type", TINY)
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize(
+    # Frozen embeddings spare the first layer's input gradients, DoRA's norm is counted as if it
+    # were differentiated, and checkpointing need not repeat a layer's last product: all of it
+    # is per model or per layer and small, except for that last product in full fine-tuning.
+    ("method", "tolerance"),
+    [("full", 0.09), ("lora", 0.04), ("dora", 0.05)],
+)
+def test_flops_are_those_that_pytorch_counts(
+    model_type: str, gradient_checkpointing: bool, method: str, tolerance: float
+) -> None:
+    config = TINY[model_type] | {"model_type": model_type}
+    run = RunConfig(
+        model="tiny",
+        method=method,
+        batch_size=3,
+        seq_len=48,
+        r=8,
+        precision="fp32",
+        attn="eager",
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    job = job_of(run, config)
+    products, attention = counted(config, job)
+    done = training(job)
+    assert done.attention_flops == attention
+    assert done.product_flops == pytest.approx(products, rel=tolerance)
+    if method == "full" and not gradient_checkpointing:
+        assert done.product_flops == products
+
+
+# --- by how it grows
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    method=st.sampled_from(["full", "lora", "qlora", "dora", "qdora"]),
+    shape=st.fixed_dictionaries(
+        {"batch_size": st.integers(1, 64), "seq_len": st.integers(1, 4096), "r": st.integers(1, 64)}
+    ),
+    dimension=st.sampled_from(["batch_size", "seq_len", "r"]),
+    more=st.integers(1, 100),
+)
+def test_more_of_a_dimension_is_never_less_work(
+    method: str, shape: dict[str, int], dimension: str, more: int
+) -> None:
+    job = job_of(replace(RUN, method=method))
+    less = counts(training(job, **shape))
+    grown = counts(training(job, **(shape | {dimension: shape[dimension] + more})))
+    assert all(grown[name] >= less[name] >= 0 for name in less)
+
+
+def test_accumulation_repeats_everything_but_the_update() -> None:
+    once, twice = (
+        training(job_of(replace(RUN, gradient_accumulation_steps=steps))) for steps in (1, 2)
+    )
+    assert twice.product_flops == 2 * once.product_flops
+    assert twice.elementwise_bytes == 2 * once.elementwise_bytes
+    assert twice.optimizer_bytes == once.optimizer_bytes
+    assert once.launches < twice.launches < 2 * once.launches
+
+
+def test_checkpointing_adds_a_forward_and_saves_no_work() -> None:
+    kept, repeated = (
+        training(job_of(replace(RUN, method="full", gradient_checkpointing=on)))
+        for on in (False, True)
+    )
+    layers = sum(
+        count * work.active_weights(layer) for layer, count in api.load_model(LLAMA).layers()
+    )
+    tokens = RUN.batch_size * RUN.seq_len
+    assert repeated.product_flops - kept.product_flops == 2 * tokens * layers
+    assert repeated.launches > kept.launches
+
+
+def test_full_finetuning_costs_three_forwards_and_lora_about_two() -> None:
+    run = replace(RUN, gradient_checkpointing=False)
+    full = training(job_of(replace(run, method="full"))).product_flops
+    lora = training(job_of(replace(run, method="lora", r=1))).product_flops
+    assert lora == pytest.approx(full * 2 / 3, rel=0.02)
+
+
+def test_only_a_quantised_base_is_dequantised() -> None:
+    assert training(job_of(RUN)).dequant_bytes == 0
+    assert training(job_of(replace(RUN, method="qlora"))).dequant_bytes > 0
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "dora"])
+def test_one_array_of_shapes_gives_what_each_shape_gives(method: str) -> None:
+    import numpy as np
+
+    job = job_of(replace(RUN, method=method))
+    batch_sizes, seq_lens = np.array([1, 2, 7]), np.array([64, 100, 2048])
+    together = counts(training(job, batch_size=batch_sizes, seq_len=seq_lens))
+    for i, (batch_size, seq_len) in enumerate(zip(batch_sizes, seq_lens, strict=True)):
+        alone = counts(training(job, batch_size=int(batch_size), seq_len=int(seq_len)))
+        for name, value in alone.items():
+            found = together[name]
+            assert float(found[i] if np.ndim(found) else found) == pytest.approx(float(value))
+
+
+def inference(run: RunConfig, *, context: int, decoding: bool) -> Work:
+    job = job_of(replace(run, phase="inference"))
+    return work.inference_work(
+        job.model,
+        job.run,
+        job.stack,
+        batch_size=run.batch_size,
+        context=context,
+        decoding=decoding,
+    )
+
+
+def test_a_decoding_step_reads_every_weight_for_one_token() -> None:
+    prompt = inference(RUN, context=128, decoding=False)
+    step = inference(RUN, context=128, decoding=True)
+    assert step.weight_read_bytes == prompt.weight_read_bytes
+    assert step.product_flops < prompt.product_flops / 32
+    assert step.launches == prompt.launches
+
+
+def test_a_longer_context_makes_decoding_read_more_cache() -> None:
+    short = inference(RUN, context=100, decoding=True)
+    long = inference(RUN, context=200, decoding=True)
+    assert long.attention_bytes == 2 * short.attention_bytes
+    assert long.product_flops == short.product_flops
+
+
+def test_a_small_batch_leaves_most_experts_unread() -> None:
+    run = RunConfig(model=MIXTURE, batch_size=1)
+    one = inference(run, context=64, decoding=True)
+    many = inference(replace(run, batch_size=1000), context=64, decoding=True)
+    assert one.weight_read_bytes < many.weight_read_bytes / 3
