@@ -1,0 +1,81 @@
+"""Runs for property tests: a few models of the database, every setting that changes bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from whichlora.specs import GpuSpec, RunConfig
+
+MODELS = (
+    "HuggingFaceTB/SmolLM2-135M",
+    "Qwen/Qwen2.5-0.5B",
+    "EleutherAI/pythia-160m",
+    "openai-community/gpt2",
+    "google/gemma-2b",
+    "google-t5/t5-small",
+    "google-bert/bert-base-uncased",
+)
+ADAPTERS = ("lora", "qlora", "dora", "qdora")
+CPU = GpuSpec(
+    key="cpu",
+    name="CPU",
+    kind="cpu",
+    memory_bytes=16 * 2**30,
+    bandwidth_bytes_per_s=2e10,
+    peak_flops_per_s={"fp32": 1e11},
+)
+A100 = GpuSpec(
+    key="a100",
+    name="A100",
+    kind="cuda",
+    memory_bytes=80 * 2**30,
+    bandwidth_bytes_per_s=2e12,
+    peak_flops_per_s={"bf16": 3.12e14},
+    compute_capability="8.0",
+)
+DEVICES = st.sampled_from((CPU, A100))
+
+
+def finetune_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
+    """Fine-tuning runs of every method and precision."""
+    choices: dict[str, st.SearchStrategy[Any]] = {
+        "model": st.sampled_from(MODELS),
+        "method": st.sampled_from((*ADAPTERS, "full")),
+        "batch_size": st.integers(1, 64),
+        "seq_len": st.integers(1, 4096),
+        "r": st.integers(1, 128),
+        "lora_dropout": st.sampled_from((0.0, 0.1)),
+        "precision": st.sampled_from(("bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32")),
+        "optimizer": st.sampled_from(("adamw_torch", "adamw_torch_fused", "adamw_8bit", "sgd")),
+        "gradient_checkpointing": st.booleans(),
+        "gradient_accumulation_steps": st.sampled_from((1, 4)),
+        "attn": st.sampled_from(("sdpa", "eager")),
+        "padding": st.sampled_from(("none", "padded")),
+        "loss_head": st.sampled_from(("hf", "trl-fused", "liger", "raw")),
+    }
+    return _runs(choices, fixed)
+
+
+def inference_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
+    """Generation with every cache and storage format."""
+    choices: dict[str, st.SearchStrategy[Any]] = {
+        "model": st.sampled_from(MODELS),
+        "phase": st.just("inference"),
+        "batch_size": st.integers(1, 64),
+        "prompt_len": st.integers(1, 4096),
+        "max_new_tokens": st.integers(1, 1024),
+        "precision": st.sampled_from(("bf16", "fp16", "fp32")),
+        "attn": st.sampled_from(("sdpa", "eager")),
+        "quant": st.sampled_from(("none", "nf4", "nf4-dq", "int8")),
+        "kv_cache": st.sampled_from(("dynamic", "static", "paged", "vllm")),
+    }
+    return _runs(choices, fixed)
+
+
+def _runs(
+    choices: dict[str, st.SearchStrategy[Any]], fixed: dict[str, Any]
+) -> st.SearchStrategy[RunConfig]:
+    fields = choices | {name: st.just(value) for name, value in fixed.items()}
+    return st.fixed_dictionaries(fields).map(lambda values: RunConfig(**values))

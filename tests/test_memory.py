@@ -1,0 +1,370 @@
+"""The memory ledger: golden values, properties, and single formulas by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from strategies import A100, ADAPTERS, CPU, DEVICES, finetune_runs, inference_runs
+
+from whichlora import families
+from whichlora.architecture import ModelSpec
+from whichlora.memory import activations, kv_cache, logits, optimizer, weights
+from whichlora.memory.ledger import PARTS, Ledger, inference_ledger, training_ledger
+from whichlora.prediction import Job, ledger, part_bytes, resolve
+from whichlora.specs import GpuSpec, RunConfig
+from whichlora.store.models import find_model
+from whichlora.units import GiB
+
+GOLDEN = json.loads(
+    (Path(__file__).parent / "golden" / "memory_reference.json").read_text(encoding="utf-8")
+)
+STATIC_PARTS = ("weights", "adapters", "gradients", "optimizer_states")
+INPUTS = "token ids, labels, mask, rotary tables"
+
+
+@cache
+def model(name: str) -> ModelSpec:
+    found = find_model(name)
+    assert found is not None
+    return found
+
+
+def job(run: RunConfig, gpu: GpuSpec = A100, spec: ModelSpec | None = None) -> Job:
+    return resolve(spec or model(run.model), run, gpu)
+
+
+def peak(run: RunConfig, gpu: GpuSpec = A100) -> int:
+    return int(ledger(job(run, gpu)).peak_allocated_bytes)
+
+
+# --- golden values --------------------------------------------------------------------------
+
+
+def dynamic_bytes(found: Ledger) -> int:
+    """Peak of what a step adds to weights, adapters, gradients and states, inputs left out."""
+    return max(
+        sum(
+            entry.num_bytes
+            for entry in entries
+            if entry.part not in STATIC_PARTS and entry.what != INPUTS
+        )
+        for entries in found.moments.values()
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    GOLDEN["activations"]["rows"],
+    ids=lambda row: f"{row['model']}-{row['precision']}-{row['gradient_checkpointing']}",
+)
+def test_activations_are_those_of_the_traced_models(row: dict[str, Any]) -> None:
+    run = RunConfig(
+        model=row["model"],
+        precision=row["precision"],
+        gradient_checkpointing=row["gradient_checkpointing"],
+        seq_len=2048,
+        r=16,
+    )
+    tolerance = GOLDEN["activations"]["relative_tolerance"]
+    assert dynamic_bytes(ledger(job(run))) / GiB == pytest.approx(row["gib"], rel=tolerance)
+
+
+def bytes_per_prompt_token(spec: ModelSpec) -> float:
+    def prefill(prompt_len: int) -> int:
+        run = RunConfig(
+            model="m",
+            phase="inference",
+            precision="bf16",
+            attn="flash_attention_2",
+            prompt_len=prompt_len,
+        )
+        return int(ledger(job(run, spec=spec)).moment_bytes("prefill"))
+
+    return (prefill(31_000) - prefill(14_000)) / 17_000
+
+
+def block_bytes(spec: ModelSpec) -> float:
+    return float(
+        kv_cache.cache_bytes(spec, batch_size=1, tokens=1, kv_cache="vllm", element_bytes=2)
+    )
+
+
+def bytes_per_trained_token(spec: ModelSpec) -> float:
+    run = RunConfig(
+        model="m", seq_len=4096, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")
+    )
+    few, many = (
+        ledger(job(replace(run, batch_size=size), spec=spec)).peak_allocated_bytes
+        for size in (4, 8)
+    )
+    return float(many - few) / (4 * 4096)
+
+
+FORMULAS = {
+    "prefill, bytes per prompt token": bytes_per_prompt_token,
+    "vLLM block of 16 tokens, bytes": block_bytes,
+    "LoRA step with checkpointing, allocated bytes per token": bytes_per_trained_token,
+}
+
+
+@pytest.mark.parametrize("row", GOLDEN["published"]["rows"], ids=lambda row: row["what"])
+def test_slopes_are_those_that_others_measured(row: dict[str, Any]) -> None:
+    named = isinstance(row["model"], str)
+    spec = model(row["model"]) if named else families.build(row["model"], name="PowerLM-3B")
+    predicted = FORMULAS[row["what"]](spec)
+    assert predicted == pytest.approx(row["published"], rel=row["relative_tolerance"])
+
+
+# --- properties -----------------------------------------------------------------------------
+
+
+@given(run=st.one_of(finetune_runs(), inference_runs()), gpu=DEVICES)
+@settings(max_examples=200)
+def test_parts_sum_to_the_total_and_none_is_negative(run: RunConfig, gpu: GpuSpec) -> None:
+    one = job(run, gpu)
+    found = ledger(one)
+    for moment, entries in found.moments.items():
+        assert {entry.part for entry in entries} <= set(PARTS)
+        assert all(entry.num_bytes >= 0 for entry in entries)
+        parts = part_bytes(one, found, moment)
+        live = sum(parts.values()) - parts["allocator"] - parts["context"]
+        assert live == found.moment_bytes(moment) <= found.peak_allocated_bytes
+
+
+@given(
+    run=finetune_runs(),
+    gpu=DEVICES,
+    setting=st.sampled_from(("batch_size", "seq_len", "r")),
+    more=st.integers(1, 64),
+)
+@settings(max_examples=200)
+def test_more_of_a_size_never_needs_less_to_train(
+    run: RunConfig, gpu: GpuSpec, setting: str, more: int
+) -> None:
+    larger = replace(run, **{setting: getattr(run, setting) + more})
+    assert peak(larger, gpu) >= peak(run, gpu)
+
+
+@given(
+    run=inference_runs(),
+    gpu=DEVICES,
+    setting=st.sampled_from(("batch_size", "prompt_len", "max_new_tokens")),
+    more=st.integers(1, 64),
+)
+@settings(max_examples=200)
+def test_more_of_a_size_never_needs_less_to_generate(
+    run: RunConfig, gpu: GpuSpec, setting: str, more: int
+) -> None:
+    larger = replace(run, **{setting: getattr(run, setting) + more})
+    assert peak(larger, gpu) >= peak(run, gpu)
+
+
+@given(
+    run=finetune_runs(),
+    gpu=DEVICES,
+    sizes=st.lists(
+        st.tuples(st.integers(1, 64), st.integers(1, 4096), st.integers(1, 128)), min_size=1
+    ),
+)
+@settings(max_examples=50)
+def test_arrays_of_candidates_get_what_each_gets_alone_in_training(
+    run: RunConfig, gpu: GpuSpec, sizes: list[tuple[int, int, int]]
+) -> None:
+    one = job(run, gpu)
+    common = (one.model, one.run, one.stack, one.method, one.gpu, one.targets)
+    batch_size, seq_len, r = np.array(sizes).T
+    together = training_ledger(*common, batch_size=batch_size, seq_len=seq_len, r=r)
+    alone = [training_ledger(*common, batch_size=b, seq_len=s, r=k) for b, s, k in sizes]
+    assert together.peak_allocated_bytes.tolist() == [x.peak_allocated_bytes for x in alone]
+    idle = np.broadcast_to(together.idle_bytes, batch_size.shape)
+    assert idle.tolist() == [x.idle_bytes for x in alone]
+
+
+@given(
+    run=inference_runs(),
+    gpu=DEVICES,
+    sizes=st.lists(
+        st.tuples(st.integers(1, 64), st.integers(1, 4096), st.integers(1, 1024)), min_size=1
+    ),
+)
+@settings(max_examples=50)
+def test_arrays_of_candidates_get_what_each_gets_alone_in_inference(
+    run: RunConfig, gpu: GpuSpec, sizes: list[tuple[int, int, int]]
+) -> None:
+    one = job(run, gpu)
+    common = (one.model, one.run, one.stack, one.gpu)
+    batch_size, prompt_len, new = np.array(sizes).T
+    together = inference_ledger(
+        *common, batch_size=batch_size, prompt_len=prompt_len, max_new_tokens=new
+    )
+    alone = [
+        inference_ledger(*common, batch_size=b, prompt_len=p, max_new_tokens=n) for b, p, n in sizes
+    ]
+    assert together.peak_allocated_bytes.tolist() == [x.peak_allocated_bytes for x in alone]
+
+
+def test_a_million_candidates_are_one_call() -> None:
+    one = job(RunConfig(model="HuggingFaceTB/SmolLM2-135M"))
+    batch_size, seq_len, r = np.meshgrid(
+        np.arange(1, 101), np.arange(32, 32 * 101, 32), np.arange(1, 101), indexing="ij"
+    )
+    found = training_ledger(
+        one.model,
+        one.run,
+        one.stack,
+        one.method,
+        one.gpu,
+        one.targets,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        r=r,
+    )
+    peaks = found.peak_allocated_bytes
+    assert peaks.shape == (100, 100, 100)
+    assert peaks.dtype == np.int64
+    assert (np.diff(peaks, axis=0) >= 0).all()
+
+
+@given(run=finetune_runs(method="lora"), gpu=DEVICES)
+def test_dora_needs_more_than_lora(run: RunConfig, gpu: GpuSpec) -> None:
+    assert peak(replace(run, method="dora"), gpu) > peak(run, gpu)
+
+
+@given(run=finetune_runs(method="lora", gradient_checkpointing=True), gpu=DEVICES)
+def test_checkpointing_never_keeps_more_of_the_layers(run: RunConfig, gpu: GpuSpec) -> None:
+    def kept(one: RunConfig) -> int:
+        found = ledger(job(one, gpu)).moments["loss_backward"]
+        return sum(entry.num_bytes for entry in found if entry.part == "activations")
+
+    assume(run.seq_len > 1)
+    assert kept(run) <= kept(replace(run, gradient_checkpointing=False))
+
+
+@given(run=finetune_runs(optimizer="adamw_torch"), gpu=DEVICES)
+def test_the_fused_optimizer_never_needs_more(run: RunConfig, gpu: GpuSpec) -> None:
+    assert peak(replace(run, optimizer="adamw_torch_fused"), gpu) <= peak(run, gpu)
+
+
+@given(run=finetune_runs(method="lora", precision="fp32", padding="none", attn="sdpa"), gpu=DEVICES)
+def test_a_mask_never_makes_a_step_smaller(run: RunConfig, gpu: GpuSpec) -> None:
+    assert peak(replace(run, padding="padded"), gpu) >= peak(run, gpu)
+
+
+# --- single formulas ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("quant", "bits"), [("nf4", 4.5), ("fp4", 4.5), ("nf4-dq", 4.127)])
+def test_four_bits_match_the_published_bits_per_weight(quant: str, bits: float) -> None:
+    size = weights.quantised_bytes(2**28, quant, out_features=2**14)
+    assert 8 * size / 2**28 == pytest.approx(bits, abs=1e-3)
+
+
+@given(num_weights=st.integers(65, 10**10))
+def test_double_quantisation_is_never_larger(num_weights: int) -> None:
+    double = weights.quantised_bytes(num_weights, "nf4-dq", out_features=1)
+    assert double <= weights.quantised_bytes(num_weights, "nf4", out_features=1)
+
+
+def test_the_cache_of_llama_3_takes_128_kib_per_token() -> None:
+    size = kv_cache.cache_bytes(
+        model("meta-llama/Meta-Llama-3-8B"),
+        batch_size=1,
+        tokens=1,
+        kv_cache="dynamic",
+        element_bytes=2,
+    )
+    assert size == 2 * 32 * 8 * 128 * 2  # keys and values, layers, heads, head_dim, bytes
+
+
+@pytest.mark.parametrize(
+    ("engine", "tokens", "kept"),
+    [("dynamic", 17, 17), ("vllm", 17, 32), ("vllm", 32, 32), ("paged", 257, 512)],
+)
+def test_an_engine_keeps_whole_blocks(engine: str, tokens: int, kept: int) -> None:
+    layer = model("meta-llama/Meta-Llama-3-8B").groups[0].layer
+    assert kv_cache.kept_tokens(layer, tokens, kv_cache=engine) == kept
+
+
+def test_a_sliding_layer_keeps_its_window() -> None:
+    sliding = next(
+        layer
+        for layer, _ in model("google/gemma-2-2b").layers()
+        if layer.attentions[0].sliding_window == 4096
+    )
+    assert kv_cache.kept_tokens(sliding, 8192, kv_cache="dynamic") == 4095
+    assert kv_cache.kept_tokens(sliding, 8192, kv_cache="static") == 4096
+
+
+def test_the_reports_chunk_is_two_logits_tensors_of_32_positions() -> None:
+    vocab = model("google/gemma-2b").vocab_size
+    for batch_size, mib in ((1, 62.5), (32, 2000.0)):
+        assert 2 * batch_size * 32 * vocab * 4 == mib * 2**20
+
+
+def test_generation_keeps_logits_of_one_position() -> None:
+    spec = model("google/gemma-2b")
+    size = logits.generation_bytes(spec, batch_size=1, compute_bytes=2)
+    assert size == 10 * 256_000
+
+
+@pytest.mark.parametrize(
+    ("name", "param_bytes", "per_param"),
+    [
+        ("adamw_torch_fused", 4, 8),
+        ("adamw_torch_fused", 2, 4),
+        ("adamw_8bit", 4, 2),
+        ("paged_adamw_8bit", 4, 0),
+        ("lion", 4, 4),
+        ("sgd", 4, 0),
+    ],
+)
+def test_optimizer_states_per_parameter(name: str, param_bytes: int, per_param: int) -> None:
+    size = optimizer.state_bytes(1_000_000, optimizer=name, param_bytes=param_bytes)
+    assert size == per_param * 1_000_000
+
+
+@pytest.mark.parametrize(("precision", "per_token"), [("bf16-pure", 184_680), ("bf16", 217_448)])
+def test_a_llama_3_layer_saves_what_the_trace_shows(precision: Any, per_token: int) -> None:
+    one = job(RunConfig(model="meta-llama/Meta-Llama-3-8B", precision=precision, r=16))
+    layer = one.model.groups[0].layer
+    saved = activations.layer_saved(layer, one.targets, one.stack, one.method, 16, span=2048)
+    assert activations.saved_bytes(saved, tokens=1, span=2048) == per_token
+
+
+@pytest.mark.parametrize("method", ADAPTERS)
+def test_layers_of_one_tensor_never_count_it_twice(method: str) -> None:
+    one = job(RunConfig(model="openai-community/gpt2", method=method, precision="bf16-pure"))
+    layer = one.model.groups[0].layer
+    saved = activations.layer_saved(layer, one.targets, one.stack, one.method, 16, span=1024)
+    labels = [entry.tensor for entry in saved if entry.tensor]
+    assert len(labels) == len(set(labels))
+
+
+def test_a_window_costs_a_mask_only_when_it_is_full() -> None:
+    run = RunConfig(model="google/gemma-3-1b-pt", precision="bf16-pure")
+    one = job(run)
+    sliding = next(
+        attention
+        for layer, _ in one.model.layers()
+        for attention in layer.attentions
+        if attention.sliding_window
+    )
+    window = sliding.sliding_window
+    masked = activations.is_masked(sliding, one.stack, np.array([window, window + 1]))
+    assert masked.tolist() == [0, 1]
+
+
+def test_dropout_of_attention_costs_a_cpu_its_fused_kernel() -> None:
+    run = RunConfig(model="openai-community/gpt2", precision="fp32")
+    attention = model(run.model).groups[0].layer.attentions[0]
+    assert attention.dropout == 0.1
+    assert activations.attention_kernel(attention, job(run, CPU).stack) == "math"
+    assert activations.attention_kernel(attention, job(run, A100).stack) == "fused"

@@ -1,0 +1,75 @@
+"""Precision modes: which dtype every kind of tensor has, and who copies what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from strategies import finetune_runs
+
+from whichlora.specs import RunConfig
+from whichlora.stack import Stack, resolve_stack
+
+
+def stack(*, trains_base: bool = False, device_kind: str = "cuda", **settings: Any) -> Stack:
+    run = RunConfig(**({"model": "m"} | settings))
+    return resolve_stack(run, trains_base=trains_base, device_kind=device_kind)
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        ({"precision": "bf16"}, "A"),
+        ({"precision": "fp16"}, "A"),
+        ({"precision": "bf16-pure"}, "P"),
+        ({"precision": "bf16-no-autocast"}, "C"),
+        ({"precision": "fp32"}, "F"),
+        ({"precision": "bf16", "method": "qlora"}, "Q"),
+        ({"precision": "bf16", "method": "qlora", "loss_head": "trl-fused"}, "P"),
+        ({"precision": "bf16", "method": "qlora", "prepare_kbit": False}, "P"),
+        ({"precision": "bf16-no-autocast", "method": "qlora"}, "F"),
+        ({"precision": "bf16", "method": "full", "trains_base": True}, "P"),
+        ({"precision": "fp16", "method": "full", "trains_base": True}, "Q"),
+        ({"precision": "bf16", "phase": "inference"}, "P"),
+    ],
+)
+def test_settings_decide_the_mode(settings: dict[str, Any], mode: str) -> None:
+    assert stack(**settings).mode == mode
+
+
+def test_autocast_gives_fp32_adapters_and_a_16_bit_copy_of_every_input() -> None:
+    found = stack(precision="bf16")
+    assert (found.adapter_bytes, found.input_bytes, found.shared_inputs) == (4, 2, False)
+
+
+def test_without_autocast_every_target_keeps_an_fp32_copy() -> None:
+    found = stack(precision="bf16-no-autocast")
+    assert (found.adapter_bytes, found.input_bytes, found.shared_inputs) == (4, 4, False)
+
+
+def test_pure_bf16_lets_targets_share_their_input() -> None:
+    found = stack(precision="bf16-pure")
+    assert (found.adapter_bytes, found.input_bytes, found.shared_inputs) == (2, 2, True)
+
+
+def test_a_prepared_base_has_an_fp32_stream_under_16_bit_products() -> None:
+    found = stack(precision="bf16", method="qlora")
+    assert (found.stream_bytes, found.compute_bytes, found.mlp_bytes) == (4, 2, 4)
+    assert found.embedding_bytes == 4
+
+
+def test_full_fp16_keeps_fp32_weights() -> None:
+    assert stack(precision="fp16", method="full", trains_base=True).base_bytes == 4
+
+
+@given(run=finetune_runs())
+def test_every_size_is_that_of_a_float(run: RunConfig) -> None:
+    found = resolve_stack(run, trains_base=run.method == "full", device_kind="cuda")
+    sizes = (found.base_bytes, found.stream_bytes, found.compute_bytes, found.adapter_bytes)
+    assert set(sizes) <= {2, 4}
+
+
+def test_dropout_is_on_in_training_only() -> None:
+    assert stack().training
+    assert not stack(phase="inference").training
