@@ -1,0 +1,252 @@
+"""Measurements to coefficients: what is recovered, what the prior holds, what one outlier does."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from whichlora import api
+from whichlora.calibration import Calibration, prior_calibration
+from whichlora.errors import ConfigError
+from whichlora.fitting import Sample, digest, fit, fit_memory, fit_time, folds
+from whichlora.memory.ledger import PARTS
+from whichlora.prediction import predict, predict_memory, predict_step, resolve, step_features
+from whichlora.results import Measurement
+from whichlora.specs import RunConfig
+from whichlora.timing import FEATURES, seconds
+
+GPU = api.find_gpu("a100-sxm-80gb")
+MODELS = (
+    "HuggingFaceTB/SmolLM2-1.7B",
+    "Qwen/Qwen2.5-7B",
+    "meta-llama/Llama-3.1-8B",
+    "EleutherAI/pythia-2.8b",
+)
+SHAPES = ((1, 512), (4, 1024), (8, 2048), (16, 512))
+METHODS = ("lora", "full", "qlora")
+
+
+def runs() -> list[RunConfig]:
+    return [
+        RunConfig(model=model, method=method, batch_size=batch_size, seq_len=seq_len)
+        for model in MODELS
+        for method in METHODS
+        for batch_size, seq_len in SHAPES
+    ]
+
+
+def true_calibration(**factors: float) -> Calibration:
+    """A device whose coefficients are the prior's times `factors`."""
+    start = prior_calibration(GPU)
+    model = start.time["finetune"]
+    mean = {name: model.mean[name] * factors.get(name, 1.0) for name in FEATURES}
+    return replace(start, time={**start.time, "finetune": replace(model, mean=mean)})
+
+
+def measured(
+    run: RunConfig,
+    truth: Calibration,
+    *,
+    memory_factor: float = 1.0,
+    noise: Callable[[], float] = lambda: 1.0,
+    **changes: Any,
+) -> Measurement:
+    """What a device that `truth` describes would record."""
+    job = resolve(api.load_model(run.model), run, GPU)
+    step_s = predict_step(job, truth).step_s
+    assert step_s is not None
+    memory, _ = predict_memory(job, truth)
+    fields: dict[str, Any] = {
+        "id": f"{run.model}-{run.method}-{run.batch_size}-{run.seq_len}",
+        "gpu": GPU.key,
+        "date": "2026-11-21T00:00:00+00:00",
+        "config": job.run.to_dict(),
+        "outcome": "ok",
+        "step_s": tuple(step_s * noise() for _ in range(3)),
+        "batch_seq_len": (run.seq_len,) * 3,
+        "peak_allocated_bytes": round(memory.peak_allocated_bytes * memory_factor),
+    }
+    return Measurement(**(fields | changes))
+
+
+def error_of(calibration: Calibration, truth: Calibration, run: RunConfig) -> float:
+    job = resolve(api.load_model(run.model), run, GPU)
+    predicted, real = (predict_step(job, one).step_s for one in (calibration, truth))
+    assert predicted is not None
+    assert real is not None
+    return abs(math.log(predicted / real))
+
+
+def width(calibration: Calibration, run: RunConfig) -> float:
+    low, high = predict(api.load_model(run.model), run, GPU, calibration).time.interval_s
+    return math.log(high / low)
+
+
+# --- the whole fit
+
+
+def test_without_measurements_the_priors_stand_alone() -> None:
+    found = fit([], GPU, api.model_of)
+    start = prior_calibration(GPU)
+    assert found.time == start.time
+    assert found.memory == start.memory
+    assert found.num_records == 0
+    assert "no run on this device yet" in found.basis(memory_runs=0, time_runs=0)
+
+
+def test_known_coefficients_are_recovered_from_noisy_runs() -> None:
+    dice = random.Random(0)
+    truth = true_calibration(products=1.3, attention=0.6, elementwise=1.5, optimizer=1.4)
+    records = [measured(run, truth, noise=lambda: dice.lognormvariate(0, 0.02)) for run in runs()]
+    found = fit(records, GPU, api.model_of)
+    model = found.time["finetune"]
+    assert model.num_runs == len(records)
+    for name in ("products", "elementwise"):
+        wanted = truth.time["finetune"].mean[name]
+        assert model.mean[name] == pytest.approx(wanted, rel=0.1), name
+    errors = sorted(error_of(found, truth, run) for run in runs())
+    assert errors[len(errors) // 2] < 0.02
+    assert errors[-1] < 0.08
+    before = [error_of(prior_calibration(GPU), truth, run) for run in runs()]
+    assert max(before) > 0.2
+
+
+def test_two_runs_narrow_the_interval_of_a_third() -> None:
+    truth = true_calibration(products=1.2)
+    cold = prior_calibration(GPU)
+    first, second, third = (
+        RunConfig(model=model, batch_size=8, seq_len=1024) for model in MODELS[:3]
+    )
+    found = fit([measured(run, truth) for run in (first, second)], GPU, api.model_of)
+    assert found.time["finetune"].num_runs == 2
+    assert width(found, third) < 0.8 * width(cold, third)
+    assert error_of(found, truth, third) < error_of(cold, truth, third) / 2
+
+
+def test_the_fit_explains_the_next_prediction() -> None:
+    truth = true_calibration(products=1.2)
+    records = [measured(run, truth) for run in runs()[:5]]
+    found = fit(records, GPU, api.model_of)
+    basis = predict(api.load_model(MODELS[0]), runs()[0], GPU, found).basis
+    assert basis == f"ledger + calibration {GPU.key}: 5 memory and 5 time runs of 5 records"
+
+
+def test_held_out_errors_are_of_models_the_fit_did_not_see() -> None:
+    truth = true_calibration(products=1.3)
+    records = [measured(run, truth) for run in runs()]
+    found = fit(records, GPU, api.model_of)
+    held_out = found.held_out["finetune"]
+    assert held_out.num_runs == len(records)
+    assert 0.0 <= held_out.median <= held_out.worst < 0.1
+    assert "memory" in found.held_out
+    assert fit(records, GPU, api.model_of, held_out=False).held_out == {}
+
+
+def test_one_wild_record_shows_in_the_error_and_does_not_crash() -> None:
+    truth = true_calibration(products=1.2)
+    records = [measured(run, truth) for run in runs()]
+    clean = fit(records, GPU, api.model_of)
+    wild = replace(records[7], step_s=tuple(10 * s for s in records[7].step_s))
+    found = fit([*records[:7], wild, *records[8:]], GPU, api.model_of)
+    assert found.held_out["finetune"].worst > 0.8
+    assert found.held_out["finetune"].worst > 5 * clean.held_out["finetune"].worst
+    assert found.time["finetune"].noise > clean.time["finetune"].noise
+    assert all(
+        math.isfinite(value) and value >= 0 for value in found.time["finetune"].mean.values()
+    )
+    assert width(found, runs()[0]) > width(clean, runs()[0])
+
+
+def test_failed_runs_teach_nothing_but_are_counted() -> None:
+    truth = true_calibration()
+    good = measured(runs()[0], truth)
+    failed = replace(
+        measured(runs()[1], truth),
+        outcome="oom",
+        step_s=(),
+        batch_seq_len=(),
+        peak_allocated_bytes=None,
+    )
+    found = fit([good, failed], GPU, api.model_of)
+    assert found.time["finetune"].num_runs == 1
+    assert found.num_records == 2
+
+
+def test_a_record_whose_model_is_not_at_hand_is_left_out() -> None:
+    def unknown(record: Measurement) -> Any:
+        raise ConfigError(f"record {record.id}: unknown model")
+
+    found = fit([measured(runs()[0], true_calibration())], GPU, unknown)
+    assert found.time == prior_calibration(GPU).time
+
+
+def test_the_order_of_records_does_not_matter() -> None:
+    truth = true_calibration(products=1.3)
+    records = [measured(run, truth) for run in runs()[:6]]
+    forward, backward = (fit(one, GPU, api.model_of) for one in (records, records[::-1]))
+    assert forward.digest == backward.digest == digest(records)
+    for name in FEATURES:
+        assert forward.time["finetune"].mean[name] == pytest.approx(
+            backward.time["finetune"].mean[name]
+        )
+
+
+def test_memory_corrects_what_is_least_known_first() -> None:
+    truth = true_calibration()
+    records = [measured(run, truth, memory_factor=1.03) for run in runs()]
+    found = fit(records, GPU, api.model_of)
+    assert found.memory.mean["weights"] == pytest.approx(1.0, abs=0.02)
+    job = resolve(api.load_model(MODELS[1]), runs()[4], GPU)
+    cold, _ = predict_memory(job, truth)
+    fitted, _ = predict_memory(job, found)
+    target = 1.03 * cold.peak_allocated_bytes
+    assert abs(fitted.peak_allocated_bytes - target) < abs(cold.peak_allocated_bytes - target)
+
+
+def test_a_calibration_reads_back_as_it_was_written() -> None:
+    found = fit([measured(run, true_calibration()) for run in runs()[:4]], GPU, api.model_of)
+    assert Calibration.from_dict(found.to_dict(), source="coefficients.json") == found
+
+
+# --- its pieces
+
+
+def samples(count: int, *, groups: int) -> list[Sample]:
+    job = resolve(api.load_model(MODELS[0]), RunConfig(model=MODELS[0]), GPU)
+    model = prior_calibration(GPU).time["finetune"]
+    found = []
+    for i in range(count):
+        features = step_features(job, seq_len=128 * (i + 1))
+        found.append(Sample(f"model-{i % groups}", features, float(seconds(model, features)[0])))
+    return found
+
+
+@pytest.mark.parametrize(("count", "groups"), [(12, 4), (12, 2), (5, 1), (30, 1)])
+def test_every_sample_is_held_out_once(count: int, groups: int) -> None:
+    found = samples(count, groups=groups)
+    held = folds(found)
+    assert sorted(i for fold in held for i in fold) == list(range(count))
+    if groups >= 3:
+        assert all(len({found[i].group for i in fold}) == 1 for fold in held)
+
+
+def test_coefficients_are_never_negative() -> None:
+    found = [replace(sample, value=sample.value / 50) for sample in samples(8, groups=1)]
+    assert all(value >= 0 for value in fit_time(found, GPU, "finetune").mean.values())
+
+
+def test_more_equal_runs_are_never_less_certain() -> None:
+    def noise_of(found: Sequence[Sample]) -> float:
+        return fit_time(found, GPU, "finetune").noise
+
+    found = samples(12, groups=1)
+    assert noise_of(found) <= noise_of(found[:4]) <= noise_of(found[:1])
+
+
+def test_no_memory_sample_leaves_the_start() -> None:
+    start = prior_calibration(GPU).memory
+    assert fit_memory([], start) is start
+    assert set(start.mean) == set(PARTS)
