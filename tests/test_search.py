@@ -190,7 +190,7 @@ def test_a_model_that_surely_serves_needs_no_run() -> None:
     (found,) = World([Truth(prediction(SERVE), 8 * GiB, 0.1)], Limits()).judge_all()
     assert found.verdict == "meets"
     assert choose_inference([found]) is None
-    assert kept_models([found]) == ("org/small",)
+    assert kept_models([found], "frontier") == ("org/small",)
 
 
 def test_the_most_promising_configuration_of_the_largest_open_model_is_next() -> None:
@@ -251,10 +251,10 @@ def test_a_dry_run_chooses_nothing_and_everything_means_everything() -> None:
 
 def test_a_winner_was_measured_unless_predictions_are_all_there_is() -> None:
     world = World([truth(TRAIN)], Limits())
-    assert winner(world.judge_all()) is None
-    assert winner(world.judge_all(), measured_only=False) is not None
+    assert winner(world.judge_all(), "frontier") is None
+    assert winner(world.judge_all(), "none") is not None
     world.learn(world.measure(TRAIN))
-    assert winner(world.judge_all()) is not None
+    assert winner(world.judge_all(), "frontier") is not None
 
 
 def test_a_candidate_just_below_certainty_is_not_taken_for_certain() -> None:

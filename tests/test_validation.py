@@ -78,8 +78,10 @@ def honest_worlds(draw: st.DrawFn, phase: str) -> World:
 @given(world=honest_worlds("finetune"))
 def test_pruned_search_finds_the_winner_of_brute_force(world: World) -> None:
     everything = World(world.truths, world.limits)
-    best = winner(check(everything.judge_all, choose_any, everything.measure, everything.learn))
-    found = winner(check(world.judge_all, choose_finetune, world.measure, world.learn))
+    all_found = check(everything.judge_all, choose_any, everything.measure, everything.learn)
+    best = winner(all_found, "all")
+    checked = check(world.judge_all, choose_finetune, world.measure, world.learn)
+    found = winner(checked, "frontier")
     assert (found is None) == (best is None)
     if found is not None and best is not None:
         assert found.prediction.num_params == best.prediction.num_params
@@ -96,7 +98,7 @@ def test_pruned_search_keeps_the_models_that_brute_force_keeps(world: World) -> 
     everything = World(world.truths, world.limits)
     all_found = check(everything.judge_all, choose_any, everything.measure, everything.learn)
     found = check(world.judge_all, choose_inference, world.measure, world.learn)
-    assert set(kept_models(found)) == set(kept_models(all_found))
+    assert set(kept_models(found, "frontier")) == set(kept_models(all_found, "all"))
     assert len(world.calls) <= len(everything.calls)
 
 
@@ -156,7 +158,7 @@ def test_what_would_have_won_is_listed_best_first() -> None:
         Limits(),
     )
     found = check(world.judge_all, choose_finetune, world.measure, world.learn)
-    best = winner(found)
+    best = winner(found, "frontier")
     assert best is not None
     assert best.run.model == "org/good"
     before = rejected_before(best, found)

@@ -394,7 +394,9 @@ def explanation(answer: Answer) -> list[str]:
     else:
         run = best.run
         size = format_count(best.prediction.num_params)
-        how = "measured" if best.measured else "predicted, not measured"
+        how = "measured"
+        if not best.measured:
+            how = f"predicted, {best.chance:.0%} chance to meet every limit of fine-tuning"
         lines.append(
             f"Winner: {run.model} ({size} parameters), {variant(run)}, "
             f"batch size {run.batch_size} ({how})."

@@ -20,6 +20,7 @@ from whichlora.specs import RunConfig
 Verdict = Literal["meets", "misses", "undecided"]
 
 MIN_CHANCE = 0.05  # a candidate with less is not worth a run
+LIKELY = 0.5
 WORTHWHILE_GAIN = 0.98  # a rival must promise at least 2 % less time
 
 
@@ -268,7 +269,7 @@ def choose_inference(candidates: Sequence[Candidate]) -> Candidate | None:
 
 def choose_finetune(candidates: Sequence[Candidate]) -> Candidate | None:
     """The best-ranked candidate that may still win; None once the winner is certain."""
-    best = winner(candidates)
+    best = winner(candidates, "frontier")
     rivals = [
         candidate
         for candidate in candidates
@@ -310,23 +311,31 @@ CHOOSE_FINETUNE: dict[ProfilePolicy, Choose] = {
 }
 
 
-def winner(candidates: Sequence[Candidate], *, measured_only: bool = True) -> Candidate | None:
-    """The best-ranked candidate that meets every limit; by measurement unless told otherwise.
+def accepted(candidate: Candidate, policy: ProfilePolicy) -> bool:
+    """Whether `candidate` counts as meeting its limits in an answer found under `policy`.
 
-    Among predictions a candidate counts as meeting a limit at `1 - MIN_CHANCE`.
+    A dry run has no measurement to decide: there, more likely than not is enough, and the answer
+    states the chance.
     """
+    if policy == "none":
+        return candidate.chance >= LIKELY
+    return candidate.verdict == "meets"
+
+
+def winner(candidates: Sequence[Candidate], policy: ProfilePolicy) -> Candidate | None:
+    """The best-ranked accepted candidate, and a measured one unless nothing may be measured."""
     meeting = [
         candidate
         for candidate in candidates
-        if candidate.verdict == "meets" and (candidate.measured or not measured_only)
+        if accepted(candidate, policy) and (candidate.measured or policy == "none")
     ]
     return min(meeting, key=lambda candidate: candidate.rank, default=None)
 
 
-def kept_models(candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    """Models with at least one inference configuration that meets every limit, largest first."""
+def kept_models(candidates: Sequence[Candidate], policy: ProfilePolicy) -> tuple[str, ...]:
+    """Models with at least one accepted inference configuration, largest first."""
     return tuple(
         group[0].run.model
         for group in _by_model(candidates)
-        if any(candidate.verdict == "meets" for candidate in group)
+        if any(accepted(candidate, policy) for candidate in group)
     )

@@ -413,26 +413,26 @@ def run(config: Path, *, progress: Progress, fresh: bool = False) -> Answer:
 def _search(session: Session) -> Answer:
     plan = session.plan
     policy = plan.profile
-    measured_only = policy != "none"
     inference_runs = session.inference_runs()
     while True:
         session.progress.say(f"stage 1: inference of {len(plan.models)} models, {session.gpu.key}")
         inference = session.stage(inference_runs, CHOOSE_INFERENCE[policy])
-        kept = kept_models(inference)
+        kept = kept_models(inference, policy)
         session.progress.say(f"stage 2: fine-tuning of {len(kept)} models that meet the limits")
         finetune_runs = session.finetune_runs(kept)
         finetune = session.stage(finetune_runs, CHOOSE_FINETUNE[policy])
-        best = winner(finetune, measured_only=measured_only)
+        best = winner(finetune, policy)
         if policy == "none":
             break
         if best is not None:  # its serving must have been measured, too
             _confirm_serving(session, best.run.model, inference_runs)
         inference = [session.judge(run) for run in inference_runs]
         # what was learned since may have reopened stage 1, or refuted a model it had kept
-        if CHOOSE_INFERENCE[policy](inference) is None and kept_models(inference) == kept:
+        reopened = CHOOSE_INFERENCE[policy](inference) is not None
+        if not reopened and kept_models(inference, policy) == kept:
             break
     finetune = [session.judge(run) for run in finetune_runs]
-    best = winner(finetune, measured_only=measured_only)
+    best = winner(finetune, policy)
     if session.measured:
         session.calibration = api.refit(session.gpu, plan.calibration_dir)
     compared = [
@@ -459,7 +459,7 @@ def _search(session: Session) -> Answer:
         ),
         inference=inference,
         finetune=finetune,
-        kept=kept_models(inference),
+        kept=kept_models(inference, policy),
         winner=best,
         compared=compared,
         tokens=tokens,
