@@ -1,0 +1,70 @@
+"""What the README and docs/ promise: their commands work, their keys and links exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from whichlora.cli import main
+from whichlora.config import load_plan, plan_schema
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for block in blocks("bash")
+    for line in block.splitlines()
+    if line.startswith("whichlora ")
+]
+ONE_LINERS = [line for line in README.splitlines() if line.startswith("python3 -m venv ")]
+
+
+@pytest.mark.parametrize(
+    "command", [one for one in COMMANDS if one[1] != "run"], ids=lambda one: " ".join(one)
+)
+def test_a_command_of_the_readme_works_as_written(command: list[str]) -> None:
+    result = CliRunner().invoke(main, command[1:])
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.strip()
+
+
+def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks("python")
+    exec(compile(code, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_the_first_screen_has_the_main_job_and_the_tests_in_one_line_each() -> None:
+    job, tests = ONE_LINERS
+    assert job.endswith(".venv/bin/whichlora run examples/quickstart.yaml")
+    assert ".venv/bin/pytest" in tests
+    assert all("-c constraints.txt" in line for line in ONE_LINERS)
+    assert README.index(tests) < 2500
+
+
+def test_the_config_of_the_main_job_is_valid() -> None:
+    assert load_plan(ROOT / "examples" / "quickstart.yaml").train
+
+
+def test_every_key_of_a_config_is_explained() -> None:
+    text = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    schema = plan_schema()
+    parts = [schema, *schema["$defs"].values()]
+    keys = {key for part in parts for key in part.get("properties", {})}
+    explained = set(re.findall(r"`(\w+)`", text))
+    assert keys - explained == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+\.md)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).is_file(), target
