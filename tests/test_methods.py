@@ -65,11 +65,21 @@ def test_full_fine_tuning_adds_nothing_and_has_no_adapter() -> None:
     assert full.peft_config(RunConfig(model="m", method="full")) is None
 
 
-def test_dora_with_dropout_keeps_a_dense_weight() -> None:
-    dora = get_method("dora")
-    assert dora.saved_bytes(linear(), stack(method="dora")) == 0
-    kept = dora.saved_bytes(linear(), stack(method="dora", lora_dropout=0.1))
-    assert kept == 64 * 96 * 2
+@pytest.mark.parametrize(
+    ("settings", "dense_bytes"),
+    [
+        ({}, 0),
+        ({"lora_dropout": 0.1}, 2),  # cast for autocast
+        ({"lora_dropout": 0.1, "precision": "bf16-pure"}, 0),  # the parameter itself
+        ({"lora_dropout": 0.1, "precision": "fp32", "quant": "nf4"}, 4),  # expanded
+    ],
+)
+def test_dora_with_dropout_keeps_a_weight_that_is_no_parameter(
+    settings: dict[str, Any], dense_bytes: int
+) -> None:
+    kept = get_method("dora").saved_bytes(linear(), stack(method="dora", **settings))
+    three_vectors = 3 * 4 * 96
+    assert kept == three_vectors + 64 * 96 * dense_bytes
 
 
 def test_peft_gets_the_settings_of_the_run() -> None:

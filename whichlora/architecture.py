@@ -25,6 +25,8 @@ class Linear:
         active: how many of them each token passes through.
         is_module: an `nn.Linear` or `Conv1D`, so that it can take an adapter and be quantised;
             False for a slice of a 3-D expert parameter or of any other bare parameter.
+        quantisable: bitsandbytes converts it; False for a subclass of `nn.Linear` (Falcon) and
+            for what transformers keeps in fp32 (T5's `wo`).
         adapter_rank: how many times the asked rank its adapter gets from PEFT, 0 for none; None
             for the rule: 1 for a module, 0 for a bare parameter.
     """
@@ -38,6 +40,7 @@ class Linear:
     active: int = 1
     is_module: bool = True
     adapter_rank: int | None = None
+    quantisable: bool = True
 
     @property
     def rank_multiple(self) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
-from whichlora.architecture import Layer, ModelSpec
+from whichlora.architecture import Layer, Linear, ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
@@ -137,8 +138,8 @@ def _falcon(c: Fields) -> ModelSpec:
         reads="attn_in" if len(names) == 1 else "mlp_in",
     )
     layer = Layer(
-        attentions=(attention,),
-        mlp=block,
+        attentions=(replace(attention, linears=_unquantised(attention.linears)),),
+        mlp=replace(block, linears=_unquantised(block.linears)),
         norms=norms(names, width=hidden, kind="layer", bias=True),
         parallel=parallel,
         dropouts=(hidden,) * (1 if parallel else 2) if c.probability("hidden_dropout") else (),
@@ -149,6 +150,11 @@ def _falcon(c: Fields) -> ModelSpec:
         final_norms=norms(("ln_f",), width=hidden, kind="layer", bias=True),
         embedding_name="word_embeddings",
     )
+
+
+def _unquantised(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:
+    """Falcon's own `FalconLinear`: transformers 5.23 converts `nn.Linear` itself only."""
+    return tuple(replace(linear, quantisable=False) for linear in linears)
 
 
 def _mpt(c: Fields) -> ModelSpec:

@@ -100,7 +100,9 @@ def _t5(c: Fields) -> ModelSpec:
         activation="gelu_new" if feed_forward == "gated-gelu" else activation,
         names=("wi_0", "wi_1", "wo") if gated else ("wi", "wo"),
     )
-    block = replace(block, dropout=dropout > 0)
+    *into, out = block.linears
+    out = replace(out, quantisable=False)  # T5PreTrainedModel keeps "wo" in fp32 in fp16 models
+    block = replace(block, dropout=dropout > 0, linears=(*into, out))
 
     def attention(*, causal: bool, biased: bool = False, cross: bool = False) -> Attention:
         return softmax_attention(

@@ -384,8 +384,8 @@ def kept_mask_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, span: Coun
 def unsaved_by_first_layer(layer: Layer, targets: tuple[str, ...], stack: Stack) -> int:
     """Bytes per token that the first layer of a stack keeps less than the others.
 
-    With frozen embeddings its input needs no gradient: a norm of it saves nothing, and adapter
-    dropout of it no mask. Kind: exact. Checkpointing makes the input need a gradient.
+    With frozen embeddings its input needs no gradient: a norm of it saves nothing, adapter
+    dropout of it no mask, and a frozen MLP that reads it nothing at all. Kind: exact. Checkpointing makes the input need a gradient.
     """
     if stack.trains_base:
         return 0
@@ -396,6 +396,11 @@ def unsaved_by_first_layer(layer: Layer, targets: tuple[str, ...], stack: Stack)
         for one in norm_saved(norm, stack, reads="layer_in" if layer.parallel else "")
     }
     unsaved: int = sum(kept.values())
+    names = {linear.name for linear in adapted(layer, targets)}
+    if layer.parallel and layer.mlp is not None and not layer.post_norm:
+        inner = {linear.name for linear in layer.mlp.linears}
+        if not inner & names:  # an MLP without adapters beside the attention needs no gradient
+            unsaved += sum(one.per_token for one in mlp_saved(layer.mlp, stack))
     if stack.lora_dropout:
         inputs = {layer.attentions[0].linears[0].reads} if layer.attentions else set()
         if layer.parallel and layer.mlp is not None:
@@ -476,12 +481,23 @@ def method_transient_bytes(
     """The largest temporary that the method makes of a whole weight (DoRA's norm)."""
     return max(
         (
-            # the gradient of a bare parameter with an adapter is as large as the parameter
             method.transient_bytes(linear, stack)
-            if linear.is_module
-            else linear.num_weights * stack.base_bytes
             for layer, _ in model.layers()
             for linear in adapted(layer, targets)
+            if linear.is_module
+        ),
+        default=0,
+    )
+
+
+def merged_gradient_bytes(model: ModelSpec, targets: tuple[str, ...], stack: Stack) -> int:
+    """The gradient of the largest bare parameter that has an adapter folded in: as large as it."""
+    return max(
+        (
+            linear.num_weights * stack.base_bytes
+            for layer, _ in model.layers()
+            for linear in adapted(layer, targets)
+            if not linear.is_module
         ),
         default=0,
     )

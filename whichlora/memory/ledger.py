@@ -192,6 +192,7 @@ def training_ledger(
             num_layers * checkpoint + outside + masks,
         )
         in_layer = largest(*(one.saved + one.transient for one in layers))
+        in_forward = largest(*(one.saved for one in layers))  # recomputed
         loss_copies, layer_copies = copies * 0, copies // num_layers
     else:
         firsts = {group.stack: group.layer for group in reversed(model.groups)}.values()
@@ -202,6 +203,7 @@ def training_ledger(
             saved_by_all + outside - unsaved * tokens,
         )
         in_layer = largest(*(one.transient for one in layers))
+        in_forward = 0 * tokens
         loss_copies = layer_copies = copies
 
     head_copy = logits.head_copy_bytes(model, stack)
@@ -209,10 +211,10 @@ def training_ledger(
     loss_backward = logits.loss_backward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
     dense = 2 * weights.largest_quantised_matrix(model, stack)
     norms = activations.method_transient_bytes(model, targets, stack, method)
-    expanded = Entry(
-        "temporary", "one matrix expanded, or its norm", max(dense, norms) + 0 * tokens
-    )
-    head_params = model.head.num_weights if model.head is not None else 0
+    merged = 0
+    if not method.trains_base:
+        merged = activations.merged_gradient_bytes(model, targets, stack)
+    head_params = model.hidden_size * logits.logit_width(model)
     first_gradients = accumulated
     if method.trains_base:
         # the head and the last layer already have their gradients when layers go backward
@@ -225,6 +227,13 @@ def training_ledger(
         _inputs(model, stack, tokens, seq_len),
     )
     moments = {
+        "layer_forward": (
+            *before,
+            kept,
+            Entry("activations", "of the layer that is recomputed", in_forward),
+            Entry("temporary", "norm of an adapted weight", norms + 0 * tokens),
+            Entry("temporary", "16-bit copies of adapters", layer_copies),
+        ),
         "loss_forward": (
             *before,
             kept,
@@ -241,9 +250,9 @@ def training_ledger(
             *before,
             Entry("gradients", "of the last layers", first_gradients - accumulated),
             kept,
-            Entry("temporary", "one layer's backward", in_layer),
+            Entry("temporary", "one layer's backward", in_layer + merged),
+            Entry("temporary", "one matrix expanded", dense + 0 * tokens),
             Entry("temporary", "16-bit copies of adapters", layer_copies),
-            expanded,
         ),
         "optimizer_step": (
             *static,
@@ -260,13 +269,13 @@ def training_ledger(
             ),
         ),
     }
-    if method.trains_base and model.head_tied:
-        # autograd holds the head's gradient until the embedding's, as large, is added to it
-        second = head_params * param_bytes + 0 * tokens
+    if method.trains_base and (model.head_tied or model.task == "encoder"):
+        # autograd holds the head's gradient until the embedding's is there; their sum is a third
+        both = 2 * head_params * param_bytes + 0 * tokens
         moments["embedding_backward"] = (
             *static,
             Entry("gradients", "all", gradient_bytes),
-            Entry("gradients", "second one of the tied embedding", second),
+            Entry("gradients", "two parts of the tied embedding's", both),
         )
     layer_forward = activations.forward_bytes(model, stack, tokens=tokens, span=seq_len)
     vocab = logits.logit_width(model) if run.loss_head == "hf" else 0

@@ -42,11 +42,15 @@ def quantised_bytes(num_weights: int, quant: str, *, out_features: int) -> int:
     raise ConfigError(f"quant: {quant!r} has no storage formula")
 
 
+def is_quantised(linear: Linear, stack: Stack) -> bool:
+    """Whether `linear` is stored in few bits: experts kept as 3-D parameters never are."""
+    return stack.quant != "none" and linear.is_module and linear.quantisable
+
+
 def linear_bytes(linear: Linear, stack: Stack) -> int:
     """One layer's matrices called `linear.name`, biases included."""
     bias_bytes = linear.count * linear.out_features * stack.base_bytes if linear.bias else 0
-    if stack.quant == "none" or not linear.is_module:
-        # bitsandbytes converts modules only: experts kept as 3-D parameters stay as they are.
+    if not is_quantised(linear, stack):
         return linear.num_weights * stack.base_bytes + bias_bytes
     one = quantised_bytes(
         linear.in_features * linear.out_features, stack.quant, out_features=linear.out_features
@@ -99,14 +103,12 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
 
 def largest_quantised_matrix(model: ModelSpec, stack: Stack) -> int:
     """Elements of the largest matrix that has to be expanded to 16 bit for a product."""
-    if stack.quant == "none":
-        return 0
     return max(
         (
             linear.in_features * linear.out_features
             for layer, _ in model.layers()
             for linear in layer.linears
-            if linear.is_module
+            if is_quantised(linear, stack)
         ),
         default=0,
     )

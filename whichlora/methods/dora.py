@@ -22,28 +22,34 @@ def saved_bytes_per_token(linear: Linear, stack: Stack) -> int:
 
     Kind: exact. Source: saved-tensor trace of peft 0.21.2 `DoraLinearLayer.forward`.
     """
-    base_bytes = stack.linear_out_bytes
-    return linear.active * linear.out_features * (base_bytes + stack.compute_bytes)
+    lora_bytes = 4 if stack.mode in ("C", "F") else 2
+    return linear.active * linear.out_features * (stack.linear_out_bytes + lora_bytes)
 
 
 def saved_bytes(linear: Linear, stack: Stack) -> int:
-    """With dropout DoRA repeats the base product and keeps a dense copy of the weight.
+    """The norm, and the magnitude over it twice (once less 1): three fp32 vectors.
 
+    With dropout DoRA repeats the base product, and keeps the weight for it wherever that is no
+    longer the parameter itself: expanded from few bits, or cast to the adapter's dtype.
     Kind: exact on CPU, unmeasured on CUDA with 4-bit weights. Source: as above.
     """
-    if not stack.lora_dropout:
-        return 0
-    return linear.num_weights * stack.compute_bytes
+    vectors = 3 * 4 * linear.out_features * linear.count
+    is_copy = stack.quant != "none" or stack.mode in ("A", "C")
+    if stack.lora_dropout and is_copy:
+        return vectors + linear.num_weights * stack.input_bytes
+    return vectors
 
 
 def transient_bytes(linear: Linear, stack: Stack) -> int:
-    """The weight norm: an identity [in, in], B·A and the scaled sum, all [out, in].
+    """The weight norm: an identity [in, in]; B·A, the same scaled, and the sum, all [out, in].
 
-    Kind: upper bound. Source: peft 0.21.2 `DoraLinearLayer.get_weight_norm`.
+    A weight in few or other bits is expanded besides.
+    Kind: exact in fp32, else an upper bound. Source: peft 0.21.2 `DoraLinearLayer.forward`.
     """
     dense = linear.in_features * linear.out_features
     identity = linear.in_features * linear.in_features
-    return identity * stack.adapter_bytes + 2 * dense * stack.adapter_bytes
+    is_copy = stack.quant != "none" or stack.mode in ("A", "C")
+    return (identity + (3 + is_copy) * dense) * stack.adapter_bytes
 
 
 def weight_flops(linear: Linear, r: Count) -> Count:
