@@ -64,12 +64,13 @@ class Norm:
     Args:
         kind: "rms" computes in fp32 and scales the result cast back to the stream's dtype
             (Llama); "rms_offset" scales by (1 + weight) in fp32 (Gemma); "layer" is
-            `nn.LayerNorm`; "layer_steps" the same written out in fp32 operators (Cohere).
+            `nn.LayerNorm`; "rms_mixed" multiplies the 16-bit input by the fp32 deviation (T5);
+            "layer_steps" is LayerNorm written out in fp32 operators (Cohere).
         rows: 1 for the hidden state, the number of heads for a norm over one head.
     """
 
     name: str
-    kind: Literal["rms", "rms_offset", "layer", "layer_steps"]
+    kind: Literal["rms", "rms_offset", "rms_mixed", "layer", "layer_steps"]
     width: int
     rows: int = 1
     weight: bool = True

@@ -35,6 +35,7 @@ class Stack:
         compute_bytes: matrix products and attention.
         mlp_bytes: what the MLP's projections return.
         linear_out_bytes: what a frozen base projection returns.
+        loss_bytes: a loss that does not widen its logits by itself.
         adapter_bytes: trained adapter weights, their gradients and optimizer states.
         autocast: matrix products run under autocast.
         shared_inputs: adapted projections that read one tensor keep one input between them.
@@ -52,6 +53,7 @@ class Stack:
     compute_bytes: int
     mlp_bytes: int
     linear_out_bytes: int
+    loss_bytes: int
     adapter_bytes: int
     autocast: bool
     shared_inputs: bool
@@ -104,6 +106,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
         compute_bytes=4 if mode == "F" else 2,
         mlp_bytes=4 if wide and not full_amp else 2,
         linear_out_bytes=4 if wide and not full_amp else 2,
+        loss_bytes=4 if autocast or precision == "fp32" else half,  # autocast widens cross entropy
         adapter_bytes=4 if fp32_adapters else 2,
         autocast=autocast and mode in ("A", "Q"),
         shared_inputs=mode in ("P", "F"),

@@ -129,7 +129,7 @@ def _t5(c: Fields) -> ModelSpec:
         return Layer(
             attentions=tuple(blocks),
             mlp=block,
-            norms=norms(names, width=hidden, kind="rms"),
+            norms=norms(names, width=hidden, kind="rms_mixed"),
             dropouts=(hidden,) * len(names) if dropout else (),
         )
 
@@ -147,7 +147,7 @@ def _t5(c: Fields) -> ModelSpec:
         [layer(i, causal=True) for i in range(num_decoder)],
         tied=True,
         embeddings=(Embedding(name="shared", rows=vocab, width=hidden),),
-        final_norms=norms(["final_layer_norm"] * 2, width=hidden, kind="rms"),
+        final_norms=norms(["final_layer_norm"] * 2, width=hidden, kind="rms_mixed"),
         embedding_dropouts=(hidden,) * 2 if dropout else (),
         final_dropouts=(hidden,) * 2 if dropout else (),
         notes=notes,

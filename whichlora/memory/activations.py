@@ -70,7 +70,12 @@ def norm_saved(norm: Norm, stack: Stack, *, reads: str = "") -> Iterator[Saved]:
     else:
         yield Saved(f"{norm.name}: fp32 input", 4 * size)
     yield Saved(f"{norm.name}: reciprocal deviation", 4 * norm.rows)
-    in_fp32 = norm.kind != "rms"  # scaled before the result is cast back to the stream's dtype
+    if norm.kind == "rms_mixed" and stack.stream_bytes != 4:
+        yield Saved(f"{norm.name}: input", stack.stream_bytes * size)
+    in_fp32 = norm.kind in (
+        "rms_offset",
+        "layer_steps",
+    )  # scaled before the result is cast back to the stream's dtype
     if stack.trains_base and norm.weight:
         bytes_each = 4 if in_fp32 else stack.stream_bytes
         yield Saved(f"{norm.name}: normalised output", bytes_each * size)
@@ -128,8 +133,9 @@ def attention_saved(attention: Attention, stack: Stack, *, span: Count) -> Itera
     if kernel != "fused":
         k, v = every_k, every_v
     else:
-        if fused_qkv(attention):
-            # q and k are new tensors after a rotation; v stays a view that keeps the projection
+        if fused_qkv(attention) and stack.linear_out_bytes == size:
+            # q and k are new tensors after a rotation; v stays a view that keeps the projection,
+            # unless autocast narrows it
             v = q + k + v
             if attention.position != "rope":
                 q = k = 0

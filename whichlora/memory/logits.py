@@ -36,15 +36,21 @@ def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_he
     if loss_head == "liger":
         return tokens * model.hidden_size * stack.compute_bytes
     logits_bytes = stack.compute_bytes
-    upcast_bytes = 0 if logits_bytes == 4 else 4  # `.float()` of fp32 logits is no copy
+    loss_bytes = loss_element_bytes(model, stack)
+    upcast_bytes = 0 if logits_bytes == loss_bytes else loss_bytes
     softcap_bytes = stack.compute_bytes if model.logit_softcap else 0
-    return tokens * vocab * (logits_bytes + upcast_bytes + 4 + softcap_bytes)
+    return tokens * vocab * (logits_bytes + upcast_bytes + loss_bytes + softcap_bytes)
+
+
+def loss_element_bytes(model: ModelSpec, stack: Stack) -> int:
+    """One entry of the loss: decoders widen their logits, T5 and BERT leave that to autocast."""
+    return 4 if model.task == "causal-lm" else stack.loss_bytes
 
 
 def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
     """Alive at the worst point of the loss's backward.
 
-    Kind: exact for hf: the log-softmax and its two fp32 gradients, 12 bytes per entry.
+    Kind: exact for hf: the log-softmax and its two gradients, 12 bytes per entry in fp32.
     """
     vocab = logit_width(model)
     hidden = model.hidden_size
@@ -58,7 +64,8 @@ def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_h
         return tokens * hidden * 2 * stack.compute_bytes
     softcap_bytes = stack.compute_bytes if model.logit_softcap else 0
     final_norm = 20 * hidden  # its backward; larger only where the vocabulary is tiny or absent
-    return tokens * max(vocab * (12 + softcap_bytes), final_norm)
+    entry = 3 * loss_element_bytes(model, stack) + softcap_bytes
+    return tokens * max(vocab * entry, final_norm)
 
 
 def generation_bytes(model: ModelSpec, *, batch_size: Count, compute_bytes: int) -> Count:
