@@ -77,7 +77,9 @@ def _bloom(c: Fields) -> ModelSpec:
         sdpa="eager",
         dropout=c.probability("attention_dropout"),
     )
-    block = mlp(hidden=hidden, width=4 * hidden, activation="gelu", names=_MLP_NAMES, bias=True)
+    block = mlp(
+        hidden=hidden, width=4 * hidden, activation="bloom_gelu", names=_MLP_NAMES, bias=True
+    )
     layer = Layer(
         attentions=(attention,),
         mlp=block,

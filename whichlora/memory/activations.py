@@ -20,6 +20,9 @@ from whichlora.targets import adapted
 # Tensors of the MLP's width that the activation keeps beside its output. Fused kernels keep their
 # input; the Python implementations keep every factor of their products.
 _ACTIVATION_SAVED = {"gelu_new": 4, "gelu_fast": 4, "quick_gelu": 2, "relu": 0}
+# Tensors of that width alive at the worst point of a forward without gradients; 2 for a fused
+# kernel, its input and output. `bloom_gelu` is the written-out tanh formula of `BloomGelu`.
+_ACTIVATION_WORKING = {"gelu_new": 4, "gelu_fast": 5, "bloom_gelu": 5, "quick_gelu": 3, "relu2": 3}
 ENCODER_OUT = "encoder_out"  # what the cross attention of every decoder layer reads
 _INDEX_BYTES = 8  # torch indexes with int64
 MAX_FUSED_HEAD_DIM = 256  # beyond it CUDA has no fused kernel
@@ -391,7 +394,8 @@ def unsaved_by_first_layer(layer: Layer, targets: tuple[str, ...], stack: Stack)
     """Bytes per token that the first layer of a stack keeps less than the others.
 
     With frozen embeddings its input needs no gradient: a norm of it saves nothing, adapter
-    dropout of it no mask, and a frozen MLP that reads it nothing at all. Kind: exact. Checkpointing makes the input need a gradient.
+    dropout of it no mask, and a frozen MLP that reads it nothing at all. Kind: exact.
+    Checkpointing makes the input need a gradient.
     """
     if stack.trains_base:
         return 0
@@ -509,24 +513,33 @@ def merged_gradient_bytes(model: ModelSpec, targets: tuple[str, ...], stack: Sta
     )
 
 
+def _mlp_working(mlp: Mlp) -> int:
+    """Tensors of the MLP's width at the worst point of its forward."""
+    if not mlp.gated:
+        return _ACTIVATION_WORKING.get(mlp.activation, 2)
+    is_fused = sum(linear.reads == mlp.linears[0].reads for linear in mlp.linears) == 1
+    # one projection for gate and up stays whole while its halves are activated and multiplied
+    return 4 if is_fused else 3
+
+
 def layer_forward_bytes(
     layer: Layer, hidden_size: int, stack: Stack, *, tokens: Count, span: Count
 ) -> Count:
     """Working set of one layer's forward without gradients, for the whole batch.
 
-    The larger of the MLP (its projections and the product) and of attention, over the residual
-    stream and the fp32 copy of the hidden state.
+    The larger of the MLP and of attention, over four hidden states that Python names hold: the
+    looked-up embeddings, the layer's input, the residual after attention, and the normalised one.
     Kind: exact for Llama-like layers (6f + 8h at 16 bit), elsewhere an estimate.
     """
     size = stack.compute_bytes
-    stream = (2 * size + 4) * hidden_size
+    stream = 4 * stack.stream_bytes * hidden_size
     width = 0
     if layer.mlp is not None:
-        width = layer.mlp.width * (3 if layer.mlp.gated else 2)
+        width = layer.mlp.width * _mlp_working(layer.mlp)
     if layer.moe is not None:
         expert = layer.moe.expert
-        factors = 3 if expert.gated else 2
-        width = max(width, expert.width * layer.moe.experts_per_token * factors)
+        each = expert.width * _mlp_working(expert) + hidden_size  # the gathered tokens
+        width = max(width, layer.moe.experts_per_token * each)
     mixing, pair = 0, 0
     for attention in layer.attentions:
         q, k, v = attention.q_width, attention.k_width, attention.v_width

@@ -26,17 +26,25 @@ def kept_tokens(layer: Layer, tokens: Count, *, kv_cache: str) -> Count:
 
 
 def cache_bytes(
-    model: ModelSpec, *, batch_size: Count, tokens: Count, kv_cache: str, element_bytes: int
+    model: ModelSpec,
+    *,
+    batch_size: Count,
+    tokens: Count,
+    kv_cache: str,
+    element_bytes: int,
+    encoder_tokens: Count = 0,
 ) -> Count:
-    """Bytes of the cache that holds `tokens` per sequence.
+    """Bytes of the cache for `tokens` per sequence, and `encoder_tokens` per cross attention.
 
-    Kind: exact. Cross-attention layers keep the encoder's tokens: the caller adds them with
-    `tokens` of the prompt.
+    Kind: exact.
     """
     total = 0 * batch_size
     for layer, count in model.layers():
         for attention in layer.attentions:
-            per_sequence = attention.cache_elements * kept_tokens(layer, tokens, kv_cache=kv_cache)
+            kept = encoder_tokens
+            if not attention.cross:
+                kept = kept_tokens(layer, tokens, kv_cache=kv_cache)
+            per_sequence = attention.cache_elements * kept
             total = total + count * batch_size * (per_sequence + attention.state_elements)
     return total * element_bytes
 

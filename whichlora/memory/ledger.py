@@ -209,7 +209,7 @@ def training_ledger(
     head_copy = logits.head_copy_bytes(model, stack)
     loss_forward = logits.loss_forward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
     loss_backward = logits.loss_backward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
-    dense = 2 * weights.largest_quantised_matrix(model, stack)
+    dense = stack.compute_bytes * weights.largest_quantised_matrix(model, stack)
     norms = activations.method_transient_bytes(model, targets, stack, method)
     merged = 0
     if not method.trains_base:
@@ -302,15 +302,21 @@ def inference_ledger(
     """Moments of one generation: the prompt pass and the last decoding step."""
     static = _weights(model, stack, like=batch_size)
     element_bytes = stack.compute_bytes
-    last_tokens = prompt_len + max_new_tokens - 1
+    # an encoder reads the prompt of a seq2seq model; its decoder begins with one token
+    first_tokens = prompt_len if model.task != "seq2seq-lm" else 1 + 0 * prompt_len
+    last_tokens = first_tokens + max_new_tokens - 1
     common = {"batch_size": batch_size, "kv_cache": run.kv_cache, "element_bytes": element_bytes}
-    at_start = last_tokens if run.kv_cache == "static" else prompt_len
-    prompt_cache = kv_cache.cache_bytes(model, tokens=at_start, **common)
-    full_cache = kv_cache.cache_bytes(model, tokens=last_tokens, **common)
+    at_start = last_tokens if run.kv_cache == "static" else first_tokens
+    prompt_cache, full_cache = (
+        kv_cache.cache_bytes(model, tokens=tokens, encoder_tokens=prompt_len, **common)
+        for tokens in (at_start, last_tokens)
+    )
     scores = logits.generation_bytes(model, batch_size=batch_size, compute_bytes=element_bytes)
-    dense = 2 * weights.largest_quantised_matrix(model, stack)
+    dense = stack.compute_bytes * weights.largest_quantised_matrix(model, stack)
     prompt_tokens = batch_size * prompt_len
-    working = activations.forward_bytes(model, stack, tokens=prompt_tokens, span=prompt_len)
+    working = activations.forward_bytes(
+        model, stack, tokens=prompt_tokens, span=prompt_len
+    ) + activations.rotary_bytes(model, stack, span=prompt_len)
     if model.task == "encoder":
         every = logits.encoder_bytes(model, tokens=prompt_tokens, compute_bytes=element_bytes)
         hidden_states = prompt_tokens * model.hidden_size * 2 * element_bytes
