@@ -29,6 +29,7 @@ from whichlora.device.meter import Meter
 from whichlora.families import build
 from whichlora.memory import activations
 from whichlora.specs import ALL_LINEAR, GpuSpec, RunConfig
+from whichlora.store.models import find_model
 
 CPU = GpuSpec(
     key="cpu",
@@ -338,3 +339,19 @@ def alive_at_peak(one: Case, call: Callable[[Any], Any] | None = None) -> LiveBy
                 loss = _forward(model, one)
             loss.backward()
     return live
+
+
+def real_case(name: str, **settings: Any) -> Case:
+    """A run of a full-sized model of the database: fp32, 2 sequences of 64 tokens unless told."""
+    spec = find_model(name)
+    assert spec is not None
+    config = {key: value for key, value in spec.config.items() if key != "model_type"}
+    defaults = {"batch_size": 2, "seq_len": 64, "r": 8, "precision": "fp32"}
+    defaults |= {"gradient_checkpointing": False, "prompt_len": 16, "max_new_tokens": 8}
+    return Case(spec.model_type, RunConfig(**({"model": name} | defaults | settings)), config)
+
+
+def peak(one: Case) -> tuple[int, int]:
+    """Measured and predicted peak of one step, or of one generation."""
+    measure = step_peak if one.run.phase == "finetune" else generation_peak
+    return measure(one), predicted_peak(one)
