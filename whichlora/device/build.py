@@ -60,6 +60,17 @@ def build_model(
         MeasurementError: a quantisation that needs calibrated weights.
     """
     torch.manual_seed(_SEED)
+    model = meta_model(run, model_config, device=device)
+    _materialise(model, getattr(torch, run.weight_dtype), torch.device(device))
+    return finished_model(model, run, target_modules)
+
+
+def meta_model(run: RunConfig, model_config: Mapping[str, Any], *, device: str) -> Any:
+    """The base model of `run` without storage, its layers already of the quantised class.
+
+    Raises:
+        MeasurementError: a quantisation that needs calibrated weights.
+    """
     dtype = getattr(torch, run.weight_dtype)
     config = _model_config(model_config)
     auto_class = auto_class_of(config)
@@ -72,13 +83,19 @@ def build_model(
     if quantizer is not None:
         quantizer.validate_environment(dtype=dtype, device_map={"": device})
         quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
-    _materialise(model, dtype, torch.device(device))
-    if quantizer is not None:
         model.hf_quantizer = quantizer
+    return model
+
+
+def finished_model(model: Any, run: RunConfig, target_modules: Sequence[str] | str) -> Any:
+    """What loading and PEFT do once the weights are in their place."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
         quantizer.postprocess_model(model)
     if run.phase == "inference":
         return model.eval()
-    return _with_adapters(model, run, _PEFT_TASKS.get(auto_class), target_modules)
+    task = _PEFT_TASKS.get(auto_class_of(model.config))
+    return _with_adapters(model, run, task, target_modules)
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:

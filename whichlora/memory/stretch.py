@@ -1,20 +1,21 @@
-"""From the trace of a few layers to the trace of all: the layers in the middle are repeated.
+"""From the trace of four layers to the trace of all: the layers in the middle are repeated.
 
-A step passes the layers in sweeps: forwards, backwards, and once per list that the optimizer
-makes. In each sweep the first and the last layers stay as they were traced, and one of the middle
-stands for all of the middle, its tensors renamed. What no layer owns stays.
+A step passes the layers in sweeps: forwards, backwards, and once per list of tensors that an
+optimizer makes. In each sweep the first, the second and the last layer stay as they were traced,
+and the third stands for all of the middle, its tensors renamed. What no layer owns stays.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 from whichlora.memory.replay import Event
 
-TRACED_LAYERS = 4  # the fewest with a middle whose neighbours lie in the middle too
+TRACED_LAYERS = 4  # the fewest with a layer in the middle whose neighbours are in the middle too
 
 
 class TracedEvent(NamedTuple):
@@ -30,9 +31,9 @@ class TracedEvent(NamedTuple):
 
     storage: int
     num_bytes: int | None
-    layer: int | None
-    inside: bool
-    moment: str
+    layer: int | None = None
+    inside: bool = False
+    moment: str = ""
     operator: str = ""
 
     @property
@@ -41,114 +42,133 @@ class TracedEvent(NamedTuple):
 
 
 class DoesNotRepeatError(Exception):
-    """The layers in the middle are not alike."""
+    """No layer of the middle can stand for the others."""
 
 
-# A storage by the place of its birth: (layer, number of the sweep, number within the block), or
-# its own number where no sweep made it.
-_Name = tuple[int, int, int] | tuple[int]
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """A storage by its birth: in which sweep and layer, and the how manieth of that block."""
+
+    sweep: int
+    layer: int
+    serial: int
 
 
-@dataclass(slots=True)
-class _Block:
-    layer: int | None
-    events: list[TracedEvent]
-    sweep: int = -1
-
-
-@dataclass(slots=True)
-class _Names:
-    of: dict[int, _Name] = field(default_factory=dict)  # by traced storage
-    numbers: dict[_Name, int] = field(default_factory=dict)  # alive in the result
-    next_number: int = 0
-
-    def born(self, name: _Name) -> int:
-        self.next_number += 1
-        self.numbers[name] = self.next_number
-        return self.next_number
-
-    def died(self, name: _Name) -> int:
-        number = self.numbers.pop(name, None)
-        if number is None:
-            raise DoesNotRepeatError("a layer frees a tensor that its neighbour never made")
-        return number
-
-
-def stretch(
-    events: Iterable[TracedEvent], *, traced_layers: int, num_layers: int
-) -> list[TracedEvent]:
-    """`events` as if `num_layers` layers had been traced, not `traced_layers`.
+def stretch(events: Iterable[TracedEvent], *, num_layers: int) -> list[TracedEvent]:
+    """`events` of four layers as if `num_layers` had been traced.
 
     Raises:
-        DoesNotRepeatError: the middle layers differ, so that none can stand for the others.
+        DoesNotRepeatError: a tensor of one layer has no counterpart in its neighbour.
     """
-    if traced_layers < TRACED_LAYERS or num_layers < traced_layers:
-        raise ValueError(f"can't stretch {traced_layers} layers to {num_layers}")
+    if num_layers < TRACED_LAYERS:
+        raise ValueError(f"{TRACED_LAYERS} layers can't be stretched to {num_layers}")
     blocks = _blocks(events)
-    _number_sweeps(blocks, traced_layers)
-    names = _Names()
-    stretched: list[TracedEvent] = []
-    for sweep, found in groupby(blocks, key=lambda block: block.sweep):
-        for block in found:
-            for serial, event in enumerate(block.events):
-                if event.num_bytes is not None:
-                    in_sweep = sweep >= 0 and block.layer is not None
-                    place = (block.layer or 0, sweep, serial)
-                    names.of[event.storage] = place if in_sweep else (event.storage,)
-            for layer in _copies(block, traced_layers, num_layers):
-                stretched.extend(_copy(block, layer, names, traced_layers, num_layers))
-    return stretched
+    names: dict[int, _Name] = {}  # by traced storage; what no sweep made keeps its number
+    numbers: dict[_Name | int, int] = {}  # by name, of what lives in the result
+    next_number = 0
+    result: list[TracedEvent] = []
+    sweep = index = 0
+    while index < len(blocks):
+        in_sweep = _is_sweep(blocks[index : index + TRACED_LAYERS])
+        found = blocks[index : index + (TRACED_LAYERS if in_sweep else 1)]
+        for position, block in enumerate(found):
+            births = [one for one in block.events if one.num_bytes is not None]
+            if in_sweep:
+                for serial, one in enumerate(births):
+                    names[one.storage] = _Name(sweep, _layer(block), serial)
+            for layer in _targets(block, position, in_sweep, num_layers):
+                for one in block.events:
+                    name: _Name | int = names.get(one.storage, one.storage)
+                    if isinstance(name, _Name):
+                        name = _renamed(name, block.layer, layer, num_layers)
+                    if one.num_bytes is not None:
+                        next_number += 1
+                        numbers[name] = next_number
+                    elif name not in numbers:
+                        raise DoesNotRepeatError(f"{one.moment}: layer {layer} frees what is not")
+                    number = numbers[name] if one.num_bytes is not None else numbers.pop(name)
+                    result.append(one._replace(storage=number, layer=layer))
+        sweep += 1
+        index += len(found)
+    _check_alike(numbers, num_layers)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    layer: int | None
+    events: tuple[TracedEvent, ...]
 
 
 def _blocks(events: Iterable[TracedEvent]) -> list[_Block]:
-    """Runs of events of one layer and moment, with the deaths of each run put in order.
+    """Runs of events of one layer and moment, the deaths outside the layers put in order.
 
-    Deaths without a birth between them may come in any order: the allocator ends up the same.
-    A table of casts or a Python list frees in an order of its own.
+    Deaths without a birth between them may come in any order: the allocator ends up the same. A
+    table of casts frees in an order of its own, a list of tensors from either end.
     """
     ordered: list[TracedEvent] = []
     for free, run in groupby(events, key=lambda one: not one.inside and one.num_bytes is None):
         ordered.extend(
             sorted(run, key=lambda one: -1 if one.layer is None else one.layer) if free else run
         )
-    return [
-        _Block(layer, list(found))
-        for (layer, _), found in groupby(ordered, key=lambda one: (one.layer, one.moment))
-    ]
+    runs = groupby(ordered, key=lambda one: (one.layer, one.moment))
+    return [_Block(layer, tuple(run)) for (layer, _), run in runs]
 
 
-def _number_sweeps(blocks: list[_Block], traced_layers: int) -> None:
-    ascending = list(range(traced_layers))
-    number = index = 0
-    while index < len(blocks):
-        window = blocks[index : index + traced_layers]
-        layers = [block.layer for block in window]
-        if layers in (ascending, ascending[::-1]):
-            middle = (window[1].events, window[2].events)
-            sizes = [[one.num_bytes for one in events if one.num_bytes] for events in middle]
-            if sizes[0] != sizes[1]:
-                raise DoesNotRepeatError("two layers of the middle make different tensors")
-            for block in window:
-                block.sweep = number
-            if layers != ascending:
-                # seen from the end of the sweep, the second block is the one that has settled
-                window[1].sweep = number
-            number += 1
-            index += traced_layers
-            continue
-        if layers[0] is not None and 0 < layers[0] < traced_layers - 1 and traced_layers > 4:
-            raise DoesNotRepeatError("a layer of the middle does something alone")
-        index += 1
+def _is_sweep(blocks: list[_Block]) -> bool:
+    layers = [block.layer for block in blocks]
+    upward = list(range(TRACED_LAYERS))
+    return layers in (upward, upward[::-1])
 
 
-def _copies(block: _Block, traced_layers: int, num_layers: int) -> Iterator[int | None]:
-    raise NotImplementedError
+def _layer(block: _Block) -> int:
+    assert block.layer is not None
+    return block.layer
 
 
-def _copy(
-    block: _Block, layer: int | None, names: _Names, traced_layers: int, num_layers: int
-) -> Iterator[TracedEvent]:
-    raise NotImplementedError
+def _targets(block: _Block, position: int, in_sweep: bool, num_layers: int) -> Iterable[int | None]:
+    """Layers of the result that `block` is written for, in the order of its sweep."""
+    if block.layer is None:
+        return (None,)
+    if not in_sweep or position != 2:
+        return (_edge(block.layer, num_layers),)
+    if block.layer == 2:  # upward
+        return range(2, num_layers - 1)
+    return range(num_layers - 3, 0, -1)
 
 
-_ = replace
+def _edge(layer: int, num_layers: int) -> int:
+    """The first two layers count from the start, the last two from the end."""
+    return layer if layer < TRACED_LAYERS // 2 else num_layers - TRACED_LAYERS + layer
+
+
+def _renamed(name: _Name, traced: int | None, layer: int | None, num_layers: int) -> _Name:
+    """`name` as a block of `traced` uses it, for its copy in `layer`: neighbours stay so."""
+    if traced is None or layer is None or abs(name.layer - traced) > 1:
+        return _Name(name.sweep, _edge(name.layer, num_layers), name.serial)
+    return _Name(name.sweep, layer + name.layer - traced, name.serial)
+
+
+def _check_alike(numbers: Iterable[_Name | int], num_layers: int) -> None:
+    """What lives on must be alike in all layers of the middle: else one was never freed."""
+    left = Counter(
+        (name.sweep, name.serial)
+        for name in numbers
+        if isinstance(name, _Name) and 0 < name.layer < num_layers - 1
+    )
+    odd = [place for place, count in left.items() if count != num_layers - 2]
+    if odd:
+        raise DoesNotRepeatError("a tensor of a middle layer lives on in some layers only")
+
+
+def live_bytes(events: Iterable[TracedEvent]) -> Iterator[tuple[TracedEvent, int]]:
+    """Every event with the bytes alive after it."""
+    sizes: dict[int, int] = {}
+    total = 0
+    for one in events:
+        if one.num_bytes is None:
+            total -= sizes.pop(one.storage)
+        else:
+            sizes[one.storage] = one.num_bytes
+            total += one.num_bytes
+        yield one, total

@@ -1,0 +1,180 @@
+"""Make fake CPU tensors behave as CUDA's would, where the two differ in what stays alive.
+
+A build of torch without CUDA cannot make fake CUDA tensors, so a trace runs on fake CPU ones. Each
+difference that changes which tensors live is patched here, and listed in `docs/trace.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+from torch.utils import _pytree
+
+MAX_FLASH_HEAD_DIM = 256
+
+# Operators that autocast runs in fp32 on CUDA and not on a CPU. Source: torch 2.13
+# `aten/src/ATen/autocast_mode.h`, AT_FORALL_FP32; only those that language models use.
+_FP32 = (
+    "exp expm1 log log10 log2 log1p pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar reciprocal "
+    "rsqrt sinh tan cosh acos asin softplus layer_norm group_norm cosine_similarity nll_loss "
+    "nll_loss_nd smooth_l1_loss huber_loss l1_loss kl_div binary_cross_entropy_with_logits "
+    "logsumexp dist"
+).split()
+# Those that get fp32 as the dtype of their result, AT_FORALL_FP32_SET_OPT_DTYPE.
+_FP32_RESULT = "softmax.int log_softmax.int cumsum cumprod prod prod.dim_int sum sum.dim_IntList"
+
+
+@contextmanager
+def like_cuda() -> Iterator[None]:
+    """Attention, autocast, dropout, optimizers and HF's masks as on CUDA, inside this context."""
+    _patch_autocast()
+    with ExitStack() as stack:
+        for target, name, value in (
+            (F, "scaled_dot_product_attention", attention),
+            (F, "dropout", _dropout),
+            # HF takes fake tensors for a compiler at work, and materialises every causal mask.
+            ("transformers.masking_utils", "is_tracing", lambda *_: False),
+            # It looks at position ids for several sequences in a row; a batch of ours has none.
+            ("transformers.masking_utils", "find_packed_sequence_indices", lambda *_: None),
+            # PEFT's 4-bit layer asks without naming a device, which means CUDA.
+            (torch, "is_autocast_enabled", _is_autocast_enabled),
+            # `Module.to` exchanges fake parameters as a whole, and cannot while they are watched.
+            ("torch.utils", "swap_tensors", _take_data),
+            # One list of tensors per operation, as `foreach` optimizers do it on CUDA.
+            ("torch.optim.optimizer", "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
+            ("torch.nn.utils.clip_grad", "_has_foreach_support", lambda *_: True),
+        ):
+            module = import_module(target) if isinstance(target, str) else target
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+_asked_autocast = torch.is_autocast_enabled
+
+
+def _is_autocast_enabled(device_type: str = "cpu") -> bool:
+    return bool(_asked_autocast(device_type))
+
+
+def _take_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    tensor.data = other.data
+
+
+@cache  # registrations last as long as the process
+def _patch_autocast() -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    for name in _FP32:
+        library.impl(name, partial(_in_fp32, _overload(name)))
+    for name in _FP32_RESULT.split():
+        library.impl(name, partial(_to_fp32, _overload(name)))
+    return library
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _in_fp32(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        args, kwargs = _pytree.tree_map(
+            lambda value: value.float() if _is_narrow(value) else value, (args, kwargs)
+        )
+        return operator(*args, **kwargs)
+
+
+def _to_fp32(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        positional = len(operator._schema.arguments)
+        in_args = any(
+            argument.name == "dtype" and index < len(args)
+            for index, argument in enumerate(operator._schema.arguments[:positional])
+        )
+        if _is_narrow(args[0]) and not in_args and kwargs.get("dtype") is None:
+            kwargs["dtype"] = torch.float32
+        return operator(*args, **kwargs)
+
+
+def _dropout(
+    input: torch.Tensor,  # noqa: A002
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """CUDA has one kernel for it, whose mask takes a byte; a CPU multiplies by a float mask."""
+    if not training or p == 0.0:
+        return input
+    return torch.native_dropout(input, p, True)[0]
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """SDPA with the kernel that CUDA takes; grouped keys are never expanded.
+
+    Source: torch 2.13 `sdp_utils.cpp`. The flash, memory-efficient and cuDNN kernels keep the
+    same tensors: their inputs, the output and a log-sum-exp.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (one.to(dtype) for one in (query, key, value))
+    if max(query.shape[-1], value.shape[-1]) > MAX_FLASH_HEAD_DIM:
+        return torch.ops.aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    if attn_mask is not None and attn_mask.dtype != query.dtype:
+        # `convert_boolean_attn_mask`: an additive mask in the dtype of the query, in every layer
+        if attn_mask.dtype == torch.bool:
+            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = zeros.masked_fill_(attn_mask.logical_not(), float("-inf"))
+        else:
+            attn_mask = attn_mask.to(query.dtype)
+    out: torch.Tensor = _Fused.apply(query, key, value, attn_mask)
+    return out
+
+
+class _Fused(torch.autograd.Function):
+    """What a fused kernel takes from the allocator and keeps; buffers inside it are not seen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out = torch.empty_like(query)
+        if value.shape[-1] != query.shape[-1]:
+            batch, heads, length, _ = query.shape
+            out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, out, log_sum_exp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, mask, *_ = ctx.saved_tensors
+        bias = torch.empty_like(mask) if ctx.needs_input_grad[3] else None
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), bias

@@ -1,0 +1,410 @@
+"""The real code of one job on fake tensors: every storage's birth and death, without weights.
+
+Runs the code that profiling runs (`finetune.py`, `inference.py`), so a trace and a measurement
+never differ by what they do. `python -m whichlora.device.trace` answers one JSON request from
+stdin; `tracer.py` asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whichlora.device.build import _fp32_names, finished_model, meta_model
+from whichlora.device.finetune import measure_finetune
+from whichlora.device.inference import measure_inference
+from whichlora.device.like_cuda import like_cuda
+from whichlora.memory.stretch import TracedEvent
+from whichlora.specs import RunConfig
+
+_DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_FUSED_GEMM_ROWS = 1536  # bitsandbytes 0.50 expands the 4-bit weight above this on every GPU
+
+
+def trace(
+    run: RunConfig,
+    model_config: Mapping[str, Any],
+    *,
+    target_modules: Sequence[str] | str,
+    num_layers: int | None = None,
+) -> list[TracedEvent]:
+    """Storages of `run`, from loading to the end of the second step or of one generation.
+
+    Args:
+        num_layers: how many layers the traced model has; None for all.
+    """
+    config = dict(model_config) if num_layers is None else shallow(model_config, num_layers)
+    # fp16 has no CPU kernels in some places, and the bytes of bf16; flash-attention 2 keeps what
+    # the fused kernels of SDPA keep.
+    stand_in = dataclasses.replace(
+        run,
+        precision="bf16" if run.precision == "fp16" else run.precision,
+        attn="sdpa" if run.attn == "flash_attention_2" else run.attn,
+    )
+    weights = run if run.precision == "fp16" and run.method == "full" else stand_in
+    weights = dataclasses.replace(weights, attn=stand_in.attn)
+    model = meta_model(weights, config, device="cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True), like_cuda():
+        place_fake(model, getattr(torch, weights.weight_dtype))
+        model = finished_model(model, stand_in, target_modules)
+        recorder = Recorder(_layers(model), padded=run.padding == "padded")
+        recorder.note_loaded(model)
+        recorder.watch(model)
+        with recorder:
+            if run.phase == "inference":
+                measure_inference(model, stand_in, _NoMeter(), 0)  # type: ignore[arg-type]
+            else:
+                measure_finetune(model, stand_in, _NoMeter(), [run.seq_len])  # type: ignore[arg-type]
+        recorder.close()
+    return recorder.events
+
+
+def shallow(model_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """`model_config` with its first `num_layers` layers only.
+
+    Raises:
+        KeyError: the config does not say its depth by one of the usual names.
+    """
+    config = dict(model_config)
+    if isinstance(config.get("text_config"), Mapping):
+        config["text_config"] = shallow(config["text_config"], num_layers)
+        return config
+    key = next(key for key in _DEPTH_KEYS if key in config)
+    depth = config[key]
+    config[key] = num_layers
+    for name, value in config.items():
+        if isinstance(value, list) and len(value) == depth and depth > 1:
+            config[name] = value[:num_layers]
+    return config
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down the births and deaths of storages on the device, and where they happen.
+
+    A storage is known by itself, not by one of its tensors. Memory that an operator takes and
+    gives back is not seen, `_taken_inside` apart.
+    """
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]], *, padded: bool) -> None:
+        super().__init__()
+        self._padded = padded
+        self.events: list[TracedEvent] = []
+        self._layers = layers
+        self._live: dict[int, tuple[int, int | None, weakref.ref[Any]]] = {}
+        self._next_storage = 0
+        self._moment = "load"
+        self._layer: int | None = None
+        self._layer_task = -1  # the backward pass in which `_layer` was entered
+        self._in_model = 0
+        self._last_owner: int | None = None
+        self._closed = False
+
+    # Where we are.
+
+    def watch(self, model: nn.Module) -> None:
+        """Follow `model` through its layers, forward and backward, and through optimizers."""
+        self._moment = "step"
+        model.register_forward_pre_hook(self._model_entered, with_kwargs=True)
+        model.register_forward_hook(self._model_left, always_call=True)
+        for index, (_, layer) in enumerate(self._layers):
+            layer.register_forward_pre_hook(_calls(self._layer_entered, index))
+            layer.register_forward_hook(_calls(self._layer_left, index))
+        register_optimizer_step_pre_hook(
+            lambda *_: setattr(self, "_moment", "optimizer")
+        )
+        register_optimizer_step_post_hook(
+            lambda *_: setattr(self, "_moment", "step")
+        )
+
+    def _model_entered(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._in_model += 1
+        for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):  # now the inputs are on the device
+                self._born(tensor, "input", None)
+        # A mask of ones is dropped by looking at it; a fake one has no values to look at.
+        drop = "attention_mask" in kwargs and not self._padded
+        return args, kwargs | {"attention_mask": None} if drop else kwargs
+
+    def _model_left(self, *_: Any) -> None:
+        self._in_model -= 1
+
+    def _layer_entered(self, index: int, *_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # else it is recomputed in its backward
+            self._layer, self._layer_task = index, -1
+
+    def _layer_left(self, index: int, layer: Any, args: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if index == len(self._layers) - 1:
+            self._layer = None
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(_calls(self._backward_entered, index))
+
+    def _backward_entered(self, index: int, *_: Any) -> None:
+        self._layer, self._layer_task = index, torch._C._current_graph_task_id()
+
+    def _place(self) -> tuple[int | None, str]:
+        """The layer that runs, and the moment."""
+        task = torch._C._current_graph_task_id()
+        if self._layer is not None and self._layer_task != task:
+            if self._layer_task != -1 or task != -1:
+                self._layer = None
+        if self._moment != "step":
+            return self._layer, self._moment
+        return self._layer, "forward" if task == -1 else "backward"
+
+    # What happens.
+
+    def note_loaded(self, model: nn.Module) -> None:
+        """The weights in the order of loading, with the one block that transformers asks first."""
+        base: list[tuple[str, torch.Tensor]] = []
+        adapters: list[tuple[str, torch.Tensor]] = []
+        for name, module in model.named_modules():
+            for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    kind = adapters if tensor.requires_grad and "lora" in name else base
+                    kind.append((f"{name}.{leaf}", tensor))
+                    state = getattr(tensor, "quant_state", None)
+                    kind += [(f"{name}.{leaf}", one) for one in _quant_tensors(state)]
+        total = sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for _, t in base}.values())
+        self._transient(total, "warm-up block", None)
+        for name, tensor in (*base, *adapters):
+            owner = self._owner_of_name(name)
+            state = getattr(tensor, "quant_state", None)
+            if state is not None:  # quantised on the device, from 16 bit
+                self._transient(2 * state.shape[0] * state.shape[1], "16-bit weight", owner)
+            self._born(tensor, name, owner)
+
+    def _owner_of_name(self, name: str) -> int | None:
+        for index, (layer_name, _) in enumerate(self._layers):
+            if name.startswith(f"{layer_name}."):
+                return index
+        return None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _made_up(args[0])
+        inside = _taken_inside(func, args)
+        if inside:
+            self._transient(inside, str(func), None)
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._note(result, func, args, -1)
+        elif isinstance(result, list | tuple):
+            for index, one in enumerate(result):
+                if isinstance(one, torch.Tensor):
+                    self._note(one, func, args, index)
+        return result
+
+    def _note(self, tensor: torch.Tensor, func: Any, args: Any, index: int) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._live or not storage.nbytes():
+            return
+        layer, moment = self._place()
+        if moment == "forward" and not self._in_model and not tensor.is_floating_point():
+            return  # a batch in the making, on the host
+        owner = layer if layer is not None else self._owner_of_args(args, index, moment)
+        self._born(tensor, str(func), owner)
+
+    def _owner_of_args(self, args: Any, index: int, moment: str) -> int | None:
+        """The layer that owns what an operator reads: of a list, what the result comes from."""
+        for arg in args:
+            one = arg
+            if isinstance(arg, list | tuple):
+                one = arg[index] if 0 <= index < len(arg) else None
+            if isinstance(one, torch.Tensor):
+                found = self._live.get(one.untyped_storage()._cdata)
+                return None if found is None else found[1]
+        return self._last_owner if moment == "optimizer" else None
+
+    def _born(self, tensor: torch.Tensor, operator: str, owner: int | None) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or not storage.nbytes():
+            return
+        number = self._write_birth(storage.nbytes(), operator, owner)
+        self._live[key] = (number, owner, weakref.ref(storage, _calls(self._died, key)))
+
+    def _write_birth(self, num_bytes: int, operator: str, owner: int | None) -> int:
+        layer, moment = self._place()
+        self._next_storage += 1
+        number = self._next_storage
+        where = owner if layer is None else layer
+        self._last_owner = where
+        self.events.append(
+            TracedEvent(number, num_bytes, where, layer is not None, moment, operator)
+        )
+        return number
+
+    def _died(self, key: int, _: Any) -> None:
+        if self._closed:
+            return
+        number, owner, _ = self._live.pop(key)
+        self._write_death(number, owner)
+
+    def _write_death(self, number: int, owner: int | None) -> None:
+        layer, moment = self._place()
+        where = owner if layer is None else layer
+        self.events.append(TracedEvent(number, None, where, layer is not None, moment))
+
+    def _transient(self, num_bytes: int, operator: str, owner: int | None) -> None:
+        self._write_death(self._write_birth(num_bytes, operator, owner), owner)
+
+    def close(self) -> None:
+        """Write no more: what dies from now on outlives the trace."""
+        self._closed = True
+
+
+def _calls(function: Any, first: Any) -> Any:
+    """`function` with its first argument; a hook's result must be None."""
+
+    def call(*args: Any) -> None:
+        function(first, *args)
+
+    return call
+
+
+def _made_up(tensor: torch.Tensor) -> bool | int | float:
+    """A number for code that asks a fake tensor for its value.
+
+    False where a padding mask is asked whether it is all ones, and generation whether it is done.
+    """
+    if tensor.dtype == torch.bool:
+        return False
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def _taken_inside(func: Any, args: Any) -> int:
+    """Bytes that an operator takes and gives back, where its library's code says so.
+
+    Source: bitsandbytes 0.50.2 `backends/cuda/ops.py`: above a number of rows that depends on
+    the GPU, a 4-bit product expands its weight to the dtype of the input first.
+    """
+    if str(func) != "bitsandbytes.gemm_4bit.default":
+        return 0
+    rows = args[0].numel() // args[0].shape[-1]
+    if rows <= _FUSED_GEMM_ROWS:
+        return 0
+    out_features, in_features = args[2]
+    return int(out_features * in_features * args[0].element_size())
+
+
+def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The decoder's layers with their names; none where there are two stacks of them."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return []
+    depth = model.config.get_text_config().num_hidden_layers
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    ]
+    if not found:
+        return []
+    name, stack = max(found, key=lambda one: sum(p.numel() for p in one[1].parameters()))
+    return [(f"{name}.{index}", layer) for index, layer in enumerate(stack)]
+
+
+def _quant_tensors(state: Any) -> Iterator[torch.Tensor]:
+    if state is None:
+        return
+    for name in ("absmax", "code", "offset"):
+        value = getattr(state, name, None)
+        if isinstance(value, torch.Tensor):
+            yield value
+    yield from _quant_tensors(getattr(state, "state2", None))
+
+
+class _NoMeter:
+    """The meter of a run that is not measured."""
+
+    is_cuda = needs_extra_run = False
+
+    def now(self) -> float:
+        return 0.0
+
+    def peaks(self) -> dict[str, int | None]:
+        return {}
+
+    def start_extra_run(self) -> None:
+        raise AssertionError("never asked for")
+
+    stop_extra_run = start_extra_run
+
+
+def place_fake(model: Any, dtype: torch.dtype) -> None:
+    """Give every meta tensor of `model` a fake storage, 4-bit and 8-bit layers their packed one.
+
+    `Params4bit` can't hold a fake tensor: a plain parameter with the same attributes takes its
+    place, which is all that bitsandbytes' and PEFT's layers ask of it.
+    """
+    fp32_names = _fp32_names(model, dtype)
+    placed: dict[int, nn.Parameter] = {}  # by id of the meta tensor, so that tied weights stay tied
+    for module_name, module in model.named_modules():
+        for name, meta in list(module._parameters.items()):
+            if meta is None:
+                continue
+            if id(meta) not in placed:
+                placed[id(meta)] = _fake_parameter(meta, dtype, f"{module_name}.{name}", fp32_names)
+            module._parameters[name] = placed[id(meta)]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
+
+
+def _fake_parameter(meta: Any, dtype: torch.dtype, name: str, fp32_names: Any) -> nn.Parameter:
+    kind = type(meta).__name__
+    if kind == "Params4bit":
+        return _fake_4bit(meta)
+    if kind == "Int8Params":
+        weight = nn.Parameter(torch.empty(meta.shape, dtype=torch.int8), requires_grad=False)
+        weight.CB, weight.SCB = weight.data, torch.empty(meta.shape[0])
+        weight.has_fp16_weights = False
+        return weight
+    wide = fp32_names is not None and fp32_names.search(name)
+    value = torch.empty(meta.shape, dtype=torch.float32 if wide else meta.dtype, device="cpu")
+    return nn.Parameter(value, requires_grad=meta.requires_grad)
+
+
+def _fake_4bit(meta: Any) -> nn.Parameter:
+    from bitsandbytes.functional import QuantState
+
+    size, block = meta.numel(), meta.blocksize
+    num_blocks = -(-size // block)
+    state = QuantState(
+        absmax=torch.empty(num_blocks),
+        shape=meta.shape,
+        dtype=torch.bfloat16,
+        blocksize=block,
+        code=torch.empty(16),
+        quant_type=meta.quant_type,
+    )
+    if meta.compress_statistics:
+        state.absmax = torch.empty(num_blocks, dtype=torch.uint8)
+        state.offset = torch.empty(())
+        absmax, code = torch.empty(-(-num_blocks // 256)), torch.empty(256)
+        state.state2 = QuantState(
+            absmax=absmax, blocksize=256, code=code, dtype=torch.float32
+        )
+        state.nested = True
+    weight = nn.Parameter(torch.empty(-(-size // 2), 1, dtype=torch.uint8), requires_grad=False)
+    weight.quant_state = state
+    weight.bnb_quantized = True
+    for name in ("quant_type", "compress_statistics", "blocksize", "quant_storage"):
+        setattr(weight, name, getattr(meta, name))
+    return weight
