@@ -10,6 +10,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.hub import load_model
+from whichlora.store.online import why_offline
 
 TINY = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
 
@@ -79,18 +80,26 @@ def test_an_unknown_name_offline_says_what_comes_near(monkeypatch: pytest.Monkey
 def test_an_unreachable_hub_is_asked_once_and_then_its_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreachable(*_: object, **__: object) -> None:
-        raise TimeoutError
+    asked: list[str] = []
+
+    class Unreachable:
+        def head(self, url: str, **_: object) -> None:
+            asked.append(url)
+            raise TimeoutError
 
     def download(*_: object, local_files_only: bool) -> str:
         assert local_files_only
         raise LocalEntryNotFoundError("not cached")
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(huggingface_hub.utils, "get_session", Unreachable)
+    why_offline.cache_clear()
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    with pytest.raises(ConfigError, match=r"the hub can't be reached \(TimeoutError\)"):
-        load_model("org/new-model")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"the hub can't be reached \(TimeoutError\)"):
+            load_model("org/new-model")
+    why_offline.cache_clear()
+    assert len(asked) == 1
 
 
 def test_a_config_in_the_hub_s_cache_is_found_offline(

@@ -10,9 +10,9 @@ from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.store.jsonfiles import read_object
 from whichlora.store.models import find_model, near_matches
+from whichlora.store.online import why_offline
 
 _FILE = "config.json"
-_TIMEOUT_S = 5.0  # a config is 2 KB: a hub that takes longer is as good as away
 
 
 def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = False) -> ModelSpec:
@@ -73,7 +73,7 @@ def _hub_config(name: str, *, offline: bool) -> dict[str, Any]:
     """
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(f"{name}: no such file or folder; check the path")
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -82,25 +82,16 @@ def _hub_config(name: str, *, offline: bool) -> dict[str, Any]:
         RepositoryNotFoundError,
     )
 
-    offline = offline or constants.HF_HUB_OFFLINE
-    away = "and the hub is switched off"
+    away = "the hub is switched off" if offline else why_offline()
     try:
-        if not offline:
-            # hf_hub_download retries for half a minute where there is no network; this does not.
-            try:
-                get_hf_file_metadata(hf_hub_url(name, _FILE), timeout=_TIMEOUT_S)
-            except (EntryNotFoundError, RepositoryNotFoundError, HFValidationError):
-                raise
-            except Exception as error:  # requests and httpx have no common error but this
-                offline, away = True, f"and the hub can't be reached ({type(error).__name__})"
-        path = hf_hub_download(name, _FILE, local_files_only=offline)
+        path = hf_hub_download(name, _FILE, local_files_only=away is not None)
     except GatedRepoError:  # before RepositoryNotFoundError, which it inherits
         raise ConfigError(
             f"{name}: is gated; accept its terms on the hub and log in with `hf auth login`, "
             "or give a local config.json"
         ) from None
     except LocalEntryNotFoundError:  # before EntryNotFoundError, which it inherits
-        raise _unknown(name, away) from None
+        raise _unknown(name, f"and {away}") from None
     except EntryNotFoundError:
         raise ConfigError(
             f"{name}: has no config.json on the hub (an adapter, a GGUF or a data set?); "

@@ -444,11 +444,11 @@ def _search(session: Session) -> Answer:
         )
         for measurement, one, before in session.compared
     ]
-    methods = {session.lengths(model).method for model in plan.models}
+    methods = dict.fromkeys(session.lengths(model).method for model in plan.models)
     lengths = session.lengths(plan.models[0])
     tokens = (
         f"{lengths.num_sequences()} sequences, {lengths.total_tokens()} tokens an epoch, "
-        f"longest {lengths.longest()}, counted by {', '.join(sorted(methods))}"
+        f"longest {lengths.longest()} (for {plan.models[0]}), counted by {'; '.join(methods)}"
     )
     return Answer(
         plan=plan,
@@ -488,10 +488,12 @@ def _write(session: Session, answer: Answer) -> dict[str, Path]:
     files = {
         "table": report.write_candidates(folder / "candidates.csv", answer),
         "answer": folder / "answer.json",
-        "comparison": report.write_comparison(folder / "predicted_vs_measured.csv", answer),
         "summary": report.write_summary(folder / "answer.md", answer),
-        "measurements": session.log.path,
     }
+    if answer.compared:
+        comparison = folder / "predicted_vs_measured.csv"
+        files["comparison"] = report.write_comparison(comparison, answer)
+        files["measurements"] = session.log.path
     if answer.winner is None:
         return files
     from whichlora.job import train_script

@@ -12,6 +12,7 @@ from whichlora.dataset.lengths import TokenLengths
 from whichlora.dataset.rendering import messages_of
 from whichlora.dataset.sources import CountedDataset, TableDataset
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.store.online import why_offline
 
 Encode = Callable[[list[str]], list[int]]  # texts to their numbers of tokens
 
@@ -21,7 +22,6 @@ BYTE_LEVEL = "bytes"
 _BYTES_PER_TOKEN = 4  # of English text under today's vocabularies; said wherever it is used
 _ESTIMATE = f"estimated: 1 token per {_BYTES_PER_TOKEN} UTF-8 bytes"
 _CHUNK = 1024  # texts handed to the tokenizer at once
-_HUB_TIMEOUT_S = 5.0
 
 
 def count_tokens(
@@ -107,9 +107,9 @@ def _tokenizer_file(tokenizer: str, name: str, *, offline: bool) -> Path | None:
         cached = try_to_load_from_cache(tokenizer, name)
         if isinstance(cached, str):
             return Path(cached)
-        if offline:
+        if offline or why_offline() is not None:
             return None
-        return Path(hf_hub_download(tokenizer, name, etag_timeout=_HUB_TIMEOUT_S))
+        return Path(hf_hub_download(tokenizer, name))
     except Exception:  # whatever the hub answers, it has no such file for us
         return None
 
