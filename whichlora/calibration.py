@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -72,6 +73,23 @@ class HeldOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Outlier:
+    """A run that lies so far from the others that the fit listened to it less.
+
+    Args:
+        record: id of the measurement.
+        phase: "memory" or a time phase.
+        weight: of its squared error in the fit, one for an ordinary run.
+        ratio: measured over fitted value.
+    """
+
+    record: str
+    phase: str
+    weight: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Predictor corrections of one device.
 
@@ -79,6 +97,11 @@ class Calibration:
         gpu: device key.
         num_records: measurements behind it, failures included.
         held_out: leave-out errors by "memory" and the time phases.
+        cold: errors of the priors alone on the same runs: what the calibration is worth.
+        ranges: least and greatest of each setting among the runs of a phase; a prediction
+            outside is an extrapolation.
+        outliers: runs that the fit down-weighted.
+        left_out: why a record taught nothing, by its id; failed runs are not listed.
         digest: of the record ids it was fitted to, so that a stale file is noticed.
     """
 
@@ -87,6 +110,10 @@ class Calibration:
     time: Mapping[str, TimeModel]
     num_records: int = 0
     held_out: Mapping[str, HeldOut] = field(default_factory=dict)
+    cold: Mapping[str, HeldOut] = field(default_factory=dict)
+    ranges: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    outliers: tuple[Outlier, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
 
     def basis(self, *, memory_runs: int, time_runs: int) -> str:
@@ -130,20 +157,41 @@ class Calibration:
                     for phase, model in ((p, payload["time"][p]) for p in TIME_PHASES)
                 },
                 num_records=int(payload["num_records"]),
-                held_out={
-                    name: HeldOut(
-                        num_runs=int(one["num_runs"]),
-                        median=float(one["median"]),
-                        worst=float(one["worst"]),
+                held_out=_errors(payload.get("held_out", {})),
+                cold=_errors(payload.get("cold", {})),
+                ranges={
+                    phase: {name: (float(low), float(high)) for name, (low, high) in one.items()}
+                    for phase, one in payload.get("ranges", {}).items()
+                },
+                outliers=tuple(
+                    Outlier(
+                        record=str(one["record"]),
+                        phase=str(one["phase"]),
+                        weight=float(one["weight"]),
+                        ratio=float(one["ratio"]),
                     )
-                    for name, one in payload.get("held_out", {}).items()
+                    for one in payload.get("outliers", ())
+                ),
+                left_out={
+                    str(record): str(why) for record, why in payload.get("left_out", {}).items()
                 },
                 digest=str(payload.get("digest", "")),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataFileError(
                 f"{source}: {error}: is missing or wrong; rebuild it with whichlora calibrate"
             ) from error
+
+
+def _errors(payload: Mapping[str, Any]) -> dict[str, HeldOut]:
+    return {
+        name: HeldOut(
+            num_runs=int(one["num_runs"]),
+            median=float(one["median"]),
+            worst=float(one["worst"]),
+        )
+        for name, one in payload.items()
+    }
 
 
 def _square(rows: Any, size: int) -> tuple[tuple[float, ...], ...]:
@@ -151,6 +199,11 @@ def _square(rows: Any, size: int) -> tuple[tuple[float, ...], ...]:
     if len(matrix) != size or any(len(row) != size for row in matrix):
         raise ValueError(f"covariance must be {size} x {size}")
     return matrix
+
+
+def digest_of(ids: Iterable[str]) -> str:
+    """Names a set of record ids, whatever their order."""
+    return hashlib.sha256("\n".join(sorted(ids)).encode()).hexdigest()[:16]
 
 
 def prior_calibration(gpu: GpuSpec) -> Calibration:

@@ -1,17 +1,19 @@
-"""Measurements become coefficients: regularised, non-negative, in relative error.
+"""Measurements become coefficients: regularised, non-negative, robust, in relative error.
 
-    minimise  sum_i ((y_i - x_i·c) / (sigma y_i))^2 + sum_j ((c_j - m_j) / s_j)^2   with c >= 0
+    minimise  sum_i w_i ((y_i - x_i·c) / (sigma y_i))^2 + sum_j ((c_j - m_j) / s_j)^2   with c >= 0
 
 The prior (m, s) comes from the datasheet and from other devices, so that two runs already help
-and none is needed. Every fit reports the error on runs it was not fitted to.
+and none is needed. The weights w are one for a run that agrees with the others, and less the
+farther it lies off, so that a few wrong records bend nothing. Every fit reports the error on
+runs it was not fitted to.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,8 @@ from whichlora.calibration import (
     Calibration,
     HeldOut,
     MemoryModel,
+    Outlier,
+    digest_of,
     part_spread,
     prior_calibration,
 )
@@ -51,73 +55,171 @@ FindModel = Callable[[Measurement], ModelSpec]
 PRIOR_WEIGHT = 4.0  # runs that the prior's noise counts for when residuals are few
 FOLDS = 10
 _MIN_NOISE = 0.02
+_MAX_ROUNDS = 12  # of active features and weights; they settle in three or four
+# Huber 1964: 95 % as efficient as least squares where all errors are normal.
+HUBER = 1.345
+_MAD_TO_DEVIATION = 1.4826  # median absolute to standard deviation of a normal distribution
+REPORTED_WEIGHT = 0.25  # an error 2.7 times the ordinary, which one normal run in 150 has
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One observation: features, the measured value, and the model it belongs to."""
+    """One observation: features, the measured value, and the model it belongs to.
+
+    Args:
+        record: id of the measurement it is from.
+        shape: the settings whose range limits what the fit may be asked.
+    """
 
     group: str
     features: Mapping[str, float]
     value: float
+    record: str = ""
+    shape: Mapping[str, float] = field(default_factory=dict)
 
 
-def solve(rows: Array, values: Array, mean: Array, spread: Array, noise: float) -> Array:
+def solve(
+    rows: Array, values: Array, mean: Array, spread: Array, noise: float, weights: Array | None
+) -> Array:
     """Non-negative coefficients of the criterion above, by stacking the prior as rows.
 
     Args:
         rows: features, shape [num_runs, num_features].
         values: measured, shape [num_runs].
         mean, spread: prior of each coefficient, shape [num_features].
+        weights: of the squared errors, shape [num_runs]; None is one each.
     """
     import numpy as np
     from sklearn.linear_model import LinearRegression
 
-    weight = 1.0 / (noise * values)
-    stacked = np.vstack([rows * weight[:, None], np.diag(1.0 / spread)])
-    wanted = np.concatenate([values * weight, mean / spread])
+    scale = _root(weights, values) / (noise * values)
     # columns differ by ten orders of magnitude (launches against seconds): scale by the prior
-    regression = LinearRegression(positive=True, fit_intercept=False).fit(stacked * spread, wanted)
-    return np.asarray(regression.coef_ * spread)
+    stacked = np.vstack([rows * scale[:, None] * spread, np.eye(len(spread))])
+    wanted = np.concatenate([values * scale, mean / spread])
+    # an orthogonal transform keeps the criterion, and leaves as many rows as there are columns
+    small = np.asarray(np.linalg.qr(np.column_stack([stacked, wanted]), mode="r"))
+    regression = LinearRegression(positive=True, fit_intercept=False)
+    return np.asarray(regression.fit(small[:, :-1], small[:, -1]).coef_ * spread)
 
 
-def covariance_of(rows: Array, values: Array, spread: Array, noise: float) -> Array:
+def covariance_of(
+    rows: Array, values: Array, spread: Array, noise: float, weights: Array | None
+) -> Array:
     """Posterior covariance of the coefficients, shape [num_features, num_features]."""
     import numpy as np
 
-    scaled = rows * (spread / (noise * values)[:, None])
+    scaled = rows * spread * (_root(weights, values) / (noise * values))[:, None]
     inner = np.linalg.inv(scaled.T @ scaled + np.eye(len(spread)))
     return np.asarray(inner * np.outer(spread, spread))
 
 
-def pooled_noise(residuals: Sequence[float], prior_noise: float) -> float:
+def _root(weights: Array | None, values: Array) -> Array:
+    import numpy as np
+
+    return np.ones_like(values) if weights is None else np.sqrt(weights)
+
+
+def robust_weights(errors: Array, prior_noise: float) -> Array:
+    """Weight of each squared error: one up to `HUBER` deviations, then falling with its square.
+
+    Huber's own weight falls with the error itself. But the criterion divides by the measured
+    value, so a value that is ten times too small pulls ten times harder; the square takes that
+    back.
+
+    A deviation is the median error, which no minority of wrong records moves, the prior's noise
+    counting as `PRIOR_WEIGHT` runs: of two runs that disagree neither is the outlier.
+
+    Args:
+        errors: log of measured over predicted. Ten times too slow is as far off as ten times too
+            fast, though the criterion sees 0.9 of one and 9 of the other.
+    """
+    import numpy as np
+
+    sizes = np.expm1(np.minimum(np.abs(errors), 50.0))
+    mad = _MAD_TO_DEVIATION * float(np.median(sizes))
+    pooled = PRIOR_WEIGHT * prior_noise**2 + len(sizes) * mad**2
+    deviation = max(_MIN_NOISE, math.sqrt(pooled / (PRIOR_WEIGHT + len(sizes))))
+    return np.asarray(np.minimum(1.0, HUBER * deviation / np.maximum(sizes, 1e-12)) ** 2)
+
+
+def pooled_noise(residuals: Array, prior_noise: float, weights: Array) -> float:
     """Standard deviation of log errors, the prior counting as `PRIOR_WEIGHT` runs."""
-    total = PRIOR_WEIGHT * prior_noise**2 + sum(r * r for r in residuals)
+    total = PRIOR_WEIGHT * prior_noise**2 + float(weights @ residuals**2)
     return max(_MIN_NOISE, math.sqrt(total / (PRIOR_WEIGHT + len(residuals))))
 
 
+def _held_out_noise(errors: Array, prior_noise: float) -> float:
+    return pooled_noise(errors, prior_noise, robust_weights(errors, prior_noise))
+
+
 def folds(samples: Sequence[Sample]) -> list[list[int]]:
-    """Held-out index sets: one per model where there are three or more, else up to ten."""
+    """Held-out index sets: whole models where there are three or more, else single runs.
+
+    Up to `FOLDS` sets: with no more models than that, each is left out alone.
+    """
     groups = sorted({sample.group for sample in samples})
-    if len(groups) >= 3:
-        return [[i for i, s in enumerate(samples) if s.group == group] for group in groups]
-    count = min(FOLDS, len(samples))
-    return [list(range(start, len(samples), count)) for start in range(count)]
+    if len(groups) < 3:
+        count = min(FOLDS, len(samples))
+        return [list(range(start, len(samples), count)) for start in range(count)]
+    fold_of = {group: number % FOLDS for number, group in enumerate(groups)}
+    found: list[list[int]] = [[] for _ in range(min(FOLDS, len(groups)))]
+    for i, sample in enumerate(samples):
+        found[fold_of[sample.group]].append(i)
+    return found
+
+
+def _left_out(
+    samples: Sequence[Sample], errors_of: Callable[[list[int], list[int]], Array]
+) -> Array:
+    """Log errors of samples left out of the fit that predicts them, in the order of `samples`."""
+    import numpy as np
+
+    errors = np.zeros(len(samples))
+    for held in folds(samples):
+        out = set(held)
+        kept = [i for i in range(len(samples)) if i not in out]
+        errors[held] = errors_of(kept, held)
+    return errors
 
 
 # --- time ---------------------------------------------------------------------------------
 
 
-def _active(model: TimeModel, sample: Sample) -> list[float]:
-    """The sample's features, those zeroed that do not decide its time."""
-    _, parts = timing.seconds(model, sample.features)
-    return [
-        sample.features[name] if parts[name] or name == "constant" else 0.0 for name in FEATURES
-    ]
+def _columns(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, Array]:
+    import numpy as np
+
+    return {name: np.array([sample.features[name] for sample in samples]) for name in names}
+
+
+def _values(samples: Sequence[Sample]) -> Array:
+    import numpy as np
+
+    return np.array([sample.value for sample in samples])
+
+
+def _active(model: TimeModel, columns: Mapping[str, Array]) -> Array:
+    """The samples' features, those zeroed that do not decide their time."""
+    import numpy as np
+
+    _, parts = timing.seconds(model, columns)
+    deciding = [columns[name] * ((parts[name] != 0) | (name == "constant")) for name in FEATURES]
+    return np.column_stack(deciding)
+
+
+def _time_errors(model: TimeModel, samples: Sequence[Sample]) -> Array:
+    """Log of measured over predicted seconds."""
+    import numpy as np
+
+    predicted, _ = timing.seconds(model, _columns(samples, FEATURES))
+    return np.asarray(np.log(_values(samples) / np.maximum(predicted, 1e-12)))
 
 
 def fit_time(samples: Sequence[Sample], gpu: GpuSpec, phase: str) -> TimeModel:
-    """Coefficients of one phase; which of host and device decides a run is found by iteration."""
+    """Coefficients of one phase.
+
+    Which of host and device decides a run, and which runs are outliers, depends on the
+    coefficients: both are found by iteration.
+    """
     import numpy as np
 
     model = prior_model(gpu, phase)
@@ -126,20 +228,22 @@ def fit_time(samples: Sequence[Sample], gpu: GpuSpec, phase: str) -> TimeModel:
     prior_mean, prior_spread = prior(gpu, phase)
     mean = np.array([prior_mean[name] for name in FEATURES])
     spread = np.array([prior_spread[name] for name in FEATURES])
-    values = np.array([sample.value for sample in samples])
+    columns, values = _columns(samples, FEATURES), _values(samples)
     start_noise = model.noise
-    for _ in range(6):
-        rows = np.array([_active(model, sample) for sample in samples])
-        coefficients = solve(rows, values, mean, spread, model.noise)
-        residuals = np.log(values) - np.log(np.maximum(rows @ coefficients, 1e-12))
-        noise = pooled_noise(residuals.tolist(), start_noise)
-        cov = covariance_of(rows, values, spread, noise)
-        updated = TimeModel(
+    # a device is faster or slower than its prior as a whole: what differs from that is suspect
+    errors = _time_errors(model, samples)
+    weights = robust_weights(errors - np.median(errors), start_noise)
+    for _ in range(_MAX_ROUNDS):
+        rows = _active(model, columns)
+        coefficients = solve(rows, values, mean, spread, model.noise, weights)
+        predicted = np.maximum(rows @ coefficients, 1e-12)
+        errors = np.log(values / predicted)
+        weights = robust_weights(errors, start_noise)
+        updated = replace(
+            model,
             mean=dict(zip(FEATURES, coefficients.tolist(), strict=True)),
-            covariance=tuple(map(tuple, cov.tolist())),
-            noise=noise,
+            noise=pooled_noise(errors, start_noise, weights),
             num_runs=len(samples),
-            overlaps=model.overlaps,
         )
         settled = all(
             math.isclose(updated.mean[name], model.mean[name], rel_tol=1e-3, abs_tol=1e-15)
@@ -148,43 +252,53 @@ def fit_time(samples: Sequence[Sample], gpu: GpuSpec, phase: str) -> TimeModel:
         model = updated
         if settled:
             break
-    return model
+    covariance = covariance_of(rows, values, spread, model.noise, weights)
+    return replace(model, covariance=tuple(map(tuple, covariance.tolist())))
 
 
-def _held_out_time(samples: Sequence[Sample], gpu: GpuSpec, phase: str) -> list[float]:
-    """Log errors of samples left out of the fit that predicts them."""
-    errors: list[float] = []
-    for held in folds(samples):
-        kept = [sample for i, sample in enumerate(samples) if i not in set(held)]
-        model = fit_time(kept, gpu, phase)
-        for i in held:
-            predicted, _ = timing.seconds(model, samples[i].features)
-            errors.append(math.log(samples[i].value / predicted))
-    return errors
+def _held_out_time(samples: Sequence[Sample], gpu: GpuSpec, phase: str) -> Array:
+    def errors_of(kept: list[int], held: list[int]) -> Array:
+        model = fit_time([samples[i] for i in kept], gpu, phase)
+        return _time_errors(model, [samples[i] for i in held])
+
+    return _left_out(samples, errors_of)
 
 
 def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:
     """Observations by phase in one measurement: the median of its repetitions."""
-    name = job.run.model
     found: dict[str, list[Sample]] = {}
+
+    def add(phase: str, features: dict[str, float], seconds: list[float], length: int) -> None:
+        sample = _sample(job, measurement, features, median(seconds), length)
+        found.setdefault(phase, []).append(sample)
+
     if measurement.step_s:
         lengths = measurement.batch_seq_len or (job.run.seq_len,) * len(measurement.step_s)
         by_length: dict[int, list[float]] = {}
         for length, step_s in zip(lengths, measurement.step_s, strict=True):
             by_length.setdefault(length, []).append(step_s)
-        found["finetune"] = [
-            Sample(name, step_features(job, seq_len=length), median(times))
-            for length, times in by_length.items()
-        ]
+        for length, times in by_length.items():
+            add("finetune", step_features(job, seq_len=length), times, length)
     prompt = job.run.prompt_len
     if measurement.prefill_s:
         features = forward_features(job, context=prompt, decoding=False)
-        found["prefill"] = [Sample(name, features, median(measurement.prefill_s))]
+        add("prefill", features, list(measurement.prefill_s), prompt)
     if measurement.decode_s_per_token:
         context = prompt + max(1, (job.run.max_new_tokens - 1) // 2)
         features = forward_features(job, context=context, decoding=True)
-        found["decode"] = [Sample(name, features, median(measurement.decode_s_per_token))]
+        add("decode", features, list(measurement.decode_s_per_token), context)
     return found
+
+
+def _sample(
+    job: Job, measurement: Measurement, features: Mapping[str, float], value: float, length: int
+) -> Sample:
+    shape = {
+        "num_params": job.model.num_params,
+        "batch_size": job.run.batch_size,
+        "tokens": length,
+    }
+    return Sample(job.run.model, features, value, measurement.id, shape)
 
 
 # --- memory -------------------------------------------------------------------------------
@@ -196,15 +310,27 @@ def memory_samples(job: Job, measurement: Measurement) -> list[Sample]:
     parts = {k: float(v) for k, v in part_bytes(job, found, found.peak_moment).items()}
     none = dict.fromkeys(PARTS, 0.0)
     live = none | {name: parts[name] for name in ALLOCATED_PARTS}
-    samples = []
-    if measurement.peak_allocated_bytes:
-        samples.append(Sample(job.run.model, live, float(measurement.peak_allocated_bytes)))
-    if measurement.peak_reserved_bytes:
-        reserved = live | {"allocator": parts["allocator"]}
-        samples.append(Sample(job.run.model, reserved, float(measurement.peak_reserved_bytes)))
-    if measurement.device_used_bytes:
-        samples.append(Sample(job.run.model, parts, float(measurement.device_used_bytes)))
-    return samples
+    run = job.run
+    length = run.seq_len if run.phase == "finetune" else run.prompt_len + run.max_new_tokens
+    counters = (
+        (measurement.peak_allocated_bytes, live),
+        (measurement.peak_reserved_bytes, live | {"allocator": parts["allocator"]}),
+        (measurement.device_used_bytes, parts),
+    )
+    return [
+        _sample(job, measurement, features, float(measured), length)
+        for measured, features in counters
+        if measured
+    ]
+
+
+def _memory_errors(model: MemoryModel, samples: Sequence[Sample]) -> Array:
+    """Log of measured over predicted bytes."""
+    import numpy as np
+
+    columns = _columns(samples, PARTS)
+    predicted = sum((columns[part] * model.mean[part] for part in PARTS), np.zeros(len(samples)))
+    return np.asarray(np.log(_values(samples) / np.maximum(predicted, 1.0)))
 
 
 def fit_memory(samples: Sequence[Sample], start: MemoryModel) -> MemoryModel:
@@ -216,46 +342,104 @@ def fit_memory(samples: Sequence[Sample], start: MemoryModel) -> MemoryModel:
     spread_of = part_spread()
     mean = np.ones(len(PARTS))
     spread = np.array([spread_of[part] for part in PARTS])
-    rows = np.array([[sample.features[part] for part in PARTS] for sample in samples])
-    values = np.array([sample.value for sample in samples])
-    noise = start.noise
-    coefficients = mean
-    for _ in range(3):
-        coefficients = solve(rows, values, mean, spread, noise)
-        residuals = np.log(values) - np.log(np.maximum(rows @ coefficients, 1.0))
-        noise = pooled_noise(residuals.tolist(), start.noise)
-    cov = covariance_of(rows, values, spread, noise)
+    columns, values = _columns(samples, PARTS), _values(samples)
+    rows = np.column_stack([columns[part] for part in PARTS])
+    noise, coefficients = start.noise, mean
+    errors = _memory_errors(start, samples)
+    weights = robust_weights(errors - np.median(errors), noise)
+    for _ in range(_MAX_ROUNDS):
+        before = coefficients
+        coefficients = solve(rows, values, mean, spread, noise, weights)
+        predicted = np.maximum(rows @ coefficients, 1.0)
+        errors = np.log(values / predicted)
+        weights = robust_weights(errors, start.noise)
+        noise = pooled_noise(errors, start.noise, weights)
+        if np.allclose(coefficients, before, rtol=1e-4, atol=1e-6):
+            break
+    covariance = covariance_of(rows, values, spread, noise, weights)
     return MemoryModel(
         mean=dict(zip(PARTS, coefficients.tolist(), strict=True)),
-        covariance=tuple(map(tuple, cov.tolist())),
+        covariance=tuple(map(tuple, covariance.tolist())),
         noise=noise,
         num_runs=len(samples),
     )
 
 
-def _held_out_memory(samples: Sequence[Sample], start: MemoryModel) -> list[float]:
-    errors: list[float] = []
-    for held in folds(samples):
-        kept = [sample for i, sample in enumerate(samples) if i not in set(held)]
-        model = fit_memory(kept, start)
-        for i in held:
-            predicted = sum(samples[i].features[part] * model.mean[part] for part in PARTS)
-            errors.append(math.log(samples[i].value / predicted))
-    return errors
+def _held_out_memory(samples: Sequence[Sample], start: MemoryModel) -> Array:
+    def errors_of(kept: list[int], held: list[int]) -> Array:
+        model = fit_memory([samples[i] for i in kept], start)
+        return _memory_errors(model, [samples[i] for i in held])
+
+    return _left_out(samples, errors_of)
 
 
 # --- everything ---------------------------------------------------------------------------
 
 
-def _summary(errors: Iterable[float]) -> HeldOut:
-    sizes = sorted(abs(math.expm1(error)) for error in errors)
+def _summary(errors: Array) -> HeldOut:
+    sizes = sorted(abs(math.expm1(error)) for error in errors.tolist())
     return HeldOut(num_runs=len(sizes), median=median(sizes), worst=sizes[-1])
+
+
+def _outliers(
+    samples: Sequence[Sample], phase: str, errors: Array, prior_noise: float
+) -> Iterator[Outlier]:
+    """The samples that the fit with these log errors listened to less, farthest first."""
+    import numpy as np
+
+    weights = robust_weights(errors, prior_noise)
+    for i in np.argsort(weights, kind="stable"):
+        if weights[i] >= REPORTED_WEIGHT:
+            return
+        yield Outlier(
+            record=samples[i].record,
+            phase=phase,
+            weight=float(weights[i]),
+            ratio=math.exp(errors[i]),
+        )
+
+
+def _ranges(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
+    columns: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.shape.items():
+            columns.setdefault(name, []).append(float(value))
+    return {name: (min(values), max(values)) for name, values in columns.items()}
 
 
 def digest(measurements: Iterable[Measurement]) -> str:
     """Names the set of records, whatever their order."""
-    ids = "\n".join(sorted(measurement.id for measurement in measurements))
-    return hashlib.sha256(ids.encode()).hexdigest()[:16]
+    return digest_of(measurement.id for measurement in measurements)
+
+
+def _gather(
+    measurements: Iterable[Measurement], gpu: GpuSpec, find_model: FindModel
+) -> tuple[dict[str, list[Sample]], dict[str, str]]:
+    """Samples by "memory" and time phase, and why the other records have none."""
+    found: dict[str, list[Sample]] = {phase: [] for phase in ("memory", *TIME_PHASES)}
+    left_out: dict[str, str] = {}
+    models: dict[tuple[object, str], ModelSpec | WhichLoraError] = {}
+    for measurement in measurements:
+        if measurement.outcome != "ok":
+            continue
+        key = (measurement.config.get("model"), json.dumps(measurement.model_config))
+        if key not in models:
+            try:
+                models[key] = find_model(measurement)
+            except WhichLoraError as error:
+                models[key] = error
+        try:
+            model = models[key]
+            if isinstance(model, WhichLoraError):
+                raise model
+            job = resolve(model, measurement.run, gpu)
+        except WhichLoraError as error:  # of a newer release, or a model whose config is not here
+            left_out[measurement.id] = str(error)
+            continue
+        for phase, samples in time_samples(job, measurement).items():
+            found[phase].extend(samples)
+        found["memory"].extend(memory_samples(job, measurement))
+    return found, left_out
 
 
 def fit(
@@ -268,43 +452,47 @@ def fit(
     """Calibrate the predictors of `gpu` to `measurements`; failures teach nothing here yet.
 
     Args:
-        find_model: architecture of a measurement; one that it can't name is left out.
+        find_model: architecture of a measurement; one that it can't name is left out. It is
+            asked once per model.
         held_out: also measure the error on left-out runs, and take the noise from it. During a
             search the fit is repeated after every run and the residuals must do.
     """
     start = prior_calibration(gpu)
-    by_phase: dict[str, list[Sample]] = {phase: [] for phase in TIME_PHASES}
-    for_memory: list[Sample] = []
-    for measurement in measurements:
-        if measurement.outcome != "ok":
-            continue
-        try:
-            job = resolve(find_model(measurement), measurement.run, gpu)
-        except WhichLoraError:
-            continue  # a record of a newer release, or of a model whose config is not at hand
-        for phase, samples in time_samples(job, measurement).items():
-            by_phase[phase].extend(samples)
-        for_memory.extend(memory_samples(job, measurement))
-
+    found, left_out = _gather(measurements, gpu, find_model)
     summaries: dict[str, HeldOut] = {}
+    cold: dict[str, HeldOut] = {}
+    outliers: list[Outlier] = []
     time: dict[str, TimeModel] = {}
-    for phase, samples in by_phase.items():
+    for phase in TIME_PHASES:
+        samples, before = found[phase], start.time[phase]
         model = fit_time(samples, gpu, phase)
+        if samples:
+            cold[phase] = _summary(_time_errors(before, samples))
+            outliers += _outliers(samples, phase, _time_errors(model, samples), before.noise)
         if held_out and len(samples) >= 3:
             errors = _held_out_time(samples, gpu, phase)
             summaries[phase] = _summary(errors)
-            model = replace(model, noise=pooled_noise(errors, start.time[phase].noise))
+            model = replace(model, noise=_held_out_noise(errors, before.noise))
         time[phase] = model
-    memory = fit_memory(for_memory, start.memory)
-    if held_out and len(for_memory) >= 3:
-        errors = _held_out_memory(for_memory, start.memory)
+    samples = found["memory"]
+    memory = fit_memory(samples, start.memory)
+    if samples:
+        cold["memory"] = _summary(_memory_errors(start.memory, samples))
+        errors = _memory_errors(memory, samples)
+        outliers += _outliers(samples, "memory", errors, start.memory.noise)
+    if held_out and len(samples) >= 3:
+        errors = _held_out_memory(samples, start.memory)
         summaries["memory"] = _summary(errors)
-        memory = replace(memory, noise=pooled_noise(errors, start.memory.noise))
+        memory = replace(memory, noise=_held_out_noise(errors, start.memory.noise))
     return Calibration(
         gpu=gpu.key,
         memory=memory,
         time=time,
         num_records=len(measurements),
         held_out=summaries,
+        cold=cold,
+        ranges={phase: _ranges(samples) for phase, samples in found.items() if samples},
+        outliers=tuple(outliers),
+        left_out=left_out,
         digest=digest(measurements),
     )
