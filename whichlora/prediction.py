@@ -12,6 +12,7 @@ from whichlora import timing, work
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import Calibration, MemoryModel
 from whichlora.errors import ConfigError
+from whichlora.families.experts import with_expert_modules
 from whichlora.memory import allocator
 from whichlora.memory.ledger import (
     PARTS,
@@ -72,6 +73,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
             "or quant none for full fine-tuning"
         )
     run = dataclasses.replace(run, prepare_kbit=run.effective_prepare_kbit)
+    if run.versions.experts_are_modules:
+        model = with_expert_modules(model)
     if run.attn == "flash_attention_2":
         capability = float(gpu.compute_capability or 0) if gpu.kind == "cuda" else 0.0
         if gpu.kind in ("cpu", "cuda") and capability < FLASH_CAPABILITY:
@@ -345,8 +348,13 @@ def notes(job: Job) -> tuple[str, ...]:
         found.append(f"{gpu.key} has no {job.dtype} units: time is taken from its fp32 rate")
     if gpu.unverified:
         found.append(f"datasheet facts of {gpu.key} not verified: {', '.join(gpu.unverified)}")
-    experts = any(layer.moe is not None for layer, _ in job.model.layers())
-    if experts and job.stack.quant in BNB_QUANTS:
+    bare = any(
+        not one.is_module
+        for layer, _ in job.model.layers()
+        if layer.moe is not None
+        for one in layer.moe.expert.linears
+    )
+    if bare and job.stack.quant in BNB_QUANTS:
         found.append(
             "experts are 3-D parameters in transformers 5: bitsandbytes leaves them 16-bit"
         )

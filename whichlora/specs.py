@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
 from whichlora.errors import ConfigError
+from whichlora.libraries import Libraries
 
 Phase = Literal["finetune", "inference"]
 Precision = Literal["bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32"]
@@ -22,8 +23,8 @@ Optimizer = Literal[
 ]
 AttentionKernel = Literal["sdpa", "eager", "flash_attention_2"]
 Padding = Literal["none", "padded"]
-LossHead = Literal["hf", "trl-fused", "liger", "raw"]
-Quant = Literal["none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "awq-int4"]
+LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "raw"]
+Quant = Literal["none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4"]
 KvCache = Literal["dynamic", "static", "paged", "vllm"]
 
 FOUR_BIT_BNB: frozenset[str] = frozenset({"nf4", "nf4-dq", "fp4"})
@@ -94,6 +95,7 @@ class RunConfig:
         prepare_kbit: whether `prepare_model_for_kbit_training` runs; None: yes for a 4-bit or
             8-bit base outside TRL's fused head, as the respective trainers do.
         prompt_len, max_new_tokens: inference only.
+        libraries: (library, version) pairs where they are not the current ones.
     """
 
     model: str
@@ -117,6 +119,7 @@ class RunConfig:
     prompt_len: int = 512
     max_new_tokens: int = 128
     kv_cache: KvCache = "dynamic"
+    libraries: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         _choice("phase", self.phase, get_args(Phase))
@@ -143,6 +146,13 @@ class RunConfig:
             raise ConfigError(
                 "target_modules: is empty; name at least one layer, such as q_proj, or all-linear"
             )
+        if self.libraries:
+            Libraries.of(self.libraries)
+
+    @property
+    def versions(self) -> Libraries:
+        """Every library's version, the current one where the run names none."""
+        return Libraries.of(self.libraries)
 
     @property
     def effective_quant(self) -> str:
@@ -184,6 +194,7 @@ class RunConfig:
         """Every setting as JSON types, in declaration order."""
         values = dataclasses.asdict(self)
         values["target_modules"] = list(self.target_modules)
+        values["libraries"] = dict(self.libraries)
         return values
 
     @classmethod
@@ -202,4 +213,6 @@ class RunConfig:
         fields = dict(values)
         if "target_modules" in fields:
             fields["target_modules"] = tuple(fields["target_modules"])
+        if "libraries" in fields:
+            fields["libraries"] = tuple(sorted(dict(fields["libraries"]).items()))
         return cls(**fields)

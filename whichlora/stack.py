@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from whichlora.libraries import Libraries
 from whichlora.specs import BNB_QUANTS, RunConfig
 
 # Bits per weight that each storage format needs beside its codes are in `memory.weights`.
@@ -43,6 +44,7 @@ class Stack:
         dropped_bytes: one element of what adapter dropout is applied to.
         training: dropout is on and tensors are kept for backward.
         device_kind: "cuda", "cpu", …: CPU kernels keep other things.
+        libraries: their versions; older ones keep other things.
     """
 
     mode: Mode
@@ -65,6 +67,7 @@ class Stack:
     padded: bool
     trains_base: bool
     device_kind: str
+    libraries: Libraries
 
 
 def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Stack:
@@ -119,4 +122,5 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
         padded=run.padding == "padded",
         trains_base=trains_base,
         device_kind=device_kind,
+        libraries=run.versions,
     )

@@ -25,6 +25,26 @@ TRANSLATED: dict[str, frozenset[str]] = {
 """Model type to the module names that PEFT takes for the experts' and the router's."""
 
 
+# Transformers 4 kept these experts as 3-D parameters too.
+_NEVER_MODULES = frozenset({"dbrx", "gpt_oss", "granitemoe"})
+
+
+def with_expert_modules(spec: ModelSpec) -> ModelSpec:
+    """`spec` as transformers 4 builds it: the matrices of every expert are linears."""
+    if spec.model_type in _NEVER_MODULES or all(one.layer.moe is None for one in spec.groups):
+        return spec
+    groups = tuple(replace(one, layer=_with_expert_modules(one.layer)) for one in spec.groups)
+    return replace(spec, groups=groups)
+
+
+def _with_expert_modules(layer: Layer) -> Layer:
+    if layer.moe is None:
+        return layer
+    expert = layer.moe.expert
+    linears = tuple(replace(one, is_module=True, adapter_rank=1) for one in expert.linears)
+    return replace(layer, moe=replace(layer.moe, expert=replace(expert, linears=linears)))
+
+
 def with_adapter_ranks(spec: ModelSpec) -> ModelSpec:
     """`spec` with the rank that PEFT gives each matrix, where its rule is not the plain one."""
     names = TRANSLATED.get(spec.model_type)

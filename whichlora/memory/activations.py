@@ -14,6 +14,7 @@ from typing import Literal
 from whichlora.architecture import Attention, Layer, Linear, Mlp, ModelSpec, Moe, Norm
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, largest
+from whichlora.specs import FOUR_BIT_BNB
 from whichlora.stack import Stack
 from whichlora.targets import adapted
 
@@ -73,6 +74,8 @@ def norm_saved(norm: Norm, stack: Stack, *, reads: str = "") -> Iterator[Saved]:
     else:
         yield Saved(f"{norm.name}: fp32 input", 4 * size)
     yield Saved(f"{norm.name}: reciprocal deviation", 4 * norm.rows)
+    if stack.libraries.mean_keeps_input:
+        yield Saved(f"{norm.name}: squared input", 4 * size)
     if norm.kind == "rms_mixed" and stack.stream_bytes != 4:
         yield Saved(f"{norm.name}: input", stack.stream_bytes * size)
     in_fp32 = norm.kind in (
@@ -262,6 +265,19 @@ def inputs_saved(layer: Layer, targets: tuple[str, ...], stack: Stack) -> Iterat
             yield Saved(f"{linear.name}: own copy of the input", stack.input_bytes * width)
 
 
+def held_by_linear4bit(layer: Layer, stack: Stack) -> Iterator[Saved]:
+    """Inputs that 4-bit matrices of old bitsandbytes hold until the graph is gone. Kind: exact.
+
+    Source: bitsandbytes 0.43.1 `MatMul4Bit`: `ctx.tensors` instead of saved tensors.
+    """
+    if stack.quant not in FOUR_BIT_BNB or not stack.libraries.linear4bit_keeps_input:
+        return
+    for linear in layer.linears:
+        if linear.is_module and linear.quantisable:
+            width = linear.active * linear.in_features
+            yield Saved("4-bit matrix: input", stack.compute_bytes * width, tensor=linear.reads)
+
+
 def adapters_saved(
     layer: Layer, targets: tuple[str, ...], stack: Stack, method: Method, r: Count
 ) -> Iterator[Saved]:
@@ -309,14 +325,20 @@ def layer_saved(
         saved.extend(Saved("dropout mask", mask_bytes * width) for width in layer.dropouts)
     saved.extend(inputs_saved(layer, targets, stack))
     saved.extend(adapters_saved(layer, targets, stack, method, r))
+    saved.extend(held_by_linear4bit(layer, stack))
+    return distinct(saved)
+
+
+def distinct(saved: Iterable[Saved]) -> tuple[Saved, ...]:
+    """Each storage once, though several operators keep it."""
     labels: set[str] = set()
-    distinct = []
+    found = []
     for one in saved:
         if one.tensor not in labels:
-            distinct.append(one)
+            found.append(one)
         if one.tensor:
             labels.add(one.tensor)
-    return tuple(distinct)
+    return tuple(found)
 
 
 def outside_saved(

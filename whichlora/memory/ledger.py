@@ -186,10 +186,19 @@ def training_ledger(
     if run.gradient_checkpointing:
         checkpoint = stack.stream_bytes * model.hidden_size * tokens
         masks = activations.kept_mask_bytes(model, stack, tokens=tokens, span=seq_len)
+        held = sum(
+            count
+            * activations.saved_bytes(
+                activations.distinct(activations.held_by_linear4bit(layer, stack)),
+                tokens=tokens,
+                span=seq_len,
+            )
+            for layer, count in model.layers()
+        )
         kept = Entry(
             "activations",
             f"checkpoints of {num_layers} layers",
-            num_layers * checkpoint + outside + masks,
+            num_layers * checkpoint + outside + masks + held,
         )
         in_layer = largest(*(one.saved + one.transient for one in layers))
         in_forward = largest(*(one.saved for one in layers))  # recomputed
@@ -340,6 +349,13 @@ def inference_ledger(
         )
     decoding = activations.forward_bytes(model, stack, tokens=batch_size, span=last_tokens)
     append = kv_cache.append_transient_bytes(model, tokens=last_tokens, **common)
+    if run.kv_cache == "dynamic" and stack.libraries.cache_of_tuples:
+        append = kv_cache.cache_bytes(
+            model, tokens=last_tokens - 1, encoder_tokens=prompt_len, **common
+        )
+    first_scores = scores
+    if stack.libraries.scores_whole_prompt:
+        first_scores = logits.prompt_bytes(model, stack, tokens=batch_size * first_tokens)
     moments = {
         "prefill": (
             *static,
@@ -351,12 +367,12 @@ def inference_ledger(
             *static,
             Entry("kv_cache", "prompt", prompt_cache),
             Entry("activations", "last hidden states", prompt_tokens * model.hidden_size * 6),
-            Entry("logits_and_loss", "last positions", scores),
+            Entry("logits_and_loss", "of the prompt", first_scores),
         ),
         "decode": (
             *static,
             Entry("kv_cache", "whole sequences", full_cache),
-            Entry("temporary", "second copy of one layer's keys", append),
+            Entry("temporary", "second copy of what is appended to", append),
             Entry("activations", "one layer's forward over one token", decoding),
             Entry("logits_and_loss", "last positions", scores),
             Entry("temporary", "one matrix expanded", dense + 0 * batch_size),

@@ -23,12 +23,18 @@ def logit_width(model: ModelSpec) -> int:
 def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
     """Alive at the end of the loss's forward: logits, their fp32 copy, the log-softmax.
 
-    Kind: exact for hf and raw; liger as lower bound (its chunk is not counted).
-    Source: transformers 5.23 `ForCausalLMLoss`; TRL 1.16 fused head.
+    Kind: exact for hf, unsloth and raw; liger as lower bound (its chunk is not counted).
+    Source: transformers 5.23 and 4.45 `ForCausalLMLoss`; TRL 1.16 fused head.
     """
     vocab = logit_width(model)
+    libraries = stack.libraries
+    widened = model.task == "causal-lm" and libraries.widens_logits_in_place
     if loss_head == "raw":
-        return tokens * vocab * stack.compute_bytes
+        return tokens * vocab * (stack.compute_bytes + (4 if widened else 0))
+    hidden_bytes = 2 * stack.stream_bytes * model.hidden_size  # before and after the last norm
+    if loss_head == "unsloth":
+        # its kernel turns the shifted copy of the fp32 logits into their gradient
+        return tokens * (vocab * (8 if widened else 10) + hidden_bytes // 2)
     if loss_head == "trl-fused":
         tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * stack.compute_bytes
         # selected hidden states, targets and normaliser, seven fp32 vectors
@@ -39,7 +45,13 @@ def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_he
     loss_bytes = loss_element_bytes(model, stack)
     upcast_bytes = 0 if logits_bytes == loss_bytes else loss_bytes
     softcap_bytes = stack.compute_bytes if model.logit_softcap else 0
-    return tokens * vocab * (logits_bytes + upcast_bytes + loss_bytes + softcap_bytes)
+    entry = logits_bytes + upcast_bytes + loss_bytes + softcap_bytes
+    if model.task == "causal-lm" and libraries.shifts_logits:
+        entry += loss_bytes
+        if widened and upcast_bytes:
+            entry -= logits_bytes
+        return tokens * (vocab * entry + hidden_bytes)
+    return tokens * vocab * entry
 
 
 def loss_element_bytes(model: ModelSpec, stack: Stack) -> int:
@@ -54,8 +66,13 @@ def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_h
     """
     vocab = logit_width(model)
     hidden = model.hidden_size
+    in_place = model.task == "causal-lm" and stack.libraries.widens_logits_in_place
     if loss_head == "raw":
-        return tokens * vocab * 2 * stack.compute_bytes
+        # the logits stay with the caller; fp32 ones get an fp32 gradient and a 16-bit one
+        return tokens * vocab * ((8 if in_place else stack.compute_bytes) + stack.compute_bytes)
+    if loss_head == "unsloth":
+        # the gradient of the shifted logits, and the same with the last position again
+        return tokens * (8 * vocab + stack.stream_bytes * hidden)
     if loss_head == "trl-fused":
         tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * stack.compute_bytes
         widened = 2 * FUSED_TILE_VOCAB * hidden if stack.embedding_bytes != 2 else 0
@@ -66,6 +83,17 @@ def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_h
     final_norm = 20 * hidden  # its backward; larger only where the vocabulary is tiny or absent
     entry = 3 * loss_element_bytes(model, stack) + softcap_bytes
     return tokens * max(vocab * entry, final_norm)
+
+
+def prompt_bytes(model: ModelSpec, stack: Stack, *, tokens: Count) -> Count:
+    """Logits of a whole prompt, in 16 bit and fp32, as `generate` made them; Kind: exact.
+
+    Source: transformers 4.38 `LlamaForCausalLM.forward`.
+    """
+    if model.head is None:
+        return 0 * tokens
+    upcast_bytes = 0 if stack.compute_bytes == 4 else 4
+    return tokens * model.vocab_size * (stack.compute_bytes + upcast_bytes)
 
 
 def generation_bytes(model: ModelSpec, *, batch_size: Count, compute_bytes: int) -> Count:

@@ -35,9 +35,10 @@ def quantised_bytes(num_weights: int, quant: str, *, out_features: int) -> int:
         return code_bytes + scale_bytes + CODE_TABLE_BYTES
     if quant == "int8":
         return num_weights + 4 * out_features  # one fp32 scale per row
-    if quant in ("gptq-int4", "awq-int4"):
+    if quant in ("gptq-int4", "gptq-int8", "awq-int4"):
         groups: int = ceil_div(num_weights, GROUP)
-        packed: int = ceil_div(num_weights + groups, 2)  # 4-bit codes, one 4-bit zero per group
+        bits = 8 if quant == "gptq-int8" else 4
+        packed: int = ceil_div(bits * (num_weights + groups), 8)  # codes, and a zero per group
         return packed + 2 * groups  # fp16 scale
     raise ConfigError(f"quant: {quant!r} has no storage formula")
 

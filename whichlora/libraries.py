@@ -1,0 +1,93 @@
+"""Library versions, and which of their differences a memory formula has to know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Self
+
+from whichlora.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Libraries:
+    """Versions as text; the defaults are those that the formulas were read and traced on.
+
+    A property is one difference, and is true for the versions that have it. All of them were read
+    in the code of both versions; where a published figure also shows it, `docs/accuracy.md` has
+    the rows.
+    """
+
+    torch: str = "2.13.0"
+    transformers: str = "5.23.0"
+    peft: str = "0.21.2"
+    bitsandbytes: str = "0.50.2"
+    trl: str = "1.16.0"
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            version = getattr(self, one.name)
+            if not version.replace(".", "").isdigit():
+                raise ConfigError(
+                    f"libraries: {one.name}={version!r} is no version; give numbers and dots, "
+                    f"such as {one.default}"
+                )
+
+    @classmethod
+    def of(cls, versions: Iterable[tuple[str, str]]) -> Self:
+        """`versions` as (library, version) pairs; what is not named is the default.
+
+        Raises:
+            ConfigError: another library, or no version.
+        """
+        given = dict(versions)
+        known = [one.name for one in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ConfigError(
+                    f"libraries: {name!r} changes no formula; accepted are {', '.join(known)}"
+                )
+        return cls(**given)
+
+    def older(self, library: str, version: str) -> bool:
+        """Whether `library` is older than `version`."""
+        return _numbers(getattr(self, library)) < _numbers(version)
+
+    @property
+    def mean_keeps_input(self) -> bool:
+        """Autograd keeps the squared hidden state that an RMSNorm takes the mean of."""
+        return self.older("torch", "2.2")
+
+    @property
+    def linear4bit_keeps_input(self) -> bool:
+        """A 4-bit linear holds its input outside of autograd, so checkpointing frees none."""
+        return self.older("bitsandbytes", "0.43.2")
+
+    @property
+    def scores_whole_prompt(self) -> bool:
+        """`generate` asks for fp32 logits of every prompt token, not of the last."""
+        return self.older("transformers", "4.45")
+
+    @property
+    def shifts_logits(self) -> bool:
+        """The loss copies its fp32 logits to drop the last position; later it shifts labels."""
+        return self.older("transformers", "4.50")
+
+    @property
+    def widens_logits_in_place(self) -> bool:
+        """The model returns fp32 logits, and drops the 16-bit ones before the loss."""
+        return self.older("transformers", "4.46")
+
+    @property
+    def cache_of_tuples(self) -> bool:
+        """All of the old KV cache lives until all of the new one is there."""
+        return self.older("transformers", "4.36")
+
+    @property
+    def experts_are_modules(self) -> bool:
+        """Each expert's matrices are linears: quantised, adapted, and run in a Python loop."""
+        return self.older("transformers", "5")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part)
