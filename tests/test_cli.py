@@ -338,3 +338,10 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whichlora.api.estimate", broken)
     result = whichlora("estimate", MODEL, "--gpu", "cpu")
     assert isinstance(result.exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("command", ["estimate", "run", "gpus", "models"])
+def test_help_shows_an_example_that_can_be_copied(command: str) -> None:
+    text = CliRunner().invoke(main, [command, "--help"]).output
+    example = text.split("Example:\n", 1)[1].splitlines()[0]
+    assert example.startswith(f"    whichlora {command}")

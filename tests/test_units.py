@@ -98,3 +98,10 @@ def test_seconds_are_shown_in_the_unit_people_think_in(seconds: float, text: str
 )
 def test_counts_are_shown_with_the_suffixes_of_the_field(count: float, text: str) -> None:
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(999_885_952, "1B"), (999_400_000, "999M"), (1e9, "1B"), (999, "999")]
+)
+def test_a_count_that_rounds_up_to_a_thousand_takes_the_next_unit(count: float, text: str) -> None:
+    assert format_count(count) == text

@@ -206,13 +206,13 @@ def estimate(
     as_json: bool,
     **lists: list[Any],
 ) -> None:
-    r"""Peak memory and time, without a GPU and without running anything.
+    """Peak memory and time, without a GPU and without running anything.
 
     Every list with commas makes a grid.
 
     \b
     Example:
-      whichlora estimate meta-llama/Llama-3.1-8B --gpu h100-sxm-80gb \
+      whichlora estimate meta-llama/Llama-3.1-8B --gpu h100-sxm-80gb \\
           --method lora,qlora --batch-size 1,4,16 --seq-len 2048
     """
     from whichlora import api
@@ -246,7 +246,7 @@ def estimate(
 @click.option("--fresh", is_flag=True, help="Measure again what an earlier run measured.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def run(config: Path, fresh: bool, as_json: bool) -> None:
-    r"""Find the largest model, variant and batch size that meet the limits of CONFIG.
+    """Find the largest model, variant and batch size that meet the limits of CONFIG.
 
     Predicts every candidate, profiles those that could change the answer, and writes the table,
     the reasons and a ready train.py to the output directory. An interrupted run resumes.
@@ -270,7 +270,7 @@ def run(config: Path, fresh: bool, as_json: bool) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print every field.")
 def gpus(as_json: bool) -> None:
-    r"""List the accelerators of the catalog, and what this machine has.
+    """List the accelerators of the catalog, and what this machine has.
 
     \b
     Example:
@@ -292,7 +292,7 @@ def gpus(as_json: bool) -> None:
 @click.argument("pattern", default="")
 @click.option("--json", "as_json", is_flag=True, help="Print every field.")
 def models(pattern: str, as_json: bool) -> None:
-    r"""List the models of the database whose name contains PATTERN.
+    """List the models of the database whose name contains PATTERN.
 
     \b
     Example:

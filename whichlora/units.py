@@ -9,6 +9,7 @@ from whichlora.errors import ConfigError
 KiB = 1024
 MiB = 1024**2
 GiB = 1024**3
+_ROUNDS_UP = 0.9995  # three digits of anything from here on are those of the next unit
 MAX_BYTES = 10**18  # no device, but a slipped unit
 
 _BYTE_UNITS = {
@@ -56,9 +57,9 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """`seconds` as people read it: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min."""
-    if seconds < 1e-3:
+    if seconds < _ROUNDS_UP * 1e-3:
         return f"{seconds * 1e6:.0f} µs"
-    if seconds < 1:
+    if seconds < _ROUNDS_UP:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:
         return f"{seconds:.3g} s"
@@ -72,6 +73,6 @@ def format_seconds(seconds: float) -> str:
 def format_count(count: float) -> str:
     """`count` with the field's suffixes: 8.03B, 135M, 12.5k."""
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(count) >= scale:
+        if abs(count) >= _ROUNDS_UP * scale:
             return f"{count / scale:.3g}{suffix}"
     return f"{count:.0f}"
