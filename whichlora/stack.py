@@ -38,6 +38,7 @@ class Stack:
         linear_out_bytes: what a frozen base projection returns.
         loss_bytes: a loss that does not widen its logits by itself.
         adapter_bytes: trained adapter weights, their gradients and optimizer states.
+        adapter_product_bytes: what A and B return.
         autocast: matrix products run under autocast.
         shared_inputs: adapted projections that read one tensor keep one input between them.
         input_bytes: the copy of the input that an adapted projection keeps.
@@ -57,6 +58,7 @@ class Stack:
     linear_out_bytes: int
     loss_bytes: int
     adapter_bytes: int
+    adapter_product_bytes: int
     autocast: bool
     shared_inputs: bool
     input_bytes: int
@@ -98,7 +100,9 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     else:
         mode = "P"
 
-    fp32_adapters = mode in ("A", "C", "Q", "F")
+    # A prepared base has an fp32 stream whatever the adapters are; pure bf16 casts for each.
+    narrow_adapters = mode == "F" and precision == "bf16-pure"
+    fp32_adapters = mode in ("A", "C", "Q", "F") and not narrow_adapters
     wide = mode in ("Q", "F")
     return Stack(
         mode=mode,
@@ -109,11 +113,12 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
         compute_bytes=4 if mode == "F" else 2,
         mlp_bytes=4 if wide and not full_amp else 2,
         linear_out_bytes=4 if wide and not full_amp else 2,
-        loss_bytes=4 if autocast or precision == "fp32" else half,  # autocast widens cross entropy
+        loss_bytes=4 if autocast or mode == "F" else half,  # autocast widens cross entropy
         adapter_bytes=4 if fp32_adapters else 2,
         autocast=autocast and mode in ("A", "Q"),
-        shared_inputs=mode in ("P", "F"),
-        input_bytes=4 if mode in ("C", "F") else 2,
+        adapter_product_bytes=4 if mode in ("C", "F") and fp32_adapters else 2,
+        shared_inputs=mode in ("P", "F") and not narrow_adapters,
+        input_bytes=4 if mode in ("C", "F") and not narrow_adapters else 2,
         lora_dropout=run.lora_dropout,
         # PEFT widens the input to the adapter's dtype before it drops; autocast narrows it after.
         dropped_bytes=4 if fp32_adapters else half,

@@ -284,7 +284,6 @@ def adapters_saved(
     """The rank-r output of A, and what the method keeps beyond LoRA."""
     if method.trains_base:
         return
-    rank_bytes = 4 if stack.mode in ("C", "F") else 2
     for linear in adapted(layer, targets):
         if not linear.is_module:
             # A bare parameter is replaced by W + BA, which the product keeps: a second copy of
@@ -292,7 +291,7 @@ def adapters_saved(
             merged = linear.num_weights * stack.base_bytes
             yield Saved(f"{linear.name}: weight with its adapter", constant=merged)
             continue
-        yield Saved(f"{linear.name}: A·x", rank_bytes * r * linear.active)
+        yield Saved(f"{linear.name}: A·x", stack.adapter_product_bytes * r * linear.active)
         extra = method.saved_bytes_per_token(linear, stack)
         constant = method.saved_bytes(linear, stack)
         if extra or constant:
@@ -481,7 +480,10 @@ def layer_backward_transient(
     if layer.mlp is not None:
         width = layer.mlp.width
     if layer.moe is not None:
-        width = max(width, layer.moe.expert.width * layer.moe.experts_per_token)
+        active = layer.moe.expert.width * layer.moe.experts_per_token
+        if layer.moe.expert.linears[0].is_module:  # one expert after the other, a share of tokens
+            active = active // layer.moe.num_experts
+        width = max(width, active)
     hidden, scale = hidden_size, stack.compute_bytes
     names = {linear.name for linear in adapted(layer, targets)}
     down = layer.mlp.linears[-1].name if layer.mlp is not None else ""

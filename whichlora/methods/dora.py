@@ -22,8 +22,8 @@ def saved_bytes_per_token(linear: Linear, stack: Stack) -> int:
 
     Kind: exact. Source: saved-tensor trace of peft 0.21.2 `DoraLinearLayer.forward`.
     """
-    lora_bytes = 4 if stack.mode in ("C", "F") else 2
-    return linear.active * linear.out_features * (stack.linear_out_bytes + lora_bytes)
+    both = stack.linear_out_bytes + stack.adapter_product_bytes
+    return linear.active * linear.out_features * both
 
 
 def saved_bytes(linear: Linear, stack: Stack) -> int:
