@@ -183,7 +183,10 @@ def model_of(label: str) -> ModelSpec | None:
     if first:
         return _qwen1(first[1])
     name = _ELSEWHERE.get(label) or re.sub(r"-(GPTQ-Int[48]|AWQ)$", "", label)
-    return find_model(name)
+    spec = find_model(name)
+    if spec and label.startswith("Qwen/Qwen2-"):  # the database has the base models' 131,072
+        return replace(spec, max_position_embeddings=32_768)
+    return spec
 
 
 # --- cells --------------------------------------------------------------------------------------
@@ -213,6 +216,14 @@ def _rounding(text: str) -> float:
 def libraries_of(versions: str) -> tuple[tuple[str, str], ...]:
     """Versions that a source states, of the libraries whose version moves a number."""
     return tuple(sorted(_LIBRARY.findall(versions)))
+
+
+_FMS_FIRST = {
+    "bitsandbytes": "0.43.1",
+    "torch": "2.2.2",
+    "transformers": "4.39.3",
+    "trl": "0.9.6",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +315,8 @@ def _fms_settings(row: Row) -> dict[str, Any]:
         "loss_head": head,
         "quant": quant,
         "prepare_kbit": config.startswith("baseline-peft-bnb"),
-        "libraries": libraries_of(row["versions"]),
+        # what a commit does not pin looks like the first versions that one does
+        "libraries": tuple(sorted((_FMS_FIRST | dict(libraries_of(row["versions"]))).items())),
     }
 
 
@@ -380,6 +392,7 @@ def _fsdp_qlora(line: _Line) -> Iterator[Found]:
         quant="nf4" if row["quant"] == "nf4" else "none",
         prepare_kbit=False,
         gradient_checkpointing=row["grad_ckpt"] == "True",
+        use_reentrant=False,
         optimizer="sgd",  # none runs
         loss_head="raw",
         libraries=(("bitsandbytes", "0.42.0"), ("torch", "2.1.2"), ("transformers", "4.37.2")),

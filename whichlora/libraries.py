@@ -81,7 +81,21 @@ class Libraries:
     @property
     def cache_of_tuples(self) -> bool:
         """All of the old KV cache lives until all of the new one is there."""
-        return self.older("transformers", "4.36")
+        return self.older("transformers", "4.42")
+
+    def has_rotary_tables(self, model_type: str) -> bool:
+        """Each attention keeps cosines and sines of every position the model knows."""
+        return self.older("transformers", "4.48" if model_type == "mixtral" else "4.42")
+
+    @property
+    def trl_narrows_embeddings(self) -> bool:
+        """TRL casts embeddings and head of a prepared base back to 16 bit, norms it leaves."""
+        return self.older("trl", "0.14")
+
+    @property
+    def checkpoints_reentrant(self) -> bool:
+        """Checkpointing runs the forward without a graph, unless it is told otherwise."""
+        return self.older("transformers", "5")
 
     @property
     def experts_are_modules(self) -> bool:

@@ -95,6 +95,7 @@ class RunConfig:
         prepare_kbit: whether `prepare_model_for_kbit_training` runs; None: yes for a 4-bit or
             8-bit base outside TRL's fused head, as the respective trainers do.
         prompt_len, max_new_tokens: inference only.
+        use_reentrant: kind of checkpointing; None: what this version of transformers does.
         libraries: (library, version) pairs where they are not the current ones.
     """
 
@@ -119,6 +120,7 @@ class RunConfig:
     prompt_len: int = 512
     max_new_tokens: int = 128
     kv_cache: KvCache = "dynamic"
+    use_reentrant: bool | None = None
     libraries: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -171,6 +173,13 @@ class RunConfig:
         if self.prepare_kbit is not None:
             return self.prepare_kbit
         return self.effective_quant in BNB_QUANTS and self.loss_head != "trl-fused"
+
+    @property
+    def effective_reentrant(self) -> bool:
+        """Whether checkpointed layers run their forward without building a graph."""
+        if self.use_reentrant is not None:
+            return self.use_reentrant
+        return self.versions.checkpoints_reentrant
 
     @property
     def trainer_optim(self) -> str:

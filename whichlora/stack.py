@@ -93,7 +93,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     elif (prepared and autocast) or full_amp:
         mode = "Q"
     elif autocast:
-        # TRL's fused recipe casts 4-bit adapters to bf16 and lets targets share their input.
+        # PEFT's 4-bit layers leave the cast to autocast, so that targets share their input.
         mode = "P" if quant in BNB_QUANTS or trains_base else "A"
     elif precision == "bf16-no-autocast" and not trains_base:
         mode = "C"
@@ -102,26 +102,29 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
 
     # A prepared base has an fp32 stream whatever the adapters are; pure bf16 casts for each.
     narrow_adapters = mode == "F" and precision == "bf16-pure"
-    fp32_adapters = mode in ("A", "C", "Q", "F") and not narrow_adapters
+    widens_adapters = mode in ("A", "C", "Q", "F") and not narrow_adapters
+    # PEFT makes adapters fp32; only TRL's fused recipe casts those of 4-bit layers to bf16.
+    cast_by_autocast = mode == "P" and autocast and not trains_base
+    fp32_adapters = widens_adapters or (cast_by_autocast and run.loss_head != "trl-fused")
     wide = mode in ("Q", "F")
     return Stack(
         mode=mode,
         quant=quant,
         base_bytes=stored,
-        embedding_bytes=stored,
+        embedding_bytes=half if prepared and run.versions.trl_narrows_embeddings else stored,
         stream_bytes=4 if wide else 2,
         compute_bytes=4 if mode == "F" else 2,
         mlp_bytes=4 if wide and not full_amp else 2,
         linear_out_bytes=4 if wide and not full_amp else 2,
         loss_bytes=4 if autocast or mode == "F" else half,  # autocast widens cross entropy
         adapter_bytes=4 if fp32_adapters else 2,
-        autocast=autocast and mode in ("A", "Q"),
+        autocast=autocast and (mode in ("A", "Q") or (mode == "P" and fp32_adapters)),
         adapter_product_bytes=4 if mode in ("C", "F") and fp32_adapters else 2,
         shared_inputs=mode in ("P", "F") and not narrow_adapters,
         input_bytes=4 if mode in ("C", "F") and not narrow_adapters else 2,
         lora_dropout=run.lora_dropout,
         # PEFT widens the input to the adapter's dtype before it drops; autocast narrows it after.
-        dropped_bytes=4 if fp32_adapters else half,
+        dropped_bytes=4 if widens_adapters else half,
         training=run.phase == "finetune",
         attn=run.attn,
         padded=run.padding == "padded",

@@ -186,15 +186,10 @@ def training_ledger(
     if run.gradient_checkpointing:
         checkpoint = stack.stream_bytes * model.hidden_size * tokens
         masks = activations.kept_mask_bytes(model, stack, tokens=tokens, span=seq_len)
-        held = sum(
-            count
-            * activations.saved_bytes(
-                activations.distinct(activations.held_by_linear4bit(layer, stack)),
-                tokens=tokens,
-                span=seq_len,
-            )
-            for layer, count in model.layers()
-        )
+        held = 0 * tokens  # outside of autograd, so it outlives a checkpointed forward
+        for layer, count in () if run.effective_reentrant else model.layers():
+            inputs = activations.distinct(activations.held_by_linear4bit(layer, stack))
+            held += count * activations.saved_bytes(inputs, tokens=tokens, span=seq_len)
         kept = Entry(
             "activations",
             f"checkpoints of {num_layers} layers",
@@ -350,12 +345,17 @@ def inference_ledger(
     decoding = activations.forward_bytes(model, stack, tokens=batch_size, span=last_tokens)
     append = kv_cache.append_transient_bytes(model, tokens=last_tokens, **common)
     if run.kv_cache == "dynamic" and stack.libraries.cache_of_tuples:
-        append = kv_cache.cache_bytes(
+        old = kv_cache.cache_bytes(
             model, tokens=last_tokens - 1, encoder_tokens=prompt_len, **common
         )
+        append = old * (max_new_tokens > 1)  # the first token needs no second pass
     first_scores = scores
+    held_scores = 0 * scores
     if stack.libraries.scores_whole_prompt:
-        first_scores = logits.prompt_bytes(model, stack, tokens=batch_size * first_tokens)
+        scored = batch_size * first_tokens
+        first_scores = logits.prompt_bytes(model, stack, tokens=scored)
+        # the caller holds the first output, in fp32, until the second is there
+        held_scores = 4 * scored * logits.logit_width(model) * (max_new_tokens > 1)
     moments = {
         "prefill": (
             *static,
@@ -378,6 +378,16 @@ def inference_ledger(
             Entry("temporary", "one matrix expanded", dense + 0 * batch_size),
         ),
     }
+    if stack.libraries.scores_whole_prompt:
+        twice = 1 + stack.libraries.cache_of_tuples * (max_new_tokens > 1)
+        moments["second_token"] = (
+            *static,
+            Entry(
+                "kv_cache", "prompt, and a second copy with one token more", twice * prompt_cache
+            ),
+            Entry("logits_and_loss", "of the prompt, in fp32", held_scores),
+            Entry("logits_and_loss", "last positions", scores),
+        )
     growth = full_cache - prompt_cache if run.kv_cache == "dynamic" else 0 * full_cache
     idle = allocator.idle_cache_bytes(
         gpu, logits_bytes=smallest(growth, full_cache), layer_bytes=append

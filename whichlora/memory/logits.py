@@ -115,6 +115,6 @@ def encoder_bytes(model: ModelSpec, *, tokens: Count, compute_bytes: int) -> Cou
 
 def head_copy_bytes(model: ModelSpec, stack: Stack) -> int:
     """The 16-bit copy of an fp32 head that autocast makes and backward needs (mode Q)."""
-    if model.head is None or stack.mode != "Q":
+    if model.head is None or stack.mode != "Q" or stack.embedding_bytes == 2:
         return 0
     return 2 * model.head.num_weights

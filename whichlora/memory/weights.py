@@ -98,8 +98,25 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
         "layers": layers,
         "embeddings": embeddings * stack.embedding_bytes,
         "other": other * stack.base_bytes,
-        "buffers": model.buffer_bytes,
+        "buffers": model.buffer_bytes + rotary_table_bytes(model, stack),
     }
+
+
+def rotary_table_bytes(model: ModelSpec, stack: Stack) -> int:
+    """Cosines and sines of every position, a pair of tables in each attention of old versions.
+
+    Kind: exact. Source: transformers 4.38 `Qwen2RotaryEmbedding._set_cos_sin_cache`.
+    """
+    if not stack.libraries.has_rotary_tables(model.model_type):
+        return 0
+    positions = model.max_position_embeddings or 0
+    rotated = sum(
+        count * attention.rotary_dim
+        for layer, count in model.layers()
+        for attention in layer.attentions
+        if attention.position == "rope"
+    )
+    return 2 * stack.compute_bytes * positions * rotated
 
 
 def largest_quantised_matrix(model: ModelSpec, stack: Stack) -> int:
