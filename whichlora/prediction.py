@@ -26,7 +26,7 @@ from whichlora.numeric import Count
 from whichlora.results import MemoryPrediction, Prediction, TimePrediction
 from whichlora.specs import ALL_LINEAR, BNB_QUANTS, GpuSpec, RunConfig
 from whichlora.stack import Stack, resolve_stack
-from whichlora.targets import resolve_targets
+from whichlora.targets import all_linears, resolve_targets
 
 MEMORY_CONFIDENCE = 0.95
 TIME_CONFIDENCE = 0.90
@@ -357,6 +357,15 @@ def notes(job: Job) -> tuple[str, ...]:
     if bare and job.stack.quant in BNB_QUANTS:
         found.append(
             "experts are 3-D parameters in transformers 5: bitsandbytes leaves them 16-bit"
+        )
+    adapted_experts = any(
+        one.rank_multiple and not one.is_module and one.name in job.targets
+        for one in all_linears(job.model)
+    )
+    if adapted_experts and (run.method in ("dora", "qdora") or run.lora_dropout):
+        found.append(
+            "PEFT 0.21 refuses DoRA and dropout on experts; leave them out with "
+            "target_modules attention"
         )
     if job.model.task == "seq2seq-lm" and run.phase == "finetune":
         found.append("encoder and decoder are both taken at seq_len tokens")
