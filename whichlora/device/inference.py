@@ -19,8 +19,9 @@ _IMPLEMENTATIONS = {"dynamic": None, "static": "static"}
 def measure_inference(model: Any, run: RunConfig, meter: Meter, num_batches: int) -> dict[str, Any]:
     """Time `num_batches` generations after a warm-up; an encoder runs its forward only.
 
-    The warm-up has the full length: a static cache is compiled for it, and on a device without
-    memory counters it is the run under the profiler.
+    The warm-up has the full length, since a static cache is compiled for it. A device without
+    memory counters generates once more under the profiler, after bitsandbytes has repacked 4-bit
+    weights for its CPU kernels, which it does in the first forward.
 
     Raises:
         MeasurementError: a serving engine that is not part of transformers.
@@ -41,11 +42,10 @@ def measure_inference(model: Any, run: RunConfig, meter: Meter, num_batches: int
     else:
         generate = _Generation(model, run, meter, input_ids)
 
+    generate()
+    timings = [generate() for _ in range(num_batches)]
     if meter.needs_extra_run:
         meter.extra_run(generate)
-    else:
-        generate()
-    timings = [generate() for _ in range(num_batches)]
     return {
         field: [timing[field] for timing in timings if field in timing]
         for field in ("generate_s", "prefill_s", "decode_s_per_token")
