@@ -17,11 +17,14 @@ from hypothesis import strategies as st
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.results import Measurement
 from whichlora.specs import RunConfig
+from whichlora.store.compiled import parse_record
 from whichlora.store.measurements import (
     MAX_LINE_BYTES,
     MeasurementLog,
+    _measurement,
     read_coefficients,
     read_measurements,
+    record_ids,
     write_coefficients,
 )
 
@@ -103,6 +106,46 @@ def test_what_was_appended_is_read_back_unchanged(
 
 def test_a_gpu_without_records_has_none(tmp_path: Path) -> None:
     assert read_measurements([tmp_path, tmp_path / "absent"], GPU) == ()
+
+
+# --- the compiled checks and the ones that explain
+
+
+@given(record=measurements)
+@settings(max_examples=60, deadline=None)
+def test_compiled_checks_accept_a_good_record_unchanged(record: Measurement) -> None:
+    line = json.dumps(record.to_dict()).encode()
+    assert parse_record(line) == _measurement(line, "") == record
+
+
+def test_compiled_checks_accept_every_setting_that_is_accepted() -> None:
+    for changes in ({"quant": "nf4"}, {"prepare_kbit": True}, {"lora_dropout": 0.5}):
+        config = RunConfig(model="m", **changes).to_dict()  # type: ignore[arg-type]
+        assert parse_record(a_line(config=config)) is not None
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_compiled_checks_accept_nothing_that_the_others_refuse(data: st.DataObject) -> None:
+    values = a_measurement().to_dict()
+    target = data.draw(st.sampled_from([values, values["config"]]))
+    key = data.draw(st.sampled_from(sorted(target)) | st.text(max_size=5))
+    target[key] = data.draw(
+        json_values | st.floats() | st.lists(st.floats() | st.booleans() | st.integers())
+    )
+    line = json.dumps(values).encode()
+    accepted = parse_record(line)
+    if accepted is not None and key not in ("id", "gpu", "date"):  # the reader looks at these
+        assert accepted == _measurement(line, "")
+
+
+def test_ids_are_found_without_reading_the_rest(tmp_path: Path) -> None:
+    log = MeasurementLog(tmp_path, GPU, "run")
+    names = ["plain", 'with "quotes"', "back\\slash", "µ", "a, b"]
+    for name in names:
+        log.append(a_measurement(id=name))
+    a_file(tmp_path, "odd").write_bytes(b'{"id": "first", "schema_version": 1}\n{"torn')
+    assert record_ids([tmp_path, tmp_path], GPU) == {*names, "first"}
 
 
 # --- writers that are killed, at once, or careless

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from whichlora import timing
 from whichlora.architecture import ModelSpec
@@ -168,33 +168,39 @@ def folds(samples: Sequence[Sample]) -> list[list[int]]:
     return found
 
 
-def _left_out(
-    samples: Sequence[Sample], errors_of: Callable[[list[int], list[int]], Array]
-) -> Array:
-    """Log errors of samples left out of the fit that predicts them, in the order of `samples`."""
+def _held_out(table: _Table, errors_of: Callable[[_Table, _Table], Array]) -> Array:
+    """Log errors of samples left out of the fit that predicts them, in their order."""
     import numpy as np
 
-    errors = np.zeros(len(samples))
-    for held in folds(samples):
-        out = set(held)
-        kept = [i for i in range(len(samples)) if i not in out]
-        errors[held] = errors_of(kept, held)
+    errors = np.zeros(len(table.samples))
+    everything = np.arange(len(errors))
+    for held in folds(table.samples):
+        kept = np.delete(everything, held)
+        errors[held] = errors_of(table.take(kept), table.take(np.array(held)))
     return errors
 
 
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Samples as columns, so that a fold is a selection and not another pass over them."""
+
+    samples: Sequence[Sample]
+    columns: Mapping[str, Array]
+    values: Array
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], names: Sequence[str]) -> Self:
+        import numpy as np
+
+        columns = {name: np.array([one.features[name] for one in samples]) for name in names}
+        return cls(samples, columns, np.array([one.value for one in samples]))
+
+    def take(self, chosen: NDArray[np.intp]) -> _Table:
+        columns = {name: column[chosen] for name, column in self.columns.items()}
+        return _Table([self.samples[i] for i in chosen.tolist()], columns, self.values[chosen])
+
+
 # --- time ---------------------------------------------------------------------------------
-
-
-def _columns(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, Array]:
-    import numpy as np
-
-    return {name: np.array([sample.features[name] for sample in samples]) for name in names}
-
-
-def _values(samples: Sequence[Sample]) -> Array:
-    import numpy as np
-
-    return np.array([sample.value for sample in samples])
 
 
 def _active(model: TimeModel, columns: Mapping[str, Array]) -> Array:
@@ -206,15 +212,20 @@ def _active(model: TimeModel, columns: Mapping[str, Array]) -> Array:
     return np.column_stack(deciding)
 
 
-def _time_errors(model: TimeModel, samples: Sequence[Sample]) -> Array:
+def _time_errors(model: TimeModel, table: _Table) -> Array:
     """Log of measured over predicted seconds."""
     import numpy as np
 
-    predicted, _ = timing.seconds(model, _columns(samples, FEATURES))
-    return np.asarray(np.log(_values(samples) / np.maximum(predicted, 1e-12)))
+    predicted, _ = timing.seconds(model, table.columns)
+    return np.asarray(np.log(table.values / np.maximum(predicted, 1e-12)))
 
 
 def fit_time(samples: Sequence[Sample], gpu: GpuSpec, phase: str) -> TimeModel:
+    """Coefficients of one phase, the prior's where there is no sample."""
+    return _fit_time(_Table.of(samples, FEATURES), gpu, phase)
+
+
+def _fit_time(table: _Table, gpu: GpuSpec, phase: str) -> TimeModel:
     """Coefficients of one phase.
 
     Which of host and device decides a run, and which runs are outliers, depends on the
@@ -223,15 +234,15 @@ def fit_time(samples: Sequence[Sample], gpu: GpuSpec, phase: str) -> TimeModel:
     import numpy as np
 
     model = prior_model(gpu, phase)
-    if not samples:
+    if not table.samples:
         return model
     prior_mean, prior_spread = prior(gpu, phase)
     mean = np.array([prior_mean[name] for name in FEATURES])
     spread = np.array([prior_spread[name] for name in FEATURES])
-    columns, values = _columns(samples, FEATURES), _values(samples)
+    columns, values = table.columns, table.values
     start_noise = model.noise
     # a device is faster or slower than its prior as a whole: what differs from that is suspect
-    errors = _time_errors(model, samples)
+    errors = _time_errors(model, table)
     weights = robust_weights(errors - np.median(errors), start_noise)
     for _ in range(_MAX_ROUNDS):
         rows = _active(model, columns)
@@ -243,7 +254,7 @@ def fit_time(samples: Sequence[Sample], gpu: GpuSpec, phase: str) -> TimeModel:
             model,
             mean=dict(zip(FEATURES, coefficients.tolist(), strict=True)),
             noise=pooled_noise(errors, start_noise, weights),
-            num_runs=len(samples),
+            num_runs=len(values),
         )
         settled = all(
             math.isclose(updated.mean[name], model.mean[name], rel_tol=1e-3, abs_tol=1e-15)
@@ -256,12 +267,11 @@ def fit_time(samples: Sequence[Sample], gpu: GpuSpec, phase: str) -> TimeModel:
     return replace(model, covariance=tuple(map(tuple, covariance.tolist())))
 
 
-def _held_out_time(samples: Sequence[Sample], gpu: GpuSpec, phase: str) -> Array:
-    def errors_of(kept: list[int], held: list[int]) -> Array:
-        model = fit_time([samples[i] for i in kept], gpu, phase)
-        return _time_errors(model, [samples[i] for i in held])
+def _held_out_time(table: _Table, gpu: GpuSpec, phase: str) -> Array:
+    def errors_of(kept: _Table, held: _Table) -> Array:
+        return _time_errors(_fit_time(kept, gpu, phase), held)
 
-    return _left_out(samples, errors_of)
+    return _held_out(table, errors_of)
 
 
 def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:
@@ -293,11 +303,7 @@ def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:
 def _sample(
     job: Job, measurement: Measurement, features: Mapping[str, float], value: float, length: int
 ) -> Sample:
-    shape = {
-        "num_params": job.model.num_params,
-        "batch_size": job.run.batch_size,
-        "tokens": length,
-    }
+    shape = {"batch_size": job.run.batch_size, "tokens": length}
     return Sample(job.run.model, features, value, measurement.id, shape)
 
 
@@ -324,28 +330,33 @@ def memory_samples(job: Job, measurement: Measurement) -> list[Sample]:
     ]
 
 
-def _memory_errors(model: MemoryModel, samples: Sequence[Sample]) -> Array:
+def _memory_errors(model: MemoryModel, table: _Table) -> Array:
     """Log of measured over predicted bytes."""
     import numpy as np
 
-    columns = _columns(samples, PARTS)
-    predicted = sum((columns[part] * model.mean[part] for part in PARTS), np.zeros(len(samples)))
-    return np.asarray(np.log(_values(samples) / np.maximum(predicted, 1.0)))
+    predicted = np.zeros(len(table.values))
+    for part in PARTS:
+        predicted = predicted + table.columns[part] * model.mean[part]
+    return np.asarray(np.log(table.values / np.maximum(predicted, 1.0)))
 
 
 def fit_memory(samples: Sequence[Sample], start: MemoryModel) -> MemoryModel:
     """Factors on the parts of the ledger, close to one by prior."""
+    return _fit_memory(_Table.of(samples, PARTS), start)
+
+
+def _fit_memory(table: _Table, start: MemoryModel) -> MemoryModel:
     import numpy as np
 
-    if not samples:
+    if not table.samples:
         return start
     spread_of = part_spread()
     mean = np.ones(len(PARTS))
     spread = np.array([spread_of[part] for part in PARTS])
-    columns, values = _columns(samples, PARTS), _values(samples)
-    rows = np.column_stack([columns[part] for part in PARTS])
+    values = table.values
+    rows = np.column_stack([table.columns[part] for part in PARTS])
     noise, coefficients = start.noise, mean
-    errors = _memory_errors(start, samples)
+    errors = _memory_errors(start, table)
     weights = robust_weights(errors - np.median(errors), noise)
     for _ in range(_MAX_ROUNDS):
         before = coefficients
@@ -361,16 +372,15 @@ def fit_memory(samples: Sequence[Sample], start: MemoryModel) -> MemoryModel:
         mean=dict(zip(PARTS, coefficients.tolist(), strict=True)),
         covariance=tuple(map(tuple, covariance.tolist())),
         noise=noise,
-        num_runs=len(samples),
+        num_runs=len(values),
     )
 
 
-def _held_out_memory(samples: Sequence[Sample], start: MemoryModel) -> Array:
-    def errors_of(kept: list[int], held: list[int]) -> Array:
-        model = fit_memory([samples[i] for i in kept], start)
-        return _memory_errors(model, [samples[i] for i in held])
+def _held_out_memory(table: _Table, start: MemoryModel) -> Array:
+    def errors_of(kept: _Table, held: _Table) -> Array:
+        return _memory_errors(_fit_memory(kept, start), held)
 
-    return _left_out(samples, errors_of)
+    return _held_out(table, errors_of)
 
 
 # --- everything ---------------------------------------------------------------------------
@@ -381,9 +391,7 @@ def _summary(errors: Array) -> HeldOut:
     return HeldOut(num_runs=len(sizes), median=median(sizes), worst=sizes[-1])
 
 
-def _outliers(
-    samples: Sequence[Sample], phase: str, errors: Array, prior_noise: float
-) -> Iterator[Outlier]:
+def _outliers(table: _Table, phase: str, errors: Array, prior_noise: float) -> Iterator[Outlier]:
     """The samples that the fit with these log errors listened to less, farthest first."""
     import numpy as np
 
@@ -392,15 +400,18 @@ def _outliers(
         if weights[i] >= REPORTED_WEIGHT:
             return
         yield Outlier(
-            record=samples[i].record,
+            record=table.samples[i].record,
             phase=phase,
             weight=float(weights[i]),
             ratio=math.exp(errors[i]),
         )
 
 
-def _ranges(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
-    columns: dict[str, list[float]] = {}
+def _ranges(
+    samples: Sequence[Sample], num_params: Mapping[str, int]
+) -> dict[str, tuple[float, float]]:
+    groups = {sample.group for sample in samples}
+    columns: dict[str, list[float]] = {"num_params": [num_params[group] for group in groups]}
     for sample in samples:
         for name, value in sample.shape.items():
             columns.setdefault(name, []).append(float(value))
@@ -414,9 +425,10 @@ def digest(measurements: Iterable[Measurement]) -> str:
 
 def _gather(
     measurements: Iterable[Measurement], gpu: GpuSpec, find_model: FindModel
-) -> tuple[dict[str, list[Sample]], dict[str, str]]:
-    """Samples by "memory" and time phase, and why the other records have none."""
+) -> tuple[dict[str, list[Sample]], dict[str, int], dict[str, str]]:
+    """Samples by "memory" and time phase, parameters by model, why a record has no sample."""
     found: dict[str, list[Sample]] = {phase: [] for phase in ("memory", *TIME_PHASES)}
+    num_params: dict[str, int] = {}
     left_out: dict[str, str] = {}
     models: dict[tuple[object, str], ModelSpec | WhichLoraError] = {}
     for measurement in measurements:
@@ -436,10 +448,12 @@ def _gather(
         except WhichLoraError as error:  # of a newer release, or a model whose config is not here
             left_out[measurement.id] = str(error)
             continue
+        if job.run.model not in num_params:
+            num_params[job.run.model] = model.num_params
         for phase, samples in time_samples(job, measurement).items():
             found[phase].extend(samples)
         found["memory"].extend(memory_samples(job, measurement))
-    return found, left_out
+    return found, num_params, left_out
 
 
 def fit(
@@ -458,30 +472,30 @@ def fit(
             search the fit is repeated after every run and the residuals must do.
     """
     start = prior_calibration(gpu)
-    found, left_out = _gather(measurements, gpu, find_model)
+    found, num_params, left_out = _gather(measurements, gpu, find_model)
     summaries: dict[str, HeldOut] = {}
     cold: dict[str, HeldOut] = {}
     outliers: list[Outlier] = []
     time: dict[str, TimeModel] = {}
     for phase in TIME_PHASES:
-        samples, before = found[phase], start.time[phase]
-        model = fit_time(samples, gpu, phase)
-        if samples:
-            cold[phase] = _summary(_time_errors(before, samples))
-            outliers += _outliers(samples, phase, _time_errors(model, samples), before.noise)
-        if held_out and len(samples) >= 3:
-            errors = _held_out_time(samples, gpu, phase)
+        before, table = start.time[phase], _Table.of(found[phase], FEATURES)
+        model = _fit_time(table, gpu, phase)
+        if found[phase]:
+            cold[phase] = _summary(_time_errors(before, table))
+            outliers += _outliers(table, phase, _time_errors(model, table), before.noise)
+        if held_out and len(found[phase]) >= 3:
+            errors = _held_out_time(table, gpu, phase)
             summaries[phase] = _summary(errors)
             model = replace(model, noise=_held_out_noise(errors, before.noise))
         time[phase] = model
-    samples = found["memory"]
-    memory = fit_memory(samples, start.memory)
-    if samples:
-        cold["memory"] = _summary(_memory_errors(start.memory, samples))
-        errors = _memory_errors(memory, samples)
-        outliers += _outliers(samples, "memory", errors, start.memory.noise)
-    if held_out and len(samples) >= 3:
-        errors = _held_out_memory(samples, start.memory)
+    table = _Table.of(found["memory"], PARTS)
+    memory = _fit_memory(table, start.memory)
+    if found["memory"]:
+        cold["memory"] = _summary(_memory_errors(start.memory, table))
+        errors = _memory_errors(memory, table)
+        outliers += _outliers(table, "memory", errors, start.memory.noise)
+    if held_out and len(found["memory"]) >= 3:
+        errors = _held_out_memory(table, start.memory)
         summaries["memory"] = _summary(errors)
         memory = replace(memory, noise=_held_out_noise(errors, start.memory.noise))
     return Calibration(
@@ -491,7 +505,7 @@ def fit(
         num_records=len(measurements),
         held_out=summaries,
         cold=cold,
-        ranges={phase: _ranges(samples) for phase, samples in found.items() if samples},
+        ranges={phase: _ranges(samples, num_params) for phase, samples in found.items() if samples},
         outliers=tuple(outliers),
         left_out=left_out,
         digest=digest(measurements),
