@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from whichlora import methods
 from whichlora.architecture import Linear
 from whichlora.errors import ConfigError
-from whichlora.methods import Method, get_method, list_methods
+from whichlora.methods import Method, get_method, list_methods, with_defaults
 from whichlora.methods.base import Method as BaseMethod
 from whichlora.specs import RunConfig
 from whichlora.stack import Stack, resolve_stack
@@ -28,7 +28,7 @@ def linear(in_features: int = 64, out_features: int = 96, **rest: Any) -> Linear
 
 def stack(**settings: Any) -> Stack:
     run = RunConfig(model="m", **settings)
-    return resolve_stack(run, trains_base=False, device_kind="cuda")
+    return resolve_stack(with_defaults(run), trains_base=False, device_kind="cuda")
 
 
 def test_the_report_knows_five_methods() -> None:

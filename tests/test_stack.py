@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from strategies import finetune_runs
 
+from whichlora.methods import with_defaults
 from whichlora.specs import RunConfig
 from whichlora.stack import Stack, resolve_stack
 
 
 def stack(*, trains_base: bool = False, device_kind: str = "cuda", **settings: Any) -> Stack:
     run = RunConfig(**({"model": "m"} | settings))
-    return resolve_stack(run, trains_base=trains_base, device_kind=device_kind)
+    return resolve_stack(with_defaults(run), trains_base=trains_base, device_kind=device_kind)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_full_fp16_keeps_fp32_weights() -> None:
 
 @given(run=finetune_runs())
 def test_every_size_is_that_of_a_float(run: RunConfig) -> None:
-    found = resolve_stack(run, trains_base=run.method == "full", device_kind="cuda")
+    found = resolve_stack(with_defaults(run), trains_base=run.method == "full", device_kind="cuda")
     sizes = (found.base_bytes, found.stream_bytes, found.compute_bytes, found.adapter_bytes)
     assert set(sizes) <= {2, 4}
 

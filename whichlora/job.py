@@ -11,7 +11,7 @@ from textwrap import indent
 from typing import Any, Literal
 
 from whichlora.errors import ConfigError
-from whichlora.methods import get_method
+from whichlora.methods import get_method, with_defaults
 from whichlora.specs import FOUR_BIT_BNB, RunConfig
 
 Batching = Literal["longest", "fixed", "packed"]
@@ -194,6 +194,7 @@ def train_script(
     Raises:
         ConfigError: a run that the script can't perform.
     """
+    run = with_defaults(run)
     _check(run, weights, model_config)
     random_config = model_config if weights == "random" else None
     takes_bytes = random_config is not None and tokenizer is None
@@ -283,7 +284,7 @@ def _model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> li
     options: dict[str, Any] = {"dtype": _Code(f"torch.{run.weight_dtype}")}
     if run.attn != "sdpa":  # which transformers takes by itself, where the architecture has it
         options["attn_implementation"] = run.attn
-    quant = run.effective_quant
+    quant = run.quant or "none"
     if quant in FOUR_BIT_BNB:
         options["quantization_config"] = _call(
             "BitsAndBytesConfig",
@@ -296,7 +297,7 @@ def _model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> li
         options["quantization_config"] = _call("BitsAndBytesConfig", load_in_8bit=True)
     load = _call(f"{model_class}.from_pretrained", _Code("MODEL"), **options, **hub)
     lines = [f"model = {load}"]
-    if run.effective_prepare_kbit:
+    if run.prepare_kbit:
         name = "prepare_model_for_kbit_training"
         prepare = _call(name, _Code("model"), use_gradient_checkpointing=False)
         lines += ["# Checkpointing, if any, is turned on by the Trainer.", f"model = {prepare}"]
@@ -316,7 +317,7 @@ def _adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[
     pure = run.precision == "bf16-pure"
     options = {"autocast_adapter_dtype": False} if pure else {}
     lines = [f"model = {_call('get_peft_model', _Code('model'), config, **options)}"]
-    if pure and run.effective_quant != "none":
+    if pure and run.quant != "none":
         lines += [
             "for name, parameter in model.named_parameters():",
             '    if parameter.requires_grad and "magnitude" not in name:',

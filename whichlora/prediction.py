@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from whichlora.memory.ledger import (
     trained_params,
     training_ledger,
 )
-from whichlora.methods import Method, get_method
+from whichlora.methods import Method, get_method, with_defaults
 from whichlora.numeric import Count
 from whichlora.results import MemoryPrediction, Prediction, TimePrediction
 from whichlora.specs import ALL_LINEAR, BNB_QUANTS, GpuSpec, RunConfig
@@ -63,16 +62,13 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
         ConfigError: settings that exclude each other.
     """
     method = get_method(run.method)
+    run = with_defaults(run)
     quant = run.quant
-    if quant is None:
-        quant = method.base_quant if run.phase == "finetune" else "none"  # type: ignore[assignment]
-    run = dataclasses.replace(run, quant=quant)
     if run.phase == "finetune" and method.trains_base and quant != "none":
         raise ConfigError(
             f"quant: {quant!r} weights cannot be trained; use method qlora or qdora, "
             "or quant none for full fine-tuning"
         )
-    run = dataclasses.replace(run, prepare_kbit=run.effective_prepare_kbit)
     if run.versions.experts_are_modules:
         model = with_expert_modules(model)
     if run.attn == "flash_attention_2":
@@ -170,6 +166,9 @@ def predict_memory(job: Job, calibration: Calibration) -> tuple[MemoryPrediction
     allocated = sum(breakdown[name] for name in ALLOCATED_PARTS)
     if pool:
         breakdown["allocator"] = max(0, pool - allocated - breakdown["context"])
+    else:  # idle segments are given back before a request fails
+        room = job.gpu.memory_bytes - allocated - breakdown["context"]
+        breakdown["allocator"] = max(0, min(breakdown["allocator"], room))
     reserved = allocated + breakdown["allocator"]
     used = reserved + breakdown["context"]
     z = _Z[MEMORY_CONFIDENCE]

@@ -90,10 +90,8 @@ class RunConfig:
         batch_size: sequences per device per micro-step.
         seq_len: tokens per sequence in fine-tuning, padding included.
         target_modules: leaf names of the adapted layers, or ("all-linear",) or ("attention",).
-        quant: how the base weights are stored; None lets the method decide (nf4-dq for qlora
-            and qdora, none otherwise).
-        prepare_kbit: whether `prepare_model_for_kbit_training` runs; None: yes for a 4-bit or
-            8-bit base outside TRL's fused head, as the respective trainers do.
+        quant: how the base weights are stored; None until `methods.with_defaults` asks the method.
+        prepare_kbit: whether `prepare_model_for_kbit_training` runs; None until then, too.
         prompt_len, max_new_tokens: inference only.
         use_reentrant: kind of checkpointing; None: what this version of transformers does.
         libraries: (library, version) pairs where they are not the current ones.
@@ -155,31 +153,6 @@ class RunConfig:
     def versions(self) -> Libraries:
         """Every library's version, the current one where the run names none."""
         return Libraries.of(self.libraries)
-
-    @property
-    def effective_quant(self) -> str:
-        """How the base weights are stored, after the method's own default."""
-        if self.quant is not None:
-            return self.quant
-        quantised = self.phase == "finetune" and self.method in ("qlora", "qdora")
-        return "nf4-dq" if quantised else "none"
-
-    @property
-    def effective_prepare_kbit(self) -> bool:
-        """Whether `prepare_model_for_kbit_training` runs before the adapters are added.
-
-        The Trainer recipes of PEFT call it for a bitsandbytes base; TRL 1.16 never does.
-        """
-        if self.prepare_kbit is not None:
-            return self.prepare_kbit
-        return self.effective_quant in BNB_QUANTS and self.loss_head != "trl-fused"
-
-    @property
-    def effective_reentrant(self) -> bool:
-        """Whether checkpointed layers run their forward without building a graph."""
-        if self.use_reentrant is not None:
-            return self.use_reentrant
-        return self.versions.checkpoints_reentrant
 
     @property
     def trainer_optim(self) -> str:

@@ -73,14 +73,14 @@ class Stack:
 
 
 def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Stack:
-    """The stack that `run` gets from transformers, PEFT and bitsandbytes.
+    """The stack that `run`, its defaults filled in, gets from transformers, PEFT, bitsandbytes.
 
     Source: MODES of `docs/memory.md`, read and traced on transformers 5.23, peft 0.21.2.
     """
-    quant = run.effective_quant
+    quant = run.quant or "none"
     precision = run.precision
     half = 4 if precision == "fp32" else 2
-    prepared = run.phase == "finetune" and run.effective_prepare_kbit and quant in BNB_QUANTS
+    prepared = run.phase == "finetune" and bool(run.prepare_kbit) and quant in BNB_QUANTS
     autocast = run.phase == "finetune" and precision in ("bf16", "fp16")
 
     # AMP with fp16 needs fp32 master weights; the Trainer refuses to unscale fp16 gradients.

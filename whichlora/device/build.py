@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers import AutoHfQuantizer
 
 from whichlora.errors import MeasurementError
-from whichlora.methods import get_method
+from whichlora.methods import get_method, with_defaults
 from whichlora.specs import FOUR_BIT_BNB, RunConfig
 
 _PEFT_TASKS = {
@@ -59,6 +59,7 @@ def build_model(
     Raises:
         MeasurementError: a quantisation that needs calibrated weights.
     """
+    run = with_defaults(run)
     torch.manual_seed(_SEED)
     model = meta_model(run, model_config, device=device)
     _materialise(model, getattr(torch, run.weight_dtype), torch.device(device))
@@ -120,7 +121,7 @@ def _model_config(model_config: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def _quantizer(run: RunConfig, dtype: torch.dtype) -> Any | None:
-    quant = run.effective_quant
+    quant = run.quant or "none"
     if quant == "none":
         return None
     if quant in FOUR_BIT_BNB:
@@ -207,7 +208,7 @@ def _fp32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
 def _with_adapters(
     model: Any, run: RunConfig, task: str | None, target_modules: Sequence[str] | str
 ) -> Any:
-    if run.effective_prepare_kbit:
+    if run.prepare_kbit:
         # Checkpointing is the trainer's part: it asks for it in the spelling of its own version.
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     keywords = get_method(run.method).peft_config(run)
@@ -220,7 +221,7 @@ def _with_adapters(
     )
     pure = run.precision == "bf16-pure"
     model = get_peft_model(model, config, autocast_adapter_dtype=not pure)
-    if pure and run.effective_quant != "none":
+    if pure and run.quant != "none":
         # PEFT gives adapters the dtype of the base weight, which 4 and 8 bits don't have. As in
         # TRL, the factors become bf16 and DoRA's magnitudes stay fp32.
         for name, parameter in model.named_parameters():

@@ -6,11 +6,13 @@ A package adds its own method with an entry point in the group `whichlora.method
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import entry_points
 
 from whichlora.errors import ConfigError
 from whichlora.methods import dora, full, lora, qdora, qlora
 from whichlora.methods.base import Method
+from whichlora.specs import BNB_QUANTS, RunConfig
 
 ENTRY_POINT_GROUP = "whichlora.methods"
 
@@ -51,4 +53,25 @@ def get_method(name: str) -> Method:
     return found
 
 
-__all__ = ["ENTRY_POINT_GROUP", "Method", "get_method", "list_methods"]
+def with_defaults(run: RunConfig) -> RunConfig:
+    """`run` with what its method and its libraries decide filled in.
+
+    The method knows its storage; inference keeps the weights as they are, since adapters merge.
+    PEFT's recipes prepare a bitsandbytes base for training, TRL 1.16 never does.
+
+    Raises:
+        ConfigError: no such method.
+    """
+    quant = run.quant
+    if quant is None:
+        quant = get_method(run.method).base_quant if run.phase == "finetune" else "none"
+    prepare_kbit = run.prepare_kbit
+    if prepare_kbit is None:
+        prepare_kbit = quant in BNB_QUANTS and run.loss_head != "trl-fused"
+    use_reentrant = run.use_reentrant
+    if use_reentrant is None:
+        use_reentrant = run.versions.checkpoints_reentrant
+    return replace(run, quant=quant, prepare_kbit=prepare_kbit, use_reentrant=use_reentrant)
+
+
+__all__ = ["ENTRY_POINT_GROUP", "Method", "get_method", "list_methods", "with_defaults"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from whichlora.architecture import Linear
 from whichlora.numeric import Count
-from whichlora.specs import RunConfig
+from whichlora.specs import Quant, RunConfig
 from whichlora.stack import Stack
 
 
@@ -43,7 +43,7 @@ class Method:
     summary: str
     peft_config: Callable[[RunConfig], dict[str, Any] | None]
     trains_base: bool = False
-    base_quant: str = "none"
+    base_quant: Quant = "none"
     adapter_params: Callable[[Linear, Count], Count] = _no_params
     saved_bytes_per_token: Callable[[Linear, Stack], int] = _nothing
     saved_bytes: Callable[[Linear, Stack], int] = _nothing
