@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from whichlora import timing, work
@@ -69,6 +69,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
             f"quant: {quant!r} weights cannot be trained; use method qlora or qdora, "
             "or quant none for full fine-tuning"
         )
+    if run.use_reentrant is None:
+        run = replace(run, use_reentrant=run.versions.checkpoints_reentrant)
     if run.versions.experts_are_modules:
         model = with_expert_modules(model)
     if run.attn == "flash_attention_2":

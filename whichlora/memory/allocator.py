@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whichlora.numeric import Count
+from whichlora.numeric import Count, smallest
 from whichlora.specs import GpuSpec
 from whichlora.units import MiB
 
@@ -35,6 +35,21 @@ def idle_cache_bytes(gpu: GpuSpec, *, logits_bytes: Count, layer_bytes: Count) -
     if gpu.kind == "cpu":
         return 0 * logits_bytes
     return logits_bytes + layer_bytes + 2 * SEGMENT_BYTES
+
+
+def idle_after_step_bytes(
+    gpu: GpuSpec, *, loss_bytes: Count, layer_bytes: Count, narrow_logits_bytes: Count
+) -> Count:
+    """Cached segments that the peak of a training step cannot use.
+
+    The loss needs few blocks of vocabulary width, a layer's backward many small ones: what one
+    of both left lies idle while the other is at its peak, and so do the 16-bit logits.
+    Kind: upper bound of replays, fitted to nothing. Source: nvidia-smi less allocated over 150
+    published A100 runs (`docs/accuracy.md`).
+    """
+    if gpu.kind == "cpu":
+        return 0 * loss_bytes
+    return smallest(loss_bytes, layer_bytes) + narrow_logits_bytes + 2 * SEGMENT_BYTES
 
 
 # Share of the card that an engine takes for its block pool: transformers continuous batching

@@ -7,7 +7,9 @@ to (here), and the logits of the kept positions (`memory.logits`). See `docs/kv_
 from __future__ import annotations
 
 from whichlora.architecture import Layer, ModelSpec
-from whichlora.numeric import Count, round_up, smallest
+from whichlora.memory.replay import MIN_OWN_SEGMENT_BYTES as OWN_SEGMENT
+from whichlora.memory.replay import SEGMENT_ROUNDING_BYTES as SEGMENT_ROUNDING
+from whichlora.numeric import Count, largest, round_up, smallest
 
 BLOCK_TOKENS = {"dynamic": 1, "static": 1, "paged": 256, "vllm": 16}
 """Tokens per block: transformers 5.23 continuous batching 256, vLLM 16."""
@@ -47,6 +49,37 @@ def cache_bytes(
             per_sequence = attention.cache_elements * kept
             total = total + count * batch_size * (per_sequence + attention.state_elements)
     return total * element_bytes
+
+
+def left_behind_bytes(
+    model: ModelSpec,
+    *,
+    batch_size: Count,
+    first_tokens: Count,
+    last_tokens: Count,
+    element_bytes: int,
+) -> Count:
+    """Segments that a growing dynamic cache has outgrown and that stay in the allocator's cache.
+
+    A tensor of 10 MiB or more has a segment of its own, rounded up to 2 MiB: with every 2 MiB
+    that keys or values grow, they move to a new one, and the old is too small for anybody.
+    Kind: estimate. Source: torch 2.13 `CUDACachingAllocator::get_allocation_size`; reserved
+    less allocated of published generations (`docs/accuracy.md`).
+    """
+    total = 0 * batch_size
+    for layer, count in model.layers():
+        for attention in layer.attentions:
+            if attention.cross:
+                continue
+            token_bytes = batch_size * attention.cache_elements * element_bytes // 2
+            sizes = (
+                largest(kept_tokens(layer, tokens, kv_cache="dynamic") * token_bytes, OWN_SEGMENT)
+                for tokens in (first_tokens, last_tokens)
+            )
+            first, last = sizes
+            num_moves = (last - first) // SEGMENT_ROUNDING
+            total = total + 2 * count * num_moves * ((first + last) // 2)
+    return total
 
 
 def append_transient_bytes(

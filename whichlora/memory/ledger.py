@@ -6,12 +6,12 @@ breakdown that a user sees.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whichlora.architecture import Layer, ModelSpec
 from whichlora.memory import activations, allocator, kv_cache, logits, optimizer, weights
 from whichlora.methods.base import Method
-from whichlora.numeric import Count, largest, smallest
+from whichlora.numeric import Count, largest
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.stack import Stack
 from whichlora.targets import adapted
@@ -187,7 +187,7 @@ def training_ledger(
         checkpoint = stack.stream_bytes * model.hidden_size * tokens
         masks = activations.kept_mask_bytes(model, stack, tokens=tokens, span=seq_len)
         held = 0 * tokens  # outside of autograd, so it outlives a checkpointed forward
-        for layer, count in () if run.effective_reentrant else model.layers():
+        for layer, count in () if run.use_reentrant else model.layers():
             inputs = activations.distinct(activations.held_by_linear4bit(layer, stack))
             held += count * activations.saved_bytes(inputs, tokens=tokens, span=seq_len)
         kept = Entry(
@@ -281,16 +281,24 @@ def training_ledger(
             Entry("gradients", "all", gradient_bytes),
             Entry("gradients", "two parts of the tied embedding's", both),
         )
-    layer_forward = activations.forward_bytes(model, stack, tokens=tokens, span=seq_len)
-    vocab = logits.logit_width(model) if run.loss_head == "hf" else 0
-    idle = allocator.idle_cache_bytes(
-        gpu, logits_bytes=tokens * vocab * 2, layer_bytes=layer_forward
+    vocab = logits.logit_width(model) if run.loss_head in ("hf", "unsloth") else 0
+    idle = allocator.idle_after_step_bytes(
+        gpu,
+        loss_bytes=largest(loss_forward, loss_backward),
+        layer_bytes=in_layer,
+        narrow_logits_bytes=tokens * vocab * 2,
     )
-    return Ledger(
+    found = Ledger(
         moments=moments,
         idle_bytes=idle,
         workspace_bytes=allocator.workspace_bytes(gpu, training=True),
     )
+    if gpu.kind == "cpu":
+        return found
+    # The optimizer's lists of small tensors find no use for the segments of the activations.
+    in_step = largest(loss_forward, loss_backward, in_layer) + kept.num_bytes
+    at_optimizer = found.moment_bytes("optimizer_step") + in_step
+    return replace(found, idle_bytes=largest(idle, at_optimizer - found.peak_allocated_bytes))
 
 
 def inference_ledger(
@@ -350,9 +358,11 @@ def inference_ledger(
         )
         append = old * (max_new_tokens > 1)  # the first token needs no second pass
     first_scores = scores
+    last_hidden = prompt_tokens * model.hidden_size * 6
     held_scores = 0 * scores
     if stack.libraries.scores_whole_prompt:
         scored = batch_size * first_tokens
+        last_hidden = scored * model.hidden_size * element_bytes
         first_scores = logits.prompt_bytes(model, stack, tokens=scored)
         # the caller holds the first output, in fp32, until the second is there
         held_scores = 4 * scored * logits.logit_width(model) * (max_new_tokens > 1)
@@ -366,7 +376,7 @@ def inference_ledger(
         "first_logits": (
             *static,
             Entry("kv_cache", "prompt", prompt_cache),
-            Entry("activations", "last hidden states", prompt_tokens * model.hidden_size * 6),
+            Entry("activations", "last hidden states", last_hidden),
             Entry("logits_and_loss", "of the prompt", first_scores),
         ),
         "decode": (
@@ -388,10 +398,16 @@ def inference_ledger(
             Entry("logits_and_loss", "of the prompt, in fp32", held_scores),
             Entry("logits_and_loss", "last positions", scores),
         )
-    growth = full_cache - prompt_cache if run.kv_cache == "dynamic" else 0 * full_cache
-    idle = allocator.idle_cache_bytes(
-        gpu, logits_bytes=smallest(growth, full_cache), layer_bytes=append
-    )
+    outgrown = 0 * full_cache
+    if run.kv_cache == "dynamic":
+        outgrown = kv_cache.left_behind_bytes(
+            model,
+            batch_size=batch_size,
+            first_tokens=first_tokens,
+            last_tokens=last_tokens,
+            element_bytes=element_bytes,
+        )
+    idle = allocator.idle_cache_bytes(gpu, logits_bytes=outgrown, layer_bytes=append)
     return Ledger(
         moments=moments,
         idle_bytes=idle,
