@@ -308,3 +308,120 @@ def models(pattern: str, as_json: bool) -> None:
         click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "models": rows}, indent=1))
         return
     report.print_models(found)
+
+
+# --- calibrate ----------------------------------------------------------------------------
+
+_gpu_option = click.option("--gpu", help="One accelerator; default: every one with records.")
+_folder_option = click.option(
+    "--calibration-dir", type=click.Path(path_type=Path, file_okay=False), help="Your calibrations."
+)
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print every field as JSON.")
+
+
+@main.group(invoke_without_command=True)
+@_gpu_option
+@_folder_option
+@click.pass_context
+def calibrate(ctx: click.Context, gpu: str | None, calibration_dir: Path | None) -> None:
+    r"""Fit the predictors to the recorded runs; share and merge records. Alone: fit.
+
+    \b
+    Example:
+      whichlora calibrate --gpu a100-sxm-80gb
+    """
+    given = {"gpu": gpu, "calibration_dir": calibration_dir}
+    ctx.default_map = dict.fromkeys(calibrate.commands, given)
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(fit, **given, as_json=False)
+
+
+@calibrate.command()
+@_gpu_option
+@_folder_option
+@_json_option
+def fit(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
+    """Refit to every record there is, and say what improved."""
+    from whichlora import api, report
+
+    refits = api.calibrate_all(gpu, calibration_dir)
+    if as_json:
+        click.echo(_json("fits", [one.to_dict() for one in refits]))
+        return
+    for one in refits:
+        report.print_refit(one)
+
+
+@calibrate.command()
+@_gpu_option
+@_folder_option
+@_json_option
+def show(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
+    """What is known about a device, from whom, how well, and what is distrusted."""
+    from whichlora import api, report
+
+    found = api.calibration_reports(gpu, calibration_dir)
+    if as_json:
+        click.echo(_json("calibrations", [one.to_dict() for one in found]))
+        return
+    for one in found:
+        report.print_calibration(one)
+
+
+@calibrate.command("import")
+@click.argument("table", metavar="FILE.csv", type=click.Path(path_type=Path))
+@click.option("--skip-bad", is_flag=True, help="Leave out rows that can't be true.")
+@_folder_option
+def import_(table: Path, skip_bad: bool, calibration_dir: Path | None) -> None:
+    """Add the runs of anybody's table; docs/calibration.md has the columns."""
+    from whichlora import api, report
+
+    merged, refused = api.import_table(table, skip_bad=skip_bad, calibration_dir=calibration_dir)
+    report.print_merged(merged, refused)
+
+
+@calibrate.command()
+@click.argument("path", metavar="FILE.csv|FILE.jsonl", type=click.Path(path_type=Path))
+@_gpu_option
+@_folder_option
+def export(path: Path, gpu: str | None, calibration_dir: Path | None) -> None:
+    """Write all records, or those of one accelerator, to a table or to JSON lines."""
+    from whichlora import api
+
+    count = api.export_records(path, gpu, calibration_dir=calibration_dir)
+    click.echo(f"{path}: {count} records")
+
+
+@calibrate.command()
+@click.argument("place", metavar="FOLDER|FILE", type=click.Path(path_type=Path))
+@_folder_option
+def merge(place: Path, calibration_dir: Path | None) -> None:
+    """Add the records of another database, or of one .jsonl file; all of them or none."""
+    from whichlora import api, report
+
+    report.print_merged(api.merge_records(place, calibration_dir=calibration_dir))
+
+
+@calibrate.command()
+@click.argument("url")
+@_folder_option
+def pull(url: str, calibration_dir: Path | None) -> None:
+    """Add the records of a database elsewhere: a directory, s3://, hf://datasets/…."""
+    from whichlora import api, report
+
+    report.print_merged(api.pull_records(url, calibration_dir=calibration_dir))
+
+
+@calibrate.command()
+@click.argument("url")
+@_folder_option
+def push(url: str, calibration_dir: Path | None) -> None:
+    """Add your records to a database elsewhere; nothing there is changed."""
+    from whichlora import api
+
+    count = api.push_records(url, calibration_dir=calibration_dir)
+    click.echo(f"{url}: {count} new records")
+
+
+def _json(name: str, rows: list[dict[str, Any]]) -> str:
+    return json.dumps({"schema_version": SCHEMA_VERSION, name: rows}, indent=1)

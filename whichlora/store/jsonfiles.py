@@ -98,13 +98,22 @@ def write_object(path: Path, values: Mapping[str, Any]) -> None:
         DataFileError: the disk refused; the old file is untouched.
     """
     text = json.dumps(values, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
+    write_bytes(path, (text + "\n").encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace the file at `path` by `data` in one step, folders made as needed.
+
+    Raises:
+        DataFileError: the disk refused; the old file is untouched.
+    """
     # The name holds the process and a random part: writers on several hosts share this folder.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("x", encoding="utf-8") as file:
-                file.write(text + "\n")
+            with temporary.open("xb") as file:
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

@@ -1,0 +1,1 @@
+"""Records from elsewhere and to elsewhere: tables, other databases, remote folders."""

@@ -1,0 +1,91 @@
+"""Measurements that no device can have made: faster than its datasheet, smaller than its weights.
+
+A record that passes may still be wrong; that is for the fit's weights to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from whichlora.architecture import ModelSpec
+from whichlora.prediction import (
+    Job,
+    forward_features,
+    ledger,
+    part_bytes,
+    resolve,
+    step_features,
+)
+from whichlora.results import Measurement
+from whichlora.specs import GpuSpec
+from whichlora.units import format_bytes, format_seconds
+
+# Boost clocks pass the datasheet's by up to a tenth, and autograd spares up to a tenth of the
+# products that we count (`docs/time.md`); together a true run comes no nearer to the roofline.
+_ROOFLINE_SLACK = 0.8
+_WEIGHTS_SLACK = 0.97  # formats and tied tensors that a config does not tell
+_MEMORY_SLACK = 1.02  # boards of one name differ by what their driver keeps
+_CACHE_BYTES = 128 * 2**20  # of a device whose file does not say: no GPU's L2 is larger
+
+
+def impossible(measurement: Measurement, model: ModelSpec, gpu: GpuSpec) -> str:
+    """Why `gpu` can't have measured this; empty where it can.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    if measurement.outcome != "ok":
+        return ""
+    job = resolve(model, measurement.run, gpu)
+    return next(_faults(job, measurement), "")
+
+
+def _faults(job: Job, measurement: Measurement) -> Iterator[str]:
+    found = ledger(job)
+    weights = int(part_bytes(job, found, found.peak_moment)["weights"])
+    on_cpu = job.gpu.kind == "cpu"  # its peak is a guess, and its memory is the host's
+    for field in ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"):
+        size = getattr(measurement, field)
+        if size is None:
+            continue
+        if size < _WEIGHTS_SLACK * weights:
+            yield f"{field}: {format_bytes(size)} is less than the weights, {format_bytes(weights)}"
+        if size > _MEMORY_SLACK * job.gpu.memory_bytes and not on_cpu:
+            total = format_bytes(job.gpu.memory_bytes)
+            yield f"{field}: {format_bytes(size)} is more than {job.gpu.key} has, {total}"
+    if on_cpu or weights < (job.gpu.l2_bytes or _CACHE_BYTES):
+        return  # weights in a cache are read faster than the memory's bandwidth
+    for field, seconds, floor in _times(_at_best(job), measurement):
+        if seconds < _ROOFLINE_SLACK * floor:
+            yield (
+                f"{field}: {format_seconds(seconds)} is faster than the datasheet of "
+                f"{job.gpu.key} allows, {format_seconds(floor)}"
+            )
+
+
+def _times(job: Job, measurement: Measurement) -> Iterator[tuple[str, float, float]]:
+    """Name, shortest measured time and the datasheet's time of every quantity."""
+    run = job.run
+    lengths = measurement.batch_seq_len or (run.seq_len,) * len(measurement.step_s)
+    shortest: dict[int, float] = {}
+    for length, seconds in zip(lengths, measurement.step_s, strict=False):
+        shortest[length] = min(seconds, shortest.get(length, seconds))
+    for length, seconds in shortest.items():
+        yield "step", seconds, step_features(job, seq_len=length)["products"]
+    if measurement.prefill_s:
+        floor = forward_features(job, context=run.prompt_len, decoding=False)["products"]
+        yield "prefill", min(measurement.prefill_s), floor
+    if measurement.decode_s_per_token and run.max_new_tokens > 1:
+        floor = forward_features(job, context=run.prompt_len, decoding=True)["products"]
+        yield "decode_per_token", min(measurement.decode_s_per_token), floor
+
+
+def _at_best(job: Job) -> Job:
+    """The same job where its products run at the fastest rate that its libraries could choose."""
+    peaks = job.gpu.peak_flops_per_s
+    rates = [peaks[dtype] for dtype in (job.dtype, "fp32", "tf32") if dtype in peaks]
+    if job.stack.quant == "int8" and "int8" in peaks:
+        rates.append(peaks["int8"])
+    fastest = {**peaks, job.dtype: max(rates)}
+    return replace(job, gpu=replace(job.gpu, peak_flops_per_s=fastest))
