@@ -79,6 +79,11 @@ class Libraries:
         return self.older("transformers", "4.46")
 
     @property
+    def repeats_keys(self) -> bool:
+        """Attention copies grouped keys and values once per query head, while decoding too."""
+        return self.older("transformers", "4.48")
+
+    @property
     def cache_of_tuples(self) -> bool:
         """All of the old KV cache lives until all of the new one is there."""
         return self.older("transformers", "4.42")

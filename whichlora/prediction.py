@@ -52,7 +52,7 @@ class Job:
     @property
     def dtype(self) -> str:
         """Dtype of the matrix products, as the datasheet names it."""
-        return "fp32" if self.stack.compute_bytes == 4 else self.run.precision[:4]
+        return self.run.precision[:4]
 
 
 def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:

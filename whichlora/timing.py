@@ -49,7 +49,7 @@ _ACCELERATOR_PRIOR = {
     "elementwise": (1.0 / 0.8, 0.4),
     "dequant": (1.0 / 0.5, 0.6),
     "optimizer": (1.0 / 0.8, 0.5),
-    "launch": (7e-6, 0.5),
+    "launch": (14e-6, 0.5),
     "constant": (3e-3, 1.0),
 }
 _CPU_PRIOR = {
@@ -61,9 +61,10 @@ _CPU_PRIOR = {
     "launch": (10e-6, 0.8),
     "constant": (10e-3, 1.0),
 }
-# Decoding launches every kernel from Python: the published A100 speeds of Qwen2.5 and Qwen2 at
-# four sizes from 0.5B to 7B give 21.8 to 22.6 microseconds a kernel.
-_DECODE_LAUNCH_S = 22e-6
+# A forward launches every kernel from Python: the published A100 speeds of Qwen2.5 and Qwen2 at
+# four sizes from 0.5B to 7B give 21.8 to 22.6 microseconds a kernel. Of a training step, half the
+# kernels are launched by autograd, which takes 6 to 8.
+_FORWARD_LAUNCH_S = 22e-6
 _STEADY_CONSTANT = {"finetune": 1.0, "prefill": 0.3, "decode": 0.03}
 PRIOR_NOISE = {"accelerator": 0.2, "cpu": 0.35}
 
@@ -76,8 +77,8 @@ def prior(gpu: GpuSpec, phase: str) -> tuple[dict[str, float], dict[str, float]]
     table = _CPU_PRIOR if gpu.kind == "cpu" else _ACCELERATOR_PRIOR
     mean = {name: value for name, (value, _) in table.items()}
     mean["constant"] *= _STEADY_CONSTANT[phase]
-    if phase == "decode" and gpu.kind != "cpu":
-        mean["launch"] = _DECODE_LAUNCH_S
+    if phase != "finetune" and gpu.kind != "cpu":
+        mean["launch"] = _FORWARD_LAUNCH_S
     spread = {name: mean[name] * relative for name, (_, relative) in table.items()}
     return mean, spread
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whichlora.architecture import Layer, ModelSpec
+from whichlora.architecture import Attention, Layer, ModelSpec
 from whichlora.memory import activations, weights
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, smallest
@@ -26,7 +26,23 @@ EXPERT_OPS = 8  # per expert that a batch visits
 OUTSIDE_OPS = 22  # embedding, final norm, head, sampling
 LOSS_OPS = 32
 BACKWARD_RATIO = 1.6  # 60 of 38
+# Bytes that the loss reads and writes per token and vocabulary entry, forward and backward.
+LOSS_PASSES = {"hf": 30, "unsloth": 30, "raw": 8, "trl-fused": 16, "liger": 16}
 OPTIMIZER_OPS = {"adamw_torch_fused": 1, "adamw_torch": 14}
+
+
+# What a quantised product launches beside its kernel: AWQ sums split results, 8-bit GPTQ widens
+# and narrows, bitsandbytes expands scales and looks up its state in Python.
+QUANT_OPS = {"awq-int4": 2, "gptq-int8": 2, "nf4": 5, "nf4-dq": 6, "fp4": 5, "int8": 6}
+# Rows up to which a quantised product unpacks weights inside its kernel.
+FUSED_ROWS = {
+    "nf4": 1,
+    "nf4-dq": 1,
+    "fp4": 1,
+    "gptq-int4": 50,
+    "gptq-int8": 50,
+    "awq-int4": 1024,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +124,12 @@ def layer_ops(layer: Layer, run: RunConfig) -> int:
     return ops
 
 
+def quant_ops(layer: Layer, stack: Stack) -> int:
+    """Kernels that the quantised products of one layer's forward add."""
+    quantised = sum(weights.is_quantised(linear, stack) for linear in layer.linears)
+    return quantised * QUANT_OPS.get(stack.quant, 0)
+
+
 def expert_ops(layer: Layer, tokens: Count) -> Count:
     if layer.moe is None:
         return 0 * tokens
@@ -170,13 +192,13 @@ def training_work(
             launches = launches + count * method.backward_ops[stack.autocast]
             dense = method.weight_flops(linear, r) * (2 + recompute)
             product_flops = product_flops + count * dense
-        base_ops = layer_ops(layer, run) + expert_ops(layer, tokens)
+        base_ops = layer_ops(layer, run) + quant_ops(layer, stack) + expert_ops(layer, tokens)
         launches = launches + count * base_ops * (1 + recompute)
         launches = launches + (count * base_ops * BACKWARD_RATIO)
     if not method.trains_base:
         product_flops = product_flops + (6 + 2 * recompute) * tokens * num_trained
     vocab = model.vocab_size if model.head is not None else 0
-    loss_passes = {"hf": 30, "raw": 8, "trl-fused": 16, "liger": 16}[run.loss_head]
+    loss_passes = LOSS_PASSES[run.loss_head]
     elementwise = elementwise + loss_passes * vocab * tokens
 
     steps = run.gradient_accumulation_steps
@@ -194,6 +216,20 @@ def training_work(
     )
 
 
+def cache_passes(attention: Attention, run: RunConfig, stack: Stack) -> int:
+    """How often one decoding step reads or writes the keys and values there are.
+
+    A dynamic cache is read and written whole to append one token, then read by the attention.
+    Old code read it once more to repeat each group's keys per query head, and read those.
+    """
+    if run.kv_cache != "dynamic":
+        return 1
+    groups = attention.num_attention_heads // max(1, attention.num_key_value_heads)
+    if groups > 1 and (stack.libraries.repeats_keys or stack.attn == "eager"):
+        return 2 + 1 + 2 * groups
+    return 3
+
+
 def inference_work(
     model: ModelSpec,
     run: RunConfig,
@@ -208,14 +244,13 @@ def inference_work(
     The head sees the last position only.
     """
     tokens = batch_size if decoding else batch_size * context
-    # a dynamic cache is read and written whole to append one token, then read by the attention
-    cache_passes = 3 if decoding and run.kv_cache == "dynamic" else 1
     head = model.head.num_weights if model.head is not None else 0
-    product_flops = 2 * batch_size * head
+    scored = tokens if stack.libraries.scores_whole_prompt else batch_size
+    product_flops = 2 * scored * head
     weight_read = head * stack.embedding_bytes + 0 * tokens
     attention_flops = 0 * tokens
     attention_bytes = 0 * tokens
-    elementwise = 12 * batch_size * model.vocab_size
+    elementwise = 12 * scored * model.vocab_size
     dequant = 0 * tokens
     launches = OUTSIDE_OPS + 0 * tokens
     for layer, count in model.layers():
@@ -228,7 +263,8 @@ def inference_work(
         attention_flops = attention_flops + count * tokens * per_token
         for attention in layer.attentions:
             cached = attention.cache_elements * context + attention.state_elements
-            moved_bytes = cached * stack.compute_bytes * cache_passes
+            passes = cache_passes(attention, run, stack) if decoding else 1
+            moved_bytes = cached * stack.compute_bytes * passes
             attention_bytes = attention_bytes + count * batch_size * moved_bytes
         moved = activations.layer_forward_bytes(
             layer, model.hidden_size, stack, tokens=tokens, span=0
@@ -236,8 +272,11 @@ def inference_work(
         elementwise = elementwise + count * 3 * moved
         if stack.quant != "none":
             expanded = sum(one.num_weights for one in layer.linears if one.is_module)
-            dequant = dequant + count * expanded * 4
-        launches = launches + count * (layer_ops(layer, run) + expert_ops(layer, tokens))
+            fused = tokens <= FUSED_ROWS.get(stack.quant, 0)
+            # a fused kernel unpacks what it reads: one more pass over the stored bytes
+            dequant = dequant + count * (fused * stored + (1 - fused) * expanded * 4)
+        ops = layer_ops(layer, run) + quant_ops(layer, stack)
+        launches = launches + count * (ops + expert_ops(layer, tokens))
     return Work(
         product_flops=product_flops,
         weight_read_bytes=weight_read,
