@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import math
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -299,8 +300,8 @@ def _quantity(row: Mapping[str, str], column: Column) -> Any:
             value = float(match[1]) * (factors.pop() or 0.0)
         except ValueError:
             value = -1.0
-        if value < 0 or (value == 0 and name != "device_time"):
-            raise ConfigError(f"{name}: {cell[:40]!r} is not above 0")
+        if not (0 < value < math.inf or (value == 0 and name == "device_time")):
+            raise ConfigError(f"{name}: {cell[:40]!r} is not above 0, or beyond any number")
         found.append(value)
     if kind == "bytes":
         return round(found[0])

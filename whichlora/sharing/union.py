@@ -17,7 +17,7 @@ from pathlib import Path
 from whichlora.errors import DataFileError
 from whichlora.results import Measurement
 from whichlora.store.gpu_file import read_gpu
-from whichlora.store.jsonfiles import require_slug, write_bytes
+from whichlora.store.jsonfiles import is_slug, write_bytes
 from whichlora.store.measurements import (
     encode_record,
     read_measurements,
@@ -78,7 +78,8 @@ def read_source(place: Path, impossible: Callable[[Measurement], str]) -> Source
         folder = path.parent
         gpu = folder.parent.name if folder.name == "measurements" else None
         for record, where in read_records(path, gpu=gpu):
-            require_slug(f"{where}: gpu", record.gpu)
+            if not is_slug(record.gpu):
+                raise DataFileError(f"{where}: gpu: {record.gpu!r} can't name a folder")
             fault = impossible(record)
             if fault:
                 raise DataFileError(f"{where}: {fault}; remove the record")

@@ -202,7 +202,9 @@ def record_ids(roots: Iterable[Path], gpu: str) -> set[str]:
         for line, where in _lines(path):
             match = _ID.match(line)
             found = match[1].decode() if match else parse_object(line, where).get("id")
-            ids.add(str(found))
+            if not isinstance(found, str):
+                raise DataFileError(f"{where}: id: missing; must be {_CHECKS['id'][0]}")
+            ids.add(found)
     return ids
 
 
