@@ -27,7 +27,8 @@ Quantity = Literal[
     "peak_allocated",
     "peak_reserved",
     "device_used",
-    "peak_of_unknown_counter",
+    "perhaps_allocated",
+    "perhaps_device_used",
     "allocated_between_steps",
     "allocated_after_forward",
     "step_s",
@@ -40,7 +41,8 @@ MEMORY: tuple[Quantity, ...] = (
     "peak_allocated",
     "peak_reserved",
     "device_used",
-    "peak_of_unknown_counter",
+    "perhaps_allocated",
+    "perhaps_device_used",
     "allocated_between_steps",
     "allocated_after_forward",
 )
@@ -163,6 +165,7 @@ def _qwen1(size: str) -> ModelSpec:
             "num_key_value_heads": heads,
             "intermediate_size": width,
             "vocab_size": vocab,
+            "max_position_embeddings": 8192,
             "tie_word_embeddings": False,
         },
         name=f"Qwen/Qwen-{size}",
@@ -435,8 +438,6 @@ def _qwen_speed(line: _Line) -> Iterator[Found]:
         yield found
         return
     spec, run = found
-    if line.source == "qwen15_hf_infer" and not run.libraries:
-        run = replace(run, libraries=(("torch", "2.1.2"), ("transformers", "4.38.2")))
     if line.source == "qwen15_hf_infer":
         run = replace(run, libraries=(("torch", "2.1.2"), ("transformers", "4.38.2")))
     yield from line.memory(spec, run, A100, "peak_allocated")
@@ -519,6 +520,9 @@ def _optimum_training(line: _Line, gpu: str) -> Iterator[Found]:
     yield line.observed(spec, run, gpu, "step_s", seconds, stack=_experiment(row))
 
 
+_QWEN1_LIBRARIES = (("peft", "0.7.1"), ("torch", "2.0.1"), ("transformers", "4.32.0"))
+
+
 def _qwen1_inference(line: _Line) -> Iterator[Found]:
     row = line.row
     if not row["prefill_len"]:
@@ -533,7 +537,8 @@ def _qwen1_inference(line: _Line) -> Iterator[Found]:
         yield found
         return
     spec, run = found
-    yield from line.memory(spec, run, A100, "peak_of_unknown_counter")
+    run = replace(run, libraries=_QWEN1_LIBRARIES)
+    yield from line.memory(spec, run, A100, "perhaps_allocated")
     if row["time_value"]:
         seconds = run.max_new_tokens / float(row["time_value"])
         yield line.observed(spec, run, A100, "generate_s", seconds)
@@ -563,9 +568,9 @@ def _qwen1_finetune(line: _Line) -> Iterator[Found]:
         gradient_accumulation_steps=8,
         attn="flash_attention_2" if row["attn_impl"] else "eager",
         optimizer="adamw_torch",
-        libraries=(("peft", "0.7.1"), ("torch", "2.0.1"), ("transformers", "4.32.0")),
+        libraries=_QWEN1_LIBRARIES,
     )
-    yield from line.memory(spec, run, A100, "peak_of_unknown_counter", stack=row["method"])
+    yield from line.memory(spec, run, A100, "perhaps_device_used", stack=row["method"])
     if row["time_value"]:
         yield line.observed(
             spec, run, A100, "step_s", float(row["time_value"]), stack=row["method"], rounding=0.05
@@ -593,7 +598,7 @@ def _glm4(line: _Line) -> Iterator[Found]:
         model=spec.name, phase="inference", prompt_len=prompt, max_new_tokens=1, attn="sdpa"
     )
     gpu = "h100-sxm-80gb"
-    yield from line.memory(spec, run, gpu, "peak_of_unknown_counter")
+    yield from line.memory(spec, run, gpu, "perhaps_device_used")
     value = float(row["time_value"])
     if row["time_unit"] == "s prefill":
         yield line.observed(

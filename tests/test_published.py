@@ -1,0 +1,127 @@
+"""What others published: every cell has a reading or a reason, and errors stay as small as now."""
+
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import published_accuracy
+import published_rows
+from published_accuracy import compared_memory, explanation, held_out, summary
+from published_rows import FOLDER, SOURCES, LeftOut, Observation, read, read_all
+
+# source: cells compared, cells left out
+CELLS = {
+    "autoawq_readme": (0, 48),
+    "axolotl_examples": (0, 20),
+    "chatglm2_readme": (0, 6),
+    "chatglm_finetuning_readme": (0, 4),
+    "fms_acceleration_bench": (694, 225),
+    "fsdp_qlora": (24, 64),
+    "github_issues": (0, 8),
+    "glm4": (12, 16),
+    "misc_docs": (0, 2),
+    "ms_swift_benchmark": (0, 83),
+    "neusight_labels": (71, 36),
+    "optimum_benchmark": (483, 165),
+    "qwen15_hf_infer": (158, 16),
+    "qwen1_inference": (54, 66),
+    "qwen25_speed": (128, 77),
+    "qwen2_speed": (112, 62),
+    "qwen_readme_finetune": (80, 16),
+    "torchtune_docs": (0, 16),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_cell_is_compared_or_left_out_with_a_reason(source: str) -> None:
+    found = list(read(source))
+    compared = [one for one in found if isinstance(one, Observation)]
+    left_out = [one for one in found if isinstance(one, LeftOut)]
+    assert (len(compared), len(left_out)) == CELLS[source]
+    assert all(one.reason for one in left_out)
+    lines = FOLDER.joinpath(f"{source}.csv").read_text(encoding="utf-8").count("\n")
+    assert {one.line for one in found} <= set(range(2, lines + 1))
+
+
+def test_every_file_is_read() -> None:
+    assert {path.stem for path in FOLDER.glob("*.csv")} == set(SOURCES)
+
+
+def test_a_value_is_in_bytes_or_seconds() -> None:
+    for one in read_all():
+        if isinstance(one, Observation):
+            low, high = (2e8, 9e10) if one.quantity in published_rows.MEMORY else (5e-3, 600)
+            assert low < one.value < high, one
+
+
+def test_a_stated_version_reaches_the_run() -> None:
+    rows = [one for one in read("qwen2_speed") if isinstance(one, Observation)]
+    assert {dict(one.run.libraries)["transformers"] for one in rows} == {"4.38.2"}
+
+
+def test_a_run_gets_what_its_notes_say() -> None:
+    rows = [one for one in read("fms_acceleration_bench") if isinstance(one, Observation)]
+    baseline = [one for one in rows if one.stack == "baseline-peft-bnb"]
+    assert baseline
+    assert all(one.run.prepare_kbit and one.run.quant == "nf4-dq" for one in baseline)
+    heads = {one.stack.partition("-liger")[1]: one.run.loss_head for one in rows}
+    assert heads["-liger"] == "liger"
+    assert {one.run.lora_dropout for one in rows if one.run.method != "full"} == {0.0, 0.1}
+
+
+# counter and source: median and 90th percentile of the relative error, a little above what holds
+MEMORY_BOUNDS = {
+    ("peak_allocated", "fms_acceleration_bench"): (0.02, 0.13),
+    ("peak_allocated", "fsdp_qlora"): (0.01, 0.015),
+    ("peak_allocated", "optimum_benchmark"): (0.015, 0.13),
+    ("peak_allocated", "qwen15_hf_infer"): (0.005, 0.045),
+    ("peak_allocated", "qwen25_speed"): (0.01, 0.025),
+    ("peak_allocated", "qwen2_speed"): (0.005, 0.015),
+    ("allocated_between_steps", "fms_acceleration_bench"): (0.001, 0.04),
+    ("allocated_after_forward", "fsdp_qlora"): (0.005, 0.01),
+    ("peak_reserved", "optimum_benchmark"): (0.05, 0.30),
+    ("device_used", "fms_acceleration_bench"): (0.06, 0.20),
+    ("device_used", "optimum_benchmark"): (0.16, 0.36),
+}
+
+
+def test_memory_errors_stay_below_what_holds_now() -> None:
+    groups: dict[tuple[str, str], list[float]] = {}
+    for one in compared_memory():
+        key = (one.observation.quantity, one.observation.source)
+        groups.setdefault(key, []).append(one.error)
+    for key, (most, tail) in MEMORY_BOUNDS.items():
+        found = summary(groups[key])
+        assert (found.median, found.p90) <= (most, 1.0), (key, found)
+        assert found.p90 <= tail, (key, found)
+
+
+def test_every_row_that_is_far_off_is_explained_by_name() -> None:
+    far = [one for one in compared_memory() if abs(one.error) > published_accuracy.FAR_OFF]
+    reasons = Counter(explanation(one.observation) for one in far)
+    assert "not explained" not in reasons
+
+
+# title: largest median error, and the least and most that the stated 90 % interval may hold
+TIME_BOUNDS = {
+    "Training step on A100, a model never measured": (0.10, 0.85, 0.95),
+    "Decoding on A100, a model never measured": (0.12, 0.85, 0.95),
+    "Forward and backward in fp32, a GPU never measured": (0.20, 0.85, 0.95),
+    "Forward in fp32, a GPU never measured": (0.20, 0.80, 0.95),
+}
+
+
+@pytest.mark.parametrize("title", TIME_BOUNDS)
+def test_a_group_never_measured_is_predicted_as_well_as_now(title: str) -> None:
+    found = held_out(title)
+    errors = [(error, one.half_width) for one in found for error in one.errors]
+    most, least_inside, most_inside = TIME_BOUNDS[title]
+    assert median(abs(math.expm1(error)) for error, _ in errors) <= most
+    inside = sum(abs(error) <= width for error, width in errors) / len(errors)
+    assert least_inside <= inside <= most_inside
