@@ -349,7 +349,12 @@ def import_table(
         first = f": {table.refused[0]}" if table.refused else ""
         raise DataFileError(f"{path}: holds no run that can be used{first}")
     placed = [(record, str(path)) for record in table.records]
-    merged = add(calibration_roots(calibration_dir), Source(placed, {}), _is_known_gpu)
+    merged = add(
+        calibration_roots(calibration_dir),
+        Source(placed, {}),
+        impossible=lambda _: "",  # every row was judged
+        is_known=_is_known_gpu,
+    )
     return merged, table.refused
 
 
@@ -390,8 +395,8 @@ def merge_records(place: Path, *, calibration_dir: Path | None = None) -> Merged
 
     if place.suffix == ".csv":
         raise ConfigError(f"{place}: is a table; use 'whichlora calibrate import {place}'")
-    source = read_source(place, _judge())
-    return add(calibration_roots(calibration_dir), source, _is_known_gpu)
+    roots = calibration_roots(calibration_dir)
+    return add(roots, read_source(place), impossible=_judge(), is_known=_is_known_gpu)
 
 
 def pull_records(url: str, *, calibration_dir: Path | None = None) -> Merged:
@@ -403,7 +408,8 @@ def pull_records(url: str, *, calibration_dir: Path | None = None) -> Merged:
     """
     from whichlora.sharing.remote import pull
 
-    return pull(url, calibration_roots(calibration_dir), _judge(), _is_known_gpu)
+    roots = calibration_roots(calibration_dir)
+    return pull(url, roots, impossible=_judge(), is_known=_is_known_gpu)
 
 
 def push_records(url: str, *, calibration_dir: Path | None = None) -> int:
@@ -425,7 +431,7 @@ def push_records(url: str, *, calibration_dir: Path | None = None) -> int:
     ]
     if not placed:
         raise CalibrationError(f"no run was recorded yet in {roots[0]}; nothing to push")
-    return push(url, placed, _judge())
+    return push(url, placed, impossible=_judge())
 
 
 def _is_known_gpu(key: str) -> bool:

@@ -9,10 +9,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from whichlora.errors import ConfigError, DataFileError, WhichLoraError
-from whichlora.results import Measurement
 from whichlora.sharing.union import (
     MAX_FILES,
     MAX_TOTAL_BYTES,
+    Impossible,
     Merged,
     Placed,
     Source,
@@ -25,11 +25,13 @@ from whichlora.store.jsonfiles import is_slug, write_bytes
 
 _CHUNK_BYTES = 1 << 20
 
-Impossible = Callable[[Measurement], str]
-
 
 def pull(
-    url: str, roots: Sequence[Path], impossible: Impossible, is_known: Callable[[str], bool]
+    url: str,
+    roots: Sequence[Path],
+    *,
+    impossible: Impossible,
+    is_known: Callable[[str], bool],
 ) -> Merged:
     """Merge the database at `url` into `roots[0]`.
 
@@ -37,13 +39,13 @@ def pull(
         ConfigError: no such protocol, or its library is not installed.
         DataFileError: it can't be reached, or anything in it is broken; nothing is written then.
     """
-    with _fetched(url, impossible) as source:
+    with _fetched(url) as source:
         if source is None:
             raise DataFileError(f"{url}: holds no records")
-        return add(roots, source, is_known)
+        return add(roots, source, impossible=impossible, is_known=is_known)
 
 
-def push(url: str, records: Sequence[Placed], impossible: Impossible) -> int:
+def push(url: str, records: Sequence[Placed], *, impossible: Impossible) -> int:
     """Add to the database at `url` what it lacks of `records`; how many that were.
 
     One new file per device, named by its content: nothing there is changed or overwritten.
@@ -52,9 +54,9 @@ def push(url: str, records: Sequence[Placed], impossible: Impossible) -> int:
         ConfigError: no such protocol, or its library is not installed.
         DataFileError: it can't be reached, is broken, or holds another record under the same id.
     """
-    with _fetched(url, impossible) as source:
+    with _fetched(url) as source:
         theirs = source.records if source else ()
-        fresh = new_records(records, theirs)
+        fresh = new_records(records, theirs, impossible)
     system, root = _connect(url)
     for gpu in sorted({one.gpu for one in fresh}):
         name, data = packed([one for one in fresh if one.gpu == gpu])
@@ -114,7 +116,7 @@ def _named(url: str, folder: str) -> Iterator[None]:
 
 
 @contextmanager
-def _fetched(url: str, impossible: Impossible) -> Iterator[Source | None]:
+def _fetched(url: str) -> Iterator[Source | None]:
     """The database at `url`, copied and checked; None where it has no record files."""
     system, root = _connect(url)
     with tempfile.TemporaryDirectory(prefix="whichlora-") as folder:
@@ -122,7 +124,7 @@ def _fetched(url: str, impossible: Impossible) -> Iterator[Source | None]:
         with _reaching(url):
             count = _copy(system, root, copy, url)
         with _named(url, str(copy)):
-            yield read_source(copy, impossible) if count else None
+            yield read_source(copy) if count else None
 
 
 def _copy(system: Any, root: str, copy: Path, url: str) -> int:

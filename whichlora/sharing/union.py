@@ -31,6 +31,7 @@ MAX_TOTAL_BYTES = 1 << 30  # of one source: a million records, and what fits a l
 _PACKED = (".gz", ".zip", ".zst", ".bz2", ".xz")
 
 Placed = tuple[Measurement, str]  # a record and its place, path:line
+Impossible = Callable[[Measurement], str]  # why no device can have measured it; empty where one can
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,8 @@ class Merged:
     paths: Sequence[Path]
 
 
-def read_source(place: Path, impossible: Callable[[Measurement], str]) -> Source:
+def read_source(place: Path) -> Source:
     """All records of a database folder, a folder of record files, or one `.jsonl` file.
-
-    Args:
-        impossible: why no device can have measured a record, empty where one can.
 
     Raises:
         DataFileError: anything in it is broken; then nothing of it is of use.
@@ -80,9 +78,6 @@ def read_source(place: Path, impossible: Callable[[Measurement], str]) -> Source
         for record, where in read_records(path, gpu=gpu):
             if not is_slug(record.gpu):
                 raise DataFileError(f"{where}: gpu: {record.gpu!r} can't name a folder")
-            fault = impossible(record)
-            if fault:
-                raise DataFileError(f"{where}: {fault}; remove the record")
             records.append((record, where))
     if not records:
         raise DataFileError(f"{place}: holds no records; give a folder or a file of .jsonl")
@@ -136,17 +131,24 @@ def _check_plain(path: Path) -> int:
     return status.st_size
 
 
-def add(roots: Sequence[Path], source: Source, is_known: Callable[[str], bool]) -> Merged:
+def add(
+    roots: Sequence[Path],
+    source: Source,
+    *,
+    impossible: Impossible,
+    is_known: Callable[[str], bool],
+) -> Merged:
     """Add to `roots[0]` what no root holds yet.
 
     Args:
         is_known: whether the facts of a device are at hand; the source's own are taken if not.
 
     Raises:
-        DataFileError: one id with two contents, here and there; nothing is written then.
+        DataFileError: an impossible record, or one id with two contents, here and there; nothing
+            is written then.
     """
     fresh = {
-        gpu: new_records(placed, _placed_here(roots, gpu))
+        gpu: new_records(placed, _placed_here(roots, gpu), impossible)
         for gpu, placed in _by_gpu(source.records).items()
     }
     root = roots[0]
@@ -186,16 +188,22 @@ def _by_gpu(records: Iterable[Placed]) -> dict[str, list[Placed]]:
     return found
 
 
-def new_records(theirs: Sequence[Placed], ours: Sequence[Placed]) -> list[Measurement]:
+def new_records(
+    theirs: Sequence[Placed], ours: Sequence[Placed], impossible: Impossible
+) -> list[Measurement]:
     """Records of `theirs` that `ours` lacks, by id.
 
     Raises:
-        DataFileError: one id with two contents.
+        DataFileError: one id with two contents, or a new record that no device can have measured.
     """
     union([*ours, *theirs])
     known = {record.id for record, _ in ours}
-    found = {record.id: record for record, _ in theirs if record.id not in known}
-    return [found[name] for name in sorted(found)]
+    found = {record.id: (record, where) for record, where in theirs if record.id not in known}
+    for record, where in found.values():
+        fault = impossible(record)
+        if fault:
+            raise DataFileError(f"{where}: {fault}; remove the record")
+    return [found[name][0] for name in sorted(found)]
 
 
 def packed(records: Sequence[Measurement]) -> tuple[str, bytes]:
