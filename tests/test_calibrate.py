@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whichlora import api
+from whichlora import api, databases
 from whichlora.calibration import prior_calibration
 from whichlora.cli import main
 from whichlora.errors import DataFileError
@@ -384,17 +384,17 @@ def test_merging_is_free_of_order_and_repetition(
     found = []
     for n, order in enumerate(orders):
         for source in order:
-            api.merge_records(source, calibration_dir=base / f"into-{n}")
+            databases.merge_records(source, calibration_dir=base / f"into-{n}")
         found.append(read_measurements([base / f"into-{n}"], GPU))
     assert found[0] == found[1]
     assert {one.id for one in found[0]} == {one.id for part in parts for one in part}
     before = files(base / "into-0")
-    api.merge_records(base / "into-1", calibration_dir=base / "into-0")
+    databases.merge_records(base / "into-1", calibration_dir=base / "into-0")
     assert files(base / "into-0") == before
 
 
 def _merge(source: Path, into: Path) -> None:
-    api.merge_records(source, calibration_dir=into)
+    databases.merge_records(source, calibration_dir=into)
 
 
 def test_processes_that_merge_at_once_lose_and_repeat_nothing(tmp_path: Path) -> None:
@@ -636,7 +636,7 @@ def test_conflicting_records_are_not_pushed(tmp_path: Path, root: Path, memory_u
     a_database(root, [a_record(1, device_s=2.0), a_record(2)])
     assert "is another record at" in refused("push", memory_url)
     with pytest.raises(DataFileError, match="is another record"):
-        api.pull_records(memory_url)
+        databases.pull_records(memory_url)
     assert "1 records were here already" in done(
         "pull", memory_url, "--calibration-dir", tmp_path / "a"
     )

@@ -342,9 +342,9 @@ def calibrate(ctx: click.Context, gpu: str | None, calibration_dir: Path | None)
 @_json_option
 def fit(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
     """Refit to every record there is, and say what improved."""
-    from whichlora import api, report
+    from whichlora import databases, report
 
-    refits = api.calibrate_all(gpu, calibration_dir)
+    refits = databases.calibrate_all(gpu, calibration_dir)
     if as_json:
         click.echo(_json("fits", [one.to_dict() for one in refits]))
         return
@@ -358,9 +358,9 @@ def fit(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
 @_json_option
 def show(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
     """What is known about a device, from whom, how well, and what is distrusted."""
-    from whichlora import api, report
+    from whichlora import databases, report
 
-    found = api.calibration_reports(gpu, calibration_dir)
+    found = databases.calibration_reports(gpu, calibration_dir)
     if as_json:
         click.echo(_json("calibrations", [one.to_dict() for one in found]))
         return
@@ -374,9 +374,11 @@ def show(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
 @_folder_option
 def import_(table: Path, skip_bad: bool, calibration_dir: Path | None) -> None:
     """Add the runs of anybody's table; docs/calibration.md has the columns."""
-    from whichlora import api, report
+    from whichlora import databases, report
 
-    merged, refused = api.import_table(table, skip_bad=skip_bad, calibration_dir=calibration_dir)
+    merged, refused = databases.import_table(
+        table, skip_bad=skip_bad, calibration_dir=calibration_dir
+    )
     report.print_merged(merged, refused)
 
 
@@ -386,9 +388,9 @@ def import_(table: Path, skip_bad: bool, calibration_dir: Path | None) -> None:
 @_folder_option
 def export(path: Path, gpu: str | None, calibration_dir: Path | None) -> None:
     """Write all records, or those of one accelerator, to a table or to JSON lines."""
-    from whichlora import api
+    from whichlora import databases
 
-    count = api.export_records(path, gpu, calibration_dir=calibration_dir)
+    count = databases.export_records(path, gpu, calibration_dir=calibration_dir)
     click.echo(f"{path}: {count} records")
 
 
@@ -397,9 +399,9 @@ def export(path: Path, gpu: str | None, calibration_dir: Path | None) -> None:
 @_folder_option
 def merge(place: Path, calibration_dir: Path | None) -> None:
     """Add the records of another database, or of one .jsonl file; all of them or none."""
-    from whichlora import api, report
+    from whichlora import databases, report
 
-    report.print_merged(api.merge_records(place, calibration_dir=calibration_dir))
+    report.print_merged(databases.merge_records(place, calibration_dir=calibration_dir))
 
 
 @calibrate.command()
@@ -407,9 +409,9 @@ def merge(place: Path, calibration_dir: Path | None) -> None:
 @_folder_option
 def pull(url: str, calibration_dir: Path | None) -> None:
     """Add the records of a database elsewhere: a directory, s3://, hf://datasets/…."""
-    from whichlora import api, report
+    from whichlora import databases, report
 
-    report.print_merged(api.pull_records(url, calibration_dir=calibration_dir))
+    report.print_merged(databases.pull_records(url, calibration_dir=calibration_dir))
 
 
 @calibrate.command()
@@ -417,9 +419,9 @@ def pull(url: str, calibration_dir: Path | None) -> None:
 @_folder_option
 def push(url: str, calibration_dir: Path | None) -> None:
     """Add your records to a database elsewhere; nothing there is changed."""
-    from whichlora import api
+    from whichlora import databases
 
-    count = api.push_records(url, calibration_dir=calibration_dir)
+    count = databases.push_records(url, calibration_dir=calibration_dir)
     click.echo(f"{url}: {count} new records")
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from whichlora.api import CalibrationReport, Refit
     from whichlora.calibration import Calibration
+    from whichlora.databases import CalibrationReport, Refit
     from whichlora.sharing.union import Merged
     from whichlora.store.models import ModelRecord
     from whichlora.workflow import Answer, Compared
