@@ -53,7 +53,7 @@ def finetune_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
         "gradient_accumulation_steps": st.sampled_from((1, 4)),
         "attn": st.sampled_from(("sdpa", "eager")),
         "padding": st.sampled_from(("none", "padded")),
-        "loss_head": st.sampled_from(("hf", "trl-fused", "liger", "raw")),
+        "loss_head": st.sampled_from(("hf", "trl-fused", "liger", "unsloth", "raw")),
     }
     return _runs(choices, fixed)
 
@@ -68,7 +68,7 @@ def inference_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
         "max_new_tokens": st.integers(1, 1024),
         "precision": st.sampled_from(("bf16", "fp16", "fp32")),
         "attn": st.sampled_from(("sdpa", "eager")),
-        "quant": st.sampled_from(("none", "nf4", "nf4-dq", "int8")),
+        "quant": st.sampled_from(("none", "nf4", "nf4-dq", "int8", "gptq-int8")),
         "kv_cache": st.sampled_from(("dynamic", "static", "paged", "vllm")),
     }
     return _runs(choices, fixed)

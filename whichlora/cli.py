@@ -120,6 +120,12 @@ def _fractions(setting: str) -> Callable[..., list[float]]:
     return split
 
 
+def _versions(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Any, ...]:
+    """A click callback: comma list of library=version."""
+    pairs = [word.partition("=") for word in value.split(",") if word.strip()]
+    return tuple(sorted((library.strip(), version.strip()) for library, _, version in pairs))
+
+
 def _list_option(
     flag: str, default: str, help_text: str, callback: Callable[..., Any]
 ) -> Callable[[Any], Any]:
@@ -188,6 +194,13 @@ def main() -> None:
 @_list_option("prompt-len", "512", "Prompt tokens (inference).", _counts("prompt-len"))
 @_list_option("max-new-tokens", "128", "Generated tokens (inference).", _counts("max-new-tokens"))
 @_choices("kv-cache", "dynamic", "Key-value cache (inference)", specs.KvCache)
+@click.option(
+    "--libraries",
+    default="",
+    callback=_versions,
+    help="Versions that are not the current ones, such as transformers=4.44.2,torch=2.1.1; older "
+    "code keeps other tensors.",
+)
 @_list_option("gpu", "auto", "Accelerators: see `whichlora gpus`; cpu, auto.", _words("gpu"))
 @click.option(
     "--calibration-dir",
@@ -202,6 +215,7 @@ def estimate(
     target_modules: list[str],
     gradient_checkpointing: bool,
     prepare_kbit: bool | None,
+    libraries: tuple[tuple[str, str], ...],
     calibration_dir: Path | None,
     as_json: bool,
     **lists: list[Any],
@@ -227,6 +241,7 @@ def estimate(
         "target_modules": [tuple(target_modules)],
         "gradient_checkpointing": [gradient_checkpointing],
         "prepare_kbit": [prepare_kbit],
+        "libraries": [libraries],
     }
     predictions = api.estimate(api.grid(settings), gpu, calibration_dir=calibration_dir)
     if as_json:

@@ -31,10 +31,11 @@ def measure_finetune(
     Raises:
         MeasurementError: a loss head that can't be profiled.
     """
-    if run.loss_head == "trl-fused":
+    maker = {"trl-fused": "TRL", "unsloth": "unsloth"}.get(run.loss_head)
+    if maker is not None:
         raise MeasurementError(
-            "loss_head: trl-fused runs inside TRL's own trainer and can't be profiled; profile "
-            "hf, liger or raw instead"
+            f"loss_head: {run.loss_head} runs inside {maker}'s own "
+            "trainer and can't be profiled; profile hf, liger or raw instead"
         )
     longest = max(seq_lens)
     lengths = [longest, *seq_lens, *([longest] if meter.needs_extra_run else [])]

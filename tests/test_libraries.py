@@ -1,0 +1,73 @@
+"""Library versions: what differs, and that no version moves nothing."""
+
+import pytest
+
+from whichlora import api
+from whichlora.errors import ConfigError
+from whichlora.libraries import Libraries
+from whichlora.prediction import ledger, resolve
+from whichlora.specs import RunConfig
+
+A100 = api.find_gpu("a100-sxm-80gb")
+QWEN = "Qwen/Qwen2.5-1.5B"
+MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"
+
+
+def peak(**settings: object) -> int:
+    run = RunConfig(**{"model": QWEN, **settings})  # type: ignore[arg-type]
+    return int(ledger(resolve(api.load_model(run.model), run, A100)).peak_allocated_bytes)
+
+
+def test_the_current_versions_move_nothing() -> None:
+    now = tuple((name, getattr(Libraries(), name)) for name in ("torch", "transformers", "trl"))
+    for settings in ({}, {"phase": "inference"}, {"method": "qlora"}):
+        assert peak(**settings, libraries=now) == peak(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "libraries"),
+    [
+        ({"phase": "inference", "prompt_len": 4096}, (("transformers", "4.44.2"),)),
+        ({"phase": "inference", "max_new_tokens": 2048}, (("transformers", "4.41.0"),)),
+        ({"gradient_checkpointing": False}, (("torch", "2.1.2"),)),
+        (
+            {"method": "qlora", "use_reentrant": False},
+            (("bitsandbytes", "0.43.1"),),
+        ),
+        ({}, (("transformers", "4.49.0"),)),
+    ],
+)
+def test_old_code_keeps_more(
+    settings: dict[str, object], libraries: tuple[tuple[str, str], ...]
+) -> None:
+    assert peak(**settings, libraries=libraries) > peak(**settings)
+
+
+def test_experts_that_are_modules_are_quantised() -> None:
+    old = peak(model=MIXTRAL, method="qlora", libraries=(("transformers", "4.45.2"),))
+    assert old < peak(model=MIXTRAL, method="qlora") / 2
+
+
+def test_a_hundred_and_ten_is_newer_than_nine() -> None:
+    assert not Libraries(transformers="4.110").older("transformers", "4.9")
+
+
+@pytest.mark.parametrize(
+    ("libraries", "message"),
+    [
+        ((("numpy", "2.0"),), "'numpy' changes no formula; accepted are torch"),
+        ((("torch", "nightly"),), "torch='nightly' is no version"),
+        ((("torch", ""),), "torch='' is no version"),
+    ],
+)
+def test_what_is_no_version_is_refused(
+    libraries: tuple[tuple[str, str], ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunConfig(model=QWEN, libraries=libraries)
+
+
+def test_a_run_keeps_its_versions_as_json() -> None:
+    run = RunConfig(model=QWEN, libraries=(("torch", "2.1.1"), ("transformers", "4.35.2")))
+    assert run.to_dict()["libraries"] == {"torch": "2.1.1", "transformers": "4.35.2"}
+    assert RunConfig.from_dict(run.to_dict()) == run
