@@ -25,6 +25,7 @@ from whichlora import timing
 from whichlora.calibration import prior_calibration
 from whichlora.fitting import Sample, fit_time
 from whichlora.prediction import (
+    MEMORY_CONFIDENCE,
     TIME_CONFIDENCE,
     forward_features,
     ledger,
@@ -367,11 +368,26 @@ def _far_off(found: Sequence[Compared]) -> str:
     return "\n".join(text)
 
 
+def _interval_line(found: Sequence[Compared]) -> str:
+    """How often the stated interval of what the device uses was right, and how it was wrong."""
+    inside = above = 0
+    for one in found:
+        job = resolve(one.observation.model, one.observation.run, gpu_of(one.observation.gpu))
+        low, high = predict_memory(job, prior_calibration(job.gpu))[0].interval_bytes
+        inside += low <= one.observation.value <= high
+        above += one.observation.value > high
+    return (
+        f"The stated {100 * MEMORY_CONFIDENCE:.0f} % interval holds {100 * inside / len(found):.0f}"
+        f" % of them; {above} of {len(found)} lie above it."
+    )
+
+
 def memory_section() -> Iterator[str]:
     found = compared_memory()
     for quantity, title in COUNTERS.items():
         chosen = [one for one in found if one.observation.quantity == quantity]
-        yield f"### {title}\n\n{_memory_table(chosen)}\n\n{_far_off(chosen)}"
+        interval = f"{_interval_line(chosen)} " if quantity == "device_used" else ""
+        yield f"### {title}\n\n{_memory_table(chosen)}\n\n{interval}{_far_off(chosen)}"
 
 
 def cold_section() -> str:
