@@ -161,7 +161,7 @@ def add(
                 if not path.exists():
                     written.append(path)
                     write_bytes(path, data)
-        for gpu in fresh:
+        for gpu in {path.parent.parent.name for path in written}:
             read_measurements(roots, gpu)  # another writer may have added the same id meanwhile
     except DataFileError:
         for path in written:

@@ -161,15 +161,25 @@ def read_records(path: Path, *, gpu: str | None = None) -> Iterator[tuple[Measur
         DataFileError: a broken line or record.
     """
     for line, where in _lines(path):
-        found = parse_record(line)
-        if found is None or not _is_name(found.id) or not _is_date(found.date):
-            found = _measurement(line, where)
+        found = _checked(line, where)
         if gpu is not None and found.gpu != gpu:
             raise DataFileError(
                 f"{where}: gpu: is {found.gpu!r} in the folder of {gpu!r}; move the record"
             )
-        _check_plausible(found, where)
         yield found, where
+
+
+def _checked(line: bytes, where: str) -> Measurement:
+    """The record in `line`: compiled checks accept it, or those in Python decide and explain.
+
+    Raises:
+        DataFileError: starting with `where` and the key.
+    """
+    found = parse_record(line)
+    if found is None or not _is_name(found.id) or not _is_date(found.date):
+        found = _measurement(line, where)
+    _check_plausible(found, where)
+    return found
 
 
 def union(records: Iterable[tuple[Measurement, str]]) -> tuple[Measurement, ...]:
@@ -216,7 +226,7 @@ def encode_record(measurement: Measurement, where: str) -> bytes:
     """
     line = json.dumps(measurement.to_dict()).encode()
     # What can't be read back must not be written; this also refuses NaN.
-    _check_plausible(_measurement(line, where), where)
+    _checked(line, where)
     if len(line) >= MAX_LINE_BYTES:
         raise DataFileError(
             f"{where}: has {len(line) + 1} bytes, at most {MAX_LINE_BYTES} are accepted; "
