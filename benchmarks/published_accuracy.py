@@ -271,7 +271,12 @@ def _gpu(one: Observation) -> str:
 HELD_OUT: dict[str, tuple[tuple[Quantity, ...], str, str, Callable[[Observation], str]]] = {
     "Training step on A100, a model never measured": (("step_s",), "a100", "finetune", _short),
     "Prompt pass on A100, a model never measured": (("prefill_s",), "a100", "prefill", _short),
-    "Decoding on A100, a model never measured": (("generate_s",), "a100", "decode", _short),
+    "Decoding with transformers on A100, a model never measured": (
+        ("generate_s",),
+        "a100",
+        "decode",
+        _short,
+    ),
     "Forward and backward in fp32, a GPU never measured": (
         ("forward_backward_s",),
         "",
@@ -296,7 +301,7 @@ def held_out(title: str) -> list[HeldOut]:
     chosen = [
         one
         for one in timed_observations()
-        if one.quantity in quantities and one.gpu.startswith(gpu)
+        if one.quantity in quantities and one.gpu.startswith(gpu) and one.run.kv_cache != "vllm"
     ]
     return list(leave_one_out(samples_of(chosen, phase, group), phase))
 
@@ -395,7 +400,8 @@ def cold_section() -> str:
     for one in timed_observations():
         seconds, width = cold_seconds(one)
         error = math.log(seconds / one.value)
-        groups[one.quantity, one.source].append((error, abs(error) <= width))
+        engine = ", vLLM" if one.run.kv_cache == "vllm" else ""
+        groups[one.quantity, one.source + engine].append((error, abs(error) <= width))
     rows = []
     for (quantity, source), errors in sorted(groups.items()):
         cells = summary(math.expm1(error) for error, _ in errors).cells()

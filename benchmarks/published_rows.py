@@ -429,21 +429,23 @@ def _generation(line: _Line, gpu: str, **settings: Any) -> tuple[ModelSpec, RunC
 
 def _qwen_speed(line: _Line) -> Iterator[Found]:
     row = line.row
-    if row["framework"] == "vllm":
-        yield line.left_out("time", "vLLM: compiled graphs, and no memory stated")
-        return
+    engine = "vllm" if row["framework"] == "vllm" else "dynamic"
     attn = "flash_attention_2" if row["attn_impl"] == "flash_attention_2" else "sdpa"
-    found = _generation(line, A100, attn=attn)
+    found = _generation(line, A100, attn=attn, kv_cache=engine)
     if isinstance(found, LeftOut):
         yield found
         return
     spec, run = found
     if line.source == "qwen15_hf_infer":
         run = replace(run, libraries=(("torch", "2.1.2"), ("transformers", "4.38.2")))
+    if engine == "vllm":  # has model code of its own
+        run = replace(run, libraries=())
     yield from line.memory(spec, run, A100, "peak_allocated")
     if row["time_value"]:
         seconds = run.max_new_tokens / float(row["time_value"])
-        if "MoE" in row["model_id"] or "A14B" in row["model_id"]:
+        if engine == "vllm" and row["quant"] != "none":
+            yield line.left_out("time", "vLLM's own 4-bit and 8-bit kernels")
+        elif "MoE" in row["model_id"] or "A14B" in row["model_id"]:
             yield line.left_out("time", "experts of transformers 4 run in a Python loop")
         else:
             yield line.observed(spec, run, A100, "generate_s", seconds)

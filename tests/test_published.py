@@ -31,8 +31,8 @@ CELLS = {
     "optimum_benchmark": (483, 165),
     "qwen15_hf_infer": (158, 16),
     "qwen1_inference": (54, 66),
-    "qwen25_speed": (128, 77),
-    "qwen2_speed": (112, 62),
+    "qwen25_speed": (145, 60),
+    "qwen2_speed": (126, 48),
     "qwen_readme_finetune": (80, 16),
     "torchtune_docs": (0, 16),
 }
@@ -62,7 +62,8 @@ def test_a_value_is_in_bytes_or_seconds() -> None:
 
 def test_a_stated_version_reaches_the_run() -> None:
     rows = [one for one in read("qwen2_speed") if isinstance(one, Observation)]
-    assert {dict(one.run.libraries)["transformers"] for one in rows} == {"4.38.2"}
+    assert {dict(one.run.libraries).get("transformers") for one in rows} == {"4.38.2", None}
+    assert all(one.run.libraries for one in rows if one.run.kv_cache == "dynamic")
 
 
 def test_a_run_gets_what_its_notes_say() -> None:
@@ -111,7 +112,7 @@ def test_every_row_that_is_far_off_is_explained_by_name() -> None:
 # title: largest median error, and the least and most that the stated 90 % interval may hold
 TIME_BOUNDS = {
     "Training step on A100, a model never measured": (0.10, 0.85, 0.95),
-    "Decoding on A100, a model never measured": (0.12, 0.85, 0.95),
+    "Decoding with transformers on A100, a model never measured": (0.12, 0.85, 0.95),
     "Forward and backward in fp32, a GPU never measured": (0.20, 0.85, 0.95),
     "Forward in fp32, a GPU never measured": (0.20, 0.80, 0.95),
 }

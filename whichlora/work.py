@@ -315,6 +315,8 @@ def inference_work(
             dequant = dequant + count * (fused * stored + (1 - fused) * expanded * 4)
         ops = layer_ops(layer, run) + quant_ops(layer, stack)
         launches = launches + count * (ops + expert_ops(layer, tokens))
+    if decoding and run.kv_cache == "vllm":
+        launches = 1 + 0 * tokens  # a captured graph is one launch
     return Work(
         product_flops=product_flops,
         weight_read_bytes=weight_read,
