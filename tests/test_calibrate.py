@@ -25,6 +25,7 @@ from whichlora.errors import DataFileError
 from whichlora.prediction import predict
 from whichlora.results import Measurement
 from whichlora.sharing import remote, union
+from whichlora.sharing.physics import impossible
 from whichlora.sharing.table import format_table, read_table
 from whichlora.specs import RunConfig
 from whichlora.store.measurements import MAX_LINE_BYTES, MeasurementLog, read_measurements
@@ -212,6 +213,17 @@ def test_a_row_that_cannot_be_true_is_refused_with_line_and_reason(
     assert line.startswith(f"{path}:2: ")
     assert said in line
     assert not root.exists()
+
+
+def test_quantised_experts_may_be_as_small_as_their_codes() -> None:
+    """Qwen publishes 30.38 GiB for this one, of a release that quantised experts too."""
+    name, gpu = "Qwen/Qwen2-57B-A14B-Instruct", api.find_gpu(GPU)
+    run = RunConfig(model=name, phase="inference", quant="gptq-int4")
+    record = a_record(2, config=run.to_dict(), peak_allocated_bytes=round(30.38 * 2**30))
+    model = api.load_model(name)
+    assert impossible(replace(record, prefill_s=()), model, gpu) == ""
+    small = replace(record, peak_allocated_bytes=20 * 2**30)
+    assert "less than the weights" in impossible(small, model, gpu)
 
 
 @pytest.mark.parametrize(
