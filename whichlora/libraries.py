@@ -13,9 +13,9 @@ from whichlora.errors import ConfigError
 class Libraries:
     """Versions as text; the defaults are those that the formulas were read and traced on.
 
-    A property is one difference, and is true for the versions that have it. All of them were read
-    in the code of both versions; where a published figure also shows it, `docs/accuracy.md` has
-    the rows.
+    A property is one difference, and is true for the versions that have it. `docs/memory.md` has
+    the published rows that show each. Which release ended a difference is read in the library only
+    where it says so; else it is the bound that the published rows and the release notes allow.
     """
 
     torch: str = "2.13.0"
@@ -55,17 +55,20 @@ class Libraries:
 
     @property
     def mean_keeps_input(self) -> bool:
-        """Autograd keeps the squared hidden state that an RMSNorm takes the mean of."""
+        """Autograd keeps the squared hidden state that an RMSNorm takes the mean of.
+
+        Traced: 2.1.2 does, 2.2.2 does not.
+        """
         return self.older("torch", "2.2")
 
     @property
     def linear4bit_keeps_input(self) -> bool:
-        """A 4-bit linear holds its input outside of autograd, so checkpointing frees none."""
+        """A 4-bit linear holds its input outside of autograd, so checkpointing frees none. Read."""
         return self.older("bitsandbytes", "0.43.2")
 
     @property
     def scores_whole_prompt(self) -> bool:
-        """`generate` asks for fp32 logits of every prompt token, not of the last."""
+        """`generate` asks for fp32 logits of every prompt token, not of the last. Read."""
         return self.older("transformers", "4.45")
 
     @property
@@ -104,7 +107,7 @@ class Libraries:
 
     @property
     def experts_are_modules(self) -> bool:
-        """Each expert's matrices are linears: quantised, adapted, and run in a Python loop."""
+        """Each expert's matrices are linears: quantised, adapted, run in a Python loop. Read."""
         return self.older("transformers", "5")
 
 
