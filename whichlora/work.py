@@ -146,14 +146,14 @@ def elementwise_forward_bytes(
     moved = 0
     for norm in layer.norms + tuple(one for mix in layer.attentions for one in mix.norms):
         in_steps = norm.kind != "layer" and not fused
-        # widen, square, mean, scale, narrow, weight: 5 fp32 tensors read, 3 written, and ends
-        passes = 8 * 4 + 5 * narrow if in_steps else 2 * narrow
+        # widen, square, mean, scale, narrow, weight: fp32 read four times and written three times
+        passes = 7 * 4 + 4 * narrow if in_steps else 2 * narrow
         moved += passes * norm.width * norm.rows
     moved += 3 * narrow * hidden_size * (len(layer.attentions) + 1)  # residuals
     for attention in layer.attentions:
         q, k, v = attention.q_width, attention.k_width, attention.v_width
-        if attention.position == "rope":  # two products, a rotation by halves, their sum
-            moved += (2 if fused else 9) * narrow * (q + k)
+        if attention.position == "rope":  # two products, a half negated, both joined, their sum
+            moved += (2 if fused else 10) * narrow * (q + k)
         moved += 2 * narrow * (q + k + v)  # read by the kernel, or laid out for it
     active = 1
     mlp = layer.mlp
