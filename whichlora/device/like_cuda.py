@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils import _pytree
 
@@ -26,7 +27,7 @@ _FP32 = (
     "rsqrt sinh tan cosh acos asin softplus layer_norm group_norm cosine_similarity nll_loss "
     "nll_loss_nd smooth_l1_loss huber_loss l1_loss kl_div binary_cross_entropy_with_logits "
     "logsumexp dist"
-).split()
+)
 # Those that get fp32 as the dtype of their result, AT_FORALL_FP32_SET_OPT_DTYPE.
 _FP32_RESULT = "softmax.int log_softmax.int cumsum cumprod prod prod.dim_int sum sum.dim_IntList"
 
@@ -47,8 +48,13 @@ def like_cuda() -> Iterator[None]:
             (torch, "is_autocast_enabled", _is_autocast_enabled),
             # `Module.to` exchanges fake parameters as a whole, and cannot while they are watched.
             ("torch.utils", "swap_tensors", _take_data),
+            # bitsandbytes' 8-bit product expands the weight on a CPU.
+            ("bitsandbytes.autograd._functions", "MatMul8bitFp", _int8_product()),
+            # PEFT knows a 4-bit weight by its class, which a fake one can't have.
+            ("peft.tuners.lora.dora", "dequantize_module_weight", _expanded),
             # One list of tensors per operation, as `foreach` optimizers do it on CUDA.
             ("torch.optim.optimizer", "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
+            ("torch.optim.optimizer", "_foreach_supported_types", [FakeTensor]),
             ("torch.nn.utils.clip_grad", "_has_foreach_support", lambda *_: True),
         ):
             module = import_module(target) if isinstance(target, str) else target
@@ -63,6 +69,25 @@ def _is_autocast_enabled(device_type: str = "cpu") -> bool:
     return bool(_asked_autocast(device_type))
 
 
+def _int8_product() -> Any:
+    from bitsandbytes.autograd._functions import MatMul8bitLt
+
+    return MatMul8bitLt
+
+
+def _expanded(module: Any) -> Any:
+    """The weight of a layer in 16 bit."""
+    from bitsandbytes.functional import dequantize_4bit
+    from peft.utils.integrations import dequantize_bnb_weight
+
+    state = getattr(module.weight, "quant_state", None)
+    if state is not None:
+        return dequantize_4bit(module.weight.data, state)
+    if module.weight.dtype == torch.int8:
+        return dequantize_bnb_weight(module.weight, state=module.state)
+    return module.weight
+
+
 def _take_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
     tensor.data = other.data
 
@@ -70,7 +95,7 @@ def _take_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
 @cache  # registrations last as long as the process
 def _patch_autocast() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")
-    for name in _FP32:
+    for name in _FP32.split():
         library.impl(name, partial(_in_fp32, _overload(name)))
     for name in _FP32_RESULT.split():
         library.impl(name, partial(_to_fp32, _overload(name)))
@@ -99,12 +124,8 @@ def _in_fp32(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _to_fp32(operator: Any, *args: Any, **kwargs: Any) -> Any:
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-        positional = len(operator._schema.arguments)
-        in_args = any(
-            argument.name == "dtype" and index < len(args)
-            for index, argument in enumerate(operator._schema.arguments[:positional])
-        )
-        if _is_narrow(args[0]) and not in_args and kwargs.get("dtype") is None:
+        names = [argument.name for argument in operator._schema.arguments[: len(args)]]
+        if _is_narrow(args[0]) and "dtype" not in names and kwargs.get("dtype") is None:
             kwargs["dtype"] = torch.float32
         return operator(*args, **kwargs)
 
@@ -140,9 +161,10 @@ def attention(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (one.to(dtype) for one in (query, key, value))
     if max(query.shape[-1], value.shape[-1]) > MAX_FLASH_HEAD_DIM:
-        return torch.ops.aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+        expanded: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
+        return expanded
     if attn_mask is not None and attn_mask.dtype != query.dtype:
         # `convert_boolean_attn_mask`: an additive mask in the dtype of the query, in every layer
         if attn_mask.dtype == torch.bool:
@@ -154,7 +176,7 @@ def attention(
     return out
 
 
-class _Fused(torch.autograd.Function):
+class _Fused(torch.autograd.Function):  # type: ignore[misc]
     """What a fused kernel takes from the allocator and keeps; buffers inside it are not seen."""
 
     @staticmethod

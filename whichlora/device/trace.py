@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
+import traceback
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,14 +26,27 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from whichlora.device.build import _fp32_names, finished_model, meta_model
+from whichlora.device.build import _fp32_names, _model_config, finished_model, meta_model
 from whichlora.device.finetune import measure_finetune
 from whichlora.device.inference import measure_inference
 from whichlora.device.like_cuda import like_cuda
-from whichlora.memory.stretch import TracedEvent
+from whichlora.device.meter import Meter
+from whichlora.errors import WhichLoraError
+from whichlora.memory.replay import replay
+from whichlora.memory.stretch import (
+    TRACED_LAYERS,
+    DoesNotRepeatError,
+    TracedEvent,
+    at_peak,
+    check_growth,
+    stretch,
+    with_warm_up,
+)
+from whichlora.methods import get_method, with_defaults
 from whichlora.specs import RunConfig
 
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_KINDS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # what may differ from layer to layer
 _FUSED_GEMM_ROWS = 1536  # bitsandbytes 0.50 expands the 4-bit weight above this on every GPU
 
 
@@ -47,6 +62,7 @@ def trace(
     Args:
         num_layers: how many layers the traced model has; None for all.
     """
+    run = with_defaults(run)
     config = dict(model_config) if num_layers is None else shallow(model_config, num_layers)
     # fp16 has no CPU kernels in some places, and the bytes of bf16; flash-attention 2 keeps what
     # the fused kernels of SDPA keep.
@@ -55,20 +71,23 @@ def trace(
         precision="bf16" if run.precision == "fp16" else run.precision,
         attn="sdpa" if run.attn == "flash_attention_2" else run.attn,
     )
-    weights = run if run.precision == "fp16" and run.method == "full" else stand_in
+    weights = run if run.precision == "fp16" and _is_full(run) else stand_in
     weights = dataclasses.replace(weights, attn=stand_in.attn)
     model = meta_model(weights, config, device="cpu")
     with FakeTensorMode(allow_non_fake_inputs=True), like_cuda():
         place_fake(model, getattr(torch, weights.weight_dtype))
         model = finished_model(model, stand_in, target_modules)
-        recorder = Recorder(_layers(model), padded=run.padding == "padded")
+        for module in model.modules():
+            if hasattr(module, "state") and hasattr(module.state, "threshold"):
+                module.state.threshold = 0.0  # how many columns stand out depends on values
+        recorder = Recorder(_layers(model), run)
         recorder.note_loaded(model)
         recorder.watch(model)
         with recorder:
             if run.phase == "inference":
-                measure_inference(model, stand_in, _NoMeter(), 0)  # type: ignore[arg-type]
+                measure_inference(model, stand_in, _NoMeter(), 0)
             else:
-                measure_finetune(model, stand_in, _NoMeter(), [run.seq_len])  # type: ignore[arg-type]
+                measure_finetune(model, stand_in, _NoMeter(), [run.seq_len])
         recorder.close()
     return recorder.events
 
@@ -92,16 +111,16 @@ def shallow(model_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     return config
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Writes down the births and deaths of storages on the device, and where they happen.
 
     A storage is known by itself, not by one of its tensors. Memory that an operator takes and
     gives back is not seen, `_taken_inside` apart.
     """
 
-    def __init__(self, layers: Sequence[tuple[str, nn.Module]], *, padded: bool) -> None:
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]], run: RunConfig) -> None:
         super().__init__()
-        self._padded = padded
+        self._run = run
         self.events: list[TracedEvent] = []
         self._layers = layers
         self._live: dict[int, tuple[int, int | None, weakref.ref[Any]]] = {}
@@ -109,7 +128,7 @@ class Recorder(TorchDispatchMode):
         self._moment = "load"
         self._layer: int | None = None
         self._layer_task = -1  # the backward pass in which `_layer` was entered
-        self._in_model = 0
+        self._in_model = self._num_forwards = 0
         self._last_owner: int | None = None
         self._closed = False
 
@@ -123,20 +142,17 @@ class Recorder(TorchDispatchMode):
         for index, (_, layer) in enumerate(self._layers):
             layer.register_forward_pre_hook(_calls(self._layer_entered, index))
             layer.register_forward_hook(_calls(self._layer_left, index))
-        register_optimizer_step_pre_hook(
-            lambda *_: setattr(self, "_moment", "optimizer")
-        )
-        register_optimizer_step_post_hook(
-            lambda *_: setattr(self, "_moment", "step")
-        )
+        register_optimizer_step_pre_hook(lambda *_: setattr(self, "_moment", "optimizer"))
+        register_optimizer_step_post_hook(lambda *_: setattr(self, "_moment", "step"))
 
     def _model_entered(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         self._in_model += 1
+        self._num_forwards += 1
         for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):  # now the inputs are on the device
                 self._born(tensor, "input", None)
         # A mask of ones is dropped by looking at it; a fake one has no values to look at.
-        drop = "attention_mask" in kwargs and not self._padded
+        drop = "attention_mask" in kwargs and self._run.padding == "none"
         return args, kwargs | {"attention_mask": None} if drop else kwargs
 
     def _model_left(self, *_: Any) -> None:
@@ -161,9 +177,8 @@ class Recorder(TorchDispatchMode):
     def _place(self) -> tuple[int | None, str]:
         """The layer that runs, and the moment."""
         task = torch._C._current_graph_task_id()
-        if self._layer is not None and self._layer_task != task:
-            if self._layer_task != -1 or task != -1:
-                self._layer = None
+        if self._layer_task != task:  # its forward or backward is over
+            self._layer, self._layer_task = None, task
         if self._moment != "step":
             return self._layer, self._moment
         return self._layer, "forward" if task == -1 else "backward"
@@ -171,7 +186,7 @@ class Recorder(TorchDispatchMode):
     # What happens.
 
     def note_loaded(self, model: nn.Module) -> None:
-        """The weights in the order of loading, with the one block that transformers asks first."""
+        """The weights in the order of loading, then the adapters."""
         base: list[tuple[str, torch.Tensor]] = []
         adapters: list[tuple[str, torch.Tensor]] = []
         for name, module in model.named_modules():
@@ -181,9 +196,9 @@ class Recorder(TorchDispatchMode):
                     kind.append((f"{name}.{leaf}", tensor))
                     state = getattr(tensor, "quant_state", None)
                     kind += [(f"{name}.{leaf}", one) for one in _quant_tensors(state)]
-        total = sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for _, t in base}.values())
-        self._transient(total, "warm-up block", None)
-        for name, tensor in (*base, *adapters):
+        for index, (name, tensor) in enumerate((*base, *adapters)):
+            if index == len(base):
+                self._moment = "adapters"
             owner = self._owner_of_name(name)
             state = getattr(tensor, "quant_state", None)
             if state is not None:  # quantised on the device, from 16 bit
@@ -198,11 +213,13 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return _made_up(args[0])
+            return self._made_up(args[0])
         inside = _taken_inside(func, args)
         if inside:
             self._transient(inside, str(func), None)
         result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.lift_fresh.default:
+            return result  # `torch.tensor(1.0)`: stays on the host
         if isinstance(result, torch.Tensor):
             self._note(result, func, args, -1)
         elif isinstance(result, list | tuple):
@@ -210,6 +227,17 @@ class Recorder(TorchDispatchMode):
                 if isinstance(one, torch.Tensor):
                     self._note(one, func, args, index)
         return result
+
+    def _made_up(self, tensor: torch.Tensor) -> bool | int | float:
+        """A number for code that asks a fake tensor for its value.
+
+        In training it is asked whether a padding mask is all ones; in generation, whether every
+        sequence is finished.
+        """
+        if tensor.dtype == torch.bool:
+            generating = self._run.phase == "inference"
+            return generating and self._num_forwards >= self._run.max_new_tokens
+        return 1.0 if tensor.is_floating_point() else 1
 
     def _note(self, tensor: torch.Tensor, func: Any, args: Any, index: int) -> None:
         storage = tensor.untyped_storage()
@@ -279,16 +307,6 @@ def _calls(function: Any, first: Any) -> Any:
     return call
 
 
-def _made_up(tensor: torch.Tensor) -> bool | int | float:
-    """A number for code that asks a fake tensor for its value.
-
-    False where a padding mask is asked whether it is all ones, and generation whether it is done.
-    """
-    if tensor.dtype == torch.bool:
-        return False
-    return 1.0 if tensor.is_floating_point() else 1
-
-
 def _taken_inside(func: Any, args: Any) -> int:
     """Bytes that an operator takes and gives back, where its library's code says so.
 
@@ -330,21 +348,15 @@ def _quant_tensors(state: Any) -> Iterator[torch.Tensor]:
     yield from _quant_tensors(getattr(state, "state2", None))
 
 
-class _NoMeter:
-    """The meter of a run that is not measured."""
+class _NoMeter(Meter):
+    """The meter of a run that is not measured: no clock, no counters, no extra run."""
 
-    is_cuda = needs_extra_run = False
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.needs_extra_run = False
 
     def now(self) -> float:
         return 0.0
-
-    def peaks(self) -> dict[str, int | None]:
-        return {}
-
-    def start_extra_run(self) -> None:
-        raise AssertionError("never asked for")
-
-    stop_extra_run = start_extra_run
 
 
 def place_fake(model: Any, dtype: torch.dtype) -> None:
@@ -398,9 +410,7 @@ def _fake_4bit(meta: Any) -> nn.Parameter:
         state.absmax = torch.empty(num_blocks, dtype=torch.uint8)
         state.offset = torch.empty(())
         absmax, code = torch.empty(-(-num_blocks // 256)), torch.empty(256)
-        state.state2 = QuantState(
-            absmax=absmax, blocksize=256, code=code, dtype=torch.float32
-        )
+        state.state2 = QuantState(absmax=absmax, blocksize=256, code=code, dtype=torch.float32)
         state.nested = True
     weight = nn.Parameter(torch.empty(-(-size // 2), 1, dtype=torch.uint8), requires_grad=False)
     weight.quant_state = state
@@ -408,3 +418,92 @@ def _fake_4bit(meta: Any) -> nn.Parameter:
     for name in ("quant_type", "compress_statistics", "blocksize", "quant_storage"):
         setattr(weight, name, getattr(meta, name))
     return weight
+
+
+def peaks(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Peaks of a traced job, and what lives at the peak.
+
+    Four layers are traced and stretched to all, and two as a check of it; `layers` "all" traces
+    every layer. Where the layers do not repeat, all are traced, and `note` says so.
+    """
+    run = RunConfig.from_dict(request["run"])
+    config = request["model_config"]
+    targets = request["target_modules"]
+    note = ""
+    events: list[TracedEvent] = []
+    if request["layers"] != "all":
+        try:
+            depth = _depth(config)
+            few, some = (
+                trace(run, config, target_modules=targets, num_layers=count)
+                for count in (TRACED_LAYERS - 2, TRACED_LAYERS)
+            )
+            stretched = stretch(some, num_layers=depth)
+            check_growth(few, some, stretched, num_layers=depth)
+            events = stretched
+            note = f"{TRACED_LAYERS} of {depth} layers traced and stretched"
+        except (DoesNotRepeatError, StopIteration, ValueError) as error:
+            note = f"every layer traced: {error or 'no depth in the config'}"
+    if not events:
+        events = trace(run, config, target_modules=targets)
+        note = note or "every layer traced"
+    events = with_warm_up(events)
+    found = replay(
+        (one.event for one in events), expandable_segments=request["expandable_segments"]
+    )
+    moment, parts = at_peak(events)
+    adapter_bytes = sum(one.num_bytes or 0 for one in events if one.moment == "adapters")
+    base = meta_model(dataclasses.replace(run, quant="none"), config, device="cpu")
+    num_params = sum(one.numel() for one in base.parameters())
+    trained = adapter_bytes // (2 if run.precision == "bf16-pure" else 4)
+    return {
+        "peak_allocated_bytes": found.peak_allocated_bytes,
+        "peak_reserved_bytes": found.peak_reserved_bytes,
+        "moment": moment,
+        "parts": parts,
+        "num_params": num_params,
+        "num_trainable_params": num_params if _is_full(run) else trained,
+        "note": note,
+    }
+
+
+def _is_full(run: RunConfig) -> bool:
+    return run.phase == "finetune" and get_method(run.method).trains_base
+
+
+def _depth(config: Mapping[str, Any]) -> int:
+    """Layers of `config`, where four in a row stand for all.
+
+    Raises:
+        DoesNotRepeatError: the kinds of layers alternate.
+        StopIteration: no key says the depth.
+    """
+    text = config.get("text_config") or config
+    depth = int(next(text[key] for key in _DEPTH_KEYS if key in text))
+    if depth <= TRACED_LAYERS:
+        raise DoesNotRepeatError(f"there are {depth}")
+    shown = _model_config(config).get_text_config()
+    for name in _KINDS:
+        kinds = getattr(shown, name, None)
+        if isinstance(kinds, list) and len(set(map(str, kinds))) > 1:
+            raise DoesNotRepeatError(f"{name} says that they differ")
+    return depth
+
+
+def main() -> None:
+    """Answer the request on stdin; stdout belongs to the answer, not to the libraries."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    try:
+        answer = peaks(json.load(sys.stdin))
+    except WhichLoraError as error:
+        answer = {"error": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+    print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,9 @@ from whichlora.memory.replay import Event
 TRACED_LAYERS = 4  # the fewest with a layer in the middle whose neighbours are in the middle too
 
 
+_TOLERANCE = 1e-3
+
+
 class TracedEvent(NamedTuple):
     """A storage is born with `num_bytes`, or dies (None).
 
@@ -25,7 +28,7 @@ class TracedEvent(NamedTuple):
         layer: the layer whose forward or backward runs; outside of them, the layer that owns the
             storage. None where no layer does.
         inside: whether it happens in a layer's forward or backward.
-        moment: "load", "forward", "backward" or "optimizer".
+        moment: "load", "adapters", "forward", "backward" or "optimizer".
         operator: what made the storage.
     """
 
@@ -108,9 +111,10 @@ def _blocks(events: Iterable[TracedEvent]) -> list[_Block]:
     """
     ordered: list[TracedEvent] = []
     for free, run in groupby(events, key=lambda one: not one.inside and one.num_bytes is None):
-        ordered.extend(
-            sorted(run, key=lambda one: -1 if one.layer is None else one.layer) if free else run
-        )
+        found = list(run)
+        if free:
+            found.sort(key=lambda one: (one.moment, -1 if one.layer is None else one.layer))
+        ordered += found
     runs = groupby(ordered, key=lambda one: (one.layer, one.moment))
     return [_Block(layer, tuple(run)) for (layer, _), run in runs]
 
@@ -161,6 +165,38 @@ def _check_alike(numbers: Iterable[_Name | int], num_layers: int) -> None:
         raise DoesNotRepeatError("a tensor of a middle layer lives on in some layers only")
 
 
+def check_growth(
+    few: Iterable[TracedEvent],
+    some: Iterable[TracedEvent],
+    stretched: Iterable[TracedEvent],
+    *,
+    num_layers: int,
+) -> None:
+    """Whether stretching adds per layer what two more layers added: traces of 2 and 4 layers.
+
+    Raises:
+        DoesNotRepeatError: the bytes ever born differ by more than 0.1 %.
+    """
+    at_2, at_4, at_all = (
+        sum(one.num_bytes or 0 for one in events) for events in (few, some, stretched)
+    )
+    expected = at_4 + (num_layers - TRACED_LAYERS) * (at_4 - at_2) / 2
+    if abs(at_all / expected - 1) > _TOLERANCE:
+        raise DoesNotRepeatError("two more layers add other tensors than the repeated one")
+
+
+def with_warm_up(events: list[TracedEvent]) -> list[TracedEvent]:
+    """`events` after the one block that transformers asks for, and frees, before it loads.
+
+    Source: transformers 5.23 `caching_allocator_warmup`: the bytes of all weights that stay.
+    """
+    loading = [one for one in events if one.moment == "load"]
+    freed = {one.storage for one in loading if one.num_bytes is None}
+    total = sum(one.num_bytes or 0 for one in loading if one.storage not in freed)
+    birth = TracedEvent(0, total, moment="load", operator="warm-up block")
+    return [birth, birth._replace(num_bytes=None), *events]
+
+
 def live_bytes(events: Iterable[TracedEvent]) -> Iterator[tuple[TracedEvent, int]]:
     """Every event with the bytes alive after it."""
     sizes: dict[int, int] = {}
@@ -172,3 +208,27 @@ def live_bytes(events: Iterable[TracedEvent]) -> Iterator[tuple[TracedEvent, int
             sizes[one.storage] = one.num_bytes
             total += one.num_bytes
         yield one, total
+
+
+_PARTS = {"load": "weights", "adapters": "adapters", "optimizer": "optimizer_states"}
+
+
+def at_peak(events: Iterable[TracedEvent]) -> tuple[str, dict[str, int]]:
+    """The moment with most bytes alive, and these bytes by part; what is no weight is "traced"."""
+    sizes: dict[int, tuple[str, int]] = {}
+    parts: Counter[str] = Counter()
+    most, peak, moment = 0, dict[str, int](), ""
+    total = 0
+    for one in events:
+        if one.num_bytes is None:
+            part, size = sizes.pop(one.storage)
+            parts[part] -= size
+            total -= size
+            continue
+        part = _PARTS.get(one.moment, "traced")
+        sizes[one.storage] = part, one.num_bytes
+        parts[part] += one.num_bytes
+        total += one.num_bytes
+        if total > most:
+            most, peak, moment = total, dict(parts), one.moment
+    return moment, peak

@@ -1,0 +1,165 @@
+"""The tracer against itself, the ledger and the figures of docs/memory.md; needs torch."""
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from whichlora import api, families, prediction
+from whichlora.device.trace import trace
+from whichlora.device.tracer import trace_peaks
+from whichlora.errors import ConfigError
+from whichlora.memory.replay import replay
+from whichlora.memory.stretch import live_bytes, stretch, with_warm_up
+from whichlora.specs import RunConfig
+from whichlora.store import models as model_store
+from whichlora.store.gpus import find_gpu
+from whichlora.units import GiB
+
+pytestmark = pytest.mark.oracle
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+GPU = find_gpu("a100-sxm-80gb")
+
+
+def config_of(name: str) -> dict[str, Any]:
+    found = model_store.find_model(name)
+    assert found is not None
+    return dict(found.config)
+
+
+def traced_activations(config: dict[str, Any], run: RunConfig) -> float:
+    """GiB at the peak that are neither weights, adapters nor optimizer states."""
+    events = trace(run, config, target_modules="all-linear", num_layers=4)
+    stretched = stretch(events, num_layers=config["num_hidden_layers"])
+    static = {one.storage for one in stretched if one.moment in ("load", "adapters", "optimizer")}
+    sizes = {one.storage: one.num_bytes for one in stretched if one.num_bytes is not None}
+    peak = max(live_bytes(stretched), key=lambda found: found[1])[0]
+    total = 0
+    for one in stretched:
+        if one.storage not in static:
+            total += sizes[one.storage] if one.num_bytes is not None else -sizes[one.storage]
+        if one is peak:
+            break
+    return total / GiB
+
+
+# Live-bytes traces that `docs/memory.md` derives its closed forms from: r = 16, all-linear, B = 1,
+# S = 2048, SDPA without a mask; GiB of activations.
+@pytest.mark.parametrize(
+    ("name", "settings", "reference"),
+    [
+        ("meta-llama/Llama-3.1-8B", {"gradient_checkpointing": False}, 16.286),
+        ("meta-llama/Llama-3.1-8B", {}, 3.468),
+        (
+            "meta-llama/Llama-3.1-8B",
+            {"gradient_checkpointing": False, "precision": "bf16-pure"},
+            14.208,
+        ),
+        ("meta-llama/Llama-2-7b-hf", {"gradient_checkpointing": False}, 13.204),
+        ("meta-llama/Llama-2-7b-hf", {}, 1.265),
+        ("Qwen/Qwen2.5-1.5B", {"gradient_checkpointing": False}, 9.379),
+        ("google/gemma-2b", {}, 6.018),
+        ("mistralai/Mistral-7B-v0.1", {"gradient_checkpointing": False}, 14.083),
+    ],
+)
+def test_activations_agree_with_the_reference_traces(
+    name: str, settings: dict[str, Any], reference: float
+) -> None:
+    run = RunConfig(model=name, **settings)
+    assert traced_activations(config_of(name), run) == pytest.approx(reference, rel=1e-3)
+
+
+# Reserved over allocated, without the loading warm-up, as in `docs/memory.md`.
+@pytest.mark.parametrize(
+    ("batch_size", "checkpointing", "reference"),
+    [(1, True, 1.070), (4, True, 1.130), (16, True, 1.196), (1, False, 1.034), (2, False, 1.038)],
+)
+def test_reserved_over_allocated_agrees_with_the_reference_replays(
+    batch_size: int, checkpointing: bool, reference: float
+) -> None:
+    run = RunConfig(model="x", batch_size=batch_size, gradient_checkpointing=checkpointing)
+    events = trace(run, config_of("llama-3.1-8b"), target_modules="all-linear", num_layers=4)
+    found = replay(one.event for one in stretch(events, num_layers=32))
+    ratio = found.peak_reserved_bytes / found.peak_allocated_bytes
+    assert ratio == pytest.approx(reference, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_checkpointing": False, "lora_dropout": 0.1},
+        {"method": "dora"},
+        {"method": "qlora"},
+        {"optimizer": "adamw_torch"},
+        {"padding": "padded", "batch_size": 2},
+        {"phase": "inference", "prompt_len": 64, "max_new_tokens": 6},
+    ],
+    ids=str,
+)
+def test_four_layers_stretched_agree_with_all_layers(settings: dict[str, Any]) -> None:
+    run = RunConfig(model="x", **({"seq_len": 256} | settings))
+    few = trace(run, TINY, target_modules="all-linear", num_layers=4)
+    stretched = with_warm_up(stretch(few, num_layers=7))
+    full = with_warm_up(trace(run, TINY, target_modules="all-linear"))
+    one, other = (replay(each.event for each in events) for events in (stretched, full))
+    assert one.peak_allocated_bytes == pytest.approx(other.peak_allocated_bytes, rel=1e-3)
+    assert one.peak_reserved_bytes == pytest.approx(other.peak_reserved_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_checkpointing": False},
+        {"method": "qlora"},
+        {"method": "full", "precision": "bf16-pure"},
+        {"padding": "padded", "batch_size": 2},
+        {"lora_dropout": 0.1},
+        {"phase": "inference", "prompt_len": 512, "max_new_tokens": 4},
+    ],
+    ids=str,
+)
+def test_the_ledger_agrees_with_the_trace(settings: dict[str, Any]) -> None:
+    config = config_of("TinyLlama/TinyLlama-1.1B-Chat-v1.0")
+    job = prediction.resolve(
+        families.build(config, name="x"), RunConfig(model="x", **settings), GPU
+    )
+    found = prediction.ledger(job)
+    events = trace(job.run, config, target_modules="all-linear", num_layers=4)
+    traced = replay(one.event for one in stretch(events, num_layers=22)).peak_allocated_bytes
+    predicted = int(found.peak_allocated_bytes) - found.workspace_bytes
+    assert predicted == pytest.approx(traced, rel=0.015)
+
+
+def test_a_family_that_the_ledger_does_not_know_is_traced_and_says_so(tmp_path: Any) -> None:
+    unknown = TINY | {"model_type": "nanochat", "head_dim": 64}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(unknown))
+    run = RunConfig(model=str(path), seq_len=128)
+    with pytest.raises(ConfigError, match="nanochat"):
+        api.estimate([run], [GPU.key])
+    (found,) = api.estimate([run], [GPU.key], engine="trace")
+    assert "traced" in found.basis
+    assert any("nanochat" in note for note in found.notes)
+    assert sum(found.memory.breakdown.values()) == found.memory.device_used_bytes
+
+
+def test_a_config_that_transformers_does_not_know_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="can't be traced"):
+        trace_peaks(
+            RunConfig(model="x"),
+            model_config=TINY | {"model_type": "no-such-type"},
+            target_modules="all-linear",
+        )
