@@ -8,17 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from whichlora import hub
+from whichlora import families, hub
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import Calibration, digest_of, prior_calibration
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.prediction import predict
-from whichlora.results import Measurement, Prediction
-from whichlora.specs import GpuSpec, RunConfig
+from whichlora.results import Measurement, Prediction, TracedPeak
+from whichlora.specs import ALL_LINEAR, Engine, GpuSpec, RunConfig
 from whichlora.store import gpus as gpu_store
 from whichlora.store import measurements as record_store
 from whichlora.store import models as model_store
 from whichlora.store.paths import data_folder, user_calibration_folder
+from whichlora.targets import resolve_targets
 
 # Settings that a phase does not read: a grid over them would only repeat itself.
 _FINETUNE_ONLY = (
@@ -147,8 +148,15 @@ def estimate(
     gpus: Sequence[str] = ("auto",),
     *,
     calibration_dir: Path | None = None,
+    engine: Engine = "ledger",
+    trace_layers: str = "2,4",
 ) -> list[Prediction]:
     """Peak memory and time of every run on every accelerator. Nothing is run or downloaded.
+
+    Args:
+        engine: "ledger" adds up what is known to live; "trace" runs the real code on tensors
+            without storage, also of models that the ledger does not know, in seconds per run.
+        trace_layers: "2,4" stretches the trace of four layers to all, "all" traces all.
 
     Raises:
         ConfigError: an unknown model or accelerator, or settings that exclude each other.
@@ -160,11 +168,49 @@ def estimate(
     predictions = []
     for run in runs:
         if run.model not in models:
-            models[run.model] = load_model(run.model)
+            load = load_model if engine == "ledger" else _load_traceable
+            models[run.model] = load(run.model)
+        traced = None
+        if engine == "trace":
+            traced = _trace(models[run.model], run, trace_layers)
         for gpu, calibration, note in zip(devices, calibrations, stale, strict=True):
-            found = predict(models[run.model], run, gpu, calibration)
+            found = predict(models[run.model], run, gpu, calibration, traced=traced)
             predictions.append(replace(found, basis=found.basis + note))
     return predictions
+
+
+def _load_traceable(name: str) -> ModelSpec:
+    """The model called `name`; one of an unknown family as a Llama of its sizes, and saying so.
+
+    Raises:
+        ConfigError: no such model, or a config whose sizes go by other names.
+    """
+    try:
+        return load_model(name)
+    except ConfigError:
+        if model_store.find_model(name) is not None:
+            raise
+        config = hub.load_config(name)
+    if config.get("model_type") in families.known_types():
+        return load_model(name)  # it has another fault
+    found = families.build(config | {"model_type": "llama"}, name=name)
+    note = (
+        f"model_type {config.get('model_type')!r} is not known to the ledger: memory is traced, "
+        "time is that of a Llama of the same sizes"
+    )
+    return replace(found, config=config, notes=(*found.notes, note))
+
+
+def _trace(model: ModelSpec, run: RunConfig, layers: str) -> TracedPeak:
+    from whichlora.device.tracer import trace_peaks
+
+    targets = resolve_targets(model, run.target_modules) if run.phase == "finetune" else ()
+    return trace_peaks(
+        run,
+        model_config=model.config,
+        target_modules=ALL_LINEAR if run.target_modules == (ALL_LINEAR,) else targets,
+        layers=layers,
+    )
 
 
 def stale_note(calibration: Calibration, calibration_dir: Path | None) -> str:

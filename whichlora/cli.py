@@ -207,6 +207,20 @@ def main() -> None:
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Your calibrations.",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(get_args(specs.Engine)),
+    default="ledger",
+    show_default=True,
+    help="Where memory comes from: formulas, or a trace of the real code (needs torch).",
+)
+@click.option(
+    "--trace-layers",
+    type=click.Choice(["2,4", "all"]),
+    default="2,4",
+    show_default=True,
+    help="Trace four layers and stretch them to all, checked by two; or trace all.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
 def estimate(
     models: tuple[str, ...],
@@ -217,6 +231,8 @@ def estimate(
     prepare_kbit: bool | None,
     libraries: tuple[tuple[str, str], ...],
     calibration_dir: Path | None,
+    engine: specs.Engine,
+    trace_layers: str,
     as_json: bool,
     **lists: list[Any],
 ) -> None:
@@ -243,7 +259,13 @@ def estimate(
         "prepare_kbit": [prepare_kbit],
         "libraries": [libraries],
     }
-    predictions = api.estimate(api.grid(settings), gpu, calibration_dir=calibration_dir)
+    predictions = api.estimate(
+        api.grid(settings),
+        gpu,
+        calibration_dir=calibration_dir,
+        engine=engine,
+        trace_layers=trace_layers,
+    )
     if as_json:
         answer = {
             "schema_version": SCHEMA_VERSION,

@@ -33,6 +33,16 @@ def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = Fa
     known = find_model(name)
     if known is not None:
         return known
+    return families.build(load_config(name, offline=offline), name=name)
+
+
+def load_config(name: str, *, offline: bool = False) -> dict[str, Any]:
+    """The `config.json` of a model that the database lacks, of a known family or not.
+
+    Raises:
+        ConfigError: no such model, or its class is not part of transformers.
+        DataFileError: a config that is no JSON object.
+    """
     config = _local_config(name)
     if config is None:
         config = _hub_config(name, offline=offline)
@@ -41,7 +51,7 @@ def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = Fa
             f"{name}: model_type {config.get('model_type')!r} needs code from its repository, "
             "which whichlora never runs; use a model whose class is part of transformers"
         )
-    return families.build(config, name=name)
+    return config
 
 
 def _local_config(name: str) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from whichlora.memory.ledger import (
 )
 from whichlora.methods import Method, get_method, with_defaults
 from whichlora.numeric import Count
-from whichlora.results import MemoryPrediction, Prediction, TimePrediction
+from whichlora.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak
 from whichlora.specs import ALL_LINEAR, BNB_QUANTS, GpuSpec, RunConfig
 from whichlora.stack import Stack, resolve_stack
 from whichlora.targets import all_linears, resolve_targets
@@ -299,14 +299,58 @@ def predict_generation(job: Job, calibration: Calibration) -> TimePrediction:
     )
 
 
-def predict(model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration) -> Prediction:
+def with_trace(job: Job, memory: MemoryPrediction, traced: TracedPeak) -> MemoryPrediction:
+    """`memory` with the peaks of a trace; the card's part and the width of the interval stay.
+
+    The trace does not see the libraries' workspaces, which lie in the allocator's pool.
+    """
+    workspace = allocator.workspace_bytes(job.gpu, training=job.run.phase == "finetune")
+    context = memory.breakdown["context"]
+    allocated = traced.peak_allocated_bytes + workspace
+    reserved = min(
+        traced.peak_reserved_bytes + workspace,
+        max(allocated, job.gpu.memory_bytes - context),  # idle segments are given back in time
+    )
+    used = reserved + context
+    parts = dict(traced.parts) | {"temporary": workspace}
+    parts["traced"] = allocated - sum(size for name, size in parts.items() if name != "traced")
+    shift = used - memory.device_used_bytes
+    low, high = memory.interval_bytes
+    return replace(
+        memory,
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=reserved,
+        device_used_bytes=used,
+        interval_bytes=(max(0, low + shift), high + shift),
+        breakdown=parts | {"allocator": reserved - allocated, "context": context},
+        moment=traced.moment,
+    )
+
+
+def predict(
+    model: ModelSpec,
+    run: RunConfig,
+    gpu: GpuSpec,
+    calibration: Calibration,
+    *,
+    traced: TracedPeak | None = None,
+) -> Prediction:
     """Judge one run on one device.
+
+    Args:
+        traced: peaks of a trace of the same run, which then stand for the ledger's.
 
     Raises:
         ConfigError: settings that exclude each other.
     """
     job = resolve(model, run, gpu)
     memory, least = predict_memory(job, calibration)
+    traced_basis = ""
+    if traced is not None:
+        by_ledger = memory.peak_allocated_bytes
+        memory = with_trace(job, memory, traced)
+        least += memory.peak_allocated_bytes - by_ledger
+        traced_basis = f"memory traced on the real code, {traced.note}; "
     training = job.run.phase == "finetune"
     if training:
         time = predict_step(job, calibration)
@@ -321,18 +365,22 @@ def predict(model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibra
         verdict = "fits"
     elif least > usable:
         verdict = "fails"
+    num_params = model.num_params
     trained = trained_params(model, job.targets, job.method, job.run.r) if training else 0
+    if traced is not None:
+        num_params, trained = traced.num_params, traced.num_trainable_params
     return Prediction(
         run=job.run,
         gpu=gpu.key,
-        num_params=model.num_params,
+        num_params=num_params,
         num_trainable_params=int(trained),
         memory=memory,
         time=time,
         usable_bytes=usable,
         fits=fits,
         verdict=verdict,
-        basis=calibration.basis(memory_runs=calibration.memory.num_runs, time_runs=time_runs),
+        basis=traced_basis
+        + calibration.basis(memory_runs=calibration.memory.num_runs, time_runs=time_runs),
         notes=notes(job),
     )
 

@@ -37,6 +37,24 @@ class MemoryPrediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracedPeak:
+    """What a trace of the real code says (`--engine trace`), before anything the card adds.
+
+    Args:
+        parts: live bytes at the peak: "weights", "adapters", "optimizer_states", "traced".
+        note: which layers were traced, and why all of them if they were.
+    """
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    moment: str
+    parts: Mapping[str, int]
+    num_params: int
+    num_trainable_params: int
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePrediction:
     """Time of one optimizer step, or of one generation, in seconds.
 

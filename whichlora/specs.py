@@ -25,6 +25,7 @@ AttentionKernel = Literal["sdpa", "eager", "flash_attention_2"]
 Padding = Literal["none", "padded"]
 LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "raw"]
 Quant = Literal["none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4"]
+Engine = Literal["ledger", "trace"]
 KvCache = Literal["dynamic", "static", "paged", "vllm"]
 
 FOUR_BIT_BNB: frozenset[str] = frozenset({"nf4", "nf4-dq", "fp4"})
