@@ -16,9 +16,10 @@ from whichlora.memory.ledger import PARTS
 from whichlora.prediction import predict, predict_memory, predict_step, resolve, step_features
 from whichlora.results import Measurement
 from whichlora.specs import RunConfig
-from whichlora.timing import FEATURES, seconds
+from whichlora.timing import FEATURES, prior_model, seconds
 
 GPU = api.find_gpu("a100-sxm-80gb")
+CPU = api.find_gpu("cpu")
 MODELS = (
     "HuggingFaceTB/SmolLM2-1.7B",
     "Qwen/Qwen2.5-7B",
@@ -298,3 +299,18 @@ def test_no_memory_sample_leaves_the_start() -> None:
     start = prior_calibration(GPU).memory
     assert fit_memory([], start) is start
     assert set(start.mean) == set(PARTS)
+
+
+def test_a_coefficient_at_zero_stays_in_the_fit() -> None:
+    """Doubling the tokens doubles the time, so nothing is left for what is constant in them."""
+    model = prior_model(CPU, "finetune")
+    features = {**dict.fromkeys(FEATURES, 0.0), "constant": 1.0}
+    samples = [
+        Sample("a", features | {"products": 0.4 * n, "dequant": 0.12}, 0.4 * n, record=str(n))
+        for n in (1, 2, 4)
+    ]
+    fitted = fit_time(samples, CPU, "finetune")
+    assert fitted.mean["dequant"] < 0.2 * model.mean["dequant"]
+    for sample in samples:
+        predicted, _ = seconds(fitted, sample.features)
+        assert predicted == pytest.approx(sample.value, rel=0.15)

@@ -207,9 +207,8 @@ def _active(model: TimeModel, columns: Mapping[str, Array]) -> Array:
     """The samples' features, those zeroed that do not decide their time."""
     import numpy as np
 
-    _, parts = timing.seconds(model, columns)
-    deciding = [columns[name] * ((parts[name] != 0) | (name == "constant")) for name in FEATURES]
-    return np.column_stack(deciding)
+    counted = timing.deciding(model, columns)
+    return np.column_stack([counted[name] for name in FEATURES])
 
 
 def _time_errors(model: TimeModel, table: _Table) -> Array:

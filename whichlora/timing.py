@@ -117,18 +117,23 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
     }
 
 
-def seconds(model: TimeModel, found: Mapping[str, Real]) -> tuple[Real, dict[str, Real]]:
-    """Seconds of one step, and their breakdown by feature, which adds up to them.
+def deciding(model: TimeModel, found: Mapping[str, Real]) -> dict[str, Real]:
+    """The features that decide the time of a run; the others are zero.
 
     Where host and device overlap, the one that waits for the other counts nothing.
     """
-    parts = {name: model.mean[name] * found[name] for name in FEATURES}
-    if model.overlaps:
-        device = sum((parts[name] for name in DEVICE_FEATURES), 0.0)
-        host_bound = device < parts["launch"]
-        for name in DEVICE_FEATURES:
-            parts[name] = parts[name] * (1 - host_bound)
-        parts["launch"] = parts["launch"] * host_bound
+    if not model.overlaps:
+        return dict(found)
+    device = sum((model.mean[name] * found[name] for name in DEVICE_FEATURES), 0.0)
+    host_bound = device < model.mean["launch"] * found["launch"]
+    counted = {name: found[name] * (1 - host_bound) for name in DEVICE_FEATURES}
+    return counted | {"launch": found["launch"] * host_bound, "constant": found["constant"]}
+
+
+def seconds(model: TimeModel, found: Mapping[str, Real]) -> tuple[Real, dict[str, Real]]:
+    """Seconds of one step, and their breakdown by feature, which adds up to them."""
+    counted = deciding(model, found)
+    parts = {name: model.mean[name] * counted[name] for name in FEATURES}
     return sum(parts.values()), parts
 
 
@@ -139,24 +144,12 @@ def log_deviation(model: TimeModel, found: Mapping[str, float], total: float) ->
     """
     if total <= 0:
         return model.noise
-    active = [
-        found[name] if not model.overlaps or _counts(model, found, name) else 0.0
-        for name in FEATURES
-    ]
+    counted = deciding(model, found)
     variance = sum(
-        a * b * model.covariance[i][j]
-        for i, a in enumerate(active)
-        if a
-        for j, b in enumerate(active)
-        if b
+        counted[a] * counted[b] * model.covariance[i][j]
+        for i, a in enumerate(FEATURES)
+        if counted[a]
+        for j, b in enumerate(FEATURES)
+        if counted[b]
     )
     return math.sqrt(max(0.0, variance) / total**2 + model.noise**2)
-
-
-def _counts(model: TimeModel, found: Mapping[str, float], name: str) -> bool:
-    """Whether `name` decides the time of a run with these features."""
-    if name == "constant":
-        return True
-    device = sum(model.mean[one] * found[one] for one in DEVICE_FEATURES)
-    host_bound = device < model.mean["launch"] * found["launch"]
-    return host_bound == (name == "launch")
