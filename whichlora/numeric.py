@@ -15,6 +15,10 @@ Real: TypeAlias = Any
 """A `float`, or a NumPy float array."""
 
 
+TWO_SIDED_Z = {0.90: 1.644854, 0.95: 1.959964}
+"""Normal quantile that bounds a two-sided interval, by its confidence."""
+
+
 def is_plain(*values: Any) -> bool:
     return all(isinstance(value, int | float) for value in values)
 

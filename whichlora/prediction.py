@@ -21,7 +21,7 @@ from whichlora.memory.ledger import (
     training_ledger,
 )
 from whichlora.methods import Method, get_method, with_defaults
-from whichlora.numeric import Count
+from whichlora.numeric import TWO_SIDED_Z, Count
 from whichlora.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak
 from whichlora.specs import ALL_LINEAR, BNB_QUANTS, GpuSpec, RunConfig
 from whichlora.stack import Stack, resolve_stack
@@ -29,7 +29,6 @@ from whichlora.targets import all_linears, resolve_targets
 
 MEMORY_CONFIDENCE = 0.95
 TIME_CONFIDENCE = 0.90
-_Z = {0.95: 1.959964, 0.90: 1.644854}  # two-sided normal quantiles
 FLASH_CAPABILITY = 8.0
 
 
@@ -173,7 +172,7 @@ def predict_memory(job: Job, calibration: Calibration) -> tuple[MemoryPrediction
         breakdown["allocator"] = max(0, min(breakdown["allocator"], room))
     reserved = allocated + breakdown["allocator"]
     used = reserved + breakdown["context"]
-    z = _Z[MEMORY_CONFIDENCE]
+    z = TWO_SIDED_Z[MEMORY_CONFIDENCE]
     live = (*ALLOCATED_PARTS, "context")
     least = sum(breakdown[name] for name in live) - z * _spread(model, parts, live)
     if pool:
@@ -228,7 +227,7 @@ def forward_features(job: Job, *, context: int, decoding: bool) -> dict[str, flo
 
 
 def _interval(total: float, deviation: float) -> tuple[float, float]:
-    factor = math.exp(_Z[TIME_CONFIDENCE] * deviation)
+    factor = math.exp(TWO_SIDED_Z[TIME_CONFIDENCE] * deviation)
     return total / factor, total * factor
 
 

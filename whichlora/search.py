@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from whichlora.numeric import TWO_SIDED_Z
 from whichlora.plan import Limits, ProfilePolicy
 from whichlora.results import Measurement, Prediction
 from whichlora.specs import RunConfig
@@ -42,8 +43,7 @@ class Quantity:
         """Probability that the true value is at most `bound`, log-normal between the bounds."""
         if self.measured or self.high <= self.low or self.low <= 0:
             return 1.0 if self.value <= bound else 0.0
-        z = {0.9: 1.644854, 0.95: 1.959964}[self.confidence]
-        deviation = math.log(self.high / self.low) / (2 * z)
+        deviation = math.log(self.high / self.low) / (2 * TWO_SIDED_Z[self.confidence])
         return 0.5 * math.erfc(math.log(self.value / bound) / deviation / math.sqrt(2))
 
 

@@ -19,8 +19,9 @@ from whichlora.config import load_plan
 from whichlora.dataset import BYTE_LEVEL, BaseDataset, TokenLengths, count_tokens, open_dataset
 from whichlora.errors import ConfigError, DataFileError, MeasurementError
 from whichlora.methods import get_method
+from whichlora.numeric import TWO_SIDED_Z
 from whichlora.plan import Plan
-from whichlora.prediction import Job, predict, resolve, step_features
+from whichlora.prediction import TIME_CONFIDENCE, Job, predict, resolve, step_features
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.search import (
     CHOOSE_FINETUNE,
@@ -261,6 +262,10 @@ class Session:
         self._jobs[job.run] = job
         return job.run
 
+    def job(self, run: RunConfig) -> Job:
+        """A candidate resolved against its model, method and device."""
+        return self._jobs[run]
+
     # --- judging
 
     def judge(self, run: RunConfig) -> Candidate:
@@ -287,7 +292,7 @@ class Session:
         """Predicted seconds of one optimizer step at `width`; its features are kept."""
         key = (run, width)
         if key not in self._features:
-            self._features[key] = step_features(self._jobs[run], seq_len=width)
+            self._features[key] = step_features(self.job(run), seq_len=width)
         total, _ = timing.seconds(self.calibration.time["finetune"], self._features[key])
         return float(total)
 
@@ -306,7 +311,9 @@ class Session:
         model = self.calibration.time["finetune"]
         widest = self._features[(run, max(load.widths))]
         seconds, _ = timing.seconds(model, widest)
-        factor = math.exp(1.644854 * timing.log_deviation(model, widest, float(seconds)))
+        factor = math.exp(
+            TWO_SIDED_Z[TIME_CONFIDENCE] * timing.log_deviation(model, widest, float(seconds))
+        )
         return Quantity(value=total, low=total / factor, high=total * factor, measured=False)
 
     # --- measuring
@@ -325,7 +332,7 @@ class Session:
         measurement: Measurement = self._device().measure(
             run,
             model_config=self.models[run.model].config,
-            target_modules=self._jobs[run].peft_targets,
+            target_modules=self.job(run).peft_targets,
             seq_lens=load.profile_lengths(number) if load else (run.prompt_len,),
             num_batches=number,
             timeout_s=self.plan.timeout_s,
@@ -499,7 +506,7 @@ def _write(session: Session, answer: Answer) -> dict[str, Path]:
     from whichlora.job import train_script
 
     best = answer.winner.run
-    job = session._jobs[best]
+    job = session.job(best)
     data = (
         write_jsonl(
             session.dataset,
