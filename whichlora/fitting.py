@@ -36,6 +36,7 @@ from whichlora.prediction import (
     Job,
     forward_features,
     ledger,
+    mean_context,
     part_bytes,
     resolve,
     step_features,
@@ -293,7 +294,7 @@ def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:
         features = forward_features(job, context=prompt, decoding=False)
         add("prefill", features, list(measurement.prefill_s), prompt)
     if measurement.decode_s_per_token:
-        context = prompt + max(1, (job.run.max_new_tokens - 1) // 2)
+        context = mean_context(job.run)
         features = forward_features(job, context=context, decoding=True)
         add("decode", features, list(measurement.decode_s_per_token), context)
     return found

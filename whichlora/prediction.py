@@ -226,7 +226,13 @@ def forward_features(job: Job, *, context: int, decoding: bool) -> dict[str, flo
     return timing.features(done, job.gpu, dtype=job.dtype)
 
 
-def _interval(total: float, deviation: float) -> tuple[float, float]:
+def mean_context(run: RunConfig) -> int:
+    """Tokens that the average decoding step of `run` sees."""
+    return run.prompt_len + max(1, (run.max_new_tokens - 1) // 2)
+
+
+def time_interval(total: float, deviation: float) -> tuple[float, float]:
+    """Bounds of `total` seconds at `TIME_CONFIDENCE`, its log having that `deviation`."""
     factor = math.exp(TWO_SIDED_Z[TIME_CONFIDENCE] * deviation)
     return total / factor, total * factor
 
@@ -239,7 +245,7 @@ def predict_step(
     model = calibration.time["finetune"]
     found = step_features(job, seq_len=seq_len)
     step_s, parts = timing.seconds(model, found)
-    low, high = _interval(step_s, timing.log_deviation(model, found, step_s))
+    low, high = time_interval(step_s, timing.log_deviation(model, found, step_s))
     tokens = run.batch_size * (seq_len or run.seq_len) * run.gradient_accumulation_steps
     return TimePrediction(
         step_s=step_s,
@@ -265,7 +271,7 @@ def predict_generation(job: Job, calibration: Calibration) -> TimePrediction:
     deviation = timing.log_deviation(prefill_model, prefill, prefill_s)
     if job.model.task == "encoder":
         tokens = run.batch_size * run.prompt_len
-        low, high = _interval(prefill_s, deviation)
+        low, high = time_interval(prefill_s, deviation)
         return TimePrediction(
             step_s=None,
             tokens_per_s=tokens / prefill_s,
@@ -277,15 +283,14 @@ def predict_generation(job: Job, calibration: Calibration) -> TimePrediction:
             confidence=TIME_CONFIDENCE,
         )
     steps = run.max_new_tokens - 1
-    mean_context = run.prompt_len + max(1, steps // 2)
-    decode = forward_features(job, context=mean_context, decoding=True)
+    decode = forward_features(job, context=mean_context(run), decoding=True)
     decode_s, decode_parts = timing.seconds(decode_model, decode)
     decode_deviation = timing.log_deviation(decode_model, decode, decode_s)
     total = prefill_s + steps * decode_s
     # one run's errors in both phases come from one host and one device: they add up
     deviation = (prefill_s * deviation + steps * decode_s * decode_deviation) / total
     generated = run.batch_size * run.max_new_tokens
-    low, high = _interval(total, deviation)
+    low, high = time_interval(total, deviation)
     return TimePrediction(
         step_s=None,
         tokens_per_s=generated / total,

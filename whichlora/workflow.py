@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 import uuid
@@ -19,9 +18,8 @@ from whichlora.config import load_plan
 from whichlora.dataset import BYTE_LEVEL, BaseDataset, TokenLengths, count_tokens, open_dataset
 from whichlora.errors import ConfigError, DataFileError, MeasurementError
 from whichlora.methods import get_method
-from whichlora.numeric import TWO_SIDED_Z
 from whichlora.plan import Plan
-from whichlora.prediction import TIME_CONFIDENCE, Job, predict, resolve, step_features
+from whichlora.prediction import Job, predict, resolve, step_features, time_interval
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.search import (
     CHOOSE_FINETUNE,
@@ -138,7 +136,7 @@ class Workload:
 
 
 def workload(lengths: TokenLengths, *, batch_size: int, epochs: float, seed: int) -> Workload:
-    """Batches of `epochs` passes over the data, widths binned upwards to few distinct values."""
+    """Batches of `epochs` passes over the data, widths binned to few distinct values."""
     table = lengths.batches(batch_size, seed=seed)
     counts = Counter(table[:, 0].tolist())
     longest = min(lengths.max_length, lengths.longest())
@@ -179,9 +177,11 @@ class Session:
         self.log = MeasurementLog(self.roots[0], gpu.key, self.run_id)
         self.cold = prior_calibration(gpu)
         self.calibration: Calibration = api.load_calibration(gpu, plan.calibration_dir)
+        # read once: a shared database holds more records than a run adds
+        self._records = list(read_measurements(self.roots, gpu.key))
         self._resumed = {
             RunConfig.from_dict(record.config): record
-            for record in read_measurements(self.roots[:1], gpu.key)
+            for record in self._records
             if record.provenance.get("run_id") == self.run_id
         }
         self._profiler: Any = None
@@ -311,10 +311,8 @@ class Session:
         model = self.calibration.time["finetune"]
         widest = self._features[(run, max(load.widths))]
         seconds, _ = timing.seconds(model, widest)
-        factor = math.exp(
-            TWO_SIDED_Z[TIME_CONFIDENCE] * timing.log_deviation(model, widest, float(seconds))
-        )
-        return Quantity(value=total, low=total / factor, high=total * factor, measured=False)
+        low, high = time_interval(total, timing.log_deviation(model, widest, float(seconds)))
+        return Quantity(value=total, low=low, high=high, measured=False)
 
     # --- measuring
 
@@ -337,12 +335,11 @@ class Session:
             num_batches=number,
             timeout_s=self.plan.timeout_s,
         )
-        if api.is_known_model(run.model):
-            measurement = replace(measurement, model_config=None)
-        else:
-            config = dict(self.models[run.model].config)
-            measurement = replace(measurement, model_config=config)
+        known = api.is_known_model(run.model)
+        config = None if known else dict(self.models[run.model].config)
+        measurement = replace(measurement, model_config=config)
         self.log.append(measurement)
+        self._records.append(measurement)
         return measurement
 
     def learn(self, measurement: Measurement) -> None:
@@ -354,8 +351,7 @@ class Session:
         self.measured[run] = measurement
         self.compared.append((measurement, run, before))
         self.progress.learned(measurement, before)
-        records = read_measurements(self.roots, self.gpu.key)
-        self.calibration = fit(records, self.gpu, api.model_of, held_out=False)
+        self.calibration = fit(self._records, self.gpu, api.model_of, held_out=False)
 
     def _device(self) -> Any:
         if self._profiler is None:
