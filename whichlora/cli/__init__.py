@@ -1,0 +1,22 @@
+"""Arguments in, one `api` call, text out; the only package that knows the CLI library."""
+
+from __future__ import annotations
+
+import click
+
+from whichlora import __version__
+from whichlora.cli.calibration import calibrate
+from whichlora.cli.catalog import gpus, models
+from whichlora.cli.estimates import estimate
+from whichlora.cli.faults import Group
+from whichlora.cli.runs import run
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="whichlora")
+def main() -> None:
+    """The largest model, LoRA variant and batch size that fit, before a GPU hour is spent."""
+
+
+for _command in (estimate, run, gpus, models, calibrate):
+    main.add_command(_command)

@@ -1,0 +1,117 @@
+"""`whichlora calibrate`: fit, show, share and merge records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from whichlora.cli.options import as_json_text, calibration_option, json_option
+
+gpu_option = click.option("--gpu", help="One accelerator; default: every one with records.")
+
+
+@click.group(invoke_without_command=True)
+@gpu_option
+@calibration_option
+@click.pass_context
+def calibrate(ctx: click.Context, gpu: str | None, calibration_dir: Path | None) -> None:
+    r"""Fit the predictors to the recorded runs; share and merge records. Alone: fit.
+
+    \b
+    Example:
+      whichlora calibrate --gpu a100-sxm-80gb
+    """
+    given = {"gpu": gpu, "calibration_dir": calibration_dir}
+    ctx.default_map = dict.fromkeys(calibrate.commands, given)
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(fit, **given, as_json=False)
+
+
+@calibrate.command()
+@gpu_option
+@calibration_option
+@json_option
+def fit(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
+    """Refit to every record there is, and say what improved."""
+    from whichlora import databases, report
+
+    refits = databases.calibrate_all(gpu, calibration_dir)
+    if as_json:
+        click.echo(as_json_text("fits", [one.to_dict() for one in refits]))
+        return
+    for one in refits:
+        report.print_refit(one)
+
+
+@calibrate.command()
+@gpu_option
+@calibration_option
+@json_option
+def show(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
+    """What is known about a device, from whom, how well, and what is distrusted."""
+    from whichlora import databases, report
+
+    found = databases.calibration_reports(gpu, calibration_dir)
+    if as_json:
+        click.echo(as_json_text("calibrations", [one.to_dict() for one in found]))
+        return
+    for one in found:
+        report.print_calibration(one)
+
+
+@calibrate.command("import")
+@click.argument("table", metavar="FILE.csv", type=click.Path(path_type=Path))
+@click.option("--skip-bad", is_flag=True, help="Leave out rows that can't be true.")
+@calibration_option
+def import_(table: Path, skip_bad: bool, calibration_dir: Path | None) -> None:
+    """Add the runs of anybody's table; docs/calibration.md has the columns."""
+    from whichlora import databases, report
+
+    merged, refused = databases.import_table(
+        table, skip_bad=skip_bad, calibration_dir=calibration_dir
+    )
+    report.print_merged(merged, refused)
+
+
+@calibrate.command()
+@click.argument("path", metavar="FILE.csv|FILE.jsonl", type=click.Path(path_type=Path))
+@gpu_option
+@calibration_option
+def export(path: Path, gpu: str | None, calibration_dir: Path | None) -> None:
+    """Write all records, or those of one accelerator, to a table or to JSON lines."""
+    from whichlora import databases
+
+    count = databases.export_records(path, gpu, calibration_dir=calibration_dir)
+    click.echo(f"{path}: {count} records")
+
+
+@calibrate.command()
+@click.argument("place", metavar="FOLDER|FILE", type=click.Path(path_type=Path))
+@calibration_option
+def merge(place: Path, calibration_dir: Path | None) -> None:
+    """Add the records of another database, or of one .jsonl file; all of them or none."""
+    from whichlora import databases, report
+
+    report.print_merged(databases.merge_records(place, calibration_dir=calibration_dir))
+
+
+@calibrate.command()
+@click.argument("url")
+@calibration_option
+def pull(url: str, calibration_dir: Path | None) -> None:
+    """Add the records of a database elsewhere: a directory, s3://, hf://datasets/…."""
+    from whichlora import databases, report
+
+    report.print_merged(databases.pull_records(url, calibration_dir=calibration_dir))
+
+
+@calibrate.command()
+@click.argument("url")
+@calibration_option
+def push(url: str, calibration_dir: Path | None) -> None:
+    """Add your records to a database elsewhere; nothing there is changed."""
+    from whichlora import databases
+
+    count = databases.push_records(url, calibration_dir=calibration_dir)
+    click.echo(f"{url}: {count} new records")

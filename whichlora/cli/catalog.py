@@ -1,0 +1,52 @@
+"""`whichlora gpus` and `whichlora models`: what is known."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from whichlora.results import SCHEMA_VERSION
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print every field.")
+def gpus(as_json: bool) -> None:
+    """List the accelerators of the catalog, and what this machine has.
+
+    \b
+    Example:
+      whichlora gpus
+    """
+    from whichlora import api, report
+
+    found = api.list_gpus()
+    if as_json:
+        import dataclasses
+
+        rows = [dataclasses.asdict(gpu) for gpu in found]
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "gpus": rows}, indent=1))
+        return
+    report.print_gpus(found, here=api.find_gpu("auto"))
+
+
+@click.command()
+@click.argument("pattern", default="")
+@click.option("--json", "as_json", is_flag=True, help="Print every field.")
+def models(pattern: str, as_json: bool) -> None:
+    """List the models of the database whose name contains PATTERN.
+
+    \b
+    Example:
+      whichlora models qwen
+    """
+    from whichlora import api, report
+
+    found = [one for one in api.list_models() if pattern.lower() in one.hub_id.lower()]
+    if as_json:
+        import dataclasses
+
+        rows = [dataclasses.asdict(one) for one in found]
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "models": rows}, indent=1))
+        return
+    report.print_models(found)

@@ -1,0 +1,57 @@
+"""Exit codes, and every error of ours or of click in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import click
+
+from whichlora.errors import InfeasibleError, WhichLoraError
+
+EXIT_NOTHING_FITS = 1
+EXIT_BAD_REQUEST = 2
+
+
+class OneLine(click.ClickException):
+    """An error that is told in one line on stderr, without the usage that click adds."""
+
+    exit_code = EXIT_BAD_REQUEST
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(self.message, err=True)
+
+
+class NothingFits(OneLine):
+    """No candidate meets the limits."""
+
+    exit_code = EXIT_NOTHING_FITS
+
+
+class Group(click.Group):
+    """Turns our errors and click's into one line; any other exception keeps its traceback."""
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _one_line():  # our own options
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _one_line():  # those of the command, and its work
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except InfeasibleError as error:
+        raise NothingFits(f"nothing fits: {error}") from None
+    except WhichLoraError as error:
+        raise OneLine(str(error)) from None
+    except click.exceptions.NoArgsIsHelpError:
+        raise
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "whichlora"
+        fault = error.format_message().rstrip(".")
+        raise OneLine(f"{command}: {fault}; see '{command} --help'") from None

@@ -1,0 +1,104 @@
+"""Options that several commands share, and the callbacks that read their lists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from whichlora.errors import ConfigError
+from whichlora.results import SCHEMA_VERSION
+
+_MAX_COUNT = 10**9  # no batch, no length: a slipped key
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print every field as JSON.")
+calibration_option = click.option(
+    "--calibration-dir", type=click.Path(path_type=Path, file_okay=False), help="Your calibrations."
+)
+
+
+def words(setting: str, accepted: tuple[str, ...] | None = None) -> Callable[..., list[str]]:
+    """A click callback: comma list of words, each one of `accepted`."""
+
+    def split(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
+        names = [word.strip() for word in value.split(",")]
+        for word in names:
+            if not word:
+                raise ConfigError(f"--{setting}: has an empty name in {value!r}")
+            if accepted is not None and word not in accepted:
+                raise ConfigError(
+                    f"--{setting}: {word!r} is not known; accepted are {', '.join(accepted)}"
+                )
+        return names
+
+    return split
+
+
+def counts(setting: str) -> Callable[..., list[int]]:
+    """A click callback: comma list of whole numbers from 1 to a billion."""
+
+    def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
+        numbers = []
+        for word in value.split(","):
+            try:
+                count = int(word)
+            except ValueError:
+                count = 0
+            if not 1 <= count <= _MAX_COUNT:
+                raise ConfigError(
+                    f"--{setting}: {word.strip()[:40]!r} is not a whole number from 1 to "
+                    f"{_MAX_COUNT}; give one, or several with commas"
+                )
+            numbers.append(count)
+        return numbers
+
+    return split
+
+
+def fractions(setting: str) -> Callable[..., list[float]]:
+    """A click callback: comma list of numbers from 0 to below 1."""
+
+    def split(ctx: click.Context, param: click.Parameter, value: str) -> list[float]:
+        numbers = []
+        for word in value.split(","):
+            try:
+                fraction = float(word)
+            except ValueError:
+                fraction = -1.0
+            if not 0.0 <= fraction < 1.0:
+                raise ConfigError(
+                    f"--{setting}: {word.strip()[:40]!r} is not a number from 0 to below 1; "
+                    "give one, or several with commas"
+                )
+            numbers.append(fraction)
+        return numbers
+
+    return split
+
+
+def versions(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Any, ...]:
+    """A click callback: comma list of library=version."""
+    pairs = [word.partition("=") for word in value.split(",") if word.strip()]
+    return tuple(sorted((library.strip(), version.strip()) for library, _, version in pairs))
+
+
+def list_option(
+    flag: str, default: str, help_text: str, callback: Callable[..., Any]
+) -> Callable[[Any], Any]:
+    return click.option(
+        f"--{flag}", default=default, show_default=True, help=help_text, callback=callback
+    )
+
+
+def choices(flag: str, default: str, help_text: str, choice: Any) -> Callable[[Any], Any]:
+    accepted = tuple(get_args(choice))
+    return list_option(
+        flag, default, f"{help_text} ({', '.join(accepted)}).", words(flag, accepted)
+    )
+
+
+def as_json_text(name: str, rows: list[dict[str, Any]]) -> str:
+    return json.dumps({"schema_version": SCHEMA_VERSION, name: rows}, indent=1)
