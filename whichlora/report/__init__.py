@@ -1,0 +1,35 @@
+"""Predictions and answers as text: terminal tables, CSV and Markdown."""
+
+from whichlora.report.answer import explanation, print_answer
+from whichlora.report.calibrations import print_calibration, print_merged, print_refit
+from whichlora.report.catalogs import print_gpus, print_models
+from whichlora.report.estimate import print_predictions
+from whichlora.report.files import write_candidates, write_comparison, write_summary
+from whichlora.report.progress import Progress
+from whichlora.report.rows import candidate_row, comparison_rows, comparison_summary
+from whichlora.report.terminal import MAX_REASONS
+from whichlora.report.words import deciding, describe, reason, times, variant
+
+__all__ = [
+    "MAX_REASONS",
+    "Progress",
+    "candidate_row",
+    "comparison_rows",
+    "comparison_summary",
+    "deciding",
+    "describe",
+    "explanation",
+    "print_answer",
+    "print_calibration",
+    "print_gpus",
+    "print_merged",
+    "print_models",
+    "print_predictions",
+    "print_refit",
+    "reason",
+    "times",
+    "variant",
+    "write_candidates",
+    "write_comparison",
+    "write_summary",
+]

@@ -1,0 +1,133 @@
+"""The answer of a run: tables, the winner, and why the others fell."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from whichlora.report.rows import comparison_rows, comparison_summary
+from whichlora.report.terminal import MAX_REASONS, new_table, open_console
+from whichlora.report.words import deciding, describe, reason, variant
+from whichlora.units import format_bytes, format_count, format_seconds
+from whichlora.validation import rejected_before
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from whichlora.workflow import Answer
+
+
+def explanation(answer: Answer) -> list[str]:
+    """The answer and its reasons in lines of plain text."""
+    best = answer.winner
+    lines = []
+    if best is None:
+        lines.append("Nothing meets every limit.")
+        pool = [*answer.finetune] or [*answer.inference]
+        closest = max(pool, key=lambda one: (one.chance, -one.memory_bytes.value), default=None)
+        if closest is not None:
+            lines.append(f"Closest: {describe(closest.run)}.")
+            lines.extend(
+                f"  it would need {check.limit} of at least "
+                + (format_bytes if check.unit == "bytes" else format_seconds)(check.quantity.high)
+                for check in closest.checks
+                if check.verdict != "meets"
+            )
+    else:
+        run = best.run
+        size = format_count(best.prediction.num_params)
+        how = "measured"
+        if not best.measured:
+            how = f"predicted, {best.chance:.0%} chance to meet every limit of fine-tuning"
+        lines.append(
+            f"Winner: {run.model} ({size} parameters), {variant(run)}, "
+            f"batch size {run.batch_size} ({how})."
+        )
+        lines.extend(f"  {reason(check)}" for check in best.checks)
+    before = rejected_before(best, answer.finetune)
+    dropped = [model for model in answer.plan.models if model not in answer.kept]
+    for model in dropped:
+        of_model = [one for one in answer.inference if one.run.model == model]
+        closest = max(of_model, key=lambda one: one.chance)
+        lines.append(f"{model} left out in stage 1: {deciding(closest)}")
+    lines.extend(f"{describe(one.run)} left out: {deciding(one)}" for one in before[:MAX_REASONS])
+    if len(before) > MAX_REASONS:
+        lines.append(
+            f"… and {len(before) - MAX_REASONS} more better-ranked candidates, see the table"
+        )
+    return lines
+
+
+def print_answer(answer: Answer) -> None:
+    """The table, the winner and its reasons, the prediction errors and the files."""
+    console = open_console()
+    for title, candidates in (
+        ("stage 1: inference", answer.inference),
+        ("stage 2: fine-tuning", answer.finetune),
+    ):
+        numbers = ("batch", "tokens", "peak", "per token", "total")
+        table = new_table("model", "variant", *numbers, "source", "verdict", right=numbers)
+        table.title = title
+        table.title_justify = "left"
+        for one in sorted(candidates, key=lambda one: one.rank):
+            run, total = one.run, one.total_s
+            training = run.phase == "finetune"
+            failed = bool(one.failure)
+            table.add_row(
+                run.model,
+                variant(run),
+                str(run.batch_size),
+                str(run.seq_len) if training else f"{run.prompt_len}+{run.max_new_tokens}",
+                "-" if failed and one.measured else format_bytes(one.memory_bytes.value),
+                "-" if failed and one.measured else format_seconds(one.time_per_token_s.value),
+                "-" if total is None or (failed and one.measured) else format_seconds(total.value),
+                "measured" if one.measured else "predicted",
+                "WINNER" if one is answer.winner else one.failure.split(":")[0] or one.verdict,
+            )
+        console.print(table)
+    for line in explanation(answer):
+        console.print(line, markup=False)
+    rows = comparison_rows(answer.compared)
+    if rows:
+        _print_errors(console, rows)
+    console.print(f"data: {answer.tokens}")
+    console.print(f"basis: {answer.basis}")
+    if answer.training is not None:
+        _print_training(console, answer)
+    for purpose, path in answer.files.items():
+        console.print(f"{purpose}: {path}", markup=False)
+    if "job" in answer.files and answer.training is None:
+        from whichlora.job import train_command
+
+        command = shlex.join(train_command(answer.files["job"]))
+        console.print(f"start the fine-tuning with: {command}", markup=False, soft_wrap=True)
+
+
+def _print_errors(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    numbers = ("runs", "cold", "when chosen", "after the refit")
+    table = new_table("predicted against measured", *numbers, right=numbers)
+    for entry in comparison_summary(rows):
+        table.add_row(
+            entry["quantity"],
+            str(entry["runs"]),
+            *(
+                f"{entry[f'{stage}_median']:.1%} / {entry[f'{stage}_worst']:.1%}"
+                for stage in ("cold", "before", "after")
+            ),
+        )
+    table.caption = "absolute error, median / worst"
+    table.caption_justify = "left"
+    console.print(table)
+
+
+def _print_training(console: Console, answer: Answer) -> None:
+    training, best = answer.training or {}, answer.winner
+    seconds = training.get("train_s")
+    if isinstance(seconds, int | float) and best is not None and best.total_s is not None:
+        predicted = best.total_s.value
+        console.print(
+            f"trained: {format_seconds(seconds)} for the whole fine-tuning "
+            f"(expected {format_seconds(predicted)}), final loss {training.get('final_loss')}"
+        )
+    console.print(f"adapter: {training.get('output', '')}", markup=False)

@@ -1,0 +1,136 @@
+"""What fits learned, and what merging added, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from whichlora.report.terminal import MAX_REASONS, new_table, open_console
+from whichlora.units import format_count, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from whichlora.calibration import Calibration
+    from whichlora.databases import CalibrationReport, Refit
+    from whichlora.sharing.union import Merged
+
+
+def print_refit(refit: Refit) -> None:
+    """Error on left-out runs by phase: from the datasheet alone, before this fit, and now."""
+    console = open_console()
+    after, before = refit.after, refit.before
+    numbers = ("runs", "datasheet alone", "before", "now", "worst now")
+    table = new_table("phase", *numbers, right=numbers)
+    for phase, cold in after.cold.items():
+        old = before.held_out.get(phase) if before else None
+        new = after.held_out.get(phase)
+        table.add_row(
+            phase,
+            str(_num_runs(after, phase)),
+            f"{cold.median:.1%}",
+            f"{old.median:.1%} of {old.num_runs}" if old else "-",
+            f"{new.median:.1%}" if new else "too few runs",
+            f"{new.worst:.1%}" if new else "",
+        )
+    console.print(f"{after.gpu}: {after.num_records} records", markup=False)
+    console.print(table)
+    console.print("median error; 'before' and 'now' on runs that were left out of the fit")
+    _print_distrusted(console, after)
+
+
+def print_calibration(found: CalibrationReport) -> None:
+    """One device: coefficients as efficiencies, errors, valid range, provenance, outliers."""
+    console = open_console()
+    one = found.calibration
+    console.print(f"{one.gpu}: {one.num_records} records fitted{found.stale}", markup=False)
+    numbers = ("runs", "left-out median", "worst", "noise", "model size", "batch", "tokens")
+    table = new_table("phase", *numbers, right=numbers)
+    for phase in ("memory", *one.time):
+        held_out, ranges = one.held_out.get(phase), one.ranges.get(phase, {})
+        model = one.memory if phase == "memory" else one.time[phase]
+        table.add_row(
+            phase,
+            str(model.num_runs),
+            f"{held_out.median:.1%}" if held_out else "-",
+            f"{held_out.worst:.1%}" if held_out else "-",
+            f"{model.noise:.1%}",
+            *(_range(ranges.get(name)) for name in ("num_params", "batch_size", "tokens")),
+        )
+    console.print(table)
+    table = new_table("efficiency", *one.time, right=one.time)
+    for name in next(iter(one.time.values())).mean:
+        table.add_row(name, *(_efficiency(name, model.mean[name]) for model in one.time.values()))
+    console.print(table)
+    factors = (f"{part} {factor:.3f}" for part, factor in one.memory.mean.items())
+    console.print(
+        f"memory, measured over counted: {', '.join(factors)}", markup=False, soft_wrap=True
+    )
+    for title, counts in (
+        ("outcomes", found.outcomes),
+        ("measured by", found.sources),
+        ("versions", found.versions),
+    ):
+        if counts:
+            console.print(f"{title}: {_counted(counts)}", markup=False, soft_wrap=True)
+    if found.dates:
+        console.print(f"dates: {found.dates[0]} to {found.dates[1]}", markup=False)
+    _print_distrusted(console, one)
+
+
+def print_merged(merged: Merged, refused: Sequence[str] = ()) -> None:
+    """What was added; rows left out go to stderr."""
+    for line in refused:
+        open_console(stderr=True).print(f"left out: {line}", markup=False, soft_wrap=True)
+    console = open_console()
+    for gpu, count in merged.added.items():
+        console.print(f"{gpu}: {count} new records; fit them with: whichlora calibrate --gpu {gpu}")
+    if merged.known or not merged.added:
+        console.print(f"{merged.known} records were here already")
+
+
+def _print_distrusted(console: Console, one: Calibration) -> None:
+    if one.outliers:
+        table = new_table(
+            "down-weighted record", "phase", "measured / fitted", "weight",
+            right=("measured / fitted", "weight"),
+        )  # fmt: skip
+        for outlier in one.outliers[:MAX_REASONS]:
+            table.add_row(
+                outlier.record, outlier.phase, f"{outlier.ratio:.2f}", f"{outlier.weight:.2g}"
+            )
+        console.print(table)
+        _print_more(console, len(one.outliers))
+    if one.left_out:
+        for record, why in list(one.left_out.items())[:MAX_REASONS]:
+            console.print(f"left out: {record}: {why}", markup=False, soft_wrap=True)
+        _print_more(console, len(one.left_out))
+
+
+def _print_more(console: Console, count: int) -> None:
+    if count > MAX_REASONS:
+        console.print(f"… and {count - MAX_REASONS} more; all with --json")
+
+
+def _num_runs(calibration: Calibration, phase: str) -> int:
+    return (calibration.memory if phase == "memory" else calibration.time[phase]).num_runs
+
+
+def _efficiency(name: str, coefficient: float) -> str:
+    if name in ("launch", "constant"):
+        return format_seconds(coefficient)
+    return f"{1 / coefficient:.0%}" if coefficient else "free"
+
+
+def _range(bounds: tuple[float, float] | None) -> str:
+    if bounds is None:
+        return "-"
+    low, high = (format_count(bound) for bound in bounds)
+    return low if low == high else f"{low} to {high}"
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    shown = [f"{name} ({count})" for name, count in ordered[:MAX_REASONS]]
+    more = len(ordered) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

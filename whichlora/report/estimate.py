@@ -1,0 +1,73 @@
+"""Predictions as a table, one of them as a breakdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from whichlora.report.terminal import new_table, open_console
+from whichlora.report.words import variant
+from whichlora.results import Prediction
+from whichlora.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_predictions(predictions: Sequence[Prediction]) -> None:
+    """A table of all predictions; the byte breakdown as well when there is only one."""
+    console = open_console()
+    numbers = ("batch", "tokens", "peak", "95 % interval", "of the device", "time", "tokens/s")
+    table = new_table("model", "what", *numbers, "fits", "device", right=numbers)
+    for one in predictions:
+        memory, time = one.memory, one.time
+        low, high = memory.interval_bytes
+        run = one.run
+        if run.phase == "finetune":
+            tokens = str(run.seq_len)
+            seconds = f"{format_seconds(time.step_s or 0)} /step"
+        else:
+            tokens = f"{run.prompt_len}+{run.max_new_tokens}"
+            seconds = f"{format_seconds(time.time_per_token_s)} /token"
+        table.add_row(
+            run.model,
+            variant(run),
+            str(run.batch_size),
+            tokens,
+            format_bytes(memory.device_used_bytes),
+            f"{format_bytes(low)} - {format_bytes(high)}",
+            f"{memory.device_used_bytes / one.usable_bytes:.0%}",
+            seconds,
+            format_count(time.tokens_per_s),
+            {"fits": "yes", "fails": "no", "undecided": "maybe"}[one.verdict],
+            one.gpu,
+        )
+    console.print(table)
+    if len(predictions) == 1:
+        _print_breakdown(console, predictions[0])
+    for text in dict.fromkeys(one.basis for one in predictions):
+        console.print(f"basis: {text}")
+    for text in dict.fromkeys(note for one in predictions for note in one.notes):
+        console.print(f"note: {text}")
+
+
+def _print_breakdown(console: Console, one: Prediction) -> None:
+    table = new_table(f"at {one.memory.moment}", "bytes", "share", right=("bytes", "share"))
+    total = one.memory.device_used_bytes
+    for part, size in one.memory.breakdown.items():
+        if size:
+            table.add_row(part, format_bytes(size), f"{size / total:.1%}")
+    table.add_row("device memory used", format_bytes(total), "100.0%")
+    console.print(table)
+    low, high = one.time.interval_s
+    what = "step" if one.run.phase == "finetune" else "token"
+    console.print(
+        f"time per {what}: 90 % between {format_seconds(low)} and {format_seconds(high)}; "
+        f"parameters: {format_count(one.num_params)}"
+        + (
+            f", trained: {format_count(one.num_trainable_params)} "
+            f"({one.num_trainable_params / one.num_params:.2%})"
+            if one.num_trainable_params
+            else ""
+        )
+    )

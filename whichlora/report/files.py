@@ -1,0 +1,52 @@
+"""The files that an answer leaves: CSV and Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whichlora.errors import DataFileError
+from whichlora.report.answer import explanation
+from whichlora.report.rows import candidate_row, comparison_rows
+
+if TYPE_CHECKING:
+    from whichlora.workflow import Answer
+
+
+def _write_text(path: Path, text: str) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataFileError(f"{path}: can't be written ({error.strerror})") from None
+    return path
+
+
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return text.getvalue()
+
+
+def write_candidates(path: Path, answer: Answer) -> Path:
+    """The whole table of both stages as CSV; bytes and seconds."""
+    everyone = [*answer.inference, *answer.finetune]
+    return _write_text(path, _csv([candidate_row(one) for one in everyone]))
+
+
+def write_comparison(path: Path, answer: Answer) -> Path:
+    """Predicted against measured for every profiled candidate, as CSV."""
+    return _write_text(path, _csv(comparison_rows(answer.compared)))
+
+
+def write_summary(path: Path, answer: Answer) -> Path:
+    """The answer and its reasons as Markdown."""
+    lines = [f"# WhichLoRA on {answer.gpu.key}", "", *explanation(answer), ""]
+    lines += [f"Data: {answer.tokens}.", f"Basis: {answer.basis}."]
+    return _write_text(path, "\n\n".join(line for line in lines if line) + "\n")
