@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whichlora import api, families, work
+from whichlora.architecture import Linear
 from whichlora.memory.ledger import trained_params
 from whichlora.prediction import Job, resolve
 from whichlora.specs import RunConfig
@@ -112,9 +113,9 @@ def counted(config: dict[str, Any], job: Job) -> tuple[int, int]:
 @pytest.mark.parametrize("model_type", TINY)
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize(
-    # Frozen embeddings spare the first layer's input gradients, DoRA's norm is counted as if it
-    # were differentiated, and checkpointing need not repeat a layer's last product: all of it
-    # is per model or per layer and small, except for that last product in full fine-tuning.
+    # Frozen embeddings spare the first layer's input gradients, and checkpointing need not repeat
+    # a layer's last product: all of it is per model or per layer and small, except for that last
+    # product in full fine-tuning.
     ("method", "tolerance"),
     [("full", 0.09), ("lora", 0.04), ("dora", 0.05)],
 )
@@ -139,6 +140,57 @@ def test_flops_are_those_that_pytorch_counts(
     assert done.product_flops == pytest.approx(products, rel=tolerance)
     if method == "full" and not gradient_checkpointing:
         assert done.product_flops == products
+
+
+def moved_bytes(job: Job, *, use_dora: bool, num_rows: int) -> tuple[int, int]:
+    """Bytes that the operators of one adapted linear touch: forward, and backward."""
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Counter(TorchDispatchMode):
+        moved = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = function(*args, **(kwargs or {}))
+            if not function.is_view and function.__name__ != "empty.memory_format":
+                for one in tree_leaves((args, kwargs or {}, out)):
+                    if isinstance(one, torch.Tensor):
+                        self.moved += one.numel() * one.element_size()
+            return out
+
+    base = torch.nn.Sequential(torch.nn.Linear(512, 384, bias=False))
+    base = base.to(getattr(torch, job.run.weight_dtype))
+    config = peft.LoraConfig(
+        r=1, target_modules=["0"], use_dora=use_dora, lora_dropout=job.run.lora_dropout
+    )
+    wide = job.stack.adapter_bytes == 4
+    model = peft.get_peft_model(base, config, autocast_adapter_dtype=wide).train()
+    rows = torch.randn(num_rows, 512, dtype=next(base.parameters()).dtype, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=job.stack.autocast), Counter() as forward:
+        out = model(rows)
+    gradient = torch.ones_like(out)
+    with Counter() as backward:
+        out.backward(gradient)
+    return forward.moved, backward.moved
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+@pytest.mark.parametrize("lora_dropout", [0.0, 0.1])
+def test_dora_moves_the_bytes_that_its_operators_do(precision: Any, lora_dropout: float) -> None:
+    job = job_of(replace(RUN, method="dora", precision=precision, lora_dropout=lora_dropout))
+    linear = Linear(name="q", reads="x", in_features=512, out_features=384)
+    found = {}
+    for num_rows in (64, 128):
+        both = [moved_bytes(job, use_dora=on, num_rows=num_rows) for on in (False, True)]
+        found[num_rows] = [dora - lora for lora, dora in zip(*both, strict=True)]
+    per_row = [(many - few) / 64 for few, many in zip(found[64], found[128], strict=True)]
+    whatever = sum(found[64]) - 64 * sum(per_row)
+    assert job.method.weight_bytes(linear, job.stack) == pytest.approx(whatever, rel=0.02)
+    if not lora_dropout:  # else the repeated product's own rows are in the trace as well
+        assert list(job.method.token_bytes(linear, job.stack)) == per_row
 
 
 # --- by how it grows
@@ -195,6 +247,39 @@ def test_full_finetuning_costs_three_forwards_and_lora_about_two() -> None:
 def test_only_a_quantised_base_is_dequantised() -> None:
     assert training(job_of(RUN)).dequant_bytes == 0
     assert training(job_of(replace(RUN, method="qlora"))).dequant_bytes > 0
+
+
+def test_dora_moves_its_weights_whatever_the_number_of_tokens() -> None:
+    lora, dora = (job_of(replace(RUN, method=name)) for name in ("lora", "dora"))
+    few, many = (
+        training(dora, seq_len=length).elementwise_bytes
+        - training(lora, seq_len=length).elementwise_bytes
+        for length in (1, 2)
+    )
+    weights = 2 * few - many  # of no token at all
+    # the forward and its repetition: 32 bytes of each weight in fp32, and 12 of an identity
+    adapted = sum(
+        count * linear.num_weights
+        for layer, count in dora.model.layers()
+        for linear in layer.linears
+    )
+    assert 2 * 32 * adapted < weights < 2 * 44 * adapted
+
+
+def test_dora_on_few_bits_expands_each_weight_once_more_per_forward() -> None:
+    qlora, qdora = (
+        training(job_of(replace(RUN, method=name))).dequant_bytes for name in ("qlora", "qdora")
+    )
+    assert qdora / qlora == pytest.approx(5 / 3)  # forward twice, backward once, and two more
+
+
+def test_dropout_makes_dora_repeat_the_base_product() -> None:
+    plain, dropped = (
+        training(job_of(replace(RUN, method="dora", lora_dropout=p))).product_flops
+        for p in (0.0, 0.1)
+    )
+    lora = training(job_of(replace(RUN, method="lora"))).product_flops
+    assert dropped - plain > lora / 2
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "dora"])

@@ -232,8 +232,16 @@ def training_work(
             forward = method.forward_ops[stack.autocast]
             launches = launches + count * (forward * (1 + recompute))
             launches = launches + count * method.backward_ops[stack.autocast]
-            dense = method.weight_flops(linear, r) * (2 + recompute)
-            product_flops = product_flops + count * dense
+            product_flops = product_flops + count * method.weight_flops(linear, r) * (1 + recompute)
+            again = method.base_products(stack) * linear.active * (2 + recompute)
+            each = linear.in_features * linear.out_features
+            product_flops = product_flops + count * 2 * tokens * again * each
+            forward_bytes, backward_bytes = method.token_bytes(linear, stack)
+            per_token = forward_bytes * (1 + recompute) + backward_bytes
+            whatever = method.weight_bytes(linear, stack) * (1 + recompute)
+            elementwise = elementwise + count * (tokens * per_token + whatever)
+            if method.expands_weight and weights.is_quantised(linear, stack):
+                dequant = dequant + count * linear.num_weights * 2 * 2 * (1 + recompute)
         base_ops = layer_ops(layer, run) + quant_ops(layer, stack) + expert_ops(layer, tokens)
         launches = launches + count * base_ops * (1 + recompute)
         launches = launches + (count * base_ops * BACKWARD_RATIO)

@@ -20,6 +20,14 @@ def _no_params(linear: Linear, r: Count) -> Count:
     return 0 * r
 
 
+def _no_bytes(linear: Linear, stack: Stack) -> tuple[int, int]:
+    return 0, 0
+
+
+def _none(stack: Stack) -> int:
+    return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """One way to fine-tune; every function describes one adapted matrix (`Linear`).
@@ -34,7 +42,11 @@ class Method:
             `memory.activations` counts for every low-rank method.
         saved_bytes: kept for backward whatever the number of tokens.
         transient_bytes: alive only while the module computes, whatever the number of tokens.
-        weight_flops: work per pass that does not grow with the tokens, for rank r.
+        weight_flops: products of one forward that do not grow with the tokens, for rank r.
+        weight_bytes: read and written by one forward whatever the number of tokens.
+        token_bytes: read and written per token beyond what LoRA does, forward and backward.
+        expands_weight: a forward expands the quantised weight once more.
+        base_products: products with the base weight beyond its own, in every pass.
         forward_ops, backward_ops: kernels launched beyond those of the frozen base layer, without
             and with autocast.
     """
@@ -49,5 +61,9 @@ class Method:
     saved_bytes: Callable[[Linear, Stack], int] = _nothing
     transient_bytes: Callable[[Linear, Stack], int] = _nothing
     weight_flops: Callable[[Linear, Count], Count] = _no_params
+    weight_bytes: Callable[[Linear, Stack], int] = _nothing
+    token_bytes: Callable[[Linear, Stack], tuple[int, int]] = _no_bytes
+    base_products: Callable[[Stack], int] = _none
+    expands_weight: bool = False
     forward_ops: tuple[int, int] = (0, 0)
     backward_ops: tuple[int, int] = (0, 0)
