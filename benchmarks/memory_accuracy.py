@@ -1,174 +1,221 @@
-"""Predicted against measured peak memory on this CPU: a dated Markdown table.
+"""Part a of the memory tables: the ledger against the tracer over runs drawn with a seed.
 
-Part a: small models of every family in every mode, a second each. Part b: the quickstart's models
-at full size. Nothing is downloaded; weights are random.
+The traces are kept in `traces.jsonl`, one line per run, and only missing ones are made; the
+ledger is always asked anew.
 
-    python benchmarks/memory_accuracy.py                 part a, all settings (about half an hour)
-    python benchmarks/memory_accuracy.py --part b        full-sized models (about ten minutes)
-    python benchmarks/memory_accuracy.py --only F,A --output accuracy.md
+    python benchmarks/memory_accuracy.py                   trace what is missing, print the tables
+    python benchmarks/memory_accuracy.py --no-trace        the tables of what is there, in seconds
+    python benchmarks/memory_accuracy.py --slice 0:100     only these runs (also 0:400:2)
+    python benchmarks/memory_accuracy.py --only mixtral --retrace
+    python benchmarks/memory_accuracy.py --no-trace --write       docs/accuracy_ledger.md
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import json
 import os
 import platform
 import statistics
 import sys
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+for name, value in (
+    ("HF_HUB_OFFLINE", "1"),
+    ("OMP_NUM_THREADS", "1"),
+    ("TRANSFORMERS_VERBOSITY", "error"),
+):
+    os.environ.setdefault(name, value)
 
-import oracle_memory as oracle  # noqa: E402
+import memory_samples as samples  # noqa: E402
 
-CHECKPOINTING: dict[str, Any] = {"gradient_checkpointing": True}
-PADDED: dict[str, Any] = {"padding": "padded"}
-INFERENCE: dict[str, Any] = {"phase": "inference"}
-# The letter is the precision mode of docs/memory.md; I is inference.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "F lora": {},
-    "F lora, checkpointing": CHECKPOINTING,
-    "F lora, eager": {"attn": "eager"},
-    "F lora, padded": PADDED,
-    "F lora, padded, checkpointing": PADDED | CHECKPOINTING,
-    "F lora, dropout": {"lora_dropout": 0.1},
-    "F lora, attention only": {"target_modules": ("attention",)},
-    "F full": {"method": "full"},
-    "F full, checkpointing": {"method": "full"} | CHECKPOINTING,
-    "F dora": {"method": "dora"},
-    "F dora, dropout": {"method": "dora", "lora_dropout": 0.1},
-    "F dora, checkpointing": {"method": "dora"} | CHECKPOINTING,
-    "F qlora": {"method": "qlora"},
-    "F qlora, checkpointing": {"method": "qlora"} | CHECKPOINTING,
-    "F qdora": {"method": "qdora"},
-    "C lora": {"precision": "bf16-no-autocast"},
-    "P lora": {"precision": "bf16-pure"},
-    "A lora": {"precision": "bf16"},
-    "A lora, checkpointing": {"precision": "bf16"} | CHECKPOINTING,
-    "A dora": {"precision": "bf16", "method": "dora"},
-    "A full": {"precision": "bf16", "method": "full"},
-    "Q qlora": {"precision": "bf16", "method": "qlora"},
-    "Q qlora, checkpointing": {"precision": "bf16", "method": "qlora"} | CHECKPOINTING,
-    "I fp32": INFERENCE,
-    "I fp32, 4 x 24": INFERENCE | {"batch_size": 4, "prompt_len": 24},
-    "I bf16": INFERENCE | {"precision": "bf16"},
-    "I fp32, static cache": INFERENCE | {"kv_cache": "static"},
+from whichlora.specs import RunConfig  # noqa: E402
+from whichlora.units import GiB  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "accuracy_ledger.md"
+FAR_OFF = 0.04
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One run, its line of the traces and what the ledger says of it."""
+
+    index: int
+    run: RunConfig
+    line: dict[str, Any]
+    ledger: dict[str, Any]
+
+    @property
+    def error(self) -> float:
+        return self.ledger["peak_allocated_bytes"] / self.line["peak_allocated_bytes"] - 1
+
+
+def mode(one: Compared) -> str:
+    run = one.run
+    if run.phase == "inference":
+        return f"inference, {run.kv_cache} cache"
+    base = f" on {run.quant}" if run.quant not in (None, "none") else ""
+    return f"{run.method}{base}, {run.precision}"
+
+
+def checkpointing(one: Compared) -> str:
+    if one.run.phase == "inference":
+        return "inference"
+    return "checkpointing" if one.run.gradient_checkpointing else "no checkpointing"
+
+
+GROUPS: dict[str, Callable[[Compared], str]] = {
+    "family": lambda one: samples.model_type(one.run),
+    "mode": mode,
+    "moment of the ledger's peak": lambda one: f"{one.ledger['moment']}, {checkpointing(one)}",
+    "attention": lambda one: one.run.attn + (", padded" if one.run.padding == "padded" else ""),
+    "optimizer": lambda one: one.run.optimizer if one.run.phase == "finetune" else "inference",
+    "loss head": lambda one: one.run.loss_head if one.run.phase == "finetune" else "inference",
 }
-FULL_SIZE = ("HuggingFaceTB/SmolLM2-135M", "EleutherAI/pythia-160m", "Qwen/Qwen2.5-0.5B")
-FULL_SIZE_SETTINGS = (
-    "F lora",
-    "F lora, checkpointing",
-    "F lora, padded",
-    "F qlora",
-    "F qlora, checkpointing",
-    "F dora",
-    "F dora, checkpointing",
-    "I fp32",
-)
 
 
-def measured_rows(cases: Iterable[tuple[str, str, oracle.Case]]) -> list[tuple[str, str, int, int]]:
-    """Setting, model, measured and predicted bytes; what the libraries refuse is left out."""
-    rows = []
-    for setting, model, one in cases:
-        try:
-            measured, predicted = oracle.peak(one)
-        except (ValueError, RuntimeError, AssertionError) as error:  # the libraries' own refusals
-            print(f"{setting}, {model}: left out: {error}", file=sys.stderr)
-            continue
-        rows.append((setting, model, measured, predicted))
-        error_percent = 100 * (predicted / measured - 1)
-        print(f"{setting:30} {model:28} {error_percent:+6.2f} %", file=sys.stderr, flush=True)
-    return rows
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
 
 
-def summary(rows: list[tuple[str, str, int, int]], column: int, title: str) -> str:
-    """One line per setting (column 0) or model (column 1), and one for all."""
-    lines = [
-        f"| {title} | runs | median | p95 | worst |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    groups: dict[str, list[float]] = {}
-    for row in rows:
-        error = 100 * abs(row[3] / row[2] - 1)
-        groups.setdefault(str(row[column]), []).append(error)
-        groups.setdefault("**all**", []).append(error)
-    groups["**all**"] = groups.pop("**all**")  # last
-    for name, errors in groups.items():
-        errors.sort()
-        p95 = errors[min(len(errors) - 1, round(0.95 * len(errors)))]
-        lines.append(
-            f"| {name} | {len(errors)} | {statistics.median(errors):.2f} % "
-            f"| {p95:.2f} % | {errors[-1]:.2f} % |"
+def summary(errors: Sequence[float]) -> tuple[str, ...]:
+    """n, median and 95th percentile of the sizes, worst high and worst low."""
+    sizes = sorted(map(abs, errors))
+    p95 = sizes[min(len(sizes) - 1, round(0.95 * len(sizes)))]
+    high, low = max(0.0, *errors), min(0.0, *errors)
+    shares = f"{statistics.median(sizes):.2%}", f"{p95:.2%}", f"{high:+.1%}", f"{low:+.1%}"
+    return str(len(errors)), *(share.replace("%", " %") for share in shares)
+
+
+def grouped(compared: Sequence[Compared], title: str) -> str:
+    errors: dict[str, list[float]] = defaultdict(list)
+    for one in compared:
+        errors[GROUPS[title](one)].append(one.error)
+    rows = [("**all**", *summary([one.error for one in compared]))]
+    rows += [(name, *summary(found)) for name, found in sorted(errors.items())]
+    return table((title, "n", "median", "p95", "worst high", "worst low"), rows)
+
+
+def by_moment(compared: Sequence[Compared]) -> str:
+    """Errors of the largest moment of each kind, also where it is not the peak."""
+    errors: dict[str, list[float]] = defaultdict(list)
+    for one in compared:
+        for moment, size in one.ledger["moments"].items():
+            traced = one.line["moments"].get(moment)
+            if traced:
+                errors[f"{moment}, {checkpointing(one)}"].append(size / traced - 1)
+    rows = [(name, *summary(found)) for name, found in sorted(errors.items())]
+    return table(("moment", "n", "median", "p95", "worst high", "worst low"), rows)
+
+
+def far_off(compared: Sequence[Compared]) -> str:
+    """Every run that misses by more than `FAR_OFF`, worst first."""
+    found = sorted(
+        (one for one in compared if abs(one.error) > FAR_OFF), key=lambda one: -abs(one.error)
+    )
+    rows = [
+        (
+            str(one.index),
+            f"{one.error:+.1%}".replace("%", " %"),
+            f"{one.line['peak_allocated_bytes'] / GiB:.2f}",
+            one.ledger["moment"],
+            samples.model_type(one.run),
+            ", ".join(f"{name} {value}" for name, value in samples.settings(one.run).items()),
         )
-    return "\n".join(lines)
-
-
-def full_table(rows: list[tuple[str, str, int, int]]) -> str:
-    lines = [
-        "| setting | model | measured | predicted | error |",
-        "| --- | --- | ---: | ---: | ---: |",
+        for one in found
     ]
-    lines += [
-        f"| {setting} | {model} | {measured / 2**20:.1f} MiB | {predicted / 2**20:.1f} MiB "
-        f"| {100 * (predicted / measured - 1):+.2f} % |"
-        for setting, model, measured, predicted in rows
-    ]
-    return "\n".join(lines)
+    return table(("run", "error", "traced GiB", "ledger's moment", "family", "settings"), rows)
 
 
-def environment() -> str:
+def left_out(lines: Iterable[dict[str, Any]]) -> str:
+    reasons = Counter(line["refused"] for line in lines if "refused" in line)
+    return table(("n", "why"), [(str(n), reason) for reason, n in reasons.most_common()])
+
+
+def document(compared: Sequence[Compared], lines: Sequence[dict[str, Any]], seed: int) -> str:
     names = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
     today = datetime.datetime.now(datetime.UTC).date()
-    return f"{today}, {platform.machine()} CPU, Python {platform.python_version()}, {versions}"
+    parts = [
+        "# Accuracy of the ledger against the trace",
+        f"Made by `benchmarks/memory_accuracy.py --write` on {today}, Python "
+        f"{platform.python_version()}, {versions}; no GPU was used. {len(lines)} runs drawn with "
+        f"seed {seed} from all families of the model database, {len(compared)} of them traced "
+        "([trace.md](trace.md)). Errors are of the peak of allocated memory, predicted over "
+        "traced, less one: positive is too high. Nothing was fitted.",
+        *(f"## By {title}\n\n{grouped(compared, title)}" for title in GROUPS),
+        f"## Every moment\n\nAlso where it is not the peak.\n\n{by_moment(compared)}",
+        f"## Runs further off than {FAR_OFF:.0%}\n\n{far_off(compared)}".replace("%\n", " %\n"),
+        f"## Left out\n\n{left_out(lines)}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def lines_of(
+    chosen: Sequence[tuple[int, RunConfig]], *, path: Path, trace: bool, retrace: bool
+) -> Iterator[tuple[int, RunConfig, dict[str, Any]]]:
+    """The lines of the chosen runs; missing ones are traced and appended."""
+    known = {json.dumps(line["run"]): line for line in samples.read_lines(path)}
+    for index, run in chosen:
+        line = known.get(json.dumps(samples.settings(run)))
+        if trace and (line is None or retrace):
+            with contextlib.redirect_stdout(sys.stderr):
+                line = samples.traced(run)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        if line is not None:
+            yield index, run, line
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("a", "b"), default="a")
-    parser.add_argument("--only", default="", help="modes, such as F,A; all unless given")
-    parser.add_argument("--families", default=",".join(oracle.CONFIGS))
-    parser.add_argument("--output", type=Path, help="a file instead of stdout")
+    parser.add_argument("--runs", type=int, default=400, help="how many are drawn")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slice", default=":", help="of the drawn ones: start:stop:step")
+    parser.add_argument("--only", default="", help="runs whose settings or family contain this")
+    parser.add_argument("--no-trace", action="store_true", help="only what was traced before")
+    parser.add_argument("--retrace", action="store_true", help="also what was traced before")
+    parser.add_argument("--traces", type=Path, default=samples.TRACES)
+    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     options = parser.parse_args()
 
-    modes = tuple(mode for mode in options.only.split(",") if mode)
-    if options.part == "a":
-        cases = [
-            (setting, family, oracle.case(family, **values))
-            for setting, values in SETTINGS.items()
-            for family in options.families.split(",")
-            if not modes or setting.startswith(modes)
+    wanted = slice(*(int(part) if part else None for part in options.slice.split(":")))
+    drawn = [(index, samples.draw(options.seed, index)) for index in range(options.runs)][wanted]
+    if options.only:
+        drawn = [
+            (index, run)
+            for index, run in drawn
+            if options.only in f"{samples.model_type(run)} {samples.settings(run)}"
         ]
-    else:
-        cases = [
-            (setting, name, oracle.real_case(name, **SETTINGS[setting]))
-            for name in FULL_SIZE
-            for setting in FULL_SIZE_SETTINGS
-        ]
-    rows = measured_rows(cases)
-    command = " ".join(["python", "benchmarks/memory_accuracy.py", *sys.argv[1:]])
-    parts = [
-        "# Peak memory, predicted against measured",
-        f"{environment()}. Made by `{command}`.",
-        "Live tensor bytes at the peak of one optimizer step of the Trainer, or of one "
-        "generation; no coefficient is fitted. Errors are of the whole peak, without sign.",
-        summary(rows, 0, "setting"),
-        summary(rows, 1, "family" if options.part == "a" else "model"),
-    ]
-    if options.part == "b":
-        parts.append(full_table(rows))
-    text = "\n\n".join(parts) + "\n"
-    if options.output is None:
-        print(text)
-    else:
-        options.output.write_text(text, encoding="utf-8")
+    compared, lines = [], []
+    for index, run, line in lines_of(
+        drawn, path=options.traces, trace=not options.no_trace, retrace=options.retrace
+    ):
+        lines.append(line)
+        if "refused" in line:
+            print(f"{index:4} {'refused':>8}  {line['refused'][:120]}", file=sys.stderr)
+            continue
+        one = Compared(index, run, line, samples.predicted(run))
+        compared.append(one)
+        print(
+            f"{index:4} {one.error:+8.2%}  {one.ledger['moment']:18} {samples.settings(run)}",
+            file=sys.stderr,
+            flush=True,
+        )
+    text = document(compared, lines, options.seed)
+    print(text)
+    if options.write:
+        DOCUMENT.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -100,6 +100,10 @@ def _training_arguments(
     known = {field.name for field in dataclasses.fields(TrainingArguments)}
     # Renamed in the course of transformers 5; version 6 drops the old name.
     new, old = "activation_checkpointing", "gradient_checkpointing"
+    checkpointing = new if new in known else old
+    options: dict[str, Any] = {checkpointing: run.gradient_checkpointing}
+    if run.use_reentrant is not None:
+        options[f"{checkpointing}_kwargs"] = {"use_reentrant": run.use_reentrant}
     return TrainingArguments(
         output_dir=output_dir,
         max_steps=max_steps,
@@ -116,7 +120,7 @@ def _training_arguments(
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        **{new if new in known else old: run.gradient_checkpointing},
+        **options,
     )
 
 

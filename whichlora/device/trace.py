@@ -131,6 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._in_model = self._num_forwards = 0
         self._last_owner: int | None = None
         self._closed = False
+        self._global_hooks: tuple[Any, ...] = ()
 
     # Where we are.
 
@@ -142,8 +143,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         for index, (_, layer) in enumerate(self._layers):
             layer.register_forward_pre_hook(_calls(self._layer_entered, index))
             layer.register_forward_hook(_calls(self._layer_left, index))
-        register_optimizer_step_pre_hook(lambda *_: setattr(self, "_moment", "optimizer"))
-        register_optimizer_step_post_hook(lambda *_: setattr(self, "_moment", "step"))
+        self._global_hooks = (
+            register_optimizer_step_pre_hook(lambda *_: setattr(self, "_moment", "optimizer")),
+            register_optimizer_step_post_hook(lambda *_: setattr(self, "_moment", "step")),
+        )
 
     def _model_entered(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         self._in_model += 1
@@ -296,6 +299,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def close(self) -> None:
         """Write no more: what dies from now on outlives the trace."""
         self._closed = True
+        for hook in self._global_hooks:
+            hook.remove()
 
 
 def _calls(function: Any, first: Any) -> Any:
@@ -420,34 +425,43 @@ def _fake_4bit(meta: Any) -> nn.Parameter:
     return weight
 
 
-def peaks(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Peaks of a traced job, and what lives at the peak.
+def whole_trace(
+    run: RunConfig,
+    model_config: Mapping[str, Any],
+    *,
+    target_modules: Sequence[str] | str,
+    layers: str = "2,4",
+) -> tuple[list[TracedEvent], str]:
+    """Storages of `run` at its full depth, the loading's warm-up block first, and how they came.
 
     Four layers are traced and stretched to all, and two as a check of it; `layers` "all" traces
-    every layer. Where the layers do not repeat, all are traced, and `note` says so.
+    every layer. Where the layers do not repeat, all are traced, and the note says so.
     """
-    run = RunConfig.from_dict(request["run"])
-    config = request["model_config"]
-    targets = request["target_modules"]
-    note = ""
-    events: list[TracedEvent] = []
-    if request["layers"] != "all":
+    note = "every layer traced"
+    if layers != "all":
         try:
-            depth = _depth(config)
+            depth = _depth(model_config)
             few, some = (
-                trace(run, config, target_modules=targets, num_layers=count)
+                trace(run, model_config, target_modules=target_modules, num_layers=count)
                 for count in (TRACED_LAYERS - 2, TRACED_LAYERS)
             )
             stretched = stretch(some, num_layers=depth)
             check_growth(few, some, stretched, num_layers=depth)
-            events = stretched
-            note = f"{TRACED_LAYERS} of {depth} layers traced and stretched"
+            return with_warm_up(
+                stretched
+            ), f"{TRACED_LAYERS} of {depth} layers traced and stretched"
         except (DoesNotRepeatError, StopIteration, ValueError) as error:
             note = f"every layer traced: {error or 'no depth in the config'}"
-    if not events:
-        events = trace(run, config, target_modules=targets)
-        note = note or "every layer traced"
-    events = with_warm_up(events)
+    return with_warm_up(trace(run, model_config, target_modules=target_modules)), note
+
+
+def peaks(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Peaks of a traced job, and what lives at the peak."""
+    run = RunConfig.from_dict(request["run"])
+    config = request["model_config"]
+    events, note = whole_trace(
+        run, config, target_modules=request["target_modules"], layers=request["layers"]
+    )
     found = replay(
         (one.event for one in events), expandable_segments=request["expandable_segments"]
     )

@@ -1,0 +1,229 @@
+"""Runs drawn with a seed from every family, method and option, and their traced peaks.
+
+The tracer is the slow half and its results are kept, one JSON line per run; the ledger is asked
+again each time a table is made, so a changed formula shows at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from whichlora import families, prediction
+from whichlora.architecture import ModelSpec
+from whichlora.errors import ConfigError
+from whichlora.memory.replay import replay, rounded
+from whichlora.memory.stretch import TRACED_LAYERS, TracedEvent
+from whichlora.specs import ALL_LINEAR, ATTENTION, RunConfig
+from whichlora.store import models as model_store
+from whichlora.store.gpus import find_gpu
+
+GPU = find_gpu("h100-sxm-80gb")
+TRACES = Path(__file__).resolve().parent / "traces.jsonl"
+MAX_TRACED_LAYERS = 32  # where layers differ all are traced, which takes a second or so each
+MAX_SECONDS = 400
+
+INVENTED = {  # for types without a model in the database; Llama's names, the rest is the default
+    "vocab_size": 50_304,
+    "hidden_size": 1536,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 96,
+}
+METHODS = ("full", "lora", "lora", "qlora", "qlora", "dora", "qdora")
+QUANTS = (None, None, None, None, "int8", "nf4", "fp4")
+PRECISIONS = ("bf16", "bf16", "bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32")
+OPTIMIZERS = (
+    "adamw_torch_fused",
+    "adamw_torch_fused",
+    "adamw_torch",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "adafactor",
+    "sgd",
+    "lion",
+)
+KERNELS = ("sdpa", "sdpa", "eager", "flash_attention_2")
+LOSS_HEADS = ("hf",) * 10 + ("raw", "raw", "liger", "trl-fused")
+
+
+@cache
+def models_by_type() -> dict[str, tuple[str, ...]]:
+    """Models by `model_type`: those of the database, or the type's name for its invented shapes.
+
+    Of a type whose layers differ, shallow models, or the shallowest.
+    """
+    found: dict[str, list[str]] = {model_type: [] for model_type in families.FAMILIES}
+    for record in model_store.list_models():
+        found.setdefault(record.model_type, []).append(record.hub_id)
+    return {model_type: _quick(names) or (model_type,) for model_type, names in found.items()}
+
+
+def _quick(names: Sequence[str]) -> tuple[str, ...]:
+    by_depth = sorted(names, key=lambda name: _traced_layers(_model(name)))
+    few = [name for name in by_depth if _traced_layers(_model(name)) <= MAX_TRACED_LAYERS]
+    return tuple(few or by_depth[:1])
+
+
+def _traced_layers(model: ModelSpec) -> int:
+    alike = len({layer for layer, _ in model.layers()}) == 1
+    return TRACED_LAYERS if alike else model.num_hidden_layers
+
+
+@cache
+def _model(name: str) -> ModelSpec:
+    if name in families.FAMILIES:
+        return families.build(INVENTED | {"model_type": name}, name=name)
+    found = model_store.find_model(name)
+    assert found is not None
+    return found
+
+
+def draw(seed: int, index: int) -> RunConfig:
+    """Run number `index`: families take turns, everything else is drawn."""
+    types = sorted(models_by_type())
+    random.Random(seed).shuffle(types)
+    rng = random.Random(f"{seed} {index}")
+    model = _model(rng.choice(models_by_type()[types[index % len(types)]]))
+    longest = min(8192, model.max_position_embeddings or 8192)
+    if rng.random() < 0.25:
+        precision = rng.choice(("bf16", "bf16", "fp16", "fp32"))
+        return RunConfig(
+            model=model.name,
+            phase="inference",
+            batch_size=2 ** rng.randrange(7),
+            prompt_len=_length(rng, longest - 8),
+            max_new_tokens=rng.choice((1, 2, 4, 8)),
+            precision=rng.choice(("bf16", "bf16", "fp16", "fp32")),
+            attn=rng.choice(KERNELS),
+            kv_cache=rng.choice(("dynamic", "static")),
+            quant=rng.choice(("none", "none", "nf4-dq", "int8")),
+        )
+    method = rng.choice(METHODS)
+    precision = rng.choice(PRECISIONS)
+    return RunConfig(
+        model=model.name,
+        method=method,
+        batch_size=2 ** rng.randrange(7),
+        seq_len=_length(rng, longest),
+        r=2 ** rng.randrange(8),
+        lora_dropout=rng.choice((0.0, 0.0, 0.05)),
+        target_modules=(rng.choice((ALL_LINEAR, ALL_LINEAR, ATTENTION)),),
+        precision=precision,
+        optimizer=rng.choice(OPTIMIZERS),
+        gradient_checkpointing=rng.random() < 0.5,
+        use_reentrant=rng.choice((None, None, False, True)),
+        gradient_accumulation_steps=rng.choice((1, 1, 1, 2, 3)),
+        attn=rng.choice(KERNELS if precision != "fp32" else KERNELS[:3]),
+        padding=rng.choice(("none", "none", "none", "padded")),
+        loss_head=rng.choice(LOSS_HEADS),
+        quant=rng.choice(QUANTS) if method in ("lora", "dora") else None,
+    )
+
+
+def _length(rng: random.Random, longest: int) -> int:
+    """Log-uniform from 64 on; two thirds are multiples of 64, as batches often are."""
+    length = int(64 * (longest / 64) ** rng.random())
+    return length // 64 * 64 if rng.random() < 0.67 else length
+
+
+def settings(run: RunConfig) -> dict[str, Any]:
+    """What `run` says beyond the defaults."""
+    default = RunConfig(model=run.model).to_dict()
+    return {
+        name: value
+        for name, value in run.to_dict().items()
+        if name == "model" or value != default[name]
+    }
+
+
+def traced(run: RunConfig) -> dict[str, Any]:
+    """The line of `run`: traced peaks, or why there are none."""
+    line: dict[str, Any] = {"run": settings(run)}
+    began = time.monotonic()
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(MAX_SECONDS)
+    try:
+        line |= _peaks(run)
+    except ConfigError as error:
+        line["refused"] = str(error)
+    except Exception as error:  # the libraries refuse with every type there is
+        line["refused"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    finally:
+        signal.alarm(0)
+        gc.collect()
+    return line | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def _too_long(*_: Any) -> None:
+    raise ConfigError(f"traced for more than {MAX_SECONDS} s")
+
+
+def _peaks(run: RunConfig) -> dict[str, Any]:
+    from whichlora.device.trace import whole_trace
+
+    if run.attn == "flash_attention_2" and run.padding == "padded":
+        raise ConfigError("flash-attention 2 of a padded batch is not traced")
+    job = prediction.resolve(_model(run.model), run, GPU)
+    events, note = whole_trace(job.run, job.model.config, target_modules=job.peft_targets)
+    return {
+        "peak_allocated_bytes": replay(one.event for one in events).peak_allocated_bytes,
+        "moments": moment_peaks(events),
+        "note": note,
+    }
+
+
+def moment_peaks(events: list[TracedEvent]) -> dict[str, int]:
+    """Most bytes alive in each moment of two steps, in blocks of 512 bytes."""
+    sizes: dict[int, int] = {}
+    peaks: dict[str, int] = {}
+    total = 0
+    for one in events:
+        if one.num_bytes is None:
+            total -= sizes.pop(one.storage)
+            continue
+        sizes[one.storage] = rounded(one.num_bytes)
+        total += sizes[one.storage]
+        peaks[one.moment] = max(peaks.get(one.moment, 0), total)
+    return peaks
+
+
+def read_lines(path: Path = TRACES) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        with path.open(encoding="utf-8") as file:
+            yield from map(json.loads, file)
+
+
+_MOMENTS = {"layer_forward": "forward", "loss_forward": "forward", "optimizer_step": "optimizer"}
+
+
+def predicted(run: RunConfig) -> dict[str, Any]:
+    """What the ledger says of `run`, in the words of a line; workspaces, which no trace sees, off.
+
+    Raises:
+        WhichLoraError: settings that exclude each other.
+    """
+    found = prediction.ledger(prediction.resolve(_model(run.model), run, GPU))
+    peaks: dict[str, int] = {}
+    for moment in found.moments:
+        name = _MOMENTS.get(moment, "backward") if run.phase == "finetune" else "forward"
+        size = int(found.moment_bytes(moment)) - found.workspace_bytes
+        peaks[name] = max(peaks.get(name, 0), size)
+    return {
+        "peak_allocated_bytes": int(found.peak_allocated_bytes) - found.workspace_bytes,
+        "moment": found.peak_moment,
+        "moments": peaks,
+    }
+
+
+def model_type(run: RunConfig) -> str:
+    return str(_model(run.model).config["model_type"])

@@ -1,0 +1,50 @@
+"""The runs of part a of the memory tables: drawn with a seed, from every family."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import memory_accuracy
+import memory_samples as samples
+
+from whichlora import families
+from whichlora.memory.stretch import TracedEvent
+from whichlora.specs import RunConfig
+
+
+def test_a_run_depends_on_the_seed_and_its_number_only() -> None:
+    drawn = [samples.draw(0, index) for index in range(20)]
+    assert samples.draw(0, 7) == drawn[7]
+    assert samples.draw(1, 7) != drawn[7]
+    assert len(set(drawn)) == 20
+
+
+def test_families_take_turns() -> None:
+    types = samples.models_by_type()
+    drawn = {samples.model_type(samples.draw(0, index)) for index in range(len(types))}
+    assert drawn == set(types)
+    assert set(families.FAMILIES) <= set(types)
+
+
+def test_a_line_gives_its_run_back() -> None:
+    for index in range(50):
+        run = samples.draw(0, index)
+        line = json.loads(json.dumps(samples.settings(run)))
+        assert RunConfig.from_dict(line) == run
+
+
+def test_moments_are_peaks_of_live_blocks() -> None:
+    events = [
+        TracedEvent(1, 1000, moment="load"),
+        TracedEvent(2, 512, moment="forward"),
+        TracedEvent(2, None, moment="forward"),
+        TracedEvent(3, 100, moment="backward"),
+    ]
+    assert samples.moment_peaks(events) == {"load": 1024, "forward": 1536, "backward": 1536}
+
+
+def test_a_table_counts_what_was_refused_by_reason() -> None:
+    lines = [{"run": {}, "refused": "no kernel"}, {"run": {}, "refused": "no kernel"}, {"run": {}}]
+    assert "| 2 | no kernel |" in memory_accuracy.left_out(lines)
