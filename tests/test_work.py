@@ -113,11 +113,11 @@ def counted(config: dict[str, Any], job: Job) -> tuple[int, int]:
 @pytest.mark.parametrize("model_type", TINY)
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize(
-    # Frozen embeddings spare the first layer's input gradients, and checkpointing need not repeat
-    # a layer's last product: all of it is per model or per layer and small, except for that last
-    # product in full fine-tuning.
+    # Frozen embeddings spare the first layer's input gradients, checkpointing need not repeat a
+    # layer's last product, and DoRA's magnitude counts as if it were a factor (1 % of models this
+    # narrow): all of it is small, except for that last product in full fine-tuning.
     ("method", "tolerance"),
-    [("full", 0.09), ("lora", 0.04), ("dora", 0.05)],
+    [("full", 0.09), ("lora", 0.04), ("dora", 0.052)],
 )
 def test_flops_are_those_that_pytorch_counts(
     model_type: str, gradient_checkpointing: bool, method: str, tolerance: float

@@ -7,12 +7,15 @@ from whichlora.dataset.export import write_jsonl
 from whichlora.dataset.lengths import TokenLengths
 from whichlora.dataset.sources import open_dataset
 from whichlora.dataset.tokens import BYTE_LEVEL, count_tokens
+from whichlora.dataset.workload import Workload, workload
 
 __all__ = [
     "BYTE_LEVEL",
     "BaseDataset",
     "TokenLengths",
+    "Workload",
     "count_tokens",
     "open_dataset",
+    "workload",
     "write_jsonl",
 ]
