@@ -294,7 +294,7 @@ def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:
         features = forward_features(job, context=prompt, decoding=False)
         add("prefill", features, list(measurement.prefill_s), prompt)
     if measurement.decode_s_per_token:
-        context = mean_context(job.run)
+        context = mean_context(prompt, job.run.max_new_tokens)
         features = forward_features(job, context=context, decoding=True)
         add("decode", features, list(measurement.decode_s_per_token), context)
     return found

@@ -21,7 +21,7 @@ from whichlora.memory.ledger import (
     training_ledger,
 )
 from whichlora.methods import Method, get_method, with_defaults
-from whichlora.numeric import TWO_SIDED_Z, Count
+from whichlora.numeric import TWO_SIDED_Z, Count, largest
 from whichlora.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak
 from whichlora.specs import ALL_LINEAR, BNB_QUANTS, GpuSpec, RunConfig
 from whichlora.stack import Stack, resolve_stack
@@ -226,9 +226,9 @@ def forward_features(job: Job, *, context: int, decoding: bool) -> dict[str, flo
     return timing.features(done, job.gpu, dtype=job.dtype)
 
 
-def mean_context(run: RunConfig) -> int:
-    """Tokens that the average decoding step of `run` sees."""
-    return run.prompt_len + max(1, (run.max_new_tokens - 1) // 2)
+def mean_context(prompt_len: Count, max_new_tokens: Count) -> Count:
+    """Tokens that the average decoding step sees."""
+    return prompt_len + largest(1, (max_new_tokens - 1) // 2)
 
 
 def time_interval(total: float, deviation: float) -> tuple[float, float]:
@@ -283,7 +283,9 @@ def predict_generation(job: Job, calibration: Calibration) -> TimePrediction:
             confidence=TIME_CONFIDENCE,
         )
     steps = run.max_new_tokens - 1
-    decode = forward_features(job, context=mean_context(run), decoding=True)
+    decode = forward_features(
+        job, context=mean_context(run.prompt_len, run.max_new_tokens), decoding=True
+    )
     decode_s, decode_parts = timing.seconds(decode_model, decode)
     decode_deviation = timing.log_deviation(decode_model, decode, decode_s)
     total = prefill_s + steps * decode_s

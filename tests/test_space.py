@@ -1,0 +1,148 @@
+"""Spaces judged block by block: nothing is lost, and only a lower bound rules a run out."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import CPU
+
+from whichlora import api
+from whichlora.block import predict_block
+from whichlora.calibration import prior_calibration
+from whichlora.prediction import predict
+from whichlora.space import Bounds, ParetoFront, blocks, judge_blocks, pareto
+from whichlora.specs import GpuSpec, RunConfig
+
+A100 = api.find_gpu("a100-sxm-80gb")
+SMALL = api.find_gpu("rtx-3070-8gb")
+MODELS = ("HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B")
+BASE = RunConfig(model=MODELS[0])
+
+SPACES = st.fixed_dictionaries(
+    {
+        "model": st.lists(st.sampled_from(MODELS), min_size=1, max_size=2, unique=True),
+        "method": st.lists(
+            st.sampled_from(("lora", "qlora", "dora", "full")), min_size=1, max_size=2, unique=True
+        ),
+        "gradient_checkpointing": st.sampled_from(((True,), (True, False))),
+        "attn": st.sampled_from((("sdpa",), ("sdpa", "eager"), ("flash_attention_2",))),
+        "batch_size": st.lists(st.integers(1, 64), min_size=1, max_size=4, unique=True),
+        "seq_len": st.lists(st.integers(16, 4096), min_size=1, max_size=3, unique=True),
+        "r": st.lists(st.sampled_from((4, 16, 64)), min_size=1, max_size=3, unique=True),
+    }
+)
+
+
+def test_a_space_is_every_combination_once() -> None:
+    lists = {
+        "model": MODELS[:2],
+        "method": ("lora", "full"),
+        "batch_size": (1, 2, 3),
+        "seq_len": (64, 128),
+        "r": (8, 16),
+    }
+    found = [
+        block.run(position)
+        for block in blocks(BASE, lists, [A100], api.load_model, block_runs=4)
+        for position in range(int(np.prod(block.shape)))
+    ]
+    assert len(found) == len(set(found)) == 2 * 3 * 2 * (2 + 1)  # a full fine-tuning has no rank
+    wanted = set(itertools.product(MODELS[:2], (1, 2, 3), (64, 128), (8, 16)))
+    assert {(r.model, r.batch_size, r.seq_len, r.r) for r in found if r.method == "lora"} == wanted
+
+
+def test_what_excludes_itself_is_no_candidate() -> None:
+    lists = {"attn": ("sdpa", "flash_attention_2"), "precision": ("bf16", "fp32")}
+    found = list(blocks(BASE, lists, [A100, api.find_gpu("rtx-2080-ti-11gb")], api.load_model))
+    assert len(found) == 5
+    flash = [block for block in found if block.job.run.attn == "flash_attention_2"]
+    assert [(block.job.gpu.key, block.job.run.precision) for block in flash] == [(A100.key, "bf16")]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lists=SPACES,
+    gpu=st.sampled_from((CPU, A100, SMALL)),
+    num_bytes=st.none() | st.floats(1e9, 4e10),
+    time_s=st.none() | st.floats(1e-6, 1e-2),
+    luck=st.floats(-1, 1),
+)
+def test_pruning_drops_no_run_whose_true_values_meet_the_limits(
+    lists: dict[str, list[object]],
+    gpu: GpuSpec,
+    num_bytes: float | None,
+    time_s: float | None,
+    luck: float,
+) -> None:
+    """Brute force asks the scalar prediction of every run; truth lies anywhere in its interval."""
+    calibration = prior_calibration(gpu)
+    bounds = Bounds(num_bytes=num_bytes, time_per_token_s=time_s)
+    found = blocks(BASE, lists, [gpu], api.load_model, block_runs=8)
+    for judged in judge_blocks(found, lambda _: calibration, bounds):
+        for position, possible in enumerate(judged.possible.tolist()):
+            run = judged.block.run(position)
+            one = predict(api.load_model(run.model), run, gpu, calibration)
+            low, high = one.memory.interval_bytes
+            used = low + (high - low) * (luck + 1) / 2
+            fast, slow = one.time.interval_s
+            step_s = fast * (slow / fast) ** ((luck + 1) / 2)
+            per_token = step_s / (run.batch_size * run.seq_len)
+            meets = used <= min(gpu.memory_bytes, num_bytes or gpu.memory_bytes) and (
+                time_s is None or per_token <= time_s
+            )
+            assert possible or not meets
+
+
+def test_a_large_space_needs_the_memory_of_one_block() -> None:
+    lists = {"batch_size": range(1, 257), "seq_len": range(16, 528), "r": (8, 16)}
+    found = judge_blocks(
+        blocks(BASE, lists, [A100], api.load_model, block_runs=1 << 12),
+        lambda _: prior_calibration(A100),
+        Bounds(),
+    )
+    next(found)
+    tracemalloc.start()
+    num_runs = sum(len(judged.possible) for judged in found)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_runs > 250_000
+    assert peak < 16 * 2**20
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=30),
+)
+def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
+    time_s, memory = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    front = {(points[i]) for i in pareto(time_s, memory).tolist()}
+
+    def beaten(one: tuple[int, int]) -> bool:
+        return any(a <= one[0] and b <= one[1] and (a, b) != one for a, b in points)
+
+    assert front == {one for one in points if not beaten(one)}
+
+
+def test_the_front_over_blocks_is_the_front_of_all_runs() -> None:
+    lists = {"method": ("lora", "qlora"), "batch_size": (1, 2, 4, 8), "seq_len": (128, 512)}
+    calibration = prior_calibration(A100)
+    front = ParetoFront()
+    points = []
+    for judged in judge_blocks(
+        blocks(BASE, lists, [A100], api.load_model, block_runs=3), lambda _: calibration, Bounds()
+    ):
+        front.add(judged)
+        points += list(
+            zip(judged.time_per_token_s.tolist(), judged.memory_bytes.tolist(), strict=True)
+        )
+    time_s, memory = (np.array(column) for column in zip(*points, strict=True))
+    assert sorted(front.time_s) == sorted(time_s[pareto(time_s, memory)].tolist())
+    run, gpu = front.runs[0]
+    job_block = next(iter(blocks(run, {}, [A100], api.load_model)))
+    again = predict_block(job_block.job, calibration, job_block.mesh)
+    assert gpu == A100.key
+    assert again.device_used_bytes.item() == front.memory_bytes[0]
+    assert job_block.run(0) == run

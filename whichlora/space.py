@@ -1,0 +1,210 @@
+"""Spaces of millions of candidates, generated and judged block by block in bounded memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from whichlora.architecture import ModelSpec
+from whichlora.block import BlockPrediction, axes_of, predict_block
+from whichlora.calibration import Calibration
+from whichlora.errors import ConfigError
+from whichlora.prediction import Job, resolve
+from whichlora.specs import GpuSpec, RunConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+# Runs judged at once: enough that Python's part is small, few enough for a processor's cache.
+BLOCK_RUNS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Runs that differ in their three array settings only.
+
+    Args:
+        axes: values of each array setting; their product is the block.
+    """
+
+    job: Job
+    axes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(len(values) for values in self.axes.values())
+
+    @property
+    def mesh(self) -> dict[str, NDArray[np.int64]]:
+        """The axes as arrays that broadcast to the shape of the block."""
+        import numpy as np
+
+        return dict(zip(self.axes, np.ix_(*map(np.asarray, self.axes.values())), strict=True))
+
+    def run(self, position: int) -> RunConfig:
+        """The run at `position` of the flattened block."""
+        import numpy as np
+
+        index = np.unravel_index(position, self.shape)
+        chosen: dict[str, Any] = {
+            name: values[int(i)] for (name, values), i in zip(self.axes.items(), index, strict=True)
+        }
+        return replace(self.job.run, **chosen)
+
+
+def blocks(
+    base: RunConfig,
+    settings: Mapping[str, Sequence[Any]],
+    gpus: Sequence[GpuSpec],
+    find_model: Callable[[str], ModelSpec],
+    *,
+    block_runs: int = BLOCK_RUNS,
+) -> Iterator[Block]:
+    """Every combination of `settings` on every device, one block after the other.
+
+    What excludes itself (flash attention on a device without it, full fine-tuning of quantised
+    weights) is passed over; ranks are not told apart where there is no adapter.
+
+    Args:
+        base: settings that all candidates share.
+        settings: a list of values by name of a `RunConfig` field.
+    """
+    outside = [name for name in settings if name not in ("model", *_INSIDE)]
+    for name in settings.get("model", (base.model,)):
+        model = find_model(name)
+        for values in itertools.product(*(settings[name] for name in outside)):
+            run = replace(base, model=name, **dict(zip(outside, values, strict=True)))
+            for gpu in gpus:
+                try:
+                    job = resolve(model, run, gpu)
+                except ConfigError:
+                    continue
+                yield from _split(job, settings, block_runs)
+
+
+_INSIDE = ("batch_size", "seq_len", "r", "prompt_len", "max_new_tokens")
+
+
+def _split(job: Job, settings: Mapping[str, Sequence[Any]], block_runs: int) -> Iterator[Block]:
+    """The runs of one job in blocks of at most `block_runs`, cut along the longest axis."""
+    axes = {name: tuple(settings.get(name, (getattr(job.run, name),))) for name in axes_of(job)}
+    if job.run.phase == "finetune" and job.method.trains_base:
+        axes["r"] = axes["r"][:1]
+    pending = [axes]
+    while pending:
+        found = pending.pop()
+        size = 1
+        for values in found.values():
+            size *= len(values)
+        if size <= block_runs:
+            yield Block(job, found)
+            continue
+        longest = max(found, key=lambda name: len(found[name]))
+        half = len(found[longest]) // 2
+        pending.append(found | {longest: found[longest][half:]})
+        pending.append(found | {longest: found[longest][:half]})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Limits of one phase on one device; None is no limit.
+
+    Args:
+        num_bytes: of device memory, beside what the device has.
+        time_per_token_s: of a step over its tokens, or of a generation over what it generated.
+    """
+
+    num_bytes: float | None = None
+    time_per_token_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A block with its predictions, flattened.
+
+    Args:
+        possible: runs that their lower bounds do not rule out.
+        likely: runs whose best guesses meet every limit.
+    """
+
+    block: Block
+    time_per_token_s: Array
+    memory_bytes: Array
+    possible: NDArray[np.bool_]
+    likely: NDArray[np.bool_]
+
+
+def judge_blocks(
+    found: Iterable[Block], calibration_of: Callable[[GpuSpec], Calibration], bounds: Bounds
+) -> Iterator[Judged]:
+    """Each block against the device and `bounds`; nothing is kept of it afterwards.
+
+    A run is ruled out only by a lower bound: of its live tensors against the device, of its
+    memory and its time against the limits.
+    """
+    for block in found:
+        prediction = predict_block(block.job, calibration_of(block.job.gpu), block.mesh)
+        yield _judge(block, prediction, bounds)
+
+
+def _judge(block: Block, found: BlockPrediction, bounds: Bounds) -> Judged:
+    import numpy as np
+
+    run, device_bytes = block.job.run, block.job.gpu.memory_bytes
+    scale: Any = 1.0
+    if run.phase == "finetune":
+        mesh = block.mesh
+        scale = 1.0 / (mesh["batch_size"] * mesh["seq_len"] * run.gradient_accumulation_steps)
+    most = min(device_bytes, bounds.num_bytes or device_bytes)
+    possible = np.minimum(found.least_bytes, found.low_bytes) <= most
+    likely = found.device_used_bytes <= most
+    if bounds.time_per_token_s is not None:
+        possible &= found.low_s * scale <= bounds.time_per_token_s
+        likely &= found.time_s * scale <= bounds.time_per_token_s
+    return Judged(
+        block=block,
+        time_per_token_s=(found.time_s * scale).ravel(),
+        memory_bytes=found.device_used_bytes.ravel(),
+        possible=possible.ravel(),
+        likely=likely.ravel(),
+    )
+
+
+@dataclass(slots=True)
+class ParetoFront:
+    """Runs that no other beats in both time and memory, kept while blocks pass by."""
+
+    time_s: list[float] = field(default_factory=list)
+    memory_bytes: list[float] = field(default_factory=list)
+    runs: list[tuple[RunConfig, str]] = field(default_factory=list)
+
+    def add(self, judged: Judged) -> None:
+        """Take in the likely runs of a block."""
+        import numpy as np
+
+        chosen = np.flatnonzero(judged.likely)
+        chosen = chosen[pareto(judged.time_per_token_s[chosen], judged.memory_bytes[chosen])]
+        self.time_s += judged.time_per_token_s[chosen].tolist()
+        self.memory_bytes += judged.memory_bytes[chosen].tolist()
+        gpu = judged.block.job.gpu.key
+        self.runs += [(judged.block.run(position), gpu) for position in chosen.tolist()]
+        kept = pareto(np.array(self.time_s), np.array(self.memory_bytes)).tolist()
+        self.time_s = [self.time_s[i] for i in kept]
+        self.memory_bytes = [self.memory_bytes[i] for i in kept]
+        self.runs = [self.runs[i] for i in kept]
+
+
+def pareto(time_s: Array, memory_bytes: Array) -> NDArray[np.intp]:
+    """Positions that no other beats in both, fastest first; of equals the first stays."""
+    import numpy as np
+
+    order = np.lexsort((memory_bytes, time_s))
+    least = np.minimum.accumulate(memory_bytes[order])
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = memory_bytes[order][1:] < least[:-1]
+    return np.asarray(order[first])
