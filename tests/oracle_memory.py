@@ -28,6 +28,7 @@ from whichlora.device.inference import measure_inference
 from whichlora.device.meter import Meter
 from whichlora.families import build
 from whichlora.memory import activations
+from whichlora.memory.entries import tensor_bytes
 from whichlora.specs import ALL_LINEAR, GpuSpec, RunConfig
 from whichlora.store.models import find_model
 
@@ -183,7 +184,7 @@ def predicted_saved_per_layer(one: Case) -> int:
     tokens = one.run.batch_size * one.run.seq_len
     return sum(
         int(
-            activations.saved_bytes(
+            tensor_bytes(
                 activations.layer_saved(
                     group.layer,
                     job.targets,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,9 +17,12 @@ from strategies import A100, ADAPTERS, CPU, DEVICES, finetune_runs, inference_ru
 from whichlora import families
 from whichlora.architecture import ModelSpec
 from whichlora.memory import activations, kv_cache, logits, optimizer, weights
-from whichlora.memory.ledger import PARTS, Ledger, inference_ledger, training_ledger
+from whichlora.memory.entries import Kind, tensor_bytes
+from whichlora.memory.generation import inference_ledger
+from whichlora.memory.ledger import PARTS, Ledger, training_ledger
 from whichlora.prediction import Job, ledger, part_bytes, resolve
 from whichlora.specs import GpuSpec, RunConfig
+from whichlora.stack import Stack
 from whichlora.store.models import find_model
 from whichlora.units import GiB
 
@@ -137,6 +140,34 @@ def test_parts_sum_to_the_total_and_none_is_negative(run: RunConfig, gpu: GpuSpe
         parts = part_bytes(one, found, moment)
         live = sum(parts.values()) - parts["allocator"] - parts["context"]
         assert live == found.moment_bytes(moment) <= found.peak_allocated_bytes
+
+
+@given(run=st.one_of(finetune_runs(), inference_runs()), gpu=DEVICES)
+@settings(max_examples=200)
+def test_the_members_of_an_entry_add_up_to_it(run: RunConfig, gpu: GpuSpec) -> None:
+    for entries in ledger(job(run, gpu)).moments.values():
+        for entry in entries:
+            if entry.groups:
+                assert sum(group.num_bytes for group in entry.groups) == entry.num_bytes
+            for one in (one for group in entry.groups for one in group.tensors):
+                if one.element_bytes:
+                    sizes = (one.per_token, one.per_token_pair, one.constant)
+                    assert all(int(size) % one.element_bytes == 0 for size in sizes), one
+
+
+@given(run=st.one_of(finetune_runs(), inference_runs()), gpu=DEVICES)
+def test_every_entry_says_what_it_is_why_it_lives_and_who_says_so(
+    run: RunConfig, gpu: GpuSpec
+) -> None:
+    stack = {field.name for field in fields(Stack)}
+    for entries in ledger(job(run, gpu)).moments.values():
+        assert len({entry.what for entry in entries}) == len(entries)
+        for entry in entries:
+            fact = entry.fact
+            assert all((fact.what, fact.shape, fact.dtype, fact.count, fact.why, fact.source))
+            assert fact.kind in get_args(Kind)
+            assert fact.part in PARTS
+            assert not fact.dtype.endswith("_bytes") or fact.dtype in stack
 
 
 @given(
@@ -336,7 +367,7 @@ def test_a_llama_3_layer_saves_what_the_trace_shows(precision: Any, per_token: i
     one = job(RunConfig(model="meta-llama/Meta-Llama-3-8B", precision=precision, r=16))
     layer = one.model.groups[0].layer
     saved = activations.layer_saved(layer, one.targets, one.stack, one.method, 16, span=2048)
-    assert activations.saved_bytes(saved, tokens=1, span=2048) == per_token
+    assert tensor_bytes(saved, tokens=1, span=2048) == per_token
 
 
 @pytest.mark.parametrize("method", ADAPTERS)

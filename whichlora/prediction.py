@@ -13,13 +13,8 @@ from whichlora.calibration import Calibration, MemoryModel
 from whichlora.errors import ConfigError
 from whichlora.families.experts import with_expert_modules
 from whichlora.memory import allocator
-from whichlora.memory.ledger import (
-    PARTS,
-    Ledger,
-    inference_ledger,
-    trained_params,
-    training_ledger,
-)
+from whichlora.memory.generation import inference_ledger
+from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
 from whichlora.methods import Method, get_method, with_defaults
 from whichlora.numeric import TWO_SIDED_Z, Count, largest
 from whichlora.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak

@@ -8,10 +8,10 @@ compared with saved-tensor hooks on the real libraries; `docs/memory.md` has the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 from whichlora.architecture import Attention, Layer, Linear, Mlp, ModelSpec, Moe, Norm
+from whichlora.memory.entries import Tensor, per_pair, per_token
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, largest
 from whichlora.specs import FOUR_BIT_BNB
@@ -25,32 +25,14 @@ _ACTIVATION_SAVED = {"gelu_new": 4, "gelu_fast": 4, "quick_gelu": 2, "relu": 0}
 # kernel, its input and output. `bloom_gelu` is the written-out tanh formula of `BloomGelu`.
 _ACTIVATION_WORKING = {"gelu_new": 4, "gelu_fast": 5, "bloom_gelu": 5, "quick_gelu": 3, "relu2": 3}
 ENCODER_OUT = "encoder_out"  # what the cross attention of every decoder layer reads
+HEADS = "num_attention_heads"
 _INDEX_BYTES = 8  # torch indexes with int64
 MAX_FUSED_HEAD_DIM = 256  # beyond it CUDA has no fused kernel
 
 Kernel = Literal["fused", "math", "eager"]
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A tensor kept for backward.
-
-    Args:
-        per_token: bytes per token of the batch.
-        per_token_pair: bytes per token and per token it attends to (quadratic attention).
-        constant: bytes whatever the number of tokens.
-        tensor: label of the storage; entries with one label are one tensor, kept by two
-            operators. Empty for a tensor that only this entry keeps.
-    """
-
-    what: str
-    per_token: Count = 0
-    per_token_pair: Count = 0
-    constant: int = 0
-    tensor: str = ""
-
-
-def norm_saved(norm: Norm, stack: Stack, *, reads: str = "") -> Iterator[Saved]:
+def norm_saved(norm: Norm, stack: Stack, *, reads: str = "") -> Iterator[Tensor]:
     """RMSNorm keeps an fp32 copy of its input; LayerNorm its input as it is.
 
     Args:
@@ -59,32 +41,39 @@ def norm_saved(norm: Norm, stack: Stack, *, reads: str = "") -> Iterator[Saved]:
     Kind: exact.
     """
     size = norm.width * norm.rows
+    dims = "hidden_size" if norm.rows == 1 else f"{HEADS}, head_dim"
     if norm.kind == "layer":
         # CUDA's autocast runs layer_norm in fp32 and keeps that copy, and its statistics are
         # fp32; on a CPU everything has the dtype of the stream.
         on_cpu = stack.device_kind == "cpu"
         copied = stack.autocast and not on_cpu and stack.stream_bytes != 4
         input_bytes = 4 if copied else stack.stream_bytes
-        yield Saved(f"{norm.name}: input", input_bytes * size, tensor="" if copied else reads)
+        yield per_token(
+            f"{norm.name}: input", input_bytes, size, dims, tensor="" if copied else reads
+        )
         stat_bytes = stack.stream_bytes if on_cpu else 4
-        yield Saved(f"{norm.name}: mean and reciprocal deviation", 2 * stat_bytes * norm.rows)
+        yield per_token(
+            f"{norm.name}: mean and reciprocal deviation", stat_bytes, 2 * norm.rows, "2"
+        )
         return
     if norm.kind == "layer_steps":
-        yield Saved(f"{norm.name}: input less its mean, twice", 2 * 4 * size)
+        yield per_token(f"{norm.name}: input less its mean, twice", 4, 2 * size, f"2, {dims}")
     else:
-        yield Saved(f"{norm.name}: fp32 input", 4 * size)
-    yield Saved(f"{norm.name}: reciprocal deviation", 4 * norm.rows)
+        yield per_token(f"{norm.name}: fp32 input", 4, size, dims)
+    yield per_token(
+        f"{norm.name}: reciprocal deviation", 4, norm.rows, "1" if norm.rows == 1 else HEADS
+    )
     if stack.libraries.mean_keeps_input:
-        yield Saved(f"{norm.name}: squared input", 4 * size)
+        yield per_token(f"{norm.name}: squared input", 4, size, dims)
     if norm.kind == "rms_mixed" and stack.stream_bytes != 4:
-        yield Saved(f"{norm.name}: input", stack.stream_bytes * size)
+        yield per_token(f"{norm.name}: input", stack.stream_bytes, size, dims)
     in_fp32 = norm.kind in (
         "rms_offset",
         "layer_steps",
     )  # scaled before the result is cast back to the stream's dtype
     if stack.trains_base and norm.weight:
         bytes_each = 4 if in_fp32 else stack.stream_bytes
-        yield Saved(f"{norm.name}: normalised output", bytes_each * size)
+        yield per_token(f"{norm.name}: normalised output", bytes_each, size, dims)
 
 
 def fused_qkv(attention: Attention) -> Linear | None:
@@ -118,7 +107,7 @@ def is_masked(attention: Attention, stack: Stack, span: Count) -> Count:
     return 1 * (span > attention.sliding_window)
 
 
-def attention_saved(attention: Attention, stack: Stack, *, span: Count) -> Iterator[Saved]:
+def attention_saved(attention: Attention, stack: Stack, *, span: Count) -> Iterator[Tensor]:
     """Queries, keys, values, and what the kernel keeps to recompute the probabilities.
 
     Kind: exact for softmax attention; recurrent and convolutional blocks are a lower bound (their
@@ -128,7 +117,12 @@ def attention_saved(attention: Attention, stack: Stack, *, span: Count) -> Itera
     q, k, v = attention.q_width, attention.k_width, attention.v_width
     heads = attention.num_attention_heads
     if attention.kind != "softmax":
-        yield Saved(f"{attention.kind} mixing: projections", size * (2 * q + k + v))
+        yield per_token(
+            f"{attention.kind} mixing: projections",
+            size,
+            2 * q + k + v,
+            "2·q_width + k_width + v_width",
+        )
         return
     for norm in attention.norms:
         yield from norm_saved(norm, stack)
@@ -136,6 +130,7 @@ def attention_saved(attention: Attention, stack: Stack, *, span: Count) -> Itera
     kernel = attention_kernel(attention, stack)
     masked = is_masked(attention, stack, span)
     every_k, every_v = heads * attention.head_dim, heads * attention.v_head_dim
+    kv_dims = "k_width + v_width"
     if kernel != "fused":
         k, v = every_k, every_v
     else:
@@ -143,6 +138,7 @@ def attention_saved(attention: Attention, stack: Stack, *, span: Count) -> Itera
             # q and k are new tensors after a rotation; v stays a view that keeps the projection,
             # unless autocast narrows it
             v = q + k + v
+            kv_dims = "k_width + whole qkv projection"
             if attention.position != "rope":
                 q = k = 0
         if stack.attn == "sdpa" and attention.num_key_value_heads < heads:
@@ -152,44 +148,51 @@ def attention_saved(attention: Attention, stack: Stack, *, span: Count) -> Itera
     if kernel == "math":
         yield from _math_saved(attention, stack)
         return
-    yield Saved("query", size * q)
-    yield Saved("key and value", size * (k + v))
+    yield per_token("query", size, q, f"{HEADS}, head_dim")
+    yield per_token("key and value", size, k + v, kv_dims)
     if kernel == "eager":
         yield from _eager_saved(attention, stack)
         return
     # A kernel writes its output in the layout of the query. Rotation by concatenation leaves
     # [batch, heads, seq, head_dim], so the projection reads a transposed copy.
     reads = "" if attention.joins_rotation else attention.linears[-1].reads
-    yield Saved("attention output", size * attention.out_width, tensor=reads)
-    yield Saved("log-sum-exp", 4 * heads)
+    yield per_token(
+        "attention output", size, attention.out_width, f"{HEADS}, v_head_dim", tensor=reads
+    )
+    yield per_token("log-sum-exp", 4, heads, HEADS)
     if attention.position == "relative":
-        yield Saved("position bias", per_token_pair=size * heads)
+        yield per_pair("position bias", size, heads, HEADS)
     elif stack.attn == "sdpa":
-        yield Saved("additive mask", per_token_pair=size * masked)
+        yield per_pair("additive mask", size, masked, "1")
 
 
-def _math_saved(attention: Attention, stack: Stack) -> Iterator[Saved]:
+def _math_saved(attention: Attention, stack: Stack) -> Iterator[Tensor]:
     """SDPA composed of plain operators, in fp32 whatever the inputs are."""
     heads = attention.num_attention_heads
-    yield Saved("scaled query", 4 * attention.q_width)
-    yield Saved("scaled key and value", 4 * heads * (attention.head_dim + attention.v_head_dim))
-    yield Saved("softmax", per_token_pair=4 * heads)
+    yield per_token("scaled query", 4, attention.q_width, f"{HEADS}, head_dim")
+    yield per_token(
+        "scaled key and value",
+        4,
+        heads * (attention.head_dim + attention.v_head_dim),
+        f"{HEADS}, head_dim + v_head_dim",
+    )
+    yield per_pair("softmax", 4, heads, HEADS)
     if attention.dropout and stack.training:
-        yield Saved("dropped probabilities", per_token_pair=4 * heads)
-        yield Saved("dropout mask", per_token_pair=_mask_bytes(4, stack) * heads)
+        yield per_pair("dropped probabilities", 4, heads, HEADS)
+        yield per_pair("dropout mask", _mask_bytes(4, stack), heads, HEADS)
 
 
-def _eager_saved(attention: Attention, stack: Stack) -> Iterator[Saved]:
+def _eager_saved(attention: Attention, stack: Stack) -> Iterator[Tensor]:
     """Scores, softmax in fp32 and probabilities as the Python code of the class writes them."""
     heads, size = attention.num_attention_heads, stack.compute_bytes
-    yield Saved("softmax in fp32", per_token_pair=4 * heads)
+    yield per_pair("softmax in fp32", 4, heads, HEADS)
     dropped = attention.dropout and stack.training
     if size != 4 or dropped:
-        yield Saved("probabilities", per_token_pair=size * heads)
+        yield per_pair("probabilities", size, heads, HEADS)
     if dropped:
-        yield Saved("dropout mask", per_token_pair=_mask_bytes(size, stack) * heads)
+        yield per_pair("dropout mask", _mask_bytes(size, stack), heads, HEADS)
     if attention.softcap is not None:
-        yield Saved("tanh of the soft cap", per_token_pair=size * heads)
+        yield per_pair("tanh of the soft cap", size, heads, HEADS)
 
 
 def _mask_bytes(input_bytes: int, stack: Stack) -> int:
@@ -197,20 +200,31 @@ def _mask_bytes(input_bytes: int, stack: Stack) -> int:
     return input_bytes if stack.device_kind == "cpu" else 1
 
 
-def mlp_saved(mlp: Mlp, stack: Stack, *, active: int = 1) -> Iterator[Saved]:
+def mlp_saved(mlp: Mlp, stack: Stack, *, active: int = 1) -> Iterator[Tensor]:
     """Input of the activation, its output, and the other factor of a gated product."""
-    size = stack.mlp_bytes * active * mlp.width
-    yield Saved("activation: input", size * _ACTIVATION_SAVED.get(mlp.activation, 1))
+    size, width = stack.mlp_bytes, active * mlp.width
+    dims = "intermediate_size" if active == 1 else "experts_per_token, moe_intermediate_size"
+    num_saved = _ACTIVATION_SAVED.get(mlp.activation, 1)
+    yield per_token(
+        "activation: input",
+        size,
+        num_saved * width,
+        dims if num_saved == 1 else f"{num_saved}, {dims}",
+    )
     down_reads = mlp.linears[2 if mlp.gated and len(mlp.linears) > 2 else 1].reads
     if mlp.gated:
-        yield Saved("gated product: both factors", 2 * size)
+        yield per_token("gated product: both factors", size, 2 * width, f"2, {dims}")
     elif mlp.activation == "relu":  # keeps its output, which is the input of the next matrix
-        yield Saved("activation: output", size, tensor="" if mlp.dropout else down_reads)
+        yield per_token(
+            "activation: output", size, width, dims, tensor="" if mlp.dropout else down_reads
+        )
     if mlp.dropout and stack.training:
-        yield Saved("dropout mask inside", _mask_bytes(stack.mlp_bytes, stack) * mlp.width)
+        yield per_token(
+            "dropout mask inside", _mask_bytes(size, stack), mlp.width, "intermediate_size"
+        )
 
 
-def moe_saved(moe: Moe, stack: Stack, *, experts_trained: bool) -> Iterator[Saved]:
+def moe_saved(moe: Moe, stack: Stack, *, experts_trained: bool) -> Iterator[Tensor]:
     """Routing, the gathered and sorted tokens of the active experts, and the shared expert.
 
     Args:
@@ -219,21 +233,33 @@ def moe_saved(moe: Moe, stack: Stack, *, experts_trained: bool) -> Iterator[Save
     Kind: exact for `grouped_mm`, which transformers 5 uses on CPU and CUDA.
     """
     k, hidden = moe.experts_per_token, moe.router.in_features
+    chosen = "experts_per_token, hidden_size"
     yield from mlp_saved(moe.expert, stack, active=k)
-    yield Saved("experts: outputs before they are weighted", stack.compute_bytes * k * hidden)
-    yield Saved("router: probabilities", 4 * moe.num_experts)
+    yield per_token(
+        "experts: outputs before they are weighted", stack.compute_bytes, k * hidden, chosen
+    )
+    yield per_token("router: probabilities", 4, moe.num_experts, "num_experts")
     # which experts, the sorting permutation twice and its inverse; one weight each
-    yield Saved("router: indices and weights", (4 * _INDEX_BYTES + 4) * k)
+    yield Tensor(
+        "router: indices and weights", (4 * _INDEX_BYTES + 4) * k, dims="experts_per_token"
+    )
     if experts_trained:
-        yield Saved("experts: gathered inputs", stack.compute_bytes * k * hidden)
-        yield Saved("experts: inner products", stack.mlp_bytes * k * moe.expert.width)
+        yield per_token("experts: gathered inputs", stack.compute_bytes, k * hidden, chosen)
+        yield per_token(
+            "experts: inner products",
+            stack.mlp_bytes,
+            k * moe.expert.width,
+            "experts_per_token, moe_intermediate_size",
+        )
     if moe.shared is not None:
         yield from mlp_saved(moe.shared, stack)
         if any(linear.out_features == 1 for linear in moe.shared.linears):
-            yield Saved("shared expert: output and gate", stack.compute_bytes * (hidden + 1))
+            yield per_token(
+                "shared expert: output and gate", stack.compute_bytes, hidden + 1, "hidden_size + 1"
+            )
 
 
-def inputs_saved(layer: Layer, targets: tuple[str, ...], stack: Stack) -> Iterator[Saved]:
+def inputs_saved(layer: Layer, targets: tuple[str, ...], stack: Stack) -> Iterator[Tensor]:
     """Inputs of trained or adapted matrices, and adapter dropout.
 
     Kind: exact.
@@ -256,16 +282,26 @@ def inputs_saved(layer: Layer, targets: tuple[str, ...], stack: Stack) -> Iterat
         widened = not stack.trains_base and stack.device_kind == "cpu"
         is_narrow = stack.mode == "Q" and linear.reads in kept and not widened
         if stack.lora_dropout and not stack.trains_base:
-            yield Saved(f"{linear.name}: dropped input", stack.input_bytes * width)
+            yield per_token(
+                f"{linear.name}: dropped input", stack.input_bytes, width, "in_features"
+            )
             mask_bytes = _mask_bytes(stack.dropped_bytes, stack)
-            yield Saved(f"{linear.name}: dropout mask", mask_bytes * width)
+            yield per_token(f"{linear.name}: dropout mask", mask_bytes, width, "in_features")
         elif stack.shared_inputs or is_narrow:
-            yield Saved(f"{linear.name}: input", stack.input_bytes * width, tensor=linear.reads)
+            yield per_token(
+                f"{linear.name}: input",
+                stack.input_bytes,
+                width,
+                "in_features",
+                tensor=linear.reads,
+            )
         else:
-            yield Saved(f"{linear.name}: own copy of the input", stack.input_bytes * width)
+            yield per_token(
+                f"{linear.name}: own copy of the input", stack.input_bytes, width, "in_features"
+            )
 
 
-def held_by_linear4bit(layer: Layer, stack: Stack) -> Iterator[Saved]:
+def held_by_linear4bit(layer: Layer, stack: Stack) -> Iterator[Tensor]:
     """Inputs that 4-bit matrices of old bitsandbytes hold until the graph is gone. Kind: exact.
 
     Source: bitsandbytes 0.43.1 `MatMul4Bit`: `ctx.tensors` instead of saved tensors.
@@ -275,12 +311,18 @@ def held_by_linear4bit(layer: Layer, stack: Stack) -> Iterator[Saved]:
     for linear in layer.linears:
         if linear.is_module and linear.quantisable:
             width = linear.active * linear.in_features
-            yield Saved("4-bit matrix: input", stack.compute_bytes * width, tensor=linear.reads)
+            yield per_token(
+                "4-bit matrix: input",
+                stack.compute_bytes,
+                width,
+                "in_features",
+                tensor=linear.reads,
+            )
 
 
 def adapters_saved(
     layer: Layer, targets: tuple[str, ...], stack: Stack, method: Method, r: Count
-) -> Iterator[Saved]:
+) -> Iterator[Tensor]:
     """The rank-r output of A, and what the method keeps beyond LoRA."""
     if method.trains_base:
         return
@@ -289,13 +331,20 @@ def adapters_saved(
             # A bare parameter is replaced by W + BA, which the product keeps: a second copy of
             # the weights. Source: peft 0.21.2 `ParamWrapper`.
             merged = linear.num_weights * stack.base_bytes
-            yield Saved(f"{linear.name}: weight with its adapter", constant=merged)
+            yield Tensor(
+                f"{linear.name}: weight with its adapter",
+                constant=merged,
+                dims="num_experts, out_features, in_features",
+                element_bytes=stack.base_bytes,
+            )
             continue
-        yield Saved(f"{linear.name}: A·x", stack.adapter_product_bytes * r * linear.active)
+        yield per_token(f"{linear.name}: A·x", stack.adapter_product_bytes, r * linear.active, "r")
         extra = method.saved_bytes_per_token(linear, stack)
         constant = method.saved_bytes(linear, stack)
         if extra or constant:
-            yield Saved(f"{linear.name}: {method.name}", extra, constant=constant)
+            yield Tensor(
+                f"{linear.name}: {method.name}", extra, constant=constant, dims="out_features"
+            )
 
 
 def layer_saved(
@@ -306,9 +355,9 @@ def layer_saved(
     r: Count,
     *,
     span: Count,
-) -> tuple[Saved, ...]:
+) -> tuple[Tensor, ...]:
     """Everything that one layer keeps for backward, each storage once."""
-    saved: list[Saved] = []
+    saved: list[Tensor] = []
     for norm in layer.norms:
         saved.extend(norm_saved(norm, stack, reads="layer_in" if layer.parallel else ""))
     for attention in layer.attentions:
@@ -321,14 +370,16 @@ def layer_saved(
         saved.extend(moe_saved(layer.moe, stack, experts_trained=trained))
     if stack.training:
         mask_bytes = _mask_bytes(stack.stream_bytes, stack)
-        saved.extend(Saved("dropout mask", mask_bytes * width) for width in layer.dropouts)
+        saved.extend(
+            per_token("dropout mask", mask_bytes, width, "hidden_size") for width in layer.dropouts
+        )
     saved.extend(inputs_saved(layer, targets, stack))
     saved.extend(adapters_saved(layer, targets, stack, method, r))
     saved.extend(held_by_linear4bit(layer, stack))
     return distinct(saved)
 
 
-def distinct(saved: Iterable[Saved]) -> tuple[Saved, ...]:
+def distinct(saved: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Each storage once, though several operators keep it."""
     labels: set[str] = set()
     found = []
@@ -342,7 +393,7 @@ def distinct(saved: Iterable[Saved]) -> tuple[Saved, ...]:
 
 def outside_saved(
     model: ModelSpec, targets: tuple[str, ...], stack: Stack, *, embeddings_need_grad: bool
-) -> list[Saved]:
+) -> list[Tensor]:
     """What is kept between the embedding and the first layer, and from the last layer on.
 
     Args:
@@ -350,28 +401,30 @@ def outside_saved(
 
     Kind: exact.
     """
-    size = stack.stream_bytes * model.hidden_size
-    saved: list[Saved] = []
+    hidden = model.hidden_size
+    saved: list[Tensor] = []
     norms, dropped = model.final_norms, model.final_dropouts
     if embeddings_need_grad:
         norms, dropped = norms + model.embedding_norms, dropped + model.embedding_dropouts
     for norm in norms:
         saved.extend(norm_saved(norm, stack))
     mask_bytes = _mask_bytes(stack.stream_bytes, stack)
-    saved.extend(Saved("dropout mask", mask_bytes * width) for width in dropped)
+    saved.extend(per_token("dropout mask", mask_bytes, width, "hidden_size") for width in dropped)
     if model.task == "encoder":  # the transform before the logits: inputs of its gelu and norm
-        saved.append(Saved("masked-word transform", 2 * size))
+        saved.append(
+            per_token("masked-word transform", stack.stream_bytes, 2 * hidden, "2, hidden_size")
+        )
     if stack.trains_base:
-        saved.append(Saved("head: input", stack.compute_bytes * model.hidden_size))
+        saved.append(per_token("head: input", stack.compute_bytes, hidden, "hidden_size"))
     elif embeddings_need_grad and _embeds_in_steps(model):
         # the looked-up rows are what was made to need a gradient: a leaf lives as long as the graph
-        saved.append(Saved("looked-up embeddings", size))
+        saved.append(per_token("looked-up embeddings", stack.stream_bytes, hidden, "hidden_size"))
     readers = (linear for layer, _ in model.layers() for linear in layer.linears)
     if any(
         linear.reads == ENCODER_OUT and (stack.trains_base or linear.name in targets)
         for linear in readers
     ):
-        saved.append(Saved("encoder output", size))
+        saved.append(per_token("encoder output", stack.stream_bytes, hidden, "hidden_size"))
     return saved
 
 
@@ -454,14 +507,6 @@ def rotary_bytes(model: ModelSpec, stack: Stack, *, span: Count) -> Count:
         if attention.position == "rope"
     }
     return 2 * stack.stream_bytes * sum(widths) * span
-
-
-def saved_bytes(saved: Iterable[Saved], *, tokens: Count, span: Count) -> Count:
-    """Bytes of `saved` for `tokens` tokens that each attend over `span` tokens."""
-    total = 0 * tokens
-    for one in saved:
-        total = total + tokens * (one.per_token + one.per_token_pair * span) + one.constant
-    return total
 
 
 def layer_backward_transient(

@@ -1,7 +1,8 @@
 """The ledger: what is alive at each moment that can be the peak of a run.
 
 The peak is the largest moment. A moment is a list of entries; the parts of the entries are the
-breakdown that a user sees.
+breakdown that a user sees, and their facts are what `whichlora explain` prints. Here are the
+moments of training; those of inference are in `memory.generation`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from whichlora.architecture import Layer, ModelSpec
-from whichlora.memory import activations, allocator, kv_cache, logits, optimizer, weights
+from whichlora.memory import activations, allocator, facts, logits, optimizer, weights
+from whichlora.memory.entries import Entry, Group, Tensor, listed, tensor_bytes
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, largest
 from whichlora.specs import GpuSpec, RunConfig
@@ -28,15 +30,6 @@ PARTS = (
     "allocator",
     "context",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor, or one group of equal tensors, alive at a moment."""
-
-    part: str
-    what: str
-    num_bytes: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +83,7 @@ class _LayerBytes:
     """Kept by one of `count` equal layers, and alive on top during its backward."""
 
     count: int
+    tensors: tuple[Tensor, ...]
     saved: Count
     transient: Count
 
@@ -111,22 +105,27 @@ def _layer(
     )
     return _LayerBytes(
         count,
-        activations.saved_bytes(saved, tokens=tokens, span=span),
+        saved,
+        tensor_bytes(saved, tokens=tokens, span=span),
         tokens * (per_token + pair * span),
     )
 
 
-def _weights(model: ModelSpec, stack: Stack, *, like: Count) -> list[Entry]:
+def weight_entries(model: ModelSpec, stack: Stack, *, like: Count) -> list[Entry]:
+    """What loading leaves, in the shape of `like` where that is an array."""
     stored = weights.weight_bytes(model, stack)
-    return [Entry("weights", name, size + 0 * like) for name, size in stored.items()]
+    return [Entry(facts.WEIGHTS[name], size + 0 * like) for name, size in stored.items()]
 
 
 def _inputs(model: ModelSpec, stack: Stack, tokens: Count, span: Count) -> Entry:
-    return Entry(
-        "activations",
-        "token ids, labels, mask, rotary tables",
-        24 * tokens + activations.rotary_bytes(model, stack, span=span),
+    batch = Tensor("token ids, labels, mask", 24, element_bytes=8)
+    rotary = Tensor(
+        "cosines and sines",
+        constant=activations.rotary_bytes(model, stack, span=span),
+        dims="2, seq_len, rotary_dim",
+        element_bytes=stack.stream_bytes,
     )
+    return listed(facts.INPUTS, Group(tensors=(batch, rotary), tokens=tokens, span=span))
 
 
 def _autocast_copies(model: ModelSpec, stack: Stack, method: Method, trained: Count) -> Count:
@@ -165,35 +164,52 @@ def training_ledger(
     gradient_bytes = trained * param_bytes
     accumulated = gradient_bytes if run.gradient_accumulation_steps > 1 else 0 * trained
 
-    static = _weights(model, stack, like=tokens)
+    static = weight_entries(model, stack, like=tokens)
     if not method.trains_base:
-        static.append(Entry("adapters", "adapter weights", trained * stack.adapter_bytes))
+        static.append(Entry(facts.ADAPTERS, trained * stack.adapter_bytes))
     states = optimizer.state_bytes(trained, optimizer=run.optimizer, param_bytes=param_bytes)
-    static.append(Entry("optimizer_states", run.optimizer, states))
+    static.append(Entry(facts.OPTIMIZER_STATES, states))
 
     layers = [
         _layer(layer, count, model, targets, stack, method, r, tokens, seq_len)
         for layer, count in model.layers()
     ]
-    saved_by_all = sum((one.saved * one.count for one in layers), start=0 * tokens)
     needs_grad = method.trains_base or run.gradient_checkpointing
-    outside = activations.saved_bytes(
-        activations.outside_saved(model, targets, stack, embeddings_need_grad=needs_grad),
+    outside = Group(
+        where="around the layers",
+        tensors=tuple(
+            activations.outside_saved(model, targets, stack, embeddings_need_grad=needs_grad)
+        ),
         tokens=tokens,
         span=seq_len,
     )
     copies = _autocast_copies(model, stack, method, trained)
     if run.gradient_checkpointing:
-        checkpoint = stack.stream_bytes * model.hidden_size * tokens
-        masks = activations.kept_mask_bytes(model, stack, tokens=tokens, span=seq_len)
-        held = 0 * tokens  # outside of autograd, so it outlives a checkpointed forward
-        for layer, count in () if run.use_reentrant else model.layers():
-            inputs = activations.distinct(activations.held_by_linear4bit(layer, stack))
-            held += count * activations.saved_bytes(inputs, tokens=tokens, span=seq_len)
-        kept = Entry(
-            "activations",
-            f"checkpoints of {num_layers} layers",
-            num_layers * checkpoint + outside + masks + held,
+        checkpoint = Tensor(
+            "layer input",
+            stack.stream_bytes * model.hidden_size,
+            dims="hidden_size",
+            element_bytes=stack.stream_bytes,
+        )
+        masks = Tensor(
+            "masks that layers hold as arguments",
+            constant=activations.kept_mask_bytes(model, stack, tokens=tokens, span=seq_len),
+        )
+        kept = listed(
+            facts.CHECKPOINTS,
+            Group(tensors=(checkpoint,), count=num_layers, tokens=tokens, span=seq_len),
+            outside,
+            Group(where="of the run", tensors=(masks,), tokens=tokens, span=seq_len),
+            *(  # outside of autograd, so it outlives a checkpointed forward
+                Group(
+                    where="each layer",
+                    tensors=activations.distinct(activations.held_by_linear4bit(layer, stack)),
+                    count=count,
+                    tokens=tokens,
+                    span=seq_len,
+                )
+                for layer, count in (() if run.use_reentrant else model.layers())
+            ),
         )
         in_layer = largest(*(one.saved + one.transient for one in layers))
         in_forward = largest(*(one.saved for one in layers))  # recomputed
@@ -201,10 +217,21 @@ def training_ledger(
     else:
         firsts = {group.stack: group.layer for group in reversed(model.groups)}.values()
         unsaved = sum(activations.unsaved_by_first_layer(one, targets, stack) for one in firsts)
-        kept = Entry(
-            "activations",
-            f"saved by {num_layers} layers",
-            saved_by_all + outside - unsaved * tokens,
+        less = Tensor("not kept by the first layer, whose input needs no gradient", -unsaved)
+        kept = listed(
+            facts.SAVED,
+            *(
+                Group(
+                    where="each layer",
+                    tensors=one.tensors,
+                    count=one.count,
+                    tokens=tokens,
+                    span=seq_len,
+                )
+                for one in layers
+            ),
+            outside,
+            Group(where="the first layer", tensors=(less,), tokens=tokens, span=seq_len),
         )
         in_layer = largest(*(one.transient for one in layers))
         in_forward = 0 * tokens
@@ -227,43 +254,44 @@ def training_ledger(
 
     before = (
         *static,
-        Entry("gradients", "accumulated", accumulated),
+        Entry(facts.ACCUMULATED, accumulated),
         _inputs(model, stack, tokens, seq_len),
     )
     moments = {
         "layer_forward": (
             *before,
             kept,
-            Entry("activations", "of the layer that is recomputed", in_forward),
-            Entry("temporary", "norm of an adapted weight", norms + 0 * tokens),
-            Entry("temporary", "16-bit copies of adapters", layer_copies),
+            Entry(facts.RECOMPUTED, in_forward),
+            Entry(facts.WEIGHT_NORM, norms + 0 * tokens),
+            Entry(facts.LAYER_AUTOCAST_COPIES, layer_copies),
         ),
         "loss_forward": (
             *before,
             kept,
-            Entry("logits_and_loss", "logits, fp32 logits, log-softmax", loss_forward),
-            Entry("temporary", "16-bit copies of adapters and head", copies + head_copy),
+            Entry(facts.LOSS_FORWARD, loss_forward),
+            Entry(facts.AUTOCAST_COPIES, copies),
+            Entry(facts.HEAD_COPY, head_copy + 0 * tokens),
         ),
         "loss_backward": (
             *before,
             kept,
-            Entry("logits_and_loss", "log-softmax and its gradients", loss_backward),
-            Entry("temporary", "16-bit copies of adapters and head", loss_copies + head_copy),
+            Entry(facts.LOSS_BACKWARD, loss_backward),
+            Entry(facts.AUTOCAST_COPIES, loss_copies),
+            Entry(facts.HEAD_COPY, head_copy + 0 * tokens),
         ),
         "layer_backward": (
             *before,
-            Entry("gradients", "of the last layers", first_gradients - accumulated),
+            Entry(facts.LAST_LAYERS_GRADIENTS, first_gradients - accumulated),
             kept,
-            Entry("temporary", "one layer's backward", in_layer + merged),
-            Entry("temporary", "one matrix expanded", dense + 0 * tokens),
-            Entry("temporary", "16-bit copies of adapters", layer_copies),
+            Entry(facts.LAYER_BACKWARD, in_layer + merged),
+            Entry(facts.EXPANDED_MATRIX, dense + 0 * tokens),
+            Entry(facts.LAYER_AUTOCAST_COPIES, layer_copies),
         ),
         "optimizer_step": (
             *static,
-            Entry("gradients", "all", gradient_bytes),
+            Entry(facts.ALL_GRADIENTS, gradient_bytes),
             Entry(
-                "temporary",
-                "optimizer temporaries",
+                facts.OPTIMIZER_TEMPORARIES,
                 optimizer.step_temporary_bytes(
                     trained,
                     optimizer=run.optimizer,
@@ -278,8 +306,8 @@ def training_ledger(
         both = 2 * head_params * param_bytes + 0 * tokens
         moments["embedding_backward"] = (
             *static,
-            Entry("gradients", "all", gradient_bytes),
-            Entry("gradients", "two parts of the tied embedding's", both),
+            Entry(facts.ALL_GRADIENTS, gradient_bytes),
+            Entry(facts.TIED_GRADIENTS, both),
         )
     vocab = logits.logit_width(model) if run.loss_head in ("hf", "unsloth") else 0
     idle = allocator.idle_after_step_bytes(
@@ -299,117 +327,3 @@ def training_ledger(
     in_step = largest(loss_forward, loss_backward, in_layer) + kept.num_bytes
     at_optimizer = found.moment_bytes("optimizer_step") + in_step
     return replace(found, idle_bytes=largest(idle, at_optimizer - found.peak_allocated_bytes))
-
-
-def inference_ledger(
-    model: ModelSpec,
-    run: RunConfig,
-    stack: Stack,
-    gpu: GpuSpec,
-    *,
-    batch_size: Count,
-    prompt_len: Count,
-    max_new_tokens: Count,
-) -> Ledger:
-    """Moments of one generation: the prompt pass and the last decoding step."""
-    static = _weights(model, stack, like=batch_size)
-    element_bytes = stack.compute_bytes
-    # an encoder reads the prompt of a seq2seq model; its decoder begins with one token
-    first_tokens = prompt_len if model.task != "seq2seq-lm" else 1 + 0 * prompt_len
-    last_tokens = first_tokens + max_new_tokens - 1
-    common = {"batch_size": batch_size, "kv_cache": run.kv_cache, "element_bytes": element_bytes}
-    at_start = last_tokens if run.kv_cache == "static" else first_tokens
-    prompt_cache, full_cache = (
-        kv_cache.cache_bytes(model, tokens=tokens, encoder_tokens=prompt_len, **common)
-        for tokens in (at_start, last_tokens)
-    )
-    scores = logits.generation_bytes(model, batch_size=batch_size, compute_bytes=element_bytes)
-    dense = stack.compute_bytes * weights.largest_quantised_matrix(model, stack)
-    prompt_tokens = batch_size * prompt_len
-    working = activations.forward_bytes(
-        model, stack, tokens=prompt_tokens, span=prompt_len
-    ) + activations.rotary_bytes(model, stack, span=prompt_len)
-    if model.task == "encoder":
-        every = logits.encoder_bytes(model, tokens=prompt_tokens, compute_bytes=element_bytes)
-        hidden_states = prompt_tokens * model.hidden_size * 2 * element_bytes
-        return Ledger(
-            moments={
-                "forward": (
-                    *static,
-                    Entry("activations", "one layer's forward over the input", working),
-                    Entry("temporary", "one matrix expanded", dense + 0 * batch_size),
-                ),
-                "logits": (
-                    *static,
-                    Entry("activations", "last hidden states", hidden_states),
-                    Entry("logits_and_loss", "every position", every),
-                ),
-            },
-            idle_bytes=allocator.idle_cache_bytes(
-                gpu, logits_bytes=0 * batch_size, layer_bytes=working
-            ),
-            workspace_bytes=allocator.workspace_bytes(gpu, training=False),
-        )
-    decoding = activations.forward_bytes(model, stack, tokens=batch_size, span=last_tokens)
-    append = kv_cache.append_transient_bytes(model, tokens=last_tokens, **common)
-    if run.kv_cache == "dynamic" and stack.libraries.cache_of_tuples:
-        old = kv_cache.cache_bytes(
-            model, tokens=last_tokens - 1, encoder_tokens=prompt_len, **common
-        )
-        append = old * (max_new_tokens > 1)  # the first token needs no second pass
-    first_scores = scores
-    last_hidden = prompt_tokens * model.hidden_size * 6
-    held_scores = 0 * scores
-    if stack.libraries.scores_whole_prompt:
-        scored = batch_size * first_tokens
-        last_hidden = scored * model.hidden_size * element_bytes
-        first_scores = logits.prompt_bytes(model, stack, tokens=scored)
-        # the caller holds the first output, in fp32, until the second is there
-        held_scores = 4 * scored * logits.logit_width(model) * (max_new_tokens > 1)
-    moments = {
-        "prefill": (
-            *static,
-            Entry("kv_cache", "prompt", prompt_cache),
-            Entry("activations", "one layer's forward over the prompt", working),
-            Entry("temporary", "one matrix expanded", dense + 0 * batch_size),
-        ),
-        "first_logits": (
-            *static,
-            Entry("kv_cache", "prompt", prompt_cache),
-            Entry("activations", "last hidden states", last_hidden),
-            Entry("logits_and_loss", "of the prompt", first_scores),
-        ),
-        "decode": (
-            *static,
-            Entry("kv_cache", "whole sequences", full_cache),
-            Entry("temporary", "second copy of what is appended to", append),
-            Entry("activations", "one layer's forward over one token", decoding),
-            Entry("logits_and_loss", "last positions", scores),
-            Entry("temporary", "one matrix expanded", dense + 0 * batch_size),
-        ),
-    }
-    if stack.libraries.scores_whole_prompt:
-        twice = 1 + stack.libraries.cache_of_tuples * (max_new_tokens > 1)
-        moments["second_token"] = (
-            *static,
-            Entry(
-                "kv_cache", "prompt, and a second copy with one token more", twice * prompt_cache
-            ),
-            Entry("logits_and_loss", "of the prompt, in fp32", held_scores),
-            Entry("logits_and_loss", "last positions", scores),
-        )
-    outgrown = 0 * full_cache
-    if run.kv_cache == "dynamic":
-        outgrown = kv_cache.left_behind_bytes(
-            model,
-            batch_size=batch_size,
-            first_tokens=first_tokens,
-            last_tokens=last_tokens,
-            element_bytes=element_bytes,
-        )
-    idle = allocator.idle_cache_bytes(gpu, logits_bytes=outgrown, layer_bytes=append)
-    return Ledger(
-        moments=moments,
-        idle_bytes=idle,
-        workspace_bytes=allocator.workspace_bytes(gpu, training=False),
-    )

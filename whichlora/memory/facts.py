@@ -1,0 +1,318 @@
+"""What every entry of the ledger is: shape, dtype, why it is alive, kind and source.
+
+Shapes are in the names of `specs` and `architecture`; `trained_params` is what gets a gradient.
+Versions are those of `docs/memory.md`. Bytes are computed in `memory.ledger` and
+`memory.generation`.
+"""
+
+from __future__ import annotations
+
+from whichlora.memory.entries import Fact
+
+# --- what is there before a step --------------------------------------------------------------
+
+LAYER_WEIGHTS = Fact(
+    part="weights",
+    what="weights of the layers",
+    shape="[out_features, in_features] of every matrix, norms, biases",
+    dtype="quant",
+    count="num_hidden_layers",
+    why="loaded; frozen or trained, they stay to the end",
+    source="config.json; memory.weights.linear_bytes",
+)
+EMBEDDING_WEIGHTS = Fact(
+    part="weights",
+    what="embeddings and head",
+    shape="[vocab_size, hidden_size]",
+    dtype="embedding_bytes",
+    why="loaded; never quantised, and one tensor where they are tied",
+    source="config.json; transformers get_keys_to_not_convert",
+)
+OTHER_WEIGHTS = Fact(
+    part="weights",
+    what="other weights",
+    shape="[final norm, pooler, vision tower]",
+    dtype="base_bytes",
+    why="loaded, outside of the layers",
+    source="config.json",
+)
+BUFFERS = Fact(
+    part="weights",
+    what="buffers",
+    shape="[max_position_embeddings, head_dim]",
+    dtype="compute_bytes",
+    why="registered by modules: causal masks, rotary tables of older versions",
+    source="transformers modeling_*.register_buffer",
+)
+WEIGHTS = {
+    "layers": LAYER_WEIGHTS,
+    "embeddings": EMBEDDING_WEIGHTS,
+    "other": OTHER_WEIGHTS,
+    "buffers": BUFFERS,
+}
+ADAPTERS = Fact(
+    part="adapters",
+    what="adapter weights",
+    shape="[trained_params]",
+    dtype="adapter_bytes",
+    why="trained beside the frozen weights",
+    source="peft LoraLayer.update_layer",
+)
+OPTIMIZER_STATES = Fact(
+    part="optimizer_states",
+    what="optimizer states",
+    shape="[trained_params]",
+    dtype="of the optimizer",
+    count="states per parameter",
+    why="made by the first step, kept between steps",
+    source="torch.optim, bitsandbytes.optim: init_state",
+)
+INPUTS = Fact(
+    part="activations",
+    what="token ids, labels, mask, rotary tables",
+    shape="[batch_size, seq_len]",
+    dtype="int64",
+    count="3",
+    why="the batch, and cosines and sines that all layers share",
+    source="transformers Trainer._prepare_inputs; RotaryEmbedding.forward",
+)
+
+# --- training: gradients ----------------------------------------------------------------------
+
+ACCUMULATED = Fact(
+    part="gradients",
+    what="accumulated gradients",
+    shape="[trained_params]",
+    dtype="of the parameter",
+    why="earlier micro-steps of this optimizer step left them",
+    source="torch AccumulateGrad",
+)
+LAST_LAYERS_GRADIENTS = Fact(
+    part="gradients",
+    what="gradients of the head and the last layer",
+    shape="[params of the head and of one layer]",
+    dtype="of the parameter",
+    why="backward starts at the head",
+    source="torch AccumulateGrad",
+)
+ALL_GRADIENTS = Fact(
+    part="gradients",
+    what="all gradients",
+    shape="[trained_params]",
+    dtype="of the parameter",
+    why="backward is done, the optimizer reads them",
+    source="torch AccumulateGrad",
+)
+TIED_GRADIENTS = Fact(
+    part="gradients",
+    what="two parts of the tied embedding's gradient",
+    shape="[vocab_size, hidden_size]",
+    dtype="of the parameter",
+    count="2",
+    why="autograd holds the head's until the embedding's is there; their sum is a third",
+    source="torch InputBuffer::accumulate",
+)
+
+# --- training: activations --------------------------------------------------------------------
+
+CHECKPOINTS = Fact(
+    part="activations",
+    what="checkpoints",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="stream_bytes",
+    count="num_hidden_layers",
+    why="each layer's input, from which backward recomputes it",
+    source="torch.utils.checkpoint; saved-tensor hooks",
+)
+SAVED = Fact(
+    part="activations",
+    what="saved by all layers",
+    shape="listed below",
+    dtype="listed below",
+    count="num_hidden_layers",
+    why="no checkpointing: backward reads what forward kept",
+    source="saved-tensor hooks on transformers and peft",
+)
+RECOMPUTED = Fact(
+    part="activations",
+    what="saved by the layer that is recomputed",
+    shape="listed below",
+    dtype="listed below",
+    why="checkpointing runs its forward again, now keeping everything",
+    source="saved-tensor hooks on transformers and peft",
+)
+LAYER_BACKWARD = Fact(
+    part="temporary",
+    what="one layer's backward",
+    shape="[batch_size, seq_len, …]",
+    dtype="compute_bytes",
+    why="saved tensors of a recomputed layer, and gradients at the worst point of its backward",
+    source="live-bytes traces, docs/memory.md section 5",
+    kind="estimate",
+)
+EXPANDED_MATRIX = Fact(
+    part="temporary",
+    what="one matrix expanded",
+    shape="[out_features, in_features]",
+    dtype="compute_bytes",
+    why="a quantised weight is expanded for its product",
+    source="bitsandbytes functional.dequantize_4bit",
+)
+WEIGHT_NORM = Fact(
+    part="temporary",
+    what="norm of an adapted weight",
+    shape="[out_features, in_features]",
+    dtype="adapter_bytes",
+    count="3 or 4, and an identity",
+    why="DoRA norms W + BA in every forward",
+    source="peft DoraLinearLayer.forward",
+    kind="upper bound",
+)
+AUTOCAST_COPIES = Fact(
+    part="temporary",
+    what="16-bit copies of trained weights",
+    shape="[trained_params]",
+    dtype="compute_bytes",
+    why="autocast casts fp32 weights; its cache and the graph hold them",
+    source="torch autocast_mode.cpp cached_cast",
+)
+LAYER_AUTOCAST_COPIES = Fact(
+    part="temporary",
+    what="16-bit copies of one layer's trained weights",
+    shape="[trained_params / num_hidden_layers]",
+    dtype="compute_bytes",
+    why="autocast casts fp32 weights of the recomputed layer",
+    source="torch autocast_mode.cpp cached_cast",
+)
+HEAD_COPY = Fact(
+    part="temporary",
+    what="16-bit copy of the head",
+    shape="[vocab_size, hidden_size]",
+    dtype="compute_bytes",
+    why="autocast casts the fp32 head of a prepared base; backward needs the copy",
+    source="torch autocast_mode.cpp cached_cast",
+)
+OPTIMIZER_TEMPORARIES = Fact(
+    part="temporary",
+    what="temporaries of the optimizer",
+    shape="[trained_params]",
+    dtype="of the parameter",
+    why="foreach AdamW makes a list of tensors as large as the parameters",
+    source="torch.optim.adamw._multi_tensor_adamw",
+)
+
+# --- training: the loss -----------------------------------------------------------------------
+
+LOSS_FORWARD = Fact(
+    part="logits_and_loss",
+    what="logits, their fp32 copy, log-softmax",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="fp32",
+    why="the end of the loss's forward",
+    source="transformers ForCausalLMLoss; torch cross_entropy",
+)
+LOSS_BACKWARD = Fact(
+    part="logits_and_loss",
+    what="log-softmax and its gradients",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="fp32",
+    count="3",
+    why="backward of the cross entropy: what it reads, its gradient, the logits' gradient",
+    source="transformers ForCausalLMLoss; torch log_softmax_backward",
+)
+
+# --- inference --------------------------------------------------------------------------------
+
+PROMPT_CACHE = Fact(
+    part="kv_cache",
+    what="key-value cache of the prompt",
+    shape="[batch_size, num_key_value_heads, prompt_len, head_dim]",
+    dtype="compute_bytes",
+    count="2 x num_hidden_layers",
+    why="decoding reads keys and values of every earlier token",
+    source="transformers DynamicLayer.update; docs/kv_cache.md",
+)
+FULL_CACHE = Fact(
+    part="kv_cache",
+    what="key-value cache of whole sequences",
+    shape="[batch_size, num_key_value_heads, prompt_len + max_new_tokens, head_dim]",
+    dtype="compute_bytes",
+    count="2 x num_hidden_layers",
+    why="decoding reads keys and values of every earlier token",
+    source="transformers DynamicLayer.update; docs/kv_cache.md",
+)
+TWO_CACHES = Fact(
+    part="kv_cache",
+    what="cache of the prompt, and a second one with one token more",
+    shape="[batch_size, num_key_value_heads, prompt_len, head_dim]",
+    dtype="compute_bytes",
+    count="4 x num_hidden_layers",
+    why="tuples of older versions are replaced only when all are there",
+    source="transformers 4.38 LlamaForCausalLM.forward",
+)
+APPENDED = Fact(
+    part="temporary",
+    what="second copy of what is appended to",
+    shape="[batch_size, num_key_value_heads, prompt_len + max_new_tokens, head_dim]",
+    dtype="compute_bytes",
+    why="concatenation makes a new tensor before the old one goes",
+    source="transformers DynamicLayer.update",
+)
+PROMPT_FORWARD = Fact(
+    part="activations",
+    what="one layer's forward over the prompt",
+    shape="[batch_size, prompt_len, …]",
+    dtype="compute_bytes",
+    why="four hidden states and the wider of MLP and attention; no layer keeps anything",
+    source="trace of GenerationMixin.generate, docs/memory.md section 5",
+    kind="estimate",
+)
+TOKEN_FORWARD = Fact(
+    part="activations",
+    what="one layer's forward over one token",
+    shape="[batch_size, 1, …]",
+    dtype="compute_bytes",
+    why="four hidden states and the wider of MLP and attention; no layer keeps anything",
+    source="trace of GenerationMixin.generate, docs/memory.md section 5",
+    kind="estimate",
+)
+LAST_HIDDEN = Fact(
+    part="activations",
+    what="last hidden states",
+    shape="[batch_size, prompt_len, hidden_size]",
+    dtype="stream_bytes",
+    why="the head reads them",
+    source="trace of GenerationMixin.generate",
+)
+PROMPT_LOGITS = Fact(
+    part="logits_and_loss",
+    what="logits of the prompt",
+    shape="[batch_size, 1, vocab_size]",
+    dtype="fp32",
+    why="scores of the last position; of the whole prompt before transformers 4.45",
+    source="transformers GenerationMixin._sample",
+)
+HELD_LOGITS = Fact(
+    part="logits_and_loss",
+    what="logits of the prompt, in fp32",
+    shape="[batch_size, prompt_len, vocab_size]",
+    dtype="fp32",
+    why="the caller holds the first output until the second is there",
+    source="transformers 4.38 GenerationMixin.greedy_search",
+)
+LAST_LOGITS = Fact(
+    part="logits_and_loss",
+    what="logits of the last positions",
+    shape="[batch_size, vocab_size]",
+    dtype="fp32",
+    why="logits, their fp32 copy and the processed scores, while a token is picked",
+    source="transformers GenerationMixin._sample",
+)
+EVERY_LOGIT = Fact(
+    part="logits_and_loss",
+    what="logits of every position",
+    shape="[batch_size, prompt_len, vocab_size]",
+    dtype="compute_bytes",
+    why="an encoder's own head returns them",
+    source="transformers BertForMaskedLM.forward",
+)

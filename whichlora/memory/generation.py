@@ -1,0 +1,123 @@
+"""The ledger of inference: the prompt pass and the last decoding step."""
+
+from __future__ import annotations
+
+from whichlora.architecture import ModelSpec
+from whichlora.memory import activations, allocator, facts, kv_cache, logits, weights
+from whichlora.memory.entries import Entry
+from whichlora.memory.ledger import Ledger, weight_entries
+from whichlora.numeric import Count
+from whichlora.specs import GpuSpec, RunConfig
+from whichlora.stack import Stack
+
+
+def inference_ledger(
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    gpu: GpuSpec,
+    *,
+    batch_size: Count,
+    prompt_len: Count,
+    max_new_tokens: Count,
+) -> Ledger:
+    """Moments of one generation: the prompt pass and the last decoding step."""
+    static = weight_entries(model, stack, like=batch_size)
+    element_bytes = stack.compute_bytes
+    # an encoder reads the prompt of a seq2seq model; its decoder begins with one token
+    first_tokens = prompt_len if model.task != "seq2seq-lm" else 1 + 0 * prompt_len
+    last_tokens = first_tokens + max_new_tokens - 1
+    common = {"batch_size": batch_size, "kv_cache": run.kv_cache, "element_bytes": element_bytes}
+    at_start = last_tokens if run.kv_cache == "static" else first_tokens
+    prompt_cache, full_cache = (
+        kv_cache.cache_bytes(model, tokens=tokens, encoder_tokens=prompt_len, **common)
+        for tokens in (at_start, last_tokens)
+    )
+    scores = logits.generation_bytes(model, batch_size=batch_size, compute_bytes=element_bytes)
+    dense = stack.compute_bytes * weights.largest_quantised_matrix(model, stack)
+    prompt_tokens = batch_size * prompt_len
+    working = activations.forward_bytes(
+        model, stack, tokens=prompt_tokens, span=prompt_len
+    ) + activations.rotary_bytes(model, stack, span=prompt_len)
+    if model.task == "encoder":
+        every = logits.encoder_bytes(model, tokens=prompt_tokens, compute_bytes=element_bytes)
+        hidden_states = prompt_tokens * model.hidden_size * 2 * element_bytes
+        return Ledger(
+            moments={
+                "forward": (
+                    *static,
+                    Entry(facts.PROMPT_FORWARD, working),
+                    Entry(facts.EXPANDED_MATRIX, dense + 0 * batch_size),
+                ),
+                "logits": (
+                    *static,
+                    Entry(facts.LAST_HIDDEN, hidden_states),
+                    Entry(facts.EVERY_LOGIT, every),
+                ),
+            },
+            idle_bytes=allocator.idle_cache_bytes(
+                gpu, logits_bytes=0 * batch_size, layer_bytes=working
+            ),
+            workspace_bytes=allocator.workspace_bytes(gpu, training=False),
+        )
+    decoding = activations.forward_bytes(model, stack, tokens=batch_size, span=last_tokens)
+    append = kv_cache.append_transient_bytes(model, tokens=last_tokens, **common)
+    if run.kv_cache == "dynamic" and stack.libraries.cache_of_tuples:
+        old = kv_cache.cache_bytes(
+            model, tokens=last_tokens - 1, encoder_tokens=prompt_len, **common
+        )
+        append = old * (max_new_tokens > 1)  # the first token needs no second pass
+    first_scores = scores
+    last_hidden = prompt_tokens * model.hidden_size * 6
+    held_scores = 0 * scores
+    if stack.libraries.scores_whole_prompt:
+        scored = batch_size * first_tokens
+        last_hidden = scored * model.hidden_size * element_bytes
+        first_scores = logits.prompt_bytes(model, stack, tokens=scored)
+        # the caller holds the first output, in fp32, until the second is there
+        held_scores = 4 * scored * logits.logit_width(model) * (max_new_tokens > 1)
+    moments = {
+        "prefill": (
+            *static,
+            Entry(facts.PROMPT_CACHE, prompt_cache),
+            Entry(facts.PROMPT_FORWARD, working),
+            Entry(facts.EXPANDED_MATRIX, dense + 0 * batch_size),
+        ),
+        "first_logits": (
+            *static,
+            Entry(facts.PROMPT_CACHE, prompt_cache),
+            Entry(facts.LAST_HIDDEN, last_hidden),
+            Entry(facts.PROMPT_LOGITS, first_scores),
+        ),
+        "decode": (
+            *static,
+            Entry(facts.FULL_CACHE, full_cache),
+            Entry(facts.APPENDED, append),
+            Entry(facts.TOKEN_FORWARD, decoding),
+            Entry(facts.LAST_LOGITS, scores),
+            Entry(facts.EXPANDED_MATRIX, dense + 0 * batch_size),
+        ),
+    }
+    if stack.libraries.scores_whole_prompt:
+        twice = 1 + stack.libraries.cache_of_tuples * (max_new_tokens > 1)
+        moments["second_token"] = (
+            *static,
+            Entry(facts.TWO_CACHES, twice * prompt_cache),
+            Entry(facts.HELD_LOGITS, held_scores),
+            Entry(facts.LAST_LOGITS, scores),
+        )
+    outgrown = 0 * full_cache
+    if run.kv_cache == "dynamic":
+        outgrown = kv_cache.left_behind_bytes(
+            model,
+            batch_size=batch_size,
+            first_tokens=first_tokens,
+            last_tokens=last_tokens,
+            element_bytes=element_bytes,
+        )
+    idle = allocator.idle_cache_bytes(gpu, logits_bytes=outgrown, layer_bytes=append)
+    return Ledger(
+        moments=moments,
+        idle_bytes=idle,
+        workspace_bytes=allocator.workspace_bytes(gpu, training=False),
+    )
