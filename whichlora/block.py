@@ -14,13 +14,8 @@ from typing import TYPE_CHECKING
 from whichlora import timing, work
 from whichlora.calibration import Calibration, MemoryModel
 from whichlora.memory import allocator
-from whichlora.memory.ledger import (
-    PARTS,
-    Ledger,
-    inference_ledger,
-    trained_params,
-    training_ledger,
-)
+from whichlora.memory.generation import inference_ledger
+from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
 from whichlora.numeric import TWO_SIDED_Z, Count, Real
 from whichlora.prediction import (
     ALLOCATED_PARTS,
