@@ -9,64 +9,14 @@ from typing import Any, get_args
 import click
 
 from whichlora import specs
-from whichlora.cli.options import choices, counts, fractions, list_option, versions, words
+from whichlora.cli.options import list_option, words
+from whichlora.cli.settings import run_options, run_settings
 from whichlora.results import SCHEMA_VERSION
 
 
 @click.command()
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
-@choices("phase", "finetune", "What runs", specs.Phase)
-@list_option("method", "lora", "full, lora, qlora, dora, qdora.", words("method"))
-@list_option("batch-size", "1", "Sequences per device per micro-step.", counts("batch-size"))
-@list_option("seq-len", "2048", "Tokens per sequence, padding included.", counts("seq-len"))
-@list_option("r", "16", "Rank of the adapters.", counts("r"))
-@list_option("lora-dropout", "0", "Dropout before the adapters.", fractions("lora-dropout"))
-@click.option(
-    "--target-modules",
-    default=specs.ALL_LINEAR,
-    show_default=True,
-    help="Layers that get an adapter: names with commas, all-linear, or attention.",
-    callback=words("target-modules"),
-)
-@choices("precision", "bf16", "Base weights, adapters and autocast", specs.Precision)
-@choices("optimizer", "adamw_torch_fused", "Optimizer", specs.Optimizer)
-@click.option(
-    "--gradient-checkpointing/--no-gradient-checkpointing",
-    default=True,
-    show_default=True,
-    help="Recompute activations in the backward pass.",
-)
-@list_option(
-    "gradient-accumulation-steps",
-    "1",
-    "Micro-steps per optimizer step.",
-    counts("gradient-accumulation-steps"),
-)
-@choices("attn", "sdpa", "Attention kernel", specs.AttentionKernel)
-@choices("padding", "none", "Whether batches carry padding", specs.Padding)
-@choices("loss-head", "hf", "Who computes the loss", specs.LossHead)
-@click.option(
-    "--quant",
-    default=None,
-    help=f"Storage of the base weights ({', '.join(get_args(specs.Quant))}); "
-    "default: nf4-dq for qlora and qdora, else none.",
-)
-@click.option(
-    "--prepare-kbit/--no-prepare-kbit",
-    default=None,
-    help="Whether prepare_model_for_kbit_training runs; default: for a 4-bit or 8-bit base, "
-    "except with the trl-fused loss.",
-)
-@list_option("prompt-len", "512", "Prompt tokens (inference).", counts("prompt-len"))
-@list_option("max-new-tokens", "128", "Generated tokens (inference).", counts("max-new-tokens"))
-@choices("kv-cache", "dynamic", "Key-value cache (inference)", specs.KvCache)
-@click.option(
-    "--libraries",
-    default="",
-    callback=versions,
-    help="Versions that are not the current ones, such as transformers=4.44.2,torch=2.1.1; older "
-    "code keeps other tensors.",
-)
+@run_options
 @list_option("gpu", "auto", "Accelerators: see `whichlora gpus`; cpu, auto.", words("gpu"))
 @click.option(
     "--calibration-dir",
@@ -91,16 +41,11 @@ from whichlora.results import SCHEMA_VERSION
 def estimate(
     models: tuple[str, ...],
     gpu: list[str],
-    quant: str | None,
-    target_modules: list[str],
-    gradient_checkpointing: bool,
-    prepare_kbit: bool | None,
-    libraries: tuple[tuple[str, str], ...],
     calibration_dir: Path | None,
     engine: specs.Engine,
     trace_layers: str,
     as_json: bool,
-    **lists: list[Any],
+    **given: Any,
 ) -> None:
     """Peak memory and time, without a GPU and without running anything.
 
@@ -113,20 +58,8 @@ def estimate(
     """
     from whichlora import api
 
-    quants: list[str | None] = [None]
-    if quant is not None:
-        quants = list(words("quant", tuple(get_args(specs.Quant)))(None, None, quant))
-    settings: dict[str, list[Any]] = {
-        **lists,
-        "model": list(models),
-        "quant": quants,
-        "target_modules": [tuple(target_modules)],
-        "gradient_checkpointing": [gradient_checkpointing],
-        "prepare_kbit": [prepare_kbit],
-        "libraries": [libraries],
-    }
     predictions = api.estimate(
-        api.grid(settings),
+        api.grid(run_settings(models, given)),
         gpu,
         calibration_dir=calibration_dir,
         engine=engine,

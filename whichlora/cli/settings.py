@@ -1,0 +1,88 @@
+"""The options that describe a run, and the settings they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+import click
+
+from whichlora import specs
+from whichlora.cli.options import choices, counts, fractions, list_option, versions, words
+
+_SETTINGS = (
+    choices("phase", "finetune", "What runs", specs.Phase),
+    list_option("method", "lora", "full, lora, qlora, dora, qdora.", words("method")),
+    list_option("batch-size", "1", "Sequences per device per micro-step.", counts("batch-size")),
+    list_option("seq-len", "2048", "Tokens per sequence, padding included.", counts("seq-len")),
+    list_option("r", "16", "Rank of the adapters.", counts("r")),
+    list_option("lora-dropout", "0", "Dropout before the adapters.", fractions("lora-dropout")),
+    click.option(
+        "--target-modules",
+        default=specs.ALL_LINEAR,
+        show_default=True,
+        help="Layers that get an adapter: names with commas, all-linear, or attention.",
+        callback=words("target-modules"),
+    ),
+    choices("precision", "bf16", "Base weights, adapters and autocast", specs.Precision),
+    choices("optimizer", "adamw_torch_fused", "Optimizer", specs.Optimizer),
+    click.option(
+        "--gradient-checkpointing/--no-gradient-checkpointing",
+        default=True,
+        show_default=True,
+        help="Recompute activations in the backward pass.",
+    ),
+    list_option(
+        "gradient-accumulation-steps",
+        "1",
+        "Micro-steps per optimizer step.",
+        counts("gradient-accumulation-steps"),
+    ),
+    choices("attn", "sdpa", "Attention kernel", specs.AttentionKernel),
+    choices("padding", "none", "Whether batches carry padding", specs.Padding),
+    choices("loss-head", "hf", "Who computes the loss", specs.LossHead),
+    click.option(
+        "--quant",
+        default=None,
+        help=f"Storage of the base weights ({', '.join(get_args(specs.Quant))}); "
+        "default: nf4-dq for qlora and qdora, else none.",
+    ),
+    click.option(
+        "--prepare-kbit/--no-prepare-kbit",
+        default=None,
+        help="Whether prepare_model_for_kbit_training runs; default: for a 4-bit or 8-bit base, "
+        "except with the trl-fused loss.",
+    ),
+    list_option("prompt-len", "512", "Prompt tokens (inference).", counts("prompt-len")),
+    list_option("max-new-tokens", "128", "Generated tokens (inference).", counts("max-new-tokens")),
+    choices("kv-cache", "dynamic", "Key-value cache (inference)", specs.KvCache),
+    click.option(
+        "--libraries",
+        default="",
+        callback=versions,
+        help="Versions that are not the current ones, such as transformers=4.44.2,torch=2.1.1; older "
+        "code keeps other tensors.",
+    ),
+)
+
+
+def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator: every option that describes a run."""
+    for option in reversed(_SETTINGS):
+        command = option(command)
+    return command
+
+
+def run_settings(models: Sequence[str], given: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The values of every setting, as `api.grid` takes them, from what `run_options` parsed."""
+    quants: list[str | None] = [None]
+    if given["quant"] is not None:
+        quants = list(words("quant", tuple(get_args(specs.Quant)))(None, None, given["quant"]))
+    single = ("gradient_checkpointing", "prepare_kbit", "libraries")
+    return {
+        **given,
+        **{name: [given[name]] for name in single},
+        "model": list(models),
+        "quant": quants,
+        "target_modules": [tuple(given["target_modules"])],
+    }
