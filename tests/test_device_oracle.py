@@ -199,6 +199,37 @@ def test_the_cpu_peak_ignores_the_release_of_older_blocks() -> None:
     del new
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": False},
+        {"method": "full", "gradient_checkpointing": True},
+    ],
+)
+def test_a_step_passes_the_moments_of_the_ledger_in_their_order(settings: dict[str, Any]) -> None:
+    from whichlora.device.build import build_model
+    from whichlora.device.finetune import measure_finetune
+    from whichlora.device.meter import Meter
+
+    entered: list[str] = []
+
+    class Listening(Meter):
+        def enter(self, moment: str) -> None:
+            entered.append(moment)
+
+    run = RunConfig(
+        model="tiny", precision="fp32", seq_len=16, gradient_accumulation_steps=2, **settings
+    )
+    model = build_model(run, LLAMA, device="cpu", target_modules="all-linear")
+    meter = Listening("cpu")
+    meter.needs_extra_run = False
+    measure_finetune(model, run, meter, [16])
+
+    micro = ["layer_forward", "loss_forward", "loss_backward", "layer_backward"]
+    assert entered == [*micro, *micro, "optimizer_step", ""] * 2
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_weights_stay_tied_and_buffers_are_right(method: str, tied: bool) -> None:

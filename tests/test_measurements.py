@@ -86,6 +86,8 @@ measurements = st.builds(
     decode_s_per_token=st.lists(st.just(0.0) | seconds, max_size=4).map(tuple),
     reserved=st.none() | num_bytes,
     device_used_bytes=st.none() | num_bytes,
+    moment_peak_bytes=st.dictionaries(st.text(), num_bytes, max_size=3),
+    largest_blocks_bytes=st.lists(num_bytes, max_size=3).map(tuple),
     device_s=st.just(0.0) | seconds,
     environment=st.dictionaries(st.text(), json_values, max_size=3),
     provenance=st.dictionaries(st.text(), json_values, max_size=3),

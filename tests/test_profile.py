@@ -105,6 +105,11 @@ def test_a_measurement_is_a_complete_record(profiler: Profiler) -> None:
     json.dumps(record.to_dict())
 
 
+def test_batches_can_come_in_the_order_of_a_real_run(profiler: Profiler) -> None:
+    record = measure(profiler, "ok", seq_lens=[32, 128, 64], num_batches=3, in_order=True)
+    assert record.batch_seq_len == (32, 128, 64)
+
+
 def test_a_healthy_worker_serves_many_runs(profiler: Profiler) -> None:
     pids = {measure(profiler, "ok").detail for _ in range(3)}
     assert len(pids) == 1

@@ -137,6 +137,10 @@ class Measurement:
             `decode_s_per_token` of the same generations.
         peak_allocated_bytes: peak of the framework's allocator, live tensors only.
         peak_reserved_bytes, device_used_bytes: None where the device has no such counter.
+        moment_peak_bytes: peak allocated within each moment of the ledger, over all steps; empty
+            where the device's allocator has no counters.
+        largest_blocks_bytes: the largest blocks that the allocator handed out, where its history
+            was asked for.
         device_s: seconds of device time that the measurement cost, building included.
         environment: device name, driver, library versions, host facts.
         provenance: who measured (free text), command, commit, run id.
@@ -157,6 +161,8 @@ class Measurement:
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     device_used_bytes: int | None = None
+    moment_peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    largest_blocks_bytes: tuple[int, ...] = ()
     device_s: float = 0.0
     environment: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -40,6 +40,7 @@ def measure_finetune(
     longest = max(seq_lens)
     lengths = [longest, *seq_lens, *([longest] if meter.needs_extra_run else [])]
     timer = _StepTimer(meter, num_timed=len(seq_lens))
+    watch_moments(model, meter)
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = _Trainer(
             run=run,
@@ -84,14 +85,46 @@ class _StepTimer(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self._last_timed:
             self._meter.start_extra_run()
+        self._meter.enter("layer_forward")
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._meter.enter("layer_forward")
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._meter.enter("optimizer_step")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._meter.enter("")
         now = self._meter.now()
         if 1 < state.global_step <= self._last_timed:
             self.step_s.append(now - self._end_s)
         elif state.global_step > self._last_timed:
             self._meter.stop_extra_run()
         self._end_s = now
+
+
+def watch_moments(model: Any, meter: Meter) -> None:
+    """Tell `meter` when `model` passes from its layers to the loss, and back through both.
+
+    A fused loss head reads the head's weight without calling its module; then loss and layers
+    cannot be told apart in the backward, and both are "backward".
+    """
+    head = model.get_output_embeddings()
+    seen = {"head": False}
+
+    def head_entered(_: Any, args: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled() or not args[0].requires_grad:
+            return
+        seen["head"] = True
+        meter.enter("loss_forward")
+        args[0].register_hook(lambda _: meter.enter("layer_backward"))
+
+    def model_left(*_: Any) -> None:
+        meter.enter("loss_backward" if seen["head"] else "backward")
+
+    if head is not None:
+        head.register_forward_pre_hook(head_entered)
+    model.register_forward_hook(model_left)
 
 
 def _training_arguments(

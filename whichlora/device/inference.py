@@ -78,6 +78,7 @@ class _Generation:
 
     def __call__(self) -> dict[str, float]:
         self._clock.token_s.clear()
+        self._meter.enter("prefill")
         start_s = self._meter.now()
         self._model.generate(
             self._input_ids,
@@ -119,6 +120,7 @@ class _TokenClock(LogitsProcessor):  # type: ignore[misc]
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         self.token_s.append(self._meter.now())
+        self._meter.enter("decode")
         return scores
 
 

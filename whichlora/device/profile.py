@@ -90,6 +90,8 @@ class Profiler:
         seq_lens: Sequence[int],
         num_batches: int = 5,
         timeout_s: float,
+        in_order: bool = False,
+        keeps_history: bool = False,
     ) -> Measurement:
         """Measure `num_batches` batches of `run`, and say how it ended.
 
@@ -99,11 +101,15 @@ class Profiler:
             seq_lens: padded lengths of the batches (fine-tuning); taken in turn if there are
                 fewer than `num_batches`.
             timeout_s: limit for building and measuring; starting the worker is not part of it.
+            in_order: batches come as `seq_lens` says, as in a real run, not longest first.
+            keeps_history: also record the largest blocks that a CUDA allocator handed out.
 
         Raises:
             MeasurementError: the worker can't start.
         """
-        lengths = sorted(islice(cycle(seq_lens), num_batches), reverse=True)
+        lengths = list(islice(cycle(seq_lens), num_batches))
+        if not in_order:
+            lengths.sort(reverse=True)
         request = {
             "run": run.to_dict(),
             "model_config": dict(model_config),
@@ -113,6 +119,7 @@ class Profiler:
             "seq_lens": lengths,
             "num_batches": num_batches,
             "memory_limit_bytes": self._memory_limit_bytes,
+            "keeps_history": keeps_history,
         }
         try:
             if self._worker is None:

@@ -71,7 +71,7 @@ def _answer(request: Mapping[str, Any], device: str) -> dict[str, Any]:
     """The outcome of one request; whatever the libraries raise is a result."""
     from whichlora.device.meter import Meter
 
-    meter = Meter(device)
+    meter = Meter(device, keeps_history=request.get("keeps_history", False))
     _collect(meter)
     start_bytes = meter.live_bytes()
     try:

@@ -58,7 +58,8 @@ def _record_schema() -> Any:
     times = core.tuple_variable_schema(seconds(ge=0))
     durations = core.tuple_variable_schema(seconds(gt=0))
     free = core.dict_schema(text, core.any_schema())
-    size = core.nullable_schema(core.int_schema(strict=True, ge=0, lt=MAX_BYTES))
+    count = core.int_schema(strict=True, ge=0, lt=MAX_BYTES)
+    size = core.nullable_schema(count)
     length = core.int_schema(strict=True, gt=0, lt=10**9)
     schemas: dict[str, Any] = {
         "id": core.str_schema(strict=True, min_length=1, max_length=200),
@@ -76,6 +77,8 @@ def _record_schema() -> Any:
         "peak_allocated_bytes": size,
         "peak_reserved_bytes": size,
         "device_used_bytes": size,
+        "moment_peak_bytes": core.dict_schema(text, count),
+        "largest_blocks_bytes": core.tuple_variable_schema(count),
         "device_s": seconds(ge=0),
         "environment": free,
         "provenance": free,

@@ -373,8 +373,19 @@ def _is_bytes_or_null(value: object) -> bool:
     return value is None or (type(value) is int and 0 <= value < MAX_BYTES)
 
 
+def _are_bytes(value: object) -> bool:
+    return type(value) is list and all(
+        item is not None and _is_bytes_or_null(item) for item in value
+    )
+
+
+def _are_bytes_by_name(value: object) -> bool:
+    return isinstance(value, dict) and _are_bytes(list(value.values()))
+
+
 _SECONDS = f"from 0 to {MAX_SECONDS} seconds"
 _BYTES = f"a whole number of bytes from 0 to below {MAX_BYTES}, or null"
+_COUNTS = f"whole numbers of bytes from 0 to below {MAX_BYTES}"
 
 # What each field of a record must hold, in words and as a check.
 _CHECKS: dict[str, tuple[str, Callable[[object], bool]]] = {
@@ -393,6 +404,8 @@ _CHECKS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "peak_allocated_bytes": (_BYTES, _is_bytes_or_null),
     "peak_reserved_bytes": (_BYTES, _is_bytes_or_null),
     "device_used_bytes": (_BYTES, _is_bytes_or_null),
+    "moment_peak_bytes": (f"an object of {_COUNTS}", _are_bytes_by_name),
+    "largest_blocks_bytes": (f"a list of {_COUNTS}", _are_bytes),
     "device_s": (f"a number {_SECONDS}", _is_seconds),
     "environment": ("an object", _is_object),
     "provenance": ("an object", _is_object),

@@ -1,0 +1,371 @@
+"""Predictions against the records of one GPU: writes `docs/accuracy-<gpu>.md`.
+
+    python benchmarks/gpu/accuracy.py h100-sxm-80gb --records calibration
+
+Memory is predicted from formulas alone. Time is predicted cold (datasheet and priors), after the
+first five runs of `FIRST`, and with a fit to all models but the one predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT)]
+
+from whichlora import timing  # noqa: E402
+from whichlora.api import model_of  # noqa: E402
+from whichlora.calibration import TIME_PHASES, prior_calibration  # noqa: E402
+from whichlora.fitting import Sample, fit_time, time_samples  # noqa: E402
+from whichlora.prediction import (  # noqa: E402
+    Job,
+    ledger,
+    predict_memory,
+    resolve,
+    step_features,
+)
+from whichlora.results import Measurement, MemoryPrediction  # noqa: E402
+from whichlora.specs import GpuSpec  # noqa: E402
+from whichlora.store.gpus import find_gpu  # noqa: E402
+from whichlora.store.jsonfiles import read_object  # noqa: E402
+from whichlora.store.measurements import read_measurements  # noqa: E402
+from whichlora.timing import TimeModel  # noqa: E402
+from whichlora.units import GiB  # noqa: E402
+
+FAR_OFF = 0.08
+NUM_FIRST = 5  # runs of a cold GPU: the first of each phase, spread over the models
+Z_90 = 1.644854
+
+Row = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One record that ran, beside its memory prediction."""
+
+    record: Measurement
+    job: Job
+    memory: MemoryPrediction
+    group: str
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("gpu", help="key of the accelerator")
+    parser.add_argument("--records", type=Path, default=ROOT / "calibration")
+    parser.add_argument("--output", type=Path, help="default: docs/accuracy-<gpu>.md")
+    options = parser.parse_args()
+    gpu = find_gpu(options.gpu)
+    records = [
+        one for one in read_measurements([options.records], gpu.key) if "design" in one.provenance
+    ]
+    if not records:
+        sys.exit(f"{options.records}/{gpu.key}: holds no records of benchmarks/gpu/sweep.py")
+    output = options.output or ROOT / "docs" / f"accuracy-{gpu.key}.md"
+    text = document(gpu, records, facts_of(options.records / gpu.key / "facts.json"))
+    output.write_text(text, encoding="utf-8")
+    print(text)
+
+
+def document(gpu: GpuSpec, records: Sequence[Measurement], facts: str) -> str:
+    """All tables as Markdown."""
+    judged = list(all_judged(gpu, records))
+    first, last = min(one.date for one in records)[:10], max(one.date for one in records)[:10]
+    libraries = sorted({libraries_of(one) for one in records})
+    parts = [
+        f"# Accuracy on {gpu.name}",
+        f"Made by `benchmarks/gpu/accuracy.py {gpu.key}` from {len(records)} records of "
+        f"`benchmarks/gpu/sweep.py`, {first} to {last}. {'; '.join(libraries)}. Errors are "
+        "predicted over measured, less one: positive is too high. Medians and p90 are of sizes.",
+        facts,
+        "## Memory, predicted from formulas alone",
+        *memory_section(judged),
+        "## Time",
+        *time_section(gpu, judged),
+        "## Whole runs, predicted from five batches",
+        real_section(gpu, judged),
+        "## At the limit of the card",
+        boundary_section(records),
+        "## Noise of the measurements",
+        noise_section(judged),
+        "## What did not run",
+        failed_section(records),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def all_judged(gpu: GpuSpec, records: Iterable[Measurement]) -> Iterator[Judged]:
+    cold = prior_calibration(gpu)
+    for one in records:
+        if one.outcome == "ok":
+            job = resolve(model_of(one), one.run, gpu)
+            memory, _ = predict_memory(job, cold)
+            yield Judged(one, job, memory, str(one.provenance["group"]))
+
+
+def libraries_of(record: Measurement) -> str:
+    found = record.environment
+    names = ("driver", "torch", "transformers", "peft", "bitsandbytes")
+    versions = found.get("libraries", {}) | {"driver": found.get("driver")}
+    return ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
+
+
+def facts_of(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    facts = {key: value for key, value in read_object(path).items() if key != "schema_version"}
+    rows = [
+        (name, f"{value:,}" if isinstance(value, int) else value) for name, value in facts.items()
+    ]
+    return table(("device", "measured"), rows)
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def memory_section(judged: Sequence[Judged]) -> Iterator[str]:
+    counters: dict[str, Callable[[Judged], tuple[float | None, float]]] = {
+        "Peak allocated": lambda one: (
+            one.record.peak_allocated_bytes,
+            one.memory.peak_allocated_bytes,
+        ),
+        "Peak reserved": lambda one: (
+            one.record.peak_reserved_bytes,
+            one.memory.peak_reserved_bytes,
+        ),
+        "Used on the device": lambda one: (
+            one.record.device_used_bytes,
+            one.memory.device_used_bytes,
+        ),
+    }
+    for title, values_of in counters.items():
+        pairs = [(one, *values_of(one)) for one in judged]
+        errors = {one.record.id: predicted / value - 1 for one, value, predicted in pairs if value}
+        chosen = [one for one in judged if one.record.id in errors]
+        if not chosen:
+            continue
+        rows: list[Row] = [("**all**", *summary(errors.values()))]
+        rows += [
+            (group, *summary(errors[one.record.id] for one in chosen if one.group == group))
+            for group in dict.fromkeys(one.group for one in chosen)
+        ]
+        yield f"### {title}\n\n{table(('group', 'n', 'median', 'p90', 'lowest', 'highest'), rows)}"
+        far = [one for one in chosen if abs(errors[one.record.id]) > FAR_OFF]
+        lines = [
+            f"- {percent(errors[one.record.id])}, {name_of(one)}, peak at {one.memory.moment}"
+            for one in sorted(far, key=lambda one: -abs(errors[one.record.id]))
+        ]
+        if far:
+            share = f"{len(far)} of {len(chosen)} are off by more than {100 * FAR_OFF:.0f} %"
+            yield "\n".join([f"{share}:", "", *lines])
+    used = [one for one in judged if one.record.device_used_bytes]
+    if used:
+        bounds = [(one.record.device_used_bytes or 0, *one.memory.interval_bytes) for one in used]
+        inside = sum(low <= value <= high for value, low, high in bounds)
+        worst = max(value / high - 1 for value, _, high in bounds)
+        confidence = used[0].memory.confidence
+        yield (
+            f"The stated {100 * confidence:.0f} % interval of the device's use holds "
+            f"{100 * inside / len(used):.0f} % of {len(used)} runs; the run that comes closest to "
+            f"its upper bound, or passes it, is {percent(worst)} from it."
+        )
+    yield moments_section(judged)
+
+
+def moments_section(judged: Sequence[Judged]) -> str:
+    """Each moment of the ledger against the allocator's peak within it."""
+    errors: dict[str, list[float]] = defaultdict(list)
+    for one in judged:
+        found = ledger(one.job)
+        for moment, measured in one.record.moment_peak_bytes.items():
+            if moment in found.moments:
+                errors[moment].append(float(found.moment_bytes(moment)) / measured - 1)
+    if not errors:
+        return ""
+    rows = [(moment, *summary(values)) for moment, values in errors.items()]
+    head = ("moment", "n", "median", "p90", "lowest", "highest")
+    return f"### Each moment of the ledger\n\n{table(head, rows)}"
+
+
+# --- time ---------------------------------------------------------------------------------------
+
+
+def time_section(gpu: GpuSpec, judged: Sequence[Judged]) -> Iterator[str]:
+    for phase in TIME_PHASES:
+        samples = [
+            sample
+            for one in judged
+            if one.group not in ("repeats", "real")
+            for sample in time_samples(one.job, one.record).get(phase, [])
+        ]
+        if not samples:
+            continue
+        cold = prior_calibration(gpu).time[phase]
+        first = spread_out(samples, NUM_FIRST)
+        rest = [one for one in samples if one not in first]
+        rows: list[Row] = [("cold", *time_cells((cold, one) for one in samples))]
+        if rest:
+            few = fit_time(first, gpu, phase)
+            rows.append((f"after {len(first)} runs", *time_cells((few, one) for one in rest)))
+        models = list(dict.fromkeys(one.group for one in samples))
+        pairs: list[tuple[TimeModel, Sample]] = []
+        for model in models if len(models) > 1 else []:
+            fitted = fit_time([one for one in samples if one.group != model], gpu, phase)
+            pairs += [(fitted, one) for one in samples if one.group == model]
+        if pairs:
+            rows.append(("leave one model out", *time_cells(pairs)))
+            for model in models:
+                chosen = [pair for pair in pairs if pair[1].group == model]
+                rows.append((f"· {model}", *time_cells(chosen)))
+        head = ("fit", "n", "median", "p90", "lowest", "highest", "inside the 90 % interval")
+        yield f"### {phase}\n\n{table(head, rows)}"
+
+
+def spread_out(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """The first sample of each model in turn, until there are `count`."""
+    by_model: dict[str, list[Sample]] = defaultdict(list)
+    for one in samples:
+        by_model[one.group].append(one)
+    found: list[Sample] = []
+    for depth in range(len(samples)):
+        for queue in by_model.values():
+            if depth < len(queue) and len(found) < count:
+                found.append(queue[depth])
+    return found
+
+
+def time_cells(pairs: Iterable[tuple[TimeModel, Sample]]) -> tuple[str, ...]:
+    errors, inside = [], 0
+    for model, one in pairs:
+        seconds, _ = timing.seconds(model, one.features)
+        error = math.log(seconds / one.value)
+        inside += abs(error) <= Z_90 * timing.log_deviation(model, one.features, float(seconds))
+        errors.append(math.expm1(error))
+    return (*summary(errors), f"{100 * inside / len(errors):.0f} %")
+
+
+def real_section(gpu: GpuSpec, judged: Sequence[Judged]) -> str:
+    """Total of each whole run from its own five batches, other records unknown."""
+    profiles = {one.job.run: one for one in judged if one.group == "real-profile"}
+    rows: list[Row] = []
+    for one in judged:
+        profile = profiles.get(one.job.run)
+        if one.group != "real" or profile is None:
+            continue
+        model = prior_calibration(gpu).time["finetune"]
+
+        def seconds(length: int, job: Job = one.job, model: TimeModel = model) -> float:
+            return float(timing.seconds(model, step_features(job, seq_len=length))[0])
+
+        pairs = list(zip(profile.record.batch_seq_len, profile.record.step_s, strict=True))
+        ratio = sum(step_s for _, step_s in pairs) / sum(seconds(length) for length, _ in pairs)
+        total = ratio * sum(seconds(length) for length in one.record.batch_seq_len)
+        measured = sum(one.record.step_s)
+        memory = (profile.record.peak_allocated_bytes or 0) / (
+            one.record.peak_allocated_bytes or 1
+        ) - 1
+        rows.append(
+            (
+                name_of(one),
+                len(one.record.step_s),
+                f"{measured:.1f} s",
+                f"{total:.1f} s",
+                percent(total / measured - 1),
+                percent(memory),
+            )
+        )
+    head = ("run", "steps", "measured", "predicted", "error", "peak of 5 batches / of the run")
+    return table(head, rows) if rows else "Not measured yet."
+
+
+# --- the rest -----------------------------------------------------------------------------------
+
+
+def boundary_section(records: Sequence[Measurement]) -> str:
+    rows: list[Row] = []
+    kept = 0
+    for one in records:
+        expected = one.provenance.get("expected")
+        if not expected:
+            continue
+        right = (one.outcome == "ok") == (expected == "fits")
+        kept += right
+        run = one.run
+        what = f"{run.model}, {run.method}, {run.batch_size} x {run.seq_len}"
+        rows.append((what, expected, one.outcome, "yes" if right else "**no**"))
+    if not rows:
+        return "Not measured yet."
+    head = ("run", "predicted at 95 %", "outcome", "as predicted")
+    return f"{table(head, rows)}\n\n{kept} of {len(rows)} as predicted."
+
+
+def noise_section(judged: Sequence[Judged]) -> str:
+    values: dict[object, list[float]] = defaultdict(list)
+    for one in judged:
+        if one.group == "repeats" and one.record.step_s:
+            values[one.job.run].append(median(one.record.step_s))
+    spreads = [max(found) / min(found) - 1 for found in values.values() if len(found) > 1]
+    if not spreads:
+        return "Not measured yet."
+    return (
+        f"{len(spreads)} runs, each repeated in new processes: slowest over fastest is "
+        f"{percent(median(spreads))} in the median and {percent(max(spreads))} at most."
+    )
+
+
+def failed_section(records: Sequence[Measurement]) -> str:
+    lines = [
+        f"- {one.outcome}: {one.run.model}, {one.run.method}, {one.provenance['group']}: "
+        + one.detail[:160]
+        for one in records
+        if one.outcome != "ok" and one.provenance.get("expected") != "fails"
+    ]
+    return "\n".join(lines) or "Everything ran."
+
+
+def name_of(one: Judged) -> str:
+    run = one.job.run
+    shape = f"{run.batch_size} x {run.seq_len}"
+    if run.phase == "inference":
+        shape = f"{run.batch_size} x {run.prompt_len} + {run.max_new_tokens}, {run.kv_cache}"
+    words = [one.group, run.model, run.method, run.precision, run.attn, shape]
+    words += [run.quant] if run.quant not in (None, "none") else []
+    words += ["checkpointing"] if run.gradient_checkpointing else []
+    gigabytes = (one.record.peak_allocated_bytes or 0) / GiB
+    return f"{', '.join(str(word) for word in words)} ({gigabytes:.1f} GiB)"
+
+
+def summary(errors: Iterable[float]) -> tuple[str, ...]:
+    """Cells n, median and p90 of the sizes, lowest and highest error."""
+    found = list(errors)
+    sizes = sorted(abs(one) for one in found)
+    p90 = sizes[min(len(sizes) - 1, math.ceil(0.9 * len(sizes)) - 1)]
+    return (
+        str(len(found)),
+        percent(median(sizes)).lstrip("+"),
+        percent(p90).lstrip("+"),
+        percent(min(found)),
+        percent(max(found)),
+    )
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:+.1f} %"
+
+
+def table(head: Sequence[str], rows: Iterable[Row]) -> str:
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    return "\n".join(
+        ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |", *lines]
+    )
+
+
+if __name__ == "__main__":
+    main()
