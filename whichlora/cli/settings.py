@@ -60,8 +60,8 @@ _SETTINGS = (
         "--libraries",
         default="",
         callback=versions,
-        help="Versions that are not the current ones, such as transformers=4.44.2,torch=2.1.1; older "
-        "code keeps other tensors.",
+        help="Versions that are not the current ones, such as transformers=4.44.2,torch=2.1.1; "
+        "older code keeps other tensors.",
     ),
 )
 
