@@ -175,8 +175,10 @@ def _peaks(run: RunConfig) -> dict[str, Any]:
         raise ConfigError("flash-attention 2 of a padded batch is not traced")
     job = prediction.resolve(_model(run.model), run, GPU)
     events, note = whole_trace(job.run, job.model.config, target_modules=job.peft_targets)
+    found = replay(one.event for one in events)
     return {
-        "peak_allocated_bytes": replay(one.event for one in events).peak_allocated_bytes,
+        "peak_allocated_bytes": found.peak_allocated_bytes,
+        "peak_reserved_bytes": found.peak_reserved_bytes,
         "moments": moment_peaks(events),
         "note": note,
     }
