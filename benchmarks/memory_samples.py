@@ -11,7 +11,7 @@ import json
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,15 @@ from whichlora import families, prediction
 from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.memory.replay import replay, rounded
-from whichlora.memory.stretch import TRACED_LAYERS, TracedEvent
+from whichlora.memory.stretch import TracedEvent, shallow
 from whichlora.specs import ALL_LINEAR, ATTENTION, RunConfig
 from whichlora.store import models as model_store
 from whichlora.store.gpus import find_gpu
 
 GPU = find_gpu("h100-sxm-80gb")
 TRACES = Path(__file__).resolve().parent / "traces.jsonl"
-MAX_TRACED_LAYERS = 32  # where layers differ all are traced, which takes a second or so each
-MAX_SECONDS = 400
+MAX_LAYERS = 8  # where layers differ all are traced, which takes a second or so each
+MAX_SECONDS = 200
 
 INVENTED = {  # for types without a model in the database; Llama's names, the rest is the default
     "vocab_size": 50_304,
@@ -58,34 +58,23 @@ LOSS_HEADS = ("hf",) * 10 + ("raw", "raw", "liger", "trl-fused")
 
 @cache
 def models_by_type() -> dict[str, tuple[str, ...]]:
-    """Models by `model_type`: those of the database, or the type's name for its invented shapes.
-
-    Of a type whose layers differ, shallow models, or the shallowest.
-    """
+    """Models by `model_type`: those of the database, or the type's name for its invented shapes."""
     found: dict[str, list[str]] = {model_type: [] for model_type in families.FAMILIES}
     for record in model_store.list_models():
         found.setdefault(record.model_type, []).append(record.hub_id)
-    return {model_type: _quick(names) or (model_type,) for model_type, names in found.items()}
-
-
-def _quick(names: Sequence[str]) -> tuple[str, ...]:
-    by_depth = sorted(names, key=lambda name: _traced_layers(_model(name)))
-    few = [name for name in by_depth if _traced_layers(_model(name)) <= MAX_TRACED_LAYERS]
-    return tuple(few or by_depth[:1])
-
-
-def _traced_layers(model: ModelSpec) -> int:
-    alike = len({layer for layer, _ in model.layers()}) == 1
-    return TRACED_LAYERS if alike else model.num_hidden_layers
+    return {model_type: tuple(names) or (model_type,) for model_type, names in found.items()}
 
 
 @cache
-def _model(name: str) -> ModelSpec:
+def model_of(name: str) -> ModelSpec:
+    """The architecture; one whose layers differ has only its first `MAX_LAYERS`."""
     if name in families.FAMILIES:
         return families.build(INVENTED | {"model_type": name}, name=name)
     found = model_store.find_model(name)
     assert found is not None
-    return found
+    if len({layer for layer, _ in found.layers()}) == 1:
+        return found
+    return families.build(shallow(found.config, MAX_LAYERS), name=name)
 
 
 def draw(seed: int, index: int) -> RunConfig:
@@ -93,7 +82,7 @@ def draw(seed: int, index: int) -> RunConfig:
     types = sorted(models_by_type())
     random.Random(seed).shuffle(types)
     rng = random.Random(f"{seed} {index}")
-    model = _model(rng.choice(models_by_type()[types[index % len(types)]]))
+    model = model_of(rng.choice(models_by_type()[types[index % len(types)]]))
     longest = min(8192, model.max_position_embeddings or 8192)
     if rng.random() < 0.25:
         precision = rng.choice(("bf16", "bf16", "fp16", "fp32"))
@@ -150,6 +139,7 @@ def traced(run: RunConfig) -> dict[str, Any]:
     """The line of `run`: traced peaks, or why there are none."""
     line: dict[str, Any] = {"run": settings(run)}
     began = time.monotonic()
+    gc.freeze()  # what is imported needs no collecting
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(MAX_SECONDS)
     try:
@@ -173,8 +163,10 @@ def _peaks(run: RunConfig) -> dict[str, Any]:
 
     if run.attn == "flash_attention_2" and run.padding == "padded":
         raise ConfigError("flash-attention 2 of a padded batch is not traced")
-    job = prediction.resolve(_model(run.model), run, GPU)
-    events, note = whole_trace(job.run, job.model.config, target_modules=job.peft_targets)
+    job = prediction.resolve(model_of(run.model), run, GPU)
+    events, note = whole_trace(
+        job.run, job.model.config, target_modules=job.peft_targets, layers="4"
+    )
     found = replay(one.event for one in events)
     return {
         "peak_allocated_bytes": found.peak_allocated_bytes,
@@ -214,7 +206,7 @@ def predicted(run: RunConfig) -> dict[str, Any]:
     Raises:
         WhichLoraError: settings that exclude each other.
     """
-    found = prediction.ledger(prediction.resolve(_model(run.model), run, GPU))
+    found = prediction.ledger(prediction.resolve(model_of(run.model), run, GPU))
     peaks: dict[str, int] = {}
     for moment in found.moments:
         name = _MOMENTS.get(moment, "backward") if run.phase == "finetune" else "forward"
@@ -228,4 +220,4 @@ def predicted(run: RunConfig) -> dict[str, Any]:
 
 
 def model_type(run: RunConfig) -> str:
-    return str(_model(run.model).config["model_type"])
+    return str(model_of(run.model).config["model_type"])

@@ -34,18 +34,19 @@ from whichlora.device.meter import Meter
 from whichlora.errors import WhichLoraError
 from whichlora.memory.replay import replay
 from whichlora.memory.stretch import (
+    DEPTH_KEYS,
     TRACED_LAYERS,
     DoesNotRepeatError,
     TracedEvent,
     at_peak,
     check_growth,
+    shallow,
     stretch,
     with_warm_up,
 )
 from whichlora.methods import get_method, with_defaults
 from whichlora.specs import RunConfig
 
-_DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _KINDS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # what may differ from layer to layer
 _FUSED_GEMM_ROWS = 1536  # bitsandbytes 0.50 expands the 4-bit weight above this on every GPU
 
@@ -90,25 +91,6 @@ def trace(
                 measure_finetune(model, stand_in, _NoMeter(), [run.seq_len])
         recorder.close()
     return recorder.events
-
-
-def shallow(model_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """`model_config` with its first `num_layers` layers only.
-
-    Raises:
-        KeyError: the config does not say its depth by one of the usual names.
-    """
-    config = dict(model_config)
-    if isinstance(config.get("text_config"), Mapping):
-        config["text_config"] = shallow(config["text_config"], num_layers)
-        return config
-    key = next(key for key in _DEPTH_KEYS if key in config)
-    depth = config[key]
-    config[key] = num_layers
-    for name, value in config.items():
-        if isinstance(value, list) and len(value) == depth and depth > 1:
-            config[name] = value[:num_layers]
-    return config
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[misc]
@@ -434,19 +416,21 @@ def whole_trace(
 ) -> tuple[list[TracedEvent], str]:
     """Storages of `run` at its full depth, the loading's warm-up block first, and how they came.
 
-    Four layers are traced and stretched to all, and two as a check of it; `layers` "all" traces
-    every layer. Where the layers do not repeat, all are traced, and the note says so.
+    Four layers are traced and stretched to all, and two as a check of it; `layers` "4" leaves the
+    check out, "all" traces every layer. Where the layers do not repeat, all are traced, and the
+    note says so.
     """
     note = "every layer traced"
     if layers != "all":
         try:
             depth = _depth(model_config)
-            few, some = (
-                trace(run, model_config, target_modules=target_modules, num_layers=count)
-                for count in (TRACED_LAYERS - 2, TRACED_LAYERS)
-            )
+            some = trace(run, model_config, target_modules=target_modules, num_layers=TRACED_LAYERS)
             stretched = stretch(some, num_layers=depth)
-            check_growth(few, some, stretched, num_layers=depth)
+            if layers == "2,4":
+                few = trace(
+                    run, model_config, target_modules=target_modules, num_layers=TRACED_LAYERS - 2
+                )
+                check_growth(few, some, stretched, num_layers=depth)
             return with_warm_up(
                 stretched
             ), f"{TRACED_LAYERS} of {depth} layers traced and stretched"
@@ -493,7 +477,9 @@ def _depth(config: Mapping[str, Any]) -> int:
         StopIteration: no key says the depth.
     """
     text = config.get("text_config") or config
-    depth = int(next(text[key] for key in _DEPTH_KEYS if key in text))
+    depth = int(next(text[key] for key in DEPTH_KEYS if key in text))
+    if _model_config(config).is_encoder_decoder:
+        raise DoesNotRepeatError("there are two stacks of them")
     if depth <= TRACED_LAYERS:
         raise DoesNotRepeatError(f"there are {depth}")
     shown = _model_config(config).get_text_config()

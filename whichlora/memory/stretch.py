@@ -8,15 +8,16 @@ and the third stands for all of the middle, its tensors renamed. What no layer o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from whichlora.memory.replay import Event
 
 TRACED_LAYERS = 4  # the fewest with a layer in the middle whose neighbours are in the middle too
-
+DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_STACK_KEYS = ("num_decoder_layers", "encoder_layers", "decoder_layers")  # of two stacks
 
 _TOLERANCE = 1e-3
 
@@ -42,6 +43,28 @@ class TracedEvent(NamedTuple):
     @property
     def event(self) -> Event:
         return Event(self.storage, self.num_bytes)
+
+
+def shallow(model_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """`model_config` with its first `num_layers` layers only.
+
+    Raises:
+        KeyError: the config does not say its depth by one of the usual names.
+    """
+    config = dict(model_config)
+    if isinstance(config.get("text_config"), Mapping):
+        config["text_config"] = shallow(config["text_config"], num_layers)
+        return config
+    keys = [key for key in (*DEPTH_KEYS, *_STACK_KEYS) if key in config]
+    if not keys:
+        raise KeyError(DEPTH_KEYS[0])
+    depth = config[keys[0]]
+    for key in keys:
+        config[key] = min(num_layers, config[key])
+    for name, value in config.items():
+        if isinstance(value, list) and len(value) == depth and depth > 1:
+            config[name] = value[:num_layers]
+    return config
 
 
 class DoesNotRepeatError(Exception):
