@@ -18,12 +18,15 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
+import published_records
 import published_rows
 from published_rows import MEMORY, LeftOut, Observation, Quantity
 
 from whichlora import timing
-from whichlora.calibration import prior_calibration
-from whichlora.fitting import Sample, fit_time
+from whichlora.api import model_of
+from whichlora.calibration import TIME_PHASES, prior_calibration
+from whichlora.fitting import Sample, fit_time, time_samples
+from whichlora.numeric import TWO_SIDED_Z
 from whichlora.prediction import (
     MEMORY_CONFIDENCE,
     TIME_CONFIDENCE,
@@ -33,6 +36,7 @@ from whichlora.prediction import (
     resolve,
     step_features,
 )
+from whichlora.results import Measurement
 from whichlora.specs import GpuSpec
 from whichlora.store.gpus import find_gpu
 from whichlora.units import GiB
@@ -426,6 +430,73 @@ def held_out_section(title: str) -> str:
     return f"### {title}\n\n{table}\n\n{covered}"
 
 
+def _versions(measurement: Measurement) -> str:
+    return f"{measurement.provenance['table']} {measurement.config['libraries']}"
+
+
+SHIPPED: dict[str, Callable[[Measurement], str]] = {
+    "model": lambda measurement: str(measurement.config["model"]),
+    "library versions": _versions,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One published run: log errors of datasheet and calibration, and the latter's half width."""
+
+    phase: str
+    cold: float
+    calibrated: float
+    half_width: float
+
+
+@cache
+def _shipped_samples() -> tuple[tuple[Measurement, str, Sample], ...]:
+    return tuple(
+        (one, phase, sample)
+        for key, records in published_records.records()[0].items()
+        for one in records
+        for phase, samples in time_samples(
+            resolve(model_of(one), one.run, gpu_of(key)), one
+        ).items()
+        for sample in samples
+    )
+
+
+def shipped(group: Callable[[Measurement], str]) -> Iterator[Judged]:
+    """Each record of the shipped databases, predicted by a calibration to the other groups."""
+    grouped = [(one.gpu, phase, group(one), sample) for one, phase, sample in _shipped_samples()]
+    for key, phase, name in sorted({row[:3] for row in grouped}):
+        here = [row for row in grouped if row[:2] == (key, phase)]
+        cold = timing.prior_model(gpu_of(key), phase)
+        kept = [sample for _, _, other, sample in here if other != name]
+        model = fit_time(kept, gpu_of(key), phase)
+        for sample in (sample for _, _, other, sample in here if other == name):
+            seconds = float(timing.seconds(model, sample.features)[0])
+            alone = float(timing.seconds(cold, sample.features)[0])
+            deviation = timing.log_deviation(model, sample.features, seconds)
+            yield Judged(
+                phase,
+                math.log(alone / sample.value),
+                math.log(seconds / sample.value),
+                TWO_SIDED_Z[TIME_CONFIDENCE] * deviation,
+            )
+
+
+def shipped_section() -> str:
+    rows = []
+    for left_out, group in SHIPPED.items():
+        judged = list(shipped(group))
+        for phase in TIME_PHASES:
+            chosen = [one for one in judged if one.phase == phase]
+            cold = summary(math.expm1(one.cold) for one in chosen).cells()
+            now = summary(math.expm1(one.calibrated) for one in chosen).cells()
+            inside = sum(abs(one.calibrated) <= one.half_width for one in chosen) / len(chosen)
+            rows.append((phase, left_out, *cold, *now[1:], f"{100 * inside:.0f} %"))
+    head = ("phase", "left out", "n", "median cold", "p90", "worst")
+    return _table((*head, "median calibrated", "p90", "worst", "inside the 90 % interval"), rows)
+
+
 def left_out_section() -> str:
     reasons = Counter(
         (one.source, one.what, one.reason)
@@ -459,6 +530,7 @@ def document() -> str:
         "(`fms_acceleration_bench`), by 35 % between machines.",
         f"### Cold: datasheet and priors, no run on any device\n\n{cold_section()}",
         *(held_out_section(title) for title in HELD_OUT),
+        f"### The shipped calibration of A100, to runs it has not seen\n\n{shipped_section()}",
         "## Left out",
         left_out_section(),
     ]

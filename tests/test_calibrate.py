@@ -29,6 +29,7 @@ from whichlora.sharing.physics import impossible
 from whichlora.sharing.table import format_table, read_table
 from whichlora.specs import RunConfig
 from whichlora.store.measurements import MAX_LINE_BYTES, MeasurementLog, read_measurements
+from whichlora.store.paths import data_folder
 
 GPU = "a100-sxm-80gb"
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -72,9 +73,10 @@ def refused(*args: str | Path) -> str:
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's database of one test."""
+    """The user's database of one test, without the records that are shipped."""
     folder = tmp_path / "database"
     monkeypatch.setenv("WHICHLORA_CALIBRATION", str(folder))
+    monkeypatch.setattr(api, "data_folder", lambda name: tmp_path / "shipped" / name)
     return folder
 
 
@@ -453,7 +455,7 @@ def test_a_writer_that_came_first_wins_and_the_merge_is_withdrawn(
 
 def test_a_device_that_nobody_here_knows_comes_with_its_facts(tmp_path: Path, root: Path) -> None:
     theirs = a_database(tmp_path / "theirs", [a_record(1, gpu="warp-9"), a_record(2)])
-    facts = json.loads((api.data_folder("calibration") / GPU / "gpu.json").read_text())
+    facts = json.loads((data_folder("calibration") / GPU / "gpu.json").read_text())
     facts |= {"key": "warp-9", "name": "Warp 9", "aliases": [], "names": ["Warp 9"]}
     (theirs / "warp-9" / "gpu.json").write_text(json.dumps(facts))
     done("merge", theirs)

@@ -105,9 +105,9 @@ def test_known_coefficients_are_recovered_from_noisy_runs() -> None:
     found = fit(records, GPU, api.model_of)
     model = found.time["finetune"]
     assert model.num_runs == len(records)
-    for name in ("products", "elementwise"):
+    for name, tolerance in (("products", 0.05), ("elementwise", 0.15)):  # a tenth of most steps
         wanted = truth.time["finetune"].mean[name]
-        assert model.mean[name] == pytest.approx(wanted, rel=0.15), name
+        assert model.mean[name] == pytest.approx(wanted, rel=tolerance), name
     errors = sorted(error_of(found, truth, run) for run in runs())
     assert errors[len(errors) // 2] < 0.02
     assert errors[-1] < 0.08
@@ -230,6 +230,66 @@ def test_a_record_whose_model_is_not_at_hand_is_left_out() -> None:
     assert found.time == prior_calibration(GPU).time
     (why,) = found.left_out.values()
     assert "unknown model" in why
+
+
+OLDER = (("transformers", "4.44.2"),)
+
+
+def test_runs_on_other_versions_teach_the_device() -> None:
+    truth = true_calibration(products=1.4)
+    records = [measured(replace(run, libraries=OLDER), truth) for run in runs()]
+    found = fit(records, GPU, api.model_of)
+    run = RunConfig(model=MODELS[1], batch_size=8, seq_len=1024)
+    cold = prior_calibration(GPU)
+    assert error_of(found, truth, run) < error_of(cold, truth, run) / 4
+    assert "48 of other library versions" in found.basis(memory_runs=0, time_runs=48)
+
+
+def test_a_run_on_the_current_versions_outweighs_any_number_of_older_ones() -> None:
+    before, now = true_calibration(products=1.0), true_calibration(products=1.5)
+    older = [measured(replace(run, libraries=OLDER), before) for run in runs()]
+    run = RunConfig(model=MODELS[1], batch_size=8, seq_len=1024)
+    own = [measured(run, now, id=f"own-{i}") for i in range(3)]
+    one = fit([*older, *own], GPU, api.model_of)
+    many = fit([*older * 20, *own], GPU, api.model_of)
+    assert error_of(one, now, run) < 0.1
+    assert error_of(many, now, run) < 0.1
+
+
+def test_memory_is_not_taught_by_other_versions() -> None:
+    records = [
+        measured(replace(run, libraries=OLDER), true_calibration(), memory_factor=1.3)
+        for run in runs()
+    ]
+    assert fit(records, GPU, api.model_of).memory == prior_calibration(GPU).memory
+
+
+def test_a_generation_alone_teaches_decoding() -> None:
+    run = RunConfig(model=MODELS[1], phase="inference", prompt_len=64, max_new_tokens=256)
+    cold = prior_calibration(GPU)
+    prediction = predict(api.load_model(run.model), run, GPU, cold).time
+    assert prediction.prefill_s is not None
+    assert prediction.decode_s_per_token is not None
+    whole = prediction.prefill_s + 255 * 2 * prediction.decode_s_per_token
+    fields = {"generate_s": (whole,), "step_s": (), "batch_seq_len": ()}
+    plain = measured(RunConfig(model=run.model), cold)
+    records = [
+        replace(plain, id=f"generated-{i}", config=run.to_dict(), **fields) for i in range(4)
+    ]
+    found = predict(api.load_model(run.model), run, GPU, fit(records, GPU, api.model_of)).time
+    assert found.decode_s_per_token == pytest.approx(2 * prediction.decode_s_per_token, rel=0.1)
+
+
+def test_a_generation_that_is_mostly_prompt_teaches_nothing() -> None:
+    run = RunConfig(model=MODELS[1], phase="inference", prompt_len=8192, max_new_tokens=2)
+    record = replace(
+        measured(RunConfig(model=run.model), prior_calibration(GPU)),
+        config=run.to_dict(),
+        step_s=(),
+        batch_seq_len=(),
+        generate_s=(1.0,),
+    )
+    assert fit([record], GPU, api.model_of).time == prior_calibration(GPU).time
 
 
 def test_the_order_of_records_does_not_matter() -> None:

@@ -11,9 +11,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import published_accuracy
+import published_records
 import published_rows
 from published_accuracy import compared_memory, explanation, held_out, summary
 from published_rows import FOLDER, SOURCES, LeftOut, Observation, read, read_all
+
+from whichlora.store.measurements import read_records
 
 # source: cells compared, cells left out
 CELLS = {
@@ -107,6 +110,39 @@ def test_every_row_that_is_far_off_is_explained_by_name() -> None:
     far = [one for one in compared_memory() if abs(one.error) > published_accuracy.FAR_OFF]
     reasons = Counter(explanation(one.observation) for one in far)
     assert "not explained" not in reasons
+
+
+def test_the_shipped_records_are_those_that_the_rows_make() -> None:
+    found, _ = published_records.records()
+    assert {gpu: len(some) for gpu, some in found.items()} == {"a100-sxm-80gb": 640}
+    for gpu, some in found.items():
+        path = published_records.CALIBRATION / gpu / "measurements" / "published.jsonl"
+        shipped = {record.id: record for record, _ in read_records(path, gpu=gpu)}
+        assert shipped == {record.id: record for record in some}
+
+
+def test_a_shipped_record_names_its_publisher_and_its_page() -> None:
+    for record in published_records.records()[0]["a100-sxm-80gb"]:
+        assert record.provenance["source"].startswith("https://github.com/")
+        assert record.provenance["publisher"]
+        assert record.config["libraries"]  # none is of today's versions
+
+
+# what is left out: largest median error by phase with the others' calibration
+SHIPPED_BOUNDS = {
+    "model": {"finetune": 0.10, "prefill": 0.06, "decode": 0.11},
+    "library versions": {"finetune": 0.06, "prefill": 0.06, "decode": 0.11},
+}
+
+
+@pytest.mark.parametrize("left_out", SHIPPED_BOUNDS)
+def test_the_shipped_calibration_predicts_what_it_has_not_seen(left_out: str) -> None:
+    found = list(published_accuracy.shipped(published_accuracy.SHIPPED[left_out]))
+    for phase, most in SHIPPED_BOUNDS[left_out].items():
+        chosen = [one for one in found if one.phase == phase]
+        assert median(abs(math.expm1(one.calibrated)) for one in chosen) <= most
+        inside = sum(abs(one.calibrated) <= one.half_width for one in chosen) / len(chosen)
+        assert 0.85 <= inside <= 0.95
 
 
 # title: largest median error, and the least and most that the stated 90 % interval may hold

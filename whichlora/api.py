@@ -12,6 +12,7 @@ from whichlora import families, hub
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import Calibration, digest_of, prior_calibration
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.formulas import formulas_digest
 from whichlora.prediction import predict
 from whichlora.results import Measurement, Prediction, TracedPeak
 from whichlora.specs import ALL_LINEAR, Engine, GpuSpec, RunConfig
@@ -80,6 +81,8 @@ def calibration_roots(calibration_dir: Path | None = None) -> tuple[Path, ...]:
 def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
     """What runs on `gpu` taught so far; datasheet priors where there were none.
 
+    Coefficients of other formulas than today's are not used: the records are fitted anew.
+
     Raises:
         DataFileError: a coefficients file that cannot be read.
     """
@@ -87,7 +90,12 @@ def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calib
     payload = record_store.read_coefficients(roots, gpu.key)
     if payload is None:
         return prior_calibration(gpu)
-    return Calibration.from_dict(payload, source=f"calibration/{gpu.key}/coefficients.json")
+    stored = Calibration.from_dict(payload, source=f"calibration/{gpu.key}/coefficients.json")
+    if stored.formulas == formulas_digest():
+        return stored
+    from whichlora.fitting import fit
+
+    return fit(record_store.read_measurements(roots, gpu.key), gpu, model_of, held_out=False)
 
 
 def refit(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
@@ -226,7 +234,13 @@ def stale_note(calibration: Calibration, calibration_dir: Path | None) -> str:
     if not ids and not calibration.digest:
         return ""
     if digest_of(ids) == calibration.digest:
-        return ""
+        payload = record_store.read_coefficients(roots, calibration.gpu) or {}
+        if payload.get("formulas", "") == calibration.formulas:
+            return ""
+        return (
+            "; fitted just now, since the stored coefficients are of other formulas: "
+            f"whichlora calibrate --gpu {calibration.gpu} stores them"
+        )
     return (
         f"; not fitted to the {len(ids)} records there are now: "
         f"whichlora calibrate --gpu {calibration.gpu}"

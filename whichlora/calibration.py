@@ -103,6 +103,8 @@ class Calibration:
         outliers: runs that the fit down-weighted.
         left_out: why a record taught nothing, by its id; failed runs are not listed.
         digest: of the record ids it was fitted to, so that a stale file is noticed.
+        formulas: digest of the formulas it was fitted with; coefficients of others mean nothing.
+        num_older: of the records, those measured on other library versions.
     """
 
     gpu: str
@@ -115,6 +117,8 @@ class Calibration:
     outliers: tuple[Outlier, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
+    formulas: str = ""
+    num_older: int = 0
 
     def basis(self, *, memory_runs: int, time_runs: int) -> str:
         """One line that names what stands behind a prediction."""
@@ -123,6 +127,7 @@ class Calibration:
         return (
             f"ledger + calibration {self.gpu}: {memory_runs} memory and {time_runs} time runs "
             f"of {self.num_records} records"
+            + (f", {self.num_older} of other library versions" if self.num_older else "")
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,6 +181,8 @@ class Calibration:
                     str(record): str(why) for record, why in payload.get("left_out", {}).items()
                 },
                 digest=str(payload.get("digest", "")),
+                formulas=str(payload.get("formulas", "")),
+                num_older=int(payload.get("num_older", 0)),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataFileError(

@@ -30,6 +30,7 @@ from whichlora.calibration import (
     prior_calibration,
 )
 from whichlora.errors import WhichLoraError
+from whichlora.formulas import formulas_digest
 from whichlora.memory.ledger import PARTS
 from whichlora.prediction import (
     ALLOCATED_PARTS,
@@ -55,11 +56,15 @@ FindModel = Callable[[Measurement], ModelSpec]
 
 PRIOR_WEIGHT = 4.0  # runs that the prior's noise counts for when residuals are few
 FOLDS = 10
+_MOST_PROMPT = 0.3  # of a generation whose parts were not timed; beyond it, nothing is learned
 _MIN_NOISE = 0.02
 _MAX_ROUNDS = 12  # of active features and weights; they settle in three or four
 # Huber 1964: 95 % as efficient as least squares where all errors are normal.
 HUBER = 1.345
 _MAD_TO_DEVIATION = 1.4826  # median absolute to standard deviation of a normal distribution
+# Relative standard deviation of a coefficient between library versions. Kind: fitted, to the
+# published rows of A100: sources of 2023 and 2024 predicting each other (`docs/time.md`).
+STACK_SPREAD = 0.15
 REPORTED_WEIGHT = 0.25  # an error 2.7 times the ordinary, which one normal run in 150 has
 
 
@@ -70,6 +75,7 @@ class Sample:
     Args:
         record: id of the measurement it is from.
         shape: the settings whose range limits what the fit may be asked.
+        older: measured on other library versions than the current ones.
     """
 
     group: str
@@ -77,6 +83,7 @@ class Sample:
     value: float
     record: str = ""
     shape: Mapping[str, float] = field(default_factory=dict)
+    older: bool = False
 
 
 def solve(
@@ -170,14 +177,19 @@ def folds(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def _held_out(table: _Table, errors_of: Callable[[_Table, _Table], Array]) -> Array:
-    """Log errors of samples left out of the fit that predicts them, in their order."""
+    """Log errors of samples left out of the fit that predicts them.
+
+    Where some were measured on the current versions, those alone are left out and judged.
+    """
     import numpy as np
 
-    errors = np.zeros(len(table.samples))
-    everything = np.arange(len(errors))
-    for held in folds(table.samples):
+    judged = table.judged()
+    errors = np.zeros(len(judged))
+    everything = np.arange(len(table.samples))
+    for chosen in folds([table.samples[i] for i in judged.tolist()]):
+        held = judged[chosen]
         kept = np.delete(everything, held)
-        errors[held] = errors_of(table.take(kept), table.take(np.array(held)))
+        errors[chosen] = errors_of(table.take(kept), table.take(held))
     return errors
 
 
@@ -195,6 +207,18 @@ class _Table:
 
         columns = {name: np.array([one.features[name] for one in samples]) for name in names}
         return cls(samples, columns, np.array([one.value for one in samples]))
+
+    def older(self) -> NDArray[np.bool_]:
+        import numpy as np
+
+        return np.array([one.older for one in self.samples], dtype=bool)
+
+    def judged(self) -> NDArray[np.intp]:
+        """The samples that tell how good a fit is: of the current versions where there are any."""
+        import numpy as np
+
+        older = self.older()
+        return np.flatnonzero(older) if older.all() else np.flatnonzero(~older)
 
     def take(self, chosen: NDArray[np.intp]) -> _Table:
         columns = {name: column[chosen] for name, column in self.columns.items()}
@@ -228,19 +252,51 @@ def fit_time(samples: Sequence[Sample], gpu: GpuSpec, phase: str) -> TimeModel:
 def _fit_time(table: _Table, gpu: GpuSpec, phase: str) -> TimeModel:
     """Coefficients of one phase.
 
+    Runs on other library versions teach only what this device's prior is: kernels and launch code
+    change between versions, a device does not. However many they are, few runs on the current
+    versions correct them.
+    """
+    import numpy as np
+
+    model = prior_model(gpu, phase)
+    spread_of = prior(gpu, phase)[1]
+    older = table.older()
+    if older.any():
+        taught = _regress(table.take(np.flatnonzero(older)), model, spread_of)
+        model, spread_of = _carried(taught, spread_of)
+    if not older.all():
+        num_older = model.num_runs
+        model = _regress(table.take(np.flatnonzero(~older)), model, spread_of)
+        model = replace(model, num_runs=model.num_runs + num_older)
+    return model
+
+
+def _carried(taught: TimeModel, widest: Mapping[str, float]) -> tuple[TimeModel, dict[str, float]]:
+    """What runs on other versions say about the current ones, and the spread of that."""
+    spread = {
+        name: min(
+            widest[name],
+            math.hypot(math.sqrt(taught.covariance[i][i]), STACK_SPREAD * taught.mean[name]),
+        )
+        for i, name in enumerate(FEATURES)
+    }
+    covariance = tuple(tuple(spread[a] ** 2 if a == b else 0.0 for b in FEATURES) for a in FEATURES)
+    return replace(taught, covariance=covariance), spread
+
+
+def _regress(table: _Table, start: TimeModel, spread_of: Mapping[str, float]) -> TimeModel:
+    """`start`, the prior of standard deviations `spread_of`, updated by the runs of `table`.
+
     Which of host and device decides a run, and which runs are outliers, depends on the
     coefficients: both are found by iteration.
     """
     import numpy as np
 
-    model = prior_model(gpu, phase)
-    if not table.samples:
-        return model
-    prior_mean, prior_spread = prior(gpu, phase)
-    mean = np.array([prior_mean[name] for name in FEATURES])
-    spread = np.array([prior_spread[name] for name in FEATURES])
+    model = start
+    mean = np.array([start.mean[name] for name in FEATURES])
+    spread = np.array([spread_of[name] for name in FEATURES])
     columns, values = table.columns, table.values
-    start_noise = model.noise
+    start_noise = start.noise
     # a device is faster or slower than its prior as a whole: what differs from that is suspect
     errors = _time_errors(model, table)
     weights = robust_weights(errors - np.median(errors), start_noise)
@@ -297,14 +353,28 @@ def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:
         context = mean_context(prompt, job.run.max_new_tokens)
         features = forward_features(job, context=context, decoding=True)
         add("decode", features, list(measurement.decode_s_per_token), context)
+    elif measurement.generate_s and job.run.max_new_tokens > 1:
+        context, steps = mean_context(prompt, job.run.max_new_tokens), job.run.max_new_tokens - 1
+        whole = median(measurement.generate_s)
+        first = _first_token_s(job)
+        if first < _MOST_PROMPT * whole:
+            features = forward_features(job, context=context, decoding=True)
+            add("decode", features, [(whole - first) / steps], context)
     return found
+
+
+def _first_token_s(job: Job) -> float:
+    """Seconds of the prompt pass as the datasheet and priors have it."""
+    features = forward_features(job, context=job.run.prompt_len, decoding=False)
+    return float(timing.seconds(prior_model(job.gpu, "prefill"), features)[0])
 
 
 def _sample(
     job: Job, measurement: Measurement, features: Mapping[str, float], value: float, length: int
 ) -> Sample:
     shape = {"batch_size": job.run.batch_size, "tokens": length}
-    return Sample(job.run.model, features, value, measurement.id, shape)
+    older = bool(job.run.libraries)  # a run names its versions where they are not the current ones
+    return Sample(job.run.model, features, value, measurement.id, shape, older)
 
 
 # --- memory -------------------------------------------------------------------------------
@@ -452,7 +522,8 @@ def _gather(
             num_params[job.run.model] = model.num_params
         for phase, samples in time_samples(job, measurement).items():
             found[phase].extend(samples)
-        found["memory"].extend(memory_samples(job, measurement))
+        if not job.run.libraries:
+            found["memory"].extend(memory_samples(job, measurement))
     return found, num_params, left_out
 
 
@@ -464,6 +535,9 @@ def fit(
     held_out: bool = True,
 ) -> Calibration:
     """Calibrate the predictors of `gpu` to `measurements`; failures teach nothing here yet.
+
+    Nor do runs on other library versions teach memory: its formulas know the versions, and what
+    is left over differs between them.
 
     Args:
         find_model: architecture of a measurement; one that it can't name is left out. It is
@@ -481,12 +555,14 @@ def fit(
         before, table = start.time[phase], _Table.of(found[phase], FEATURES)
         model = _fit_time(table, gpu, phase)
         if found[phase]:
-            cold[phase] = _summary(_time_errors(before, table))
+            cold[phase] = _summary(_time_errors(before, table.take(table.judged())))
             outliers += _outliers(table, phase, _time_errors(model, table), before.noise)
-        if held_out and len(found[phase]) >= 3:
+        if held_out and len(table.judged()) >= 3:
             errors = _held_out_time(table, gpu, phase)
             summaries[phase] = _summary(errors)
-            model = replace(model, noise=_held_out_noise(errors, before.noise))
+            # where all are of other versions, `STACK_SPREAD` has what a left-out run would add
+            if not table.older().all():
+                model = replace(model, noise=_held_out_noise(errors, before.noise))
         time[phase] = model
     table = _Table.of(found["memory"], PARTS)
     memory = _fit_memory(table, start.memory)
@@ -509,4 +585,6 @@ def fit(
         outliers=tuple(outliers),
         left_out=left_out,
         digest=digest(measurements),
+        formulas=formulas_digest(),
+        num_older=sum(bool(one.config.get("libraries")) for one in measurements),
     )

@@ -1,0 +1,188 @@
+"""Published rows as ordinary records: `published_records.py [--write]`.
+
+Rebuilds `calibration/<gpu>/measurements/published.jsonl` from the tables in `published/`, for every
+accelerator with `ENOUGH` runs; `whichlora calibrate --gpu KEY --calibration-dir calibration` then
+fits the coefficients beside them. A row becomes a record where its cells are what a record's
+fields mean; the other reasons are printed.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import published_rows
+from published_rows import FOLDER, Observation, Quantity
+
+from whichlora import families
+from whichlora.errors import ConfigError
+from whichlora.results import Measurement
+from whichlora.sharing.physics import impossible
+from whichlora.store.gpus import find_gpu
+from whichlora.store.measurements import encode_record
+from whichlora.store.models import find_model
+
+CALIBRATION = Path(__file__).parent.parent / "calibration"
+ENOUGH = 20
+FIELDS: dict[Quantity, str] = {
+    "step_s": "step_s",
+    "prefill_s": "prefill_s",
+    "generate_s": "generate_s",
+    "peak_allocated": "peak_allocated_bytes",
+    "peak_reserved": "peak_reserved_bytes",
+    "device_used": "device_used_bytes",
+}
+# Pages without a date get that of their models.
+RELEASED = {
+    "qwen15_hf_infer": "2024-02-04",
+    "qwen2_speed": "2024-06-06",
+    "qwen25_speed": "2024-09-19",
+}
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+_VERSION = re.compile(r"([a-z][a-z0-9-]*) (\d+\.[\w.+]*)")
+
+LeftOut = Counter[tuple[str, str]]
+
+
+@cache
+def rows_of(source: str) -> list[dict[str, str]]:
+    with (FOLDER / f"{source}.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _refusal(one: Observation) -> str:
+    """Why `one` can't be a record; empty where it can."""
+    if one.quantity not in FIELDS:
+        return f"{one.quantity}: no field of a record means that"
+    if one.run.kv_cache == "vllm":
+        return "vLLM: another runtime than the one that is calibrated"
+    known = find_model(one.model.name)
+    try:
+        built = known or families.build(dict(one.model.config), name=one.model.name)
+    except ConfigError:
+        built = None
+    if built is None or built.groups != one.model.groups:
+        return "architecture without a config that anybody could read"
+    if one.source not in RELEASED and not _DATE.search(
+        rows_of(one.source)[one.line - 2]["versions"]
+    ):
+        return "no date"
+    return ""
+
+
+def _provenance(one: Observation, lines: list[int]) -> dict[str, Any]:
+    row = rows_of(one.source)[one.line - 2]
+    repository, _, rest = row["source_ref"].partition("@")
+    commit, _, path = rest.partition(":")
+    return {
+        "source": f"https://github.com/{repository}/blob/{commit}/{path.partition(';')[0]}",
+        "publisher": repository.partition("/")[0],
+        "table": f"benchmarks/published/{one.source}.csv",
+        "lines": lines,
+        "stack": one.stack,
+    }
+
+
+def _record(found: list[Observation]) -> Measurement:
+    """One record of the cells of one run."""
+    one = found[0]
+    row = rows_of(one.source)[one.line - 2]
+    values: dict[str, Any] = {}
+    for cell in found:
+        field = FIELDS[cell.quantity]
+        is_time = field.endswith("_s")
+        values[field] = (round(cell.value, 6),) if is_time else round(cell.value)
+    date = _DATE.search(row["versions"])
+    lines = sorted({cell.line for cell in found})
+    provenance = _provenance(one, lines)
+    if date is None:
+        provenance["date"] = "of the models' release; the page states none"
+    known = find_model(one.model.name) is not None
+    content = json.dumps([one.source, lines, one.run.to_dict(), values], sort_keys=True)
+    return Measurement(
+        id=f"published-{hashlib.sha256(content.encode()).hexdigest()[:24]}",
+        gpu=one.gpu,
+        date=date[0] if date else RELEASED[one.source],
+        config=one.run.to_dict(),
+        model_config=None if known else dict(one.model.config),
+        outcome="ok",
+        environment={
+            "device": row["gpu"],
+            "versions": dict(_VERSION.findall(row["versions"])),
+        },
+        provenance=provenance,
+        **values,
+    )
+
+
+def _runs(observations: Iterable[Observation]) -> Iterator[list[Observation]]:
+    """Cells of one run: neighbouring lines with the same settings, each counter once."""
+    current: list[Observation] = []
+    for one in observations:
+        first = current[0] if current else None
+        joins = (
+            first is not None
+            and (one.source, one.run, one.gpu, one.stack)
+            == (first.source, first.run, first.gpu, first.stack)
+            and one.line - current[-1].line <= 1
+            and all(one.quantity != cell.quantity for cell in current)
+        )
+        if not joins and current:
+            yield current
+            current = []
+        current.append(one)
+    if current:
+        yield current
+
+
+@cache
+def records() -> tuple[dict[str, list[Measurement]], LeftOut]:
+    """Records by accelerator, and how many cells are none, by source and reason."""
+    usable, left_out = [], LeftOut()
+    for one in published_rows.read_all():
+        if isinstance(one, Observation):
+            refusal = _refusal(one)
+            if refusal:
+                left_out[one.source, refusal] += 1
+            else:
+                usable.append(one)
+    found: dict[str, list[Measurement]] = defaultdict(list)
+    for cells in _runs(usable):
+        record = _record(cells)
+        fault = impossible(record, cells[0].model, find_gpu(record.gpu))
+        if fault:
+            left_out[cells[0].source, re.sub(r"[\d.]+", "…", fault)] += len(cells)
+        else:
+            found[record.gpu].append(record)
+    for gpu in [gpu for gpu, some in found.items() if len(some) < ENOUGH]:
+        left_out[gpu, f"fewer than {ENOUGH} runs"] += len(found.pop(gpu))
+    return dict(found), left_out
+
+
+def main() -> None:
+    found, left_out = records()
+    for gpu, some in found.items():
+        path = CALIBRATION / gpu / "measurements" / "published.jsonl"
+        unique = {record.id: record for record in some}
+        ordered = sorted(unique.values(), key=lambda record: (record.date, record.id))
+        content = b"".join(encode_record(record, str(path)) for record in ordered)
+        print(
+            f"{path.relative_to(CALIBRATION.parent)}: {len(ordered)} records, {len(content)} bytes"
+        )
+        if "--write" in sys.argv[1:]:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+    for (source, reason), count in sorted(left_out.items()):
+        print(f"left out: {source}: {count}: {reason}")
+
+
+if __name__ == "__main__":
+    main()
