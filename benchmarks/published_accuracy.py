@@ -510,14 +510,14 @@ def left_out_section() -> str:
 def document() -> str:
     """All tables, dated, as Markdown."""
     import numpy
-    import sklearn
+    import scipy
 
     python = platform.python_version()
     today = datetime.datetime.now(datetime.UTC).date()
     parts = [
         "# Accuracy against published measurements",
         f"Made by `benchmarks/published_accuracy.py --write` on {today}, Python {python}, NumPy "
-        f"{numpy.__version__}, scikit-learn {sklearn.__version__}; no GPU was used. The "
+        f"{numpy.__version__}, SciPy {scipy.__version__}; no GPU was used. The "
         "measurements are others', in `benchmarks/published/` with their sources; the versions of "
         "the libraries that made them are those each row states, and are an input of the "
         "prediction. Errors are predicted over measured, less one: positive is too high. A table "

@@ -98,7 +98,7 @@ def solve(
         weights: of the squared errors, shape [num_runs]; None is one each.
     """
     import numpy as np
-    from sklearn.linear_model import LinearRegression
+    from scipy.optimize import nnls
 
     scale = _root(weights, values) / (noise * values)
     # columns differ by ten orders of magnitude (launches against seconds): scale by the prior
@@ -106,8 +106,8 @@ def solve(
     wanted = np.concatenate([values * scale, mean / spread])
     # an orthogonal transform keeps the criterion, and leaves as many rows as there are columns
     small = np.asarray(np.linalg.qr(np.column_stack([stacked, wanted]), mode="r"))
-    regression = LinearRegression(positive=True, fit_intercept=False)
-    return np.asarray(regression.fit(small[:, :-1], small[:, -1]).coef_ * spread)
+    coefficients, _ = nnls(small[:, :-1], small[:, -1])
+    return np.asarray(coefficients * spread)
 
 
 def covariance_of(

@@ -12,6 +12,7 @@ from whichlora.errors import ConfigError
 from whichlora.specs import RunConfig
 
 ProfilePolicy = Literal["none", "frontier", "all"]
+Prefer = Literal["size", "time", "memory", "price", "order"]
 DatasetKind = Literal["counts", "class", "file", "hub"]
 
 DATA_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -32,6 +33,20 @@ class Limits:
     inference_bytes: int | None = None
     total_time_s: float | None = None
     finetune_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """When to stop measuring.
+
+    Args:
+        confidence: that no other candidate beats the answer, at which the search ends.
+        runs, device_s: most runs and most device seconds to spend; None is no limit.
+    """
+
+    confidence: float = 0.95
+    runs: int | None = None
+    device_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

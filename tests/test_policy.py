@@ -1,0 +1,253 @@
+"""Decisions over drawn worlds: what is certain, what is worth a run, and when to stop."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+import pytest
+from strategies import CPU
+
+from whichlora import api
+from whichlora.calibration import prior_calibration
+from whichlora.outlook import Belief, Outlook, outline_inference, outline_training
+from whichlora.plan import Budget, Prefer
+from whichlora.policy import Contest, Decision, Known, Spent, decide, stop, tiers
+from whichlora.prediction import predict, resolve
+from whichlora.specs import RunConfig
+from whichlora.timing import FEATURES
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import search_savings
+
+A100 = api.find_gpu("a100-sxm-80gb")
+NAMES = ("Qwen/Qwen2.5-0.5B", "HuggingFaceTB/SmolLM2-135M")
+
+
+# --- what is believed
+
+
+def outlook(**changes: object) -> Outlook:
+    """Two models and two batch sizes in both stages."""
+    outlines = []
+    for name in NAMES:
+        model = api.load_model(name)
+        for batch_size in (4, 8):
+            train = replace(
+                RunConfig(model=name, batch_size=batch_size, seq_len=2048, **changes)  # type: ignore[arg-type]
+            )
+            outlines.append(
+                outline_training(resolve(model, train, A100), {2048: 100}, num_batches=5)
+            )
+        serve = RunConfig(model=name, phase="inference", batch_size=4)
+        outlines.append(outline_inference(resolve(model, serve, A100), num_runs=5))
+    return Outlook(outlines)
+
+
+def test_best_guesses_and_spreads_are_those_of_one_prediction_at_a_time() -> None:
+    found, calibration = outlook(), prior_calibration(A100)
+    time, memory = found.time(calibration), found.memory(calibration)
+    for i, job in enumerate(found.jobs):
+        one = predict(job.model, job.run, A100, calibration)
+        steps = 100 if job.run.phase == "finetune" else 1
+        wanted = steps * (one.time.step_s or one.time.time_per_token_s)
+        assert math.exp(time.log_value[i]) == pytest.approx(wanted)
+        assert math.exp(memory.log_value[i]) == pytest.approx(
+            one.memory.device_used_bytes, rel=1e-6
+        )
+        deviation = math.sqrt((time.shared[i] ** 2).sum() + time.own[i, i])
+        low, high = one.time.interval_s
+        if job.run.phase == "finetune":
+            assert deviation == pytest.approx(math.log(high / low) / 2 / 1.644854)
+
+
+def test_what_was_measured_is_known_and_its_neighbour_is_known_better() -> None:
+    found, calibration = outlook(), prior_calibration(A100)
+    before, after = found.time(calibration), found.time(calibration, {0: 0.5})
+    assert after.log_value[0] == pytest.approx(before.log_value[0] + 0.5, rel=1e-2)
+    assert after.own[0, 0] == 0.0
+    assert (after.shared[0] == 0.0).all()
+    # the same variant at another batch errs in the same direction, another model less so
+    shift = after.log_value - before.log_value
+    assert shift[1] > shift[3] > 0
+    assert after.own[1, 1] < 0.5 * before.own[1, 1]
+    assert shift[2] == 0.0  # inference is another phase
+
+
+def test_errors_of_similar_runs_move_together() -> None:
+    found, calibration = outlook(), prior_calibration(A100)
+    drawn = np.log(found.time(calibration).draw(4000, np.random.default_rng(0)))
+    assert np.corrcoef(drawn[:, 0], drawn[:, 1])[0, 1] > 0.8
+    deviation = drawn.std(axis=0)
+    belief = found.time(calibration)
+    wanted = np.sqrt((belief.shared**2).sum(axis=1) + np.diagonal(belief.own))
+    assert deviation == pytest.approx(wanted, rel=0.05)
+
+
+def test_the_error_of_a_measurement_is_the_log_of_measured_over_predicted() -> None:
+    table = search_savings.invented_table(0)
+    found = Outlook(table.outlines)
+    calibration = prior_calibration(table.gpu)
+    belief = found.time(calibration)
+    for position in (0, 4, 17):
+        error = found.time_error(position, table.records[position], calibration)
+        assert belief.log_value[position] + error == pytest.approx(
+            math.log(table.seconds[position]), abs=1e-6
+        )
+
+
+# --- decisions
+
+
+def belief(values: list[float], deviations: list[float]) -> Belief:
+    logs = np.log(np.array(values))
+    return Belief(logs, np.zeros((len(values), 1)), np.diag(np.square(deviations)))
+
+
+def contest(
+    *,
+    tier: list[float],
+    most_s: float = math.inf,
+    most_bytes: float = 100.0,
+    prefer: Prefer = "size",
+    price: list[float] | None = None,
+) -> Contest:
+    """Fine-tunings of one model each, and one inference of each that surely serves."""
+    number = len(tier)
+    return Contest(
+        training=np.array([True] * number + [False] * number),
+        model=np.array([*range(number)] * 2),
+        tier=np.array(tier * 2),
+        price=np.array((price or [1.0] * number) * 2),
+        most_bytes=np.array([most_bytes] * 2 * number),
+        most_s=np.array([most_s] * number + [math.inf] * number),
+        prefer=prefer,
+    )
+
+
+def decided(
+    field: Contest,
+    seconds: list[float],
+    *,
+    sure: tuple[int, ...] = (),
+    num_bytes: list[float] | None = None,
+    spread: float = 0.3,
+) -> Decision:
+    """`sure`: fine-tunings that were measured; every inference was."""
+    number = len(seconds)
+    measured = np.array([i in sure for i in range(number)] + [True] * number)
+    deviations = [0.0 if i in sure else spread for i in range(number)] + [0.0] * number
+    return decide(
+        field,
+        Known(measured=measured, impossible=np.zeros(2 * number, dtype=bool)),
+        belief(seconds + [1.0] * number, deviations),
+        belief((num_bytes or [1.0] * number) + [1.0] * number, [0.0] * 2 * number),
+        np.ones(2 * number),
+    )
+
+
+def test_a_measured_largest_model_with_one_variant_is_certain() -> None:
+    found = decided(contest(tier=[0.0, 1.0]), [1.0, 1.0], sure=(0,))
+    assert (found.best, found.confidence, found.following) == (0, 1.0, None)
+
+
+def test_a_larger_model_that_surely_misses_needs_no_run() -> None:
+    found = decided(contest(tier=[0.0, 1.0], most_s=2.0), [90.0, 1.0], sure=(1,))
+    assert (found.best, found.following) == (1, None)
+    assert found.confidence == 1.0
+
+
+def test_a_larger_model_that_may_meet_the_limit_is_next() -> None:
+    found = decided(contest(tier=[0.0, 1.0], most_s=2.0), [2.0, 1.0], sure=(1,))
+    assert (found.best, found.following) == (1, 0)
+    assert found.confidence == pytest.approx(0.5, abs=0.05)
+
+
+def test_of_one_size_the_faster_wins_and_two_percent_is_no_reason_to_measure() -> None:
+    same = contest(tier=[0.0, 0.0])
+    assert decided(same, [1.0, 0.99], sure=(0,), spread=1e-3).confidence == 1.0
+    assert decided(same, [1.0, 0.9], sure=(0,), spread=1e-3).following == 1
+
+
+@pytest.mark.parametrize(
+    ("prefer", "winner"), [("size", 0), ("time", 2), ("memory", 1), ("price", 0)]
+)
+def test_the_preference_decides_who_wins(prefer: Prefer, winner: int) -> None:
+    field = contest(tier=[0.0, 1.0, 2.0], prefer=prefer, price=[1.0, 2.0, 5.0])
+    if prefer not in ("size", "order"):
+        field = replace(field, tier=np.zeros(6))
+    found = decided(field, [3.0, 2.0, 1.0], sure=(0, 1, 2), num_bytes=[9.0, 5.0, 7.0])
+    assert found.best == winner
+
+
+def test_the_users_own_order_goes_before_size() -> None:
+    sizes = {"large": 9, "small": 1}
+    assert tiers(["large", "small"], sizes, "size", ()) == [0.0, 1.0]
+    assert tiers(["large", "small"], sizes, "order", ("small", "large")) == [1.0, 0.0]
+    assert tiers(["large", "small"], sizes, "time", ()) == [0.0, 0.0]
+
+
+def test_a_model_that_may_not_serve_is_asked_to_before_it_is_trained_at_length() -> None:
+    field = contest(tier=[0.0])
+    found = decide(
+        replace(field, most_s=np.array([math.inf, 1.0])),
+        Known(measured=np.zeros(2, dtype=bool), impossible=np.zeros(2, dtype=bool)),
+        belief([1.0, 1.0], [0.1, 0.3]),
+        belief([1.0, 1.0], [0.0, 0.0]),
+        np.array([100.0, 1.0]),
+    )
+    assert found.following == 1
+
+
+def test_nothing_can_meet_the_limits_is_an_answer_too() -> None:
+    found = decided(contest(tier=[0.0, 1.0], most_s=0.01), [2.0, 1.0])
+    assert (found.best, found.following, found.confidence) == (None, None, 1.0)
+
+
+def test_the_search_says_why_it_stops() -> None:
+    open_still = Decision(None, 0.5, 3, np.zeros(4), np.zeros(4))
+    assert stop(open_still, Spent(), Budget()) is None
+    assert stop(replace(open_still, confidence=0.96), Spent(), Budget()) == "certain"
+    assert stop(replace(open_still, confidence=0.96), Spent(), Budget(confidence=0.99)) is None
+    assert stop(open_still, Spent(runs=4), Budget(runs=4)) == "runs"
+    assert stop(open_still, Spent(device_s=61.0), Budget(device_s=60.0)) == "device_s"
+    assert stop(replace(open_still, following=None), Spent(), Budget()) == "nothing left"
+
+
+# --- whole searches
+
+
+def test_searches_on_invented_devices_find_the_winner_in_a_few_runs() -> None:
+    found = [
+        result
+        for seed in range(3)
+        for result in search_savings.replay(
+            search_savings.invented_table(seed),
+            4,
+            lambda problem: search_savings.ours(problem, Budget()),
+            seed,
+        )
+    ]
+    assert all(one.near for one in found)
+    assert mean(one.share for one in found) < 0.15
+    assert all(one.confidence >= 0.95 for one in found if one.certain)
+
+
+def test_a_budget_of_runs_is_kept() -> None:
+    table = search_savings.invented_table(1)
+    (found,) = search_savings.replay(
+        table, 1, lambda problem: search_savings.ours(problem, Budget(runs=2)), 1
+    )
+    assert found.runs <= 2
+
+
+def test_every_feature_has_a_place_in_the_outlook() -> None:
+    train = RunConfig(model=NAMES[1])
+    job = resolve(api.load_model(NAMES[1]), train, CPU)
+    (one,) = outline_training(job, {64: 2.0}, num_batches=1).passes
+    assert len(one[2]) == len(FEATURES)
