@@ -39,6 +39,12 @@ INVENTED = {  # for types without a model in the database; Llama's names, the re
     "num_key_value_heads": 8,
     "head_dim": 96,
 }
+OTHER_NAMES = {  # types that have their own names for some of these, or leave them out
+    "codegen": {"n_inner": 4096},
+    "persimmon": {"num_key_value_heads": 16},
+    "umt5": {"d_ff": 4096, "d_kv": 96, "num_decoder_layers": 12},
+}
+NO_AUTO_CLASS = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # never a model by themselves
 METHODS = ("full", "lora", "lora", "qlora", "qlora", "dora", "qdora")
 QUANTS = (None, None, None, None, "int8", "nf4", "fp4")
 PRECISIONS = ("bf16", "bf16", "bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32")
@@ -53,13 +59,15 @@ OPTIMIZERS = (
     "lion",
 )
 KERNELS = ("sdpa", "sdpa", "eager", "flash_attention_2")
-LOSS_HEADS = ("hf",) * 10 + ("raw", "raw", "liger", "trl-fused")
+LOSS_HEADS = ("hf",) * 12 + ("raw", "raw")  # the tracer has no other
 
 
 @cache
 def models_by_type() -> dict[str, tuple[str, ...]]:
     """Models by `model_type`: those of the database, or the type's name for its invented shapes."""
-    found: dict[str, list[str]] = {model_type: [] for model_type in families.FAMILIES}
+    found: dict[str, list[str]] = {
+        model_type: [] for model_type in families.FAMILIES if model_type not in NO_AUTO_CLASS
+    }
     for record in model_store.list_models():
         found.setdefault(record.model_type, []).append(record.hub_id)
     return {model_type: tuple(names) or (model_type,) for model_type, names in found.items()}
@@ -69,7 +77,8 @@ def models_by_type() -> dict[str, tuple[str, ...]]:
 def model_of(name: str) -> ModelSpec:
     """The architecture; one whose layers differ has only its first `MAX_LAYERS`."""
     if name in families.FAMILIES:
-        return families.build(INVENTED | {"model_type": name}, name=name)
+        config = INVENTED | OTHER_NAMES.get(name, {}) | {"model_type": name}
+        return families.build(config, name=name)
     found = model_store.find_model(name)
     assert found is not None
     if len({layer for layer, _ in found.layers()}) == 1:

@@ -103,6 +103,7 @@ def test_reserved_over_allocated_agrees_with_the_reference_replays(
         {"method": "dora"},
         {"method": "qlora"},
         {"optimizer": "adamw_torch"},
+        {"use_reentrant": True},
         {"padding": "padded", "batch_size": 2},
         {"phase": "inference", "prompt_len": 64, "max_new_tokens": 6},
     ],
@@ -127,7 +128,10 @@ def test_four_layers_stretched_agree_with_all_layers(settings: dict[str, Any]) -
         {"method": "full", "precision": "bf16-pure"},
         {"padding": "padded", "batch_size": 2},
         {"lora_dropout": 0.1},
+        {"loss_head": "raw"},
+        {"loss_head": "raw", "precision": "bf16-pure"},
         {"phase": "inference", "prompt_len": 512, "max_new_tokens": 4},
+        {"phase": "inference", "prompt_len": 64, "max_new_tokens": 2, "quant": "nf4-dq"},
     ],
     ids=str,
 )

@@ -57,11 +57,15 @@ def measure_finetune(
 
 
 class _Trainer(Trainer):  # type: ignore[misc]
-    """The Trainer, with batches in the given order and the loss head `raw`."""
+    """The Trainer, with batches in the given order and the loss head `raw`.
+
+    That is a loop which asks the model for logits, keeps what it returned, and makes its own loss.
+    """
 
     def __init__(self, *, run: RunConfig, **keywords: Any) -> None:
         super().__init__(**keywords)
         self._raw_loss = run.loss_head == "raw"
+        self._kept: Any = None
 
     def _get_train_sampler(self, *_: Any) -> Any:
         return SequentialSampler(self.train_dataset)
@@ -70,7 +74,13 @@ class _Trainer(Trainer):  # type: ignore[misc]
         if not self._raw_loss:
             return super().compute_loss(model, inputs, *args, **keywords)
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
-        return model(**inputs).logits.mean()
+        self._kept = model(**inputs)
+        return self._kept.logits.mean()
+
+    def training_step(self, *args: Any, **keywords: Any) -> Any:
+        loss = super().training_step(*args, **keywords)
+        self._kept = None
+        return loss
 
 
 class _StepTimer(TrainerCallback):  # type: ignore[misc]

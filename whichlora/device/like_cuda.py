@@ -40,6 +40,7 @@ def like_cuda() -> Iterator[None]:
         for target, name, value in (
             (F, "scaled_dot_product_attention", attention),
             (F, "dropout", _dropout),
+            (F, "grouped_mm", _grouped_mm),
             # HF takes fake tensors for a compiler at work, and materialises every causal mask.
             ("transformers.masking_utils", "is_tracing", lambda *_: False),
             # It looks at position ids for several sequences in a row; a batch of ours has none.
@@ -140,6 +141,38 @@ def _dropout(
     if not training or p == 0.0:
         return input
     return torch.native_dropout(input, p, True)[0]
+
+
+_fused_grouped_mm = F.grouped_mm
+
+
+def _grouped_mm(
+    mat_a: torch.Tensor, mat_b: torch.Tensor, *, offs: torch.Tensor, **keywords: Any
+) -> torch.Tensor:
+    """A fake one has bf16 only; in other dtypes the real one is a loop over the groups."""
+    if mat_a.dtype == torch.bfloat16:
+        product: torch.Tensor = _fused_grouped_mm(mat_a, mat_b, offs=offs, **keywords)
+        return product
+    looped: torch.Tensor = _GroupedProduct.apply(mat_a, mat_b)
+    return looped
+
+
+class _GroupedProduct(torch.autograd.Function):  # type: ignore[misc]
+    """Rows [rows, in] by the matrix of their group [groups, in, out]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        needs_rows, needs_matrices = ctx.needs_input_grad
+        ctx.save_for_backward(rows if needs_matrices else None, matrices if needs_rows else None)
+        ctx.shapes = rows.shape, matrices.shape
+        return rows.new_empty(rows.shape[0], matrices.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            grad.new_empty(shape) if needed else None
+            for shape, needed in zip(ctx.shapes, ctx.needs_input_grad, strict=True)
+        )
 
 
 def attention(

@@ -81,6 +81,8 @@ def trace(
         for module in model.modules():
             if hasattr(module, "state") and hasattr(module.state, "threshold"):
                 module.state.threshold = 0.0  # how many columns stand out depends on values
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False  # repacks 4-bit weights for a CPU
         recorder = Recorder(_layers(model), run)
         recorder.note_loaded(model)
         recorder.watch(model)
@@ -162,8 +164,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def _place(self) -> tuple[int | None, str]:
         """The layer that runs, and the moment."""
         task = torch._C._current_graph_task_id()
-        if self._layer_task != task:  # its forward or backward is over
-            self._layer, self._layer_task = None, task
+        if (self._layer_task == -1) != (task == -1):  # its forward or backward is over
+            self._layer = None
+        self._layer_task = task  # reentrant checkpointing runs a pass inside another
         if self._moment != "step":
             return self._layer, self._moment
         return self._layer, "forward" if task == -1 else "backward"

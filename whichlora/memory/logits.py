@@ -31,7 +31,8 @@ def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_he
     libraries = stack.libraries
     widened = model.task == "causal-lm" and libraries.widens_logits_in_place
     if loss_head == "raw":
-        return tokens * vocab * (stack.compute_bytes + (4 if widened else 0))
+        is_copied = widened or _autocast_widens(stack)
+        return tokens * vocab * (stack.compute_bytes + (4 if is_copied else 0))
     hidden_bytes = 2 * stack.stream_bytes * model.hidden_size  # before and after the last norm
     if loss_head == "unsloth":
         # its kernel turns the shifted copy of the fp32 logits into their gradient
@@ -55,6 +56,14 @@ def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_he
     return tokens * vocab * entry
 
 
+def _autocast_widens(stack: Stack) -> bool:
+    """Whether the model returns fp32 copies: accelerate does that to outputs under autocast.
+
+    Source: accelerate 1.15 `ConvertOutputsToFp32`.
+    """
+    return stack.compute_bytes == 2 and stack.loss_bytes == 4
+
+
 def loss_element_bytes(model: ModelSpec, stack: Stack) -> int:
     """One entry of the loss: decoders widen their logits, T5 and BERT leave that to autocast."""
     return 4 if model.task == "causal-lm" else stack.loss_bytes
@@ -70,7 +79,8 @@ def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_h
     in_place = model.task == "causal-lm" and stack.libraries.widens_logits_in_place
     if loss_head == "raw":
         # the logits stay with the caller; fp32 ones get an fp32 gradient and a 16-bit one
-        return tokens * vocab * ((8 if in_place else stack.compute_bytes) + stack.compute_bytes)
+        is_copied = in_place or _autocast_widens(stack)
+        return tokens * vocab * ((8 if is_copied else stack.compute_bytes) + stack.compute_bytes)
     if loss_head == "unsloth":
         # the gradient of the shifted logits, and the same with the last position again
         return tokens * (8 * vocab + stack.stream_bytes * hidden)

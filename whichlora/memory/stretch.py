@@ -61,6 +61,9 @@ def shallow(model_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     depth = config[keys[0]]
     for key in keys:
         config[key] = min(num_layers, config[key])
+    if "attention_types" in config:  # GPT-Neo: kinds, and how often they repeat
+        kinds = [kind for block, count in config["attention_types"] for kind in block * count]
+        config["attention_types"] = [[kinds[:num_layers], 1]]
     for name, value in config.items():
         if isinstance(value, list) and len(value) == depth and depth > 1:
             config[name] = value[:num_layers]
