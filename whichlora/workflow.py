@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import uuid
@@ -24,7 +25,8 @@ from whichlora.dataset import (
     workload,
 )
 from whichlora.errors import ConfigError, DataFileError, MeasurementError
-from whichlora.methods import get_method
+from whichlora.html_report import write_report
+from whichlora.methods import get_method, list_methods
 from whichlora.plan import Plan
 from whichlora.prediction import Job, predict, resolve, step_features, time_interval
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
@@ -42,6 +44,8 @@ from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.jsonfiles import read_object, write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
 from whichlora.validation import check
+
+SIDE_BY_SIDE_RANKS = (4, 8, 16, 32, 64)
 
 
 class Progress(Protocol):
@@ -76,6 +80,8 @@ class Answer:
         inference, finetune: every candidate of the two stages, as it stands at the end.
         kept: models that meet the inference limits, largest first.
         compared: every candidate measured in this run, beside its predictions.
+        side_by_side: the best candidate with every method and rank, whatever the plan asked for.
+        dataset: sequences, tokens and epochs that the total times are for.
         files: what was written, by purpose.
         training: what the winning job reported, where it was run.
     """
@@ -89,12 +95,15 @@ class Answer:
     winner: Candidate | None
     compared: Sequence[Compared]
     tokens: str
+    side_by_side: Sequence[Candidate] = ()
+    dataset: Mapping[str, float] = field(default_factory=dict)
+    calibration: Calibration | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
     training: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The content of `answer.json`."""
-        from whichlora.report import candidate_row
+        from whichlora.report import answer_facts, detailed_row
 
         return {
             "schema_version": SCHEMA_VERSION,
@@ -102,13 +111,13 @@ class Answer:
             "gpu": self.gpu.key,
             "basis": self.basis,
             "tokens": self.tokens,
-            "winner": None if self.winner is None else candidate_row(self.winner),
+            "winner": None if self.winner is None else detailed_row(self.winner),
             "kept_models": list(self.kept),
-            "inference": [candidate_row(one) for one in self.inference],
-            "finetune": [candidate_row(one) for one in self.finetune],
+            "inference": [detailed_row(one) for one in self.inference],
+            "finetune": [detailed_row(one) for one in self.finetune],
             "files": {name: str(path) for name, path in self.files.items()},
             "training": None if self.training is None else dict(self.training),
-        }
+        } | answer_facts(self)
 
 
 class Session:
@@ -212,6 +221,25 @@ class Session:
                         )
                         runs.append(self._resolved(run))
         return runs
+
+    def side_by_side(self, run: RunConfig) -> list[Candidate]:
+        """`run` with every method and rank; what its model or its libraries refuse is left out."""
+        found = []
+        for method, kind in list_methods().items():
+            for r in SIDE_BY_SIDE_RANKS[:1] if kind.trains_base else SIDE_BY_SIDE_RANKS:
+                changed = replace(
+                    self.plan.finetune,
+                    model=run.model,
+                    method=method,
+                    r=r,
+                    lora_alpha=self.plan.lora_alpha or 2 * r,
+                    batch_size=run.batch_size,
+                    seq_len=run.seq_len,
+                    padding=run.padding,
+                )
+                with contextlib.suppress(ConfigError):
+                    found.append(self.judge(self._resolved(changed)))
+        return found
 
     def _resolved(self, run: RunConfig) -> RunConfig:
         """`run` with every default filled in, as predictions and records name it."""
@@ -366,7 +394,10 @@ def run(config: Path, *, progress: Progress, fresh: bool = False) -> Answer:
             answer = replace(answer, training=_train(session, answer))
     finally:
         session.close()
+    report = plan.output_dir / "report.html"
+    answer = replace(answer, files={**answer.files, "report": report})
     write_object(plan.output_dir / "answer.json", answer.to_dict())
+    write_report(plan.output_dir, report)
     return answer
 
 
@@ -410,6 +441,7 @@ def _search(session: Session) -> Answer:
         f"{lengths.num_sequences()} sequences, {lengths.total_tokens()} tokens an epoch, "
         f"longest {lengths.longest()} (for {plan.models[0]}), counted by {'; '.join(methods)}"
     )
+    shown = best or min(finetune, key=lambda one: (-one.chance, one.rank), default=None)
     return Answer(
         plan=plan,
         gpu=session.gpu,
@@ -423,6 +455,14 @@ def _search(session: Session) -> Answer:
         winner=best,
         compared=compared,
         tokens=tokens,
+        side_by_side=[] if shown is None else session.side_by_side(shown.run),
+        dataset={
+            "num_sequences": lengths.num_sequences(),
+            "tokens_per_epoch": lengths.total_tokens(),
+            "longest": lengths.longest(),
+            "epochs": plan.epochs,
+        },
+        calibration=session.calibration,
     )
 
 

@@ -9,7 +9,7 @@ from whichlora.cli.calibration import calibrate
 from whichlora.cli.catalog import gpus, models
 from whichlora.cli.estimates import estimate
 from whichlora.cli.faults import Group
-from whichlora.cli.runs import run
+from whichlora.cli.runs import report, run
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -18,5 +18,5 @@ def main() -> None:
     """The largest model, LoRA variant and batch size that fit, before a GPU hour is spent."""
 
 
-for _command in (estimate, run, gpus, models, calibrate):
+for _command in (estimate, run, report, gpus, models, calibrate):
     main.add_command(_command)

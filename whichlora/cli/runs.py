@@ -1,14 +1,17 @@
-"""`whichlora run`: both stages of a config file."""
+"""`whichlora run`, both stages of a config file, and `whichlora report` on what it left."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Literal, get_args
 
 import click
 
 from whichlora.cli.faults import EXIT_NOTHING_FITS
+
+ImageFormat = Literal["png", "svg"]
 
 
 @click.command()
@@ -19,7 +22,8 @@ def run(config: Path, fresh: bool, as_json: bool) -> None:
     """Find the largest model, variant and batch size that meet the limits of CONFIG.
 
     Predicts every candidate, profiles those that could change the answer, and writes the table,
-    the reasons and a ready train.py to the output directory. An interrupted run resumes.
+    the reasons, an HTML report and a ready train.py to the output directory. An interrupted run
+    resumes.
 
     \b
     Example:
@@ -35,3 +39,33 @@ def run(config: Path, fresh: bool, as_json: bool) -> None:
         report.print_answer(answer)
     if answer.winner is None:
         sys.exit(EXIT_NOTHING_FITS)
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The HTML file; default: report.html in RUN_DIR.",
+)
+@click.option(
+    "--static",
+    "image_format",
+    type=click.Choice(get_args(ImageFormat)),
+    help="Each figure as a picture, too, in the folder figures of RUN_DIR (needs kaleido).",
+)
+def report(run_dir: Path, output: Path | None, image_format: ImageFormat | None) -> None:
+    """Write the answer in RUN_DIR as one HTML file that opens anywhere, offline.
+
+    RUN_DIR is the output directory of a `whichlora run`, here or copied from elsewhere.
+
+    \b
+    Example:
+      whichlora report runs/quickstart
+    """
+    from whichlora import html_report
+
+    click.echo(f"report: {html_report.write_report(run_dir, output)}")
+    if image_format is not None:
+        for path in html_report.write_images(run_dir, image_format):
+            click.echo(f"figure: {path}")

@@ -4,6 +4,7 @@ from whichlora.report.answer import explanation, print_answer
 from whichlora.report.calibrations import print_calibration, print_merged, print_refit
 from whichlora.report.catalogs import print_gpus, print_models
 from whichlora.report.estimate import print_predictions
+from whichlora.report.facts import answer_facts, detailed_row
 from whichlora.report.files import write_candidates, write_comparison, write_summary
 from whichlora.report.progress import Progress
 from whichlora.report.rows import candidate_row, comparison_rows, comparison_summary
@@ -13,11 +14,13 @@ from whichlora.report.words import deciding, describe, reason, times, variant
 __all__ = [
     "MAX_REASONS",
     "Progress",
+    "answer_facts",
     "candidate_row",
     "comparison_rows",
     "comparison_summary",
     "deciding",
     "describe",
+    "detailed_row",
     "explanation",
     "print_answer",
     "print_calibration",

@@ -1,0 +1,54 @@
+"""Each figure of the report as a picture, for papers and slides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.html_report.figures import build_figures
+from whichlora.html_report.source import read_source
+
+WIDTH, HEIGHT = 960, 600  # CSS pixels
+SCALE = 2  # of PNG: sharp in print
+
+
+def write_images(place: Path, image_format: str, folder: Path | None = None) -> list[Path]:
+    """Every figure of the run in `place` as one file, in its `figures` folder or in `folder`.
+
+    Raises:
+        ConfigError: kaleido or a Chromium for it is not installed.
+        DataFileError: no readable answer there, or the folder can't be written.
+    """
+    source = read_source(place)
+    try:
+        import kaleido  # noqa: F401
+        from plotly import io
+        from plotly.graph_objects import Figure
+    except ImportError:
+        raise ConfigError(
+            "--static: needs kaleido; install it with: pip install 'whichlora[images]'"
+        ) from None
+    folder = folder or (place if place.is_dir() else place.parent) / "figures"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataFileError(f"{folder}: can't be made ({error.strerror})") from None
+    figures = build_figures(source)
+    paths = [folder / f"{figure['id']}.{image_format}" for figure in figures]
+    drawn = [Figure({"data": one["data"], "layout": _still(one)}) for one in figures]
+    try:
+        io.write_images(drawn, paths, format=image_format, width=WIDTH, height=HEIGHT, scale=SCALE)
+    except RuntimeError as error:  # kaleido's own text says how to get a Chrome
+        raise ConfigError(f"--static: {str(error).strip().splitlines()[0]}") from None
+    return paths
+
+
+def _still(figure: dict[str, Any]) -> dict[str, Any]:
+    """The layout with its title in the picture, which has no page around it."""
+    layout = dict(figure["layout"])
+    return layout | {
+        "title": {"text": figure["title"], "x": 0.02, "xanchor": "left"},
+        "template": "plotly_white",
+        "margin": layout["margin"] | {"t": 56},
+    }

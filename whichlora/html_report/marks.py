@@ -1,0 +1,149 @@
+"""How a candidate looks in every figure: colour by model, shape by method, filled if measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whichlora.html_report.source import Estimate, Point, Source
+
+# Okabe and Ito's palette for all kinds of colour vision, less its black and its yellow, then
+# tones that differ from these; each is readable on white and on dark grey.
+COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9",
+    "#8C6BB1", "#7A8B00", "#A6611A", "#708090",
+)  # fmt: skip
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "star", "hexagon")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+OUT_OF_MEMORY = "x"
+MUTED = "#808080"
+
+PART_COLOURS = {
+    "weights": "#0072B2",
+    "adapters": "#56B4E9",
+    "gradients": "#009E73",
+    "optimizer_states": "#7A8B00",
+    "activations": "#E69F00",
+    "logits_and_loss": "#D55E00",
+    "temporary": "#CC79A7",
+    "kv_cache": "#8C6BB1",
+    "allocator": "#9AA5B1",
+    "context": "#5F6B7A",
+}
+
+Figure = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Colours by model and shapes by method, the same in every figure of one report."""
+
+    colours: dict[str, str]
+    symbols: dict[str, str]
+    dashes: dict[str, str]
+
+    def symbol(self, point: Point) -> str:
+        if point.over_memory or point.failed:
+            return OUT_OF_MEMORY if point.measured else f"{OUT_OF_MEMORY}-open"
+        return self.symbols[point.method] + ("" if point.measured else "-open")
+
+    def markers(self, points: Sequence[Point]) -> dict[str, Any]:
+        """plotly's marker of each of `points`, which are of one model."""
+        return {
+            "color": self.colours[points[0].model],
+            "symbol": [self.symbol(point) for point in points],
+            "size": 9,
+            "line": {"width": 1.5},
+        }
+
+
+def marks_of(source: Source) -> Marks:
+    """Marks for everything in `source`; the largest model has the first colour."""
+    everyone = [*source.points, *source.side_by_side]
+    sizes = {point.model: point.num_params for point in everyone}
+    models = sorted(sizes, key=lambda model: -sizes[model])
+    methods = list(dict.fromkeys(point.method for point in everyone if point.stage == "finetune"))
+    return Marks(
+        colours=_cycled(models, COLOURS),
+        symbols=_cycled(methods, SYMBOLS) | {"inference": "circle"},
+        dashes=_cycled(methods, DASHES) | {"inference": "solid"},
+    )
+
+
+def _cycled(names: Iterable[str], values: Sequence[str]) -> dict[str, str]:
+    return {name: values[i % len(values)] for i, name in enumerate(names)}
+
+
+def error_bars(estimates: Sequence[Estimate]) -> dict[str, Any]:
+    """plotly's asymmetric error bars from value to bounds."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [one.high - one.value for one in estimates],
+        "arrayminus": [one.value - one.low for one in estimates],
+        "thickness": 1,
+        "width": 2,
+    }
+
+
+def shape_legend(marks: Marks, points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Entries that say what a shape means, without points of their own."""
+    shown = {point.method: f"{marks.symbols[point.method]}" for point in points}
+    entries = {} if len(shown) < 2 else {method: f"{shown[method]}-open" for method in shown}
+    if any(point.measured and not point.failed for point in points):
+        entries["measured"] = "circle"
+    if any(not point.measured for point in points):
+        entries["predicted"] = "circle-open"
+    if any(point.over_memory for point in points):
+        entries["out of memory"] = OUT_OF_MEMORY
+        entries["predicted out of memory"] = f"{OUT_OF_MEMORY}-open"
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": name,
+            "x": [None],
+            "y": [None],
+            "marker": {"symbol": symbol, "color": MUTED, "size": 9, "line": {"width": 1.5}},
+            "hoverinfo": "skip",
+        }
+        for name, symbol in entries.items()
+    ]
+
+
+def limit_line(
+    value: float, text: str, *, across: str, axis: str = "", ref: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A dashed line through the whole plot at `value`, and its label.
+
+    Args:
+        across: "y" for a limit of the vertical axis, "x" for one of the horizontal.
+        axis: number of the axis where there are several, as plotly counts them.
+        ref: the other axis, where the line must stay within one of several plots.
+    """
+    other = "x" if across == "y" else "y"
+    domain = ref or f"{other}{axis} domain"
+    line = {
+        "type": "line",
+        f"{across}ref": f"{across}{axis}",
+        f"{across}0": value,
+        f"{across}1": value,
+        f"{other}ref": domain,
+        f"{other}0": 0,
+        f"{other}1": 1,
+        "line": {"dash": "dash", "width": 1.5, "color": "#C03028"},
+    }
+    label = {
+        f"{across}ref": f"{across}{axis}",
+        across: math.log10(value),
+        f"{other}ref": domain,
+        other: 1 if across == "y" else 0,
+        "text": text,
+        "showarrow": False,
+        "xanchor": "right",
+        "yanchor": "bottom",
+        "font": {"size": 11, "color": "#C03028"},
+    }
+    return line, label

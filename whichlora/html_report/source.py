@@ -1,0 +1,178 @@
+"""`answer.json` as the report reads it: checked once, so that nothing below checks again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from whichlora.errors import DataFileError
+from whichlora.results import SCHEMA_VERSION
+from whichlora.store.jsonfiles import check_schema_version, read_object
+
+# What a release before the report did not write, and what the report lacks without it.
+_PARTS_OF_REPORT = {
+    "explanation": "the reasons",
+    "limits": "the limit lines",
+    "comparison": "predicted against measured",
+    "side_by_side": "methods and ranks side by side",
+    "dataset": "total time against dataset size",
+    "provenance": "device, versions and calibration",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A value with its bounds, equal where it was measured."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One candidate of either stage.
+
+    Args:
+        tokens: length of a training sequence, or prompt and new tokens, as text.
+        outcome: how a profile ended ("ok", "oom", …); empty where there was none.
+        breakdown: predicted bytes by part; empty in answers of a release before the report.
+    """
+
+    name: str
+    stage: str
+    model: str
+    method: str
+    variant: str
+    gpu: str
+    batch_size: int
+    tokens: str
+    num_params: int
+    num_trainable_params: int
+    peak_bytes: Estimate
+    predicted_peak_bytes: float
+    time_per_token_s: Estimate
+    total_s: Estimate | None
+    usable_bytes: float | None
+    measured: bool
+    outcome: str
+    verdict: str
+    reason: str
+    breakdown: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome not in ("", "ok")
+
+    @property
+    def over_memory(self) -> bool:
+        """Ran out of memory, or is predicted to need more than the device has."""
+        too_large = self.usable_bytes is not None and self.peak_bytes.value > self.usable_bytes
+        return self.outcome == "oom" or (not self.measured and too_large)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Everything that the report shows.
+
+    Args:
+        points: the candidates of both stages; `winner` is the index of the best one.
+        side_by_side: one shape with every method and rank.
+        missing: parts of the report that this answer has no data for.
+    """
+
+    values: Mapping[str, Any]
+    points: Sequence[Point]
+    winner: int | None
+    side_by_side: Sequence[Point]
+    missing: Sequence[str]
+
+    def limit(self, name: str) -> float | None:
+        """The limit called `name`; None where there is none."""
+        value = (self.values.get("limits") or {}).get(name)
+        return None if value is None else float(value)
+
+    def indices(self, stage: str) -> list[int]:
+        return [i for i, point in enumerate(self.points) if point.stage == stage]
+
+
+def read_source(place: Path) -> Source:
+    """The answer in a run directory, or in the JSON file at `place`.
+
+    Raises:
+        DataFileError: no answer there, one of a newer release, or one that is damaged.
+    """
+    path = place / "answer.json" if place.is_dir() else place
+    if not path.exists():
+        raise DataFileError(
+            f"{place}: has no answer.json; give the output directory of a finished `whichlora run`"
+        )
+    values = read_object(path)
+    check_schema_version(values, SCHEMA_VERSION, str(path))
+    try:
+        return _source(values)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataFileError(
+            f"{path}: is not an answer of whichlora run ({type(error).__name__}: {error}); "
+            "write it again with `whichlora run`"
+        ) from None
+
+
+def _source(values: Mapping[str, Any]) -> Source:
+    gpu = str(values["gpu"])
+    points = [_point(row, gpu) for stage in ("inference", "finetune") for row in values[stage]]
+    best = values["winner"]
+    winner = None
+    if best is not None:
+        winner = points.index(_point(best, gpu))
+    missing = [what for key, what in _PARTS_OF_REPORT.items() if key not in values]
+    if not any(point.breakdown for point in points):
+        missing.append("bytes by part")
+    return Source(
+        values=values,
+        points=points,
+        winner=winner,
+        side_by_side=[_point(row, gpu) for row in values.get("side_by_side", ())],
+        missing=missing,
+    )
+
+
+def _point(row: Mapping[str, Any], gpu: str) -> Point:
+    training = row["phase"] == "finetune"
+    rank = f" r={row['r']}" if row["r"] != "" else ""
+    variant = f"{row['method']}{rank}" if training else "inference"
+    tokens = str(row["seq_len"]) if training else f"{row['prompt_len']}+{row['max_new_tokens']}"
+    short = str(row["model"]).rsplit("/", 1)[-1]
+    usable = row.get("usable_bytes")
+    return Point(
+        name=str(row.get("name", f"{short} {variant}, batch {row['batch_size']}, {tokens} tokens")),
+        stage=str(row["phase"]),
+        model=str(row["model"]),
+        method=str(row["method"]) if training else "inference",
+        variant=str(row.get("variant", variant)),
+        gpu=str(row.get("gpu", gpu)),
+        batch_size=int(row["batch_size"]),
+        tokens=tokens,
+        num_params=int(row["num_params"]),
+        num_trainable_params=int(row.get("num_trainable_params", 0)),
+        peak_bytes=_estimate(row, "peak", "bytes"),
+        predicted_peak_bytes=float(row.get("predicted_peak_bytes", row["peak_bytes"])),
+        time_per_token_s=_estimate(row, "time_per_token", "s"),
+        total_s=None if row["total_time_s"] == "" else _estimate(row, "total_time", "s"),
+        usable_bytes=None if usable is None else float(usable),
+        measured=row["source"] == "measured",
+        outcome=str(row["outcome"]),
+        verdict=str(row["verdict"]),
+        reason=str(row["reason"]),
+        breakdown={str(part): int(size) for part, size in row.get("breakdown", {}).items()},
+    )
+
+
+def _estimate(row: Mapping[str, Any], quantity: str, unit: str) -> Estimate:
+    return Estimate(
+        value=float(row[f"{quantity}_{unit}"]),
+        low=float(row[f"{quantity}_low_{unit}"]),
+        high=float(row[f"{quantity}_high_{unit}"]),
+    )
