@@ -11,13 +11,27 @@ from whichlora.units import format_bytes, format_count, format_seconds
 MAX_TICKS = 8
 MARGIN = 0.06  # of the axis, left free at both ends
 
+# Places for labels, the coarser ladder first.
+_COARSE, _FINE = (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
 _SECONDS = [
-    *(digit * 10.0**power for power in range(-7, 1) for digit in (1, 2, 5)),
-    *(60.0 * minutes for minutes in (0.25, 0.5, 1, 2, 5, 10, 20, 30)),
-    *(3600.0 * digit * 10**power for power in range(5) for digit in (1, 2, 5)),
+    [
+        *(digit * 10.0**power for power in range(-7, 1) for digit in digits),
+        *(60.0 * minutes for minutes in minutes_of_hour),
+        *(3600.0 * digit * 10**power for power in range(5) for digit in digits),
+    ]
+    for digits, minutes_of_hour in (
+        (_COARSE, (0.25, 0.5, 1, 2, 5, 10, 20, 30)),
+        (_FINE, (0.2, 0.3, 0.4, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 7, 10, 15, 20, 25, 30, 40, 50)),
+    )
 ]
-_BYTES = [2.0**power * step for power in range(10, 50) for step in (1, 1.5)]
-_COUNTS = [digit * 10.0**power for power in range(12) for digit in (1, 2, 5)]
+_BYTES = [
+    [2.0**power * step for power in range(10, 50) for step in steps]
+    for steps in ((1, 1.5), (1, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 1.875))
+]
+_COUNTS = [
+    [digit * 10.0**power for power in range(12) for digit in digits] for digits in (_COARSE, _FINE)
+]
+MIN_TICKS = 3
 
 
 def span(values: Sequence[float]) -> tuple[float, float]:
@@ -30,27 +44,24 @@ def span(values: Sequence[float]) -> tuple[float, float]:
     return 10 ** (low - margin), 10 ** (high + margin)
 
 
-def seconds_axis(title: str, values: Sequence[float]) -> dict[str, Any]:
+def seconds_axis(title: str, values: Sequence[float], *, most: int = MAX_TICKS) -> dict[str, Any]:
     """A logarithmic axis of seconds, labelled in ms, s, min or h."""
-    return _log_axis(title, values, _SECONDS, _short(format_seconds))
+    return _log_axis(title, values, _SECONDS, _short(format_seconds), most)
 
 
-def bytes_axis(title: str, values: Sequence[float]) -> dict[str, Any]:
+def bytes_axis(title: str, values: Sequence[float], *, most: int = MAX_TICKS) -> dict[str, Any]:
     """A logarithmic axis of bytes, labelled at powers of two."""
-    return _log_axis(title, values, _BYTES, _short(format_bytes))
+    return _log_axis(title, values, _BYTES, _short(format_bytes), most)
 
 
-def counts_axis(title: str, values: Sequence[float]) -> dict[str, Any]:
+def counts_axis(title: str, values: Sequence[float], *, most: int = MAX_TICKS) -> dict[str, Any]:
     """A logarithmic axis of numbers of things."""
-    return _log_axis(title, values, _COUNTS, format_count)
+    return _log_axis(title, values, _COUNTS, format_count, most)
 
 
 def linear_bytes_axis(title: str, highest: float) -> dict[str, Any]:
     """An axis of bytes from zero, for bars that add up."""
-    steps = (
-        step for step in _BYTES if math.log2(step).is_integer() and highest / step <= MAX_TICKS
-    )
-    step = next(steps)
+    step = next(step for step in (2.0**power for power in range(60)) if highest / step <= MAX_TICKS)
     ticks = [step * i for i in range(int(highest / step) + 1)]
     return {
         "title": {"text": title},
@@ -61,14 +72,19 @@ def linear_bytes_axis(title: str, highest: float) -> dict[str, Any]:
 
 
 def _log_axis(
-    title: str, values: Sequence[float], ladder: Sequence[float], show: Callable[[float], str]
+    title: str,
+    values: Sequence[float],
+    ladders: Sequence[Sequence[float]],
+    show: Callable[[float], str],
+    most: int,
 ) -> dict[str, Any]:
     low, high = span(values)
-    ticks = [tick for tick in ladder if low <= tick <= high]
-    if len(ticks) < 2:  # less than one rung apart: even steps between the ends
+    within = [[tick for tick in ladder if low <= tick <= high] for ladder in ladders]
+    ticks = next((found for found in within if len(found) >= MIN_TICKS), [])
+    if not ticks:  # the values are less than a rung apart: even steps between the ends
         ticks = [low * (high / low) ** (i / 4) for i in range(1, 4)]
-    elif len(ticks) > MAX_TICKS:
-        ticks = ticks[:: math.ceil(len(ticks) / MAX_TICKS)]
+    elif len(ticks) > most:
+        ticks = ticks[:: math.ceil(len(ticks) / most)]
     return {
         "type": "log",
         "title": {"text": title},

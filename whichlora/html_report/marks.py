@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from whichlora.html_report.source import Estimate, Point, Source
 # Okabe and Ito's palette for all kinds of colour vision, less its black and its yellow, then
 # tones that differ from these; each is readable on white and on dark grey.
 COLOURS = (
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9",
+    "#1F83C1", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9",
     "#8C6BB1", "#7A8B00", "#A6611A", "#708090",
 )  # fmt: skip
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "star", "hexagon")
@@ -21,7 +20,7 @@ OUT_OF_MEMORY = "x"
 MUTED = "#808080"
 
 PART_COLOURS = {
-    "weights": "#0072B2",
+    "weights": "#1F83C1",
     "adapters": "#56B4E9",
     "gradients": "#009E73",
     "optimizer_states": "#7A8B00",
@@ -55,7 +54,7 @@ class Marks:
             "color": self.colours[points[0].model],
             "symbol": [self.symbol(point) for point in points],
             "size": 9,
-            "line": {"width": 1.5},
+            "line": {"width": 1.5, "color": self.colours[points[0].model]},
         }
 
 
@@ -76,14 +75,14 @@ def _cycled(names: Iterable[str], values: Sequence[str]) -> dict[str, str]:
     return {name: values[i % len(values)] for i, name in enumerate(names)}
 
 
-def error_bars(estimates: Sequence[Estimate]) -> dict[str, Any]:
+def error_bars(estimates: Sequence[Estimate], *, thickness: float = 1) -> dict[str, Any]:
     """plotly's asymmetric error bars from value to bounds."""
     return {
         "type": "data",
         "symmetric": False,
         "array": [one.high - one.value for one in estimates],
         "arrayminus": [one.value - one.low for one in estimates],
-        "thickness": 1,
+        "thickness": thickness,
         "width": 2,
     }
 
@@ -96,8 +95,9 @@ def shape_legend(marks: Marks, points: Sequence[Point]) -> list[dict[str, Any]]:
         entries["measured"] = "circle"
     if any(not point.measured for point in points):
         entries["predicted"] = "circle-open"
-    if any(point.over_memory for point in points):
+    if any(point.over_memory and point.measured for point in points):
         entries["out of memory"] = OUT_OF_MEMORY
+    if any(point.over_memory and not point.measured for point in points):
         entries["predicted out of memory"] = f"{OUT_OF_MEMORY}-open"
     return [
         {
@@ -106,44 +106,13 @@ def shape_legend(marks: Marks, points: Sequence[Point]) -> list[dict[str, Any]]:
             "name": name,
             "x": [None],
             "y": [None],
-            "marker": {"symbol": symbol, "color": MUTED, "size": 9, "line": {"width": 1.5}},
+            "marker": {
+                "symbol": symbol,
+                "color": MUTED,
+                "size": 9,
+                "line": {"width": 1.5, "color": MUTED},
+            },
             "hoverinfo": "skip",
         }
         for name, symbol in entries.items()
     ]
-
-
-def limit_line(
-    value: float, text: str, *, across: str, axis: str = "", ref: str | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A dashed line through the whole plot at `value`, and its label.
-
-    Args:
-        across: "y" for a limit of the vertical axis, "x" for one of the horizontal.
-        axis: number of the axis where there are several, as plotly counts them.
-        ref: the other axis, where the line must stay within one of several plots.
-    """
-    other = "x" if across == "y" else "y"
-    domain = ref or f"{other}{axis} domain"
-    line = {
-        "type": "line",
-        f"{across}ref": f"{across}{axis}",
-        f"{across}0": value,
-        f"{across}1": value,
-        f"{other}ref": domain,
-        f"{other}0": 0,
-        f"{other}1": 1,
-        "line": {"dash": "dash", "width": 1.5, "color": "#C03028"},
-    }
-    label = {
-        f"{across}ref": f"{across}{axis}",
-        across: math.log10(value),
-        f"{other}ref": domain,
-        other: 1 if across == "y" else 0,
-        "text": text,
-        "showarrow": False,
-        "xanchor": "right",
-        "yanchor": "bottom",
-        "font": {"size": 11, "color": "#C03028"},
-    }
-    return line, label

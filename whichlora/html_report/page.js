@@ -6,13 +6,14 @@
   const PAGE = 200; // rows of the table shown at first
   const PRINT_WIDTH = 680;
   const escaped = (text) => String(text).replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
+  const wrapped = (text) => escaped(text).replace(/(.{60}[^ ]*) /g, "$1<br>");
   const shownText = (cell) => (Array.isArray(cell) ? cell[1] : cell);
   const sortValue = (cell) => (Array.isArray(cell) ? cell[0] : cell);
 
   const hover = points.map((point) => {
     const lines = point.cells.map((cell, i) => [columns[i].title, shownText(cell)]).slice(1)
-      .filter(([, text]) => text !== "" && text !== "–").map(([title, text]) => `${title.toLowerCase()}: ${escaped(text)}`);
-    return `<b>${escaped(point.model)}</b> ${point.stage}<br>${lines.join("<br>")}`.replace(/(.{70}[^ ]*) /g, "$1<br>");
+      .filter(([, text]) => text !== "" && text !== "–").map(([title, text]) => wrapped(`${title.toLowerCase()}: ${text}`));
+    return `<b>${escaped(point.model)}</b> ${point.stage}<br>${lines.join("<br>")}`;
   });
 
   // --- filters
@@ -69,7 +70,7 @@
   const withChosen = (trace) => {
     if (chosen === null || !trace.customdata) return trace;
     const bars = [chosen, ...trace.customdata.filter((i) => i !== chosen)].slice(0, 8);
-    const names = bars.map((i) => points[i].name.replace(", ", "<br>"));
+    const names = bars.map((i) => escaped(points[i].name).replace(", ", "<br>"));
     if (trace.type !== "bar") return { ...trace, x: bars.map((i) => points[i].peak), y: names, customdata: bars };
     const sizes = bars.map((i) => points[i].bytes[trace.meta.part] || 0);
     return { ...trace, x: sizes, y: names, text: sizes.map(bytes), customdata: bars };

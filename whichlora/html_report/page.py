@@ -75,8 +75,7 @@ def _lead(figures: Sequence[dict[str, Any]]) -> str:
 
 
 def _device_name(source: Source) -> str:
-    device = (source.values.get("provenance") or {}).get("device") or {}
-    return str(device.get("name") or source.values["gpu"])
+    return str(source.provenance["device"].get("name") or source.texts["gpu"])
 
 
 # --- data for the script ------------------------------------------------------------------
@@ -162,13 +161,13 @@ def _trained(point: Point) -> str:
 
 def _answer(source: Source) -> str:
     """The answer in one line, its figures against their limits, and the reasons."""
-    lines = [str(line) for line in source.values.get("explanation", ())]
+    lines = source.explanation
     if source.winner is None:
         headline = lines[0] if lines else "Nothing meets every limit."
         cards = ""
     else:
         best = source.points[source.winner]
-        headline = f"{best.model} · {best.variant} · batch size {best.batch_size}"
+        headline = f"Fine-tune {best.model} with {best.variant}, batch size {best.batch_size}"
         cards = _cards(source, best)
     reasons = "".join(f"<li>{escape(line.strip())}</li>" for line in lines[1:])
     if not lines and source.winner is not None:
@@ -176,7 +175,7 @@ def _answer(source: Source) -> str:
     return (
         f"<p class=kicker>{escape(_kicker(source))}</p><h1>{escape(headline)}</h1>"
         f"<dl class=cards>{cards}</dl>"
-        f"<h2>Why</h2><ul class=reasons>{reasons}</ul>{_start(source)}"
+        f"<h2>Why</h2><ul class=reasons tabindex=0>{reasons}</ul>{_start(source)}"
     )
 
 
@@ -211,17 +210,13 @@ def _card(title: str, value: float, limit: float | None, show: Any, detail: str 
 
 
 def _start(source: Source) -> str:
-    job = (source.values.get("files") or {}).get("job")
-    if not job:
+    if not source.job:
         return ""
-    training = source.values.get("training") or {}
-    seconds = training.get("train_s")
-    if seconds is None:
-        return f"<p>Start the fine-tuning with <code>python {escape(str(job))}</code></p>"
-    return (
-        f"<p>The fine-tuning was run with <code>{escape(str(job))}</code> and took "
-        f"{escape(format_seconds(float(seconds)))}.</p>"
-    )
+    job = escape(source.job)
+    if source.trained_s is None:
+        return f"<p>Start the fine-tuning with <code>python {job}</code></p>"
+    took = escape(format_seconds(source.trained_s))
+    return f"<p>The fine-tuning was run with <code>{job}</code> and took {took}.</p>"
 
 
 def _figure_slot(figure: dict[str, Any]) -> str:
@@ -289,23 +284,23 @@ def _missing(source: Source) -> str:
 
 def _provenance(source: Source) -> str:
     """Where every figure is from: data, formulas, calibration, versions, device."""
-    facts = source.values.get("provenance") or {}
-    calibration, device = facts.get("calibration") or {}, facts.get("device") or {}
+    facts, texts = source.provenance, source.texts
+    calibration, device = facts["calibration"], facts["device"]
     rows = [
-        ("Config", source.values.get("config")),
+        ("Config", texts["config"]),
         ("Written", facts.get("date")),
-        ("Data", source.values.get("tokens")),
-        ("Basis", source.values.get("basis")),
+        ("Data", texts["tokens"]),
+        ("Basis", texts["basis"]),
         ("Profiling policy", facts.get("profile")),
         ("Device", device.get("name")),
-        ("Device key", source.values.get("gpu")),
+        ("Device key", texts["gpu"]),
         ("Device memory", format_bytes(device["memory_bytes"]) if device else None),
         ("Facts not verified", ", ".join(device.get("unverified", ()))),
         ("Calibration records", calibration.get("num_records")),
         ("Calibration digest", calibration.get("digest")),
         ("WhichLoRA", facts.get("whichlora")),
         ("Python", facts.get("python")),
-        ("Libraries", _pairs(facts.get("libraries") or {})),
+        ("Libraries", _pairs(facts["libraries"])),
         *(("Measured on", _pairs(one)) for one in facts.get("environments", ())),
         *(("Note", note) for note in facts.get("notes", ())),
     ]

@@ -11,6 +11,8 @@ from whichlora.errors import DataFileError
 from whichlora.results import SCHEMA_VERSION
 from whichlora.store.jsonfiles import check_schema_version, read_object
 
+STAGES = ("cold", "before", "after")  # of a prediction: datasheet, when chosen, last refit
+
 # What a release before the report did not write, and what the report lacks without it.
 _PARTS_OF_REPORT = {
     "explanation": "the reasons",
@@ -74,25 +76,45 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One measured quantity beside its predictions, by the stage of the run they are from."""
+
+    name: str
+    quantity: str
+    measured: float
+    predicted: Mapping[str, Estimate]
+    confidence: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Everything that the report shows.
 
     Args:
+        explanation: the answer and its reasons in lines of text.
+        num_sequences: of the training data; None where this is not known.
+        texts: what is shown as it is, by key of the answer.
         points: the candidates of both stages; `winner` is the index of the best one.
         side_by_side: one shape with every method and rank.
         missing: parts of the report that this answer has no data for.
     """
 
-    values: Mapping[str, Any]
+    texts: Mapping[str, str]
+    explanation: Sequence[str]
+    limits: Mapping[str, float]
+    num_sequences: float | None
+    job: str
+    trained_s: float | None
+    provenance: Mapping[str, Any]
     points: Sequence[Point]
     winner: int | None
     side_by_side: Sequence[Point]
+    comparison: Sequence[Compared]
     missing: Sequence[str]
 
     def limit(self, name: str) -> float | None:
         """The limit called `name`; None where there is none."""
-        value = (self.values.get("limits") or {}).get(name)
-        return None if value is None else float(value)
+        return self.limits.get(name)
 
     def indices(self, stage: str) -> list[int]:
         return [i for i, point in enumerate(self.points) if point.stage == stage]
@@ -130,12 +152,48 @@ def _source(values: Mapping[str, Any]) -> Source:
     missing = [what for key, what in _PARTS_OF_REPORT.items() if key not in values]
     if not any(point.breakdown for point in points):
         missing.append("bytes by part")
+    sequences = _object(values, "dataset").get("num_sequences")
+    trained = _object(values, "training").get("train_s")
+    limits = _object(values, "limits")
+    provenance = _object(values, "provenance")
     return Source(
-        values=values,
+        texts={key: str(values.get(key) or "") for key in ("config", "gpu", "basis", "tokens")},
+        explanation=[str(line) for line in values.get("explanation", ())],
+        limits={name: float(bound) for name, bound in limits.items() if bound is not None},
+        num_sequences=None if sequences is None else float(sequences),
+        job=str(_object(values, "files").get("job") or ""),
+        trained_s=None if trained is None else float(trained),
+        provenance=provenance
+        | {key: _object(provenance, key) for key in ("device", "calibration", "libraries")},
         points=points,
         winner=winner,
         side_by_side=[_point(row, gpu) for row in values.get("side_by_side", ())],
+        comparison=[_compared(row) for row in values.get("comparison", ())],
         missing=missing,
+    )
+
+
+def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The object under `key`; empty where there is none."""
+    found = values.get(key)
+    if not isinstance(found, dict | None):
+        raise TypeError(f"{key} is no object")
+    return found or {}
+
+
+def _compared(row: Mapping[str, Any]) -> Compared:
+    stages = {stage: row[stage] for stage in STAGES}
+    return Compared(
+        name=str(row["name"]),
+        quantity=str(row["quantity"]),
+        measured=float(row["measured"]),
+        predicted={
+            stage: Estimate(
+                value=float(one["value"]), low=float(one["low"]), high=float(one["high"])
+            )
+            for stage, one in stages.items()
+        },
+        confidence={stage: float(one["confidence"]) for stage, one in stages.items()},
     )
 
 

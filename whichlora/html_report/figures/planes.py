@@ -1,0 +1,126 @@
+"""The time-memory planes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any
+
+from whichlora.html_report import axes
+from whichlora.html_report.figures.frame import (
+    MAX_ERROR_BARS,
+    limit_lines,
+    new_figure,
+    shown_values,
+)
+from whichlora.html_report.marks import Figure, Marks, error_bars, shape_legend
+from whichlora.html_report.source import Estimate, Point, Source
+from whichlora.units import format_bytes, format_seconds
+
+
+def finetune_plane(source: Source, marks: Marks) -> Figure | None:
+    """Whole fine-tuning time against peak memory."""
+    chosen = source.indices("finetune")
+    return _plane(
+        source,
+        marks,
+        chosen,
+        name="plane-finetune",
+        title="Fine-tuning: total time and peak memory",
+        time=lambda point: point.total_s,
+        time_title="total time of the fine-tuning",
+        time_limit=source.limit("total_time_s"),
+        byte_limit=source.limit("finetune_bytes"),
+    )
+
+
+def inference_plane(source: Source, marks: Marks) -> Figure | None:
+    """Time per generated token against peak memory."""
+    return _plane(
+        source,
+        marks,
+        source.indices("inference"),
+        name="plane-inference",
+        title="Inference: time per token and peak memory",
+        time=lambda point: point.time_per_token_s,
+        time_title="time per generated token",
+        time_limit=source.limit("time_per_token_s"),
+        byte_limit=source.limit("inference_bytes"),
+    )
+
+
+def _plane(
+    source: Source,
+    marks: Marks,
+    indices: Sequence[int],
+    *,
+    name: str,
+    title: str,
+    time: Callable[[Point], Estimate | None],
+    time_title: str,
+    time_limit: float | None,
+    byte_limit: float | None,
+) -> Figure | None:
+    shown = [i for i in indices if time(source.points[i]) is not None]
+    if not shown:
+        return None
+    points = source.points
+    bars = len(shown) <= MAX_ERROR_BARS
+    data = []
+    for model in dict.fromkeys(points[i].model for i in shown):
+        own = [i for i in shown if points[i].model == model]
+        times = [estimate for i in own if (estimate := time(points[i])) is not None]
+        peaks = [points[i].peak_bytes for i in own]
+        trace: dict[str, Any] = {
+            "type": "scatter",
+            "mode": "markers",
+            "name": escape(model, quote=False),
+            "x": [one.value for one in times],
+            "y": [one.value for one in peaks],
+            "customdata": own,
+            "marker": marks.markers([points[i] for i in own]),
+        }
+        if bars:
+            trace |= {"error_x": error_bars(times), "error_y": error_bars(peaks)}
+        data.append(trace)
+    if source.winner in shown:
+        best = points[source.winner]
+        best_time = time(best)
+        assert best_time is not None  # it is one of those shown
+        ring = {"symbol": "circle-open", "size": 20, "color": "#C03028", "line": {"width": 2.5}}
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": "winner",
+                "x": [best_time.value],
+                "y": [best.peak_bytes.value],
+                "customdata": [source.winner],
+                "marker": ring,
+                "hoverinfo": "skip",
+            }
+        )
+    data += shape_legend(marks, [points[i] for i in shown])
+    known_times = shown_values([one for i in shown if (one := time(points[i])) is not None])
+    known_peaks = shown_values([points[i].peak_bytes for i in shown])
+    lines, labels, beyond = limit_lines(
+        [
+            (time_limit, "limit", format_seconds, "x", known_times),
+            (byte_limit, "limit", format_bytes, "y", known_peaks),
+            (source.limit("device_bytes"), "device", format_bytes, "y", known_peaks),
+        ]
+    )
+    about = "Lower left is better. Dashed lines are the limits."
+    if bars:
+        about += " Bars are the intervals of the predictions."
+    return new_figure(
+        name,
+        title,
+        f"{about}{beyond}",
+        data,
+        xaxis=axes.seconds_axis(time_title, known_times),
+        yaxis=axes.bytes_axis("peak memory", known_peaks),
+        shapes=lines,
+        annotations=labels,
+        legend={"orientation": "h", "y": -0.2},
+    )
