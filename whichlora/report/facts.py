@@ -18,7 +18,7 @@ from whichlora.search import Candidate, Quantity, judge
 if TYPE_CHECKING:
     from whichlora.workflow import Answer, Compared
 
-LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "numpy", "scikit-learn")
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "numpy", "scipy")
 
 
 def detailed_row(candidate: Candidate) -> dict[str, Any]:
