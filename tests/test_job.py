@@ -56,7 +56,10 @@ VARIANTS: list[dict[str, Any]] = [
     *({"precision": precision} for precision in get_args(Precision)),
     *({"optimizer": optimizer} for optimizer in get_args(Optimizer)),
     *({"quant": quant} for quant in get_args(Quant)),
-    *({"batching": batching} for batching in ("longest", "fixed", "packed")),
+    *(
+        {"batching": batching}
+        for batching in ("longest", "grouped", "fixed", "packed", "packed-bfd")
+    ),
     {"gradient_checkpointing": False, "loss_head": "liger"},
     {"weights": "random", "model_config": TINY_LLAMA},
     {"weights": "random", "model_config": TINY_LLAMA, "tokenizer": "gpt2"},

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from whichlora.errors import ConfigError
 from whichlora.methods import get_method, with_defaults
+from whichlora.plan import Collator
 from whichlora.specs import FOUR_BIT_BNB, RunConfig
 
-Batching = Literal["longest", "fixed", "packed"]
 Weights = Literal["pretrained", "random"]
 
 _LINE_LENGTH = 88
@@ -42,7 +42,7 @@ Written by WhichLoRA for exactly the run it predicted; edit it as you like.
 """
 
 import json
-from pathlib import Path
+{bisect}from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 
 import torch
@@ -118,6 +118,23 @@ def read_rows(path, tokenizer):
 
 ''',
 }
+_READ_ROWS["grouped"] = _READ_ROWS["longest"]
+_READ_ROWS["packed-bfd"] = '''\
+def read_rows(path, tokenizer):
+    """The texts of a JSONL file, whole, put together into rows of up to SEQ_LEN."""
+{read_texts}\
+    ids = tokenizer(texts, truncation=True, max_length=SEQ_LEN)["input_ids"]
+    rows, room = [], []  # room left, and in which row
+    for row in sorted(ids, key=len, reverse=True):
+        fits = bisect_left(room, (len(row), -1))
+        left, number = room.pop(fits) if fits < len(room) else (SEQ_LEN, len(rows))
+        rows += [[]] * (number == len(rows))
+        rows[number] = rows[number] + row
+        insort(room, (left - len(row), number))
+    return [{{"input_ids": row}} for row in rows if row]
+
+
+'''
 _TAIL = """\
     trainer = Trainer(
         model=model,
@@ -170,7 +187,7 @@ def train_script(
     tokenizer: str | None = None,
     weights: Weights = "pretrained",
     model_config: Mapping[str, Any] | None = None,
-    batching: Batching | None = None,
+    batching: Collator | None = None,
     masked_lm: bool = False,
     max_steps: int | None = None,
     trust_remote_code: bool = False,
@@ -185,9 +202,8 @@ def train_script(
         tokenizer: hub id or path; None takes the model's own.
         weights: "random" needs `model_config`, downloads no weights and, unless `tokenizer` is
             given, takes bytes for tokens.
-        batching: rows padded to the "longest" of their batch, or all to seq_len ("fixed"), or
-            joined and cut into blocks of seq_len ("packed"). None follows `run.padding`: packed
-            without padding, longest with it.
+        batching: as `Plan.collator`. None follows `run.padding`: packed without padding, longest
+            with it.
         masked_lm: an encoder, trained to fill in masked tokens.
         max_steps: stop after so many optimizer steps instead of `epochs`.
 
@@ -213,14 +229,14 @@ def train_script(
         "SEED": seed,
         "MODEL_CONFIG": _without_quantisation(random_config),
     }
-    reader = batching or ("packed" if run.padding == "none" else "longest")
+    reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
     main = [
         "set_seed(SEED)",
         *_tokenizer_lines(tokenizer, takes_bytes, hub),
         *_RANDOM_CHECKPOINT_LINES * (random_config is not None),
         *_model_lines(run, model_class, hub),
         *_adapter_lines(run, target_modules),
-        *_argument_lines(run, limited=max_steps is not None),
+        *_argument_lines(run, limited=max_steps is not None, grouped=reader == "grouped"),
     ]
     body = "".join(
         [
@@ -237,6 +253,7 @@ def train_script(
     head = _HEAD.format(
         model=run.model,
         method=run.method,
+        bisect="from bisect import bisect_left, insort\n" if "insort(" in body else "",
         imports=_imports(body),
         constants="\n".join(
             f"{name} = {_literal(value)}" for name, value in constants.items() if value is not None
@@ -326,7 +343,7 @@ def _adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[
     return lines
 
 
-def _argument_lines(run: RunConfig, *, limited: bool) -> list[str]:
+def _argument_lines(run: RunConfig, *, limited: bool, grouped: bool) -> list[str]:
     options: dict[str, Any] = {
         "output_dir": _Code("OUTPUT"),
         "per_device_train_batch_size": _Code("BATCH_SIZE"),
@@ -346,16 +363,27 @@ def _argument_lines(run: RunConfig, *, limited: bool) -> list[str]:
         "save_strategy": "no",
         "report_to": "none",
     }
-    if not run.gradient_checkpointing:
-        return [f"args = {_call('TrainingArguments', **options)}"]
-    options["**"] = _Code("{checkpointing: True}")
-    return [
-        "# transformers 5 renamed the option; version 6 drops the old name.",
-        'checkpointing = "activation_checkpointing"',
-        "if not hasattr(TrainingArguments, checkpointing):",
-        '    checkpointing = "gradient_checkpointing"',
-        f"args = {_call('TrainingArguments', **options)}",
-    ]
+    lines = []
+    renamed = []
+    if run.gradient_checkpointing:
+        lines += [
+            "# transformers 5 renamed the option; version 6 drops the old name.",
+            'checkpointing = "activation_checkpointing"',
+            "if not hasattr(TrainingArguments, checkpointing):",
+            '    checkpointing = "gradient_checkpointing"',
+        ]
+        renamed.append("checkpointing: True")
+    if grouped:
+        lines += [
+            "# transformers 5 has this option as one of several strategies.",
+            'grouping = {"train_sampling_strategy": "group_by_length"}',
+            'if not hasattr(TrainingArguments, "train_sampling_strategy"):',
+            '    grouping = {"group_by_length": True}',
+        ]
+        renamed.append("**grouping")
+    if renamed:
+        options["**"] = _Code(f"{{{', '.join(renamed)}}}")
+    return [*lines, f"args = {_call('TrainingArguments', **options)}"]
 
 
 class _Code(str):

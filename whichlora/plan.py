@@ -13,6 +13,7 @@ from whichlora.specs import RunConfig
 
 ProfilePolicy = Literal["none", "frontier", "all"]
 Prefer = Literal["size", "time", "memory", "price", "order"]
+Collator = Literal["longest", "grouped", "fixed", "packed", "packed-bfd"]
 DatasetKind = Literal["counts", "class", "file", "hub"]
 
 DATA_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -120,6 +121,9 @@ class Plan:
         inference, finetune: settings that all candidates of a stage share; their `model`,
             `batch_size` and the other listed dimensions are replaced by the lists here.
         lora_alpha: None: twice the rank of each candidate.
+        collator: how batches are made: rows padded to the longest of their batch, in random order
+            or of similar lengths ("grouped"), or all to the longest allowed ("fixed"); or texts
+            joined and cut into blocks ("packed"), or whole texts put together ("packed-bfd").
         num_batches, num_runs: measured steps per fine-tuning profile, measured generations per
             inference profile.
         weights: "pretrained" for the handed-out job; "random" builds from the config, for
@@ -144,6 +148,7 @@ class Plan:
     finetune_batch_sizes: tuple[int, ...]
     limits: Limits
     dataset: DatasetConfig
+    collator: Collator = "longest"
     epochs: float = 1.0
     learning_rate: float = 2e-4
     seed: int = 0

@@ -40,7 +40,7 @@ from whichlora.search import (
     kept_models,
     winner,
 )
-from whichlora.specs import GpuSpec, RunConfig
+from whichlora.specs import GpuSpec, Padding, RunConfig
 from whichlora.store.jsonfiles import read_object, write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
 from whichlora.validation import check
@@ -120,6 +120,16 @@ class Answer:
         } | answer_facts(self)
 
 
+_UNCUT = 10**9  # tokens, more than any text has
+
+
+def _padding(load: Workload, stated: Padding) -> Padding:
+    """Whether batches hold padding; `stated` decides where their lengths do not tell."""
+    if load.varied:
+        return "padded"
+    return "none" if load.collator == "packed" else stated
+
+
 class Session:
     """The state of one run: what was measured, and what the predictors made of it."""
 
@@ -162,12 +172,13 @@ class Session:
     def lengths(self, model: str) -> TokenLengths:
         """Token lengths of the data as the tokenizer of `model` cuts them."""
         tokenizer = self.tokenizer(model)
+        joins = self.plan.collator == "packed"  # before it cuts
         if tokenizer not in self._lengths:
             self._lengths[tokenizer] = count_tokens(
                 self.dataset,
                 tokenizer=tokenizer,
                 offline=self.plan.weights == "random",
-                max_length=self.plan.finetune.seq_len,
+                max_length=_UNCUT if joins else self.plan.finetune.seq_len,
             )
         return self._lengths[tokenizer]
 
@@ -176,7 +187,10 @@ class Session:
         if key not in self._workloads:
             self._workloads[key] = workload(
                 self.lengths(model),
+                collator=self.plan.collator,
                 batch_size=batch_size,
+                seq_len=self.plan.finetune.seq_len,
+                accumulation=self.plan.finetune.gradient_accumulation_steps,
                 epochs=self.plan.epochs,
                 seed=self.plan.seed,
             )
@@ -217,7 +231,7 @@ class Session:
                             lora_alpha=plan.lora_alpha or 2 * r,
                             batch_size=batch_size,
                             seq_len=load.longest,
-                            padding="padded" if load.varied else plan.finetune.padding,
+                            padding=_padding(load, plan.finetune.padding),
                         )
                         runs.append(self._resolved(run))
         return runs
@@ -442,6 +456,13 @@ def _search(session: Session) -> Answer:
         f"longest {lengths.longest()} (for {plan.models[0]}), counted by {'; '.join(methods)}"
     )
     shown = best or min(finetune, key=lambda one: (-one.chance, one.rank), default=None)
+    if best is not None:
+        load = session.workload(best.run.model, best.run.batch_size)
+        tokens += (
+            f"; {load.num_steps} steps over {load.padded_tokens} tokens, "
+            f"{100 * load.padding_fraction:.1f} % of them padding ({load.collator}), longest batch "
+            f"{best.run.batch_size} x {load.longest}"
+        )
     return Answer(
         plan=plan,
         gpu=session.gpu,
@@ -519,7 +540,7 @@ def _write(session: Session, answer: Answer) -> dict[str, Path]:
         tokenizer=None if plan.weights == "random" else plan.tokenizers.get(best.model),
         weights=plan.weights,
         model_config=session.models[best.model].config,
-        batching="longest",  # what the total time was summed over
+        batching=plan.collator,  # what the total time was summed over
         masked_lm=session.models[best.model].task == "encoder",
         trust_remote_code=plan.trust_remote_code,
     )

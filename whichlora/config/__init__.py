@@ -145,6 +145,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         finetune_batch_sizes=stage2.batch_size,
         limits=_limits(settings),
         dataset=_dataset(settings.dataset, folder),
+        collator=settings.collator,
         epochs=settings.epochs,
         learning_rate=settings.learning_rate,
         seed=settings.seed,

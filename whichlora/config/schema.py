@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from whichlora.errors import ConfigError
-from whichlora.plan import ProfilePolicy
+from whichlora.plan import Collator, ProfilePolicy
 from whichlora.specs import (
     AttentionKernel,
     KvCache,
@@ -191,6 +191,8 @@ class PlanFile(_Section):
     """A key of `whichlora gpus`, a device name, cpu, or auto for the device of this machine."""
     epochs: Positive = 1.0
     """Passes over the training split."""
+    collator: Collator = "longest"
+    """How training batches are made: padded to their longest, of similar lengths, or packed."""
     sequence_length: Count = _RUN.seq_len
     """Longest training sequence in tokens; longer ones are truncated."""
     methods: Names = ("lora", "qlora", "dora", "qdora")

@@ -1,29 +1,45 @@
-"""Token lengths → the batches that one candidate's training will see."""
+"""Batches → what one candidate's training will see: widths, steps, tokens, the longest batch."""
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from whichlora.dataset.batching import batches
 from whichlora.dataset.lengths import TokenLengths
+from whichlora.plan import Collator
 
 WIDTH_BINS = 16  # distinct batch widths that the total time is summed over
+_MOST_SHUFFLES = 4  # epochs whose batches are drawn; the others are like them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """The batches that one candidate's training will see.
 
     Args:
-        widths: padded length to the number of micro-batches over all epochs, binned.
+        collator: what made them.
+        widths: padded length to the number of whole micro-batches over all epochs, binned.
         longest: padded length of the longest batch: what memory is judged on.
-        varied: batches hold sequences of different lengths, so that they carry padding.
+        varied: batches hold rows of different lengths, so that they carry padding.
+        num_batches, num_steps: micro-batches and optimizer steps of the whole training.
+        real_tokens, padded_tokens: that it trains on, without and with padding.
     """
 
+    collator: Collator
     widths: Mapping[int, float]
     longest: int
     varied: bool
+    num_batches: int
+    num_steps: int
+    real_tokens: int
+    padded_tokens: int
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the tokens computed that are padding."""
+        return 1.0 - self.real_tokens / self.padded_tokens
 
     def profile_lengths(self, num_batches: int) -> tuple[int, ...]:
         """Widths to measure: the longest first, then quantiles that share the batches evenly."""
@@ -40,20 +56,91 @@ class Workload:
         return tuple(sorted(chosen, reverse=True))
 
 
-def workload(lengths: TokenLengths, *, batch_size: int, epochs: float, seed: int) -> Workload:
-    """Batches of `epochs` passes over the data, widths binned to few distinct values."""
-    table = lengths.batches(batch_size, seed=seed)
-    counts = Counter(table[:, 0].tolist())
-    longest = min(lengths.max_length, lengths.longest())
-    step = max(1, -(-longest // WIDTH_BINS))
-    # the mean width of a bin stands for it, so that the tokens stay what they are
-    sums: dict[int, tuple[float, int]] = {}
-    for width, count in counts.items():
-        tokens, seen = sums.get(width // step, (0.0, 0))
-        sums[width // step] = (tokens + width * count, seen + count)
-    widths: dict[int, float] = {}
-    for tokens, seen in sums.values():
-        mean = max(1, round(tokens / seen))
-        widths[mean] = widths.get(mean, 0.0) + seen * epochs
-    varied = batch_size > 1 and len(set(lengths.lengths["train"])) > 1
-    return Workload(widths=widths, longest=longest, varied=varied)
+def count_steps(num_batches: int, accumulation: int, epochs: float) -> tuple[int, int]:
+    """Optimizer steps and micro-batches of the whole training.
+
+    Kind: exact. Source: transformers 5.23, `Trainer.set_initial_training_values`: a last
+    incomplete accumulation is a step of its own, and a part of an epoch is rounded up.
+    """
+    per_epoch = math.ceil(num_batches / accumulation)
+    num_steps = math.ceil(epochs * per_epoch)
+    whole, more = divmod(num_steps, per_epoch)
+    return num_steps, whole * num_batches + min(num_batches, more * accumulation)
+
+
+def workload(
+    lengths: TokenLengths,
+    *,
+    batch_size: int,
+    collator: Collator = "longest",
+    seq_len: int | None = None,
+    accumulation: int = 1,
+    epochs: float = 1.0,
+    seed: int = 0,
+) -> Workload:
+    """What training on `lengths` for `epochs` will see; widths are binned to few distinct values.
+
+    Args:
+        seq_len: rows are cut or padded to it, or filled up to it where they are packed; None is
+            where the lengths were cut.
+
+    Raises:
+        ConfigError: too few tokens to pack.
+    """
+    import numpy as np
+
+    seq_len = lengths.max_length if seq_len is None else seq_len
+    table = np.concatenate(
+        [
+            batches(
+                lengths.lengths["train"],
+                collator,
+                batch_size=batch_size,
+                seq_len=seq_len,
+                accumulation=accumulation,
+                seed=seed,
+                epoch=epoch,
+            )
+            for epoch in range(min(_MOST_SHUFFLES, math.ceil(epochs)))
+        ]
+    )
+    drawn = len(table)
+    per_epoch = drawn // min(_MOST_SHUFFLES, math.ceil(epochs))
+    num_steps, num_batches = count_steps(per_epoch, accumulation, epochs)
+    widths, sizes = table.T
+    longest = int(widths.max())
+    bins = widths // max(1, -(-longest // WIDTH_BINS))
+    found: dict[int, float] = {}
+    for one in np.unique(bins):
+        # the mean width of a bin stands for it, so that the tokens stay what they are; an
+        # incomplete batch counts as the part of one that it is
+        inside = bins == one
+        share = sizes[inside] / batch_size
+        mean = max(1, round(float((widths[inside] * share).sum() / share.sum())))
+        found[mean] = found.get(mean, 0.0) + float(share.sum()) * num_batches / drawn
+    padded = float((widths * sizes).sum()) * num_batches / drawn
+    return Workload(
+        collator=collator,
+        widths=found,
+        longest=longest,
+        varied=bool(_varied(lengths, collator, batch_size, seq_len)),
+        num_batches=num_batches,
+        num_steps=num_steps,
+        real_tokens=round(_real_tokens(lengths, collator, seq_len) * num_batches / per_epoch),
+        padded_tokens=round(padded),
+    )
+
+
+def _varied(lengths: TokenLengths, collator: Collator, batch_size: int, seq_len: int) -> bool:
+    if collator == "packed":
+        return False
+    distinct = {min(length, seq_len) for length in lengths.lengths["train"]}
+    if collator == "fixed":
+        return distinct != {seq_len}
+    return batch_size > 1 and len(distinct) > 1
+
+
+def _real_tokens(lengths: TokenLengths, collator: Collator, seq_len: int) -> int:
+    if collator == "packed":
+        return lengths.total_tokens() // seq_len * seq_len
+    return sum(min(length, seq_len) for length in lengths.lengths["train"])
