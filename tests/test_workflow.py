@@ -202,6 +202,53 @@ def test_the_answer_lies_in_files_that_add_up(tmp_path: Path) -> None:
     assert {row["quantity"] for row in compared} >= {"peak_allocated", "step", "prefill", "decode"}
 
 
+def test_a_run_ends_with_a_report_that_is_made_from_its_files_alone(tmp_path: Path) -> None:
+    from whichlora.html_report import write_report
+
+    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    report = tmp_path / "out" / "report.html"
+    assert answer.files["report"] == report
+    moved = tmp_path / "moved"
+    (tmp_path / "out").rename(moved)
+    written = (moved / "report.html").read_bytes()
+    assert write_report(moved).read_bytes() == written
+
+
+def test_bytes_by_part_in_the_answer_add_up_to_the_predicted_peak(tmp_path: Path) -> None:
+    workflow.run(write_config(tmp_path), progress=Silent())
+    written = json.loads((tmp_path / "out" / "answer.json").read_text())
+    for row in written["finetune"] + written["inference"] + written["side_by_side"]:
+        assert sum(row["breakdown"].values()) == row["predicted_peak_bytes"]
+
+
+def test_the_winner_is_set_beside_every_method_and_rank(tmp_path: Path) -> None:
+    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    assert answer.winner is not None
+    shape = (answer.winner.run.model, answer.winner.run.batch_size, answer.winner.run.seq_len)
+    found = {(one.run.method, one.run.r) for one in answer.side_by_side}
+    assert found >= {(method, r) for method in ("lora", "qlora", "dora") for r in (4, 64)}
+    assert {one.run.method for one in answer.side_by_side} >= {"full", "qdora"}
+    assert {(o.run.model, o.run.batch_size, o.run.seq_len) for o in answer.side_by_side} == {shape}
+    assert answer.winner.run in [one.run for one in answer.side_by_side]
+
+
+def test_what_was_measured_stands_beside_its_predictions_with_bounds(tmp_path: Path) -> None:
+    workflow.run(write_config(tmp_path), progress=Silent())
+    written = json.loads((tmp_path / "out" / "answer.json").read_text())
+    assert {row["quantity"] for row in written["comparison"]} == {
+        "memory_bytes", "time_per_token_s",
+    }  # fmt: skip
+    for row in written["comparison"]:
+        for stage in ("cold", "before", "after"):
+            assert row[stage]["low"] <= row[stage]["value"] <= row[stage]["high"]
+    steps = [
+        row["measured"] / row["cold"]["value"]
+        for row in written["comparison"]
+        if row["quantity"] == "time_per_token_s"
+    ]
+    assert steps == pytest.approx([FakeProfiler.TIME_FACTOR] * len(steps), rel=0.01)
+
+
 def test_the_refit_brings_predictions_closer_and_names_itself(tmp_path: Path) -> None:
     from whichlora import api
     from whichlora.report import comparison_rows

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from whichlora.report.plane import plane
 from whichlora.report.rows import comparison_rows, comparison_summary
 from whichlora.report.terminal import MAX_REASONS, new_table, open_console
 from whichlora.report.words import deciding, describe, reason, variant
@@ -86,6 +87,8 @@ def print_answer(answer: Answer) -> None:
                 "WINNER" if one is answer.winner else one.failure.split(":")[0] or one.verdict,
             )
         console.print(table)
+    for line in _plane(answer, console.width):
+        console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
     for line in explanation(answer):
         console.print(line, markup=False)
     rows = comparison_rows(answer.compared)
@@ -102,6 +105,21 @@ def print_answer(answer: Answer) -> None:
 
         command = shlex.join(train_command(answer.files["job"]))
         console.print(f"start the fine-tuning with: {command}", markup=False, soft_wrap=True)
+
+
+def _plane(answer: Answer, width: int) -> list[str]:
+    """Total time against peak memory of stage 2, or the time per token of stage 1 without it."""
+    limits, training = answer.plan.limits, bool(answer.finetune)
+    own_limit = limits.finetune_bytes if training else limits.inference_bytes
+    lines = plane(
+        answer.finetune or answer.inference,
+        answer.winner,
+        time_limit_s=limits.total_time_s if training else limits.time_per_token_s,
+        byte_limits=[answer.gpu.memory_bytes, *([own_limit] if own_limit else [])],
+        width=width,
+    )
+    what = "total time of the fine-tuning" if training else "time per generated token"
+    return [f"peak memory against {what}", "", *lines, ""] if lines else []
 
 
 def _print_errors(console: Console, rows: Sequence[dict[str, Any]]) -> None:
