@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from answers import answer_values, many_candidates
 
-from whichlora.html_report import write_report
+from whichlora.html_report import write_images, write_report
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
@@ -234,3 +234,13 @@ def test_nothing_is_wider_than_the_window(browser: Any, tmp_path: Path, width: i
     opened = Opened(browser, written(tmp_path, answer_values()), viewport=viewport)
     opened.draw_all()
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("image_format", ["png", "svg"])
+def test_every_figure_can_be_a_picture(tmp_path: Path, image_format: str) -> None:
+    pytest.importorskip("kaleido", reason="kaleido is not installed")
+    written(tmp_path, answer_values())
+    paths = write_images(tmp_path, image_format)
+    assert len(paths) == 8
+    start = {"png": b"\x89PNG", "svg": b"<svg"}[image_format]
+    assert all(path.read_bytes().startswith(start) for path in paths)

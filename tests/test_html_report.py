@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whichlora.cli import main
-from whichlora.errors import DataFileError
-from whichlora.html_report import axes, write_report
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.html_report import axes, write_images, write_report
 from whichlora.html_report.figures import build_figures
 from whichlora.html_report.marks import OUT_OF_MEMORY
 from whichlora.html_report.source import read_source
@@ -81,6 +81,11 @@ def test_the_answer_and_its_reasons_stand_in_the_text_of_the_page(tmp_path: Path
     assert "Fine-tune org/model-7b with lora r=8, batch size 1" in text
     assert "measured 5.20 GiB against peak memory limit 8.00 GiB" in text
     assert "model-7b lora r=8, batch 4 left out: too slow" in text
+
+
+def test_a_training_that_was_run_says_what_it_took_and_what_was_expected(tmp_path: Path) -> None:
+    text = page_of(tmp_path, answer_values(training={"train_s": 1100.0})).text
+    assert "run with out/train.py and took 18 min 20 s (expected 16 min 40 s)." in text
 
 
 def test_where_nothing_fits_the_page_says_so_and_what_came_closest(tmp_path: Path) -> None:
@@ -337,3 +342,28 @@ def test_pictures_without_kaleido_say_what_to_install(
     assert (
         "needs kaleido; install it with: pip install 'whichlora[images]'" in capsys.readouterr().err
     )
+
+
+def test_pictures_without_a_chrome_say_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("kaleido", reason="kaleido is not installed")
+
+    def no_chrome(*_: Any, **__: Any) -> None:
+        raise RuntimeError("\n\nKaleido requires Google Chrome to be installed.\nmore")
+
+    monkeypatch.setattr("plotly.io.write_images", no_chrome)
+    with pytest.raises(ConfigError, match=r"could not draw \(Kaleido requires .* a Chrome or"):
+        write_images(write_answer(tmp_path, answer_values()), "svg")
+
+
+def test_models_are_named_without_their_organisation_unless_two_share_the_name(
+    tmp_path: Path,
+) -> None:
+    values = answer_values()
+    names = {one["name"] for one in figure(tmp_path, "plane-inference", values)["data"]}
+    assert names >= {"model-7b", "tiny-1b"}
+    for one in values["inference"][2:]:
+        one["model"] = "other/model-7b"
+    names = {one["name"] for one in figure(tmp_path, "plane-inference", values)["data"]}
+    assert names >= {"org/model-7b", "other/model-7b"}

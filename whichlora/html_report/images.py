@@ -39,8 +39,12 @@ def write_images(place: Path, image_format: str, folder: Path | None = None) -> 
     drawn = [Figure({"data": one["data"], "layout": _still(one)}) for one in figures]
     try:
         io.write_images(drawn, paths, format=image_format, width=WIDTH, height=HEIGHT, scale=SCALE)
-    except RuntimeError as error:  # kaleido's own text says how to get a Chrome
-        raise ConfigError(f"--static: {str(error).strip().splitlines()[0]}") from None
+    except RuntimeError as error:
+        fault = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"--static: kaleido could not draw ({fault}); it needs a Chrome or Chromium, which "
+            "plotly_get_chrome installs"
+        ) from None
     return paths
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +38,13 @@ Figure = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Colours by model and shapes by method, the same in every figure of one report."""
+    """Colours by model and shapes by method, the same in every figure of one report.
 
+    Args:
+        labels: of models: the name without its organisation, where no other model has it.
+    """
+
+    labels: dict[str, str]
     colours: dict[str, str]
     symbols: dict[str, str]
     dashes: dict[str, str]
@@ -64,7 +70,10 @@ def marks_of(source: Source) -> Marks:
     sizes = {point.model: point.num_params for point in everyone}
     models = sorted(sizes, key=lambda model: -sizes[model])
     methods = list(dict.fromkeys(point.method for point in everyone if point.stage == "finetune"))
+    short = Counter(model.rsplit("/", 1)[-1] for model in models)
+    labels = {model: model.rsplit("/", 1)[-1] for model in models}
     return Marks(
+        labels={model: name if short[name] == 1 else model for model, name in labels.items()},
         colours=_cycled(models, COLOURS),
         symbols=_cycled(methods, SYMBOLS) | {"inference": "circle"},
         dashes=_cycled(methods, DASHES) | {"inference": "solid"},

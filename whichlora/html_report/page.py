@@ -215,8 +215,11 @@ def _start(source: Source) -> str:
     job = escape(source.job)
     if source.trained_s is None:
         return f"<p>Start the fine-tuning with <code>python {job}</code></p>"
-    took = escape(format_seconds(source.trained_s))
-    return f"<p>The fine-tuning was run with <code>{job}</code> and took {took}.</p>"
+    took = format_seconds(source.trained_s)
+    best = None if source.winner is None else source.points[source.winner].total_s
+    expected = f" (expected {format_seconds(best.value)})" if best is not None else ""
+    text = f"and took {took}{expected}."
+    return f"<p>The fine-tuning was run with <code>{job}</code> {escape(text)}</p>"
 
 
 def _figure_slot(figure: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ def dataset_size(source: Source, marks: Marks) -> Figure | None:
     for i in chosen:
         point = source.points[i]
         assert point.total_s is not None  # _best_of_each takes no other
-        model = point.model.rsplit("/", 1)[-1]
+        model = marks.labels[point.model]
         data.append(
             {
                 "type": "scatter",

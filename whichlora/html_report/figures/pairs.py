@@ -33,7 +33,9 @@ def inference_shapes(source: Source, marks: Marks) -> Figure | None:
         beside = (models.index(point.model) - (len(models) - 1) / 2) * step
         return shapes.index((point.tokens, point.batch_size)) + beside
 
-    groups = [(model, [i for i in chosen if points[i].model == model]) for model in models]
+    groups = [
+        (marks.labels[model], [i for i in chosen if points[i].model == model]) for model in models
+    ]
     every = max(1, len(shapes) // 12)
     figure = _pair(
         source,
@@ -69,10 +71,7 @@ def finetune_batches(source: Source, marks: Marks) -> Figure | None:
     figure = _pair(
         source,
         marks,
-        [
-            (f"{model.rsplit('/', 1)[-1]} {variant}", own)
-            for (model, variant), own in groups.items()
-        ],
+        [(f"{marks.labels[model]} {variant}", own) for (model, variant), own in groups.items()],
         place=lambda point: batches.index(point.batch_size),
         mode="lines+markers",
         name="finetune",

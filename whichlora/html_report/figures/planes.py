@@ -74,7 +74,7 @@ def _plane(
         trace: dict[str, Any] = {
             "type": "scatter",
             "mode": "markers",
-            "name": escape(model, quote=False),
+            "name": escape(marks.labels[model], quote=False),
             "x": [one.value for one in times],
             "y": [one.value for one in peaks],
             "customdata": own,
