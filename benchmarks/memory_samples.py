@@ -173,8 +173,12 @@ def _peaks(run: RunConfig) -> dict[str, Any]:
     if run.attn == "flash_attention_2" and run.padding == "padded":
         raise ConfigError("flash-attention 2 of a padded batch is not traced")
     job = prediction.resolve(model_of(run.model), run, GPU)
+    alike = len({layer for layer, _ in job.model.layers()}) == 1
     events, note = whole_trace(
-        job.run, job.model.config, target_modules=job.peft_targets, layers="4"
+        job.run,
+        job.model.config,
+        target_modules=job.peft_targets,
+        layers="4" if alike else "all",
     )
     found = replay(one.event for one in events)
     return {

@@ -19,7 +19,8 @@ from whichlora.architecture import ModelSpec
 from whichlora.memory import activations, kv_cache, logits, optimizer, weights
 from whichlora.memory.entries import Kind, tensor_bytes
 from whichlora.memory.generation import inference_ledger
-from whichlora.memory.ledger import PARTS, Ledger, training_ledger
+from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
+from whichlora.memory.trained import Trained, trained_tensors
 from whichlora.prediction import Job, ledger, part_bytes, resolve
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.stack import Stack
@@ -351,15 +352,53 @@ def test_generation_keeps_logits_of_one_position() -> None:
     [
         ("adamw_torch_fused", 4, 8),
         ("adamw_torch_fused", 2, 4),
-        ("adamw_8bit", 4, 2),
-        ("paged_adamw_8bit", 4, 0),
+        ("adamw_8bit", 4, 2 + 8 / 256),
+        ("paged_adamw_8bit", 4, 8 / 256),  # only the scales
         ("lion", 4, 4),
+        ("lion", 2, 4),  # fp32 whatever the parameter is
         ("sgd", 4, 0),
     ],
 )
-def test_optimizer_states_per_parameter(name: str, param_bytes: int, per_param: int) -> None:
-    size = optimizer.state_bytes(1_000_000, optimizer=name, param_bytes=param_bytes)
-    assert size == per_param * 1_000_000
+def test_optimizer_states_per_parameter(name: str, param_bytes: int, per_param: float) -> None:
+    size = optimizer.state_bytes(
+        [Trained(rows=1000, width=1024)],
+        optimizer=name,
+        param_bytes=param_bytes,
+        device_kind="cuda",
+    )
+    assert size == per_param * 1_024_000
+
+
+@pytest.mark.parametrize(
+    ("tensor", "per_param"),
+    [
+        (Trained(rows=1, width=4095), 8),
+        (Trained(rows=1000, width=1024, is_embedding=True), 8),
+    ],
+)
+def test_8_bit_optimizers_keep_32_bits_for_embeddings_and_small_tensors(
+    tensor: Trained, per_param: int
+) -> None:
+    size = optimizer.state_bytes(
+        [tensor], optimizer="adamw_8bit", param_bytes=4, device_kind="cuda"
+    )
+    assert size == per_param * tensor.num_params
+
+
+def test_adafactor_keeps_sums_over_rows_and_columns() -> None:
+    matrix, vector = Trained(rows=8, width=4096), Trained(rows=1, width=4096)
+    size = optimizer.state_bytes(
+        [matrix, vector], optimizer="adafactor", param_bytes=2, device_kind="cuda"
+    )
+    assert size == 4 * (8 + 4096) + 4 * 4096
+
+
+@given(run=finetune_runs())
+def test_the_trained_tensors_hold_the_trained_parameters(run: RunConfig) -> None:
+    found = job(run)
+    what = found.model, found.targets, found.method, run.r
+    in_tensors = sum(one.num_params * one.count for one in trained_tensors(*what))
+    assert in_tensors == trained_params(*what)
 
 
 @pytest.mark.parametrize(("precision", "per_token"), [("bf16-pure", 184_680), ("bf16", 217_448)])

@@ -51,6 +51,8 @@ def like_cuda() -> Iterator[None]:
             ("torch.utils", "swap_tensors", _take_data),
             # bitsandbytes' 8-bit product expands the weight on a CPU.
             ("bitsandbytes.autograd._functions", "MatMul8bitFp", _int8_product()),
+            # Paged states live on the host, and a CPU makes none.
+            (_bnb_optimizer(), "get_state_buffer", _state_buffer),
             # PEFT knows a 4-bit weight by its class, which a fake one can't have.
             ("peft.tuners.lora.dora", "dequantize_module_weight", _expanded),
             # One list of tensors per operation, as `foreach` optimizers do it on CUDA.
@@ -74,6 +76,33 @@ def _int8_product() -> Any:
     from bitsandbytes.autograd._functions import MatMul8bitLt
 
     return MatMul8bitLt
+
+
+def _bnb_optimizer() -> Any:
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    return Optimizer8bit
+
+
+_MIN_PAGED_PARAMS = 100_000
+_host_tensors = False
+
+
+def makes_host_tensors() -> bool:
+    """Whether the code that runs makes tensors that do not live on the device."""
+    return _host_tensors
+
+
+def _state_buffer(
+    optimizer: Any, parameter: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Source: bitsandbytes 0.50.2 `Optimizer8bit.get_state_buffer`."""
+    global _host_tensors
+    _host_tensors = optimizer.is_paged and parameter.numel() >= _MIN_PAGED_PARAMS
+    try:
+        return torch.zeros_like(parameter, dtype=dtype)
+    finally:
+        _host_tensors = False
 
 
 def _expanded(module: Any) -> Any:

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from whichlora.device.build import _fp32_names, _model_config, finished_model, meta_model
 from whichlora.device.finetune import measure_finetune
 from whichlora.device.inference import measure_inference
-from whichlora.device.like_cuda import like_cuda
+from whichlora.device.like_cuda import like_cuda, makes_host_tensors
 from whichlora.device.meter import Meter
 from whichlora.errors import WhichLoraError
 from whichlora.memory.replay import replay
@@ -235,6 +235,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         if moment == "forward" and not self._in_model and not tensor.is_floating_point():
             return  # a batch in the making, on the host
         owner = layer if layer is not None else self._owner_of_args(args, index, moment)
+        if makes_host_tensors():
+            self._last_owner = owner
+            return
         self._born(tensor, str(func), owner)
 
     def _owner_of_args(self, args: Any, index: int, moment: str) -> int | None:

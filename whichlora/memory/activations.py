@@ -301,20 +301,24 @@ def inputs_saved(layer: Layer, targets: tuple[str, ...], stack: Stack) -> Iterat
             )
 
 
-def held_by_linear4bit(layer: Layer, stack: Stack) -> Iterator[Tensor]:
-    """Inputs that 4-bit matrices of old bitsandbytes hold until the graph is gone. Kind: exact.
+def held_by_quantised(layer: Layer, stack: Stack) -> Iterator[Tensor]:
+    """Inputs that bitsandbytes' matrices hold on their own until the graph is gone. Kind: exact.
 
-    Source: bitsandbytes 0.43.1 `MatMul4Bit`: `ctx.tensors` instead of saved tensors.
+    8-bit ones as they come, 4-bit ones of old versions in 16 bit. A CPU has another 8-bit product.
+    Source: bitsandbytes 0.50.2 `MatMul8bitLt`, 0.43.1 `MatMul4Bit`: `ctx.tensors` instead of saved
+    tensors.
     """
-    if stack.quant not in FOUR_BIT_BNB or not stack.libraries.linear4bit_keeps_input:
+    is_8bit = stack.quant == "int8" and stack.device_kind != "cpu"
+    is_4bit = stack.quant in FOUR_BIT_BNB and stack.libraries.linear4bit_keeps_input
+    if not (is_8bit or is_4bit):
         return
     for linear in layer.linears:
         if linear.is_module and linear.quantisable:
-            width = linear.active * linear.in_features
+            from_stream = is_8bit and linear.reads not in ("attn_out", "cross_out")
             yield per_token(
-                "4-bit matrix: input",
-                stack.compute_bytes,
-                width,
+                f"{stack.quant} matrix: input",
+                stack.stream_bytes if from_stream else stack.compute_bytes,
+                linear.active * linear.in_features,
                 "in_features",
                 tensor=linear.reads,
             )
@@ -375,7 +379,7 @@ def layer_saved(
         )
     saved.extend(inputs_saved(layer, targets, stack))
     saved.extend(adapters_saved(layer, targets, stack, method, r))
-    saved.extend(held_by_linear4bit(layer, stack))
+    saved.extend(held_by_quantised(layer, stack))
     return distinct(saved)
 
 

@@ -197,8 +197,8 @@ OPTIMIZER_TEMPORARIES = Fact(
     what="temporaries of the optimizer",
     shape="[trained_params]",
     dtype="of the parameter",
-    why="foreach AdamW makes a list of tensors as large as the parameters",
-    source="torch.optim.adamw._multi_tensor_adamw",
+    why="foreach AdamW makes a list of tensors, Adafactor an fp32 update of one at a time",
+    source="torch.optim.adamw._multi_tensor_adamw; transformers Adafactor.step",
 )
 
 # --- training: the loss -----------------------------------------------------------------------
@@ -210,6 +210,14 @@ LOSS_FORWARD = Fact(
     dtype="fp32",
     why="the end of the loss's forward",
     source="transformers ForCausalLMLoss; torch cross_entropy",
+)
+KEPT_LOGITS = Fact(
+    part="logits_and_loss",
+    what="logits that the caller keeps",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="compute_bytes, or fp32 under autocast",
+    why="loss head raw: the loop holds the model's output while it goes backward",
+    source="accelerate ConvertOutputsToFp32",
 )
 LOSS_BACKWARD = Fact(
     part="logits_and_loss",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from whichlora.architecture import Layer, ModelSpec
 from whichlora.memory import activations, allocator, facts, logits, optimizer, weights
 from whichlora.memory.entries import Entry, Group, Tensor, listed, tensor_bytes
+from whichlora.memory.trained import trained_tensors
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, largest
 from whichlora.specs import GpuSpec, RunConfig
@@ -160,6 +161,7 @@ def training_ledger(
     tokens = batch_size * seq_len
     num_layers = model.num_hidden_layers
     trained = trained_params(model, targets, method, r)
+    tensors = trained_tensors(model, targets, method, r)
     param_bytes = stack.base_bytes if method.trains_base else stack.adapter_bytes
     gradient_bytes = trained * param_bytes
     accumulated = gradient_bytes if run.gradient_accumulation_steps > 1 else 0 * trained
@@ -167,8 +169,13 @@ def training_ledger(
     static = weight_entries(model, stack, like=tokens)
     if not method.trains_base:
         static.append(Entry(facts.ADAPTERS, trained * stack.adapter_bytes))
-    states = optimizer.state_bytes(trained, optimizer=run.optimizer, param_bytes=param_bytes)
-    static.append(Entry(facts.OPTIMIZER_STATES, states))
+    states = optimizer.state_bytes(
+        tensors, optimizer=run.optimizer, param_bytes=param_bytes, device_kind=gpu.kind
+    )
+    in_step = optimizer.step_temporary_bytes(
+        tensors, optimizer=run.optimizer, param_bytes=param_bytes, device_kind=gpu.kind
+    )
+    static.append(Entry(facts.OPTIMIZER_STATES, states + 0 * trained))
 
     layers = [
         _layer(layer, count, model, targets, stack, method, r, tokens, seq_len)
@@ -203,7 +210,7 @@ def training_ledger(
             *(  # outside of autograd, so it outlives a checkpointed forward
                 Group(
                     where="each layer",
-                    tensors=activations.distinct(activations.held_by_linear4bit(layer, stack)),
+                    tensors=activations.distinct(activations.held_by_quantised(layer, stack)),
                     count=count,
                     tokens=tokens,
                     span=seq_len,
@@ -240,6 +247,7 @@ def training_ledger(
     head_copy = logits.head_copy_bytes(model, stack)
     loss_forward = logits.loss_forward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
     loss_backward = logits.loss_backward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
+    kept_logits = logits.kept_logits_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
     dense = stack.compute_bytes * weights.largest_quantised_matrix(model, stack)
     norms = activations.method_transient_bytes(model, targets, stack, method)
     merged = 0
@@ -281,6 +289,7 @@ def training_ledger(
         ),
         "layer_backward": (
             *before,
+            Entry(facts.KEPT_LOGITS, kept_logits),
             Entry(facts.LAST_LAYERS_GRADIENTS, first_gradients - accumulated),
             kept,
             Entry(facts.LAYER_BACKWARD, in_layer + merged),
@@ -292,12 +301,7 @@ def training_ledger(
             Entry(facts.ALL_GRADIENTS, gradient_bytes),
             Entry(
                 facts.OPTIMIZER_TEMPORARIES,
-                optimizer.step_temporary_bytes(
-                    trained,
-                    optimizer=run.optimizer,
-                    param_bytes=param_bytes,
-                    device_kind=gpu.kind,
-                ),
+                in_step + 0 * trained,
             ),
         ),
     }
@@ -324,6 +328,6 @@ def training_ledger(
     if gpu.kind == "cpu":
         return found
     # The optimizer's lists of small tensors find no use for the segments of the activations.
-    in_step = largest(loss_forward, loss_backward, in_layer) + kept.num_bytes
-    at_optimizer = found.moment_bytes("optimizer_step") + in_step
+    left_behind = largest(loss_forward, loss_backward, in_layer) + kept.num_bytes
+    at_optimizer = found.moment_bytes("optimizer_step") + left_behind
     return replace(found, idle_bytes=largest(idle, at_optimizer - found.peak_allocated_bytes))

@@ -56,6 +56,15 @@ def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_he
     return tokens * vocab * entry
 
 
+def kept_logits_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
+    """What a loop with its own loss holds while the layers go backward. Kind: exact."""
+    if loss_head != "raw":
+        return 0 * tokens
+    in_place = model.task == "causal-lm" and stack.libraries.widens_logits_in_place
+    is_wide = in_place or _autocast_widens(stack)
+    return tokens * logit_width(model) * (4 if is_wide else stack.compute_bytes)
+
+
 def _autocast_widens(stack: Stack) -> bool:
     """Whether the model returns fp32 copies: accelerate does that to outputs under autocast.
 

@@ -2,41 +2,71 @@
 
 from __future__ import annotations
 
-from whichlora.numeric import Count
+from collections.abc import Iterable
 
-_STATES_8BIT = {"adamw_8bit", "paged_adamw_8bit"}
+from whichlora.memory.trained import Trained
+from whichlora.numeric import Count, ceil_div, largest
+
+_MIN_8BIT_PARAMS = 4096  # smaller tensors keep 32-bit states
+_MIN_PAGED_PARAMS = 100_000  # smaller tensors keep their states on the device
+_BLOCK = 256  # 8-bit states that share one fp32 scale
+_STATES = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}  # as wide as the parameter
 
 
-def state_bytes(num_trained: Count, *, optimizer: str, param_bytes: int) -> Count:
+def state_bytes(
+    tensors: Iterable[Trained], *, optimizer: str, param_bytes: int, device_kind: str
+) -> Count:
     """Bytes of states after the first step, inside the framework's allocator.
 
-    Kind: exact; paged states live outside the allocator; Adafactor's factored second moment is
-    a lower bound of a few rows and columns, counted as nothing.
-    Source: torch 2.13 `optim`, bitsandbytes 0.50.2 `optim`.
+    Kind: exact. Paged states live outside the allocator; a CPU has none.
+    Source: torch 2.13 `optim`; bitsandbytes 0.50.2 `Optimizer2State.init_state` and
+    `get_state_buffer`; transformers 5.23 `Adafactor.step`, `Trainer.create_optimizer`.
     """
-    if optimizer == "paged_adamw_8bit":
-        return 0 * num_trained
-    if optimizer == "adamw_8bit":
-        return 2 * num_trained
-    per_param = {
-        "adamw_torch": 2,
-        "adamw_torch_fused": 2,
-        "lion": 1,
-        "adafactor": 0,
-        "sgd": 0,
-    }[optimizer]
-    return per_param * param_bytes * num_trained
+    total: Count = 0
+    for one in tensors:
+        size = one.num_params
+        if optimizer in _STATES:
+            each = _STATES[optimizer] * param_bytes * size
+        elif optimizer == "lion":
+            each = 4 * size
+        elif optimizer == "adafactor":  # sums over rows and columns; all of a vector
+            each = 4 * (one.rows * (one.rows != 1) + one.width)
+        else:
+            is_paged = optimizer == "paged_adamw_8bit" and device_kind != "cpu"
+            each = _8bit_states(one, is_paged=is_paged)
+        total = total + each * one.count
+    return total
+
+
+def _8bit_states(one: Trained, *, is_paged: bool) -> Count:
+    """Two states of one tensor, with a scale per block of each."""
+    size = one.num_params
+    is_wide = (size < _MIN_8BIT_PARAMS) | one.is_embedding
+    scales = 2 * 4 * ceil_div(size, _BLOCK) * (1 - is_wide)
+    codes = size * (2 + 6 * is_wide)
+    if is_paged:
+        codes = codes * (size < _MIN_PAGED_PARAMS)
+    return codes + scales
 
 
 def step_temporary_bytes(
-    num_trained: Count, *, optimizer: str, param_bytes: int, device_kind: str
+    tensors: Iterable[Trained], *, optimizer: str, param_bytes: int, device_kind: str
 ) -> Count:
     """Temporaries at the peak of the step.
 
-    The foreach implementation of AdamW makes one tensor list of the size of the parameters; the
-    fused one makes none, and neither does the CPU, which loops over parameters.
-    Kind: exact for AdamW, lower bound elsewhere.
+    The foreach implementation of AdamW makes one list of tensors as large as the parameters; the
+    fused one makes none, and neither does the CPU, which loops over parameters. Adafactor makes an
+    fp32 update and its next stage of one parameter at a time, and of 16-bit ones fp32 copies of
+    the gradient and the parameter. SGD and bitsandbytes update in place.
+    Kind: exact. Source: torch 2.13 `_multi_tensor_adamw`; transformers 5.23 `Adafactor.step`.
     """
+    sizes = [one.num_params * (one.count > 0) for one in tensors]
+    if optimizer == "adafactor":
+        copies = 2 if param_bytes == 4 else 4
+        return 4 * copies * largest(*sizes)
     if optimizer == "adamw_torch" and device_kind != "cpu":
-        return param_bytes * num_trained
-    return 0 * num_trained
+        total: Count = 0
+        for one in tensors:
+            total = total + param_bytes * one.num_params * one.count
+        return total
+    return 0 * sum(sizes)

@@ -38,6 +38,8 @@ class Method:
         trains_base: all base weights get gradients.
         base_quant: storage of the base weights where the user does not say.
         adapter_params: trainable parameters added for rank r.
+        adapter_shapes: (rows, width) of the tensors that one of the `count` matrices gets; None:
+            optimizers are told of one tensor with all of its parameters.
         saved_bytes_per_token: kept for backward beyond the input and the rank-r output, which
             `memory.activations` counts for every low-rank method.
         saved_bytes: kept for backward whatever the number of tokens.
@@ -57,6 +59,7 @@ class Method:
     trains_base: bool = False
     base_quant: Quant = "none"
     adapter_params: Callable[[Linear, Count], Count] = _no_params
+    adapter_shapes: Callable[[Linear, Count], tuple[tuple[Count, Count], ...]] | None = None
     saved_bytes_per_token: Callable[[Linear, Stack], int] = _nothing
     saved_bytes: Callable[[Linear, Stack], int] = _nothing
     transient_bytes: Callable[[Linear, Stack], int] = _nothing

@@ -17,6 +17,11 @@ def adapter_params(linear: Linear, r: Count) -> Count:
     return lora.low_rank_params(linear, r) + linear.out_features * linear.count
 
 
+def adapter_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
+    """LoRA's factors and the magnitudes. Kind: exact."""
+    return *lora.low_rank_shapes(linear, r), (1, linear.out_features)
+
+
 def saved_bytes_per_token(linear: Linear, stack: Stack) -> int:
     """Base result and LoRA result, both needed for the magnitude's gradient.
 
@@ -123,6 +128,7 @@ METHOD = replace(
     summary="LoRA with a trained magnitude per output",
     peft_config=peft_config,
     adapter_params=adapter_params,
+    adapter_shapes=adapter_shapes,
     saved_bytes_per_token=saved_bytes_per_token,
     saved_bytes=saved_bytes,
     transient_bytes=transient_bytes,

@@ -16,6 +16,12 @@ def low_rank_params(linear: Linear, r: Count) -> Count:
     return rank * (linear.in_features + linear.out_features) * linear.count
 
 
+def low_rank_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
+    """A and B. Kind: exact."""
+    rank = r * linear.rank_multiple
+    return (rank, linear.in_features), (linear.out_features, rank)
+
+
 def peft_config(run: RunConfig) -> dict[str, Any]:
     """Arguments of `peft.LoraConfig`; the caller resolves target groups but all-linear."""
     targets = run.target_modules
@@ -35,6 +41,7 @@ METHOD = Method(
     summary="low-rank adapters on a 16-bit base",
     peft_config=peft_config,
     adapter_params=low_rank_params,
+    adapter_shapes=low_rank_shapes,
     forward_ops=(4, 8),
     backward_ops=(6, 10),
 )
