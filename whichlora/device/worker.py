@@ -32,7 +32,7 @@ def main() -> None:
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
     device = sys.argv[1]
-    _say(answers, {"event": "ready", "environment": _environment(device)})
+    _say(answers, {"event": "ready", "environment": environment(device)})
     while True:
         _say(answers, {"event": "result"} | _answer(json.loads(requests.get()), device))
 
@@ -152,7 +152,7 @@ def _memory_limit(limit_bytes: int | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _environment(device: str) -> dict[str, Any]:
+def environment(device: str) -> dict[str, Any]:
     """What a measurement depends on and its settings don't say; the imports are the slow part."""
     import torch
 
@@ -160,7 +160,7 @@ def _environment(device: str) -> dict[str, Any]:
     import whichlora.device.inference  # noqa: F401
 
     installed = {d.metadata["Name"] for d in metadata.distributions()}
-    environment: dict[str, Any] = {
+    found: dict[str, Any] = {
         "device": _cpu_model(),
         "cpu": _cpu_model(),
         "num_threads": torch.get_num_threads(),
@@ -171,14 +171,14 @@ def _environment(device: str) -> dict[str, Any]:
     if device.startswith("cuda"):
         torch.zeros(1, device=device)  # creates the context: not part of any measurement
         free_bytes, total_bytes = torch.cuda.mem_get_info()
-        environment |= {
+        found |= {
             "device": torch.cuda.get_device_name(),
             "cuda": torch.version.cuda or torch.version.hip,
             "driver": _driver_version(),
             "device_total_bytes": total_bytes,
             "device_used_idle_bytes": total_bytes - free_bytes,
         }
-    return environment
+    return found
 
 
 def _cpu_model() -> str:

@@ -40,7 +40,8 @@ def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_he
     if loss_head == "trl-fused":
         tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * stack.compute_bytes
         # selected hidden states, targets and normaliser, seven fp32 vectors
-        return tokens * (2 * model.hidden_size + 12 + 28) + tile
+        folded = _fused_temporaries(model, stack, tokens=tokens, bytes_per_entry=13)
+        return tokens * (2 * model.hidden_size + 12 + 28) + tile + folded
     if loss_head == "liger":
         return tokens * model.hidden_size * stack.compute_bytes
     logits_bytes = stack.compute_bytes
@@ -73,6 +74,22 @@ def _autocast_widens(stack: Stack) -> bool:
     return stack.compute_bytes == 2 and stack.loss_bytes == 4
 
 
+def _fused_temporaries(
+    model: ModelSpec, stack: Stack, *, tokens: Count, bytes_per_entry: int
+) -> Count:
+    """What TRL's head makes of a tile where there is no Triton: fp32 tensors of its size.
+
+    Forward: scores, their exponent, a product and a mask. Backward: scores twice, log-softmax,
+    softmax, gradient, two temporaries and a mask. With Triton one kernel does it in registers.
+    Kind: exact on CPU. Source: TRL 1.16 `kernels/chunked_logprob.py`, `_forward_tile`,
+    `_backward_tile`.
+    """
+    if stack.device_kind != "cpu":
+        return 0 * tokens
+    entries = smallest(tokens, FUSED_TILE_TOKENS) * min(logit_width(model), FUSED_TILE_VOCAB)
+    return bytes_per_entry * entries
+
+
 def loss_element_bytes(model: ModelSpec, stack: Stack) -> int:
     """One entry of the loss: decoders widen their logits, T5 and BERT leave that to autocast."""
     return 4 if model.task == "causal-lm" else stack.loss_bytes
@@ -95,8 +112,14 @@ def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_h
         return tokens * (8 * vocab + stack.stream_bytes * hidden)
     if loss_head == "trl-fused":
         tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * stack.compute_bytes
-        widened = 2 * FUSED_TILE_VOCAB * hidden if stack.embedding_bytes != 2 else 0
-        return tokens * (2 * hidden + 12 + 4 * hidden + 2 * hidden) + tile + widened
+        is_cast = stack.embedding_bytes != stack.compute_bytes
+        slice_bytes = stack.compute_bytes * min(vocab, FUSED_TILE_VOCAB) * hidden if is_cast else 0
+        # a trained head: its gradient is summed up in fp32 and handed on in its own dtype
+        handed_on = 0 if stack.embedding_bytes == 4 else stack.embedding_bytes
+        summed = (4 + handed_on) * vocab * hidden if stack.trains_base else 0
+        folded = _fused_temporaries(model, stack, tokens=tokens, bytes_per_entry=29)
+        states = tokens * (2 * hidden + 12 + 4 * hidden + 2 * hidden)
+        return states + tile + slice_bytes + summed + folded
     if loss_head == "liger":
         return tokens * hidden * 2 * stack.compute_bytes
     softcap_bytes = stack.compute_bytes if model.logit_softcap else 0

@@ -1,0 +1,397 @@
+"""Before step 1: will it fit, how long will it take; from then on: predicted against actual."""
+
+from __future__ import annotations
+
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from whichlora import api, timing
+from whichlora.calibration import Calibration
+from whichlora.device.meter import Meter
+from whichlora.device.worker import environment
+from whichlora.errors import WhichLoraError
+from whichlora.integrations.batches import Batches, read_batches
+from whichlora.integrations.live import read_job
+from whichlora.prediction import Job, predict, step_features, time_interval
+from whichlora.results import Interval, Measurement, Prediction
+from whichlora.store.measurements import MeasurementLog
+from whichlora.units import format_bytes, format_seconds
+
+MAX_RECORDED_STEPS = 64
+_LONG_BATCH = 1.5  # times the median: then the longest batch alone decides, which is worth a line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What the callback said before step 1.
+
+    Args:
+        prediction: at the longest batch; `total_s` is of all steps over their real widths.
+    """
+
+    job: Job
+    prediction: Prediction
+    calibration: Calibration
+    batches: Batches
+    num_steps: int
+    total_s: float
+    total_interval_s: Interval
+
+    def step_s(self, width: int) -> float:
+        """Predicted seconds of an optimizer step whose batches have this width."""
+        model = self.calibration.time["finetune"]
+        return float(timing.seconds(model, step_features(self.job, seq_len=width))[0])
+
+    def at(self, width: int, *, padded: bool) -> Prediction:
+        """The prediction for batches of another width."""
+        run = replace(
+            self.job.run,
+            seq_len=width,
+            padding="padded" if padded else "none",
+        )
+        return predict(self.job.model, run, self.job.gpu, self.calibration)
+
+
+@dataclass(slots=True)
+class _Step:
+    """One optimizer step as it happened: its micro-batches' shapes and its seconds."""
+
+    shapes: list[tuple[int, int]]
+    padded: bool = False
+    seconds: float = 0.0
+    timed: bool = True
+
+    @property
+    def width(self) -> int:
+        return max((width for _, width in self.shapes), default=0)
+
+
+class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
+    """Add to the `callbacks` of a `transformers.Trainer`, TRL's too.
+
+    It reads the model, the arguments and the data that are there, says before step 1 whether the
+    run will fit and how long it will take, and compares as it goes. What it can't read it says in
+    one line, and stays silent then. It never stops a training.
+
+    A CPU has no memory counters, so there the second step runs under the profiler.
+
+    Args:
+        record: add the run to the calibration database of this device, so that the next
+            prediction here is better.
+        calibration_dir: that database; None is the user's own.
+        say: takes each line; None prints to stderr.
+
+    Attributes:
+        forecast: what was predicted, once the training has begun; None where it was refused.
+        measurement: what was measured, once it has ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        record: bool = False,
+        calibration_dir: Path | str | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.forecast: Forecast | None = None
+        self.measurement: Measurement | None = None
+        self._record = record
+        self._calibration_dir = None if calibration_dir is None else Path(calibration_dir)
+        self._say = say or _to_stderr
+
+    # --- events of the Trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **live: Any) -> None:
+        self.forecast = self.measurement = None
+        self._steps: list[_Step] = []
+        self._current: _Step | None = None
+        self._first_step = state.global_step
+        self._num_said = 0
+        self._hook: Any = None
+        if not state.is_world_process_zero:
+            return
+        try:
+            self.forecast = self._forecast(args, state, live)
+        except WhichLoraError as error:
+            self._say(f"no prediction: {error}")
+            return
+        except Exception as error:  # a training of days must not end for a line of advice
+            self._say(
+                f"no prediction, by a fault of whichlora: {type(error).__name__}: {error}; "
+                "please report it; the training goes on"
+            )
+            return
+        for line in announcement(self.forecast):
+            self._say(line)
+        self._meter = Meter(args.device.type)
+        self._meter.forget_peak()
+        self._peak_bytes: int | None = None
+        self._peak_step: _Step | None = None
+        self._begin_s = time.perf_counter()
+        self._mark_s = self._meter.now()
+        self._hook = live["model"].register_forward_pre_hook(self._on_forward, with_kwargs=True)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.forecast is None:
+            return
+        done = state.global_step - self._first_step
+        # the first step is not like the others: it makes the optimizer state
+        self._current = _Step(shapes=[], timed=done > 0)
+        if self._meter.needs_extra_run and done == min(1, self.forecast.num_steps - 1):
+            self._current.timed = False
+            self._peak_step = self._current
+            self._meter.start_extra_run()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.forecast is None or self._current is None:
+            return
+        if self._current is self._peak_step:
+            self._meter.stop_extra_run()
+        now = self._meter.now()
+        self._current.seconds = now - self._mark_s
+        self._mark_s = now
+        self._steps.append(self._current)
+        self._current = None
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.forecast is not None and len(self._steps) > max(1, self._num_said):
+            self._num_said = len(self._steps)
+            self._say(self._progress())
+        self._forget_pause()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._forget_pause()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._forget_pause()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **live: Any) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self.forecast is None or not self._steps:
+            return
+        self._say(self._summary())
+        self.measurement = self._measured()
+        if self._record:
+            self._keep(self.measurement)
+
+    # --- what they do
+
+    def _forecast(self, args: Any, state: Any, live: dict[str, Any]) -> Forecast:
+        accumulation = args.gradient_accumulation_steps
+        batch_size = state.train_batch_size or args.train_batch_size
+        gpu = api.find_gpu(_device_name(args.device))
+        num_steps = state.max_steps - state.global_step
+        strategy = str(getattr(args, "train_sampling_strategy", "random"))
+        batches = read_batches(
+            live["train_dataloader"],
+            batch_size=batch_size,
+            num_micro_steps=num_steps * accumulation,
+            seed=args.seed,
+            grouped=strategy in ("group_by_length", "batch_rebalance"),
+        )
+        job = read_job(
+            live["model"],
+            args,
+            live.get("optimizer"),
+            gpu=gpu,
+            batch_size=batch_size,
+            seq_len=batches.longest,
+            padded=batches.padded,
+        )
+        calibration = api.load_calibration(gpu, self._calibration_dir)
+        prediction = predict(job.model, job.run, gpu, calibration)
+        model = calibration.time["finetune"]
+        total = sum(
+            count
+            / accumulation
+            * float(timing.seconds(model, step_features(job, seq_len=width))[0])
+            for width, count in batches.widths.items()
+        )
+        widest = step_features(job, seq_len=max(batches.widths))
+        deviation = timing.log_deviation(model, widest, float(timing.seconds(model, widest)[0]))
+        return Forecast(
+            job=job,
+            prediction=prediction,
+            calibration=calibration,
+            batches=batches,
+            num_steps=num_steps,
+            total_s=total,
+            total_interval_s=time_interval(total, deviation),
+        )
+
+    def _on_forward(self, module: Any, positional: Any, named: dict[str, Any]) -> None:
+        if self._current is None or not module.training:
+            return
+        ids = named.get("input_ids", positional[0] if positional else None)
+        if ids is not None and ids.dim() == 2:
+            self._current.shapes.append((ids.shape[0], ids.shape[1]))
+            mask = named.get("attention_mask")
+            # once per step is enough to know; asking a GPU costs a synchronisation
+            if mask is not None and not self._current.padded and len(self._steps) < 2:
+                self._current.padded = bool((mask == 0).any())
+
+    def _forget_pause(self) -> None:
+        """What happened since the step ended (logging, evaluation, saving) is not training."""
+        if self.forecast is not None and self._hook is not None:
+            self._mark_s = self._meter.now()
+
+    def _like(self) -> list[_Step]:
+        """Timed steps whose batches are whole and of one width each."""
+        assert self.forecast is not None
+        run = self.forecast.job.run
+        return [
+            step
+            for step in self._steps
+            if step.timed
+            and len(step.shapes) == run.gradient_accumulation_steps
+            and set(step.shapes) == {(run.batch_size, step.width)}
+        ]
+
+    def _peak(self) -> tuple[int, int] | None:
+        """Peak of live tensors so far, and its prediction at the widest batch it has seen."""
+        assert self.forecast is not None
+        bytes_now = self._meter.peaks()["peak_allocated_bytes"]
+        if not bytes_now:
+            return None
+        width, padded = self._peak_width()
+        predicted = self.forecast.at(width, padded=padded).memory.peak_allocated_bytes
+        return bytes_now, predicted
+
+    def _peak_width(self) -> tuple[int, bool]:
+        steps = self._steps if self._peak_step is None else [self._peak_step]
+        return max(step.width for step in steps), any(step.padded for step in steps)
+
+    def _progress(self) -> str:
+        assert self.forecast is not None
+        timed = [step for step in self._steps if step.timed]
+        parts = [f"step {len(self._steps)} of {self.forecast.num_steps}"]
+        if timed:
+            actual = sum(step.seconds for step in timed)
+            predicted = sum(self.forecast.step_s(step.width) for step in timed)
+            parts.append(
+                f"{format_seconds(actual / len(timed))} a step "
+                f"(predicted {format_seconds(predicted / len(timed))}, {_off(predicted, actual)})"
+            )
+            left = 1 - len(self._steps) / self.forecast.num_steps
+            parts.append(
+                f"{format_seconds(self.forecast.total_s * actual / predicted * left)} left"
+            )
+        peak = self._peak()
+        if peak:
+            parts.append(f"peak {_compared(*peak)}")
+        return ", ".join(parts)
+
+    def _summary(self) -> str:
+        assert self.forecast is not None
+        actual = time.perf_counter() - self._begin_s
+        predicted = self.forecast.total_s
+        text = (
+            f"{len(self._steps)} steps in {format_seconds(actual)}, everything between them "
+            f"included (predicted {format_seconds(predicted)}, {_off(predicted, actual)})"
+        )
+        peak = self._peak()
+        if peak:
+            text += f"; peak at {self._peak_width()[0]} tokens {_compared(*peak)}"
+        return text
+
+    def _measured(self) -> Measurement:
+        """The run as an ordinary record."""
+        assert self.forecast is not None
+        width, padded = self._peak_width()
+        run = self.forecast.at(width, padded=padded).run
+        steps = self._like()[:MAX_RECORDED_STEPS]
+        peaks: dict[str, Any] = self._meter.peaks()
+        return Measurement(
+            id=uuid.uuid4().hex,
+            gpu=self.forecast.job.gpu.key,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            config=run.to_dict(),
+            outcome="ok",
+            model_config=dict(self.forecast.job.model.config),
+            step_s=tuple(step.seconds for step in steps),
+            batch_seq_len=tuple(step.width for step in steps),
+            device_s=time.perf_counter() - self._begin_s,
+            environment=environment("cuda" if self._meter.is_cuda else "cpu"),
+            provenance={
+                "run_id": uuid.uuid4().hex,
+                "command": " ".join(sys.argv),
+                "source": "WhichLoRACallback",
+            },
+            **peaks,
+        )
+
+    def _keep(self, measurement: Measurement) -> None:
+        root = api.calibration_roots(self._calibration_dir)[0]
+        run_id = str(measurement.provenance["run_id"])
+        log = MeasurementLog(root, measurement.gpu, run_id)
+        try:
+            log.append(measurement)
+        except WhichLoraError as error:
+            self._say(f"not recorded: {error}")
+            return
+        what = "time and memory" if measurement.step_s else "memory alone (batches too uneven)"
+        self._say(
+            f"recorded {what} in {log.path}; fit it with: "
+            f"whichlora calibrate --gpu {measurement.gpu}"
+        )
+
+
+def announcement(forecast: Forecast) -> list[str]:
+    """What is said before step 1."""
+    one, run = forecast.prediction, forecast.job.run
+    memory = one.memory
+    low, high = memory.interval_bytes
+    verdict = {"fits": "fits", "fails": "does NOT fit", "undecided": "may not fit"}[one.verdict]
+    lines = [
+        f"{run.model}, {run.method}, batch {run.batch_size}, longest {run.seq_len} tokens: "
+        f"{verdict} {one.gpu}: {format_bytes(memory.device_used_bytes)} of "
+        f"{format_bytes(one.usable_bytes)} (95 %: {format_bytes(low)} to {format_bytes(high)})",
+        f"{forecast.num_steps} steps will take {format_seconds(forecast.total_s)} "
+        f"(90 %: {format_seconds(forecast.total_interval_s[0])} to "
+        f"{format_seconds(forecast.total_interval_s[1])}); {one.basis}",
+    ]
+    batches = forecast.batches
+    if batches.longest > _LONG_BATCH * batches.median:
+        usual = forecast.at(batches.median, padded=batches.padded).memory.device_used_bytes
+        lines.append(
+            f"the longest batch has {batches.longest} tokens (row {batches.longest_row}), the "
+            f"median row {batches.median}: it alone needs {format_bytes(memory.device_used_bytes)} "
+            f"where {format_bytes(usual)} would do; it comes at any step"
+        )
+    return lines + [f"note: {note}" for note in one.notes]
+
+
+def _device_name(device: Any) -> str:
+    """The device as the catalog finds it."""
+    if device.type != "cuda":
+        return str(device.type)
+    import torch
+
+    return torch.cuda.get_device_name(device)  # type: ignore[no-any-return]
+
+
+def _compared(actual: int, predicted: int) -> str:
+    return (
+        f"{format_bytes(actual)} (predicted {format_bytes(predicted)}, {_off(predicted, actual)})"
+    )
+
+
+def _off(predicted: float, actual: float) -> str:
+    return f"{round(100 * (predicted / actual - 1)):+d} %"
+
+
+def _to_stderr(line: str) -> None:
+    print(f"whichlora: {line}", file=sys.stderr, flush=True)
+
+
+__all__ = ["Forecast", "WhichLoRACallback", "announcement"]

@@ -1,0 +1,354 @@
+"""The live objects of a Trainer → the model and the run that they amount to, or why not.
+
+Whatever a `RunConfig` can't say is refused: a wrong answer would cost more than none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any, get_args
+
+from whichlora import families
+from whichlora.architecture import ModelSpec
+from whichlora.errors import ConfigError
+from whichlora.libraries import Libraries
+from whichlora.memory.ledger import trained_params
+from whichlora.prediction import Job, resolve
+from whichlora.specs import (
+    ALL_LINEAR,
+    FOUR_BIT_BNB,
+    AttentionKernel,
+    GpuSpec,
+    LossHead,
+    Precision,
+    RunConfig,
+)
+from whichlora.targets import resolve_targets
+
+_COUNT_TOLERANCE = 0.005  # of the parameters: more is another model than its config describes
+_OPTIMIZERS = {  # `TrainingArguments.optim` to ours, and the class that the Trainer makes of it
+    "adamw_torch": ("adamw_torch", "AdamW"),
+    "adamw_torch_fused": ("adamw_torch_fused", "AdamW"),
+    "adamw_8bit": ("adamw_8bit", "AdamW"),
+    "adamw_bnb_8bit": ("adamw_8bit", "AdamW"),
+    "paged_adamw_8bit": ("paged_adamw_8bit", "AdamW"),
+    "adafactor": ("adafactor", "Adafactor"),
+    "sgd": ("sgd", "SGD"),
+    "lion_32bit": ("lion", "Lion"),
+}
+_LANGUAGE_HEADS = re.compile(r"(CausalLM|LMHeadModel|MaskedLM|ConditionalGeneration)$")
+_PLAIN_LORA: dict[str, tuple[Any, ...]] = {  # fields of LoraConfig, and what is modelled
+    "bias": ("none",),
+    "rank_pattern": (None, {}),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "lora_bias": (None, False),
+}
+
+
+def read_job(
+    model: Any,
+    args: Any,
+    optimizer: Any,
+    *,
+    gpu: GpuSpec,
+    batch_size: int,
+    seq_len: int,
+    padded: bool,
+) -> Job:
+    """What trains, resolved and checked against the tensors that are there.
+
+    Args:
+        model: what the Trainer holds, with adapters or without.
+        args: its `TrainingArguments`.
+        optimizer: the one it made of them, or was given.
+        seq_len: padded length of the longest batch.
+
+    Raises:
+        ConfigError: something that a `RunConfig` can't say; one line.
+    """
+    _check_alone(args)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    spec = _read_model(base)
+    quant, quant_dtype = _read_quant(base)
+    adapters = _read_adapters(model, spec, quant)
+    loss_head = _read_loss_head(args)
+    autocast = _read_autocast(args)
+    run = RunConfig(
+        model=spec.name,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        padding="padded" if padded else "none",
+        precision=_read_precision(model, autocast, quant_dtype, trains_base=not adapters),
+        quant=quant,
+        prepare_kbit=quant != "none" and _dtype(_stored(base), "base weights") == "float32",
+        optimizer=_read_optimizer(args, optimizer),
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        attn=_read_attention(base),
+        loss_head=loss_head,
+        libraries=_older_libraries(with_trl=loss_head == "trl-fused"),
+        **_read_checkpointing(base, args),
+        **(adapters or {"method": "full"}),
+    )
+    job = resolve(spec, run, gpu)
+    _check_dtypes(job, model, base)
+    _check_counts(job, model, base)
+    return job
+
+
+def _check_alone(args: Any) -> None:
+    """One device, and none of the machinery that keeps other tensors.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    num_devices = max(args.world_size, args.n_gpu)
+    if num_devices > 1:
+        raise ConfigError(f"the run has {num_devices} devices; one is modelled")
+    for name in ("deepspeed", "fsdp", "torch_compile", "label_smoothing_factor"):
+        if getattr(args, name, None):
+            raise ConfigError(f"{name}={getattr(args, name)!r} is not modelled")
+    if getattr(args, "activation_offloading", False):
+        raise ConfigError("activation_offloading is not modelled")
+
+
+# --- the model
+
+
+def _read_model(base: Any) -> ModelSpec:
+    kind = type(base).__name__
+    if not _LANGUAGE_HEADS.search(kind):
+        raise ConfigError(f"{kind} is not modelled; a model with a language-model head is")
+    config = json.loads(base.config.to_json_string(use_diff=False))
+    config.pop("quantization_config", None)  # how it is held is read from the tensors
+    name = getattr(base.config, "_name_or_path", "") or str(config.get("model_type"))
+    return families.build(config, name=name)
+
+
+def _stored(base: Any) -> Iterator[Any]:
+    """Base weights that are not quantised."""
+    for name, parameter in base.named_parameters():
+        if "lora_" not in name and parameter.is_floating_point() and not _is_quantised(parameter):
+            yield parameter
+
+
+def _is_quantised(parameter: Any) -> bool:
+    return type(parameter).__name__ in ("Params4bit", "Int8Params")
+
+
+def _read_quant(base: Any) -> tuple[Any, str | None]:
+    """How the base weights are stored, and the dtype that 4-bit layers compute in."""
+    kinds: set[tuple[str, str | None]] = set()
+    for module in base.modules():
+        weight: Any = module._parameters.get("weight")  # its own: PEFT's layers show the base's
+        if type(weight).__name__ == "Params4bit":
+            # before the first forward, bitsandbytes may not have made its state yet
+            state = weight.quant_state
+            nested = state.nested if state is not None else weight.compress_statistics
+            dtype = _name(module.compute_dtype) if module.compute_dtype is not None else None
+            kinds.add((f"{weight.quant_type}{'-dq' if nested else ''}", dtype))
+        elif type(weight).__name__ == "Int8Params":
+            kinds.add(("int8", None))
+    if not kinds:
+        method = getattr(base, "quantization_method", None)
+        if method is not None:
+            raise ConfigError(f"weights quantised by {getattr(method, 'value', method)}")
+        return "none", None
+    if len({quant for quant, _ in kinds}) > 1:
+        raise ConfigError(f"weights are stored in several ways: {sorted(kinds)}")
+    (quant, dtype), *_ = sorted(kinds, key=str)
+    if quant == "fp4-dq":
+        raise ConfigError("fp4 with double quantisation is not modelled; nf4 with it is")
+    return quant, dtype
+
+
+def _read_adapters(model: Any, spec: ModelSpec, quant: str) -> dict[str, Any]:
+    """Method, rank, targets and dropout; empty for full fine-tuning."""
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        frozen = sum(not parameter.requires_grad for parameter in model.parameters())
+        if frozen:
+            raise ConfigError(f"{frozen} weights are frozen and there is no adapter")
+        return {}
+    if len(configs) > 1:
+        raise ConfigError(f"{len(configs)} adapters are loaded ({', '.join(configs)}); one is")
+    (config,) = configs.values()
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        raise ConfigError(f"adapters of type {kind} are not modelled; LORA is")
+    for name, accepted in _PLAIN_LORA.items():
+        value = getattr(config, name, None)
+        if value not in accepted:
+            raise ConfigError(f"LoraConfig.{name}={value!r} is not modelled")
+    leaves = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A")
+    }
+    whole = leaves == set(resolve_targets(spec, (ALL_LINEAR,)))
+    four_bit = quant in FOUR_BIT_BNB
+    return {
+        "method": ("q" if four_bit else "") + ("dora" if config.use_dora else "lora"),
+        "r": config.r,
+        "lora_alpha": max(1, round(config.lora_alpha)),
+        "lora_dropout": float(config.lora_dropout),
+        "target_modules": (ALL_LINEAR,) if whole else tuple(sorted(leaves)),
+    }
+
+
+def _read_attention(base: Any) -> AttentionKernel:
+    kernel = getattr(base.config, "_attn_implementation", None)
+    for known in get_args(AttentionKernel):
+        if kernel == known:
+            return known  # type: ignore[no-any-return]
+    accepted = ", ".join(get_args(AttentionKernel))
+    raise ConfigError(f"attn_implementation={kernel!r} is not modelled; {accepted} are")
+
+
+# --- the arguments
+
+
+def _read_optimizer(args: Any, optimizer: Any) -> Any:
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in _OPTIMIZERS:
+        raise ConfigError(f"optim={name!r} is not modelled; {', '.join(_OPTIMIZERS)} are")
+    ours, expected = _OPTIMIZERS[name]
+    actual = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    if optimizer is not None and actual != expected:
+        raise ConfigError(f"the optimizer is {actual}, which is not what optim={name!r} makes")
+    return ours
+
+
+def _read_checkpointing(base: Any, args: Any) -> dict[str, Any]:
+    """Whether and how; what transformers 5 renamed is read under both names."""
+    blocks = [module for module in base.modules() if hasattr(module, "gradient_checkpointing")]
+    if not any(module.gradient_checkpointing for module in blocks):
+        return {"gradient_checkpointing": False}
+    asked = getattr(args, "activation_checkpointing_kwargs", None)
+    asked = asked or getattr(args, "gradient_checkpointing_kwargs", None) or {}
+    for name in ("every_n_layers", "offload", "selective"):
+        if asked.get(name) not in (None, False, 1):
+            raise ConfigError(f"checkpointing with {name}={asked[name]!r} is not modelled")
+    return {"gradient_checkpointing": True, "use_reentrant": asked.get("use_reentrant")}
+
+
+def _read_loss_head(args: Any) -> LossHead:
+    """Who computes the loss: transformers, Liger, or the trainer that the arguments belong to."""
+    kinds = [kind for kind in type(args).__mro__ if kind.__module__.partition(".")[0] == "trl"]
+    if not kinds:
+        return "liger" if args.use_liger_kernel else "hf"
+    if kinds[0].__name__ != "SFTConfig":
+        raise ConfigError(f"{kinds[0].__name__}: its loss is not modelled; that of SFTConfig is")
+    if args.loss_type != "nll" or args.use_liger_kernel:
+        raise ConfigError("SFTConfig: only loss_type='nll' without Liger is modelled")
+    return "trl-fused"
+
+
+def _read_autocast(args: Any) -> str:
+    """Mixed precision as the accelerator runs it: "bf16", "fp16", or "no"."""
+    from accelerate.state import AcceleratorState
+
+    if AcceleratorState._shared_state:
+        return str(AcceleratorState().mixed_precision)
+    asked = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", asked)
+
+
+def _read_precision(
+    model: Any, autocast: str, quant_dtype: str | None, *, trains_base: bool
+) -> Precision:
+    weights = _dtype(_stored(model), "base weights")
+    if quant_dtype is not None:  # norms may have been widened; the products are in this dtype
+        weights = quant_dtype
+    if autocast == "bf16":
+        return "bf16"
+    if autocast == "fp16":
+        return "fp16"
+    if autocast != "no":
+        raise ConfigError(f"mixed precision {autocast} is not modelled; bf16 and fp16 are")
+    if weights == "float32":
+        return "fp32"
+    if weights != "bfloat16":
+        raise ConfigError(f"{weights} weights without autocast are not modelled; bfloat16 are")
+    pure = trains_base or _dtype(_adapters(model), "adapters") == "bfloat16"
+    return "bf16-pure" if pure else "bf16-no-autocast"
+
+
+def _adapters(model: Any) -> Iterator[Any]:
+    """Trained factors; DoRA's magnitudes keep a dtype of their own."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name and parameter.requires_grad and "magnitude" not in name:
+            yield parameter
+
+
+def _older_libraries(*, with_trl: bool) -> tuple[tuple[str, str], ...]:
+    """Installed versions that are older than the formulas'; newer ones are taken as these."""
+    known = Libraries()
+    found = []
+    for name in ("torch", "transformers", "peft", "bitsandbytes", *(["trl"] if with_trl else [])):
+        try:
+            installed = re.match(r"[\d.]*\d", metadata.version(name))
+        except metadata.PackageNotFoundError:
+            continue
+        if installed and Libraries.of([(name, installed[0])]).older(name, getattr(known, name)):
+            found.append((name, installed[0]))
+    return tuple(found)
+
+
+# --- the tensors, against what the formulas take them for
+
+
+def _check_dtypes(job: Job, model: Any, base: Any) -> None:
+    stack, precision = job.stack, job.run.precision
+    embedding = base.get_input_embeddings().weight
+    checks: list[tuple[str, Callable[[], Iterator[Any]], int]] = [
+        ("embeddings", lambda: iter([embedding]), stack.embedding_bytes),
+        ("adapters", lambda: _adapters(model), stack.adapter_bytes),
+        ("base weights", lambda: _stored(base), stack.base_bytes),
+    ]
+    for what, tensors, expected in checks:
+        for tensor in tensors():
+            if tensor.element_size() != expected:
+                raise ConfigError(
+                    f"{what} in {_name(tensor.dtype)} with {precision} training: the formulas know "
+                    f"them with {expected} bytes each there"
+                )
+
+
+def _check_counts(job: Job, model: Any, base: Any) -> None:
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    expected = int(trained_params(job.model, job.targets, job.method, job.run.r))
+    if abs(trained - expected) > _COUNT_TOLERANCE * expected:
+        raise ConfigError(
+            f"{trained:,} parameters are trained, its settings describe {expected:,}; "
+            "some layers are left out or added"
+        )
+    if job.run.quant == "none":
+        total = sum(p.numel() for name, p in base.named_parameters() if "lora_" not in name)
+        if abs(total - job.model.num_params) > _COUNT_TOLERANCE * total:
+            raise ConfigError(
+                f"the model has {total:,} parameters, its config describes {job.model.num_params:,}"
+            )
+
+
+def _dtype(tensors: Iterator[Any], what: str) -> str:
+    """The one dtype of `tensors`.
+
+    Raises:
+        ConfigError: they have several, or there are none.
+    """
+    names = sorted({_name(tensor.dtype) for tensor in tensors})
+    if len(names) != 1:
+        raise ConfigError(f"{what} are {' and '.join(names) or 'missing'}; one dtype is modelled")
+    return names[0]
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
