@@ -517,7 +517,8 @@ def _write(session: Session, answer: Answer) -> dict[str, Path]:
         files["measurements"] = session.log.path
     if answer.winner is None:
         return files
-    from whichlora.job import train_script
+    from whichlora.exports import FORMATS, Recipe
+    from whichlora.handover import RECIPE_FILE
 
     best = answer.winner.run
     job = session.job(best)
@@ -531,21 +532,24 @@ def _write(session: Session, answer: Answer) -> dict[str, Path]:
         if plan.dataset.kind != "counts"
         else {}
     )
-    script = train_script(
-        best,
+    recipe = Recipe(
+        run=best,
+        gpu=session.gpu.key,
         target_modules=job.peft_targets,
         epochs=plan.epochs,
         learning_rate=plan.learning_rate,
         seed=plan.seed,
         tokenizer=None if plan.weights == "random" else plan.tokenizers.get(best.model),
         weights=plan.weights,
-        model_config=session.models[best.model].config,
+        model_config=dict(session.models[best.model].config),
         batching=plan.collator,  # what the total time was summed over
         masked_lm=session.models[best.model].task == "encoder",
         trust_remote_code=plan.trust_remote_code,
     )
+    write_object(folder / RECIPE_FILE, recipe.to_dict())
+    script = FORMATS["transformers"](recipe)
     path = folder / "train.py"
-    path.write_text(script, encoding="utf-8")
+    path.write_text(script.files[path.name], encoding="utf-8")
     return files | {"job": path} | {f"data_{split}": file for split, file in data.items()}
 
 

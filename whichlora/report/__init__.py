@@ -6,6 +6,7 @@ from whichlora.report.catalogs import print_gpus, print_models
 from whichlora.report.estimate import print_predictions
 from whichlora.report.facts import answer_facts, detailed_row
 from whichlora.report.files import write_candidates, write_comparison, write_summary
+from whichlora.report.handovers import print_handover
 from whichlora.report.progress import Progress
 from whichlora.report.rows import candidate_row, comparison_rows, comparison_summary
 from whichlora.report.terminal import MAX_REASONS
@@ -25,6 +26,7 @@ __all__ = [
     "print_answer",
     "print_calibration",
     "print_gpus",
+    "print_handover",
     "print_merged",
     "print_models",
     "print_predictions",

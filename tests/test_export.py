@@ -1,0 +1,204 @@
+"""Exports for other tools: their text, what they refuse, and what changes under the tool."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from ruamel.yaml import YAML
+
+from whichlora import handover
+from whichlora.cli import exports as command
+from whichlora.cli import main
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.exports import FORMATS, Recipe
+from whichlora.exports.skypilot import ACCELERATORS
+from whichlora.exports.yaml import yaml_text
+from whichlora.results import SCHEMA_VERSION
+from whichlora.specs import RunConfig
+from whichlora.store.gpus import list_gpus
+
+GOLDEN = Path(__file__).parent / "golden"
+MODEL = "HuggingFaceTB/SmolLM2-135M"
+RUN = RunConfig(model=MODEL, method="qlora", batch_size=4, seq_len=512, lora_dropout=0.05)
+GPU = "l4-24gb"
+
+
+def recipe(run: RunConfig = RUN, **settings: Any) -> Recipe:
+    return replace(handover.make_recipe(run, GPU), **settings)
+
+
+def whichlora(*args: str) -> Result:
+    return CliRunner().invoke(main, args, prog_name="whichlora")
+
+
+@pytest.mark.parametrize("to", [one for one in FORMATS if one != "transformers"])
+def test_an_export_is_written_word_for_word(to: str) -> None:
+    files = FORMATS[to](recipe()).files
+    for name in files:
+        if name == "train.py":
+            continue  # its own golden file is that of the job
+        golden = GOLDEN / f"export_{name}.txt"
+        assert files[name] == golden.read_text(encoding="utf-8")
+
+
+def test_the_transformers_export_is_the_job_of_a_run() -> None:
+    made = FORMATS["transformers"](recipe())
+    assert made.run == recipe().run
+    assert "load_in_4bit=True" in made.files["train.py"]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("method", ["full", "lora", "qlora", "dora", "qdora"])
+def test_every_method_is_exported_and_predicted_again(to: str, method: str, tmp_path: Path) -> None:
+    done = handover.hand_over(recipe(replace(RUN, method=method)), to, tmp_path)
+    assert all(path.is_file() for path in done.paths)
+    assert done.after.run == done.export.run
+    assert done.changes.keys() == {
+        name
+        for name, value in done.after.run.to_dict().items()
+        if done.before.run.to_dict()[name] != value
+    }
+
+
+def test_the_loss_head_of_trl_and_the_unprepared_base_are_predicted_again(tmp_path: Path) -> None:
+    done = handover.hand_over(recipe(), "trl", tmp_path)
+    assert done.changes == {"loss_head": ("hf", "trl-fused"), "prepare_kbit": (True, False)}
+    assert done.after.memory.device_used_bytes < done.before.memory.device_used_bytes
+
+
+def test_a_precision_that_a_tool_does_not_have_is_said(tmp_path: Path) -> None:
+    pure = replace(RUN, method="lora", precision="bf16-pure")
+    done = handover.hand_over(recipe(pure), "trl", tmp_path)
+    assert done.after.run.precision == "bf16-no-autocast"
+    assert "bf16-pure" in done.export.notes[0]
+    settings = YAML(typ="safe", pure=True).load(done.paths[0].read_text())
+    assert (settings["dtype"], settings["bf16"]) == ("bfloat16", False)
+
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("trl", {"quant": "gptq-int4", "method": "lora"}, {}, "quant gptq-int4 can't be loaded"),
+    ("axolotl", {"quant": "fp4"}, {}, "quant fp4 can't be loaded by it; accepted are int8, nf4-dq"),
+    ("trl", {}, {"weights": "random"}, "weights are random"),
+    ("llamafactory", {}, {"masked_lm": True}, "is an encoder"),
+    ("unsloth", {"precision": "fp32"}, {}, "its kernels are 16-bit"),
+    ("skypilot", {}, {"gpu": "rtx-3060-12gb"}, "gpu rtx-3060-12gb has no name there"),
+    ("trl", {"method": "full", "precision": "fp16"}, {}, "needs fp32 weights"),
+    ("axolotl", {"model": "google-t5/t5-small", "method": "lora"}, {}, "is an encoder-decoder"),
+    ("transformers", {"loss_head": "unsloth"}, {}, "can't be trained by the job"),
+]
+
+
+@pytest.mark.parametrize(
+    ("to", "settings", "job", "said"), REFUSED, ids=[f"{row[0]}: {row[3]}" for row in REFUSED]
+)
+def test_what_a_tool_cannot_do_is_refused(
+    to: str, settings: dict[str, Any], job: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        FORMATS[to](recipe(replace(RUN, **settings), **job))
+
+
+def test_every_accelerator_with_a_sky_name_is_in_the_catalog() -> None:
+    assert set(ACCELERATORS) <= {gpu.key for gpu in list_gpus()}
+
+
+# --- recipes
+
+
+def test_a_recipe_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    one = recipe(target_modules=("q_proj", "v_proj"), epochs=2.5)
+    (tmp_path / "recipe.json").write_text(json.dumps(one.to_dict()))
+    assert handover.read_recipe(tmp_path) == one
+
+
+def test_a_folder_without_a_winner_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no recipe.json; give the folder of a whichlora"):
+        handover.read_recipe(tmp_path)
+    (tmp_path / "answer.json").write_text('{"winner": null}')
+    with pytest.raises(ConfigError, match="nothing met the limits of this run"):
+        handover.read_recipe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema_version": 2}, "schema_version is 2, this release reads 1"),
+        ({"colour": "red"}, "unexpected keyword argument 'colour'"),
+        ({"run": {"model": "x", "r": 0}}, "r: must be 1 or more"),
+    ],
+)
+def test_a_broken_recipe_is_refused_with_its_path(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe().to_dict() | change))
+    with pytest.raises(DataFileError, match=said) as refusal:
+        handover.read_recipe(tmp_path)
+    assert str(refusal.value).startswith(str(tmp_path / "recipe.json"))
+
+
+# --- YAML
+
+
+def test_numbers_and_words_survive_every_yaml_reader() -> None:
+    settings = {
+        "learning_rate": 2e-05,
+        "tiny": 1e-8,
+        "half": 0.5,
+        "whole": 3.0,
+        "no": "no",
+        "number": "12",
+        "path": "org/model-1.5B",
+        "off": False,
+        "none": None,
+        "list": ["a b", 1, True],
+        "maps": [{"x": 1, "y": "no"}, {"x": 2, "y": "#"}],
+        "text": "one\ntwo\n",
+    }
+    text = yaml_text(settings, head="first\n\nsecond")
+    assert text.startswith("# first\n#\n# second\nlearning_rate: 2.0e-5\n")
+    assert YAML(typ="safe", pure=True).load(text) == settings
+
+
+# --- the command
+
+
+def test_the_command_offers_every_format() -> None:
+    assert tuple(FORMATS) == command._TOOLS
+
+
+def test_a_model_with_settings_is_exported(tmp_path: Path) -> None:
+    args = (MODEL, "--to", "axolotl", "--gpu", GPU, "--method", "qlora")
+    result = whichlora("export", *args, "--output", str(tmp_path))
+    assert result.exit_code == 0, result.stderr
+    assert "axolotl changes prepare_kbit: True to False" in result.stdout
+    assert (tmp_path / "axolotl.yaml").is_file()
+
+
+def test_a_run_folder_is_exported_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe().to_dict()))
+    result = whichlora("export", str(tmp_path), "--to", "llamafactory", "--json")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert answer["schema_version"] == SCHEMA_VERSION
+    assert answer["command"] == "llamafactory-cli train llamafactory.yaml"
+    assert [Path(one).name for one in answer["files"]] == ["llamafactory.yaml", "dataset_info.json"]
+    assert answer["after"]["memory"]["device_used_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((MODEL, "--to", "trl", "--gpu", GPU, "--r", "8,16"), "these settings make 2"),
+        ((MODEL, "--to", "torchtune"), "'torchtune' is not one of"),
+        ((".", "--to", "trl"), "has no recipe.json"),
+        ((".", "--to", "trl", "--batch-size", "2"), "--batch-size: is for a MODEL"),
+    ],
+)
+def test_a_bad_export_gets_one_clear_line(args: tuple[str, ...], said: str) -> None:
+    result = whichlora("export", *args)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert said in line

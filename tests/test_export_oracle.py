@@ -1,0 +1,171 @@
+"""Exports against the tools' own parsers, and TRL's for real on CPU; see docs/trainers.md."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from whichlora import handover
+from whichlora.exports import FORMATS, Recipe
+from whichlora.specs import RunConfig
+
+pytestmark = pytest.mark.oracle
+
+MODEL = "HuggingFaceTB/SmolLM2-135M"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {"method": "lora"},
+    "qlora": {"method": "qlora", "lora_dropout": 0.05},
+    "qdora": {"method": "qdora"},
+    "int8": {"method": "lora", "quant": "int8"},
+    "full": {"method": "full"},
+    "names, no checkpointing": {
+        "method": "lora",
+        "target_modules": ("q_proj", "v_proj"),
+        "gradient_checkpointing": False,
+        "optimizer": "adamw_8bit",
+        "attn": "eager",
+    },
+    "fp16": {"method": "lora", "precision": "fp16", "gradient_accumulation_steps": 4},
+}
+
+
+def recipe(settings: dict[str, Any], **job: Any) -> Recipe:
+    run = RunConfig(**({"model": MODEL, "batch_size": 2, "seq_len": 128} | settings))
+    return handover.make_recipe(run, "l4-24gb", learning_rate=2e-5, **job)
+
+
+def written(to: str, one: Recipe, folder: Path) -> Path:
+    for name, text in FORMATS[to](one).files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    return folder / next(iter(FORMATS[to](one).files))
+
+
+@pytest.fixture(params=VARIANTS)
+def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return VARIANTS[request.param]
+
+
+def test_trl_reads_every_setting(settings: dict[str, Any], tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="needs TRL beside the profile extra")
+    if settings.get("precision") == "fp16":
+        pytest.skip("TRL checks for a GPU before it accepts fp16")
+    one = recipe(settings)
+    path = written("trl", one, tmp_path)
+    # what the machine has is not what the file says: a CPU refuses bf16
+    parser = trl.TrlParser(
+        (trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
+    )
+    args = ["--config", str(path), "--use_cpu", "true"]
+    _, training, model, data = parser.parse_args_and_config(args)
+    run = FORMATS["trl"](one).run
+    assert training.per_device_train_batch_size == run.batch_size
+    assert training.max_length == run.seq_len
+    assert training.learning_rate == 2e-5
+    assert training.optim == run.trainer_optim
+    assert training.gradient_checkpointing is run.gradient_checkpointing
+    assert training.bf16 is (run.precision == "bf16")
+    assert model.load_in_4bit is (run.quant == "nf4-dq")
+    assert model.load_in_8bit is (run.quant == "int8")
+    assert model.use_dora is (run.method in ("dora", "qdora"))
+    assert model.use_peft is (run.method != "full")
+    assert data.datasets[0].data_files == "train.jsonl"
+
+
+def test_axolotl_accepts_every_setting_and_drops_none(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    schemas = pytest.importorskip("axolotl.utils.schemas.config", reason="needs Axolotl")
+    path = written("axolotl", recipe(settings), tmp_path)
+    values = YAML(typ="safe", pure=True).load(path.read_text())
+    config = schemas.AxolotlInputConfig.model_validate(values)
+    assert set(values) <= set(schemas.AxolotlInputConfig.model_fields)  # it drops unknown keys
+    parsed = config.model_dump()
+    for name, value in values.items():
+        if not isinstance(value, list | dict):
+            assert parsed[name] == value, name
+
+
+def test_llamafactory_accepts_every_setting(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")  # it pins older libraries than ours
+    hparams = pytest.importorskip("llamafactory.hparams", reason="needs LLaMA-Factory")
+    omegaconf = pytest.importorskip("omegaconf")
+    if settings.get("precision") == "fp16":
+        pytest.skip("TrainingArguments check for a GPU before they accept fp16")
+    one = recipe(settings)
+    path = written("llamafactory", one, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    values = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path))
+    # the two settings that it looks for a GPU before accepting
+    here = {"use_cpu": True, "pure_bf16": False}
+    assert values["pure_bf16"] is (settings["method"] == "full")
+    model, data, training, tuning, _ = hparams.get_train_args(values | here)
+    run = FORMATS["llamafactory"](one).run
+    assert data.cutoff_len == run.seq_len
+    assert data.packing is False
+    assert training.learning_rate == 2e-5
+    assert isinstance(training.learning_rate, float)
+    assert training.per_device_train_batch_size == run.batch_size
+    assert tuning.lora_rank == run.r
+    assert tuning.use_dora is (run.method in ("dora", "qdora"))
+    assert model.quantization_bit == {"nf4-dq": 4, "int8": 8}.get(run.quant or "none")
+    assert model.use_reentrant_gc is False
+
+
+def test_skypilot_accepts_the_task(tmp_path: Path) -> None:
+    sky = pytest.importorskip("sky", reason="needs SkyPilot, 72 packages")
+    path = written("skypilot", recipe(VARIANTS["qlora"]), tmp_path)
+    task = sky.Task.from_yaml_config(YAML(typ="safe", pure=True).load(path.read_text()))
+    (resources,) = task.resources
+    assert resources.accelerators == {"L4": 1}
+    assert task.run == "python train.py\n"
+
+
+def test_the_script_for_unsloth_is_python_that_uses_what_it_imports(tmp_path: Path) -> None:
+    for settings in VARIANTS.values():
+        path = written("unsloth", recipe(settings), tmp_path)
+        rules = ["ruff", "check", "--isolated", "--select", "F,E9", str(path)]
+        done = subprocess.run([sys.executable, "-m", *rules], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_the_trl_export_trains_on_a_cpu(method: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="needs TRL beside the profile extra")
+    from oracle_memory import CONFIGS
+    from oracle_tokenizer import byte_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = tmp_path / "model"
+    config = AutoConfig.for_model("llama", **CONFIGS["llama"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    run = RunConfig(
+        model=str(model), method=method, precision="fp32", batch_size=2, seq_len=64, r=4
+    )
+    one = replace(handover.make_recipe(run, "cpu"), epochs=1.0)
+    path = written("trl", one, tmp_path)
+    rows = [json.dumps({"text": "word " * (number + 4)}) for number in range(6)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
+    trl = Path(sys.executable).with_name("trl")
+    done = subprocess.run(
+        [str(trl), "sft", "--config", path.name, "--use_cpu", "true"],
+        cwd=tmp_path,
+        env=dict(os.environ) | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    saved = json.loads((tmp_path / "output-trl" / "adapter_config.json").read_text())
+    assert (saved["r"], saved["lora_alpha"]) == (4, run.lora_alpha)
+    leaves = {name.rpartition(".")[2] for name in saved["target_modules"]}
+    assert leaves == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -1,0 +1,83 @@
+"""`whichlora export`: the winning fine-tuning in another tool's format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from whichlora.cli.options import calibration_option, json_option
+from whichlora.cli.settings import run_options, run_settings
+from whichlora.errors import ConfigError
+from whichlora.results import SCHEMA_VERSION
+
+_TOOLS = ("transformers", "trl", "axolotl", "llamafactory", "unsloth", "skypilot")
+
+
+@click.command()
+@click.argument("source", metavar="RUN_DIR|MODEL")
+@click.option("--to", type=click.Choice(_TOOLS), required=True, help="The tool.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the files; default: RUN_DIR, or this one.",
+)
+@click.option("--gpu", default="auto", show_default=True, help="Accelerator of a MODEL.")
+@click.option("--epochs", default=1.0, show_default=True, help="Passes over the data of a MODEL.")
+@click.option("--learning-rate", default=2e-4, show_default=True, help="Of a MODEL.")
+@run_options
+@calibration_option
+@json_option
+@click.pass_context
+def export(
+    ctx: click.Context,
+    /,
+    source: str,
+    to: str,
+    output: Path | None,
+    gpu: str,
+    epochs: float,
+    learning_rate: float,
+    calibration_dir: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Write the winner of a run, or one MODEL with settings, for another training tool.
+
+    RUN_DIR is the output folder of `whichlora run`. What changes under the tool (loss head,
+    precision, preparation of a 4-bit base) is predicted again and printed.
+
+    \b
+    Example:
+      whichlora export Qwen/Qwen2.5-7B --to trl --gpu rtx-4090-24gb --method qlora --output job
+    """
+    from whichlora import api, handover, report
+
+    folder = Path(source)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        _refuse_settings(ctx)
+        recipe = handover.read_recipe(folder)
+    else:
+        runs = list(api.grid(run_settings([source], given)))
+        if len(runs) != 1:
+            raise ConfigError(f"export writes one fine-tuning, these settings make {len(runs)}")
+        recipe = handover.make_recipe(runs[0], gpu, epochs=epochs, learning_rate=learning_rate)
+        folder = Path()
+    done = handover.hand_over(recipe, to, output or folder, calibration_dir=calibration_dir)
+    if as_json:
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION} | done.to_dict(), indent=1))
+        return
+    report.print_handover(done)
+
+
+def _refuse_settings(ctx: click.Context) -> None:
+    """The settings of a run are those of its winner; a setting beside it would be ignored."""
+    free = {"source", "to", "output", "calibration_dir", "as_json"}
+    for name in ctx.params:
+        given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if given and name not in free:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: is for a MODEL; the winner of a run has its own"
+            )

@@ -1,0 +1,100 @@
+"""`axolotl train`: Axolotl 0.19."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain
+from whichlora.exports.yaml import yaml_text
+from whichlora.methods import get_method
+from whichlora.specs import BNB_QUANTS, RunConfig
+
+FILE = "axolotl.yaml"
+# It has one kind of 4 bits for adapters: NF4 with double quantisation.
+_QUANTS = frozenset({"none", "int8", "nf4-dq"})
+
+
+def export(recipe: Recipe) -> Export:
+    """Completion on texts; its kernels for LoRA, which are not modelled, are switched off.
+
+    Raises:
+        ConfigError: what Axolotl can't do.
+    """
+    require_plain(recipe, "axolotl", quants=_QUANTS)
+    run, notes = under_axolotl(recipe.run)
+    notes += padding_note(recipe)
+    method = get_method(run.method)
+    quant = run.quant or "none"
+    settings: dict[str, Any] = {"base_model": run.model, "attn_implementation": run.attn}
+    if recipe.tokenizer is not None:
+        settings["tokenizer_config"] = recipe.tokenizer
+    if recipe.trust_remote_code:
+        settings["trust_remote_code"] = True
+    adapter = method.peft_config(run)
+    if adapter is not None:
+        targets = recipe.target_modules
+        settings |= {
+            "adapter": "qlora" if quant == "nf4-dq" else "lora",
+            "load_in_4bit": quant == "nf4-dq",
+            "load_in_8bit": quant == "int8",
+            "lora_r": run.r,
+            "lora_alpha": run.lora_alpha,
+            "lora_dropout": run.lora_dropout,
+            **(
+                {"lora_target_linear": True}
+                if isinstance(targets, str)
+                else {"lora_target_modules": list(targets)}
+            ),
+            "peft_use_dora": bool(adapter.get("use_dora")),
+            "lora_mlp_kernel": False,
+            "lora_qkv_kernel": False,
+            "lora_o_kernel": False,
+        }
+    settings |= {
+        "datasets": [{"path": DATA_FILE, "ds_type": "json", "type": "completion", "field": "text"}],
+        "val_set_size": 0.0,
+        "sequence_len": run.seq_len,
+        "sample_packing": False,
+        "pad_to_sequence_len": False,
+        "micro_batch_size": run.batch_size,
+        "gradient_accumulation_steps": run.gradient_accumulation_steps,
+        "gradient_checkpointing": run.gradient_checkpointing,
+        **(
+            {"gradient_checkpointing_kwargs": {"use_reentrant": bool(run.use_reentrant)}}
+            if run.gradient_checkpointing
+            else {}
+        ),
+        "num_epochs": recipe.epochs,
+        "learning_rate": recipe.learning_rate,
+        "optimizer": run.trainer_optim,
+        "lr_scheduler": "linear",
+        "bf16": run.precision == "bf16",
+        "fp16": run.precision == "fp16",
+        "tf32": False,
+        "seed": recipe.seed,
+        "output_dir": "./output-axolotl",
+    }
+    command = f"axolotl train {FILE}"
+    head = f"Written by WhichLoRA for Axolotl 0.19. Start it here with: {command}"
+    return Export(
+        files={FILE: yaml_text(settings, head=head)}, command=command, run=run, notes=notes
+    )
+
+
+def under_axolotl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """`run` as Axolotl runs it.
+
+    It prepares a 4-bit base and then narrows the norms and embeddings again, so that what is left
+    is a base that was not prepared (`loaders/model.py`, `_configure_embedding_dtypes`).
+    """
+    notes = []
+    if run.precision in ("bf16-pure", "bf16-no-autocast"):
+        notes.append(f"Axolotl has no {run.precision}: it runs under bf16 autocast")
+        run = replace(run, precision="bf16")
+    if run.loss_head != "hf":
+        notes.append(f"the loss head {run.loss_head} is left out: it is a plugin of Axolotl")
+    if get_method(run.method).trains_base and run.precision != "fp32":
+        notes.append("Axolotl keeps norms and embeddings in fp32 here, which is not predicted")
+    prepared = False if run.quant in BNB_QUANTS else run.prepare_kbit
+    return replace(run, loss_head="hf", prepare_kbit=prepared), tuple(notes)

@@ -1,0 +1,114 @@
+"""`llamafactory-cli train`: LLaMA-Factory 0.9.5."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from whichlora.errors import ConfigError
+from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain
+from whichlora.exports.yaml import yaml_text
+from whichlora.methods import get_method
+from whichlora.specs import FOUR_BIT_BNB, RunConfig
+
+FILE = "llamafactory.yaml"
+_QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
+_ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
+
+
+def export(recipe: Recipe) -> Export:
+    """Its stage for plain texts, `pt`, without the packing it would turn on there.
+
+    Raises:
+        ConfigError: what LLaMA-Factory can't do.
+    """
+    require_plain(recipe, "llamafactory", quants=_QUANTS)
+    run, notes = under_llamafactory(recipe.run)
+    notes += padding_note(recipe)
+    method = get_method(run.method)
+    quant = run.quant or "none"
+    settings: dict[str, Any] = {
+        "model_name_or_path": run.model,
+        "flash_attn": _ATTENTION[run.attn],
+        "disable_gradient_checkpointing": not run.gradient_checkpointing,
+        "use_reentrant_gc": bool(run.use_reentrant),
+    }
+    if recipe.trust_remote_code:
+        settings["trust_remote_code"] = True
+    if quant != "none":
+        settings |= {"quantization_method": "bnb", "quantization_bit": 8 if quant == "int8" else 4}
+    if quant in FOUR_BIT_BNB:
+        settings |= {
+            "quantization_type": quant.removesuffix("-dq"),
+            "double_quantization": quant.endswith("-dq"),
+        }
+    settings |= {"stage": "pt", "do_train": True}
+    adapter = method.peft_config(run)
+    if adapter is None:
+        settings["finetuning_type"] = "full"
+    else:
+        targets = recipe.target_modules
+        settings |= {
+            "finetuning_type": "lora",
+            "lora_rank": run.r,
+            "lora_alpha": run.lora_alpha,
+            "lora_dropout": run.lora_dropout,
+            "lora_target": "all" if isinstance(targets, str) else ",".join(targets),
+            "use_dora": bool(adapter.get("use_dora")),
+        }
+    settings |= {
+        "dataset": "train",
+        "dataset_dir": ".",
+        "cutoff_len": run.seq_len,
+        "packing": False,
+        "per_device_train_batch_size": run.batch_size,
+        "gradient_accumulation_steps": run.gradient_accumulation_steps,
+        "num_train_epochs": recipe.epochs,
+        "learning_rate": recipe.learning_rate,
+        "optim": run.trainer_optim,
+        "bf16": run.precision == "bf16",
+        "fp16": run.precision == "fp16",
+        "pure_bf16": run.precision == "bf16-pure",
+        "seed": recipe.seed,
+        "output_dir": "output-llamafactory",
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+    if recipe.tokenizer is not None:
+        notes = (*notes, f"LLaMA-Factory takes the model's own tokenizer, not {recipe.tokenizer}")
+    data = {"train": {"file_name": DATA_FILE, "columns": {"prompt": "text"}}}
+    command = f"llamafactory-cli train {FILE}"
+    head = f"Written by WhichLoRA for LLaMA-Factory 0.9.5. Start it here with: {command}"
+    return Export(
+        files={
+            FILE: yaml_text(settings, head=head),
+            "dataset_info.json": json.dumps(data, indent=2) + "\n",
+        },
+        command=command,
+        run=run,
+        notes=notes,
+    )
+
+
+def under_llamafactory(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """`run` as LLaMA-Factory runs it: a 4-bit base is not prepared, adapters are fp32.
+
+    Raises:
+        ConfigError: full fine-tuning in fp16.
+    """
+    notes = []
+    precision = run.precision
+    if get_method(run.method).trains_base:
+        if precision == "fp16":
+            raise ConfigError("--to llamafactory: full fine-tuning in fp16 is not modelled there")
+        if precision != "fp32" and precision != "bf16-pure":
+            precision = "bf16-pure"  # else it widens all weights to fp32
+            notes.append(f"{run.precision} becomes pure_bf16, or it would widen all weights")
+    elif precision == "bf16-no-autocast":
+        precision = "bf16"
+        notes.append("LLaMA-Factory has no bf16 without autocast: it runs under bf16 autocast")
+    if run.loss_head != "hf":
+        notes.append(f"the loss head {run.loss_head} is left out")
+    changed = replace(run, loss_head="hf", prepare_kbit=False, precision=precision)
+    return changed, tuple(notes)

@@ -1,0 +1,130 @@
+"""What a fine-tuning is, whoever runs it; and what one tool makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.job import Weights
+from whichlora.plan import Collator
+from whichlora.specs import RunConfig
+
+RECIPE_SCHEMA_VERSION = 1
+DATA_FILE = "train.jsonl"  # beside the exported files, one {"text": …} a line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """The winning fine-tuning, with all that a job needs: the content of `recipe.json`.
+
+    Args:
+        run: every default filled in.
+        gpu: key of the accelerator it was chosen for.
+        target_modules: leaf names that get an adapter, or "all-linear".
+        tokenizer: hub id or path; None takes the model's own.
+        model_config: the Hugging Face config.
+        masked_lm: an encoder, trained to fill in masked tokens.
+    """
+
+    run: RunConfig
+    gpu: str
+    target_modules: str | tuple[str, ...]
+    epochs: float = 1.0
+    learning_rate: float = 2e-4
+    seed: int = 0
+    tokenizer: str | None = None
+    weights: Weights = "pretrained"
+    model_config: Mapping[str, Any] | None = None
+    masked_lm: bool = False
+    trust_remote_code: bool = False
+    batching: Collator | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return {"schema_version": RECIPE_SCHEMA_VERSION} | fields | {"run": self.run.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            DataFileError: starting with `where`: another schema, or a fault in a field.
+        """
+        fields = dict(values)
+        version = fields.pop("schema_version", None)
+        if version != RECIPE_SCHEMA_VERSION:
+            raise DataFileError(
+                f"{where}: schema_version is {version!r}, this release reads "
+                f"{RECIPE_SCHEMA_VERSION}; run whichlora run again"
+            )
+        try:
+            targets = fields.pop("target_modules")
+            return cls(
+                run=RunConfig.from_dict(fields.pop("run")),
+                target_modules=targets if isinstance(targets, str) else tuple(targets),
+                **fields,
+            )
+        except (KeyError, TypeError, ConfigError) as error:
+            raise DataFileError(f"{where}: {error}; run whichlora run again") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """One fine-tuning in one tool's format.
+
+    Args:
+        files: file name to content; the first is the one to start from.
+        command: what starts the training, in the folder of the files.
+        run: what the tool will run, which is to be predicted again.
+        notes: what of the recipe the tool can't do, or does in a way that is not modelled.
+    """
+
+    files: Mapping[str, str]
+    command: str
+    run: RunConfig
+    notes: tuple[str, ...] = ()
+
+
+def require_plain(recipe: Recipe, tool: str, *, quants: frozenset[str]) -> None:
+    """Refuse what only the script of WhichLoRA can do.
+
+    Raises:
+        ConfigError: an encoder, random weights, or a storage that `tool` doesn't load.
+    """
+    if recipe.masked_lm:
+        raise ConfigError(
+            f"--to {tool}: {recipe.run.model} is an encoder, which {tool} doesn't train; "
+            "use --to transformers"
+        )
+    if (recipe.model_config or {}).get("is_encoder_decoder"):
+        raise ConfigError(
+            f"--to {tool}: {recipe.run.model} is an encoder-decoder, which needs pairs of texts"
+        )
+    if recipe.weights == "random":
+        raise ConfigError(
+            f"--to {tool}: weights are random, and {tool} loads a checkpoint; set weights: "
+            "pretrained, or use --to transformers"
+        )
+    quant = recipe.run.quant or "none"
+    if quant not in quants:
+        raise ConfigError(
+            f"--to {tool}: quant {quant} can't be loaded by it; accepted are "
+            f"{', '.join(sorted(quants))}"
+        )
+
+
+def padding_note(recipe: Recipe, *known: str) -> tuple[str, ...]:
+    """What to say where the tool pads to the longest and the recipe meant another way.
+
+    Args:
+        known: ways of making batches that the tool has besides.
+    """
+    if recipe.batching in (None, "longest", *known):
+        return ()
+    return (
+        f"batches were to be {recipe.batching}; here rows are padded to the longest of their "
+        "batch, so total time and tokens differ",
+    )

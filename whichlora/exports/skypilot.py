@@ -1,0 +1,76 @@
+"""`sky launch`: a task for SkyPilot 0.14, which rents the accelerator or finds it on a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from whichlora.errors import ConfigError
+from whichlora.exports import transformers
+from whichlora.exports.recipe import Export, Recipe
+from whichlora.exports.yaml import yaml_text
+
+FILE = "sky.yaml"
+# Our keys by SkyPilot's names (its catalogs, 0.14); it doesn't tell boards of one name apart.
+ACCELERATORS = {
+    "a10-24gb": "A10",
+    "a100-pcie-40gb": "A100",
+    "a100-pcie-80gb": "A100-80GB",
+    "a100-sxm-40gb": "A100",
+    "a100-sxm-80gb": "A100-80GB",
+    "a10g-24gb": "A10G",
+    "a40-48gb": "A40",
+    "b200-180gb": "B200",
+    "gh200-96gb": "GH200",
+    "h100-nvl-94gb": "H100-NVL",
+    "h100-pcie-80gb": "H100",
+    "h100-sxm-80gb": "H100",
+    "h200-sxm-141gb": "H200",
+    "l4-24gb": "L4",
+    "l40-48gb": "L40",
+    "l40s-48gb": "L40S",
+    "mi300x-192gb": "MI300X",
+    "rtx-3090-24gb": "RTX3090",
+    "rtx-4090-24gb": "RTX4090",
+    "rtx-5090-32gb": "RTX5090",
+    "rtx-6000-ada-48gb": "RTX6000-Ada",
+    "rtx-a4000-16gb": "RTXA4000",
+    "rtx-a5000-24gb": "RTXA5000",
+    "rtx-a6000-48gb": "RTXA6000",
+    "t4-16gb": "T4",
+    "v100-pcie-16gb": "V100",
+    "v100-pcie-32gb": "V100-32GB",
+    "v100-sxm2-16gb": "V100",
+    "v100-sxm2-32gb": "V100-32GB",
+}
+
+
+def export(recipe: Recipe) -> Export:
+    """The script of `--to transformers` and the task that runs it.
+
+    Raises:
+        ConfigError: an accelerator that SkyPilot has no name for, or what the script can't do.
+    """
+    if recipe.gpu not in ACCELERATORS:
+        raise ConfigError(
+            f"--to skypilot: gpu {recipe.gpu} has no name there; known are "
+            f"{', '.join(ACCELERATORS)}"
+        )
+    script = transformers.export(recipe)
+    task: dict[str, Any] = {
+        "name": "whichlora",
+        "resources": {"accelerators": f"{ACCELERATORS[recipe.gpu]}:1"},
+        "workdir": ".",
+        "setup": 'pip install "whichlora[profile]"\n',
+        "run": f"{script.command}\n",
+    }
+    command = f"sky launch {FILE}"
+    head = (
+        f"Written by WhichLoRA for SkyPilot 0.14. Start it here with: {command}\n"
+        "The folder goes along: it needs train.jsonl."
+    )
+    return Export(
+        files={FILE: yaml_text(task, head=head), **script.files},
+        command=command,
+        run=script.run,
+        notes=script.notes,
+    )

@@ -1,0 +1,30 @@
+"""`python train.py`: the script that performs exactly what was predicted."""
+
+from __future__ import annotations
+
+from whichlora.exports.recipe import Export, Recipe
+from whichlora.job import train_script
+
+FILE = "train.py"
+
+
+def export(recipe: Recipe) -> Export:
+    """The job of `whichlora run`.
+
+    Raises:
+        ConfigError: a run that the script can't perform.
+    """
+    script = train_script(
+        recipe.run,
+        target_modules=recipe.target_modules,
+        epochs=recipe.epochs,
+        learning_rate=recipe.learning_rate,
+        seed=recipe.seed,
+        tokenizer=recipe.tokenizer,
+        weights=recipe.weights,
+        model_config=recipe.model_config,
+        batching=recipe.batching,
+        masked_lm=recipe.masked_lm,
+        trust_remote_code=recipe.trust_remote_code,
+    )
+    return Export(files={FILE: script}, command=f"python {FILE}", run=recipe.run)

@@ -1,0 +1,99 @@
+"""`trl sft --config`: TRL 1.16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from whichlora.errors import ConfigError
+from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain
+from whichlora.exports.yaml import yaml_text
+from whichlora.methods import get_method
+from whichlora.specs import FOUR_BIT_BNB, RunConfig
+
+FILE = "trl.yaml"
+_QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
+
+
+def export(recipe: Recipe) -> Export:
+    """SFT on texts, with TRL's fused loss head, which it never leaves out.
+
+    Raises:
+        ConfigError: what TRL can't do.
+    """
+    require_plain(recipe, "trl", quants=_QUANTS)
+    run, notes = under_trl(recipe.run)
+    notes += padding_note(recipe, "packed", "grouped")
+    method = get_method(run.method)
+    quant = run.quant or "none"
+    settings: dict[str, Any] = {
+        "model_name_or_path": run.model,
+        "dtype": run.weight_dtype,
+        "attn_implementation": run.attn,
+    }
+    if quant in FOUR_BIT_BNB:
+        settings |= {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": quant.removesuffix("-dq"),
+            "use_bnb_nested_quant": quant.endswith("-dq"),
+        }
+    elif quant == "int8":
+        settings["load_in_8bit"] = True
+    adapter = method.peft_config(run)
+    if adapter is not None:
+        targets = recipe.target_modules
+        settings |= {
+            "use_peft": True,
+            "lora_r": run.r,
+            "lora_alpha": run.lora_alpha,
+            "lora_dropout": run.lora_dropout,
+            "lora_target_modules": targets if isinstance(targets, str) else list(targets),
+            "use_dora": bool(adapter.get("use_dora")),
+        }
+    settings |= {
+        "datasets": [{"path": "json", "data_files": DATA_FILE}],
+        "dataset_text_field": "text",
+        "max_length": run.seq_len,
+        "packing": recipe.batching == "packed",
+        **({"packing_strategy": "wrapped"} if recipe.batching == "packed" else {}),
+        **({"train_sampling_strategy": "group_by_length"} if recipe.batching == "grouped" else {}),
+        "per_device_train_batch_size": run.batch_size,
+        "gradient_accumulation_steps": run.gradient_accumulation_steps,
+        "gradient_checkpointing": run.gradient_checkpointing,
+        "num_train_epochs": recipe.epochs,
+        "learning_rate": recipe.learning_rate,
+        "optim": run.trainer_optim,
+        "bf16": run.precision == "bf16",
+        "fp16": run.precision == "fp16",
+        "seed": recipe.seed,
+        "output_dir": "output-trl",
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+    if recipe.trust_remote_code:
+        settings["trust_remote_code"] = True
+    if recipe.tokenizer is not None:
+        notes = (*notes, f"TRL takes the model's own tokenizer, not {recipe.tokenizer}")
+    command = f"trl sft --config {FILE}"
+    head = f"Written by WhichLoRA for TRL 1.16. Start it here with: {command}"
+    return Export(
+        files={FILE: yaml_text(settings, head=head)}, command=command, run=run, notes=notes
+    )
+
+
+def under_trl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """`run` as TRL runs it: its own loss head, and a 4-bit base that is not prepared.
+
+    Raises:
+        ConfigError: a precision that it has no words for.
+    """
+    notes = []
+    precision = run.precision
+    adapters = not get_method(run.method).trains_base
+    if precision == "bf16-pure" and adapters and (run.quant or "none") == "none":
+        precision = "bf16-no-autocast"
+        notes.append("TRL keeps adapters of a 16-bit base in fp32, so bf16-pure isn't")
+    if precision == "fp16" and not adapters:
+        raise ConfigError("--to trl: full fine-tuning in fp16 needs fp32 weights; use bf16")
+    changed = replace(run, loss_head="trl-fused", prepare_kbit=False, precision=precision)
+    return changed, tuple(notes)

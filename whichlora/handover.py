@@ -1,0 +1,125 @@
+"""A recommended fine-tuning → another tool's files, predicted again under that tool's stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whichlora import api
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.exports import DATA_FILE, FORMATS, Export, Recipe
+from whichlora.prediction import resolve
+from whichlora.results import Prediction
+from whichlora.specs import RunConfig
+from whichlora.store.jsonfiles import read_object
+
+RECIPE_FILE = "recipe.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """What was written for a tool, and what changes under it.
+
+    Args:
+        before: the recommendation as WhichLoRA's own job runs it.
+        after: the same as the tool runs it.
+        paths: the files, the one to start from first.
+        changes: setting to its values before and after.
+    """
+
+    to: str
+    export: Export
+    before: Prediction
+    after: Prediction
+    paths: tuple[Path, ...]
+    changes: Mapping[str, tuple[Any, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "to": self.to,
+            "files": [str(path) for path in self.paths],
+            "command": self.export.command,
+            "notes": list(self.export.notes),
+            "changes": {name: list(values) for name, values in self.changes.items()},
+            "before": self.before.to_dict(),
+            "after": self.after.to_dict(),
+        }
+
+
+def read_recipe(folder: Path) -> Recipe:
+    """The winner of the run in `folder`.
+
+    Raises:
+        ConfigError: the run found nothing that fits, or there is none.
+        DataFileError: its file can't be read.
+    """
+    path = folder / RECIPE_FILE
+    if not path.is_file():
+        answer = folder / "answer.json"
+        if answer.is_file() and read_object(answer).get("winner") is None:
+            raise ConfigError(f"{folder}: nothing met the limits of this run; nothing to export")
+        raise ConfigError(f"{folder}: has no {RECIPE_FILE}; give the folder of a whichlora run")
+    return Recipe.from_dict(read_object(path), where=str(path))
+
+
+def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
+    """A recipe for a run that was not searched for.
+
+    Args:
+        job: epochs, learning_rate, seed and what else a `Recipe` holds.
+
+    Raises:
+        ConfigError: an unknown model or accelerator, or settings that exclude each other.
+    """
+    device = api.find_gpu(gpu)
+    resolved = resolve(api.load_model(run.model), run, device)
+    return Recipe(
+        run=resolved.run,
+        gpu=device.key,
+        target_modules=resolved.peft_targets,
+        model_config=dict(resolved.model.config),
+        masked_lm=resolved.model.task == "encoder",
+        batching="longest",
+        **job,
+    )
+
+
+def hand_over(
+    recipe: Recipe, to: str, folder: Path, *, calibration_dir: Path | None = None
+) -> Handover:
+    """Write `recipe` for the tool `to` into `folder`, and predict it as that tool runs it.
+
+    Raises:
+        ConfigError: no such tool, or something that it can't do.
+        DataFileError: a file can't be written.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"--to: {to!r} is not known; accepted are {', '.join(FORMATS)}")
+    made = FORMATS[to](recipe)
+    before, after = api.estimate(
+        [recipe.run, made.run], [recipe.gpu], calibration_dir=calibration_dir
+    )
+    paths = tuple(_write(folder / name, text) for name, text in made.files.items())
+    then, now = before.run.to_dict(), after.run.to_dict()
+    return Handover(
+        to=to,
+        export=made,
+        before=before,
+        after=after,
+        paths=paths,
+        changes={name: (then[name], now[name]) for name in now if then[name] != now[name]},
+    )
+
+
+def _write(path: Path, text: str) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataFileError(f"{path}: can't be written ({error.strerror})") from None
+    return path
+
+
+__all__ = ["DATA_FILE", "Handover", "hand_over", "make_recipe", "read_recipe"]
