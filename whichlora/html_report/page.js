@@ -10,9 +10,16 @@
   const shownText = (cell) => (Array.isArray(cell) ? cell[1] : cell);
   const sortValue = (cell) => (Array.isArray(cell) ? cell[0] : cell);
 
+  const oneDevice = filters.find((one) => one.key === "gpu").values.length < 2;
+  const hidden = columns.map((column) => column.title === "Device" && oneDevice);
   const hover = points.map((point) => {
-    const lines = point.cells.map((cell, i) => [columns[i].title, shownText(cell)]).slice(1)
-      .filter(([, text]) => text !== "" && text !== "–").map(([title, text]) => wrapped(`${title.toLowerCase()}: ${text}`));
+    const lines = [];
+    point.cells.forEach((cell, i) => {
+      const [title, text] = [columns[i].title, shownText(cell)];
+      if (i === 0 || hidden[i] || text === "" || text === "–") return;
+      if (title.startsWith("Interval")) lines.push(`${lines.pop()} (${escaped(text)})`);
+      else lines.push(wrapped(`${title.toLowerCase()}: ${text}`));
+    });
     return `<b>${escaped(point.model)}</b> ${point.stage}<br>${lines.join("<br>")}`;
   });
 
@@ -85,7 +92,7 @@
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue(name).trim();
     const axis = { gridcolor: colour("--line"), linecolor: colour("--line"), zeroline: false, automargin: true };
-    const result = { ...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: colour("--text"), size: printing ? 10 : 12 }, hoverlabel: { align: "left", bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--text") } } };
+    const result = { ...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: colour("--text"), size: printing ? 10 : 12 }, modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--muted"), activecolor: colour("--text") }, hoverlabel: { align: "left", bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--text") } } };
     for (const key of Object.keys(layout)) if (/^[xy]axis/.test(key)) result[key] = { ...axis, ...layout[key] };
     const limit = (item) => (item.color === "#C03028" ? { ...item, color: colour("--bad") } : item);
     result.shapes = (layout.shapes || []).map((one) => ({ ...one, line: limit(one.line) }));
@@ -98,7 +105,7 @@
     const target = byId(figure.id);
     const traces = figure.id === "breakdown" ? figure.data.map(withChosen) : figure.data.map(filtered);
     // plotly writes into what it is given
-    Plotly.react(target, structuredClone(traces), structuredClone(themed(figure.layout, printing)), { responsive: !printing, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] });
+    Plotly.react(target, structuredClone(traces), structuredClone(themed(figure.layout, printing)), { responsive: !printing, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]] });
     if (!drawn.has(figure.id)) {
       drawn.add(figure.id);
       target.on("plotly_click", ({ points: [point] }) => {
@@ -154,9 +161,8 @@
   let sorted = { column: null, direction: 1 };
   let limit = PAGE;
   const heading = table.tHead.insertRow();
-  const constant = columns.map((column, i) => column.title === "Device" && filters.find((one) => one.key === "gpu").values.length < 2);
   columns.forEach((column, i) => {
-    if (constant[i]) return;
+    if (hidden[i]) return;
     const cell = document.createElement("th");
     cell.scope = "col";
     const button = Object.assign(document.createElement("button"), { type: "button", textContent: column.title });
@@ -175,14 +181,15 @@
   };
   function fillTable() {
     const order = points.map((_, i) => i).filter((i) => visible[i]);
-    if (sorted.column === null) order.sort((a, b) => (b === winner) - (a === winner));
+    const before = (i) => (i === winner ? 0 : points[i].stage === "fine-tuning" ? 1 : 2);
+    if (sorted.column === null) order.sort((a, b) => before(a) - before(b));
     else order.sort(compare);
     const body = document.createElement("tbody");
     for (const i of order.slice(0, limit)) {
       const row = body.insertRow();
       if (points[i].wins) row.className = "wins";
       points[i].cells.forEach((content, j) => {
-        if (constant[j]) return;
+        if (hidden[j]) return;
         const cell = row.insertCell();
         if (columns[j].number) cell.className = "number";
         if (columns[j].title === "Why") cell.className = "why";

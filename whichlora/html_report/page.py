@@ -15,10 +15,10 @@ from whichlora.store.jsonfiles import write_bytes
 from whichlora.units import format_bytes, format_count, format_seconds
 
 COLUMNS = (
-    "Model", "Variant", "Batch", "Tokens", "Device", "Peak memory", "Interval of peak",
-    "Time per token", "Total time", "Interval of total", "Trained", "Known from", "Verdict", "Why",
+    "Model", "Variant", "Batch", "Tokens", "Device", "Verdict", "Known from", "Peak memory",
+    "Interval of peak", "Time per token", "Total time", "Interval of total", "Trained", "Why",
 )  # fmt: skip
-NUMBERS = frozenset(COLUMNS[2:4] + COLUMNS[5:11])
+NUMBERS = frozenset(COLUMNS[2:4] + COLUMNS[7:13])
 NONE = "–"
 
 
@@ -115,6 +115,8 @@ def _row(point: Point, wins: bool) -> dict[str, Any]:
         [point.batch_size, str(point.batch_size)],
         [sum(int(word) for word in point.tokens.split("+")), point.tokens],
         point.gpu,
+        verdict,
+        "measured" if point.measured else "predicted",
         [point.peak_bytes.value, NONE if lost else format_bytes(point.peak_bytes.value)],
         [point.peak_bytes.high, _bounds(point.peak_bytes, format_bytes)],
         [
@@ -124,8 +126,6 @@ def _row(point: Point, wins: bool) -> dict[str, Any]:
         [total.value, NONE if lost else format_seconds(total.value)] if total else [-1, NONE],
         [total.high, _bounds(total, format_seconds)] if total else [-1, NONE],
         [point.num_trainable_params, _trained(point)],
-        "measured" if point.measured else "predicted",
-        verdict,
         point.reason,
     ]
     return {
