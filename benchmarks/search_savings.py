@@ -197,7 +197,7 @@ def limited(table: Table, dice: random.Random) -> Limited:
     names = [run.model for run in runs]
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     model = np.array([numbers[name] for name in names])
-    tier = np.array(tiers(names, table.num_params, "size", ()))
+    tier = np.array(tiers([-float(table.num_params[name]) for name in names]))
     contest = Contest(
         training=training,
         model=model,
@@ -223,7 +223,7 @@ class Device:
     device_s: float = 0.0
     num_oom: int = 0
 
-    def measure(self, position: int) -> Measurement:
+    def measure(self, position: int, _: object = None) -> Measurement:
         record = self.problem.table.records[position]
         self.asked.append(position)
         if self.problem.table.num_bytes[position] > self.problem.contest.most_bytes[position]:
@@ -276,7 +276,7 @@ def ours(problem: Limited, budget: Budget, records: Sequence[Measurement] = ()) 
         known.append(found)
         return fit(known, table.gpu, find, held_out=False)
 
-    decision, reason = search.pursue(lambda position, _: device.measure(position), learn, budget)
+    decision, reason = search.pursue(device.measure, learn, budget)
     return judged(
         problem,
         device,

@@ -1,12 +1,8 @@
-"""Candidates made by hand: a prediction, the limits, and what the device would really say."""
+"""Predictions and measurements made by hand."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from whichlora.plan import Limits
 from whichlora.results import Measurement, MemoryPrediction, Outcome, Prediction, TimePrediction
-from whichlora.search import Candidate, Quantity, judge
 from whichlora.specs import RunConfig
 from whichlora.units import GiB
 
@@ -83,55 +79,3 @@ def measurement(
         generate_s=(generate_s,) if ok and not training else (),
         peak_allocated_bytes=round(used_bytes) if ok else None,
     )
-
-
-@dataclass(frozen=True)
-class Truth:
-    """A candidate, predicted and real. `total_s` is predicted and real time of the whole job."""
-
-    predicted: Prediction
-    used_bytes: float
-    time_s: float
-    total_s: tuple[float, float] | None = None
-    total_factor: float = 1.5
-
-
-@dataclass
-class World:
-    """A device whose answers are known: what `validation.check` needs, with a list of calls."""
-
-    truths: list[Truth]
-    limits: Limits
-    measured: dict[RunConfig, Measurement] = field(default_factory=dict)
-    calls: list[RunConfig] = field(default_factory=list)
-
-    def judge_all(self) -> list[Candidate]:
-        return [self._judge(truth) for truth in self.truths]
-
-    def _judge(self, truth: Truth) -> Candidate:
-        found = self.measured.get(truth.predicted.run)
-        total = None
-        if truth.total_s is not None:
-            guess, real = truth.total_s
-            total = Quantity(
-                value=guess,
-                low=guess / truth.total_factor,
-                high=guess * truth.total_factor,
-                measured=False,
-            )
-            if found is not None and found.outcome == "ok":
-                total = Quantity(value=real, low=real, high=real, measured=True)
-        return judge(truth.predicted, self.limits, total_s=total, measurement=found)
-
-    def measure(self, run: RunConfig) -> Measurement:
-        self.calls.append(run)
-        truth = next(one for one in self.truths if one.predicted.run == run)
-        if truth.used_bytes > truth.predicted.usable_bytes:
-            return measurement(run, outcome="oom", detail="tried to allocate 2 GiB")
-        whole_s = truth.time_s * (run.batch_size * run.max_new_tokens)
-        return measurement(
-            run, used_bytes=truth.used_bytes, step_s=truth.time_s, generate_s=whole_s
-        )
-
-    def learn(self, found: Measurement) -> None:
-        self.measured[found.run] = found

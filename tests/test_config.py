@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from whichlora.config import DEFAULT_MODELS, load_plan, plan_schema
 from whichlora.errors import ConfigError
-from whichlora.plan import Limits, Plan
+from whichlora.plan import Budget, Limits, Objective, Plan
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -258,6 +258,21 @@ def test_settings_reach_the_stage_that_they_concern(folder: Path) -> None:
     assert plan.inference.quant == plan.finetune.quant == "nf4"
     assert plan.inference.kv_cache == "static"
     assert (plan.inference.phase, plan.finetune.phase) == ("inference", "finetune")
+
+
+def test_preference_prices_limits_and_budget_reach_the_plan(folder: Path) -> None:
+    plan = load(
+        "dataset: a/b\nmodels: [org/b, org/a]\nprefer: order\n"
+        "gpu_prices: {A100-SXM4-80GB: 1.5}\nconfidence: 0.9\n"
+        "max_profile_runs: 4\nmax_profile_time: 2min\n"
+        "gpu_limits: {a100-sxm-80gb: {total_time: 2h, finetune_memory: 70GiB}}\n"
+    )
+    assert plan.objective == Objective(
+        prefer="order", order=("org/b", "org/a"), price_per_hour={"a100-sxm-80gb": 1.5}
+    )
+    assert plan.budget == Budget(confidence=0.9, runs=4, device_s=120.0)
+    own = Limits(total_time_s=7200.0, finetune_bytes=70 * 2**30)
+    assert plan.gpu_limits == {"a100-sxm-80gb": own}
 
 
 def test_every_setting_of_the_schema_is_known_to_the_loader(folder: Path) -> None:

@@ -15,7 +15,7 @@ from strategies import CPU
 from whichlora import api
 from whichlora.calibration import prior_calibration
 from whichlora.outlook import Belief, Outlook, outline_inference, outline_training
-from whichlora.plan import Budget, Prefer
+from whichlora.plan import Budget, Objective, Prefer
 from whichlora.policy import Contest, Decision, Known, Spent, decide, stop, tiers
 from whichlora.prediction import predict, resolve
 from whichlora.specs import RunConfig
@@ -186,10 +186,12 @@ def test_the_preference_decides_who_wins(prefer: Prefer, winner: int) -> None:
 
 
 def test_the_users_own_order_goes_before_size() -> None:
-    sizes = {"large": 9, "small": 1}
-    assert tiers(["large", "small"], sizes, "size", ()) == [0.0, 1.0]
-    assert tiers(["large", "small"], sizes, "order", ("small", "large")) == [1.0, 0.0]
-    assert tiers(["large", "small"], sizes, "time", ()) == [0.0, 0.0]
+    def places(objective: Objective) -> list[float]:
+        return tiers([objective.place("large", 9), objective.place("small", 1)])
+
+    assert places(Objective()) == [0.0, 1.0]
+    assert places(Objective(prefer="order", order=("small", "large"))) == [1.0, 0.0]
+    assert places(Objective(prefer="time")) == [0.0, 0.0]
 
 
 def test_a_model_that_may_not_serve_is_asked_to_before_it_is_trained_at_length() -> None:

@@ -13,7 +13,7 @@ from whichlora.plan import DatasetConfig, Limits, Plan
 from whichlora.search import Candidate, Quantity, judge
 from whichlora.specs import RunConfig
 from whichlora.units import GiB
-from whichlora.workflow import Answer, Compared
+from whichlora.workflow import Answer, Compared, Search
 
 TRAIN = RunConfig(model="org/good", batch_size=4, seq_len=100)
 SERVE = RunConfig(model="org/good", phase="inference", prompt_len=16, max_new_tokens=8)
@@ -59,6 +59,10 @@ def answer(*finetune: Candidate, winner: Candidate | None, kept: tuple[str, ...]
         finetune=finetune,
         kept=kept or models,
         winner=winner,
+        front=[one for one in finetune if one is winner],
+        search=Search(
+            confidence=0.97, stopped_by="certain", runs=3, device_s=42.0, chance_to_win={}
+        ),
         compared=(),
         tokens="12 sequences",
     )
@@ -120,11 +124,40 @@ def test_without_a_winner_the_closest_one_says_what_it_lacks() -> None:
     near = candidate(TRAIN, used=21 * GiB, measure=False)
     far = candidate(replace(TRAIN, model="org/large"), size=9, used=90 * GiB, measure=False)
     lines = report.explanation(answer(near, far, winner=None))
-    assert lines[:2] == [
+    assert lines[:3] == [
         "Nothing meets every limit.",
+        "  97.0% sure that nothing meets every limit; as sure as asked, after 3 runs and 42 s "
+        "on the device",
         "Closest: good lora r=16, batch 4, 100 tokens.",
     ]
-    assert lines[2].startswith("  it would need memory of the device of at least 23.1")
+    assert lines[3].startswith("  it would need memory of the device of at least 23.1")
+
+
+def test_without_a_winner_each_limit_says_how_far_it_alone_must_give_way() -> None:
+    large = candidate(TRAIN, used=25 * GiB, measure=False)
+    larger = candidate(replace(TRAIN, batch_size=8), used=30 * GiB, measure=False)
+    lines = report.explanation(answer(large, larger, winner=None))
+    assert (
+        "Alone, memory of the device 25.00 GiB instead of 20.00 GiB (+25%) would do for "
+        "good lora r=16, batch 4, 100 tokens (predicted)." in lines
+    )
+
+
+def test_the_winner_says_how_sure_it_is_and_what_was_preferred() -> None:
+    best = candidate(TRAIN)
+    lines = report.explanation(answer(best, winner=best))
+    assert lines[1] == (
+        "  97.0% sure that no other candidate beats it; as sure as asked, after 3 runs and 42 s "
+        "on the device"
+    )
+    assert "size alone is not quality" in lines[2]
+
+
+def test_a_better_ranked_candidate_that_was_not_worth_a_run_says_so() -> None:
+    best = candidate(TRAIN)
+    larger = judge(prediction(replace(TRAIN, model="org/large"), num_params=9 * 10**9), Limits())
+    (line,) = [one for one in report.explanation(answer(best, larger, winner=best)) if "out" in one]
+    assert line.endswith("left out: not measured, 0% chance to beat the winner")
 
 
 def test_a_long_list_of_reasons_is_cut_with_its_count() -> None:

@@ -1,24 +1,22 @@
-"""Candidates against limits: who meets them, who may, who cannot, and whom to measure next."""
+"""Candidates against limits: who meets them, who may, who cannot."""
 
 from dataclasses import replace
 
 import pytest
-from candidates import USABLE_BYTES, Truth, World, measurement, prediction
+from candidates import USABLE_BYTES, measurement, prediction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whichlora.plan import Limits
+from whichlora.plan import Limits, Objective
 from whichlora.search import (
     MIN_CHANCE,
+    Candidate,
     Quantity,
-    choose_any,
-    choose_finetune,
-    choose_inference,
-    choose_nothing,
     dominated,
     judge,
     kept_models,
-    winner,
+    predicted_winner,
+    rejected_before,
 )
 from whichlora.specs import RunConfig
 from whichlora.units import GiB
@@ -178,83 +176,56 @@ def test_less_of_one_dimension_is_enough_to_be_worth_a_try() -> None:
     assert dominated(replace(TRAIN, batch_size=99, seq_len=99), [TRAIN]) is None
 
 
-# --- whom to measure
+# --- the answer of a dry run, and what it left out
 
 
-def truth(run: RunConfig, *, size: int = 1, used: float = 8 * GiB, total: float = 100.0) -> Truth:
+def candidate(model: str, size: int, used: float = 8 * GiB, total: float = 100.0) -> Candidate:
+    run = replace(TRAIN, model=model)
     guess = prediction(run, num_params=size, used_bytes=used)
-    return Truth(predicted=guess, used_bytes=used, time_s=0.1, total_s=(total, total))
+    return judge(guess, Limits(), total_s=quantity(total))
 
 
-def test_a_model_that_surely_serves_needs_no_run() -> None:
-    (found,) = World([Truth(prediction(SERVE), 8 * GiB, 0.1)], Limits()).judge_all()
-    assert found.verdict == "meets"
-    assert choose_inference([found]) is None
-    assert kept_models([found], "frontier") == ("org/small",)
+def test_a_dry_run_answers_with_what_is_more_likely_than_not() -> None:
+    likely = candidate("org/likely", 8, USABLE_BYTES / 1.05)
+    unlikely = candidate("org/unlikely", 9, USABLE_BYTES * 1.05)
+    assert predicted_winner([unlikely, likely, candidate("org/small", 1)]) is likely
+    assert kept_models([unlikely, likely]) == ("org/likely",)
 
 
-def test_the_most_promising_configuration_of_the_largest_open_model_is_next() -> None:
-    def one(model: str, size: int, batch: int, used: float) -> Truth:
-        run = replace(SERVE, model=model, batch_size=batch)
-        return Truth(prediction(run, num_params=size, used_bytes=used), used, 0.1)
-
-    world = World(
-        [
-            one("org/small", 1, 1, USABLE_BYTES),
-            one("org/large", 9, 4, USABLE_BYTES * 1.05),
-            one("org/large", 9, 2, USABLE_BYTES * 1.01),
-            one("org/huge", 99, 1, USABLE_BYTES * 9),
-        ],
-        Limits(),
-    )
-    chosen = choose_inference(world.judge_all())
-    assert chosen is not None
-    assert (chosen.run.model, chosen.run.batch_size) == ("org/large", 2)
+def test_what_would_have_won_is_listed_best_first() -> None:
+    tiny, good = candidate("org/tiny", 1, 99 * GiB), candidate("org/good", 5)
+    large, huge = candidate("org/large", 8, 30 * GiB), candidate("org/huge", 9, 90 * GiB)
+    found = [tiny, good, large, huge]
+    assert rejected_before(good, found) == [huge, large]
+    assert rejected_before(None, found) == [huge, large, good, tiny]
 
 
-def test_what_cannot_meet_a_limit_is_never_chosen() -> None:
-    hopeless = truth(TRAIN, size=9, total=1000.0)
-    world = World([hopeless, truth(replace(TRAIN, batch_size=2))], Limits(total_time_s=200.0))
-    chosen = choose_finetune(world.judge_all())
-    assert chosen is not None
-    assert chosen.run.batch_size == 2
+@pytest.mark.parametrize(
+    ("objective", "first"),
+    [
+        (Objective(), "org/large"),
+        (Objective(prefer="time"), "org/small"),
+        (Objective(prefer="memory"), "org/middle"),
+        (Objective(prefer="order", order=("org/middle", "org/large", "org/small")), "org/middle"),
+    ],
+)
+def test_the_objective_ranks_what_meets_the_limits(objective: Objective, first: str) -> None:
+    def one(model: str, size: int, used: float, total: float) -> Candidate:
+        guess = prediction(replace(TRAIN, model=model), num_params=size, used_bytes=used)
+        return judge(guess, Limits(), total_s=quantity(total), objective=objective)
+
+    found = [
+        one("org/small", 1, 5 * GiB, 10.0),
+        one("org/middle", 2, 2 * GiB, 20.0),
+        one("org/large", 3, 9 * GiB, 30.0),
+    ]
+    assert min(found, key=lambda each: each.rank).run.model == first
 
 
-def test_a_smaller_model_is_not_measured_once_a_larger_one_is_known_to_meet() -> None:
-    world = World([truth(TRAIN, size=9), truth(replace(TRAIN, model="org/tiny"))], Limits())
-    world.learn(world.measure(TRAIN))
-    assert choose_finetune(world.judge_all()) is None
-
-
-def test_a_rival_of_the_same_model_must_promise_less_time() -> None:
-    rival = truth(replace(TRAIN, batch_size=2), total=100.0)
-    world = World([truth(TRAIN, total=100.0), rival], Limits())
-    world.learn(world.measure(TRAIN))
-    chosen = choose_finetune(world.judge_all())
-    assert chosen is not None  # within its interval it may be a third faster
-    slower = truth(replace(TRAIN, batch_size=2), total=200.0)
-    world = World([truth(TRAIN, total=100.0), slower], Limits())
-    world.learn(world.measure(TRAIN))
-    assert choose_finetune(world.judge_all()) is None
-
-
-def test_a_dry_run_chooses_nothing_and_everything_means_everything() -> None:
-    world = World([truth(TRAIN), truth(replace(TRAIN, batch_size=2), total=1e9)], Limits())
-    found = world.judge_all()
-    assert choose_nothing(found) is None
-    assert choose_any(found) is found[0]
-    world.learn(world.measure(found[0].run))
-    chosen = choose_any(world.judge_all())
-    assert chosen is not None
-    assert chosen.run.batch_size == 2
-
-
-def test_a_winner_was_measured_unless_predictions_are_all_there_is() -> None:
-    world = World([truth(TRAIN)], Limits())
-    assert winner(world.judge_all(), "frontier") is None
-    assert winner(world.judge_all(), "none") is not None
-    world.learn(world.measure(TRAIN))
-    assert winner(world.judge_all(), "frontier") is not None
+def test_limits_of_a_gpu_take_the_place_of_the_general_ones_one_by_one() -> None:
+    general = Limits(total_time_s=10.0, finetune_bytes=5)
+    assert general.but(Limits(finetune_bytes=7)) == Limits(total_time_s=10.0, finetune_bytes=7)
+    assert general.but(Limits()) == general
 
 
 def test_a_candidate_just_below_certainty_is_not_taken_for_certain() -> None:

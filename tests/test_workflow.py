@@ -129,6 +129,64 @@ def test_a_model_that_cannot_be_served_is_never_fine_tuned(
     assert answer.winner.run.model == "EleutherAI/pythia-160m"
 
 
+def test_the_answer_says_how_sure_it_is_and_what_it_cost(
+    tmp_path: Path, fake_device: type[FakeProfiler]
+) -> None:
+    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    search = answer.search
+    assert search.stopped_by == "certain"
+    assert search.confidence >= 0.95
+    assert search.runs == len(fake_device.calls) == search.device_s
+    written = json.loads((tmp_path / "out" / "answer.json").read_text())
+    assert written["search"]["confidence"] == search.confidence
+    assert written["objective"]["prefer"] == "size"
+
+
+def test_a_budget_of_one_run_ends_the_search_and_says_so(
+    tmp_path: Path, fake_device: type[FakeProfiler]
+) -> None:
+    path = write_config(tmp_path)
+    path.write_text(path.read_text() + "max_profile_runs: 1\n")
+    answer = workflow.run(path, progress=Silent())
+    assert len(fake_device.calls) == 1
+    assert answer.search.stopped_by == "runs"
+    assert answer.search.confidence < 0.95
+
+
+@pytest.mark.parametrize("prefer", ["time", "memory"])
+def test_a_preferred_quantity_beats_size(tmp_path: Path, prefer: Any) -> None:
+    answer = workflow.run(write_config(tmp_path), progress=Silent(), prefer=prefer)
+    assert answer.winner is not None
+    assert answer.winner.run.model != "Qwen/Qwen2.5-0.5B"
+    meeting = [one for one in answer.finetune if one.verdict == "meets"]
+    values = {
+        "time": [one.total_s.value for one in meeting if one.total_s],
+        "memory": [one.memory_bytes.value for one in meeting],
+    }[prefer]
+    best = answer.winner
+    own = best.memory_bytes.value if prefer == "memory" else best.total_s and best.total_s.value
+    assert own is not None
+    assert own <= min(values) / 0.9
+
+
+def test_an_own_order_of_models_beats_size(tmp_path: Path) -> None:
+    path = write_config(tmp_path, models=", ".join(reversed(MODELS[:2])))
+    answer = workflow.run(path, progress=Silent(), prefer="order")
+    assert answer.winner is not None
+    assert answer.winner.run.model == MODELS[1]
+
+
+def test_a_price_is_needed_where_it_is_preferred(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="prefer: price needs the price of an hour on cpu-"):
+        workflow.run(write_config(tmp_path), progress=Silent(), prefer="price")
+
+
+def test_limits_of_this_gpu_take_the_place_of_the_general_ones(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none")
+    path.write_text(path.read_text() + "gpu_limits: {cpu: {finetune_memory: 1MiB}}\n")
+    assert workflow.run(path, progress=Silent()).winner is None
+
+
 def test_a_dry_run_measures_nothing_and_still_answers(
     tmp_path: Path, fake_device: type[FakeProfiler]
 ) -> None:

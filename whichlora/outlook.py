@@ -18,6 +18,7 @@ from whichlora import timing
 from whichlora.calibration import TIME_PHASES, Calibration, MemoryModel
 from whichlora.memory import allocator
 from whichlora.memory.ledger import PARTS
+from whichlora.numeric import TWO_SIDED_Z
 from whichlora.prediction import (
     ALLOCATED_PARTS,
     Job,
@@ -28,6 +29,7 @@ from whichlora.prediction import (
     step_features,
 )
 from whichlora.results import Measurement
+from whichlora.search import Quantity
 from whichlora.timing import FEATURES, TimeModel
 
 if TYPE_CHECKING:
@@ -138,16 +140,19 @@ class Belief:
     shared: Array
     own: Array
 
-    def chance_below(self, bounds: Array) -> Array:
-        """Probability that each candidate is at most its bound."""
-        from math import erf
-
-        import numpy as np
-
-        deviation = np.sqrt((self.shared**2).sum(axis=1) + np.diagonal(self.own))
-        with np.errstate(divide="ignore"):
-            distance = (np.log(bounds) - self.log_value) / np.maximum(deviation, 1e-12)
-        return np.array([0.5 * (1 + erf(each / 2**0.5)) for each in distance.tolist()])
+    def quantity(self, position: int) -> Quantity:
+        """What is believed of one candidate."""
+        variance = float((self.shared[position] ** 2).sum() + self.own[position, position])
+        value = math.exp(self.log_value[position])
+        confidence = 0.95
+        reach = math.exp(TWO_SIDED_Z[confidence] * math.sqrt(max(0.0, variance)))
+        return Quantity(
+            value=value,
+            low=value / reach,
+            high=value * reach,
+            measured=reach == 1.0,
+            confidence=confidence,
+        )
 
     def draw(self, num_worlds: int, rng: np.random.Generator) -> Array:
         """Values in `num_worlds` worlds, shape [num_worlds, num_candidates]."""

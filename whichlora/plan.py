@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,33 @@ class Limits:
     inference_bytes: int | None = None
     total_time_s: float | None = None
     finetune_bytes: int | None = None
+
+    def but(self, other: Limits) -> Limits:
+        """These limits, where `other` has none of its own."""
+        own = {name: value for name, value in asdict(other).items() if value is not None}
+        return replace(self, **own)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Which of the candidates that meet every limit is the answer.
+
+    Args:
+        prefer: the largest model ("size"), or the first of `order` ("order"), with its fastest
+            variant and best batch; or whatever takes the least time, memory or money.
+        order: models, the best first where the user's order is asked for.
+        price_per_hour: by device key.
+    """
+
+    prefer: Prefer = "size"
+    order: tuple[str, ...] = ()
+    price_per_hour: Mapping[str, float] = field(default_factory=dict)
+
+    def place(self, model: str, num_params: int) -> float:
+        """What goes before any time or memory, the least first."""
+        if self.prefer == "size":
+            return -float(num_params)
+        return float(self.order.index(model)) if self.prefer == "order" else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +151,7 @@ class Plan:
         collator: how batches are made: rows padded to the longest of their batch, in random order
             or of similar lengths ("grouped"), or all to the longest allowed ("fixed"); or texts
             joined and cut into blocks ("packed"), or whole texts put together ("packed-bfd").
+        gpu_limits: by device key, what takes the place of `limits` there.
         num_batches, num_runs: measured steps per fine-tuning profile, measured generations per
             inference profile.
         weights: "pretrained" for the handed-out job; "random" builds from the config, for
@@ -147,6 +175,9 @@ class Plan:
     lora_alpha: int | None = None
     finetune_batch_sizes: tuple[int, ...]
     limits: Limits
+    gpu_limits: Mapping[str, Limits] = field(default_factory=dict)
+    objective: Objective = field(default_factory=Objective)
+    budget: Budget = field(default_factory=Budget)
     dataset: DatasetConfig
     collator: Collator = "longest"
     epochs: float = 1.0

@@ -7,7 +7,7 @@ and a run is worth the share of the worlds that it would win, per device second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NUM_WORLDS = 1000
 SEED = 0
+ROUNDING = 1e-9
 WORTHWHILE_GAIN = 0.98  # a rival must promise at least 2 % less of what is preferred
 
 StoppedBy = Literal["certain", "runs", "device_s", "nothing left"]
@@ -95,7 +96,9 @@ def decide(
     rng = np.random.default_rng(seed)
     seconds = time.draw(NUM_WORLDS, rng)
     num_bytes = memory.draw(NUM_WORLDS, rng)
-    meets = (seconds <= contest.most_s) & (num_bytes <= contest.most_bytes) & ~known.impossible
+    # what was measured to equal its limit meets it: logarithms round
+    in_time = seconds <= contest.most_s * (1 + ROUNDING)
+    meets = in_time & (num_bytes <= contest.most_bytes * (1 + ROUNDING)) & ~known.impossible
     served = _per_model(contest, meets & ~contest.training)
     confirmed = _per_model(contest, (meets & ~contest.training & known.measured)[:1])[0]
     cost = _cost(contest, seconds, num_bytes)
@@ -225,13 +228,7 @@ def stop(decision: Decision, spent: Spent, budget: Budget) -> StoppedBy | None:
     return None
 
 
-def tiers(
-    models: Sequence[str], num_params: Mapping[str, int], prefer: Prefer, order: Sequence[str]
-) -> list[float]:
-    """What each candidate's model comes before: larger ones, or those later in `order`."""
-    if prefer == "size":
-        sizes = sorted(set(num_params.values()), reverse=True)
-        return [float(sizes.index(num_params[model])) for model in models]
-    if prefer == "order":
-        return [float(order.index(model)) for model in models]
-    return [0.0] * len(models)
+def tiers(places: Sequence[float]) -> list[float]:
+    """`places` (`Objective.place`) as consecutive numbers from zero."""
+    ordered = sorted(set(places))
+    return [float(ordered.index(place)) for place in places]

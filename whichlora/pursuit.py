@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from whichlora.calibration import Calibration
-from whichlora.outlook import Outlook
+from whichlora.outlook import Belief, Outlook
 from whichlora.plan import Budget
 from whichlora.policy import Contest, Decision, Known, Spent, StoppedBy, decide, stop
 from whichlora.results import Measurement
-from whichlora.search import dominated
+from whichlora.search import Quantity, dominated
 from whichlora.specs import RunConfig
 
 if TYPE_CHECKING:
     import numpy as np
 
-Measure = Callable[[int, Decision], Measurement]
+Measure = Callable[[int, Decision | None], Measurement]
 Learn = Callable[[Measurement], Calibration]
 
 
@@ -36,25 +36,34 @@ class Pursuit:
     calibration: Calibration
     measured: dict[int, Measurement] = field(default_factory=dict)
     spent: Spent = field(default_factory=Spent)
+    _believed: tuple[Belief, Belief] | None = None
 
     @property
     def runs(self) -> Sequence[RunConfig]:
         return [job.run for job in self.outlook.jobs]
 
+    def beliefs(self) -> tuple[Belief, Belief]:
+        """Time and memory of all candidates, in the light of what was measured."""
+        good = {i: one for i, one in self.measured.items() if one.outcome == "ok"}
+        outlook, calibration = self.outlook, self.calibration
+        time_errors = {i: outlook.time_error(i, one, calibration) for i, one in good.items()}
+        memory_errors = {i: outlook.memory_error(i, one, calibration) for i, one in good.items()}
+        return outlook.time(calibration, time_errors), outlook.memory(calibration, memory_errors)
+
+    def quantities(self, position: int) -> tuple[Quantity, Quantity]:
+        """Time and memory of one candidate."""
+        if self._believed is None:
+            self._believed = self.beliefs()
+        time, memory = (belief.quantity(position) for belief in self._believed)
+        return time, memory
+
     def decide(self) -> Decision:
         """Where the search stands."""
-        good = {i: one for i, one in self.measured.items() if one.outcome == "ok"}
-        time_errors = {
-            i: self.outlook.time_error(i, one, self.calibration) for i, one in good.items()
-        }
-        memory_errors = {
-            i: self.outlook.memory_error(i, one, self.calibration) for i, one in good.items()
-        }
+        self._believed = self.beliefs()
         return decide(
             self.contest,
             Known(measured=self._flags(self.measured), impossible=self._impossible()),
-            self.outlook.time(self.calibration, time_errors),
-            self.outlook.memory(self.calibration, memory_errors),
+            *self._believed,
             self.outlook.run_s(self.calibration),
         )
 
@@ -68,17 +77,46 @@ class Pursuit:
             assert decision.following is not None
             # a candidate that stays open after its run would be chosen for ever
             assert decision.following not in self.measured
-            found = measure(decision.following, decision)
-            self.measured[decision.following] = found
-            self.spent.runs += 1
-            self.spent.device_s += found.device_s
-            self.calibration = learn(found)
+            self._take(decision.following, measure(decision.following, decision), learn)
+
+    def measure_all(self, measure: Measure, learn: Learn) -> Decision:
+        """Measure everything that can still be an answer, whatever the predictions say."""
+        training = self.contest.training
+        for stage in (~training, training):
+            for position in stage.nonzero()[0].tolist():
+                if training[position] and self.contest.model[position] not in self._serving():
+                    continue
+                if not self._impossible()[position]:
+                    self._take(position, measure(position, None), learn)
+        return self.decide()
+
+    def _take(self, position: int, found: Measurement, learn: Learn) -> None:
+        self.measured[position] = found
+        self.spent.runs += 1
+        self.spent.device_s += found.device_s
+        self.calibration = learn(found)
+        self._believed = None
+
+    def _serving(self) -> set[int]:
+        """Models with a measured inference that meets its limits."""
+        found = set()
+        for position, one in self.measured.items():
+            if one.outcome == "ok" and not self.contest.training[position]:
+                time, memory = self.quantities(position)
+                limits = self.contest.most_s[position], self.contest.most_bytes[position]
+                if time.value <= limits[0] and memory.value <= limits[1]:
+                    found.add(int(self.contest.model[position]))
+        return found
+
+    def out_of_memory(self) -> list[RunConfig]:
+        """Runs that were measured and did not fit."""
+        return [self.runs[i] for i, one in self.measured.items() if one.outcome == "oom"]
 
     def _impossible(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Runs that failed, and those that ask for more than one that ran out of memory."""
         runs = self.runs
         failed = {i for i, one in self.measured.items() if one.outcome != "ok"}
-        too_large = [runs[i] for i in failed if self.measured[i].outcome == "oom"]
+        too_large = self.out_of_memory()
         if too_large:
             failed |= {
                 i
@@ -87,9 +125,9 @@ class Pursuit:
             }
         return self._flags(failed)
 
-    def _flags(self, positions: object) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _flags(self, positions: Iterable[int]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         import numpy as np
 
         flags = np.zeros(len(self.outlook.jobs), dtype=bool)
-        flags[list(positions)] = True  # type: ignore[call-overload]
+        flags[list(positions)] = True
         return flags

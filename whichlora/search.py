@@ -1,20 +1,18 @@
-"""Candidates against limits: who meets them, who may, who cannot, and whom to measure next.
+"""Candidates against limits: who meets them, who may, who cannot.
 
 A candidate is judged on its measured values where it was measured and on its predictive
-intervals where it was not. Only a candidate that is undecided, and would rank before the best one
-known, is worth device time.
+intervals where it was not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Literal
 
 from whichlora.numeric import TWO_SIDED_Z
-from whichlora.plan import Limits, ProfilePolicy
+from whichlora.plan import Limits, Objective
 from whichlora.results import Measurement, Prediction
 from whichlora.specs import RunConfig
 
@@ -22,7 +20,7 @@ Verdict = Literal["meets", "misses", "undecided"]
 
 MIN_CHANCE = 0.05  # a candidate with less is not worth a run
 LIKELY = 0.5
-WORTHWHILE_GAIN = 0.98  # a rival must promise at least 2 % less time
+LARGEST = Objective()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +75,7 @@ class Candidate:
         total_s: whole fine-tuning; None for inference.
         failure: why it cannot run at all (a failed profile, or a smaller batch that ran out of
             memory), empty otherwise.
+        objective: what ranks it among those that meet the limits.
     """
 
     prediction: Prediction
@@ -86,6 +85,7 @@ class Candidate:
     checks: tuple[Check, ...]
     measurement: Measurement | None = None
     failure: str = ""
+    objective: Objective = LARGEST
 
     @property
     def run(self) -> RunConfig:
@@ -112,29 +112,40 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Sorts the better candidate first: larger model, then less time, then less memory."""
-        time = self.total_s or self.time_per_token_s
-        return (-self.prediction.num_params, time.value, self.memory_bytes.value)
+        """Sorts the better candidate first: by model, unless a quantity is preferred to all."""
+        time, memory = (self.total_s or self.time_per_token_s).value, self.memory_bytes.value
+        if self.objective.prefer == "memory":
+            return (memory, time)
+        place = self.objective.place(self.run.model, self.prediction.num_params)
+        return (place, time, memory)
 
 
 def judge(
     prediction: Prediction,
     limits: Limits,
     *,
+    memory: Quantity | None = None,
+    time_per_token_s: Quantity | None = None,
     total_s: Quantity | None = None,
     measurement: Measurement | None = None,
     failure: str = "",
+    objective: Objective = LARGEST,
 ) -> Candidate:
     """Apply `limits` and the device's own memory to one candidate.
 
     Args:
+        memory, time_per_token_s: what is believed where nothing was measured; without them, what
+            the prediction says on its own.
         total_s: time of the whole fine-tuning, measured as soon as its profile is.
     """
     if measurement is not None and measurement.outcome != "ok":
         failure = f"{measurement.outcome}: {measurement.detail}".rstrip(": ")
     good = measurement if measurement is not None and measurement.outcome == "ok" else None
-    memory = _memory(prediction, good)
-    time = _time_per_token(prediction, good)
+    if good is not None or memory is None:
+        memory = _memory(prediction, good)
+    time = time_per_token_s
+    if good is not None or time is None:
+        time = _time_per_token(prediction, good)
     training = prediction.run.phase == "finetune"
     limit_bytes = limits.finetune_bytes if training else limits.inference_bytes
     bounds: list[tuple[str, Literal["bytes", "s"], Quantity, float | None]] = [
@@ -164,6 +175,7 @@ def judge(
         checks=checks,
         measurement=measurement,
         failure=failure,
+        objective=objective,
     )
 
 
@@ -238,104 +250,68 @@ def dominated(run: RunConfig, failed: Iterable[RunConfig]) -> RunConfig | None:
     return None
 
 
-# --- whom to measure next -----------------------------------------------------------------
+def accepted(candidate: Candidate) -> bool:
+    """Whether `candidate` counts as meeting its limits.
 
-Choose = Callable[[Sequence[Candidate]], Candidate | None]
-
-
-def _by_model(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Candidates of each model, the largest model first."""
-
-    def key(candidate: Candidate) -> tuple[float, str]:
-        return (-candidate.prediction.num_params, candidate.run.model)
-
-    return [list(group) for _, group in groupby(sorted(candidates, key=key), key=key)]
-
-
-def choose_inference(candidates: Sequence[Candidate]) -> Candidate | None:
-    """A model is kept once one of its configurations is known to meet the limits.
-
-    A model whose best configuration surely meets them, or whose every configuration surely
-    misses them, needs no run; of the others the most promising configuration is next.
+    Where no measurement decides, more likely than not is enough, and the answer states the chance.
     """
-    for group in _by_model(candidates):
-        if any(candidate.verdict == "meets" for candidate in group):
-            continue
-        open_ones = [c for c in group if c.verdict == "undecided" and not c.measured]
-        if open_ones:
-            return max(open_ones, key=lambda candidate: candidate.chance)
-    return None
+    return candidate.chance >= LIKELY
 
 
-def choose_finetune(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The best-ranked candidate that may still win; None once the winner is certain."""
-    best = winner(candidates, "frontier")
-    rivals = [
-        candidate
-        for candidate in candidates
-        if not candidate.measured and candidate.verdict != "misses" and _may_beat(candidate, best)
-    ]
-    return min(rivals, key=lambda candidate: candidate.rank, default=None)
-
-
-def _may_beat(candidate: Candidate, best: Candidate | None) -> bool:
-    if best is None:
-        return True
-    size, best_size = candidate.prediction.num_params, best.prediction.num_params
-    if size != best_size:
-        return size > best_size
-    if candidate.total_s is None or best.total_s is None:
-        return False
-    return candidate.total_s.chance_below(best.total_s.value * WORTHWHILE_GAIN) > MIN_CHANCE
-
-
-def choose_any(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Everything is measured, as the original WhichLoRA did."""
-    return next((one for one in candidates if not one.measured and not one.failure), None)
-
-
-def choose_nothing(candidates: Sequence[Candidate]) -> Candidate | None:
-    """A dry run: predictions only."""
-    return None
-
-
-CHOOSE_INFERENCE: dict[ProfilePolicy, Choose] = {
-    "none": choose_nothing,
-    "frontier": choose_inference,
-    "all": choose_any,
-}
-CHOOSE_FINETUNE: dict[ProfilePolicy, Choose] = {
-    "none": choose_nothing,
-    "frontier": choose_finetune,
-    "all": choose_any,
-}
-
-
-def accepted(candidate: Candidate, policy: ProfilePolicy) -> bool:
-    """Whether `candidate` counts as meeting its limits in an answer found under `policy`.
-
-    A dry run has no measurement to decide: there, more likely than not is enough, and the answer
-    states the chance.
-    """
-    if policy == "none":
-        return candidate.chance >= LIKELY
-    return candidate.verdict == "meets"
-
-
-def winner(candidates: Sequence[Candidate], policy: ProfilePolicy) -> Candidate | None:
-    """The best-ranked accepted candidate, and a measured one unless nothing may be measured."""
-    meeting = [
-        candidate
-        for candidate in candidates
-        if accepted(candidate, policy) and (candidate.measured or policy == "none")
-    ]
+def predicted_winner(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The best-ranked accepted candidate of a dry run."""
+    meeting = [candidate for candidate in candidates if accepted(candidate)]
     return min(meeting, key=lambda candidate: candidate.rank, default=None)
 
 
-def kept_models(candidates: Sequence[Candidate], policy: ProfilePolicy) -> tuple[str, ...]:
-    """Models with at least one accepted inference configuration, largest first."""
-    return tuple(
-        group[0].run.model
-        for group in _by_model(candidates)
-        if any(accepted(candidate, policy) for candidate in group)
-    )
+def kept_models(candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    """Models with at least one accepted inference configuration, the best ranked first."""
+    kept = [candidate for candidate in candidates if accepted(candidate)]
+    kept.sort(key=lambda one: (-one.prediction.num_params, one.run.model))
+    return tuple(dict.fromkeys(candidate.run.model for candidate in kept))
+
+
+def rejected_before(winner: Candidate | None, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates that would rank before `winner` had they met the limits, best first.
+
+    Those that are predicted to meet them and were not worth a run are among them.
+    """
+    before = [
+        candidate
+        for candidate in candidates
+        if (winner is None or candidate.rank < winner.rank)
+        and not (candidate.measured and candidate.verdict == "meets")
+    ]
+    return sorted(before, key=lambda candidate: candidate.rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxation:
+    """The smallest change of one limit alone that would make something fit.
+
+    Args:
+        check: the limit as it is, and the quantity that it would have to reach.
+        candidate: what would fit then.
+    """
+
+    check: Check
+    candidate: Candidate
+
+
+def relaxations(candidates: Iterable[Candidate]) -> list[Relaxation]:
+    """For every limit that alone keeps some candidate out, the one that misses it least.
+
+    The memory of the device is a limit like the others: to relax it is to take a larger device.
+    """
+    found: dict[str, Relaxation] = {}
+    for candidate in candidates:
+        missed = [check for check in candidate.checks if check.chance < LIKELY]
+        # the device and the user's limit bound the same memory: the tighter one names it
+        missed.sort(key=lambda check: check.bound)
+        if candidate.failure or len({check.quantity for check in missed}) != 1:
+            continue
+        check = missed[0]
+        best = found.get(check.limit)
+        if best is None or check.quantity.value < best.check.quantity.value:
+            found[check.limit] = Relaxation(check=check, candidate=candidate)
+    return list(found.values())

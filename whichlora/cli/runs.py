@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import click
 
 from whichlora.cli.faults import EXIT_NOTHING_FITS
+from whichlora.plan import Prefer
 
 ImageFormat = Literal["png", "svg"]
 
@@ -17,11 +18,17 @@ ImageFormat = Literal["png", "svg"]
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--fresh", is_flag=True, help="Measure again what an earlier run measured.")
+@click.option(
+    "--prefer",
+    type=click.Choice(["size", "time", "memory", "price", "order"]),
+    help="What ranks the candidates that meet the limits, in place of what CONFIG says.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
-def run(config: Path, fresh: bool, as_json: bool) -> None:
+def run(config: Path, fresh: bool, prefer: Prefer | None, as_json: bool) -> None:
     """Find the largest model, variant and batch size that meet the limits of CONFIG.
 
-    Predicts every candidate, profiles those that could change the answer, and writes the table,
+    Predicts every candidate, profiles those that could change the answer until the winner is as
+    sure as asked or the budget is spent, and writes the table,
     the reasons, an HTML report and a ready train.py to the output directory. An interrupted run
     resumes.
 
@@ -32,7 +39,7 @@ def run(config: Path, fresh: bool, as_json: bool) -> None:
     from whichlora import report, workflow
 
     with report.Progress(quiet=as_json) as progress:
-        answer = workflow.run(config, fresh=fresh, progress=progress)
+        answer = workflow.run(config, fresh=fresh, prefer=prefer, progress=progress)
     if as_json:
         click.echo(json.dumps(answer.to_dict(), indent=1))
     else:

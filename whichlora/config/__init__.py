@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whichlora.plan import DatasetConfig, Limits, Plan
+from whichlora.plan import Budget, DatasetConfig, Limits, Objective, Plan
 from whichlora.specs import RunConfig
 
 if TYPE_CHECKING:  # pydantic and ruamel.yaml cost 100 ms, which only `run` needs to pay
@@ -95,6 +95,7 @@ def _well_formed(data: dict[Any, Any]) -> dict[Any, Any]:
 
 def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
     from whichlora.config.checks import resolve_model
+    from whichlora.store.gpus import find_gpu
 
     folder = path.parent
     stage1, stage2 = settings.stage1_profile, settings.stage2_profile
@@ -144,6 +145,27 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         lora_alpha=settings.lora_alpha,
         finetune_batch_sizes=stage2.batch_size,
         limits=_limits(settings),
+        gpu_limits={
+            find_gpu(name).key: Limits(
+                time_per_token_s=own.time_per_token,
+                inference_bytes=own.inference_memory,
+                total_time_s=own.total_time,
+                finetune_bytes=own.finetune_memory,
+            )
+            for name, own in (settings.gpu_limits or {}).items()
+        },
+        objective=Objective(
+            prefer=settings.prefer,
+            order=models,
+            price_per_hour={
+                find_gpu(name).key: price for name, price in (settings.gpu_prices or {}).items()
+            },
+        ),
+        budget=Budget(
+            confidence=settings.confidence,
+            runs=settings.max_profile_runs,
+            device_s=settings.max_profile_time,
+        ),
         dataset=_dataset(settings.dataset, folder),
         collator=settings.collator,
         epochs=settings.epochs,

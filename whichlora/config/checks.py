@@ -18,6 +18,7 @@ from whichlora.config.schema import Dataset
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
 from whichlora.plan import DATA_FILE_SUFFIXES, DatasetConfig
+from whichlora.store.gpus import find_gpu, list_gpus
 
 Data = Mapping[Any, Any]
 
@@ -39,6 +40,8 @@ def check(data: Data, folder: Path) -> Iterator[Problem]:
     yield from _check_repeats(data)
     yield from _check_models(data)
     yield from _check_methods(data)
+    yield from _check_gpus(data)
+    yield from _check_preference(data)
     yield from _check_dataset(data, folder)
 
 
@@ -135,6 +138,35 @@ def _check_methods(data: Data) -> Iterator[Problem]:
                 accepted=", ".join(known),
                 hint="".join(difflib.get_close_matches(name.lower(), known, n=1)),
             )
+
+
+def _check_gpus(data: Data) -> Iterator[Problem]:
+    keys = [gpu.key for gpu in list_gpus()]
+    for section in ("gpu_limits", "gpu_prices"):
+        for name in _section(data, section):
+            if not isinstance(name, str) or not name.strip():
+                continue
+            try:
+                find_gpu(name)
+            except ConfigError:
+                yield Problem(
+                    loc=(section, name),
+                    what="is not a known GPU",
+                    accepted="a key of `whichlora gpus`, or cpu",
+                    hint="".join(difflib.get_close_matches(name.lower(), keys, n=1)),
+                    show_value=False,
+                )
+
+
+def _check_preference(data: Data) -> Iterator[Problem]:
+    prefer = data.get("prefer")
+    if prefer == "price" and not _section(data, "gpu_prices"):
+        what = "needs gpu_prices, the price of an hour by GPU"
+        yield Problem(loc=("prefer",), what=what, accepted="another preference, or gpu_prices")
+    named = "models" in data or "model_names" in _section(data, "stage1_profile")
+    if prefer == "order" and not named:
+        what = "needs models, in your order with the best first"
+        yield Problem(loc=("prefer",), what=what, accepted="another preference, or models")
 
 
 def _check_dataset(data: Data, folder: Path) -> Iterator[Problem]:

@@ -101,7 +101,10 @@ def _phrase(schema: Mapping[str, Any]) -> str:
             return f"text such as {', '.join(others)} or {last}" if others else last
         case "object" if "properties" in schema:
             return f"a mapping with {', '.join(schema['properties'])}"
-    return "a mapping from name to name"
+    values = _values(schema)
+    if "properties" in values:
+        return f"a mapping from name to {_phrase(values)}"
+    return f"a mapping from name to {'number' if values.get('type') == 'number' else 'name'}"
 
 
 def _range(schema: Mapping[str, Any]) -> str:
@@ -122,6 +125,11 @@ def _resolve(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
+def _values(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of the values of a mapping whose keys are names; empty for anything else."""
+    return next((_resolve(one) for one in schema.get("patternProperties", {}).values()), {})
+
+
 def _subschema(loc: Loc) -> Mapping[str, Any]:
     """The schema of what stands at `loc`; parts that are no key or index are passed over."""
     schema: Mapping[str, Any] = json_schema()
@@ -133,6 +141,9 @@ def _subschema(loc: Loc) -> Mapping[str, Any]:
                 break
             if part in option.get("properties", {}):
                 schema = _resolve(option["properties"][part])
+                break
+            if isinstance(part, str) and _values(option):
+                schema = _values(option)
                 break
     return schema
 

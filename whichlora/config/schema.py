@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from whichlora.errors import ConfigError
-from whichlora.plan import Collator, ProfilePolicy
+from whichlora.plan import Collator, Prefer, ProfilePolicy
 from whichlora.specs import (
     AttentionKernel,
     KvCache,
@@ -175,6 +175,19 @@ class Dataset(_Section):
     """Samples in the training split, for planning without the data."""
 
 
+class GpuLimits(_Section):
+    """Limits on one type of GPU, in place of those of the stages."""
+
+    time_per_token: Duration | None = None
+    """Inference: the whole generation over the generated tokens of all sequences."""
+    inference_memory: Size | None = None
+    """Device memory of inference."""
+    total_time: Duration | None = None
+    """The whole fine-tuning."""
+    finetune_memory: Size | None = None
+    """Device memory of fine-tuning."""
+
+
 class PlanFile(_Section):
     """A WhichLoRA run: models, data, limits and what may be profiled."""
 
@@ -217,6 +230,18 @@ class PlanFile(_Section):
     kv_cache: KvCache = _RUN.kv_cache
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 2e-4
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    gpu_limits: dict[Name, GpuLimits] | None = None
+    """Limits by GPU, where they differ from those of the stages."""
+    prefer: Prefer = "size"
+    """What ranks the candidates that meet the limits; order takes that of models, best first."""
+    gpu_prices: dict[Name, Positive] | None = None
+    """Price of an hour by GPU, for prefer: price."""
+    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
+    """How sure the winner must be before the search ends."""
+    max_profile_runs: Count | None = None
+    """Most candidates to profile."""
+    max_profile_time: Duration | None = None
+    """Device time after which no further candidate is profiled."""
     profile: ProfilePolicy = "frontier"
     """What to measure: nothing (a dry run), what could change the answer, or every candidate."""
     num_batches: Count = 5

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from whichlora.report.plane import plane
 from whichlora.report.rows import comparison_rows, comparison_summary
 from whichlora.report.terminal import MAX_REASONS, new_table, open_console
-from whichlora.report.words import deciding, describe, reason, variant
+from whichlora.report.words import certainty, deciding, describe, reason, relaxed, variant
+from whichlora.search import Candidate, rejected_before, relaxations
 from whichlora.units import format_bytes, format_count, format_seconds
-from whichlora.validation import rejected_before
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,41 +22,68 @@ if TYPE_CHECKING:
 def explanation(answer: Answer) -> list[str]:
     """The answer and its reasons in lines of plain text."""
     best = answer.winner
-    lines = []
-    if best is None:
-        lines.append("Nothing meets every limit.")
-        pool = [*answer.finetune] or [*answer.inference]
-        closest = max(pool, key=lambda one: (one.chance, -one.memory_bytes.value), default=None)
-        if closest is not None:
-            lines.append(f"Closest: {describe(closest.run)}.")
-            lines.extend(
-                f"  it would need {check.limit} of at least "
-                + (format_bytes if check.unit == "bytes" else format_seconds)(check.quantity.high)
-                for check in closest.checks
-                if check.verdict != "meets"
-            )
-    else:
-        run = best.run
-        size = format_count(best.prediction.num_params)
-        how = "measured"
-        if not best.measured:
-            how = f"predicted, {best.chance:.0%} chance to meet every limit of fine-tuning"
-        lines.append(
-            f"Winner: {run.model} ({size} parameters), {variant(run)}, "
-            f"batch size {run.batch_size} ({how})."
-        )
-        lines.extend(f"  {reason(check)}" for check in best.checks)
-    before = rejected_before(best, answer.finetune)
+    lines = _nothing(answer) if best is None else _winner(answer, best)
     dropped = [model for model in answer.plan.models if model not in answer.kept]
     for model in dropped:
         of_model = [one for one in answer.inference if one.run.model == model]
         closest = max(of_model, key=lambda one: one.chance)
         lines.append(f"{model} left out in stage 1: {deciding(closest)}")
-    lines.extend(f"{describe(one.run)} left out: {deciding(one)}" for one in before[:MAX_REASONS])
+    before = rejected_before(best, answer.finetune)
+    for one in before[:MAX_REASONS]:
+        why = deciding(one)
+        if not why:  # predicted to meet everything, and to be hardly better
+            chance = answer.search.chance_to_win.get(one.run, 0.0)
+            why = f"not measured, {chance:.0%} chance to beat the winner"
+        lines.append(f"{describe(one.run)} left out: {why}")
     if len(before) > MAX_REASONS:
         lines.append(
             f"… and {len(before) - MAX_REASONS} more better-ranked candidates, see the table"
         )
+    return lines
+
+
+def _winner(answer: Answer, best: Candidate) -> list[str]:
+    run, objective = best.run, answer.plan.objective
+    size = format_count(best.prediction.num_params)
+    how = "measured"
+    if not best.measured:
+        how = f"predicted, {best.chance:.0%} chance to meet every limit of fine-tuning"
+    lines = [
+        f"Winner: {run.model} ({size} parameters), {variant(run)}, "
+        f"batch size {run.batch_size} ({how})."
+    ]
+    if best.measured:
+        lines.append(f"  {certainty(answer.search, found=True)}")
+    lines.append(f"  {_PREFERENCE[objective.prefer]}")
+    price = objective.price_per_hour.get(answer.gpu.key)
+    if price is not None and best.total_s is not None:
+        lines.append(f"  costs {best.total_s.value / 3600 * price:.2f} at {price:g} an hour")
+    lines.extend(f"  {reason(check)}" for check in best.checks)
+    return lines
+
+
+_PREFERENCE = {
+    "size": "preferred: the largest model; size alone is not quality, `prefer: order` takes yours",
+    "order": "preferred: the first of your order of models",
+    "time": "preferred: the least time; a smaller model may be less good",
+    "memory": "preferred: the least memory; a smaller model may be less good",
+    "price": "preferred: the lowest price; a smaller model may be less good",
+}
+
+
+def _nothing(answer: Answer) -> list[str]:
+    lines = ["Nothing meets every limit.", f"  {certainty(answer.search, found=False)}"]
+    pool = [*answer.finetune] or [*answer.inference]
+    closest = max(pool, key=lambda one: (one.chance, -one.memory_bytes.value), default=None)
+    if closest is not None:
+        lines.append(f"Closest: {describe(closest.run)}.")
+        lines.extend(
+            f"  it would need {check.limit} of at least "
+            + (format_bytes if check.unit == "bytes" else format_seconds)(check.quantity.high)
+            for check in closest.checks
+            if check.verdict != "meets"
+        )
+    lines.extend(f"Alone, {relaxed(one)}." for one in relaxations(pool))
     return lines
 
 
@@ -91,6 +118,8 @@ def print_answer(answer: Answer) -> None:
         console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
     for line in explanation(answer):
         console.print(line, markup=False)
+    if len(answer.front) > 1:
+        _print_front(console, answer.front)
     rows = comparison_rows(answer.compared)
     if rows:
         _print_errors(console, rows)
@@ -120,6 +149,26 @@ def _plane(answer: Answer, width: int) -> list[str]:
     )
     what = "total time of the fine-tuning" if training else "time per generated token"
     return [f"peak memory against {what}", "", *lines, ""] if lines else []
+
+
+def _print_front(console: Console, front: Sequence[Candidate]) -> None:
+    numbers = ("batch", "peak", "total")
+    table = new_table("model", "variant", *numbers, "source", right=numbers)
+    table.title = "nothing is both faster and smaller"
+    table.title_justify = "left"
+    for one in front[:MAX_REASONS]:
+        total = one.total_s or one.time_per_token_s
+        table.add_row(
+            one.run.model,
+            variant(one.run),
+            str(one.run.batch_size),
+            format_bytes(one.memory_bytes.value),
+            format_seconds(total.value),
+            "measured" if one.measured else "predicted",
+        )
+    console.print(table)
+    if len(front) > MAX_REASONS:
+        console.print(f"… and {len(front) - MAX_REASONS} more, see answer.json")
 
 
 def _print_errors(console: Console, rows: Sequence[dict[str, Any]]) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from whichlora.methods import get_method
 from whichlora.results import Measurement, Prediction
-from whichlora.search import Candidate, Check
+from whichlora.search import Candidate, Check, Relaxation
 from whichlora.specs import RunConfig
 from whichlora.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from whichlora.workflow import Search
 
 
 def variant(run: RunConfig) -> str:
@@ -59,6 +64,39 @@ def reason(check: Check) -> str:
     if not quantity.measured:
         text += f" ({check.chance:.0%} chance to meet it)"
     return text
+
+
+def relaxed(found: Relaxation) -> str:
+    """What one limit would have to be, and for whom."""
+    check = found.check
+    show = format_bytes if check.unit == "bytes" else format_seconds
+    how = "measured" if check.quantity.measured else "predicted"
+    more = check.quantity.value / check.bound - 1
+    return (
+        f"{check.limit} {show(check.quantity.value)} instead of {show(check.bound)} (+{more:.0%}) "
+        f"would do for {describe(found.candidate.run)} ({how})"
+    )
+
+
+_STOPPED_BY = {
+    "certain": "as sure as asked",
+    "runs": "the budget of runs is spent",
+    "device_s": "the budget of device time is spent",
+    "nothing left": "no run could make it surer",
+    "everything measured": "everything was measured",
+}
+
+
+def certainty(search: Search, *, found: bool) -> str:
+    """How sure the answer is, why it stopped there, and what that cost."""
+    what = "no other candidate beats it" if found else "nothing meets every limit"
+    if search.stopped_by == "not measured":
+        return f"nothing was measured; {search.confidence:.0%} sure that {what}"
+    runs = "1 run" if search.runs == 1 else f"{search.runs} runs"
+    return (
+        f"{search.confidence:.1%} sure that {what}; {_STOPPED_BY[search.stopped_by]}, after {runs} "
+        f"and {format_seconds(search.device_s)} on the device"
+    )
 
 
 def deciding(candidate: Candidate) -> str:

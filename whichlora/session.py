@@ -1,0 +1,397 @@
+"""What one run knows while it works: candidates, records, predictors and the device."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from whichlora import api, timing
+from whichlora.architecture import ModelSpec
+from whichlora.calibration import Calibration, prior_calibration
+from whichlora.dataset import (
+    BYTE_LEVEL,
+    BaseDataset,
+    TokenLengths,
+    Workload,
+    count_tokens,
+    open_dataset,
+    workload,
+)
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.methods import get_method, list_methods
+from whichlora.outlook import Outline, Outlook, outline_inference, outline_training
+from whichlora.plan import Limits, Plan
+from whichlora.policy import Contest, Decision, tiers
+from whichlora.prediction import Job, predict, resolve, step_features
+from whichlora.pursuit import Pursuit
+from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
+from whichlora.search import Candidate, Quantity, dominated, judge
+from whichlora.specs import GpuSpec, Padding, RunConfig
+from whichlora.store.jsonfiles import read_object, write_object
+from whichlora.store.measurements import MeasurementLog, read_measurements
+
+SIDE_BY_SIDE_RANKS = (4, 8, 16, 32, 64)
+_UNCUT = 10**9  # tokens, more than any text has
+
+
+class Progress(Protocol):
+    """What the workflow tells while it works; `report.Progress` shows it."""
+
+    def say(self, text: str) -> None: ...
+
+    def profiling(self, run: RunConfig, *, number: int, open_candidates: int) -> None: ...
+
+    def learned(self, measurement: Measurement, prediction: Prediction) -> None: ...
+
+
+def _padding(load: Workload, stated: Padding) -> Padding:
+    """Whether batches hold padding; `stated` decides where their lengths do not tell."""
+    if load.varied:
+        return "padded"
+    return "none" if load.collator == "packed" else stated
+
+
+class Session:
+    """The state of one run: what was measured, and what the predictors made of it."""
+
+    def __init__(self, plan: Plan, gpu: GpuSpec, progress: Progress, *, fresh: bool) -> None:
+        objective = plan.objective
+        if objective.prefer == "price" and gpu.key not in objective.price_per_hour:
+            raise ConfigError(
+                f"prefer: price needs the price of an hour on {gpu.key}; add it to gpu_prices"
+            )
+        self.plan = plan
+        self.gpu = gpu
+        self.limits = plan.limits.but(plan.gpu_limits.get(gpu.key, Limits()))
+        self.progress = progress
+        self.models: dict[str, ModelSpec] = {
+            name: api.load_model(name, trust_remote_code=plan.trust_remote_code)
+            for name in plan.models
+        }
+        self.dataset: BaseDataset = open_dataset(plan.dataset)
+        self._lengths: dict[str, TokenLengths] = {}
+        self._workloads: dict[tuple[str, int], Workload] = {}
+        self._features: dict[tuple[RunConfig, int], dict[str, float]] = {}
+        self._jobs: dict[RunConfig, Job] = {}
+        self.compared: list[tuple[Measurement, RunConfig, Prediction]] = []
+        self.roots = api.calibration_roots(plan.calibration_dir)
+        self.run_id = _run_id(plan.output_dir, fresh=fresh)
+        self.log = MeasurementLog(self.roots[0], gpu.key, self.run_id)
+        self.cold = prior_calibration(gpu)
+        self.calibration: Calibration = api.load_calibration(gpu, plan.calibration_dir)
+        # read once: a shared database holds more records than a run adds
+        self._records = list(read_measurements(self.roots, gpu.key))
+        self._resumed = {
+            RunConfig.from_dict(record.config): record
+            for record in self._records
+            if record.provenance.get("run_id") == self.run_id
+        }
+        self._profiler: Any = None
+
+    # --- candidates
+
+    def tokenizer(self, model: str) -> str:
+        if self.plan.weights == "random":
+            return BYTE_LEVEL
+        return self.plan.tokenizers.get(model, model)
+
+    def lengths(self, model: str) -> TokenLengths:
+        """Token lengths of the data as the tokenizer of `model` cuts them."""
+        tokenizer = self.tokenizer(model)
+        joins = self.plan.collator == "packed"  # before it cuts
+        if tokenizer not in self._lengths:
+            self._lengths[tokenizer] = count_tokens(
+                self.dataset,
+                tokenizer=tokenizer,
+                offline=self.plan.weights == "random",
+                max_length=_UNCUT if joins else self.plan.finetune.seq_len,
+            )
+        return self._lengths[tokenizer]
+
+    def workload(self, model: str, batch_size: int) -> Workload:
+        key = (self.tokenizer(model), batch_size)
+        if key not in self._workloads:
+            self._workloads[key] = workload(
+                self.lengths(model),
+                collator=self.plan.collator,
+                batch_size=batch_size,
+                seq_len=self.plan.finetune.seq_len,
+                accumulation=self.plan.finetune.gradient_accumulation_steps,
+                epochs=self.plan.epochs,
+                seed=self.plan.seed,
+            )
+        return self._workloads[key]
+
+    def inference_runs(self) -> list[RunConfig]:
+        plan = self.plan
+        return [
+            self._resolved(
+                replace(
+                    plan.inference,
+                    model=model,
+                    batch_size=batch_size,
+                    prompt_len=prompt_len,
+                    max_new_tokens=new_tokens,
+                )
+            )
+            for model in plan.models
+            for prompt_len in plan.prompt_lens
+            for new_tokens in plan.max_new_tokens
+            for batch_size in plan.inference_batch_sizes
+        ]
+
+    def finetune_runs(self) -> list[RunConfig]:
+        plan = self.plan
+        runs = []
+        for model in plan.models:
+            for method in plan.methods:
+                trains_base = get_method(method).trains_base
+                for r in plan.ranks[:1] if trains_base else plan.ranks:
+                    for batch_size in plan.finetune_batch_sizes:
+                        load = self.workload(model, batch_size)
+                        run = replace(
+                            plan.finetune,
+                            model=model,
+                            method=method,
+                            r=r,
+                            lora_alpha=plan.lora_alpha or 2 * r,
+                            batch_size=batch_size,
+                            seq_len=load.longest,
+                            padding=_padding(load, plan.finetune.padding),
+                        )
+                        runs.append(self._resolved(run))
+        return runs
+
+    def side_by_side(self, pursuit: Pursuit, run: RunConfig) -> list[Candidate]:
+        """`run` with every method and rank; what its model or its libraries refuse is left out."""
+        position = {each: i for i, each in enumerate(pursuit.runs)}
+        found = []
+        for method, kind in list_methods().items():
+            for r in SIDE_BY_SIDE_RANKS[:1] if kind.trains_base else SIDE_BY_SIDE_RANKS:
+                changed = replace(
+                    self.plan.finetune,
+                    model=run.model,
+                    method=method,
+                    r=r,
+                    lora_alpha=self.plan.lora_alpha or 2 * r,
+                    batch_size=run.batch_size,
+                    seq_len=run.seq_len,
+                    padding=run.padding,
+                )
+                with contextlib.suppress(ConfigError):
+                    one = self._resolved(changed)
+                    in_search = one in position
+                    alone = pursuit if in_search else self.pursuit([one])
+                    found.append(self._judge(alone, position[one] if in_search else 0))
+        return found
+
+    def _resolved(self, run: RunConfig) -> RunConfig:
+        """`run` with every default filled in, as predictions and records name it."""
+        job = resolve(self.models[run.model], run, self.gpu)
+        self._jobs[job.run] = job
+        return job.run
+
+    def job(self, run: RunConfig) -> Job:
+        """A candidate resolved against its model, method and device."""
+        return self._jobs[run]
+
+    # --- judging
+
+    def pursuit(self, runs: Sequence[RunConfig]) -> Pursuit:
+        """The search over `runs`, which are of both stages."""
+        import numpy as np
+
+        plan, limits = self.plan, self.limits
+        outlines = [self._outline(run) for run in runs]
+        training = np.array([run.phase == "finetune" for run in runs])
+        names = [run.model for run in runs]
+        numbers = {name: number for number, name in enumerate(self.models)}
+        device = float(self.gpu.memory_bytes)
+
+        def per_stage(finetune: float | None, inference: float | None, most: float) -> Any:
+            bounds = (most if each is None else each for each in (finetune, inference))
+            return np.where(training, *bounds)
+
+        contest = Contest(
+            training=training,
+            model=np.array([numbers[name] for name in names]),
+            tier=np.array(
+                tiers([plan.objective.place(n, self.models[n].num_params) for n in names])
+            ),
+            price=np.full(len(runs), plan.objective.price_per_hour.get(self.gpu.key, 1.0)),
+            most_bytes=np.minimum(
+                device, per_stage(limits.finetune_bytes, limits.inference_bytes, device)
+            ),
+            most_s=per_stage(limits.total_time_s, limits.time_per_token_s, np.inf),
+            prefer=plan.objective.prefer,
+        )
+        return Pursuit(contest, Outlook(outlines), self.calibration)
+
+    def _outline(self, run: RunConfig) -> Outline:
+        job = self.job(run)
+        if run.phase == "inference":
+            return outline_inference(job, num_runs=self.plan.num_runs)
+        widths = self.workload(run.model, run.batch_size).widths
+        steps = {width: n / run.gradient_accumulation_steps for width, n in widths.items()}
+        return outline_training(job, steps, num_batches=self.plan.num_batches)
+
+    def candidates(self, pursuit: Pursuit) -> list[Candidate]:
+        """Every candidate in the light of what is known now, in the order of `pursuit`."""
+        return [self._judge(pursuit, position) for position in range(len(pursuit.runs))]
+
+    def _judge(self, pursuit: Pursuit, position: int) -> Candidate:
+        run = pursuit.runs[position]
+        prediction = predict(self.models[run.model], run, self.gpu, self.calibration)
+        measurement = pursuit.measured.get(position)
+        time, memory = pursuit.quantities(position)
+        training = run.phase == "finetune"
+        failure = ""
+        if measurement is None:
+            smaller = dominated(run, pursuit.out_of_memory())
+            if smaller is not None:
+                failure = f"batch size {smaller.batch_size} already ran out of memory"
+        elif training and measurement.step_s:
+            time = self._measured_total(run, measurement)
+        return judge(
+            prediction,
+            self.limits,
+            memory=memory,
+            time_per_token_s=None if training else time,
+            total_s=time if training else None,
+            measurement=measurement,
+            failure=failure,
+            objective=self.plan.objective,
+        )
+
+    def _seconds(self, run: RunConfig, width: int) -> float:
+        """Predicted seconds of one optimizer step at `width`; its features are kept."""
+        key = (run, width)
+        if key not in self._features:
+            self._features[key] = step_features(self.job(run), seq_len=width)
+        total, _ = timing.seconds(self.calibration.time["finetune"], self._features[key])
+        return float(total)
+
+    def _measured_total(self, run: RunConfig, measurement: Measurement) -> Quantity:
+        """Seconds of the whole training: every width's step time, times how often it comes."""
+        load = self.workload(run.model, run.batch_size)
+        micro_steps = run.gradient_accumulation_steps
+        total = sum(
+            count / micro_steps * self._seconds(run, width) for width, count in load.widths.items()
+        )
+        pairs = zip(measurement.batch_seq_len, measurement.step_s, strict=True)
+        predicted = sum(self._seconds(run, width) for width, _ in pairs)
+        total *= sum(measurement.step_s) / predicted
+        return Quantity(value=total, low=total, high=total, measured=True)
+
+    # --- measuring
+
+    def measure(self, pursuit: Pursuit, position: int, decision: Decision | None) -> Measurement:
+        """Profile a candidate, or take it from the records of the interrupted run."""
+        run = pursuit.runs[position]
+        left = len(pursuit.runs) - len(pursuit.measured)
+        if decision is not None:
+            left = int((decision.chance_to_win > 0).sum())
+        self.progress.profiling(run, number=len(pursuit.measured) + 1, open_candidates=left)
+        resumed = self._resumed.pop(run, None)
+        if resumed is not None:
+            from whichlora.report import describe
+
+            self.progress.say(f"resumed: {describe(run)} was measured before")
+            return resumed
+        load = self.workload(run.model, run.batch_size) if run.phase == "finetune" else None
+        training = load is not None
+        number = self.plan.num_batches if training else self.plan.num_runs
+        measurement: Measurement = self._device().measure(
+            run,
+            model_config=self.models[run.model].config,
+            target_modules=self.job(run).peft_targets,
+            seq_lens=load.profile_lengths(number) if load else (run.prompt_len,),
+            num_batches=number,
+            timeout_s=self.plan.timeout_s,
+        )
+        known = api.is_known_model(run.model)
+        config = None if known else dict(self.models[run.model].config)
+        measurement = replace(measurement, model_config=config)
+        self.log.append(measurement)
+        self._records.append(measurement)
+        return measurement
+
+    def learn(self, measurement: Measurement) -> Calibration:
+        """Take a measurement in and refit; the fit sees all records of this device."""
+        from whichlora.fitting import fit
+
+        run = RunConfig.from_dict(measurement.config)
+        before = predict(self.models[run.model], run, self.gpu, self.calibration)
+        self.compared.append((measurement, run, before))
+        self.progress.learned(measurement, before)
+        self.calibration = fit(self._records, self.gpu, api.model_of, held_out=False)
+        return self.calibration
+
+    def _device(self) -> Any:
+        if self._profiler is None:
+            from whichlora.device.profile import Profiler
+
+            self._profiler = Profiler(
+                gpu=self.gpu.key,
+                device=device_of(self.gpu),
+                provenance={
+                    "run_id": self.run_id,
+                    "command": " ".join(["whichlora", *sys.argv[1:]]),
+                    "config": str(self.plan.source),
+                },
+                memory_limit_bytes=self.gpu.memory_bytes if self.gpu.kind == "cpu" else None,
+                log_path=self.plan.output_dir / "profile.log",
+            )
+        return self._profiler
+
+    def close(self) -> None:
+        if self._profiler is not None:
+            self._profiler.close()
+            self._profiler = None
+
+
+def device_of(gpu: GpuSpec) -> str:
+    """The framework's device for `gpu`, if this machine has it.
+
+    Raises:
+        ConfigError: it has not; profiling is impossible here.
+    """
+    if gpu.kind == "cpu":
+        return "cpu"
+    from whichlora.device.detect import detect_gpus
+
+    here = detect_gpus()
+    for index, device in enumerate(here):
+        if api.find_gpu(device.name).key == gpu.key:
+            return f"cuda:{index}"
+    found = ", ".join(device.name for device in here) or "no GPU"
+    raise ConfigError(
+        f"gpu: {gpu.key} is not in this machine (it has {found}), so nothing can be profiled; "
+        "run this on a machine that has it, or set profile: none for predictions alone"
+    )
+
+
+def _run_id(folder: Path, *, fresh: bool) -> str:
+    """Name of this run's records; the same again when the folder's run is resumed.
+
+    Raises:
+        DataFileError: the folder can't be written, or its state is broken.
+    """
+    state = folder / "run.json"
+    if state.exists() and not fresh:
+        run_id = read_object(state).get("run_id")
+        if not isinstance(run_id, str):
+            raise DataFileError(f"{state}: run_id: is missing; start over with --fresh")
+        return run_id
+    run_id = uuid.uuid4().hex
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataFileError(f"{folder}: can't be made ({error.strerror})") from None
+    write_object(state, {"schema_version": SCHEMA_VERSION, "run_id": run_id})
+    return run_id
