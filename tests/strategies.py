@@ -32,7 +32,7 @@ A100 = GpuSpec(
     kind="cuda",
     memory_bytes=80 * 2**30,
     bandwidth_bytes_per_s=2e12,
-    peak_flops_per_s={"bf16": 3.12e14},
+    peak_flops_per_s={"bf16": 3.12e14, "fp32": 1.95e13},
     compute_capability="8.0",
 )
 DEVICES = st.sampled_from((CPU, A100))

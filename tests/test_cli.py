@@ -61,6 +61,10 @@ def predictions(*args: str) -> list[dict[str, Any]]:
         ("estimate", LLAMA, "--gpu", "h100-sxm-80gb", "--json"),
         ("estimate", MODEL, "--gpu", "cpu", "--phase", "inference", "--precision", "fp32"),
         ("estimate", LLAMA, "--gpu", "l4-24gb", "--method", "qlora,qdora", "--batch-size", "1,4"),
+        ("estimate", LLAMA, "--gpu", "h100-sxm-80gb", "--batch-size", "max"),
+        ("explain", LLAMA, "--gpu", "h100-sxm-80gb"),
+        ("explain", LLAMA, "--gpu", "h100-sxm-80gb", "--phase", "inference", "--json"),
+        ("where", LLAMA, "--method", "qlora"),
     ],
     ids=" ".join,
 )
@@ -194,6 +198,56 @@ def test_a_local_config_is_a_model(tmp_path: Path) -> None:
     assert one["num_params"] == 320 * 64 * 2 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
 
 
+# --- the largest that fits, and where
+
+
+def test_max_is_a_number_in_the_answer_and_a_note_says_what_ended_it() -> None:
+    (one,) = predictions(
+        LLAMA, "--gpu", "h100-sxm-80gb", "--method", "qlora", "--batch-size", "max"
+    )
+    size = one["config"]["batch_size"]
+    assert one["verdict"] == "fits"
+    assert f"batch_size {size} is the largest whose upper bound fits" in one["notes"][0]
+    (more,) = predictions(
+        *(LLAMA, "--gpu", "h100-sxm-80gb", "--method", "qlora", "--batch-size", str(size + 1))
+    )
+    assert more["verdict"] != "fits"
+
+
+def test_max_says_what_is_lacking_where_not_even_one_fits() -> None:
+    result = whichlora(
+        *("estimate", LLAMA, "--gpu", "t4-16gb", "--method", "full", "--batch-size", "max")
+    )
+    assert result.exit_code == 1
+    assert "Llama-3.1-8B full on t4-16gb: batch_size 1 lacks " in result.stdout
+
+
+def test_a_length_ends_at_the_positions_of_the_model() -> None:
+    (one,) = predictions("openai-community/gpt2", "--gpu", "h100-sxm-80gb", "--seq-len", "max")
+    assert one["config"]["seq_len"] == 1024
+    assert "the model has no more positions" in one["notes"][0]
+
+
+def test_where_lists_every_accelerator_the_smallest_that_fits_first() -> None:
+    found = json.loads(whichlora("where", LLAMA, "--method", "qlora", "--json").stdout)
+    assert found["schema_version"] == 1
+    placements = found["placements"]
+    assert len(placements) == len(json.loads(whichlora("gpus", "--json").stdout)["gpus"])
+    fitting = [one for one in placements if (one["prediction"] or {}).get("fits")]
+    assert placements[: len(fitting)] == fitting
+    sizes = [one["memory_bytes"] for one in fitting]
+    assert sizes == sorted(sizes)
+    assert all(one["largest_batch_size"] >= 1 for one in fitting)
+    (gaudi,) = (one for one in placements if one["gpu"] == "gaudi2-96gb")
+    assert gaudi["refusal"] == "quant: 'nf4-dq' needs bitsandbytes, which has no hpu backend"
+
+
+def test_where_nothing_fits_the_exit_code_says_so() -> None:
+    result = whichlora("where", LLAMA, "--method", "full", "--batch-size", "512")
+    assert result.exit_code == 1
+    assert " yes " not in result.stdout
+
+
 # --- text
 
 
@@ -240,6 +294,11 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--batch-size", "0"), "--batch-size: '0' is not a whole number from 1"),
     (("--batch-size", "-4"), "--batch-size: '-4' is not a whole number"),
     (("--batch-size", "four"), "--batch-size: 'four' is not a whole number"),
+    (("--batch-size", "1,max"), "--batch-size: max stands alone, got '1,max'"),
+    (("--batch-size", "most"), "--batch-size: 'most' is not a whole number from 1"),
+    (("--batch-size", "max", "--seq-len", "max"), "only one of both can be max"),
+    (("--seq-len", "max", "--phase", "inference"), "--seq-len: max is of fine-tuning"),
+    (("--batch-size", "max", "--engine", "trace"), "batch_size: max needs --engine ledger"),
     (("--batch-size", "1,,4"), "--batch-size: '' is not a whole number"),
     (("--batch-size", "2.5"), "--batch-size: '2.5' is not a whole number"),
     (("--batch-size", "9" * 5000), "--batch-size: '9999"),
@@ -303,6 +362,18 @@ def test_a_bad_argument_gets_one_clear_line(args: tuple[str, ...], said: str) ->
             "did you mean meta-llama/Llama-3.1-8B",
         ),
         (("estimate", "/nowhere/config.json", "--gpu", "cpu"), "no such file or folder"),
+        (
+            ("explain", MODEL, "--gpu", "cpu", "--r", "8,16"),
+            "--r: explain takes one value, got 8,16; 'whichlora estimate' takes lists",
+        ),
+        (
+            ("explain", MODEL, "--gpu", "cpu", "--batch-size", "max"),
+            "--batch-size: explain takes a number; 'whichlora estimate' finds max",
+        ),
+        (("explain", MODEL, "--gpu", "nosuch"), "unknown GPU 'nosuch'"),
+        (("explain", MODEL, "--gpu", "cpu", "--json", "--markdown"), "--json and --markdown"),
+        (("where", MODEL, "--method", "lora,qlora"), "--method: where takes one value"),
+        (("where", MODEL, "--method", "full", "--quant", "nf4"), "weights cannot be trained"),
         (("run",), "whichlora run: Missing argument 'CONFIG'"),
         (("run", "nowhere.yaml"), "nowhere.yaml: can't be read"),
         (("gpus", "h100"), "whichlora gpus: Got unexpected extra argument"),
@@ -340,7 +411,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(result.exception, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("command", ["estimate", "run", "gpus", "models"])
+@pytest.mark.parametrize("command", ["estimate", "explain", "where", "run", "gpus", "models"])
 def test_help_shows_an_example_that_can_be_copied(command: str) -> None:
     text = CliRunner().invoke(main, [command, "--help"]).output
     example = text.split("Example:\n", 1)[1].splitlines()[0]

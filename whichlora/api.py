@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from whichlora import families, hub
+from whichlora import explanation, families, hub
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import Calibration, digest_of, prior_calibration
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.explanation import Explanation
 from whichlora.formulas import formulas_digest
+from whichlora.largest import Placement, Size, largest_that_fits, place, smallest_first, with_size
 from whichlora.prediction import predict
 from whichlora.results import Measurement, Prediction, TracedPeak
 from whichlora.specs import ALL_LINEAR, Engine, GpuSpec, RunConfig
@@ -158,10 +160,13 @@ def estimate(
     calibration_dir: Path | None = None,
     engine: Engine = "ledger",
     trace_layers: str = "2,4",
+    maximise: Size | None = None,
 ) -> list[Prediction]:
     """Peak memory and time of every run on every accelerator. Nothing is run or downloaded.
 
     Args:
+        maximise: "batch_size" or "seq_len", which becomes the largest that fits each accelerator,
+            or 1 where nothing does; a note says which.
         engine: "ledger" adds up what is known to live; "trace" runs the real code on tensors
             without storage, also of models that the ledger does not know, in seconds per run.
         trace_layers: "2,4" stretches the trace of four layers to all, "all" traces all.
@@ -169,6 +174,8 @@ def estimate(
     Raises:
         ConfigError: an unknown model or accelerator, or settings that exclude each other.
     """
+    if maximise and engine == "trace":
+        raise ConfigError(f"{maximise}: max needs --engine ledger; a trace takes seconds per value")
     devices = [find_gpu(name) for name in gpus]
     calibrations = [load_calibration(gpu, calibration_dir) for gpu in devices]
     stale = [stale_note(calibration, calibration_dir) for calibration in calibrations]
@@ -182,9 +189,50 @@ def estimate(
         if engine == "trace":
             traced = _trace(models[run.model], run, trace_layers)
         for gpu, calibration, note in zip(devices, calibrations, stale, strict=True):
-            found = predict(models[run.model], run, gpu, calibration, traced=traced)
-            predictions.append(replace(found, basis=found.basis + note))
+            asked = run
+            notes: tuple[str, ...] = ()
+            if maximise:
+                most = largest_that_fits(models[run.model], run, gpu, calibration, maximise)
+                asked = with_size(run, maximise, max(1, most.value))
+                what = "inference" if run.phase == "inference" else run.method
+                name = run.model.rpartition("/")[2]
+                notes = (f"{name} {what} on {gpu.key}: {most.note}",)
+            found = predict(models[run.model], asked, gpu, calibration, traced=traced)
+            predictions.append(
+                replace(found, basis=found.basis + note, notes=(*notes, *found.notes))
+            )
     return predictions
+
+
+def explain(
+    run: RunConfig, gpu: str = "auto", *, calibration_dir: Path | None = None
+) -> Explanation:
+    """The prediction of `run` taken apart, and what other choices would change.
+
+    Raises:
+        ConfigError: an unknown model or accelerator, or settings that exclude each other.
+    """
+    device = find_gpu(gpu)
+    calibration = load_calibration(device, calibration_dir)
+    found = explanation.explain(load_model(run.model), run, device, calibration)
+    prediction = found.prediction
+    basis = prediction.basis + stale_note(calibration, calibration_dir)
+    return replace(found, prediction=replace(prediction, basis=basis))
+
+
+def where(run: RunConfig, *, calibration_dir: Path | None = None) -> list[Placement]:
+    """`run` on every accelerator of the catalog, the smallest that fits first.
+
+    Raises:
+        ConfigError: an unknown model, or settings that no accelerator can run.
+    """
+    model = load_model(run.model)
+    placements = [
+        place(model, run, gpu, load_calibration(gpu, calibration_dir)) for gpu in list_gpus()
+    ]
+    if all(one.prediction is None for one in placements):
+        raise ConfigError(placements[0].refusal)
+    return smallest_first(placements)
 
 
 def _load_traceable(name: str) -> ModelSpec:

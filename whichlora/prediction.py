@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from whichlora import timing, work
 from whichlora.architecture import ModelSpec
@@ -17,7 +16,7 @@ from whichlora.memory.generation import inference_ledger
 from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
 from whichlora.methods import Method, get_method, with_defaults
 from whichlora.numeric import TWO_SIDED_Z, Count, largest
-from whichlora.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak
+from whichlora.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak, Verdict
 from whichlora.specs import ALL_LINEAR, BNB_QUANTS, GpuSpec, RunConfig
 from whichlora.stack import Stack, resolve_stack
 from whichlora.targets import all_linears, resolve_targets
@@ -191,6 +190,13 @@ def predict_memory(job: Job, calibration: Calibration) -> tuple[MemoryPrediction
     )
 
 
+def judge(memory: MemoryPrediction, least: int, gpu: GpuSpec) -> Verdict:
+    """Whether `memory` is within what `gpu` has, `least` being its lower bound of live tensors."""
+    if memory.interval_bytes[1] <= gpu.memory_bytes:
+        return "fits"
+    return "fails" if least > gpu.memory_bytes else "undecided"
+
+
 def step_features(job: Job, *, seq_len: int | None = None) -> dict[str, float]:
     """Time features of one optimizer step of `job`, at `seq_len` where it is not the run's own."""
     run = job.run
@@ -359,13 +365,7 @@ def predict(
     else:
         time = predict_generation(job, calibration)
         time_runs = calibration.time["decode"].num_runs
-    usable = gpu.memory_bytes
-    fits = memory.interval_bytes[1] <= usable
-    verdict: Literal["fits", "fails", "undecided"] = "undecided"
-    if fits:
-        verdict = "fits"
-    elif least > usable:
-        verdict = "fails"
+    verdict = judge(memory, least, gpu)
     num_params = model.num_params
     trained = trained_params(model, job.targets, job.method, job.run.r) if training else 0
     if traced is not None:
@@ -377,8 +377,8 @@ def predict(
         num_trainable_params=int(trained),
         memory=memory,
         time=time,
-        usable_bytes=usable,
-        fits=fits,
+        usable_bytes=gpu.memory_bytes,
+        fits=verdict == "fits",
         verdict=verdict,
         basis=traced_basis
         + calibration.basis(memory_runs=calibration.memory.num_runs, time_runs=time_runs),

@@ -12,6 +12,7 @@ from whichlora.specs import RunConfig
 SCHEMA_VERSION = 1
 
 Interval = tuple[float, float]
+Verdict = Literal["fits", "fails", "undecided"]
 Outcome = Literal["ok", "oom", "crashed", "killed", "timeout", "error"]
 
 
@@ -98,7 +99,7 @@ class Prediction:
     time: TimePrediction
     usable_bytes: int
     fits: bool
-    verdict: Literal["fits", "fails", "undecided"]
+    verdict: Verdict
     basis: str
     notes: tuple[str, ...] = ()
 

@@ -7,7 +7,7 @@ import click
 from whichlora import __version__
 from whichlora.cli.calibration import calibrate
 from whichlora.cli.catalog import gpus, models
-from whichlora.cli.estimates import estimate
+from whichlora.cli.estimates import estimate, explain, where
 from whichlora.cli.exports import export
 from whichlora.cli.faults import Group
 from whichlora.cli.runs import report, run
@@ -19,5 +19,5 @@ def main() -> None:
     """The largest model, LoRA variant and batch size that fit, before a GPU hour is spent."""
 
 
-for _command in (estimate, run, report, gpus, models, calibrate, export):
+for _command in (estimate, explain, where, run, report, gpus, models, calibrate, export):
     main.add_command(_command)

@@ -1,16 +1,19 @@
-"""`whichlora estimate`: one candidate or a grid, predicted."""
+"""`whichlora estimate`, `explain` and `where`: predictions, taken apart and by accelerator."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
 from whichlora import specs
-from whichlora.cli.options import list_option, words
-from whichlora.cli.settings import run_options, run_settings
+from whichlora.cli.faults import EXIT_NOTHING_FITS
+from whichlora.cli.options import as_json_text, calibration_option, list_option, words
+from whichlora.cli.settings import maximised, one_run, run_options, run_settings
+from whichlora.errors import ConfigError
 from whichlora.results import SCHEMA_VERSION
 
 
@@ -58,12 +61,15 @@ def estimate(
     """
     from whichlora import api
 
+    settings = run_settings(models, given)
+    maximise = maximised(settings)
     predictions = api.estimate(
-        api.grid(run_settings(models, given)),
+        api.grid(settings),
         gpu,
         calibration_dir=calibration_dir,
         engine=engine,
         trace_layers=trace_layers,
+        maximise=maximise,
     )
     if as_json:
         answer = {
@@ -71,7 +77,73 @@ def estimate(
             "predictions": [prediction.to_dict() for prediction in predictions],
         }
         click.echo(json.dumps(answer, indent=1))
+    else:
+        from whichlora import report
+
+        report.print_predictions(predictions)
+    if maximise and all(one.verdict != "fits" for one in predictions):
+        sys.exit(EXIT_NOTHING_FITS)
+
+
+@click.command()
+@click.argument("model", metavar="MODEL")
+@run_options
+@click.option("--gpu", default="auto", show_default=True, help="Accelerator: see `whichlora gpus`.")
+@calibration_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with every line.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown document.")
+def explain(
+    model: str,
+    gpu: str,
+    calibration_dir: Path | None,
+    as_json: bool,
+    as_markdown: bool,
+    **given: Any,
+) -> None:
+    """Where the bytes of one run go, and what other choices would change.
+
+    \b
+    Example:
+      whichlora explain meta-llama/Llama-3.1-8B --gpu rtx-4090-24gb --method qlora
+    """
+    from whichlora import api
+
+    if as_json and as_markdown:
+        raise ConfigError("--json and --markdown: only one of both")
+    run = one_run([model], given, command="explain")
+    found = api.explain(run, gpu, calibration_dir=calibration_dir)
+    if as_json:
+        click.echo(as_json_text("explanation", found.to_dict()))
         return
     from whichlora import report
 
-    report.print_predictions(predictions)
+    if as_markdown:
+        click.echo(report.explanation_markdown(found), nl=False)
+    else:
+        report.print_explanation(found)
+
+
+@click.command()
+@click.argument("model", metavar="MODEL")
+@run_options
+@calibration_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
+def where(model: str, calibration_dir: Path | None, as_json: bool, **given: Any) -> None:
+    """Which accelerators of the catalog one run fits on, the smallest first.
+
+    \b
+    Example:
+      whichlora where meta-llama/Llama-3.1-8B --method qlora --batch-size 4
+    """
+    from whichlora import api
+
+    run = one_run([model], given, command="where")
+    placements = api.where(run, calibration_dir=calibration_dir)
+    if as_json:
+        click.echo(as_json_text("placements", [one.to_dict() for one in placements]))
+    else:
+        from whichlora import report
+
+        report.print_placements(placements)
+    if not any(one.prediction and one.prediction.verdict == "fits" for one in placements):
+        sys.exit(EXIT_NOTHING_FITS)

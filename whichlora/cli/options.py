@@ -14,6 +14,8 @@ from whichlora.results import SCHEMA_VERSION
 
 _MAX_COUNT = 10**9  # no batch, no length: a slipped key
 
+MAX = "max"
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print every field as JSON.")
 calibration_option = click.option(
     "--calibration-dir", type=click.Path(path_type=Path, file_okay=False), help="Your calibrations."
@@ -54,6 +56,19 @@ def counts(setting: str) -> Callable[..., list[int]]:
                 )
             numbers.append(count)
         return numbers
+
+    return split
+
+
+def counts_or_max(setting: str) -> Callable[..., list[int] | str]:
+    """A click callback: comma list of whole numbers, or "max" alone."""
+    listed = counts(setting)
+
+    def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int] | str:
+        words = [word.strip() for word in value.split(",")]
+        if MAX in words and len(words) > 1:
+            raise ConfigError(f"--{setting}: max stands alone, got {value!r}")
+        return MAX if words == [MAX] else listed(ctx, param, value)
 
     return split
 
@@ -100,5 +115,5 @@ def choices(flag: str, default: str, help_text: str, choice: Any) -> Callable[[A
     )
 
 
-def as_json_text(name: str, rows: list[dict[str, Any]]) -> str:
+def as_json_text(name: str, rows: list[dict[str, Any]] | dict[str, Any]) -> str:
     return json.dumps({"schema_version": SCHEMA_VERSION, name: rows}, indent=1)

@@ -8,13 +8,36 @@ from typing import Any, get_args
 import click
 
 from whichlora import specs
-from whichlora.cli.options import choices, counts, fractions, list_option, versions, words
+from whichlora.cli.options import (
+    MAX,
+    choices,
+    counts,
+    counts_or_max,
+    fractions,
+    list_option,
+    versions,
+    words,
+)
+from whichlora.errors import ConfigError
+from whichlora.largest import Size
+from whichlora.specs import RunConfig
 
+_SIZES: tuple[Size, ...] = ("batch_size", "seq_len")
 _SETTINGS = (
     choices("phase", "finetune", "What runs", specs.Phase),
     list_option("method", "lora", "full, lora, qlora, dora, qdora.", words("method")),
-    list_option("batch-size", "1", "Sequences per device per micro-step.", counts("batch-size")),
-    list_option("seq-len", "2048", "Tokens per sequence, padding included.", counts("seq-len")),
+    list_option(
+        "batch-size",
+        "1",
+        "Sequences per device per micro-step; max for the largest that fits.",
+        counts_or_max("batch-size"),
+    ),
+    list_option(
+        "seq-len",
+        "2048",
+        "Tokens per sequence, padding included; max for the most that fit.",
+        counts_or_max("seq-len"),
+    ),
     list_option("r", "16", "Rank of the adapters.", counts("r")),
     list_option("lora-dropout", "0", "Dropout before the adapters.", fractions("lora-dropout")),
     click.option(
@@ -86,3 +109,39 @@ def run_settings(models: Sequence[str], given: Mapping[str, Any]) -> dict[str, l
         "quant": quants,
         "target_modules": [tuple(given["target_modules"])],
     }
+
+
+def maximised(settings: dict[str, Any]) -> Size | None:
+    """The setting that is asked as large as it fits, left at 1 in `settings`.
+
+    Raises:
+        ConfigError: more than one, or one that the phase does not read.
+    """
+    asked: list[Size] = [name for name in _SIZES if settings[name] == MAX]
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise ConfigError("--batch-size and --seq-len: only one of both can be max")
+    if asked[0] == "seq_len" and "inference" in settings["phase"]:
+        raise ConfigError("--seq-len: max is of fine-tuning; inference takes --prompt-len")
+    settings[asked[0]] = [1]
+    return asked[0]
+
+
+def one_run(models: Sequence[str], given: Mapping[str, Any], *, command: str) -> RunConfig:
+    """The run that the options describe, for a command that takes one.
+
+    Raises:
+        ConfigError: several values, or a value that is not accepted.
+    """
+    settings: dict[str, Any] = run_settings(models, given)
+    for name, values in settings.items():
+        flag = name if name == "model" else f"--{name.replace('_', '-')}"
+        if values == MAX:
+            raise ConfigError(f"{flag}: {command} takes a number; 'whichlora estimate' finds max")
+        if len(values) > 1:
+            shown = ",".join(map(str, values))
+            raise ConfigError(
+                f"{flag}: {command} takes one value, got {shown}; 'whichlora estimate' takes lists"
+            )
+    return RunConfig(**{name: values[0] for name, values in settings.items()})

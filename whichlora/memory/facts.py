@@ -14,7 +14,7 @@ from whichlora.memory.entries import Fact
 LAYER_WEIGHTS = Fact(
     part="weights",
     what="weights of the layers",
-    shape="[out_features, in_features] of every matrix, norms, biases",
+    shape="[out_features, in_features] of every matrix",
     dtype="quant",
     count="num_hidden_layers",
     why="loaded; frozen or trained, they stay to the end",
@@ -25,13 +25,14 @@ EMBEDDING_WEIGHTS = Fact(
     what="embeddings and head",
     shape="[vocab_size, hidden_size]",
     dtype="embedding_bytes",
+    count="1 or 2",
     why="loaded; never quantised, and one tensor where they are tied",
     source="config.json; transformers get_keys_to_not_convert",
 )
 OTHER_WEIGHTS = Fact(
     part="weights",
     what="other weights",
-    shape="[final norm, pooler, vision tower]",
+    shape="norms after the layers, poolers, towers",
     dtype="base_bytes",
     why="loaded, outside of the layers",
     source="config.json",
@@ -90,7 +91,7 @@ ACCUMULATED = Fact(
 LAST_LAYERS_GRADIENTS = Fact(
     part="gradients",
     what="gradients of the head and the last layer",
-    shape="[params of the head and of one layer]",
+    shape="parameters of the head and of one layer",
     dtype="of the parameter",
     why="backward starts at the head",
     source="torch AccumulateGrad",
@@ -243,7 +244,7 @@ PROMPT_CACHE = Fact(
 FULL_CACHE = Fact(
     part="kv_cache",
     what="key-value cache of whole sequences",
-    shape="[batch_size, num_key_value_heads, prompt_len + max_new_tokens, head_dim]",
+    shape="[batch_size, num_key_value_heads, prompt_len + max_new_tokens - 1, head_dim]",
     dtype="compute_bytes",
     count="2 x num_hidden_layers",
     why="decoding reads keys and values of every earlier token",
@@ -261,7 +262,7 @@ TWO_CACHES = Fact(
 APPENDED = Fact(
     part="temporary",
     what="second copy of what is appended to",
-    shape="[batch_size, num_key_value_heads, prompt_len + max_new_tokens, head_dim]",
+    shape="[batch_size, num_key_value_heads, prompt_len + max_new_tokens - 1, head_dim]",
     dtype="compute_bytes",
     why="concatenation makes a new tensor before the old one goes",
     source="transformers DynamicLayer.update",
@@ -323,4 +324,41 @@ EVERY_LOGIT = Fact(
     dtype="compute_bytes",
     why="an encoder's own head returns them",
     source="transformers BertForMaskedLM.forward",
+)
+
+# --- from live tensors to the card ------------------------------------------------------------
+
+WORKSPACE = Fact(
+    part="temporary",
+    what="cuBLAS workspaces",
+    shape="one per thread that runs products",
+    dtype="bytes",
+    why="the library asks the framework's allocator once and keeps them",
+    source="torch CUDABlas.cpp getChosenWorkspaceSize",
+)
+IDLE = Fact(
+    part="allocator",
+    what="idle segments",
+    shape="segments that the peak cannot use",
+    dtype="bytes",
+    why="the caching allocator keeps what earlier moments left, and gives it back before it fails",
+    source="torch CUDACachingAllocator.cpp; docs/memory.md section 6",
+    kind="upper bound",
+)
+POOL = Fact(
+    part="allocator",
+    what="rest of the preallocated block pool",
+    shape="share of the card",
+    dtype="bytes",
+    why="the engine takes its pool at start, whatever the requests are",
+    source="vLLM gpu_memory_utilization; transformers ContinuousBatchingConfig",
+)
+CONTEXT = Fact(
+    part="context",
+    what="device context",
+    shape="driver and kernels",
+    dtype="bytes",
+    why="every process that uses the device has one, outside of the allocator",
+    source="calibration/<gpu>/gpu.json, or the typical 500 MiB",
+    kind="estimate",
 )

@@ -206,10 +206,9 @@ def training_ledger(
             facts.CHECKPOINTS,
             Group(tensors=(checkpoint,), count=num_layers, tokens=tokens, span=seq_len),
             outside,
-            Group(where="of the run", tensors=(masks,), tokens=tokens, span=seq_len),
+            Group(tensors=(masks,), tokens=tokens, span=seq_len),
             *(  # outside of autograd, so it outlives a checkpointed forward
                 Group(
-                    where="each layer",
                     tensors=activations.distinct(activations.held_by_quantised(layer, stack)),
                     count=count,
                     tokens=tokens,
@@ -224,12 +223,11 @@ def training_ledger(
     else:
         firsts = {group.stack: group.layer for group in reversed(model.groups)}.values()
         unsaved = sum(activations.unsaved_by_first_layer(one, targets, stack) for one in firsts)
-        less = Tensor("not kept by the first layer, whose input needs no gradient", -unsaved)
+        less = Tensor("less in the first layer, whose input needs no gradient", -unsaved)
         kept = listed(
             facts.SAVED,
             *(
                 Group(
-                    where="each layer",
                     tensors=one.tensors,
                     count=one.count,
                     tokens=tokens,
@@ -238,7 +236,7 @@ def training_ledger(
                 for one in layers
             ),
             outside,
-            Group(where="the first layer", tensors=(less,), tokens=tokens, span=seq_len),
+            Group(tensors=(less,), tokens=tokens, span=seq_len),
         )
         in_layer = largest(*(one.transient for one in layers))
         in_forward = 0 * tokens

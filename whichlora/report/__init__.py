@@ -4,9 +4,11 @@ from whichlora.report.answer import explanation, print_answer
 from whichlora.report.calibrations import print_calibration, print_merged, print_refit
 from whichlora.report.catalogs import print_gpus, print_models
 from whichlora.report.estimate import print_predictions
+from whichlora.report.explained import explanation_markdown, print_explanation
 from whichlora.report.facts import answer_facts, detailed_row
 from whichlora.report.files import write_candidates, write_comparison, write_summary
 from whichlora.report.handovers import print_handover
+from whichlora.report.placements import print_placements
 from whichlora.report.progress import Progress
 from whichlora.report.rows import candidate_row, comparison_rows, comparison_summary
 from whichlora.report.terminal import MAX_REASONS
@@ -23,12 +25,15 @@ __all__ = [
     "describe",
     "detailed_row",
     "explanation",
+    "explanation_markdown",
     "print_answer",
     "print_calibration",
+    "print_explanation",
     "print_gpus",
     "print_handover",
     "print_merged",
     "print_models",
+    "print_placements",
     "print_predictions",
     "print_refit",
     "reason",

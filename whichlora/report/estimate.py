@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from whichlora.report.terminal import new_table, open_console
-from whichlora.report.words import variant
+from whichlora.report.words import VERDICTS, variant
 from whichlora.results import Prediction
 from whichlora.units import format_bytes, format_count, format_seconds
 
@@ -39,7 +39,7 @@ def print_predictions(predictions: Sequence[Prediction]) -> None:
             f"{memory.device_used_bytes / one.usable_bytes:.0%}",
             seconds,
             format_count(time.tokens_per_s),
-            {"fits": "yes", "fails": "no", "undecided": "maybe"}[one.verdict],
+            VERDICTS[one.verdict],
             one.gpu,
         )
     console.print(table)

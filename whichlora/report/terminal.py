@@ -29,5 +29,5 @@ def new_table(*columns: str, right: Iterable[str] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     numbers = set(right)
     for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left")
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     return table

@@ -13,6 +13,8 @@ from whichlora.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from whichlora.workflow import Search
 
+VERDICTS = {"fits": "yes", "fails": "no", "undecided": "maybe"}
+
 
 def variant(run: RunConfig) -> str:
     """What distinguishes a run beside its model and shape."""

@@ -1,0 +1,213 @@
+"""Explanations: lines that add up, numbers that multiply, alternatives that are predictions."""
+
+import json
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from strategies import A100, DEVICES, finetune_runs, inference_runs
+
+from whichlora.architecture import ModelSpec
+from whichlora.calibration import Calibration, prior_calibration
+from whichlora.explanation import Explanation, explain
+from whichlora.itemised import Line
+from whichlora.prediction import predict
+from whichlora.specs import GpuSpec, RunConfig
+from whichlora.store.models import find_model
+
+RUNS = st.one_of(finetune_runs(), inference_runs())
+LLAMA = RunConfig(model="meta-llama/Llama-3.1-8B", method="qlora", batch_size=4)
+
+
+@cache
+def model(name: str) -> ModelSpec:
+    found = find_model(name)
+    assert found is not None
+    return found
+
+
+def explained(
+    run: RunConfig, gpu: GpuSpec = A100, calibration: Calibration | None = None
+) -> Explanation:
+    return explain(model(run.model), run, gpu, calibration or prior_calibration(gpu))
+
+
+def all_lines(found: Explanation) -> list[Line]:
+    lines = [*found.lines, *found.card]
+    return lines + [one for line in lines for one in line.members]
+
+
+# --- the ledger at the peak
+
+
+@given(run=RUNS, gpu=DEVICES)
+@settings(max_examples=20, deadline=None)
+def test_the_lines_add_up_to_the_peak_and_with_the_card_to_what_is_used(
+    run: RunConfig, gpu: GpuSpec
+) -> None:
+    found = explained(run, gpu)
+    memory = found.prediction.memory
+    assert sum(line.num_bytes for line in found.lines) == memory.peak_allocated_bytes
+    beyond = sum(line.num_bytes for line in found.card)
+    assert memory.peak_allocated_bytes + beyond == memory.device_used_bytes
+    for part, size in memory.breakdown.items():
+        lines = (*found.lines, *found.card)
+        assert sum(line.num_bytes for line in lines if line.part == part) == size
+    for line in found.lines:
+        if line.members:
+            assert sum(one.num_bytes for one in line.members) == line.num_bytes
+    sizes = [line.num_bytes for line in found.lines]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(run=RUNS, gpu=DEVICES)
+@settings(max_examples=20, deadline=None)
+def test_numbers_put_into_a_formula_give_its_bytes(run: RunConfig, gpu: GpuSpec) -> None:
+    for line in all_lines(explained(run, gpu)):
+        if line.numbers.endswith(" B"):
+            factors = [int(word) for word in line.numbers.removesuffix(" B").split(" × ")]
+            assert math.prod(factors) == line.num_bytes, line
+        elif line.numbers:
+            *factors, bits = line.numbers.removesuffix(" bit").split(" × ")
+            size = math.prod(map(int, factors)) * float(bits) / 8
+            assert size == pytest.approx(line.num_bytes, rel=1e-3)
+
+
+@given(run=RUNS, gpu=DEVICES)
+@settings(max_examples=20, deadline=None)
+def test_every_line_says_why_it_is_there_and_who_says_so(run: RunConfig, gpu: GpuSpec) -> None:
+    for line in all_lines(explained(run, gpu)):
+        assert all((line.what, line.shape, line.dtype, line.why, line.kind, line.source)), line
+
+
+def test_what_measured_runs_corrected_is_a_line_of_its_own() -> None:
+    prior = prior_calibration(A100)
+    factors = dict(prior.memory.mean) | {"weights": 1.01, "temporary": 0.5}
+    calibration = replace(prior, memory=replace(prior.memory, mean=factors, num_runs=7))
+    found = explained(LLAMA, A100, calibration)
+    assert sum(line.num_bytes for line in found.lines) == (
+        found.prediction.memory.peak_allocated_bytes
+    )
+    (weights,) = (line for line in found.lines if line.what == "correction of weights")
+    assert weights.shape == "+1.00% of what is counted"
+    assert weights.kind == "fitted"
+    assert weights.source == "calibration a100: 7 memory runs"
+    assert any(line.num_bytes < 0 for line in found.lines)
+
+
+@given(run=RUNS, gpu=DEVICES)
+@settings(max_examples=20, deadline=None)
+def test_the_peak_is_the_largest_of_the_moments(run: RunConfig, gpu: GpuSpec) -> None:
+    found = explained(run, gpu)
+    memory = found.prediction.memory
+    assert found.moments[memory.moment] == max(found.moments.values())
+    assert found.moments[memory.moment] == memory.peak_allocated_bytes
+
+
+def test_a_layer_without_checkpointing_is_listed_tensor_by_tensor() -> None:
+    run = replace(LLAMA, method="lora", gradient_checkpointing=False, batch_size=1)
+    (saved,) = (line for line in explained(run).lines if line.what == "saved by all layers")
+    by_name = {one.what: one for one in saved.members}
+    query = by_name["query"]
+    assert query.shape == "[batch_size, seq_len, num_attention_heads, head_dim]"
+    assert query.numbers == "32 × 1 × 2048 × 4096 × 2 B"
+    assert query.dtype == "bf16"
+    assert by_name["less in the first layer, whose input needs no gradient"].num_bytes < 0
+
+
+def test_equal_tensors_of_layers_of_two_kinds_are_one_line() -> None:
+    run = RunConfig(model="google/gemma-2-2b", gradient_checkpointing=False, precision="bf16-pure")
+    (saved,) = (line for line in explained(run).lines if line.what == "saved by all layers")
+    names = [one.what for one in saved.members if "query" in one.what]
+    assert names == ["query"]
+
+
+# --- alternatives
+
+
+@given(run=RUNS, gpu=DEVICES)
+@settings(max_examples=20, deadline=None)
+def test_every_alternative_is_the_prediction_of_the_changed_run(
+    run: RunConfig, gpu: GpuSpec
+) -> None:
+    found = explained(run, gpu)
+    calibration = prior_calibration(gpu)
+    for one in (*found.methods, *found.savings, *found.ranks):
+        changed = predict(model(run.model), replace(run, **one.settings), gpu, calibration)
+        assert one.prediction == changed
+    for use in found.caches:
+        changed = predict(model(run.model), replace(run, kv_cache=use.kv_cache), gpu, calibration)
+        assert use.prediction == changed
+
+
+@given(run=RUNS, gpu=DEVICES)
+@settings(max_examples=20, deadline=None)
+def test_half_of_a_size_never_needs_more(run: RunConfig, gpu: GpuSpec) -> None:
+    found = explained(run, gpu)
+    halves = [one for one in found.savings if one.name.startswith("half the ")]
+    assume(halves)
+    before = found.prediction.memory
+    for one in halves:
+        after = one.prediction.memory
+        assert after.peak_allocated_bytes <= before.peak_allocated_bytes
+        assert after.device_used_bytes <= before.device_used_bytes
+
+
+@given(run=finetune_runs(), gpu=DEVICES)
+@settings(max_examples=20, deadline=None)
+def test_the_largest_saving_comes_first_and_a_rank_never_gets_cheaper(
+    run: RunConfig, gpu: GpuSpec
+) -> None:
+    found = explained(run, gpu)
+    used = [one.prediction.memory.device_used_bytes for one in found.savings]
+    assert used == sorted(used)
+    ranks = [one.prediction.memory.peak_allocated_bytes for one in found.ranks]
+    assert ranks == sorted(ranks)
+    assert bool(found.ranks) == (run.method != "full")
+
+
+def test_methods_stand_side_by_side_with_their_own_storage() -> None:
+    found = explained(LLAMA)
+    by_name = {one.name: one.prediction for one in found.methods}
+    assert list(by_name) == ["full", "lora", "qlora", "dora", "qdora"]
+    assert by_name["qlora"] == found.prediction
+    assert [by_name[name].run.quant for name in by_name] == [
+        "none", "none", "nf4-dq", "none", "nf4-dq",
+    ]  # fmt: skip
+    assert by_name["full"].num_trainable_params == found.prediction.num_params
+
+
+def test_a_choice_that_the_device_lacks_is_not_offered() -> None:
+    old = replace(A100, compute_capability="7.0")
+    names = [one.name for one in explained(LLAMA, old).savings]
+    assert "eager attention" in names
+    assert "flash_attention_2 attention" not in names
+
+
+def test_an_engine_rounds_a_sequence_up_to_whole_blocks() -> None:
+    run = replace(LLAMA, phase="inference", prompt_len=500, max_new_tokens=118, batch_size=3)
+    by_engine = {one.kv_cache: one for one in explained(run).caches}
+    tokens = {name: one.kept_tokens for name, one in by_engine.items()}
+    assert tokens == {"dynamic": 617, "static": 617, "paged": 768, "vllm": 624}
+    for one in by_engine.values():
+        assert one.token_bytes == 2 * 32 * 8 * 128 * 2  # keys and values, layers, heads, width
+        assert one.block_bytes == one.block_tokens * one.token_bytes
+        assert one.cache_bytes == 3 * one.kept_tokens * one.token_bytes
+
+
+def test_the_json_holds_every_table_and_adds_up() -> None:
+    found = json.loads(json.dumps(explained(LLAMA).to_dict()))
+    assert set(found) == {
+        "prediction", "lines", "card", "moments", "methods", "savings", "ranks", "caches",
+    }  # fmt: skip
+    total = sum(line["num_bytes"] for line in found["lines"] + found["card"])
+    assert total == found["prediction"]["memory"]["device_used_bytes"]
+    assert set(found["lines"][0]) == {
+        "part", "what", "shape", "dtype", "count", "numbers", "num_bytes", "kind", "source",
+        "why", "members",
+    }  # fmt: skip
+    assert {one["name"] for one in found["methods"]} >= {"full", "lora", "qlora", "dora"}
+    assert all("saved_bytes" in one and "memory" in one for one in found["savings"])
