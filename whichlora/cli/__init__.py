@@ -10,6 +10,7 @@ from whichlora.cli.catalog import gpus, models
 from whichlora.cli.estimates import estimate, explain, where
 from whichlora.cli.exports import export
 from whichlora.cli.faults import Group
+from whichlora.cli.guides import guide
 from whichlora.cli.runs import report, run
 
 
@@ -19,5 +20,17 @@ def main() -> None:
     """The largest model, LoRA variant and batch size that fit, before a GPU hour is spent."""
 
 
-for _command in (estimate, explain, where, run, report, gpus, models, calibrate, export):
+_COMMANDS = (
+    estimate,
+    explain,
+    where,
+    guide,
+    run,
+    report,
+    export,
+    gpus,
+    models,
+    calibrate,
+)
+for _command in _COMMANDS:
     main.add_command(_command)

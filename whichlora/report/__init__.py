@@ -7,6 +7,7 @@ from whichlora.report.estimate import print_predictions
 from whichlora.report.explained import explanation_markdown, print_explanation
 from whichlora.report.facts import answer_facts, detailed_row
 from whichlora.report.files import write_candidates, write_comparison, write_summary
+from whichlora.report.guides import print_guide, write_guide
 from whichlora.report.handovers import print_handover
 from whichlora.report.placements import print_placements
 from whichlora.report.progress import Progress
@@ -30,6 +31,7 @@ __all__ = [
     "print_calibration",
     "print_explanation",
     "print_gpus",
+    "print_guide",
     "print_handover",
     "print_merged",
     "print_models",
@@ -41,5 +43,6 @@ __all__ = [
     "variant",
     "write_candidates",
     "write_comparison",
+    "write_guide",
     "write_summary",
 ]

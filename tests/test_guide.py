@@ -1,0 +1,81 @@
+"""The parameter guide: its rows, and its four formats."""
+
+import csv
+import io
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from whichlora.cli import main
+
+MODELS = "HuggingFaceTB/SmolLM2-135M,EleutherAI/pythia-160m"
+GRID = ("--models", MODELS, "--gpus", "l4-24gb,t4-16gb", "--batch-size", "1,4", "--seq-len", "256")
+
+
+def whichlora(*args: str) -> Result:
+    result = CliRunner().invoke(main, args, prog_name="whichlora")
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def test_the_guide_has_a_row_for_every_combination() -> None:
+    rows = json.loads(whichlora("guide", *GRID, "--json").stdout)["guide"]
+    keys = {(row["model"], row["gpu"], row["batch_size"]) for row in rows}
+    assert len(rows) == len(keys) == 2 * 2 * 2
+
+
+def test_the_time_for_the_data_is_all_its_steps() -> None:
+    args = ("--models", "HuggingFaceTB/SmolLM2-135M", "--gpus", "l4-24gb", "--batch-size", "4")
+    more = ("--gradient-accumulation-steps", "2", "--samples", "101", "--epochs", "3")
+    (row,) = json.loads(whichlora("guide", *args, *more, "--json").stdout)["guide"]
+    assert row["num_steps"] == 3 * 13  # 26 batches are 13 steps
+    assert row["total_s"] == pytest.approx(row["step_s"] * row["num_steps"])
+    assert row["total_low_s"] < row["total_s"] < row["total_high_s"]
+
+
+def test_the_table_names_its_basis() -> None:
+    text = whichlora("guide", *GRID).stdout
+    assert text.count("EleutherAI/pythia-160m") == 4
+    assert "basis: l4-24gb: ledger" in text
+
+
+def test_markdown_csv_and_html_say_the_same(tmp_path: Path) -> None:
+    for suffix in ("md", "csv", "html"):
+        said = whichlora("guide", *GRID, "--output", str(tmp_path / f"guide.{suffix}")).stdout
+        assert said.endswith("8 rows\n")
+    markdown = (tmp_path / "guide.md").read_text()
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + 8
+    assert len({line.count("|") for line in lines}) == 1
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "guide.csv").read_text())))
+    assert len(rows) == 8
+    assert int(rows[0]["device_used_bytes"]) > 2**28
+    cells: list[str] = []
+
+    class Reader(HTMLParser):
+        def handle_data(self, data: str) -> None:
+            cells.append(data)
+
+    page = (tmp_path / "guide.html").read_text()
+    Reader().feed(page)
+    shown = [cell.strip() for cell in lines[2].strip("|").split("|")]
+    assert all(cell in cells for cell in shown)
+    assert "http" not in page  # opens offline
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--output", "guide.xlsx"), "ends with .xlsx; accepted are .md, .csv, .html"),
+        (("--phase", "inference"), "a guide is of fine-tuning"),
+        (("--samples", "0"), "'--samples': 0 is not in the range"),
+    ],
+)
+def test_a_bad_guide_gets_one_clear_line(args: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(main, ["guide", *GRID, *args], prog_name="whichlora")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert said in line

@@ -1,0 +1,73 @@
+"""`whichlora guide`: the table of a parameter guide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from whichlora.cli.options import as_json_text, calibration_option, json_option, list_option, words
+from whichlora.cli.settings import run_options, run_settings
+
+
+@click.command()
+@click.option("--models", required=True, callback=words("models"), help="Models, with commas.")
+@list_option("gpus", "auto", "Accelerators, with commas.", words("gpus"))
+@click.option(
+    "--samples",
+    type=click.IntRange(1, 10**9),
+    default=10_000,
+    show_default=True,
+    help="Rows of the training data, each of --seq-len tokens.",
+)
+@click.option(
+    "--epochs",
+    type=click.FloatRange(0, 1000, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Passes over the data.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A file instead: its end says the format (.md, .csv, .html).",
+)
+@run_options
+@calibration_option
+@json_option
+def guide(
+    models: list[str],
+    gpus: list[str],
+    samples: int,
+    epochs: float,
+    output: Path | None,
+    calibration_dir: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Print or write a parameter guide: memory, time for the data and throughput.
+
+    Every list with commas makes a grid.
+
+    \b
+    Example:
+      whichlora guide --models meta-llama/Llama-3.1-8B,Qwen/Qwen2.5-14B \\
+          --gpus a100-sxm-80gb,h100-sxm-80gb --batch-size 4,16 --seq-len 1024,4096
+    """
+    from whichlora import api, report
+    from whichlora.guide import make_guide
+
+    rows = make_guide(
+        api.grid(run_settings(models, given)),
+        gpus,
+        num_samples=samples,
+        epochs=epochs,
+        calibration_dir=calibration_dir,
+    )
+    if as_json:
+        click.echo(as_json_text("guide", [row.to_row() for row in rows]))
+    elif output is not None:
+        click.echo(f"{report.write_guide(output, rows)}: {len(rows)} rows")
+    else:
+        report.print_guide(rows)
