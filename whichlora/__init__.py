@@ -2,4 +2,22 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from whichlora.interface import calibrate, estimate, recommend, to_frame
+
 __version__ = "0.1.0"
+__all__ = ["__version__", "calibrate", "estimate", "recommend", "to_frame"]
+
+
+def __getattr__(name: str) -> Any:
+    """What `__all__` names, loaded when it is first asked for: the import itself stays instant."""
+    if name in __all__:
+        return getattr(import_module("whichlora.interface"), name)
+    raise AttributeError(f"module 'whichlora' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

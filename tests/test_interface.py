@@ -1,0 +1,121 @@
+"""The Python interface: what an import costs, what it returns, and the notebook that shows it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import whichlora
+from whichlora import estimate, recommend, to_frame
+from whichlora.errors import ConfigError
+from whichlora.guide import make_guide
+from whichlora.specs import RunConfig
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+NOTEBOOK = json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))
+MODEL = "HuggingFaceTB/SmolLM2-135M"
+PLAN = {
+    "stage1_profile": {"model_names": [MODEL], "prefill_length": 16, "tokens_to_generate": 8},
+    "stage2_profile": {"batch_size": [1, 2]},
+    "dataset": {"samples": 100, "tokens": 6000},
+    "sequence_length": 64,
+    "gpu": "l4-24gb",
+    "weights": "random",
+    "profile": "none",
+}
+
+
+def test_importing_the_package_loads_nothing_but_itself() -> None:
+    code = "import whichlora, sys, json; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = json.loads(done.stdout)
+    assert [name for name in loaded if name.startswith("whichlora.")] == []
+    assert not {"numpy", "pandas", "torch"} & set(loaded)
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    assert dir(whichlora) == sorted(whichlora.__all__)
+    assert all(getattr(whichlora, name) for name in whichlora.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'predict_everything'"):
+        whichlora.predict_everything  # noqa: B018
+
+
+def test_lists_make_a_grid_and_single_values_one_prediction() -> None:
+    (one,) = estimate(MODEL, "l4-24gb", seq_len=128, target_modules=("q_proj", "v_proj"))
+    assert one.run.target_modules == ("q_proj", "v_proj")
+    many = estimate([MODEL, "EleutherAI/pythia-160m"], ["l4-24gb", "t4-16gb"], r=[8, 16])
+    assert len(many) == 8
+
+
+def test_an_unknown_setting_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="batchsize: is not a setting; accepted are phase, "):
+        estimate(MODEL, "l4-24gb", batchsize=4)  # type: ignore[call-arg]
+
+
+def test_predictions_become_a_frame_whose_parts_add_up() -> None:
+    frame = to_frame(estimate(MODEL, "l4-24gb", method=["lora", "qlora"], seq_len=128))
+    assert list(frame["method"]) == ["lora", "qlora"]
+    run = RunConfig(model=MODEL).to_dict()
+    assert set(run) <= set(frame.columns)
+    parts = [name for name in frame.columns if name in PARTS]
+    assert len(parts) == len(PARTS)
+    assert (frame[parts].sum(axis=1) == frame["device_used_bytes"]).all()
+
+
+PARTS = {
+    *("weights_bytes", "adapters_bytes", "gradients_bytes", "optimizer_states_bytes"),
+    *("activations_bytes", "logits_and_loss_bytes", "temporary_bytes", "kv_cache_bytes"),
+    *("allocator_bytes", "context_bytes"),
+}
+
+
+def test_a_guide_becomes_a_frame() -> None:
+    rows = make_guide([RunConfig(model=MODEL, seq_len=64)], ["l4-24gb"], num_samples=10)
+    assert list(to_frame(rows)["num_steps"]) == [10]
+
+
+def test_a_plan_is_recommended_from_a_mapping_as_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = recommend(PLAN)
+    assert answer.winner is not None
+    assert (tmp_path / "runs/recommend/train.py").is_file()
+    assert list(tmp_path.glob("plan-*")) == []
+    frame = to_frame(answer)
+    assert set(frame["phase"]) == {"inference", "finetune"}
+    path = tmp_path / "plan.yaml"
+    path.write_text(json.dumps(PLAN | {"output_dir": "again"}))
+    assert recommend(path).winner == answer.winner
+    assert capsys.readouterr().err == ""
+
+
+def test_a_fault_in_a_mapping_names_the_key() -> None:
+    with pytest.raises(ConfigError, match="stage1_profil"):
+        recommend({"stage1_profil": {}})
+
+
+def test_the_notebook_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "examples"
+    shutil.copytree(EXAMPLES, folder, ignore=shutil.ignore_patterns("runs"))
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("WHICHLORA_CALIBRATION", str(tmp_path / "calibration"))
+    names: dict[str, Any] = {}
+    for cell in NOTEBOOK["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "tour.ipynb", "exec"), names)
+    assert names["answer"].winner is not None
+
+
+def test_the_notebook_shows_what_its_cells_gave() -> None:
+    cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] for cell in cells[1:])
+    kinds = {output["output_type"] for cell in cells for output in cell["outputs"]}
+    assert kinds == {"execute_result"}

@@ -1,0 +1,200 @@
+"""`from whichlora import estimate, recommend, calibrate`: the commands as Python functions."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from whichlora import api, databases
+from whichlora.databases import Refit
+from whichlora.errors import ConfigError
+from whichlora.guide import GuideRow
+from whichlora.report import Progress
+from whichlora.results import Prediction
+from whichlora.specs import (
+    AttentionKernel,
+    Engine,
+    KvCache,
+    LossHead,
+    Optimizer,
+    Padding,
+    Phase,
+    Precision,
+    Quant,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from whichlora.workflow import Answer
+
+AnyPath = str | Path
+
+
+class RunSettings(TypedDict, total=False):
+    """Settings of a run; a list of values makes a grid. Defaults are those of `RunConfig`."""
+
+    phase: Phase | Sequence[Phase]
+    method: str | Sequence[str]
+    batch_size: int | Sequence[int]
+    seq_len: int | Sequence[int]
+    r: int | Sequence[int]
+    lora_alpha: int | Sequence[int]
+    lora_dropout: float | Sequence[float]
+    target_modules: str | tuple[str, ...]
+    precision: Precision | Sequence[Precision]
+    optimizer: Optimizer | Sequence[Optimizer]
+    gradient_checkpointing: bool | Sequence[bool]
+    gradient_accumulation_steps: int | Sequence[int]
+    attn: AttentionKernel | Sequence[AttentionKernel]
+    padding: Padding | Sequence[Padding]
+    loss_head: LossHead | Sequence[LossHead]
+    quant: Quant | Sequence[Quant | None] | None
+    prepare_kbit: bool | None
+    prompt_len: int | Sequence[int]
+    max_new_tokens: int | Sequence[int]
+    kv_cache: KvCache | Sequence[KvCache]
+
+
+def estimate(
+    models: str | Sequence[str],
+    gpus: str | Sequence[str] = "auto",
+    *,
+    calibration_dir: AnyPath | None = None,
+    engine: Engine = "ledger",
+    **settings: Unpack[RunSettings],
+) -> list[Prediction]:
+    """Peak memory and time of every combination; nothing is run or downloaded but a config.
+
+    >>> (one,) = estimate("Qwen/Qwen2.5-7B", "rtx-4090-24gb", method="qlora", seq_len=1024)
+    >>> one.verdict
+    'fits'
+
+    Args:
+        models: hub ids, aliases, or local folders.
+        gpus: keys of `whichlora gpus`, "cpu", or "auto" for what this machine has.
+        calibration_dir: your calibrations; None is your own folder.
+        engine: "trace" asks the real code instead of the formulas (needs torch).
+        settings: fields of `RunConfig`; a list makes a grid.
+
+    Raises:
+        ConfigError: an unknown name, or settings that exclude each other.
+    """
+    known = RunSettings.__annotations__
+    grid: dict[str, list[Any]] = {"model": _listed(models)}
+    for name, value in settings.items():
+        if name not in known:
+            raise ConfigError(f"{name}: is not a setting; accepted are {', '.join(known)}")
+        if name == "target_modules":
+            grid[name] = [(value,) if isinstance(value, str) else tuple(value)]  # type: ignore[arg-type]
+        else:
+            grid[name] = _listed(value)
+    return api.estimate(
+        api.grid(grid), _listed(gpus), calibration_dir=_path(calibration_dir), engine=engine
+    )
+
+
+def recommend(
+    plan: AnyPath | Mapping[str, Any], *, fresh: bool = False, quiet: bool = True
+) -> Answer:
+    """The largest model, variant and batch size that meet the limits: `whichlora run`.
+
+    Args:
+        plan: a config file, or its content as a mapping (docs/config.md has the keys); paths in
+            a mapping start in the current folder.
+        fresh: measure again what an earlier run measured.
+        quiet: say nothing on stderr while it works.
+
+    Returns:
+        The winner (None where nothing fits), every candidate, and the files that were written.
+
+    Raises:
+        ConfigError: a fault in the plan, the data, a model or the device.
+        MeasurementError: the profiler cannot start.
+    """
+    from whichlora import workflow
+
+    with Progress(quiet=quiet) as progress:
+        if not isinstance(plan, Mapping):
+            return workflow.run(Path(plan), fresh=fresh, progress=progress)
+        text = json.dumps({"output_dir": "runs/recommend"} | dict(plan), indent=1)  # is YAML, too
+        with tempfile.NamedTemporaryFile(
+            "w", dir=Path.cwd(), prefix="plan-", suffix=".yaml", encoding="utf-8"
+        ) as file:
+            file.write(text)
+            file.flush()
+            return workflow.run(Path(file.name), fresh=fresh, progress=progress)
+
+
+def calibrate(gpu: str | None = None, *, calibration_dir: AnyPath | None = None) -> list[Refit]:
+    """Fit the predictors to every recorded run: `whichlora calibrate`.
+
+    Args:
+        gpu: one accelerator; None is every one that has records.
+
+    Returns:
+        What each fit knew before and knows now.
+
+    Raises:
+        ConfigError: an unknown accelerator.
+        DataFileError: a broken record file; nothing is written then.
+    """
+    return databases.calibrate_all(gpu, _path(calibration_dir))
+
+
+def to_frame(found: Iterable[Prediction | GuideRow] | Answer) -> pd.DataFrame:
+    """Predictions, rows of a guide, or all candidates of an answer as a DataFrame.
+
+    Bytes and seconds, one row each; settings that are the same everywhere stay in it.
+    """
+    import pandas as pd
+
+    from whichlora.report import candidate_row
+    from whichlora.workflow import Answer
+
+    if isinstance(found, Answer):
+        return pd.DataFrame([candidate_row(one) for one in (*found.inference, *found.finetune)])
+    rows = [one.to_row() if isinstance(one, GuideRow) else _row(one) for one in found]
+    return pd.DataFrame(rows)
+
+
+def _row(one: Prediction) -> dict[str, Any]:
+    run = one.run.to_dict()
+    run["target_modules"] = ", ".join(run["target_modules"])
+    run["libraries"] = ", ".join(f"{name}={version}" for name, version in one.run.libraries)
+    low, high = one.memory.interval_bytes
+    low_s, high_s = one.time.interval_s
+    return {
+        "model": run.pop("model"),
+        "gpu": one.gpu,
+        **run,
+        "num_params": one.num_params,
+        "num_trainable_params": one.num_trainable_params,
+        "peak_allocated_bytes": one.memory.peak_allocated_bytes,
+        "device_used_bytes": one.memory.device_used_bytes,
+        "device_used_low_bytes": low,
+        "device_used_high_bytes": high,
+        **{f"{part}_bytes": size for part, size in one.memory.breakdown.items()},
+        "usable_bytes": one.usable_bytes,
+        "verdict": one.verdict,
+        "step_s": one.time.step_s,
+        "tokens_per_s": one.time.tokens_per_s,
+        "time_per_token_s": one.time.time_per_token_s,
+        "time_low_s": low_s,
+        "time_high_s": high_s,
+        "basis": one.basis,
+    }
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple | set | range) else [value]
+
+
+def _path(folder: AnyPath | None) -> Path | None:
+    return None if folder is None else Path(folder)
+
+
+__all__ = ["RunSettings", "calibrate", "estimate", "recommend", "to_frame"]
