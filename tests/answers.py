@@ -99,6 +99,7 @@ def answer_values(**changes: Any) -> dict[str, Any]:
         "basis": "ledger + datasheet priors",
         "tokens": "200 sequences, 40000 tokens an epoch",
         "winner": finetune[0],
+        "front": [] if "finetune" in changes else [finetune[1], finetune[0]],
         "kept_models": ["org/model-7b", "org/tiny-1b"],
         "inference": inference,
         "finetune": finetune,

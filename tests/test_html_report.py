@@ -21,7 +21,7 @@ from whichlora.html_report.marks import OUT_OF_MEMORY
 from whichlora.html_report.source import read_source
 from whichlora.units import GiB
 
-NEW_KEYS = ("explanation", "limits", "comparison", "side_by_side", "dataset", "provenance")
+NEW_KEYS = ("front", "explanation", "limits", "comparison", "side_by_side", "dataset", "provenance")
 NEW_FIELDS = (
     "gpu", "name", "variant", "num_trainable_params", "usable_bytes", "predicted_peak_bytes",
     "moment", "breakdown", "chance",
@@ -124,7 +124,7 @@ def test_every_candidate_is_in_the_data_with_what_the_filters_need(tmp_path: Pat
 def test_a_hostile_name_stays_text(tmp_path: Path, hostile: str) -> None:
     values = answer_values(basis=hostile, tokens=hostile, explanation=[hostile, hostile])
     values["finetune"] = [row(model=hostile, name=hostile, reason=hostile)]
-    values["winner"] = values["finetune"][0]
+    values |= {"winner": values["finetune"][0], "front": []}
     values["side_by_side"] = [row(variant=hostile)]
     values["provenance"]["device"]["name"] = hostile
     page = page_of(tmp_path, values)
@@ -206,6 +206,7 @@ def test_a_folder_without_an_answer_is_refused_in_one_line(tmp_path: Path) -> No
         {"finetune": [{}]},
         {"finetune": 3},
         {"winner": 1},
+        {"winner": row(model="org/not-among-the-candidates")},
         {"limits": []},
         {"limits": {"device_bytes": "x"}},
     ],
@@ -221,11 +222,20 @@ def test_a_damaged_answer_is_refused_with_its_path(tmp_path: Path, change: dict[
 def test_the_plane_shows_every_candidate_once_and_rings_the_winner(tmp_path: Path) -> None:
     values = answer_values()
     found = figure(tmp_path, "plane-finetune", values)
-    *models, ring = [trace for trace in found["data"] if "customdata" in trace]
+    _, *models, ring = [trace for trace in found["data"] if "customdata" in trace]
     shown = [i for trace in models for i in trace["customdata"]]
     first = len(values["inference"])
     assert sorted(shown) == list(range(first, first + len(values["finetune"])))
     assert ring["customdata"] == [first]
+
+
+def test_the_front_is_a_step_line_through_its_candidates(tmp_path: Path) -> None:
+    values = answer_values()
+    front, *_ = figure(tmp_path, "plane-finetune", values)["data"]
+    first = len(values["inference"])
+    assert front["customdata"] == [first + 1, first]
+    assert front["x"] == [values["finetune"][i]["total_time_s"] for i in (1, 0)]
+    assert front["line"]["shape"] == "hv"
 
 
 def test_limits_near_the_points_are_dashed_lines_at_their_value(tmp_path: Path) -> None:

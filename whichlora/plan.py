@@ -192,3 +192,7 @@ class Plan:
     trust_remote_code: bool = False
     calibration_dir: Path | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def limits_on(self, gpu: str) -> Limits:
+        """The limits on the device with key `gpu`."""
+        return self.limits.but(self.gpu_limits.get(gpu, Limits()))

@@ -25,7 +25,7 @@ from whichlora.dataset import (
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import get_method, list_methods
 from whichlora.outlook import Outline, Outlook, outline_inference, outline_training
-from whichlora.plan import Limits, Plan
+from whichlora.plan import Plan
 from whichlora.policy import Contest, Decision, tiers
 from whichlora.prediction import Job, predict, resolve, step_features
 from whichlora.pursuit import Pursuit
@@ -67,7 +67,7 @@ class Session:
             )
         self.plan = plan
         self.gpu = gpu
-        self.limits = plan.limits.but(plan.gpu_limits.get(gpu.key, Limits()))
+        self.limits = plan.limits_on(gpu.key)
         self.progress = progress
         self.models: dict[str, ModelSpec] = {
             name: api.load_model(name, trust_remote_code=plan.trust_remote_code)

@@ -63,8 +63,8 @@
       x: keep(trace.x, wanted),
       y: keep(trace.y, wanted),
       customdata: keep(trace.customdata, wanted),
-      marker: { ...trace.marker, symbol: keep(trace.marker.symbol, wanted) },
     };
+    if (trace.marker) kept.marker = { ...trace.marker, symbol: keep(trace.marker.symbol, wanted) };
     if (trace.error_x) kept.error_x = bars(trace.error_x);
     if (trace.error_y) kept.error_y = bars(trace.error_y);
     if (!trace.hoverinfo && !trace.hovertemplate) {

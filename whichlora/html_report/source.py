@@ -94,7 +94,8 @@ class Source:
         explanation: the answer and its reasons in lines of text.
         num_sequences: of the training data; None where this is not known.
         texts: what is shown as it is, by key of the answer.
-        points: the candidates of both stages; `winner` is the index of the best one.
+        points: the candidates of both stages; `winner` is the index of the best one, `front` those
+            of fine-tuning candidates that no other beats in both time and memory.
         side_by_side: one shape with every method and rank.
         missing: parts of the report that this answer has no data for.
     """
@@ -108,6 +109,7 @@ class Source:
     provenance: Mapping[str, Any]
     points: Sequence[Point]
     winner: int | None
+    front: Sequence[int]
     side_by_side: Sequence[Point]
     comparison: Sequence[Compared]
     missing: Sequence[str]
@@ -146,9 +148,6 @@ def _source(values: Mapping[str, Any]) -> Source:
     gpu = str(values["gpu"])
     points = [_point(row, gpu) for stage in ("inference", "finetune") for row in values[stage]]
     best = values["winner"]
-    winner = None
-    if best is not None:
-        winner = points.index(_point(best, gpu))
     missing = [what for key, what in _PARTS_OF_REPORT.items() if key not in values]
     if not any(point.breakdown for point in points):
         missing.append("bytes by part")
@@ -166,11 +165,18 @@ def _source(values: Mapping[str, Any]) -> Source:
         provenance=provenance
         | {key: _object(provenance, key) for key in ("device", "calibration", "libraries")},
         points=points,
-        winner=winner,
+        winner=None if best is None else _place(points, _point(best, gpu)),
+        front=[_place(points, _point(row, gpu)) for row in values.get("front", ())],
         side_by_side=[_point(row, gpu) for row in values.get("side_by_side", ())],
         comparison=[_compared(row) for row in values.get("comparison", ())],
         missing=missing,
     )
+
+
+def _place(points: Sequence[Point], wanted: Point) -> int:
+    if wanted not in points:
+        raise ValueError(f"{wanted.name} is not among the candidates")
+    return points.index(wanted)
 
 
 def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:

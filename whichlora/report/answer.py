@@ -138,7 +138,7 @@ def print_answer(answer: Answer) -> None:
 
 def _plane(answer: Answer, width: int) -> list[str]:
     """Total time against peak memory of stage 2, or the time per token of stage 1 without it."""
-    limits, training = answer.plan.limits, bool(answer.finetune)
+    limits, training = answer.plan.limits_on(answer.gpu.key), bool(answer.finetune)
     own_limit = limits.finetune_bytes if training else limits.inference_bytes
     lines = plane(
         answer.finetune or answer.inference,

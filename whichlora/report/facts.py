@@ -39,7 +39,8 @@ def detailed_row(candidate: Candidate) -> dict[str, Any]:
 
 def answer_facts(answer: Answer) -> dict[str, Any]:
     """What `answer.json` holds for the report, beside the candidates."""
-    limits, gpu, calibration = answer.plan.limits, answer.gpu, answer.calibration
+    gpu, calibration = answer.gpu, answer.calibration
+    limits = answer.plan.limits_on(gpu.key)
     facts: dict[str, Any] = {
         "explanation": explanation(answer),
         "limits": {

@@ -154,13 +154,24 @@ def _legend(
     limits: Sequence[str],
     cells: int,
 ) -> list[str]:
-    names = [f"{letter} {model}" for model, letter in letters.items() if letter != OTHER_MODEL]
+    # no line ends between a letter and its model
+    names = [
+        f"{letter}\N{NO-BREAK SPACE}{model}"
+        for model, letter in letters.items()
+        if letter != OTHER_MODEL
+    ]
     meaning = [f"{WINNER} winner", "capital: measured"]
     if any(_ran_out(one) for one in candidates):
         meaning.append(f"{OUT_OF_MEMORY} ran out of memory")
     indent = " " * 12
     return [
-        line
+        line.replace("\N{NO-BREAK SPACE}", " ")
         for text in (", ".join(names), ", ".join([*meaning, *limits]))
-        for line in wrap(text, cells + len(indent), initial_indent=indent, subsequent_indent=indent)
+        for line in wrap(
+            text,
+            cells + len(indent),
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+        )
     ]

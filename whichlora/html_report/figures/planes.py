@@ -13,7 +13,7 @@ from whichlora.html_report.figures.frame import (
     new_figure,
     shown_values,
 )
-from whichlora.html_report.marks import Figure, Marks, error_bars, shape_legend
+from whichlora.html_report.marks import MUTED, Figure, Marks, error_bars, shape_legend
 from whichlora.html_report.source import Estimate, Point, Source
 from whichlora.units import format_bytes, format_seconds
 
@@ -66,7 +66,7 @@ def _plane(
         return None
     points = source.points
     bars = len(shown) <= MAX_ERROR_BARS
-    data = []
+    data = _front(source, shown, time)
     for model in dict.fromkeys(points[i].model for i in shown):
         own = [i for i in shown if points[i].model == model]
         times = [estimate for i in own if (estimate := time(points[i])) is not None]
@@ -124,3 +124,24 @@ def _plane(
         annotations=labels,
         legend={"orientation": "h", "y": -0.2},
     )
+
+
+def _front(
+    source: Source, shown: Sequence[int], time: Callable[[Point], Estimate | None]
+) -> list[dict[str, Any]]:
+    """A step line through the candidates that none beats in both time and memory."""
+    ends = [(i, one) for i in source.front if i in shown and (one := time(source.points[i]))]
+    if len(ends) < 2:
+        return []
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "none is both faster and smaller",
+            "x": [one.value for _, one in ends],
+            "y": [source.points[i].peak_bytes.value for i, _ in ends],
+            "customdata": [i for i, _ in ends],
+            "line": {"shape": "hv", "dash": "dot", "width": 1.5, "color": MUTED},
+            "hoverinfo": "skip",
+        }
+    ]
