@@ -7,6 +7,7 @@ import click
 from whichlora import __version__
 from whichlora.cli.calibration import calibrate
 from whichlora.cli.catalog import gpus, models
+from whichlora.cli.completion import add_completion, completion
 from whichlora.cli.estimates import estimate, explain, where
 from whichlora.cli.exports import export
 from whichlora.cli.faults import Group
@@ -14,7 +15,11 @@ from whichlora.cli.guides import guide
 from whichlora.cli.runs import report, run
 
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 nothing meets the limits, 2 bad request.",
+)
 @click.version_option(__version__, prog_name="whichlora")
 def main() -> None:
     """The largest model, LoRA variant and batch size that fit, before a GPU hour is spent."""
@@ -31,6 +36,8 @@ _COMMANDS = (
     gpus,
     models,
     calibrate,
+    completion,
 )
 for _command in _COMMANDS:
     main.add_command(_command)
+add_completion(main)

@@ -16,7 +16,7 @@ gpu_option = click.option("--gpu", help="One accelerator; default: every one wit
 @calibration_option
 @click.pass_context
 def calibrate(ctx: click.Context, gpu: str | None, calibration_dir: Path | None) -> None:
-    r"""Fit the predictors to the recorded runs; share and merge records. Alone: fit.
+    """Fit the predictors to the recorded runs; share and merge records. Alone: fit.
 
     \b
     Example:
@@ -33,7 +33,12 @@ def calibrate(ctx: click.Context, gpu: str | None, calibration_dir: Path | None)
 @calibration_option
 @json_option
 def fit(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
-    """Refit to every record there is, and say what improved."""
+    """Refit to every record there is, and say what improved.
+
+    \b
+    Example:
+      whichlora calibrate fit --gpu a100-sxm-80gb
+    """
     from whichlora import databases, report
 
     refits = databases.calibrate_all(gpu, calibration_dir)
@@ -49,7 +54,12 @@ def fit(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
 @calibration_option
 @json_option
 def show(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
-    """What is known about a device, from whom, how well, and what is distrusted."""
+    """What is known about a device, from whom, how well, and what is distrusted.
+
+    \b
+    Example:
+      whichlora calibrate show --gpu a100-sxm-80gb
+    """
     from whichlora import databases, report
 
     found = databases.calibration_reports(gpu, calibration_dir)
@@ -65,7 +75,12 @@ def show(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
 @click.option("--skip-bad", is_flag=True, help="Leave out rows that can't be true.")
 @calibration_option
 def import_(table: Path, skip_bad: bool, calibration_dir: Path | None) -> None:
-    """Add the runs of anybody's table; docs/calibration.md has the columns."""
+    """Add the runs of anybody's table; docs/calibration.md has the columns.
+
+    \b
+    Example:
+      whichlora calibrate import runs.csv --skip-bad
+    """
     from whichlora import databases, report
 
     merged, refused = databases.import_table(
@@ -79,7 +94,12 @@ def import_(table: Path, skip_bad: bool, calibration_dir: Path | None) -> None:
 @gpu_option
 @calibration_option
 def export(path: Path, gpu: str | None, calibration_dir: Path | None) -> None:
-    """Write all records, or those of one accelerator, to a table or to JSON lines."""
+    """Write all records, or those of one accelerator, to a table or to JSON lines.
+
+    \b
+    Example:
+      whichlora calibrate export records.csv --gpu a100-sxm-80gb
+    """
     from whichlora import databases
 
     count = databases.export_records(path, gpu, calibration_dir=calibration_dir)
@@ -90,7 +110,12 @@ def export(path: Path, gpu: str | None, calibration_dir: Path | None) -> None:
 @click.argument("place", metavar="FOLDER|FILE", type=click.Path(path_type=Path))
 @calibration_option
 def merge(place: Path, calibration_dir: Path | None) -> None:
-    """Add the records of another database, or of one .jsonl file; all of them or none."""
+    """Add the records of another database, or of one .jsonl file; all of them or none.
+
+    \b
+    Example:
+      whichlora calibrate merge ../colleague/calibration
+    """
     from whichlora import databases, report
 
     report.print_merged(databases.merge_records(place, calibration_dir=calibration_dir))
@@ -100,7 +125,12 @@ def merge(place: Path, calibration_dir: Path | None) -> None:
 @click.argument("url")
 @calibration_option
 def pull(url: str, calibration_dir: Path | None) -> None:
-    """Add the records of a database elsewhere: a directory, s3://, hf://datasets/…."""
+    """Add the records of a database elsewhere: a directory, s3://, hf://datasets/….
+
+    \b
+    Example:
+      whichlora calibrate pull hf://datasets/org/calibration
+    """
     from whichlora import databases, report
 
     report.print_merged(databases.pull_records(url, calibration_dir=calibration_dir))
@@ -110,7 +140,12 @@ def pull(url: str, calibration_dir: Path | None) -> None:
 @click.argument("url")
 @calibration_option
 def push(url: str, calibration_dir: Path | None) -> None:
-    """Add your records to a database elsewhere; nothing there is changed."""
+    """Add your records to a database elsewhere; nothing there is changed.
+
+    \b
+    Example:
+      whichlora calibrate push s3://bucket/calibration
+    """
     from whichlora import databases
 
     count = databases.push_records(url, calibration_dir=calibration_dir)

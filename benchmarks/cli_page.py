@@ -1,0 +1,108 @@
+"""Write docs/cli.md, the manual of the command line, from the commands themselves.
+
+python benchmarks/cli_page.py            write it
+python benchmarks/cli_page.py --check    say whether it is current (exit code 1: it is not)
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+from whichlora.cli import main as whichlora  # noqa: E402
+
+PAGE = ROOT / "docs" / "cli.md"
+HEAD = """\
+# whichlora(1)
+
+Made by `python benchmarks/cli_page.py`; `whichlora COMMAND --help` prints the same.
+
+## Conventions
+
+- A list with commas makes a grid: `--batch-size 1,4`.
+- stdout is the answer, stderr the talk; `--json` is for programs and has a `schema_version`.
+- Away from a terminal there is no colour and no line is redrawn; `NO_COLOR=1` does without colours.
+- Completion of commands, options, models, accelerators: `whichlora completion bash` (zsh, fish).
+
+| variable | meaning |
+| --- | --- |
+| `WHICHLORA_CALIBRATION` | your calibration folder; else in `$XDG_DATA_HOME` or `~/.local/share` |
+| `HF_HUB_OFFLINE` | 1 keeps it off the network |
+| `NO_COLOR` | anything switches colours off |
+
+## Exit codes
+
+| code | meaning |
+| --- | --- |
+| 0 | done |
+| 1 | nothing meets the limits; the closest candidate is printed |
+| 2 | bad request: one line on stderr says what was wrong, what is accepted and what to do |
+
+A traceback is a bug: please report it.
+"""
+
+
+def page() -> str:
+    """The whole manual."""
+    return HEAD + "".join(_command(["whichlora", name], one) for name, one in _commands(whichlora))
+
+
+def _commands(group: click.Group) -> Iterator[tuple[str, click.Command]]:
+    """In alphabetical order."""
+    for name in sorted(group.commands):
+        yield name, group.commands[name]
+
+
+def _command(path: list[str], command: click.Command) -> str:
+    name = " ".join(path)
+    text, _, example = inspect.cleandoc(command.help or "").partition("\b\nExample:\n")
+    context = click.Context(command, info_name=name)
+    usage = " ".join([name, *command.collect_usage_pieces(context)])
+    parts = [f"\n{'#' * len(path)} {name}\n\n```text\n{usage}\n```\n\n{text.strip()}\n"]
+    rows = [_option(one) for one in command.params if isinstance(one, click.Option)]
+    if rows:
+        parts.append("\n| option | meaning |\n| --- | --- |\n" + "".join(rows))
+    if example:
+        parts.append(f"\n```bash\n{inspect.cleandoc(example)}\n```\n")
+    if isinstance(command, click.Group):
+        parts += [_command([*path, sub], one) for sub, one in _commands(command)]
+    return "".join(parts)
+
+
+def _option(option: click.Option) -> str:
+    flags = ", ".join(f"`{one}`" for one in option.opts)
+    flags += "".join(f" / `{one}`" for one in option.secondary_opts)
+    meaning = (option.help or "").replace("|", "\\|")
+    if isinstance(option.type, click.Choice):
+        meaning += f" One of {', '.join(option.type.choices)}."
+    if option.required:
+        meaning += " Required."
+    if option.show_default and isinstance(option.default, bool) and option.secondary_opts:
+        meaning += f" Default: {(option.opts if option.default else option.secondary_opts)[0]}."
+    elif option.show_default:
+        meaning += f" Default: {option.default}."
+    return f"| {flags} | {meaning.strip()} |\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    found = page()
+    if options.check:
+        if PAGE.read_text(encoding="utf-8") != found:
+            sys.exit("docs/cli.md is not current: run python benchmarks/cli_page.py")
+        return
+    PAGE.write_text(found, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
