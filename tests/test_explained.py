@@ -96,6 +96,10 @@ def explanation(run: RunConfig = RUN) -> Explanation:
             line("idle segments", 512 * MiB, shape="segments", dtype="bytes", kind="upper bound"),
             line("device context", 256 * MiB, part="context", dtype="bytes", kind="estimate"),
         ),
+        layer=(
+            line("query", 32 * MiB, numbers="4 × 2048 × 2048 × 2 B"),
+            line("log-sum-exp", MiB // 8, numbers="4 × 2048 × 4 × 4 B"),
+        ),
         moments={"loss_forward": 4 * GiB, "loss_backward": 5 * GiB},
         methods=(
             Alternative(

@@ -118,6 +118,14 @@ def test_a_layer_without_checkpointing_is_listed_tensor_by_tensor() -> None:
     assert by_name["less in the first layer, whose input needs no gradient"].num_bytes < 0
 
 
+def test_a_checkpointed_layer_is_listed_beside_the_peak() -> None:
+    recomputed = explained(replace(LLAMA, method="lora", batch_size=1)).layer
+    assert sum(line.num_bytes for line in recomputed) == 2048 * 217_448  # a traced Llama-3 layer
+    by_name = {line.what: line for line in recomputed}
+    assert by_name["gated product: both factors"].numbers == "1 × 2048 × 28672 × 2 B"
+    assert explained(replace(LLAMA, gradient_checkpointing=False)).layer == ()
+
+
 def test_equal_tensors_of_layers_of_two_kinds_are_one_line() -> None:
     run = RunConfig(model="google/gemma-2-2b", gradient_checkpointing=False, precision="bf16-pure")
     (saved,) = (line for line in explained(run).lines if line.what == "saved by all layers")
@@ -156,7 +164,8 @@ def test_half_of_a_size_never_needs_more(run: RunConfig, gpu: GpuSpec) -> None:
         assert after.device_used_bytes <= before.device_used_bytes
 
 
-@given(run=finetune_runs(), gpu=DEVICES)
+# 8-bit optimizers keep wide states of small tensors: there a higher rank can be cheaper
+@given(run=finetune_runs(optimizer="adamw_torch_fused"), gpu=DEVICES)
 @settings(max_examples=20, deadline=None)
 def test_the_largest_saving_comes_first_and_a_rank_never_gets_cheaper(
     run: RunConfig, gpu: GpuSpec
@@ -201,7 +210,8 @@ def test_an_engine_rounds_a_sequence_up_to_whole_blocks() -> None:
 def test_the_json_holds_every_table_and_adds_up() -> None:
     found = json.loads(json.dumps(explained(LLAMA).to_dict()))
     assert set(found) == {
-        "prediction", "lines", "card", "moments", "methods", "savings", "ranks", "caches",
+        "prediction", "lines", "card", "layer", "moments", "methods", "savings", "ranks",
+        "caches",
     }  # fmt: skip
     total = sum(line["num_bytes"] for line in found["lines"] + found["card"])
     assert total == found["prediction"]["memory"]["device_used_bytes"]

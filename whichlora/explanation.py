@@ -14,7 +14,7 @@ from typing import Any, get_args
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import Calibration
 from whichlora.errors import ConfigError
-from whichlora.itemised import Line, lines_at
+from whichlora.itemised import Line, layer_lines, lines_at
 from whichlora.memory import allocator, kv_cache
 from whichlora.methods import get_method
 from whichlora.numeric import round_up
@@ -68,6 +68,8 @@ class Explanation:
     Args:
         lines: what is allocated at the peak, largest first; adds up to `peak_allocated_bytes`.
         card: what lies between that and the device memory used.
+        layer: what one checkpointed layer keeps while it is recomputed, tensor by tensor; without
+            checkpointing these are members of `lines`.
         moments: allocated bytes of every moment that could have been the peak.
         methods: the job by method, or by storage of the weights in inference.
         savings: the job with one choice made differently, the largest saving first.
@@ -78,6 +80,7 @@ class Explanation:
     prediction: Prediction
     lines: tuple[Line, ...]
     card: tuple[Line, ...]
+    layer: tuple[Line, ...]
     moments: Mapping[str, int]
     methods: tuple[Alternative, ...]
     savings: tuple[Alternative, ...]
@@ -114,6 +117,7 @@ class Explanation:
             "prediction": self.prediction.to_dict(),
             "lines": [dataclasses.asdict(line) for line in self.lines],
             "card": [dataclasses.asdict(line) for line in self.card],
+            "layer": [dataclasses.asdict(line) for line in self.layer],
             "moments": dict(self.moments),
             "methods": alternatives(self.methods),
             "savings": alternatives(self.savings),
@@ -171,6 +175,7 @@ def explain(
         prediction=prediction,
         lines=lines,
         card=card,
+        layer=layer_lines(job) if training and job.run.gradient_checkpointing else (),
         moments=moments,
         methods=alternatives(_methods(run) if training else _storages(run)),
         savings=tuple(

@@ -10,7 +10,7 @@ from typing import Any
 
 from whichlora.architecture import Linear
 from whichlora.calibration import Calibration
-from whichlora.memory import allocator, facts, weights
+from whichlora.memory import activations, allocator, facts, weights
 from whichlora.memory.entries import Entry, Fact, Group
 from whichlora.memory.ledger import Ledger, trained_params
 from whichlora.prediction import ALLOCATED_PARTS, Job
@@ -67,6 +67,19 @@ def lines_at(
         _bare(facts.CONTEXT, memory.breakdown["context"]),
     ]
     return _ordered(lines), tuple(line for line in card if line.num_bytes)
+
+
+def layer_lines(job: Job) -> tuple[Line, ...]:
+    """What the layer that keeps most keeps for its own backward, largest first."""
+    run = job.run
+    tokens = run.batch_size * run.seq_len
+    kept = (
+        activations.layer_saved(layer, job.targets, job.stack, job.method, run.r, span=run.seq_len)
+        for layer, _ in job.model.layers()
+    )
+    groups = [Group(tensors=tensors, tokens=tokens, span=run.seq_len) for tensors in kept]
+    largest = max(groups, key=lambda group: int(group.num_bytes))
+    return _ordered(_member(job, facts.SAVED, group) for group in _by_tensor([largest]))
 
 
 def _ordered(lines: Iterable[Line]) -> tuple[Line, ...]:

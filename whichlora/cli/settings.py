@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -19,8 +19,10 @@ from whichlora.cli.options import (
     words,
 )
 from whichlora.errors import ConfigError
-from whichlora.largest import Size
 from whichlora.specs import RunConfig
+
+if TYPE_CHECKING:
+    from whichlora.largest import Size
 
 _SIZES: tuple[Size, ...] = ("batch_size", "seq_len")
 _SETTINGS = (

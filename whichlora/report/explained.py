@@ -13,6 +13,7 @@ from whichlora.report.words import VERDICTS, describe
 from whichlora.results import Prediction
 from whichlora.units import format_bytes, format_count, format_seconds
 
+SMALL_LAYER_SHARE = 0.01  # the same of one layer, by its own total
 SMALL_SHARE = 0.002  # tensors of a group below this share of the card's use are summed up
 
 
@@ -170,6 +171,8 @@ def _markdown_ledger(found: Explanation) -> Sheet:
 
 def _other_sheets(found: Explanation) -> Iterator[Sheet]:
     yield moments_sheet(found)
+    if found.layer:
+        yield layer_sheet(found)
     training = found.prediction.run.phase == "finetune"
     yield methods_sheet(
         found, "the same job by method" if training else "the same job by storage of the weights"
@@ -189,6 +192,32 @@ def moments_sheet(found: Explanation) -> Sheet:
     ]
     numbers = ("allocated", "against the peak")
     return Sheet(title="moments of the run", columns=("moment", *numbers), right=numbers, rows=rows)
+
+
+def layer_sheet(found: Explanation) -> Sheet:
+    """Tensors of one layer; what is too small for a row is summed up."""
+    total = sum(line.num_bytes for line in found.layer)
+    shown = [line for line in found.layer if line.num_bytes >= SMALL_LAYER_SHARE * total]
+    rest = found.layer[len(shown) :]
+    rows = [
+        (
+            format_bytes(line.num_bytes),
+            line.what,
+            line.numbers or f"{line.shape} {line.dtype}",
+        )
+        for line in shown
+    ]
+    if rest:
+        size = sum(line.num_bytes for line in rest)
+        rows.append((format_bytes(size), f"{len(rest)} smaller ones", ""))
+    rows.append((format_bytes(total), "one layer", ""))
+    return Sheet(
+        title="what one layer keeps while it is recomputed",
+        columns=("bytes", "tensor", "numbers"),
+        right=("bytes",),
+        rows=rows,
+        rules=frozenset({len(rows) - 2}),
+    )
 
 
 def methods_sheet(found: Explanation, title: str) -> Sheet:
