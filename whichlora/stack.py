@@ -39,7 +39,8 @@ class Stack:
         loss_bytes: a loss that does not widen its logits by itself.
         adapter_bytes: trained adapter weights, their gradients and optimizer states.
         adapter_product_bytes: what A and B return.
-        autocast: matrix products run under autocast.
+        autocast: it copies what is trained, or what is read, to 16 bit.
+        under_autocast: the step runs in an autocast region.
         shared_inputs: adapted projections that read one tensor keep one input between them.
         input_bytes: the copy of the input that an adapted projection keeps.
         dropped_bytes: one element of what adapter dropout is applied to.
@@ -60,6 +61,7 @@ class Stack:
     adapter_bytes: int
     adapter_product_bytes: int
     autocast: bool
+    under_autocast: bool
     shared_inputs: bool
     input_bytes: int
     lora_dropout: float
@@ -119,6 +121,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
         loss_bytes=4 if autocast or mode == "F" else half,  # autocast widens cross entropy
         adapter_bytes=4 if fp32_adapters else 2,
         autocast=autocast and (mode in ("A", "Q") or (mode == "P" and fp32_adapters)),
+        under_autocast=autocast,
         adapter_product_bytes=4 if mode in ("C", "F") and fp32_adapters else 2,
         shared_inputs=mode in ("P", "F") and not narrow_adapters,
         input_bytes=4 if mode in ("C", "F") and not narrow_adapters else 2,

@@ -222,7 +222,8 @@ def attention(
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (one.to(dtype) for one in (query, key, value))
-    if max(query.shape[-1], value.shape[-1]) > MAX_FLASH_HEAD_DIM:
+    broadcast = key.shape[1] != query.shape[1] and not enable_gqa  # no fused kernel repeats heads
+    if broadcast or max(query.shape[-1], value.shape[-1]) > MAX_FLASH_HEAD_DIM:
         expanded: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]

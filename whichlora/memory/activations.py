@@ -396,31 +396,39 @@ def distinct(saved: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 
 def outside_saved(
-    model: ModelSpec, targets: tuple[str, ...], stack: Stack, *, embeddings_need_grad: bool
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    stack: Stack,
+    *,
+    embeddings_need_grad: bool,
+    after_layers: bool = True,
 ) -> list[Tensor]:
     """What is kept between the embedding and the first layer, and from the last layer on.
 
     Args:
+        after_layers: so long as the backward has not reached the last layer.
         embeddings_need_grad: trained, or made to need a gradient so that checkpointing works.
 
     Kind: exact.
     """
     hidden = model.hidden_size
     saved: list[Tensor] = []
-    norms, dropped = model.final_norms, model.final_dropouts
+    norms, dropped = (model.final_norms, model.final_dropouts) if after_layers else ((), ())
     if embeddings_need_grad:
         norms, dropped = norms + model.embedding_norms, dropped + model.embedding_dropouts
     for norm in norms:
         saved.extend(norm_saved(norm, stack))
     mask_bytes = _mask_bytes(stack.stream_bytes, stack)
     saved.extend(per_token("dropout mask", mask_bytes, width, "hidden_size") for width in dropped)
-    if model.task == "encoder":  # the transform before the logits: inputs of its gelu and norm
+    if (
+        model.task == "encoder" and after_layers
+    ):  # the transform before the logits: inputs of its gelu and norm
         saved.append(
             per_token("masked-word transform", stack.stream_bytes, 2 * hidden, "2, hidden_size")
         )
-    if stack.trains_base:
+    if stack.trains_base and after_layers:
         saved.append(per_token("head: input", stack.compute_bytes, hidden, "hidden_size"))
-    elif embeddings_need_grad and _embeds_in_steps(model):
+    elif not stack.trains_base and embeddings_need_grad and _embeds_in_steps(model):
         # the looked-up rows are what was made to need a gradient: a leaf lives as long as the graph
         saved.append(per_token("looked-up embeddings", stack.stream_bytes, hidden, "hidden_size"))
     readers = (linear for layer, _ in model.layers() for linear in layer.linears)

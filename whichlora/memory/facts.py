@@ -90,10 +90,18 @@ ACCUMULATED = Fact(
 )
 LAST_LAYERS_GRADIENTS = Fact(
     part="gradients",
-    what="gradients of the head and the last layer",
-    shape="parameters of the head and of one layer",
+    what="gradient of the head",
+    shape="[vocab_size, hidden_size]",
     dtype="of the parameter",
     why="backward starts at the head",
+    source="torch AccumulateGrad",
+)
+LATER_LAYERS_GRADIENTS = Fact(
+    part="gradients",
+    what="gradients of all layers but the first",
+    shape="[params of the head and of all layers but one]",
+    dtype="of the parameter",
+    why="the first layer goes backward last",
     source="torch AccumulateGrad",
 )
 ALL_GRADIENTS = Fact(
@@ -125,6 +133,14 @@ CHECKPOINTS = Fact(
     why="each layer's input, from which backward recomputes it",
     source="torch.utils.checkpoint; saved-tensor hooks",
 )
+AROUND_LAYERS = Fact(
+    part="activations",
+    what="kept before the first layer",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="stream_bytes",
+    why="the embedding's norm, dropout and rows go backward last",
+    source="saved-tensor hooks on transformers and peft",
+)
 SAVED = Fact(
     part="activations",
     what="saved by all layers",
@@ -134,13 +150,13 @@ SAVED = Fact(
     why="no checkpointing: backward reads what forward kept",
     source="saved-tensor hooks on transformers and peft",
 )
-RECOMPUTED = Fact(
-    part="activations",
-    what="saved by the layer that is recomputed",
-    shape="listed below",
-    dtype="listed below",
-    why="checkpointing runs its forward again, now keeping everything",
-    source="saved-tensor hooks on transformers and peft",
+LAYER_FORWARD = Fact(
+    part="temporary",
+    what="one layer's forward",
+    shape="[batch_size, seq_len, …]",
+    dtype="compute_bytes",
+    why="what the layer that runs makes beyond what all layers keep",
+    source="memory.layer_code: transformers, peft, bitsandbytes on a tape",
 )
 LAYER_BACKWARD = Fact(
     part="temporary",
@@ -148,8 +164,7 @@ LAYER_BACKWARD = Fact(
     shape="[batch_size, seq_len, …]",
     dtype="compute_bytes",
     why="saved tensors of a recomputed layer, and gradients at the worst point of its backward",
-    source="live-bytes traces, docs/memory.md section 5",
-    kind="estimate",
+    source="memory.layer_code: transformers, peft, bitsandbytes on a tape",
 )
 EXPANDED_MATRIX = Fact(
     part="temporary",
@@ -159,30 +174,12 @@ EXPANDED_MATRIX = Fact(
     why="a quantised weight is expanded for its product",
     source="bitsandbytes functional.dequantize_4bit",
 )
-WEIGHT_NORM = Fact(
-    part="temporary",
-    what="norm of an adapted weight",
-    shape="[out_features, in_features]",
-    dtype="adapter_bytes",
-    count="3 or 4, and an identity",
-    why="DoRA norms W + BA in every forward",
-    source="peft DoraLinearLayer.forward",
-    kind="upper bound",
-)
 AUTOCAST_COPIES = Fact(
     part="temporary",
     what="16-bit copies of trained weights",
     shape="[trained_params]",
     dtype="compute_bytes",
     why="autocast casts fp32 weights; its cache and the graph hold them",
-    source="torch autocast_mode.cpp cached_cast",
-)
-LAYER_AUTOCAST_COPIES = Fact(
-    part="temporary",
-    what="16-bit copies of one layer's trained weights",
-    shape="[trained_params / num_hidden_layers]",
-    dtype="compute_bytes",
-    why="autocast casts fp32 weights of the recomputed layer",
     source="torch autocast_mode.cpp cached_cast",
 )
 HEAD_COPY = Fact(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from whichlora.architecture import Layer, ModelSpec
+from whichlora.architecture import ModelSpec
 from whichlora.memory import activations, allocator, facts, logits, optimizer, weights
-from whichlora.memory.entries import Entry, Group, Tensor, listed, tensor_bytes
+from whichlora.memory.entries import Entry, Group, Tensor, listed
+from whichlora.memory.layer_bytes import LayerBytes, layer_bytes
 from whichlora.memory.trained import trained_tensors
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, largest
@@ -79,36 +80,13 @@ def trained_params(model: ModelSpec, targets: tuple[str, ...], method: Method, r
     return total
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerBytes:
-    """Kept by one of `count` equal layers, and alive on top during its backward."""
-
-    count: int
-    tensors: tuple[Tensor, ...]
-    saved: Count
-    transient: Count
-
-
-def _layer(
-    layer: Layer,
-    count: int,
-    model: ModelSpec,
-    targets: tuple[str, ...],
-    stack: Stack,
-    method: Method,
-    r: Count,
-    tokens: Count,
-    span: Count,
-) -> _LayerBytes:
-    saved = activations.layer_saved(layer, targets, stack, method, r, span=span)
-    per_token, pair = activations.layer_backward_transient(
-        layer, targets, stack, method, model.hidden_size
-    )
-    return _LayerBytes(
-        count,
-        saved,
-        tensor_bytes(saved, tokens=tokens, span=span),
-        tokens * (per_token + pair * span),
+def _checkpoint(model: ModelSpec, one: LayerBytes) -> Tensor:
+    """The input of a checkpointed layer."""
+    return Tensor(
+        "layer input",
+        one.stream_bytes * model.hidden_size,
+        dims="hidden_size",
+        element_bytes=one.stream_bytes,
     )
 
 
@@ -159,7 +137,6 @@ def training_ledger(
     `batch_size`, `seq_len` and `r` may be arrays; everything else is one setting.
     """
     tokens = batch_size * seq_len
-    num_layers = model.num_hidden_layers
     trained = trained_params(model, targets, method, r)
     tensors = trained_tensors(model, targets, method, r)
     param_bytes = stack.base_bytes if method.trains_base else stack.adapter_bytes
@@ -178,85 +155,84 @@ def training_ledger(
     static.append(Entry(facts.OPTIMIZER_STATES, states + 0 * trained))
 
     layers = [
-        _layer(layer, count, model, targets, stack, method, r, tokens, seq_len)
+        layer_bytes(
+            layer,
+            count,
+            model,
+            targets,
+            stack,
+            method,
+            r=r,
+            tokens=tokens,
+            span=seq_len,
+            accumulated=run.gradient_accumulation_steps > 1,
+            reentrant=bool(run.use_reentrant),
+        )
         for layer, count in model.layers()
     ]
     needs_grad = method.trains_base or run.gradient_checkpointing
-    outside = Group(
-        where="around the layers",
-        tensors=tuple(
-            activations.outside_saved(model, targets, stack, embeddings_need_grad=needs_grad)
-        ),
-        tokens=tokens,
-        span=seq_len,
+    outside, before_layers = (
+        Group(
+            where="around the layers",
+            tensors=tuple(
+                activations.outside_saved(
+                    model, targets, stack, embeddings_need_grad=needs_grad, after_layers=after
+                )
+            ),
+            tokens=tokens,
+            span=seq_len,
+        )
+        for after in (True, False)
     )
     copies = _autocast_copies(model, stack, method, trained)
+    sized = {"tokens": tokens, "span": seq_len}
     if run.gradient_checkpointing:
-        checkpoint = Tensor(
-            "layer input",
-            stack.stream_bytes * model.hidden_size,
-            dims="hidden_size",
-            element_bytes=stack.stream_bytes,
-        )
         masks = Tensor(
             "masks that layers hold as arguments",
             constant=activations.kept_mask_bytes(model, stack, tokens=tokens, span=seq_len),
         )
-        kept = listed(
-            facts.CHECKPOINTS,
-            Group(tensors=(checkpoint,), count=num_layers, tokens=tokens, span=seq_len),
-            outside,
-            Group(tensors=(masks,), tokens=tokens, span=seq_len),
-            *(  # outside of autograd, so it outlives a checkpointed forward
-                Group(
-                    tensors=activations.distinct(activations.held_by_quantised(layer, stack)),
-                    count=count,
-                    tokens=tokens,
-                    span=seq_len,
-                )
-                for layer, count in (() if run.use_reentrant else model.layers())
-            ),
-        )
-        in_layer = largest(*(one.saved + one.transient for one in layers))
-        in_forward = largest(*(one.saved for one in layers))  # recomputed
-        loss_copies, layer_copies = copies * 0, copies // num_layers
-    else:
-        firsts = {group.stack: group.layer for group in reversed(model.groups)}.values()
-        unsaved = sum(activations.unsaved_by_first_layer(one, targets, stack) for one in firsts)
-        less = Tensor("less in the first layer, whose input needs no gradient", -unsaved)
-        kept = listed(
-            facts.SAVED,
+        groups = [
             *(
-                Group(
-                    tensors=one.tensors,
-                    count=one.count,
-                    tokens=tokens,
-                    span=seq_len,
-                )
+                Group(tensors=(_checkpoint(model, one),), count=one.count, **sized)
                 for one in layers
             ),
-            outside,
-            Group(tensors=(less,), tokens=tokens, span=seq_len),
-        )
-        in_layer = largest(*(one.transient for one in layers))
-        in_forward = 0 * tokens
-        loss_copies = layer_copies = copies
+            Group(where="of the run", tensors=(masks,), **sized),
+            *(Group(where="each layer", tensors=x.held, count=x.count, **sized) for x in layers),
+        ]
+        fact = facts.CHECKPOINTS
+        in_layer = largest(*(one.recomputed for one in layers))
+        in_first = in_layer + Group(tensors=(_checkpoint(model, layers[0]),), **sized).num_bytes
+        in_forward = largest(*(one.forward for one in layers))
+    else:
+        firsts = {group.stack: x for group, x in zip(model.groups[::-1], layers[::-1], strict=True)}
+        unsaved: Count = 0 * tokens
+        if not needs_grad:
+            unsaved = sum((one.unsaved for one in firsts.values()), start=0 * tokens)
+        less = Tensor("not kept by the first layer, whose input is frozen", constant=-unsaved)
+        groups = [
+            *(Group(where="each layer", tensors=x.tensors, count=x.count, **sized) for x in layers),
+            Group(where="the first layer", tensors=(less,), **sized),
+        ]
+        fact = facts.SAVED
+        in_layer = largest(*(one.backward - one.saved for one in layers))
+        in_first = largest(*(one.backward for one in layers)) - unsaved
+        in_forward = largest(*(one.forward - one.saved for one in layers), 0 * tokens)
+        copies = 0 * copies  # each layer's are among what it keeps
+    kept = listed(fact, *groups, outside)
+    kept_by_layers = listed(fact, *groups, before_layers)
 
+    kept_logits = logits.kept_logits_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
     head_copy = logits.head_copy_bytes(model, stack)
     loss_forward = logits.loss_forward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
     loss_backward = logits.loss_backward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
-    kept_logits = logits.kept_logits_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
-    dense = stack.compute_bytes * weights.largest_quantised_matrix(model, stack)
-    norms = activations.method_transient_bytes(model, targets, stack, method)
-    merged = 0
-    if not method.trains_base:
-        merged = activations.merged_gradient_bytes(model, targets, stack)
     head_params = model.hidden_size * logits.logit_width(model)
-    first_gradients = accumulated
-    if method.trains_base:
-        # the head and the last layer already have their gradients when layers go backward
-        last = max(group.layer.num_params for group in model.groups)
-        first_gradients = largest(accumulated, (head_params + last) * param_bytes)
+    head_gradient = (head_params if method.trains_base else 0) * param_bytes + 0 * trained
+    late_gradients = gradient_bytes - largest(*(one.gradients for one in layers))
+    if method.trains_base and not model.head_tied:
+        embedded = sum(one.num_params for one in model.embeddings)
+        late_gradients = late_gradients - embedded * param_bytes
+    if run.gradient_accumulation_steps > 1:
+        head_gradient = late_gradients = 0 * trained  # all of them are there
 
     before = (
         *static,
@@ -266,10 +242,8 @@ def training_ledger(
     moments = {
         "layer_forward": (
             *before,
-            kept,
-            Entry(facts.RECOMPUTED, in_forward),
-            Entry(facts.WEIGHT_NORM, norms + 0 * tokens),
-            Entry(facts.LAYER_AUTOCAST_COPIES, layer_copies),
+            kept_by_layers,
+            Entry(facts.LAYER_FORWARD, in_forward),
         ),
         "loss_forward": (
             *before,
@@ -282,17 +256,21 @@ def training_ledger(
             *before,
             kept,
             Entry(facts.LOSS_BACKWARD, loss_backward),
-            Entry(facts.AUTOCAST_COPIES, loss_copies),
             Entry(facts.HEAD_COPY, head_copy + 0 * tokens),
         ),
         "layer_backward": (
             *before,
             Entry(facts.KEPT_LOGITS, kept_logits),
-            Entry(facts.LAST_LAYERS_GRADIENTS, first_gradients - accumulated),
-            kept,
-            Entry(facts.LAYER_BACKWARD, in_layer + merged),
-            Entry(facts.EXPANDED_MATRIX, dense + 0 * tokens),
-            Entry(facts.LAYER_AUTOCAST_COPIES, layer_copies),
+            Entry(facts.LAST_LAYERS_GRADIENTS, head_gradient),
+            kept_by_layers,
+            Entry(facts.LAYER_BACKWARD, in_layer),
+        ),
+        "first_layer_backward": (
+            *before,
+            Entry(facts.KEPT_LOGITS, kept_logits),
+            Entry(facts.LATER_LAYERS_GRADIENTS, largest(late_gradients, 0 * late_gradients)),
+            listed(facts.AROUND_LAYERS, before_layers),
+            Entry(facts.LAYER_BACKWARD, in_first),
         ),
         "optimizer_step": (
             *static,

@@ -1,0 +1,135 @@
+"""The tape: what lives when, by hand on a few operators, and one layer against its closed form."""
+
+from __future__ import annotations
+
+import pytest
+
+from whichlora.memory.layer_code import layer_points
+from whichlora.memory.tape import (
+    FUSED_ROWS,
+    NOTHING,
+    Tape,
+    constant,
+    evaluate,
+    maximal,
+    most,
+    per_token,
+    where_many_rows,
+)
+from whichlora.prediction import resolve
+from whichlora.specs import GpuSpec, RunConfig
+from whichlora.store.models import find_model
+
+GPU = GpuSpec(
+    key="a",
+    name="A",
+    kind="cuda",
+    memory_bytes=2**36,
+    bandwidth_bytes_per_s=1e12,
+    peak_flops_per_s={"bf16": 1e14},
+)
+SIZES = {"tokens": 2048, "span": 2048, "r": 16}
+
+
+def bytes_of(form: tuple[int, ...]) -> int:
+    return int(evaluate(form, tokens=1, span=1, r=1))  # type: ignore[arg-type]
+
+
+def test_a_tensor_lives_until_its_last_reader_unless_a_name_holds_it() -> None:
+    tape = Tape()
+    x = tape.input(per_token(1), 2, needs_grad=False)
+    wide = tape.op([x], per_token(100), 2)
+    narrow = tape.op([wide], per_token(1), 2)
+    tape.op([narrow], per_token(10), 2)
+    points, kept = tape.forward(saving=False)
+    assert [bytes_of(one) for one in points] == [200, 202, 22]
+    tape.hold(wide)
+    points, _ = tape.forward(saving=False)
+    assert [bytes_of(one) for one in points] == [200, 202, 222, 200]
+    assert kept == NOTHING
+
+
+def test_what_needs_no_gradient_is_not_kept() -> None:
+    for needs_grad, kept in ((False, 0), (True, 20)):
+        tape = Tape()
+        x = tape.input(per_token(10), 2, needs_grad=needs_grad)
+        y = tape.op([x], per_token(10), 2)
+        tape.op([y], per_token(10), 2, saves=[y])
+        assert bytes_of(tape.saved) == kept
+
+
+def test_two_gradients_of_one_tensor_are_summed_out_of_place() -> None:
+    tape = Tape()
+    x = tape.input(per_token(10), 2, needs_grad=True)
+    y, z = tape.op([x], per_token(10), 2), tape.op([x], per_token(10), 2)
+    tape.op([y, z], per_token(1), 2)
+    # 2 of the result, then 20 of each branch, then the first two together and their sum
+    points = [bytes_of(one) for one in tape.backward(recomputed=False)]
+    assert points == [2, 42, 60, 60, 60]
+
+
+def test_recomputation_stops_at_the_last_tensor_that_is_asked_for_with_its_names_held() -> None:
+    tape = Tape()
+    x = tape.input(per_token(10), 2, needs_grad=True)
+    held = tape.op([x], per_token(30), 2)
+    saved = tape.op([held], per_token(5), 2)
+    last = tape.op([saved], per_token(10), 2, saves=[saved])
+    tape.hold(held)
+    early = [bytes_of(one) for one in tape.backward(recomputed=True)]
+    full = [bytes_of(one) for one in tape.backward(recomputed=True, early_stop=False)]
+    assert bytes_of(last.form) == 20
+    assert max(early) == 20 + 60 + 10  # the gradient, the held name, the saved tensor
+    assert max(full) == 20 + 60 + 10 + 20
+
+
+@pytest.mark.parametrize(("accumulated", "left"), [(False, 1000), (True, 0)])
+def test_gradients_of_parameters_stay_unless_they_are_added_to_earlier_ones(
+    accumulated: bool, left: int
+) -> None:
+    tape = Tape()
+    x = tape.input(per_token(10), 2, needs_grad=True)
+    weight = tape.weight(constant(500), 2, trained=True)
+    y = tape.op([x], per_token(10), 2)
+    y = tape.op([y, weight], per_token(10), 2, saves=[y])
+    tape.op([y], per_token(10), 2)
+    points = [bytes_of(one) for one in tape.backward(recomputed=False, accumulated=accumulated)]
+    assert max(points) == 20 + 20 + 20 + 1000  # saved, two gradients and the parameter's
+    assert points[-1] == 20 + 20 + left  # the last operator reads one and makes one
+
+
+def test_a_4_bit_product_of_many_rows_expands_its_weight() -> None:
+    form = where_many_rows(7)
+    few, many = (evaluate(form, tokens=n, span=1, r=1) for n in (FUSED_ROWS, FUSED_ROWS + 1))
+    assert (few, many) == (0, 7)
+
+
+def test_only_points_that_can_be_the_largest_are_kept() -> None:
+    low, high, other = per_token(1), per_token(2), constant(5)
+    assert set(maximal([low, high, other, high])) == {high, other}
+    assert most([low, other], tokens=3, span=1, r=1) == 5
+
+
+def test_a_llama_layer_under_autocast_keeps_and_needs_the_closed_form() -> None:
+    spec = find_model("meta-llama/Meta-Llama-3-8B")
+    assert spec is not None
+    job = resolve(spec, RunConfig(model=spec.name), GPU)
+    layer = spec.groups[0].layer
+    points = layer_points(
+        layer,
+        spec.hidden_size,
+        job.targets,
+        job.stack,
+        job.method,
+        masked=False,
+        accumulated=False,
+        reentrant=False,
+    )
+    # 217,448 bytes per token, and the 16-bit copies of the adapters
+    assert layer.mlp is not None
+    copies = 2 * sum(one.in_features + one.out_features for one in layer.linears) * 16
+    kept = evaluate(points.saved, **SIZES)
+    assert kept == 217_448 * 2048 + copies
+    # checkpointed: the recomputed layer's names are still held when its first gradients come
+    hidden, width = spec.hidden_size, layer.mlp.width
+    transient = most(points.recomputed, **SIZES) - kept
+    assert transient / 2048 == pytest.approx(6 * width + 10 * hidden, rel=0.005)

@@ -1,0 +1,209 @@
+"""Bytes of one layer at each moment: what it keeps, and the worst points of its passes.
+
+Layers that `layer_code` can write are exact; for the others (mixtures of experts, cross
+attention, recurrent blocks) the worst point of the backward is an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from whichlora.architecture import Layer, ModelSpec
+from whichlora.memory import activations, weights
+from whichlora.memory.entries import Tensor, tensor_bytes
+from whichlora.memory.layer_code import LayerPoints, is_written, layer_points, stream_bytes
+from whichlora.memory.tape import Kept, evaluate, most
+from whichlora.methods.base import Method
+from whichlora.numeric import Count, is_plain, largest
+from whichlora.stack import Stack
+from whichlora.targets import adapted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """One of `count` equal layers.
+
+    Args:
+        stream_bytes: one element of its input.
+        tensors: what it keeps for backward.
+        saved: their bytes.
+        unsaved: bytes that the first layer of a stack keeps less, its input being frozen.
+        held: what checkpointing does not free.
+        forward: bytes at the worst point of a forward that keeps `saved`.
+        backward: so of its backward, with the gradient of its result, `saved` included.
+        recomputed: so of a checkpointed layer, its input left out.
+        gradients: bytes of its parameters' gradients.
+    """
+
+    count: int
+    stream_bytes: int
+    tensors: tuple[Tensor, ...]
+    saved: Count
+    unsaved: Count
+    held: tuple[Tensor, ...]
+    forward: Count
+    backward: Count
+    recomputed: Count
+    gradients: Count
+
+
+def layer_bytes(
+    layer: Layer,
+    count: int,
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method,
+    *,
+    r: Count,
+    tokens: Count,
+    span: Count,
+    accumulated: bool,
+    reentrant: bool,
+) -> LayerBytes:
+    """Args as of the ledger; `accumulated`: gradients of earlier micro-steps exist."""
+    trained: Count = 0 * r
+    if method.trains_base:
+        trained = layer.num_params + 0 * r
+    else:
+        for linear in adapted(layer, targets):
+            trained = trained + method.adapter_params(linear, r)
+    gradients = trained * (stack.base_bytes if method.trains_base else stack.adapter_bytes)
+    if not is_written(layer, stack):
+        return _estimated(
+            layer, count, model, targets, stack, method, r=r, tokens=tokens, span=span,
+            gradients=gradients, reentrant=reentrant,
+        )  # fmt: skip
+    sizes = {"tokens": tokens, "span": span, "r": r}
+    tensors: list[Tensor] = []
+    held: list[Tensor] = []
+    values: dict[str, Count] = dict.fromkeys(
+        ("saved", "unsaved", "forward", "backward", "recomputed"), 0
+    )
+    for share, masked in _masks(layer, stack, span):
+        points = layer_points(
+            layer,
+            model.hidden_size,
+            targets,
+            stack,
+            method,
+            masked=masked,
+            accumulated=accumulated,
+            reentrant=reentrant,
+        )
+        tensors.extend(_listed(points.kept, share, span=span, r=r))
+        held.extend(_listed(points.held, share, span=span, r=r))
+        found = _values(points, **sizes)
+        for name, value in found.items():
+            values[name] = values[name] + share * value
+    return LayerBytes(
+        count=count,
+        stream_bytes=stream_bytes(layer, stack),
+        tensors=tuple(tensors),
+        held=tuple(held) if not reentrant else (),
+        gradients=gradients,
+        **values,
+    )
+
+
+def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dict[str, Count]:
+    sizes = {"tokens": tokens, "span": span, "r": r}
+    return {
+        "saved": evaluate(points.saved, **sizes),
+        "unsaved": evaluate(points.unsaved, **sizes),
+        "forward": most(points.forward, **sizes),
+        "backward": most(points.backward, **sizes),
+        "recomputed": most(points.recomputed, **sizes),
+    }
+
+
+def _masks(layer: Layer, stack: Stack, span: Count) -> Iterator[tuple[Count, bool]]:
+    """Whether SDPA gets a mask: each case with 1 where it holds, 0 elsewhere."""
+    attention = layer.attentions[0]
+    if stack.padded or attention.sliding_window is None:
+        yield 1, stack.padded
+        return
+    masked = activations.is_masked(attention, stack, span)
+    if is_plain(masked):
+        yield 1, bool(masked)
+        return
+    yield 1 - masked, False
+    yield masked, True
+
+
+def _listed(kept: tuple[Kept, ...], share: Count, *, span: Count, r: Count) -> Iterator[Tensor]:
+    for one in kept:
+        of_token, of_pair, fixed, of_rank_token, of_rank, of_square, _ = one.form
+        constant: Count = fixed
+        if of_rank:
+            constant = constant + of_rank * r
+        if of_square:
+            constant = constant + of_square * span * span
+        per_token: Count = of_token
+        if of_rank_token:
+            per_token = per_token + of_rank_token * r
+        width = one.element_bytes or 1
+        yield Tensor(
+            one.what or "operand",
+            share * per_token,
+            share * of_pair,
+            share * constant,
+            dims=_dims(one, width),
+            element_bytes=one.element_bytes,
+        )
+
+
+def _dims(one: Kept, width: int) -> str:
+    of_token, of_pair, fixed, of_rank_token, of_rank, *_ = one.form
+    if of_rank_token or of_rank:
+        return f"{(of_rank_token or of_rank) // width} · r"
+    return str((of_pair or of_token or fixed) // width)
+
+
+def _estimated(
+    layer: Layer,
+    count: int,
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method,
+    *,
+    r: Count,
+    tokens: Count,
+    span: Count,
+    gradients: Count,
+    reentrant: bool,
+) -> LayerBytes:
+    tensors = activations.layer_saved(layer, targets, stack, method, r, span=span)
+    held = activations.distinct(activations.held_by_quantised(layer, stack))
+    saved = tensor_bytes(tensors, tokens=tokens, span=span)
+    per_token, pair = activations.layer_backward_transient(
+        layer, targets, stack, method, model.hidden_size
+    )
+    dense = stack.compute_bytes * weights.largest_quantised_matrix(model, stack)
+    merged = 0
+    if not method.trains_base:
+        merged = activations.merged_gradient_bytes(model, targets, stack)
+    copies: Count = 0 * r
+    if stack.autocast and not method.trains_base:
+        copies = gradients // 2 if stack.adapter_bytes == 4 else copies
+    elif stack.autocast and stack.base_bytes == 4:
+        copies = gradients // 2
+    norms = activations.method_transient_bytes(model, targets, stack, method)
+    transient = tokens * (per_token + pair * span) + dense + merged + gradients
+    tensors = (*tensors, Tensor("16-bit copies of trained weights", constant=copies))
+    forward = saved + copies + norms
+    backward = saved + copies + transient
+    return LayerBytes(
+        count=count,
+        stream_bytes=stack.stream_bytes,
+        tensors=tensors,
+        saved=saved + copies,
+        unsaved=activations.unsaved_by_first_layer(layer, targets, stack) * tokens,
+        held=held if not reentrant else (),
+        forward=forward,
+        backward=backward,
+        recomputed=largest(forward, backward),
+        gradients=gradients,
+    )

@@ -1,0 +1,365 @@
+"""One layer of a transformer, written on a tape in the order in which transformers runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from whichlora.architecture import Attention, Layer, Mlp
+from whichlora.memory.activations import attention_kernel, fused_qkv
+from whichlora.memory.operators import Code
+from whichlora.memory.tape import (
+    Form,
+    Kept,
+    Tape,
+    Tensor,
+    maximal,
+    minus,
+    per_pair,
+    per_token,
+    scaled,
+)
+from whichlora.methods.base import Method
+from whichlora.stack import Stack
+
+
+def rotate(code: Code, x: Tensor, attention: Attention) -> Tensor:
+    """Rotary positions, of the leading part of each head. Source: `apply_rotary_pos_emb`."""
+    tape = code.tape
+    heads = x.elements[0] // attention.head_dim
+    rotated = per_token(heads * attention.rotary_dim)
+    rest = per_token(heads * (attention.head_dim - attention.rotary_dim))
+    given = x
+    passed = None
+    if any(rest):
+        x, passed = tape.parts(x, (rotated, rest))
+    table = tape.weight(per_token(attention.rotary_dim), x.size)
+    one = code.multiply_rows(x, table)
+    # two halves: the gradient of each is laid out over the whole before they are added
+    half = scaled(x.elements, x.size // 2)
+    turned = tape.op([x], x.elements, x.size, inner=half, inner_backward=scaled(x.elements, x.size))
+    two = code.multiply_rows(turned, table)
+    result = code.add(one, two)
+    if attention.joins_rotation:
+        parts = [result] if passed is None else [result, passed]
+        result = tape.op(parts, given.elements, x.size, passes=passed is None, joined=True)
+    return result
+
+
+def attend(code: Code, attention: Attention, x: Tensor) -> Tensor:
+    """Projections, positions, the kernel and the output projection."""
+    tape, stack = code.tape, code.stack
+    fused = fused_qkv(attention)
+    widths = (attention.q_width, attention.k_width, attention.v_width)
+    if fused is not None:
+        joint = code.linear(fused, x)
+        q, k, v = tape.parts(joint, tuple(per_token(width) for width in widths))
+        out_linear = attention.linears[-1]
+    else:
+        q_linear, k_linear, v_linear, out_linear = attention.linears
+        q = code.linear(q_linear, x)
+        k = code.linear(k_linear, x)
+        v = code.linear(v_linear, x)
+        # the gradient comes back as [batch, heads, seq, head_dim]
+        q, k = tape.view(q, copies_gradient=True), tape.view(k, copies_gradient=True)
+    if attention.norms:
+        q_norm, k_norm = attention.norms
+        q, k = code.norm(q_norm, q), code.norm(k_norm, k)
+    if attention.position == "rope":
+        before = (q, k)
+        q, k = rotate(code, q, attention), rotate(code, k, attention)
+        tape.hold(*before)
+    kernel = attention_kernel(attention, stack)
+    out = _KERNELS[kernel](code, attention, q, k, v)
+    tape.hold(q, k, v)
+    if out.joined:
+        out = code.copy(out)
+    result = code.linear(out_linear, out)
+    tape.hold(x)
+    return result
+
+
+def _fused_kernel(code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    tape, stack = code.tape, code.stack
+    size = stack.compute_bytes
+    heads = attention.num_attention_heads
+    inputs = [q, k, v]
+    if code.masked and attention.num_key_value_heads < heads and stack.attn == "sdpa":
+        inputs = [q, *_repeated(code, attention, k, v)]
+    if stack.under_autocast:
+        inputs = [code.cast(one, size) for one in inputs]
+    keeps = [per_token(4 * heads)]
+    if code.masked and stack.attn == "sdpa":
+        keeps.append(per_pair(size))
+    return tape.op(
+        inputs,
+        per_token(attention.out_width),
+        size,
+        saves=inputs,
+        saves_result=True,
+        keeps=keeps,
+        joined=q.joined,
+        what="attention: output, log-sum-exp, additive mask",
+    )
+
+
+def _repeated(code: Code, attention: Attention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`repeat_kv`: keys and values once per query head."""
+    heads = attention.num_attention_heads
+    if attention.num_key_value_heads == heads:
+        return k, v
+    tape = code.tape
+    return (
+        tape.op(
+            [k], per_token(heads * attention.head_dim), k.size, joined=True, what="keys, repeated"
+        ),
+        tape.op(
+            [v],
+            per_token(heads * attention.v_head_dim),
+            v.size,
+            joined=True,
+            what="values, repeated",
+        ),
+    )
+
+
+def _eager_kernel(code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Source: `eager_attention_forward` of transformers 5.23."""
+    tape, stack = code.tape, code.stack
+    heads = attention.num_attention_heads
+    scores_shape = per_pair(heads)
+    q_size = q.size
+    k, v = _repeated(code, attention, k, v)
+    if stack.under_autocast:
+        q, k = code.cast(q, stack.compute_bytes), code.cast(k, stack.compute_bytes)
+    q, k = _by_head(code, q), _by_head(code, k)
+    product = tape.op([q, k], scores_shape, q.size, saves=[q, k])
+    scores = code.scale(product)
+    if attention.softcap is not None:
+        divided = code.scale(scores)
+        tanh = tape.op([divided], scores_shape, divided.size, saves_result=True, what="soft cap")
+        scores = code.scale(tanh)
+    masked = code.add(scores, tape.weight(scores_shape, scores.size))
+    wide = code.cast(masked, 4)
+    softmax = tape.op([wide], scores_shape, 4, saves_result=True, what="softmax")
+    probabilities = code.cast(softmax, q_size, "probabilities")
+    tape.hold(masked)
+    if attention.dropout and stack.training:
+        mask_bytes = probabilities.size if stack.device_kind == "cpu" else 1
+        probabilities = code.dropout(probabilities, mask_bytes=mask_bytes)
+    if stack.under_autocast:
+        probabilities = code.cast(probabilities, stack.compute_bytes)
+        v = code.cast(v, stack.compute_bytes)
+    v = _by_head(code, v)
+    out = tape.op(
+        [probabilities, v], per_token(attention.out_width), v.size, saves=[probabilities, v]
+    )
+    joined = code.copy(out)
+    tape.hold(probabilities)
+    return joined
+
+
+def _by_head(code: Code, x: Tensor) -> Tensor:
+    """Batched products read one head after the other."""
+    return x if x.joined else code.copy(x)
+
+
+def _math_kernel(code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`_scaled_dot_product_attention_math`: plain operators in fp32."""
+    tape, stack = code.tape, code.stack
+    size = q.size
+    k, v = _repeated(code, attention, k, v)
+    wide = [code.cast(one, 4) for one in (q, k, v)]
+    scaled_q, scaled_k = code.scale(wide[0]), code.scale(wide[1])
+    shape = per_pair(attention.num_attention_heads)
+    scores = tape.op([scaled_q, scaled_k], shape, 4, saves=[scaled_q, scaled_k])
+    softmax = tape.op([scores], shape, 4, saves_result=True, what="softmax")
+    if attention.dropout and stack.training:
+        softmax = code.dropout(softmax, mask_bytes=4 if stack.device_kind == "cpu" else 1)
+    out = tape.op([softmax, wide[2]], per_token(attention.out_width), 4, saves=[softmax, wide[2]])
+    return code.copy(code.cast(out, size))
+
+
+_KERNELS = {"fused": _fused_kernel, "eager": _eager_kernel, "math": _math_kernel}
+
+
+def activate(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
+    tape = code.tape
+    if mlp.activation in ("relu",):
+        return tape.op([x], x.elements, x.size, saves_result=True, what="activated")
+    if mlp.activation in ("gelu_new", "gelu_fast"):
+        # 0.5 * x * (1 + tanh(c * (x + 0.044715 * x³))), a tensor for each operator
+        stack = code.stack
+        half = code.scale(x)
+        widened = mlp.activation == "gelu_new" and stack.under_autocast
+        base = code.cast(x, 4) if widened and stack.device_kind != "cpu" else x
+        inner = scaled(base.elements, 2 * base.size)
+        cubed = tape.op([base], base.elements, base.size, saves=[base], inner_backward=inner)
+        inside = code.scale(code.add(x, code.scale(cubed)))
+        tanh = tape.op([inside], x.elements, inside.size, saves_result=True, what="tanh")
+        more = tape.op([tanh], x.elements, tanh.size, passes=True)
+        return code.multiply(half, more)
+    if mlp.activation == "bloom_gelu":
+        inner = scaled(x.elements, 4 * x.size)
+        return tape.op([x], x.elements, x.size, saves=[x], inner=inner, inner_backward=inner)
+    if mlp.activation == "quick_gelu":
+        gate = tape.op([code.scale(x)], x.elements, x.size, saves_result=True)
+        return code.multiply(x, gate)
+    return tape.op([x], x.elements, x.size, saves=[x], what="activated")
+
+
+def feed_forward(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
+    tape, stack = code.tape, code.stack
+    if mlp.gated and len(mlp.linears) > 2:
+        gate_linear, up_linear, down_linear = mlp.linears[:3]
+        active = activate(code, mlp, code.linear(gate_linear, x))
+        up = code.linear(up_linear, x)
+        inner = code.multiply(active, up)
+        tape.hold(active, up)
+    elif mlp.gated:
+        joint_linear, down_linear = mlp.linears[:2]
+        joint = code.linear(joint_linear, x)
+        half = per_token(mlp.width)
+        gate, up = tape.parts(joint, (half, half))
+        inner = code.multiply(up, activate(code, mlp, gate))
+        tape.hold(joint)
+    else:
+        in_linear, down_linear = mlp.linears[:2]
+        inner = activate(code, mlp, code.linear(in_linear, x))
+    if mlp.dropout and stack.training:
+        inner = code.dropout(inner, mask_bytes=inner.size if stack.device_kind == "cpu" else 1)
+    result = code.linear(down_linear, inner)
+    tape.hold(x, inner)
+    return result
+
+
+def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
+    tape, stack = code.tape, code.stack
+    drops = bool(layer.dropouts) and stack.training
+
+    def dropped(y: Tensor) -> Tensor:
+        if not drops:
+            return y
+        return code.dropout(y, mask_bytes=y.size if stack.device_kind == "cpu" else 1)
+
+    norms = list(layer.norms)
+    attention, mlp = layer.attentions[0], layer.mlp
+    assert mlp is not None, "is_written"
+    if layer.parallel:
+        first = code.norm(norms[0], x)
+        mixed = dropped(attend(code, attention, first))
+        second = code.norm(norms[1], x) if len(norms) > 1 else first
+        fed = dropped(feed_forward(code, mlp, second))
+        result = code.add(code.add(mixed, fed), x)
+        tape.hold(mixed, fed, second)
+        return result
+    if layer.post_norm:
+        mixed = dropped(attend(code, attention, x))
+        if norms[0].kind == "layer":
+            middle = code.norm(norms[0], code.add(mixed, x))
+            fed = dropped(feed_forward(code, mlp, middle))
+            return code.norm(norms[1], code.add(fed, middle))
+        middle = code.add(x, code.norm(norms[0], mixed))
+        fed = feed_forward(code, mlp, middle)
+        return code.add(middle, code.norm(norms[1], fed))
+    sandwich = len(norms) == 4
+    y = code.norm(norms.pop(0), x)
+    y = dropped(attend(code, attention, y))
+    if sandwich:
+        y = code.norm(norms.pop(0), y)
+    x2 = code.add(x, y)
+    tape.hold(x)
+    y = code.norm(norms.pop(0), x2)
+    y = dropped(feed_forward(code, mlp, y))
+    if sandwich:
+        y = code.norm(norms.pop(0), y)
+    result = code.add(x2, y)
+    tape.hold(x2)
+    return result
+
+
+def stream_bytes(layer: Layer, stack: Stack) -> int:
+    """One element of the layer's input: CUDA's autocast returns fp32 from a LayerNorm."""
+    ends_in_norm = layer.post_norm and bool(layer.norms) and layer.norms[-1].kind == "layer"
+    if ends_in_norm and stack.under_autocast and stack.device_kind != "cpu":
+        return 4
+    return stack.stream_bytes
+
+
+def is_written(layer: Layer, stack: Stack) -> bool:
+    """Whether `run_layer` is the layer's code."""
+    if layer.mlp is None or layer.moe is not None or len(layer.attentions) != 1:
+        return False
+    attention = layer.attentions[0]
+    num_linears = 2 if fused_qkv(attention) is not None else 4
+    return (
+        attention.kind == "softmax"
+        and not attention.cross
+        and attention.position != "relative"
+        and len(attention.linears) == num_linears
+        and len(attention.norms) in (0, 2)
+        and not layer.mlp.norms
+        and len(layer.mlp.linears) == (3 if layer.mlp.gated and not _is_joint(layer.mlp) else 2)
+        and len(layer.norms) in ((1, 2) if layer.parallel or layer.post_norm else (2, 4))
+    )
+
+
+def _is_joint(mlp: Mlp) -> bool:
+    return mlp.linears[0].out_features == 2 * mlp.width
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPoints:
+    """Bytes at the points of one layer that can be the largest.
+
+    Args:
+        kept: what it keeps for backward; `saved` their sum.
+        unsaved: what the first layer keeps less, whose input needs no gradient.
+        held: what checkpointing does not free.
+        forward: alive in a forward that keeps `saved`.
+        backward: alive in its backward, `saved` and the gradient of its result included.
+        recomputed: alive while it is made again and goes backward, its input left out.
+    """
+
+    kept: tuple[Kept, ...]
+    saved: Form
+    unsaved: Form
+    held: tuple[Kept, ...]
+    forward: tuple[Form, ...]
+    backward: tuple[Form, ...]
+    recomputed: tuple[Form, ...]
+
+
+@lru_cache(maxsize=512)
+def layer_points(
+    layer: Layer,
+    hidden_size: int,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method,
+    *,
+    masked: bool,
+    accumulated: bool,
+    reentrant: bool,
+) -> LayerPoints:
+    """Kind: exact. Source: the code of transformers, peft, bitsandbytes and torch named above."""
+    size = stream_bytes(layer, stack)
+    tapes = []
+    for needs_grad in (True, False):
+        tape = Tape()
+        code = Code(tape, stack, targets, method, masked)
+        x = tape.input(per_token(hidden_size), size, needs_grad=needs_grad)
+        tape.hold(run_layer(code, layer, x))
+        tapes.append(tape)
+    tape, first = tapes
+    forward, _ = tape.forward(saving=True)
+    recomputed = tape.backward(recomputed=True, early_stop=not reentrant, accumulated=accumulated)
+    return LayerPoints(
+        tape.kept(),
+        tape.saved,
+        minus(tape.saved, first.saved),
+        tape.kept(hidden=True),
+        maximal(forward),
+        maximal(tape.backward(recomputed=False, accumulated=accumulated)),
+        maximal(recomputed),
+    )

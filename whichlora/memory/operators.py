@@ -1,0 +1,312 @@
+"""The operators of a transformer's layer on a tape, as the libraries' Python runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whichlora.architecture import Linear, Norm
+from whichlora.memory.tape import (
+    NOTHING,
+    Form,
+    Tape,
+    Tensor,
+    constant,
+    per_rank,
+    per_rank_token,
+    per_token,
+    plus,
+    scaled,
+    where_many_rows,
+)
+from whichlora.memory.weights import is_quantised
+from whichlora.methods.base import Method
+from whichlora.specs import FOUR_BIT_BNB
+from whichlora.stack import Stack
+
+
+def _before_cast(x: Tensor, size: int) -> Form:
+    """The gradient of `x` in the width of a product, where it is cast for `x` afterwards."""
+    return scaled(x.elements, size) if x.needs_grad and x.size < size else NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A tape, and the settings that decide which operators run on it.
+
+    Args:
+        targets: names of the adapted matrices.
+        masked: SDPA gets a mask tensor.
+    """
+
+    tape: Tape
+    stack: Stack
+    targets: tuple[str, ...]
+    method: Method
+    masked: bool = False
+
+    # --- plain operators ---------------------------------------------------------------------
+
+    def cast(self, x: Tensor, size: int, what: str = "") -> Tensor:
+        """`x.to(dtype)`: nothing where it has that dtype."""
+        if x.size == size:
+            return x
+        return self.tape.op([x], x.elements, size, passes=True, what=what or "copy, cast")
+
+    def scale(self, x: Tensor) -> Tensor:
+        """Times a Python number."""
+        return self.tape.op([x], x.elements, x.size)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        size = max(x.size, y.size)
+        return self.tape.op([x, y], x.elements, size, passes=True, what="sum")
+
+    def multiply(self, x: Tensor, y: Tensor) -> Tensor:
+        """Two tensors of one shape."""
+        saves = [one for one, other in ((y, x), (x, y)) if other.needs_grad]
+        size = max(x.size, y.size)
+        inner = plus(_before_cast(x, size), _before_cast(y, size))
+        return self.tape.op(
+            [x, y], x.elements, size, saves=saves, inner_backward=inner, what="product"
+        )
+
+    def multiply_rows(self, x: Tensor, row: Tensor) -> Tensor:
+        """`x` times a smaller tensor, which is repeated; its gradient is summed up."""
+        size = max(x.size, row.size)
+        saves = [one for one, other in ((row, x), (x, row)) if other.needs_grad]
+        inner = _before_cast(x, size)
+        if row.needs_grad:  # summed up before the gradient of x is cast
+            inner = scaled(x.elements, 2 * size - x.size)
+        return self.tape.op(
+            [x, row], x.elements, size, saves=saves, inner_backward=inner, what="product"
+        )
+
+    def copy(self, x: Tensor) -> Tensor:
+        """`contiguous()` of another layout."""
+        return self.tape.op([x], x.elements, x.size, passes=True, what="copy")
+
+    def dropout(self, x: Tensor, *, mask_bytes: int) -> Tensor:
+        mask = scaled(x.elements, mask_bytes)
+        return self.tape.op([x], x.elements, x.size, keeps=[mask], what="dropout: result, mask")
+
+    # --- norms -------------------------------------------------------------------------------
+
+    def norm(self, norm: Norm, x: Tensor) -> Tensor:
+        """Source: the norms of transformers 5.23, torch 2.13's layer_norm under CUDA's autocast."""
+        tape, stack = self.tape, self.stack
+        rows = per_token(norm.rows)
+        weight = tape.weight(
+            constant(norm.width), stack.base_bytes, trained=stack.trains_base and norm.weight
+        )
+        if norm.kind == "layer":
+            on_cpu = stack.device_kind == "cpu"
+            widened = stack.under_autocast and not on_cpu
+            wide = self.cast(x, 4, f"{norm.name}: fp32 input") if widened else x
+            stats = scaled(rows, 2 * (wide.size if on_cpu else 4))
+            return tape.op(
+                [wide, weight],
+                x.elements,
+                wide.size,
+                saves=[wide],
+                keeps=[stats],
+                what=f"{norm.name}: result, mean and deviation",
+            )
+        if norm.kind == "rms_mixed":
+            squares = tape.op([x], x.elements, 4, saves=[x], inner_backward=scaled(x.elements, 8))
+            rstd = self._deviation(squares, rows)
+            y = self.cast(self.multiply_rows(x, rstd), stack.base_bytes)
+            return self._weighted(y, weight)
+        wide = self.cast(x, 4, f"{norm.name}: fp32 input")
+        if norm.kind == "layer_steps":
+            mean = tape.op([wide], rows, 4)
+            first = tape.op([wide, mean], x.elements, 4, passes=True)
+            second = tape.op([wide, mean], x.elements, 4, passes=True)
+            squares = self._square(first)
+            rstd = self._deviation(squares, rows)
+            y = self.multiply_rows(second, rstd)
+            tape.hold(wide, mean)
+            return self.cast(self._weighted(y, weight), x.size)
+        rstd = self._deviation(self._square(wide), rows)
+        y = self.multiply_rows(wide, rstd)
+        if norm.kind == "rms_offset":
+            y = self._weighted(y, weight)
+            return self.cast(y, x.size)
+        narrow = self.cast(y, x.size, f"{norm.name}: normalised")
+        out = self._weighted(narrow, weight)
+        tape.hold(y)
+        return out
+
+    def _square(self, x: Tensor) -> Tensor:
+        # its backward: x to a power, that times two, and the product with the gradient
+        return self.tape.op([x], x.elements, 4, saves=[x], inner_backward=scaled(x.elements, 8))
+
+    def _deviation(self, squares: Tensor, rows: Form) -> Tensor:
+        mean = self.tape.op([squares], rows, 4)
+        shifted = self.tape.op([mean], rows, 4, passes=True)
+        return self.tape.op(
+            [shifted],
+            rows,
+            4,
+            saves_result=True,
+            inner_backward=scaled(rows, 8),
+            what="norm: reciprocal deviation",
+        )
+
+    def _weighted(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.multiply_rows(x, weight)
+
+    # --- matrices ----------------------------------------------------------------------------
+
+    def linear(self, linear: Linear, x: Tensor) -> Tensor:
+        """One projection with its adapter, if it has one. Source: peft 0.21.2 `lora.layer`."""
+        adapted = (
+            not self.stack.trains_base and linear.rank_multiple and linear.name in self.targets
+        )
+        result = self._base(linear, x)
+        if not adapted:
+            return result
+        four_bit = is_quantised(linear, self.stack) and self.stack.quant in FOUR_BIT_BNB
+        if four_bit:
+            result = self.copy(result)
+        stack = self.stack
+        leaves_cast = (
+            is_quantised(linear, stack) and stack.under_autocast and (stack.device_kind != "cpu")
+        )
+        own = f"{linear.name}: own copy of the input"
+        wide = x if leaves_cast else self.cast(x, stack.adapter_bytes, own)
+        given = wide
+        dropped = bool(stack.lora_dropout)
+        if dropped:
+            on_cpu = stack.device_kind == "cpu"
+            wide = self.dropout(wide, mask_bytes=wide.size if on_cpu else 1)
+        size = result.size
+        if self.method.name.endswith("dora"):
+            result = self._dora(linear, wide, result, dropped=dropped)
+        else:
+            product = self.scale(self._low_rank(linear, wide)[0])
+            if leaves_cast is False and is_quantised(linear, stack):
+                product = self.cast(product, size)
+            result = self.add(result, product)
+        result = self.cast(result, size)
+        self.tape.hold(given)
+        return result
+
+    def _base(self, linear: Linear, x: Tensor) -> Tensor:
+        """The matrix itself, frozen or trained."""
+        tape, stack = self.tape, self.stack
+        elements = per_token(linear.active * linear.out_features)
+        weights = constant(linear.num_weights // linear.count)
+        if is_quantised(linear, stack) and stack.quant in FOUR_BIT_BNB:
+            narrow = self.cast(x, stack.compute_bytes)
+            dense = scaled(weights, stack.compute_bytes)
+            out = tape.op(
+                [narrow],
+                elements,
+                narrow.size,
+                saves=[narrow] if stack.libraries.linear4bit_keeps_input else [],
+                inner=where_many_rows(dense[2]),
+                inner_backward=dense,
+                hidden=True,
+                what=f"{linear.name}: result",
+            )
+            out = self.cast(out, x.size, f"{linear.name}: result")
+            tape.hold(x)
+            return out
+        if is_quantised(linear, stack) and stack.quant == "int8":
+            # rows are quantised from fp16; the layer's own attribute keeps what it was given
+            coded = tape.op([x], x.elements, 1, inner=scaled(x.elements, 2), detached=True)
+            dense = scaled(weights, x.size)
+            return tape.op(
+                [x, coded],
+                elements,
+                x.size,
+                saves=[x],
+                inner_backward=dense,
+                hidden=True,
+                what=f"{linear.name}: result",
+            )
+        own = f"{linear.name}: own copy of the input"
+        narrow = self.cast(x, stack.compute_bytes, own) if stack.under_autocast else x
+        weight = tape.weight(weights, stack.base_bytes, trained=stack.trains_base)
+        used = weight
+        if stack.under_autocast:
+            used = self.cast(weight, stack.compute_bytes, f"{linear.name}: weight, cast")
+        saves = [used] if x.needs_grad else []
+        if stack.trains_base:
+            saves.append(narrow)
+        result = f"{linear.name}: result"
+        out = tape.op([narrow, used], elements, narrow.size, saves=saves, what=result)
+        tape.hold(x)
+        return out
+
+    def _factors(self, linear: Linear) -> tuple[Tensor, Tensor]:
+        """A and B as the products read them: autocast copies them to 16 bit."""
+        stack, rank = self.stack, linear.rank_multiple
+        found = []
+        for width in (linear.in_features, linear.out_features):
+            factor = self.tape.weight(per_rank(rank * width), stack.adapter_bytes, trained=True)
+            if stack.under_autocast:
+                factor = self.cast(factor, stack.compute_bytes, f"{linear.name}: adapter, cast")
+            found.append(factor)
+        return found[0], found[1]
+
+    def _low_rank(self, linear: Linear, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """B·A·x."""
+        tape, stack = self.tape, self.stack
+        a, b = self._factors(linear)
+        own = f"{linear.name}: own copy of the input"
+        narrow = self.cast(x, stack.compute_bytes, own) if stack.under_autocast else x
+        rank = per_rank_token(linear.rank_multiple * linear.active)
+        saves = [narrow, a] if x.needs_grad else [narrow]
+        product = f"{linear.name}: A·x"
+        inner = tape.op([narrow, a], rank, narrow.size, saves=saves, what=product)
+        out = tape.op(
+            [inner, b],
+            per_token(linear.active * linear.out_features),
+            inner.size,
+            saves=[inner, b],
+            what=f"{linear.name}: B·A·x",
+        )
+        return out, (a, b)
+
+    def _dora(self, linear: Linear, x: Tensor, result: Tensor, *, dropped: bool) -> Tensor:
+        """Source: peft 0.21.2 `DoraLinearLayer.forward`."""
+        tape, stack = self.tape, self.stack
+        width, out = linear.in_features, linear.out_features
+        size = stack.adapter_bytes
+        eye = tape.op([], constant(width * width), size)
+        narrow_eye = self.cast(eye, stack.compute_bytes) if stack.under_autocast else eye
+        product = tape.op([], constant(width * out), narrow_eye.size)
+        tape.hold(eye)
+        lora_weight = self.cast(product, x.size)
+        weight: Tensor
+        if is_quantised(linear, stack):
+            expanded = tape.op([], constant(width * out), stack.compute_bytes)
+            weight = self.cast(expanded, x.size)
+            tape.hold(expanded)
+        else:
+            weight = self.cast(tape.weight(constant(width * out), stack.base_bytes), x.size)
+        times = tape.op([lora_weight], constant(width * out), x.size)
+        tape.op([weight, times], constant(width * out), x.size)
+        # TRL and PEFT leave the magnitudes of a 4-bit base in fp32
+        wide = 4 if is_quantised(linear, stack) else size
+        magnitude = tape.weight(constant(out), wide, trained=True)
+        norm = tape.op([], constant(out), x.size)
+        ratio = tape.op([magnitude, norm], constant(out), max(wide, x.size), saves=[norm])
+        base: Tensor
+        lora_result, _ = self._low_rank(linear, x)
+        if dropped:
+            used = self.cast(weight, stack.compute_bytes) if stack.under_autocast else weight
+            narrow = self.cast(x, stack.compute_bytes) if stack.under_autocast else x
+            base = tape.op([narrow], per_token(out), narrow.size, saves=[used])
+        elif linear.bias:
+            base = tape.op([result], per_token(out), result.size, passes=True)
+        else:
+            base = result
+        less = tape.op([ratio], constant(out), ratio.size, passes=True)
+        one = self.multiply_rows(base, less)
+        two = self.multiply_rows(lora_result, ratio)
+        three = self.scale(two)
+        tape.hold(two)
+        found = self.add(one, three)
+        tape.hold(lora_weight, weight, narrow_eye, lora_result, ratio, norm, x)
+        return self.add(result, found)

@@ -1,0 +1,423 @@
+"""A small autograd: which tensors live at each point of a block's forward and backward.
+
+A block is written as the library writes it, on tensors that have a size and no values. The tape
+keeps what autograd keeps, frees what nothing holds any more, and returns the bytes alive at the
+points where the most can be. Sizes are linear in the quantities of `TERMS`, so that one pass over
+a block serves every batch size, length and rank, as numbers or as arrays of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from whichlora.numeric import Count, largest
+
+TERMS = ("tokens", "tokens · span", "1", "r · tokens", "r", "span²", "many rows")
+Form = tuple[int, int, int, int, int, int, int]
+"""Bytes or elements per each of `TERMS`."""
+
+NOTHING: Form = (0, 0, 0, 0, 0, 0, 0)
+FUSED_ROWS = 1536  # of a 4-bit product; bitsandbytes 0.50 expands the weight first for more
+
+
+def per_token(count: int) -> Form:
+    return (count, 0, 0, 0, 0, 0, 0)
+
+
+def per_pair(count: int) -> Form:
+    return (0, count, 0, 0, 0, 0, 0)
+
+
+def constant(count: int) -> Form:
+    return (0, 0, count, 0, 0, 0, 0)
+
+
+def per_rank_token(count: int) -> Form:
+    return (0, 0, 0, count, 0, 0, 0)
+
+
+def per_rank(count: int) -> Form:
+    return (0, 0, 0, 0, count, 0, 0)
+
+
+def per_span_squared(count: int) -> Form:
+    return (0, 0, 0, 0, 0, count, 0)
+
+
+def where_many_rows(count: int) -> Form:
+    """Bytes that are there only above `FUSED_ROWS` rows."""
+    return (0, 0, 0, 0, 0, 0, count)
+
+
+def scaled(form: Form, factor: int) -> Form:
+    a, b, c, d, e, f, g = form
+    return (a * factor, b * factor, c * factor, d * factor, e * factor, f * factor, g * factor)
+
+
+def plus(one: Form, other: Form) -> Form:
+    a, b, c, d, e, f, g = one
+    p, q, r, s, t, u, v = other
+    return (a + p, b + q, c + r, d + s, e + t, f + u, g + v)
+
+
+def minus(one: Form, other: Form) -> Form:
+    return plus(one, scaled(other, -1))
+
+
+def total(forms: Iterable[Form]) -> Form:
+    result = NOTHING
+    for form in forms:
+        result = plus(result, form)
+    return result
+
+
+def evaluate(form: Form, *, tokens: Count, span: Count, r: Count) -> Count:
+    """The number, or array of numbers, that `form` stands for."""
+    of_token, of_pair, fixed, of_rank_token, of_rank, of_square, of_many = form
+    result: Count = 0 * tokens + fixed
+    if of_token or of_pair or of_rank_token:
+        each = of_token
+        if of_pair:
+            each = each + of_pair * span
+        if of_rank_token:
+            each = each + of_rank_token * r
+        result = result + tokens * each
+    if of_rank:
+        result = result + of_rank * r
+    if of_square:
+        result = result + of_square * span * span
+    if of_many:
+        result = result + of_many * (tokens > FUSED_ROWS)
+    return result
+
+
+def most(forms: Iterable[Form], *, tokens: Count, span: Count, r: Count) -> Count:
+    return largest(*(evaluate(form, tokens=tokens, span=span, r=r) for form in forms), 0 * tokens)
+
+
+def maximal(forms: Iterable[Form]) -> tuple[Form, ...]:
+    """Those of `forms` that no other is at least as large as in every term."""
+    found: list[Form] = []
+    for form in sorted(set(forms), reverse=True):
+        if not any(all(x >= y for x, y in zip(other, form, strict=True)) for other in found):
+            found.append(form)
+    return tuple(found)
+
+
+@dataclass(eq=False, slots=True)
+class Tensor:
+    """Elements of one dtype; several tensors may share one storage.
+
+    Args:
+        storage: number of its storage on the tape; -1 for what lives anyway, such as a weight.
+        elements: how many.
+        size: bytes of each.
+        needs_grad: a gradient flows into it.
+        is_leaf: the gradient is kept: a trained parameter.
+        joined: laid out as [batch, heads, seq, head_dim] in memory.
+        edge: what its gradient is gathered under; a view of the whole has the edge of the whole.
+    """
+
+    storage: int
+    elements: Form
+    size: int
+    edge: int = 0
+    needs_grad: bool = False
+    is_leaf: bool = False
+    joined: bool = False
+
+    @property
+    def form(self) -> Form:
+        return scaled(self.elements, self.size)
+
+
+@dataclass(slots=True)
+class _Node:
+    """What autograd writes down of one operator."""
+
+    step: int
+    results: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    saved: Sequence[int]
+    packs: bool
+    passes: bool
+    inner: Form
+    hidden: bool = False
+
+
+@dataclass(slots=True)
+class _Step:
+    reads: Sequence[int]
+    makes: Sequence[int]
+    inner: Form
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor that autograd keeps; `element_bytes` 0 for several in one operator."""
+
+    what: str
+    element_bytes: int
+    form: Form
+
+
+class Tape:
+    """Operators in the order of the forward, and the graph that they leave.
+
+    A tensor lives until the last operator that reads it; `hold` says where a Python name, or a
+    caller's, keeps it longer.
+    """
+
+    def __init__(self) -> None:
+        self._forms: list[Form] = []
+        self._steps: list[_Step] = []
+        self._nodes: list[_Node] = []
+        self._num_edges = 0
+        self._names: list[tuple[str, int]] = []
+
+    def _add(self, form: Form, what: str, size: int) -> None:
+        self._forms.append(form)
+        self._names.append((what, size))
+
+    def _edge(self) -> int:
+        self._num_edges += 1
+        return self._num_edges
+
+    def weight(self, elements: Form, size: int, *, trained: bool = False) -> Tensor:
+        """A parameter or a table: alive anyway."""
+        return Tensor(-1, elements, size, self._edge(), trained, is_leaf=trained)
+
+    def input(self, elements: Form, size: int, *, needs_grad: bool) -> Tensor:
+        """What the block is given, storage 0 being the hidden state."""
+        self._add(scaled(elements, size), "layer input", size)
+        return Tensor(len(self._forms) - 1, elements, size, self._edge(), needs_grad)
+
+    def op(
+        self,
+        reads: Sequence[Tensor],
+        elements: Form,
+        size: int,
+        *,
+        saves: Sequence[Tensor] = (),
+        saves_result: bool = False,
+        keeps: Sequence[Form] = (),
+        passes: bool = False,
+        inner: Form = NOTHING,
+        inner_backward: Form = NOTHING,
+        detached: bool = False,
+        hidden: bool = False,
+        joined: bool = False,
+        what: str = "",
+    ) -> Tensor:
+        """One operator that makes a new tensor.
+
+        Args:
+            saves: inputs that its backward needs, where a gradient flows at all.
+            saves_result: so is the result.
+            keeps: further tensors that it makes and keeps for backward.
+            passes: the gradient is handed on as it is, where the dtype is the same.
+            inner: bytes that the forward takes and gives back beside the result.
+            inner_backward: so for the backward, beside the gradients it returns.
+            detached: no gradient flows.
+            hidden: what it saves is outside of autograd's hooks, so checkpointing can't see it.
+            what: its name, for what is kept of it.
+        """
+        result = Tensor(len(self._forms), elements, size, self._edge(), joined=joined)
+        self._add(result.form, what, size)
+        made = [result.storage]
+        inputs = () if detached else tuple(one for one in reads if one.needs_grad)
+        if inputs:
+            result.needs_grad = True
+            kept = [one.storage for one in saves if one.storage >= 0]
+            if saves_result:
+                kept.append(result.storage)
+            for form in keeps:
+                made.append(len(self._forms))
+                kept.append(len(self._forms))
+                self._add(form, what, 0)
+            packs = bool(saves or saves_result or keeps) and not hidden
+            step = len(self._steps)
+            self._nodes.append(
+                _Node(step, (result,), inputs, kept, packs, passes, inner_backward, hidden)
+            )
+        self._steps.append(_Step([one.storage for one in reads if one.storage >= 0], made, inner))
+        return result
+
+    def view(self, tensor: Tensor, *, copies_gradient: bool = False) -> Tensor:
+        """The same storage in another shape.
+
+        Args:
+            copies_gradient: the gradient's layout is not that of the tensor.
+        """
+        if not copies_gradient or not tensor.needs_grad:
+            return tensor
+        result = replace(tensor, edge=self._edge())
+        self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, False, NOTHING))
+        return result
+
+    def parts(
+        self, tensor: Tensor, elements: Sequence[Form], *, inner: Form = NOTHING
+    ) -> tuple[Tensor, ...]:
+        """Views of parts of `tensor`, whose gradient is put together from theirs."""
+        found = tuple(replace(tensor, elements=one, edge=self._edge()) for one in elements)
+        if tensor.needs_grad:
+            self._nodes.append(_Node(len(self._steps), found, (tensor,), (), False, False, inner))
+        return found
+
+    def hold(self, *tensors: Tensor) -> None:
+        """A name still holds `tensors` here."""
+        self._steps.append(_Step([one.storage for one in tensors if one.storage >= 0], (), NOTHING))
+
+    def kept(self, *, hidden: bool = False) -> tuple[Kept, ...]:
+        """What stays for backward, each storage once, the input among it if it is kept.
+
+        Args:
+            hidden: only what checkpointing does not free.
+        """
+        nodes = [node for node in self._nodes if node.hidden or not hidden]
+        found = sorted({storage for node in nodes for storage in node.saved})
+        return tuple(Kept(*self._names[one], self._forms[one]) for one in found)
+
+    @property
+    def saved(self) -> Form:
+        """Bytes of all that is kept."""
+        return total(one.form for one in self.kept())
+
+    def forward(self, *, saving: bool, stop: int | None = None) -> tuple[list[Form], Form]:
+        """Points of the forward, and what is saved at its end, the input counted in neither.
+
+        Args:
+            saving: what autograd keeps stays alive.
+            stop: the step that recomputation does not reach.
+        """
+        steps = self._steps if stop is None else self._steps[:stop]
+        last: dict[int, int] = {}  # names hold what they hold, though recomputation ends early
+        for index, step in enumerate(self._steps):
+            for storage in (*step.reads, *step.makes):
+                last[storage] = index
+        ends: dict[int, list[int]] = {}
+        for storage, index in last.items():
+            ends.setdefault(index, []).append(storage)
+        seen: set[int] = set()
+        kept: set[int] = set()
+        if saving:
+            for node in self._nodes:
+                seen.update(node.saved)
+                if not node.hidden:
+                    kept.update(node.saved)
+        points = []
+        live = NOTHING
+        for index, step in enumerate(steps):
+            for storage in step.makes:
+                live = plus(live, self._forms[storage])
+            points.append(plus(live, step.inner))
+            for storage in ends.get(index, ()):
+                if storage not in seen and storage != 0:
+                    live = minus(live, self._forms[storage])
+        return points, total(self._forms[one] for one in kept if one != 0)
+
+    def backward(
+        self, *, recomputed: bool, early_stop: bool = True, accumulated: bool = False
+    ) -> list[Form]:
+        """Points of the backward, from the gradient of the last result on.
+
+        Args:
+            recomputed: the block is checkpointed: the input is alive anyway, and the rest is made
+                again as soon as a node asks for it.
+            early_stop: recomputation ends with the last tensor that is asked for.
+            accumulated: gradients of parameters exist already and are added to.
+        """
+        walk = _Backward(self, accumulated=accumulated)
+        if not recomputed:
+            walk.live = plus(walk.live, self.saved)
+        else:
+            if not early_stop:
+                walk.recompute(*self.forward(saving=True))
+        for node in reversed(self._nodes):
+            if recomputed and early_stop and node.packs and not walk.is_recomputed:
+                makes = self._steps[node.step].makes  # what it saves of these is there when it ran
+                ran = any(storage in node.saved for storage in makes)
+                walk.recompute(*self.forward(saving=True, stop=node.step + ran))
+            walk.run(node, frees_input=not recomputed)
+        return walk.points
+
+
+class _Backward:
+    """One pass from the result to the input."""
+
+    def __init__(self, tape: Tape, *, accumulated: bool) -> None:
+        self._forms = tape._forms
+        self._accumulated = accumulated
+        self._holders: dict[int, int] = {}  # nodes that keep a storage
+        for node in tape._nodes:
+            for storage in set(node.saved):
+                self._holders[storage] = self._holders.get(storage, 0) + 1
+        result = tape._nodes[-1].results[0]
+        self._shares: dict[int, int] = {}  # holders of one gradient's storage
+        self._sizes: dict[int, Form] = {}
+        self._next = 0
+        self._buffers: dict[int, int] = {result.edge: self._new(result.form)}
+        self.live = result.form
+        self.points: list[Form] = [self.live]
+        self._held = {0}  # not freed by the backward of a checkpointed block
+        for node in tape._nodes:
+            if node.hidden:
+                self._held.update(node.saved)
+        self.is_recomputed = False
+
+    def _new(self, form: Form) -> int:
+        self._next += 1
+        self._sizes[self._next] = form
+        self._shares[self._next] = 1
+        return self._next
+
+    def _release(self, gradient: int) -> None:
+        self._shares[gradient] -= 1
+        if not self._shares[gradient]:
+            self.live = minus(self.live, self._sizes[gradient])
+
+    def recompute(self, points: list[Form], saved: Form) -> None:
+        self.points += [plus(self.live, one) for one in points]
+        self.live = plus(self.live, saved)
+        self.is_recomputed = True
+
+    def run(self, node: _Node, *, frees_input: bool) -> None:
+        """Pass the gradients of `node`'s results on to its inputs."""
+        given = [self._buffers.pop(one.edge) for one in node.results if one.edge in self._buffers]
+        if not given:
+            return
+        made: list[tuple[Tensor, int]] = []
+        for one in node.inputs:
+            if node.passes and self._sizes[given[0]] == one.form:
+                self._shares[given[0]] += 1
+                made.append((one, given[0]))
+            else:
+                made.append((one, self._new(one.form)))
+                self.live = plus(self.live, one.form)
+        self.points.append(plus(self.live, node.inner))
+        for storage in set(node.saved):
+            self._holders[storage] -= 1
+            kept = storage in self._held if not frees_input else False
+            if not self._holders[storage] and not kept:
+                self.live = minus(self.live, self._forms[storage])
+        for gradient in given:
+            self._release(gradient)
+        for one, gradient in made:
+            self._deliver(one, gradient)
+
+    def _deliver(self, tensor: Tensor, gradient: int) -> None:
+        if tensor.is_leaf:
+            if self._accumulated:
+                self._release(gradient)
+            return
+        before = self._buffers.get(tensor.edge)
+        if before is None:
+            self._buffers[tensor.edge] = gradient
+            return
+        form = tensor.form
+        self._buffers[tensor.edge] = self._new(form)
+        self.live = plus(self.live, form)
+        self.points.append(self.live)
+        self._release(before)
+        self._release(gradient)
