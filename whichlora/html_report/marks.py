@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from whichlora.html_report.source import Estimate, Point, Source
@@ -94,6 +95,23 @@ def error_bars(estimates: Sequence[Estimate], *, thickness: float = 1) -> dict[s
         "thickness": thickness,
         "width": 2,
     }
+
+
+def colour_legend(marks: Marks, points: Sequence[Point]) -> list[dict[str, Any]]:
+    """One entry per model, which shows and hides all that has its legend group."""
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": escape(marks.labels[model], quote=False),
+            "legendgroup": model,
+            "x": [None],
+            "y": [None],
+            "marker": {"symbol": "circle", "color": marks.colours[model], "size": 9},
+            "hoverinfo": "skip",
+        }
+        for model in dict.fromkeys(point.model for point in points)
+    ]
 
 
 def shape_legend(marks: Marks, points: Sequence[Point]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ WITHIN_REACH = 4.0  # a limit this many times beyond the largest candidate still
 MARGIN = 1.08  # from the outermost candidate to the frame
 WINNER, OUT_OF_MEMORY, OTHER_MODEL = "★", "×", "·"
 ACROSS, UP = "┄", "┊"
+JOINED = "\N{NO-BREAK SPACE}"  # no line of the legend ends between a mark and its meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,8 @@ def plane(
             letters,
             candidates,
             limits=[
-                *(f"{ACROSS} limit {format_bytes(limit)}" for limit in limits_bytes),
-                *(f"{UP} limit {format_seconds(limit)}" for limit in limit_s),
+                *(f"{ACROSS}{JOINED}limit {format_bytes(limit)}" for limit in limits_bytes),
+                *(f"{UP}{JOINED}limit {format_seconds(limit)}" for limit in limit_s),
             ],
             cells=cells,
         ),
@@ -154,18 +155,15 @@ def _legend(
     limits: Sequence[str],
     cells: int,
 ) -> list[str]:
-    # no line ends between a letter and its model
     names = [
-        f"{letter}\N{NO-BREAK SPACE}{model}"
-        for model, letter in letters.items()
-        if letter != OTHER_MODEL
+        f"{letter}{JOINED}{model}" for model, letter in letters.items() if letter != OTHER_MODEL
     ]
     meaning = [f"{WINNER} winner", "capital: measured"]
     if any(_ran_out(one) for one in candidates):
         meaning.append(f"{OUT_OF_MEMORY} ran out of memory")
     indent = " " * 12
     return [
-        line.replace("\N{NO-BREAK SPACE}", " ")
+        line.replace(JOINED, " ")
         for text in (", ".join(names), ", ".join([*meaning, *limits]))
         for line in wrap(
             text,

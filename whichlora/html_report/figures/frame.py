@@ -9,7 +9,7 @@ from typing import Any
 from whichlora.html_report.marks import Figure
 from whichlora.html_report.source import Estimate, Point, Source
 
-MAX_ERROR_BARS = 300  # points; more of them hide each other, and the hover text has the interval
+MAX_ERROR_BARS = 80  # points; more of them hide each other, and the hover text has the interval
 WITHIN_REACH = 4.0  # a limit this many times beyond the largest point still gets its line
 SIDE_BY_SIDE = ([0.0, 0.455], [0.545, 1.0])  # of two plots in one figure
 
@@ -92,15 +92,18 @@ def limit_line(
 
 
 def best_of_each(source: Source, count: int) -> list[int]:
-    """The winner, then the best-ranked candidate of every other model and variant."""
+    """The winner, then the best-ranked candidate of each model, then of each variant of a model."""
     order = sorted(
         (i for i in source.indices("finetune") if source.points[i].total_s is not None),
         key=lambda i: (i != source.winner, *_rank(source.points[i])),
     )
-    best: dict[tuple[str, str], int] = {}
+    models: dict[str, int] = {}
+    variants: dict[tuple[str, str], int] = {}
     for i in order:
-        best.setdefault((source.points[i].model, source.points[i].variant), i)
-    return list(best.values())[:count]
+        point = source.points[i]
+        models.setdefault(point.model, i)
+        variants.setdefault((point.model, point.variant), i)
+    return list(dict.fromkeys([*models.values(), *variants.values()]))[:count]
 
 
 def _rank(point: Point) -> tuple[bool, bool, int, float]:

@@ -14,9 +14,11 @@ from whichlora.html_report.figures.frame import (
     new_figure,
     shown_values,
 )
-from whichlora.html_report.marks import Figure, Marks, error_bars, shape_legend
+from whichlora.html_report.marks import Figure, Marks, colour_legend, error_bars, shape_legend
 from whichlora.html_report.source import Estimate, Point, Source
 from whichlora.units import format_bytes, format_seconds
+
+MAX_NAMED_LINES = 12
 
 
 def inference_shapes(source: Source, marks: Marks) -> Figure | None:
@@ -54,8 +56,7 @@ def inference_shapes(source: Source, marks: Marks) -> Figure | None:
         },
         limits=("time_per_token_s", "inference_bytes"),
     )
-    figure["data"] += shape_legend(marks, [points[i] for i in chosen])
-    return figure
+    return _with_colour_legend(figure, marks, points)
 
 
 def finetune_batches(source: Source, marks: Marks) -> Figure | None:
@@ -85,7 +86,17 @@ def finetune_batches(source: Source, marks: Marks) -> Figure | None:
         },
         limits=(None, "finetune_bytes"),
     )
-    figure["layout"]["showlegend"] = len(groups) <= 24
+    if len(groups) > MAX_NAMED_LINES:
+        return _with_colour_legend(figure, marks, points)
+    return figure
+
+
+def _with_colour_legend(figure: Figure, marks: Marks, points: Sequence[Point]) -> Figure:
+    """A legend of what colours and shapes mean, in place of one entry per line."""
+    shown = [points[i] for trace in figure["data"] for i in trace["customdata"]]
+    for trace in figure["data"]:
+        trace |= {"showlegend": False, "legendgroup": points[trace["customdata"][0]].model}
+    figure["data"] += colour_legend(marks, shown) + shape_legend(marks, shown)
     return figure
 
 

@@ -13,7 +13,14 @@ from whichlora.html_report.figures.frame import (
     new_figure,
     shown_values,
 )
-from whichlora.html_report.marks import MUTED, Figure, Marks, error_bars, shape_legend
+from whichlora.html_report.marks import (
+    MUTED,
+    Figure,
+    Marks,
+    colour_legend,
+    error_bars,
+    shape_legend,
+)
 from whichlora.html_report.source import Estimate, Point, Source
 from whichlora.units import format_bytes, format_seconds
 
@@ -75,6 +82,8 @@ def _plane(
             "type": "scatter",
             "mode": "markers",
             "name": escape(marks.labels[model], quote=False),
+            "legendgroup": model,
+            "showlegend": False,  # its first point may be a cross; the legend shows the colour
             "x": [one.value for one in times],
             "y": [one.value for one in peaks],
             "customdata": own,
@@ -100,6 +109,7 @@ def _plane(
                 "hoverinfo": "skip",
             }
         )
+    data += colour_legend(marks, [points[i] for i in shown])
     data += shape_legend(marks, [points[i] for i in shown])
     known_times = shown_values([one for i in shown if (one := time(points[i])) is not None])
     known_peaks = shown_values([points[i].peak_bytes for i in shown])
