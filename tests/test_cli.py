@@ -326,6 +326,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--target-modules", "c_attn"), "target_modules: 'c_attn' is no linear layer of"),
     (("--target-modules", "q_proj,"), "--target-modules: has an empty name"),
     (("--gpu", "nosuch"), "unknown GPU 'nosuch'"),
+    (("--gpu", "all"), "'whichlora where' judges every one"),
     (("--gpu", "rtx4099"), "unknown GPU 'rtx4099': did you mean"),
     (("--gpu", "a100"), "a100: is ambiguous: a100-pcie-40gb, a100-pcie-80gb"),
     (("--gpu", ""), "--gpu: has an empty name"),

@@ -176,6 +176,8 @@ def estimate(
     """
     if maximise and engine == "trace":
         raise ConfigError(f"{maximise}: max needs --engine ledger; a trace takes seconds per value")
+    if "all" in gpus:
+        raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
     devices = [find_gpu(name) for name in gpus]
     calibrations = [load_calibration(gpu, calibration_dir) for gpu in devices]
     stale = [stale_note(calibration, calibration_dir) for calibration in calibrations]
