@@ -190,6 +190,7 @@ def training_ledger(
         masks = Tensor(
             "masks that layers hold as arguments",
             constant=activations.kept_mask_bytes(model, stack, tokens=tokens, span=seq_len),
+            dims="batch_size, seq_len, seq_len",
         )
         groups = [
             *(
