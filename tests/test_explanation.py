@@ -111,11 +111,12 @@ def test_a_layer_without_checkpointing_is_listed_tensor_by_tensor() -> None:
     run = replace(LLAMA, method="lora", gradient_checkpointing=False, batch_size=1)
     (saved,) = (line for line in explained(run).lines if line.what == "saved by all layers")
     by_name = {one.what: one for one in saved.members}
-    query = by_name["query"]
-    assert query.shape == "[batch_size, seq_len, num_attention_heads, head_dim]"
+    query = by_name["query, rotated"]
+    assert query.shape == "[batch_size, seq_len, 4096]"
     assert query.numbers == "32 × 1 × 2048 × 4096 × 2 B"
     assert query.dtype == "bf16"
-    assert by_name["less in the first layer, whose input needs no gradient"].num_bytes < 0
+    assert by_name["up_proj: result"].num_bytes == 32 * 2048 * 14336 * 2
+    assert any("first layer" in name and one.num_bytes < 0 for name, one in by_name.items())
 
 
 def test_a_checkpointed_layer_is_listed_beside_the_peak() -> None:
@@ -129,8 +130,8 @@ def test_a_checkpointed_layer_is_listed_beside_the_peak() -> None:
 def test_equal_tensors_of_layers_of_two_kinds_are_one_line() -> None:
     run = RunConfig(model="google/gemma-2-2b", gradient_checkpointing=False, precision="bf16-pure")
     (saved,) = (line for line in explained(run).lines if line.what == "saved by all layers")
-    names = [one.what for one in saved.members if "query" in one.what]
-    assert names == ["query"]
+    names = [one.what for one in saved.members]
+    assert len(names) == len(set(names))
 
 
 # --- alternatives

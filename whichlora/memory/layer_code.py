@@ -23,7 +23,7 @@ from whichlora.methods.base import Method
 from whichlora.stack import Stack
 
 
-def rotate(code: Code, x: Tensor, attention: Attention) -> Tensor:
+def rotate(code: Code, x: Tensor, attention: Attention, what: str) -> Tensor:
     """Rotary positions, of the leading part of each head. Source: `apply_rotary_pos_emb`."""
     tape = code.tape
     heads = x.elements[0] // attention.head_dim
@@ -39,7 +39,7 @@ def rotate(code: Code, x: Tensor, attention: Attention) -> Tensor:
     half = scaled(x.elements, x.size // 2)
     turned = tape.op([x], x.elements, x.size, inner=half, inner_backward=scaled(x.elements, x.size))
     two = code.multiply_rows(turned, table)
-    result = code.add(one, two)
+    result = code.add(one, two, f"{what}, rotated")
     if attention.joins_rotation:
         parts = [result] if passed is None else [result, passed]
         result = tape.op(parts, given.elements, x.size, passes=passed is None, joined=True)
@@ -67,7 +67,7 @@ def attend(code: Code, attention: Attention, x: Tensor) -> Tensor:
         q, k = code.norm(q_norm, q), code.norm(k_norm, k)
     if attention.position == "rope":
         before = (q, k)
-        q, k = rotate(code, q, attention), rotate(code, k, attention)
+        q, k = rotate(code, q, attention, "query"), rotate(code, k, attention, "key")
         tape.hold(*before)
     kernel = attention_kernel(attention, stack)
     out = _KERNELS[kernel](code, attention, q, k, v)
@@ -186,7 +186,7 @@ _KERNELS = {"fused": _fused_kernel, "eager": _eager_kernel, "math": _math_kernel
 def activate(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
     tape = code.tape
     if mlp.activation in ("relu",):
-        return tape.op([x], x.elements, x.size, saves_result=True, what="activated")
+        return tape.op([x], x.elements, x.size, saves_result=True, what="activation: result")
     if mlp.activation in ("gelu_new", "gelu_fast"):
         # 0.5 * x * (1 + tanh(c * (x + 0.044715 * x³))), a tensor for each operator
         stack = code.stack
@@ -205,7 +205,7 @@ def activate(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
     if mlp.activation == "quick_gelu":
         gate = tape.op([code.scale(x)], x.elements, x.size, saves_result=True)
         return code.multiply(x, gate)
-    return tape.op([x], x.elements, x.size, saves=[x], what="activated")
+    return tape.op([x], x.elements, x.size, saves=[x], what="activation: result")
 
 
 def feed_forward(code: Code, mlp: Mlp, x: Tensor) -> Tensor:

@@ -197,8 +197,8 @@ def training_ledger(
                 Group(tensors=(_checkpoint(model, one),), count=one.count, **sized)
                 for one in layers
             ),
-            Group(where="of the run", tensors=(masks,), **sized),
-            *(Group(where="each layer", tensors=x.held, count=x.count, **sized) for x in layers),
+            Group(tensors=(masks,), **sized),
+            *(Group(tensors=x.held, count=x.count, **sized) for x in layers),
         ]
         fact = facts.CHECKPOINTS
         in_layer = largest(*(one.recomputed for one in layers))
@@ -211,8 +211,8 @@ def training_ledger(
             unsaved = sum((one.unsaved for one in firsts.values()), start=0 * tokens)
         less = Tensor("not kept by the first layer, whose input is frozen", constant=-unsaved)
         groups = [
-            *(Group(where="each layer", tensors=x.tensors, count=x.count, **sized) for x in layers),
-            Group(where="the first layer", tensors=(less,), **sized),
+            *(Group(tensors=x.tensors, count=x.count, **sized) for x in layers),
+            Group(tensors=(less,), **sized),
         ]
         fact = facts.SAVED
         in_layer = largest(*(one.backward - one.saved for one in layers))

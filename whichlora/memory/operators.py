@@ -56,9 +56,9 @@ class Code:
         """Times a Python number."""
         return self.tape.op([x], x.elements, x.size)
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
+    def add(self, x: Tensor, y: Tensor, what: str = "sum") -> Tensor:
         size = max(x.size, y.size)
-        return self.tape.op([x, y], x.elements, size, passes=True, what="sum")
+        return self.tape.op([x, y], x.elements, size, passes=True, what=what)
 
     def multiply(self, x: Tensor, y: Tensor) -> Tensor:
         """Two tensors of one shape."""
@@ -185,7 +185,7 @@ class Code:
             product = self.scale(self._low_rank(linear, wide)[0])
             if leaves_cast is False and is_quantised(linear, stack):
                 product = self.cast(product, size)
-            result = self.add(result, product)
+            result = self.add(result, product, f"{linear.name}: result")
         result = self.cast(result, size)
         self.tape.hold(given)
         return result
