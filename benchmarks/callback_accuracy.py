@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import oracle_trainer as oracle  # noqa: E402
-from memory_accuracy import environment  # noqa: E402
+from memory_on_cpu import environment  # noqa: E402
 
 from whichlora import api  # noqa: E402
 

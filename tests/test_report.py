@@ -269,3 +269,16 @@ def test_progress_goes_to_stderr_and_can_be_silent(capsys: pytest.CaptureFixture
         if not quiet:
             assert "profile 1: good lora r=16, batch 4, 100 tokens (3 candidates open)" in shown.err
             assert "peak 8.00 GiB (predicted +0%), step 100 ms (predicted +0%)" in shown.err
+
+
+def test_progress_says_how_long_the_open_candidates_would_take_at_most(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with report.Progress() as progress:
+        progress.profiling(TRAIN, number=1, open_candidates=9)
+        for seconds in (10.0, 20.0):
+            progress.learned(replace(measurement(TRAIN), device_s=seconds), prediction(TRAIN))
+        progress.profiling(TRAIN, number=3, open_candidates=4)
+    shown = capsys.readouterr().err
+    assert "(9 candidates open)" in shown
+    assert "(4 candidates open, at most 60 s left)" in shown

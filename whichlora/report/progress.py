@@ -14,13 +14,15 @@ from whichlora.units import format_bytes, format_seconds
 class Progress:
     """Shows on stderr what runs, what is left, and what was learned.
 
-    A spinner with the elapsed time on a terminal, plain lines elsewhere.
+    A spinner with the elapsed time on a terminal, plain lines elsewhere. The time that is left is
+    that of every open candidate, as long as the profiles so far took; most are never profiled.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._console = open_console(stderr=True)
         self._console.quiet = quiet
         self._status: Any = None
+        self._profile_s: list[float] = []
 
     def __enter__(self) -> Self:
         return self
@@ -39,7 +41,11 @@ class Progress:
 
     def profiling(self, run: RunConfig, *, number: int, open_candidates: int) -> None:
         self._stop()
-        text = f"profile {number}: {describe(run)} ({open_candidates} candidates open)"
+        left = f"{open_candidates} candidates open"
+        if self._profile_s:
+            each_s = sum(self._profile_s) / len(self._profile_s)
+            left += f", at most {format_seconds(each_s * open_candidates)} left"
+        text = f"profile {number}: {describe(run)} ({left})"
         if self._console.is_terminal:
             from rich.progress import Progress as Bar
             from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -59,6 +65,7 @@ class Progress:
 
     def learned(self, measurement: Measurement, prediction: Prediction) -> None:
         self._stop()
+        self._profile_s.append(measurement.device_s)
         name = describe(prediction.run)
         if measurement.outcome != "ok":
             self._console.print(
