@@ -129,6 +129,8 @@ def test_four_layers_stretched_agree_with_all_layers(settings: dict[str, Any]) -
         {"padding": "padded", "batch_size": 2},
         {"lora_dropout": 0.1},
         {"loss_head": "raw"},
+        {"modules_to_save": ("embed_tokens", "lm_head"), "seq_len": 128},
+        {"quant": "int8", "precision": "bf16-no-autocast"},
         {"loss_head": "raw", "precision": "bf16-pure"},
         {"phase": "inference", "prompt_len": 512, "max_new_tokens": 4},
         {"phase": "inference", "prompt_len": 64, "max_new_tokens": 2, "quant": "nf4-dq"},

@@ -32,6 +32,7 @@ _FINETUNE_ONLY = (
     "lora_alpha",
     "lora_dropout",
     "target_modules",
+    "modules_to_save",
     "optimizer",
     "gradient_checkpointing",
     "gradient_accumulation_steps",

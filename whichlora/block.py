@@ -104,7 +104,9 @@ def _count_training(
     parts = (job.model, job.run, job.stack, job.method)
     lengths = {"batch_size": batch_size, "seq_len": seq_len, "r": r}
     found = training_ledger(*parts, job.gpu, job.targets, **lengths)
-    trained = trained_params(job.model, job.targets, job.method, r)
+    trained = trained_params(
+        job.model, job.targets, job.method, r, modules_to_save=job.run.modules_to_save
+    )
     done = work.training_work(*parts, job.targets, **lengths, num_trained=trained)
     return Counts(
         job=job,

@@ -19,7 +19,7 @@ from whichlora.numeric import TWO_SIDED_Z, Count, largest
 from whichlora.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak, Verdict
 from whichlora.specs import ALL_LINEAR, BNB_QUANTS, GpuSpec, RunConfig
 from whichlora.stack import Stack, resolve_stack
-from whichlora.targets import all_linears, resolve_targets
+from whichlora.targets import all_linears, check_saved_modules, resolve_targets
 
 MEMORY_CONFIDENCE = 0.95
 TIME_CONFIDENCE = 0.90
@@ -62,6 +62,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
             f"quant: {quant!r} weights cannot be trained; use method qlora or qdora, "
             "or quant none for full fine-tuning"
         )
+    if method.trains_base and run.modules_to_save:
+        run = replace(run, modules_to_save=())  # it trains every module
     if run.use_reentrant is None:
         run = replace(run, use_reentrant=run.versions.checkpoints_reentrant)
     if run.versions.experts_are_modules:
@@ -80,11 +82,17 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
     targets: tuple[str, ...] = ()
     if run.phase == "finetune" and not method.trains_base:
         targets = resolve_targets(model, run.target_modules)
+        check_saved_modules(model, run.modules_to_save)
     stack = resolve_stack(
         run,
         trains_base=run.phase == "finetune" and method.trains_base,
         device_kind=gpu.kind,
     )
+    if run.modules_to_save and run.precision == "fp16" and stack.embedding_bytes == 2:
+        raise ConfigError(
+            "modules_to_save: copies of fp16 modules can't be trained, the gradient scaler refuses "
+            "fp16 gradients; use precision bf16"
+        )
     return Job(model=model, run=run, gpu=gpu, method=method, stack=stack, targets=targets)
 
 
@@ -209,7 +217,9 @@ def step_features(job: Job, *, seq_len: int | None = None) -> dict[str, float]:
         batch_size=run.batch_size,
         seq_len=seq_len or run.seq_len,
         r=run.r,
-        num_trained=trained_params(job.model, job.targets, job.method, run.r),
+        num_trained=trained_params(
+            job.model, job.targets, job.method, run.r, modules_to_save=run.modules_to_save
+        ),
     )
     return timing.features(done, job.gpu, dtype=job.dtype)
 
@@ -367,7 +377,11 @@ def predict(
         time_runs = calibration.time["decode"].num_runs
     verdict = judge(memory, least, gpu)
     num_params = model.num_params
-    trained = trained_params(model, job.targets, job.method, job.run.r) if training else 0
+    trained = 0
+    if training:
+        trained = trained_params(
+            model, job.targets, job.method, job.run.r, modules_to_save=job.run.modules_to_save
+        )
     if traced is not None:
         num_params, trained = traced.num_params, traced.num_trainable_params
     return Prediction(

@@ -91,6 +91,8 @@ class RunConfig:
         batch_size: sequences per device per micro-step.
         seq_len: tokens per sequence in fine-tuning, padding included.
         target_modules: leaf names of the adapted layers, or ("all-linear",) or ("attention",).
+        modules_to_save: leaf names of modules that PEFT copies and trains as a whole beside the
+            adapters: the token embedding, the output head.
         quant: how the base weights are stored; None until `methods.with_defaults` asks the method.
         prepare_kbit: whether `prepare_model_for_kbit_training` runs; None until then, too.
         prompt_len, max_new_tokens: inference only.
@@ -121,6 +123,7 @@ class RunConfig:
     kv_cache: KvCache = "dynamic"
     use_reentrant: bool | None = None
     libraries: tuple[tuple[str, str], ...] = ()
+    modules_to_save: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _choice("phase", self.phase, get_args(Phase))
@@ -177,6 +180,7 @@ class RunConfig:
         """Every setting as JSON types, in declaration order."""
         values = dataclasses.asdict(self)
         values["target_modules"] = list(self.target_modules)
+        values["modules_to_save"] = list(self.modules_to_save)
         values["libraries"] = dict(self.libraries)
         return values
 
@@ -194,8 +198,9 @@ class RunConfig:
                 f"{unknown[0]}: is not a setting; known are {', '.join(sorted(known))}"
             )
         fields = dict(values)
-        if "target_modules" in fields:
-            fields["target_modules"] = tuple(fields["target_modules"])
+        for name in ("target_modules", "modules_to_save"):
+            if name in fields:
+                fields[name] = tuple(fields[name])
         if "libraries" in fields:
             fields["libraries"] = tuple(sorted(dict(fields["libraries"]).items()))
         return cls(**fields)

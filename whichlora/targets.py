@@ -50,6 +50,21 @@ def resolve_targets(model: ModelSpec, target_modules: tuple[str, ...]) -> tuple[
     return tuple(sorted(names))
 
 
+def check_saved_modules(model: ModelSpec, modules_to_save: tuple[str, ...]) -> None:
+    """Whether `model` has every module that is to be trained as a whole.
+
+    Raises:
+        ConfigError: a name that is neither the token embedding nor the head.
+    """
+    accepted = [model.embeddings[0].name] + ([model.head.name] if model.head is not None else [])
+    for name in modules_to_save:
+        if name not in accepted:
+            raise ConfigError(
+                f"modules_to_save: {name!r} is neither the token embedding nor the head of "
+                f"{model.name}; accepted are {', '.join(accepted)}"
+            )
+
+
 def adapted(layer: Layer, targets: tuple[str, ...]) -> tuple[Linear, ...]:
     """The matrices of `layer` that get an adapter."""
     return tuple(

@@ -49,6 +49,10 @@ _SETTINGS = (
         help="Layers that get an adapter: names with commas, all-linear, or attention.",
         callback=words("target-modules"),
     ),
+    click.option(
+        "--modules-to-save",
+        help="Modules trained as a whole beside the adapters, such as embed_tokens,lm_head.",
+    ),
     choices("precision", "bf16", "Base weights, adapters and autocast", specs.Precision),
     choices("optimizer", "adamw_torch_fused", "Optimizer", specs.Optimizer),
     click.option(
@@ -103,6 +107,9 @@ def run_settings(models: Sequence[str], given: Mapping[str, Any]) -> dict[str, l
     quants: list[str | None] = [None]
     if given["quant"] is not None:
         quants = list(words("quant", tuple(get_args(specs.Quant)))(None, None, given["quant"]))
+    saved = []
+    if given["modules_to_save"] is not None:
+        saved = words("modules-to-save")(None, None, given["modules_to_save"])
     single = ("gradient_checkpointing", "prepare_kbit", "libraries")
     return {
         **given,
@@ -110,6 +117,7 @@ def run_settings(models: Sequence[str], given: Mapping[str, Any]) -> dict[str, l
         "model": list(models),
         "quant": quants,
         "target_modules": [tuple(given["target_modules"])],
+        "modules_to_save": [tuple(saved)],
     }
 
 

@@ -134,6 +134,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
             lora_alpha=settings.lora_alpha or 2 * settings.ranks[0],
             lora_dropout=settings.lora_dropout,
             target_modules=settings.target_modules,
+            modules_to_save=settings.modules_to_save,
             optimizer=settings.optimizer,
             gradient_checkpointing=settings.gradient_checkpointing,
             gradient_accumulation_steps=settings.gradient_accumulation_steps,

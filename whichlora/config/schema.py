@@ -214,6 +214,8 @@ class PlanFile(_Section):
     """Ranks of the adapters."""
     target_modules: Names = _RUN.target_modules
     """Layers with an adapter: all-linear, attention, or names such as q_proj."""
+    modules_to_save: Annotated[tuple[Name, ...], _OneOrMany()] = ()
+    """Modules trained as a whole beside the adapters, such as embed_tokens and lm_head."""
     lora_alpha: Count | None = None
     """Scale of the adapters; without it, twice the rank."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = _RUN.lora_dropout

@@ -324,7 +324,11 @@ def _check_dtypes(job: Job, model: Any, base: Any) -> None:
 
 def _check_counts(job: Job, model: Any, base: Any) -> None:
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    expected = int(trained_params(job.model, job.targets, job.method, job.run.r))
+    expected = int(
+        trained_params(
+            job.model, job.targets, job.method, job.run.r, modules_to_save=job.run.modules_to_save
+        )
+    )
     if abs(trained - expected) > _COUNT_TOLERANCE * expected:
         raise ConfigError(
             f"{trained:,} parameters are trained, its settings describe {expected:,}; "

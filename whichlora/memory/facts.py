@@ -59,6 +59,15 @@ ADAPTERS = Fact(
     why="trained beside the frozen weights",
     source="peft LoraLayer.update_layer",
 )
+SAVED_MODULES = Fact(
+    part="adapters",
+    what="trained copies of modules",
+    shape="[vocab_size, hidden_size]",
+    dtype="embedding_bytes",
+    count="len(modules_to_save)",
+    why="modules_to_save: trained as a whole, beside the frozen original",
+    source="peft ModulesToSaveWrapper",
+)
 OPTIMIZER_STATES = Fact(
     part="optimizer_states",
     what="optimizer states",
@@ -208,6 +217,22 @@ LOSS_FORWARD = Fact(
     dtype="fp32",
     why="the end of the loss's forward",
     source="transformers ForCausalLMLoss; torch cross_entropy",
+)
+LOGITS_GRADIENT = Fact(
+    part="logits_and_loss",
+    what="gradient of the logits",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="compute_bytes",
+    why="the head goes backward",
+    source="torch addmm backward",
+)
+HEAD_GRADIENT = Fact(
+    part="gradients",
+    what="gradient of the head",
+    shape="[vocab_size, hidden_size]",
+    dtype="of the parameter",
+    why="the first gradient that is there",
+    source="torch AccumulateGrad",
 )
 KEPT_LOGITS = Fact(
     part="logits_and_loss",

@@ -13,7 +13,7 @@ from whichlora.architecture import ModelSpec
 from whichlora.memory import activations, allocator, facts, logits, optimizer, weights
 from whichlora.memory.entries import Entry, Group, Tensor, listed
 from whichlora.memory.layer_bytes import LayerBytes, layer_bytes
-from whichlora.memory.trained import trained_tensors
+from whichlora.memory.trained import gradient_bytes, saved_modules, trained_tensors
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, largest
 from whichlora.specs import GpuSpec, RunConfig
@@ -64,11 +64,20 @@ class Ledger:
         return max(self.moments, key=self.moment_bytes)
 
 
-def trained_params(model: ModelSpec, targets: tuple[str, ...], method: Method, r: Count) -> Count:
-    """Trainable parameters: all of them, or those of the adapters. Kind: exact."""
+def trained_params(
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    method: Method,
+    r: Count,
+    *,
+    modules_to_save: tuple[str, ...] = (),
+) -> Count:
+    """Trainable parameters: all of them, or adapters and copied modules. Kind: exact."""
     if method.trains_base:
         return model.num_params + 0 * r
     total: Count = 0 * r
+    for saved in saved_modules(model, modules_to_save, param_bytes=0):
+        total = total + saved.num_params
     for group in model.groups:
         one: Count = 0 * r
         for linear in adapted(group.layer, targets):
@@ -138,20 +147,20 @@ def training_ledger(
     """
     tokens = batch_size * seq_len
     trained = trained_params(model, targets, method, r)
-    tensors = trained_tensors(model, targets, method, r)
+    tensors = trained_tensors(
+        model, targets, method, r, stack=stack, modules_to_save=run.modules_to_save
+    )
+    copied = tuple(saved_modules(model, run.modules_to_save, stack.embedding_bytes))
     param_bytes = stack.base_bytes if method.trains_base else stack.adapter_bytes
-    gradient_bytes = trained * param_bytes
-    accumulated = gradient_bytes if run.gradient_accumulation_steps > 1 else 0 * trained
+    all_gradients = gradient_bytes(tensors) + 0 * trained
+    accumulated = all_gradients if run.gradient_accumulation_steps > 1 else 0 * trained
 
     static = weight_entries(model, stack, like=tokens)
     if not method.trains_base:
         static.append(Entry(facts.ADAPTERS, trained * stack.adapter_bytes))
-    states = optimizer.state_bytes(
-        tensors, optimizer=run.optimizer, param_bytes=param_bytes, device_kind=gpu.kind
-    )
-    in_step = optimizer.step_temporary_bytes(
-        tensors, optimizer=run.optimizer, param_bytes=param_bytes, device_kind=gpu.kind
-    )
+        static.append(Entry(facts.SAVED_MODULES, gradient_bytes(copied) + 0 * trained))
+    states = optimizer.state_bytes(tensors, optimizer=run.optimizer, device_kind=gpu.kind)
+    in_step = optimizer.step_temporary_bytes(tensors, optimizer=run.optimizer, device_kind=gpu.kind)
     static.append(Entry(facts.OPTIMIZER_STATES, states + 0 * trained))
 
     layers = [
@@ -170,7 +179,8 @@ def training_ledger(
         )
         for layer, count in model.layers()
     ]
-    needs_grad = method.trains_base or run.gradient_checkpointing
+    trains_embedding = any(one.is_embedding for one in copied)
+    needs_grad = method.trains_base or run.gradient_checkpointing or trains_embedding
     outside, before_layers = (
         Group(
             where="around the layers",
@@ -227,13 +237,18 @@ def training_ledger(
     loss_forward = logits.loss_forward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
     loss_backward = logits.loss_backward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
     head_params = model.hidden_size * logits.logit_width(model)
-    head_gradient = (head_params if method.trains_base else 0) * param_bytes + 0 * trained
-    late_gradients = gradient_bytes - largest(*(one.gradients for one in layers))
+    of_head = gradient_bytes(one for one in copied if not one.is_embedding)
+    if method.trains_base:
+        of_head = head_params * param_bytes
+    head_gradient = of_head + 0 * trained
+    late_gradients = all_gradients - largest(*(one.gradients for one in layers))
+    late_gradients = late_gradients - gradient_bytes(one for one in copied if one.is_embedding)
     if method.trains_base and not model.head_tied:
         embedded = sum(one.num_params for one in model.embeddings)
         late_gradients = late_gradients - embedded * param_bytes
+    kept_gradients = head_gradient
     if run.gradient_accumulation_steps > 1:
-        head_gradient = late_gradients = 0 * trained  # all of them are there
+        kept_gradients = late_gradients = 0 * trained  # all of them are there
 
     before = (
         *static,
@@ -262,7 +277,7 @@ def training_ledger(
         "layer_backward": (
             *before,
             Entry(facts.KEPT_LOGITS, kept_logits),
-            Entry(facts.LAST_LAYERS_GRADIENTS, head_gradient),
+            Entry(facts.LAST_LAYERS_GRADIENTS, kept_gradients),
             kept_by_layers,
             Entry(facts.LAYER_BACKWARD, in_layer),
         ),
@@ -275,19 +290,27 @@ def training_ledger(
         ),
         "optimizer_step": (
             *static,
-            Entry(facts.ALL_GRADIENTS, gradient_bytes),
+            Entry(facts.ALL_GRADIENTS, all_gradients),
             Entry(
                 facts.OPTIMIZER_TEMPORARIES,
                 in_step + 0 * trained,
             ),
         ),
     }
+    if of_head:
+        moments["head_backward"] = (
+            *before,
+            kept,
+            Entry(facts.LOGITS_GRADIENT, tokens * logits.logit_width(model) * stack.compute_bytes),
+            Entry(facts.HEAD_GRADIENT, head_gradient),
+            Entry(facts.HEAD_COPY, head_copy + 0 * tokens),
+        )
     if method.trains_base and (model.head_tied or model.task == "encoder"):
         # autograd holds the head's gradient until the embedding's is there; their sum is a third
         both = 2 * head_params * param_bytes + 0 * tokens
         moments["embedding_backward"] = (
             *static,
-            Entry(facts.ALL_GRADIENTS, gradient_bytes),
+            Entry(facts.ALL_GRADIENTS, all_gradients),
             Entry(facts.TIED_GRADIENTS, both),
         )
     vocab = logits.logit_width(model) if run.loss_head in ("hf", "unsloth") else 0

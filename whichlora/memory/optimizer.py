@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from whichlora.memory.trained import Trained
 from whichlora.numeric import Count, ceil_div, largest
@@ -13,9 +13,7 @@ _BLOCK = 256  # 8-bit states that share one fp32 scale
 _STATES = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}  # as wide as the parameter
 
 
-def state_bytes(
-    tensors: Iterable[Trained], *, optimizer: str, param_bytes: int, device_kind: str
-) -> Count:
+def state_bytes(tensors: Iterable[Trained], *, optimizer: str, device_kind: str) -> Count:
     """Bytes of states after the first step, inside the framework's allocator.
 
     Kind: exact. Paged states live outside the allocator; a CPU has none.
@@ -26,7 +24,7 @@ def state_bytes(
     for one in tensors:
         size = one.num_params
         if optimizer in _STATES:
-            each = _STATES[optimizer] * param_bytes * size
+            each = _STATES[optimizer] * one.param_bytes * size
         elif optimizer == "lion":
             each = 4 * size
         elif optimizer == "adafactor":  # sums over rows and columns; all of a vector
@@ -49,9 +47,7 @@ def _8bit_states(one: Trained, *, is_paged: bool) -> Count:
     return codes + scales
 
 
-def step_temporary_bytes(
-    tensors: Iterable[Trained], *, optimizer: str, param_bytes: int, device_kind: str
-) -> Count:
+def step_temporary_bytes(tensors: Sequence[Trained], *, optimizer: str, device_kind: str) -> Count:
     """Temporaries at the peak of the step.
 
     The foreach implementation of AdamW makes one list of tensors as large as the parameters; the
@@ -60,13 +56,17 @@ def step_temporary_bytes(
     the gradient and the parameter. SGD and bitsandbytes update in place.
     Kind: exact. Source: torch 2.13 `_multi_tensor_adamw`; transformers 5.23 `Adafactor.step`.
     """
-    sizes = [one.num_params * (one.count > 0) for one in tensors]
     if optimizer == "adafactor":
-        copies = 2 if param_bytes == 4 else 4
-        return 4 * copies * largest(*sizes)
-    if optimizer == "adamw_torch" and device_kind != "cpu":
-        total: Count = 0
-        for one in tensors:
-            total = total + param_bytes * one.num_params * one.count
-        return total
-    return 0 * sum(sizes)
+        return largest(
+            *(
+                (8 if one.param_bytes == 4 else 16) * one.num_params * (one.count > 0)
+                for one in tensors
+            )
+        )
+    # one list per dtype, one after the other
+    lists: dict[int, Count] = {}
+    for one in tensors:
+        size = one.param_bytes * one.num_params * one.count
+        lists[one.param_bytes] = lists.get(one.param_bytes, 0) + size
+    of_all = largest(*lists.values())
+    return of_all if optimizer == "adamw_torch" and device_kind != "cpu" else 0 * of_all

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from whichlora.architecture import Linear, ModelSpec
 from whichlora.methods.base import Method
 from whichlora.numeric import Count
+from whichlora.stack import Stack
 from whichlora.targets import adapted
 
 
@@ -16,12 +17,14 @@ class Trained:
     """`count` equal trained tensors.
 
     Args:
+        param_bytes: width of one element, of its gradient too.
         rows, width: the shape, leading dimensions taken together; a vector has one row.
         is_embedding: a looked-up table, whose 8-bit optimizers keep their states in 32 bits.
     """
 
     rows: Count
     width: Count
+    param_bytes: int
     count: int = 1
     is_embedding: bool = False
 
@@ -32,14 +35,48 @@ class Trained:
 
 
 def trained_tensors(
-    model: ModelSpec, targets: tuple[str, ...], method: Method, r: Count
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    method: Method,
+    r: Count,
+    *,
+    stack: Stack,
+    modules_to_save: tuple[str, ...] = (),
 ) -> tuple[Trained, ...]:
     """Everything that gets a gradient. Kind: exact but for how norms and biases are divided."""
-    return tuple(_of_base(model) if method.trains_base else _of_adapters(model, targets, method, r))
+    if method.trains_base:
+        return tuple(_of_base(model, stack.base_bytes))
+    return (
+        *_of_adapters(model, targets, method, r, stack.adapter_bytes),
+        *saved_modules(model, modules_to_save, stack.embedding_bytes),
+    )
+
+
+def saved_modules(
+    model: ModelSpec, modules_to_save: tuple[str, ...], param_bytes: int
+) -> Iterator[Trained]:
+    """The embedding and the head that PEFT copies and trains, in the dtype of the base.
+
+    Kind: exact. Source: peft 0.21.2 `ModulesToSaveWrapper`, `cast_adapter_dtype`.
+    """
+    embedding, head = model.embeddings[0], model.head
+    if embedding.name in modules_to_save:
+        yield Trained(
+            rows=embedding.rows, width=embedding.width, param_bytes=param_bytes, is_embedding=True
+        )
+    if head is not None and head.name in modules_to_save:
+        yield _weight(head, 1, param_bytes)
+        if head.bias:
+            yield Trained(rows=1, width=head.out_features, param_bytes=param_bytes)
+
+
+def gradient_bytes(tensors: Iterable[Trained]) -> Count:
+    """A gradient is as wide as its parameter; also the bytes of the parameters themselves."""
+    return sum(one.param_bytes * one.num_params * one.count for one in tensors)
 
 
 def _of_adapters(
-    model: ModelSpec, targets: tuple[str, ...], method: Method, r: Count
+    model: ModelSpec, targets: tuple[str, ...], method: Method, r: Count, param_bytes: int
 ) -> Iterator[Trained]:
     linears = [
         (linear, 1 if group.shared else group.count)
@@ -53,41 +90,48 @@ def _of_adapters(
     ]
     for linear, count in linears:
         if method.adapter_shapes is None:
-            yield Trained(rows=1, width=method.adapter_params(linear, r), count=count)
+            yield Trained(
+                rows=1,
+                width=method.adapter_params(linear, r),
+                count=count,
+                param_bytes=param_bytes,
+            )
             continue
         for rows, width in method.adapter_shapes(linear, r):
-            yield Trained(rows=rows, width=width, count=count * linear.count)
+            yield Trained(
+                rows=rows, width=width, count=count * linear.count, param_bytes=param_bytes
+            )
 
 
-def _of_base(model: ModelSpec) -> Iterator[Trained]:
+def _of_base(model: ModelSpec, param_bytes: int) -> Iterator[Trained]:
+    hidden = model.hidden_size
     for group in model.groups:
         count = 1 if group.shared else group.count
         in_linears = 0
         for linear in group.layer.linears:
             in_linears += linear.num_weights
-            yield _weight(linear, count)
+            yield _weight(linear, count, param_bytes)
         # norms and biases, most of them as wide as the stream
-        rest = group.layer.num_params - in_linears
-        yield Trained(rows=1, width=model.hidden_size, count=count * (rest // model.hidden_size))
-        yield Trained(rows=1, width=rest % model.hidden_size, count=count)
+        whole, rest = divmod(group.layer.num_params - in_linears, hidden)
+        yield Trained(rows=1, width=hidden, count=count * whole, param_bytes=param_bytes)
+        yield Trained(rows=1, width=rest, count=count, param_bytes=param_bytes)
     around = model.num_params - sum(group.num_params for group in model.groups)
     for embedding in model.embeddings:
         around -= embedding.num_params
-        width = embedding.width
-        yield Trained(rows=embedding.num_params // width, width=width, is_embedding=True)
+        yield Trained(
+            rows=embedding.rows, width=embedding.width, param_bytes=param_bytes, is_embedding=True
+        )
     if model.head is not None and not model.head_tied:
         around -= model.head.num_weights
-        yield _weight(model.head, 1)
+        yield _weight(model.head, 1, param_bytes)
     for linear in model.head_linears:
         around -= linear.num_weights
-        yield _weight(linear, 1)
-    yield Trained(rows=1, width=around)  # the last norm, a vision tower
+        yield _weight(linear, 1, param_bytes)
+    yield Trained(rows=1, width=around, param_bytes=param_bytes)  # the last norm, a vision tower
 
 
-def _weight(linear: Linear, count: int) -> Trained:
-    if linear.is_module:
-        return Trained(
-            rows=linear.out_features, width=linear.in_features, count=count * linear.count
-        )
-    # experts in one parameter
-    return Trained(rows=linear.count * linear.out_features, width=linear.in_features, count=count)
+def _weight(linear: Linear, count: int, param_bytes: int) -> Trained:
+    rows, width = linear.out_features, linear.in_features
+    if not linear.is_module:  # experts in one parameter
+        return Trained(rows=linear.count * rows, width=width, count=count, param_bytes=param_bytes)
+    return Trained(rows=rows, width=width, count=count * linear.count, param_bytes=param_bytes)

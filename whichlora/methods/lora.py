@@ -31,7 +31,7 @@ def peft_config(run: RunConfig) -> dict[str, Any]:
         "lora_dropout": run.lora_dropout,
         "target_modules": ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
         "bias": "none",
-    }
+    } | ({"modules_to_save": list(run.modules_to_save)} if run.modules_to_save else {})
 
 
 # Kernels per target: traced on transformers 5.23 and peft 0.21.2, 7 targets against 2 of a Llama
