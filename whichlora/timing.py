@@ -40,7 +40,7 @@ class TimeModel:
 
 
 # Mean and relative standard deviation of every coefficient before any run on the device.
-# Products, bytes: 75 % and 80 % efficiency, refitted from public operator profiles of three
+# Products, bytes: 72 % and 80 % efficiency, refitted from public operator profiles of three
 # GPUs (`docs/time.md`). Launch: eager PyTorch on current hosts. CPU: libraries reach about half
 # of the peak that the core count promises, with a wide spread.
 _ACCELERATOR_PRIOR = {

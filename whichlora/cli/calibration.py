@@ -14,17 +14,39 @@ gpu_option = click.option("--gpu", help="One accelerator; default: every one wit
 @click.group(invoke_without_command=True)
 @gpu_option
 @calibration_option
+@click.option(
+    "--measure",
+    "config",
+    metavar="CONFIG.yaml",
+    type=click.Path(path_type=Path),
+    help="First measure, on this machine, the runs that tell most about CONFIG's candidates.",
+)
+@click.option("--budget", default="10min", show_default=True, help="Device time for --measure.")
 @click.pass_context
-def calibrate(ctx: click.Context, gpu: str | None, calibration_dir: Path | None) -> None:
+def calibrate(
+    ctx: click.Context,
+    gpu: str | None,
+    calibration_dir: Path | None,
+    config: Path | None,
+    budget: str,
+) -> None:
     """Fit the predictors to the recorded runs; share and merge records. Alone: fit.
 
     \b
-    Example:
+    Examples:
       whichlora calibrate --gpu a100-sxm-80gb
+      whichlora calibrate --measure plan.yaml --budget 10min
     """
     given = {"gpu": gpu, "calibration_dir": calibration_dir}
     ctx.default_map = dict.fromkeys(calibrate.commands, given)
-    if ctx.invoked_subcommand is None:
+    if config is not None:
+        from whichlora import measuring, report
+        from whichlora.config import parse_duration
+
+        with report.Progress(quiet=False) as progress:
+            found = measuring.measure(config, budget_s=parse_duration(budget), progress=progress)
+        report.print_refit(found)
+    elif ctx.invoked_subcommand is None:
         ctx.invoke(fit, **given, as_json=False)
 
 

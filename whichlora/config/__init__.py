@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whichlora.errors import ConfigError
 from whichlora.plan import Budget, DatasetConfig, Limits, Objective, Plan
 from whichlora.specs import RunConfig
 
@@ -38,6 +39,24 @@ DEFAULT_MODELS = (
 )
 
 _GB = 10**9
+
+
+def parse_duration(text: str, *, setting: str = "budget") -> float:
+    """Seconds of a duration with its unit, such as "90s" or "2h 30min".
+
+    Raises:
+        ConfigError: no duration.
+    """
+    from pydantic_core import PydanticCustomError
+
+    from whichlora.config.schema import parse_seconds
+
+    try:
+        return parse_seconds(text)
+    except PydanticCustomError:
+        raise ConfigError(
+            f"{setting}: {text!r} is not a duration with a unit; give such as 90s, 10min or 2h"
+        ) from None
 
 
 def load_plan(path: Path) -> Plan:

@@ -73,7 +73,8 @@ def _parse_size(value: Any) -> int:
     raise PydanticCustomError("size", "is not a size with a unit")
 
 
-def _parse_duration(value: Any) -> float:
+def parse_seconds(value: Any) -> float:
+    """Seconds of a duration with units, for pydantic."""
     total_s, end = 0.0, 0
     text = value.strip() if isinstance(value, str) else ""
     while part := _DURATION_PART.match(text, end):
@@ -96,7 +97,7 @@ Size = Annotated[
 ]
 Duration = Annotated[
     float,
-    PlainValidator(_parse_duration),
+    PlainValidator(parse_seconds),
     WithJsonSchema({"type": "string", "examples": ["20ms", "90s", "2h 30min"]}),
 ]
 # The tags become parts of an error's path; no key looks like them, so the mapper passes them over.
