@@ -19,6 +19,7 @@ from whichlora.html_report.source import Estimate, Point, Source
 from whichlora.units import format_bytes, format_seconds
 
 MAX_NAMED_LINES = 12
+MAX_SHAPE_LABELS = 6  # beside each other on paper
 
 
 def inference_shapes(source: Source, marks: Marks) -> Figure | None:
@@ -38,7 +39,7 @@ def inference_shapes(source: Source, marks: Marks) -> Figure | None:
     groups = [
         (marks.labels[model], [i for i in chosen if points[i].model == model]) for model in models
     ]
-    every = max(1, len(shapes) // 12)
+    every = -(-len(shapes) // MAX_SHAPE_LABELS)
     figure = _pair(
         source,
         marks,
@@ -51,6 +52,7 @@ def inference_shapes(source: Source, marks: Marks) -> Figure | None:
         xaxis={
             "title": {"text": "prompt + new tokens, batch size"},
             "range": [-0.5, len(shapes) - 0.5],
+            "tickangle": 0,
             "tickvals": list(range(0, len(shapes), every)),
             "ticktext": [f"{tokens}<br>batch {batch}" for tokens, batch in shapes[::every]],
         },
