@@ -54,7 +54,10 @@ def inference_shapes(source: Source, marks: Marks) -> Figure | None:
             "range": [-0.5, len(shapes) - 0.5],
             "tickangle": 0,
             "tickvals": list(range(0, len(shapes), every)),
-            "ticktext": [f"{tokens}<br>batch {batch}" for tokens, batch in shapes[::every]],
+            "ticktext": [
+                "<br>+".join(tokens.split("+")) + f"<br>batch {batch}"
+                for tokens, batch in shapes[::every]
+            ],
         },
         limits=("time_per_token_s", "inference_bytes"),
     )
