@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import tracemalloc
 
 import numpy as np
@@ -63,7 +64,8 @@ def test_what_excludes_itself_is_no_candidate() -> None:
     assert [(block.job.gpu.key, block.job.run.precision) for block in flash] == [(A100.key, "bf16")]
 
 
-@settings(max_examples=60, deadline=None)
+# WHICHLORA_SPACES=10000 for the long version, about ten minutes
+@settings(max_examples=int(os.environ.get("WHICHLORA_SPACES", "60")), deadline=None)
 @given(
     lists=SPACES,
     gpu=st.sampled_from((CPU, A100, SMALL)),

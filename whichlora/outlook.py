@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from whichlora import timing
 from whichlora.calibration import TIME_PHASES, Calibration, MemoryModel
@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     Array = NDArray[np.float64]
 
 # How alike the unexplained errors of two runs are: the share of their variance that runs of one
-# model have in common, of one method, and of both; that last share falls with every doubling of
-# the batch. Kind: estimate, from repeated fits to published A100 runs (`docs/search.md`).
-MODEL_SHARE, METHOD_SHARE, VARIANT_SHARE = 0.3, 0.2, 0.4
+# model have in common, of one method, of both, and where every other setting is the same, too; the
+# last two fall with every doubling of the batch or the rank. Kind: estimate (`docs/search.md`).
+MODEL_SHARE, METHOD_SHARE, VARIANT_SHARE, SETTINGS_SHARE = 0.3, 0.2, 0.3, 0.1
 ALIKE_PER_DOUBLING = 0.9
+EXPECTED_RUNS = 2.0  # measured runs that the expected size of those errors counts for
 REPEATABILITY = 0.02  # deviation of the log of a profile that is repeated
 UNTIMED = 2  # steps of a profile beside the timed ones: warm-up, and the one that counts bytes
 # Device seconds of a profile before its first step: building, and what the weights' bytes add.
@@ -342,12 +343,26 @@ def _pool_bytes(job: Job) -> float:
     return 0.0 if training else float(allocator.pool_bytes(job.gpu, job.run.kv_cache))
 
 
+# Settings in which two runs of one method may differ.
+_ANY: dict[str, Any] = {
+    "model": "any",
+    "batch_size": 1,
+    "seq_len": 1,
+    "r": 1,
+    "lora_alpha": 1,
+    "prompt_len": 1,
+    "max_new_tokens": 1,
+    "padding": "none",
+}
+
+
 def _alike(jobs: Sequence[Job]) -> Array:
     """Correlation of the unexplained errors of every two candidates, shape [n, n]."""
     import numpy as np
 
     model = _codes([job.run.model for job in jobs])
     method = _codes([(job.run.phase, job.run.method) for job in jobs])
+    settings = _codes([replace(job.run, **_ANY) for job in jobs])
     phase = _codes([job.run.phase for job in jobs])
     doublings = np.log2([job.run.batch_size for job in jobs])
     same_phase = phase[:, None] == phase
@@ -360,6 +375,7 @@ def _alike(jobs: Sequence[Job]) -> Array:
         MODEL_SHARE * same_model
         + METHOD_SHARE * same_method
         + VARIANT_SHARE * (same_model & same_method) * closeness
+        + SETTINGS_SHARE * (same_model & (settings[:, None] == settings)) * closeness
     )
     np.fill_diagonal(shares, 1.0)
     return np.asarray(shares)
@@ -387,7 +403,12 @@ def _conditioned(
     seen = np.fromiter(errors, dtype=np.intp)
     wanted = np.array([errors[i] for i in seen.tolist()])
     # a measurement repeats to about this much, which also keeps the matrix regular
-    inner = own[np.ix_(seen, seen)] + REPEATABILITY**2 * np.eye(len(seen))
+    repeats = REPEATABILITY**2 * np.eye(len(seen))
+    inner = own[np.ix_(seen, seen)] + repeats
+    # the errors seen may be smaller or larger than the noise that was expected
+    size = float(wanted @ np.linalg.solve(inner, wanted))
+    own = own * (EXPECTED_RUNS + size) / (EXPECTED_RUNS + len(seen))
+    inner = own[np.ix_(seen, seen)] + repeats
     gain = np.linalg.solve(inner, own[seen]).T  # [n, num_seen]
     known = log_value + gain @ wanted
     known[seen] = log_value[seen] + wanted

@@ -99,8 +99,8 @@ def decide(
     # what was measured to equal its limit meets it: logarithms round
     in_time = seconds <= contest.most_s * (1 + ROUNDING)
     meets = in_time & (num_bytes <= contest.most_bytes * (1 + ROUNDING)) & ~known.impossible
-    served = _per_model(contest, meets & ~contest.training)
-    confirmed = _per_model(contest, (meets & ~contest.training & known.measured)[:1])[0]
+    served = _per_model(contest, meets)
+    confirmed = _per_model(contest, (meets & known.measured)[:1])[0]
     cost = _cost(contest, seconds, num_bytes)
     stands = meets & contest.training & served[:, contest.model]
     cost = np.where(stands, cost, np.inf)
@@ -125,12 +125,17 @@ def decide(
 
 
 def _per_model(contest: Contest, flags: Flags) -> Flags:
-    """Whether any candidate of each model is flagged, shape [num_worlds, num_models]."""
+    """Whether an inference of each model is flagged, shape [num_worlds, num_models].
+
+    A model without an inference candidate was not asked to serve.
+    """
     import numpy as np
 
-    found = np.zeros((len(flags), int(contest.model.max()) + 1), dtype=bool)
+    found = np.ones((len(flags), int(contest.model.max()) + 1), dtype=bool)
     for model in range(found.shape[1]):
-        found[:, model] = flags[:, contest.model == model].any(axis=1)
+        asked = ~contest.training & (contest.model == model)
+        if asked.any():
+            found[:, model] = flags[:, asked].any(axis=1)
     return found
 
 

@@ -1,0 +1,154 @@
+"""Policies that know nothing of the formulas, to compare the search with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import numpy as np
+from search_replay import Device, Limited, Result, judged
+
+
+def exhaustive(problem: Limited) -> Result:
+    """Everything is measured, as the original WhichLoRA did."""
+    device = Device(problem)
+    for position in range(len(problem.table.records)):
+        device.measure(position)
+    return judged(problem, device, problem.winner)
+
+
+def random_order(problem: Limited, dice: random.Random) -> Result:
+    """Any order, until an oracle says that the winner is among what was measured."""
+    device = Device(problem)
+    order = list(range(len(problem.table.records)))
+    dice.shuffle(order)
+    for position in order:
+        device.measure(position)
+        if _has_winner(problem, device.asked):
+            break
+    return judged(problem, device, problem.winner)
+
+
+def _has_winner(problem: Limited, asked: list[int]) -> bool:
+    """Whether the winner and a run that shows that its model serves were measured."""
+    winner = problem.winner
+    if winner is None or winner not in asked:
+        return False
+    return _serves(problem, int(problem.contest.model[winner]), asked)
+
+
+def _serves(problem: Limited, model: int, asked: Iterable[int]) -> bool:
+    contest = problem.contest
+    inference = ~contest.training & (contest.model == model)
+    return not inference.any() or any(inference[i] and problem.meets[i] for i in asked)
+
+
+def binary_search(problem: Limited) -> Result:
+    """From the largest model down: of each variant the largest batch that fits.
+
+    That is what people do by hand; it stops at the first model with a variant in time.
+    """
+    device = Device(problem)
+    contest, table = problem.contest, problem.table
+    answer = None
+    for model in sorted(set(contest.model.tolist()), key=lambda m: _tier(problem, m)):
+        of_model = [i for i in range(len(table.records)) if contest.model[i] == model]
+        serving = [i for i in of_model if not contest.training[i]]
+        if serving and not any(problem.meets[i] for i in _largest_fit(device, serving)):
+            # the largest batch is not in time: the others may be
+            for i in serving:
+                if i not in device.asked:
+                    device.measure(i)
+            if not any(problem.meets[i] for i in serving):
+                continue
+        variants: dict[object, list[int]] = {}
+        for i in of_model:
+            if contest.training[i]:
+                run = table.runs[i]
+                key = (run.method, run.r, run.quant, run.precision, run.loss_head, run.seq_len)
+                variants.setdefault(key, []).append(i)
+        found = [i for each in variants.values() for i in _largest_fit(device, each)]
+        good = [i for i in found if problem.meets[i]]
+        if good:
+            answer = min(good, key=lambda i: table.seconds[i])
+            break
+    return judged(problem, device, answer)
+
+
+def _tier(problem: Limited, model: int) -> float:
+    return float(problem.contest.tier[problem.contest.model == model][0])
+
+
+def _largest_fit(device: Device, positions: list[int]) -> list[int]:
+    """What a binary search over the batch measures, the runs that fit."""
+    problem = device.problem
+    ordered = sorted(positions, key=lambda i: problem.table.runs[i].batch_size)
+    low, high = 0, len(ordered) - 1
+    fits = []
+    while low <= high:
+        middle = (low + high + 1) // 2
+        position = ordered[middle]
+        if device.measure(position).outcome == "ok":
+            fits.append(position)
+            low = middle + 1
+        else:
+            high = middle - 1
+    return fits
+
+
+def optuna_tpe(problem: Limited, seed: int) -> Result:
+    """A tree-structured Parzen estimator over model, variant and batch, stopped by an oracle.
+
+    A model's serving shapes are measured, the smallest batch first, when it is first proposed.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    device = Device(problem)
+    contest, table = problem.contest, problem.table
+    training = [i for i in range(len(table.records)) if contest.training[i]]
+    settings = {
+        i: {
+            "model": int(contest.model[i]),
+            "variant": _variant(problem, i),
+            "batch": _batch(problem, i),
+        }
+        for i in training
+    }
+    by_setting = {tuple(one.values()): i for i, one in settings.items()}
+    choices = {
+        name: sorted({one[name] for one in settings.values()}, key=str)
+        for name in ("model", "variant", "batch")
+    }
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+    for _ in range(20 * len(training)):
+        trial = study.ask()
+        chosen = tuple(trial.suggest_categorical(name, values) for name, values in choices.items())
+        position = by_setting.get(chosen)
+        if position is None:
+            study.tell(trial, 1e3)
+            continue
+        model = int(contest.model[position])
+        for i in range(len(table.records)):
+            if _serves(problem, model, device.asked):
+                break
+            if not contest.training[i] and contest.model[i] == model and i not in device.asked:
+                device.measure(i)
+        if position not in device.asked:
+            device.measure(position)
+        if _has_winner(problem, device.asked):
+            break
+        cost = problem.cost[position]
+        study.tell(trial, 100.0 if np.isinf(cost) else 10 * contest.tier[position] + cost % 1e3)
+        if len(device.asked) == len(table.records):
+            break
+    return judged(problem, device, problem.winner)
+
+
+def _variant(problem: Limited, position: int) -> str:
+    run = problem.table.runs[position]
+    return f"{run.method} {run.r} {run.quant} {run.precision} {run.loss_head} {run.seq_len}"
+
+
+def _batch(problem: Limited, position: int) -> int:
+    return problem.table.runs[position].batch_size
