@@ -630,14 +630,3 @@ def layer_forward_bytes(
     in_mlp = tokens * (stream + size * width)
     in_attention = tokens * (stream + mixing) + tokens * span * pair
     return largest(in_mlp, in_attention)
-
-
-def forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, span: Count) -> Count:
-    """Working set of the layer whose forward needs most."""
-    return largest(
-        *(
-            layer_forward_bytes(layer, model.hidden_size, stack, tokens=tokens, span=span)
-            for layer, _ in model.layers()
-        ),
-        0 * tokens,
-    )

@@ -175,14 +175,6 @@ LAYER_BACKWARD = Fact(
     why="saved tensors of a recomputed layer, and gradients at the worst point of its backward",
     source="memory.layer_code: transformers, peft, bitsandbytes on a tape",
 )
-EXPANDED_MATRIX = Fact(
-    part="temporary",
-    what="one matrix expanded",
-    shape="[out_features, in_features]",
-    dtype="compute_bytes",
-    why="a quantised weight is expanded for its product",
-    source="bitsandbytes functional.dequantize_4bit",
-)
 AUTOCAST_COPIES = Fact(
     part="temporary",
     what="16-bit copies of trained weights",

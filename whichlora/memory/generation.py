@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from whichlora.architecture import ModelSpec
-from whichlora.memory import activations, allocator, facts, kv_cache, logits, weights
+from whichlora.memory import activations, allocator, facts, kv_cache, logits
 from whichlora.memory.entries import Entry
+from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.ledger import Ledger, weight_entries
 from whichlora.numeric import Count
 from whichlora.specs import GpuSpec, RunConfig
@@ -34,9 +35,8 @@ def inference_ledger(
         for tokens in (at_start, last_tokens)
     )
     scores = logits.generation_bytes(model, batch_size=batch_size, compute_bytes=element_bytes)
-    dense = stack.compute_bytes * weights.largest_quantised_matrix(model, stack)
     prompt_tokens = batch_size * prompt_len
-    working = activations.forward_bytes(
+    working = forward_bytes(
         model, stack, tokens=prompt_tokens, span=prompt_len
     ) + activations.rotary_bytes(model, stack, span=prompt_len)
     if model.task == "encoder":
@@ -47,7 +47,6 @@ def inference_ledger(
                 "forward": (
                     *static,
                     Entry(facts.PROMPT_FORWARD, working),
-                    Entry(facts.EXPANDED_MATRIX, dense + 0 * batch_size),
                 ),
                 "logits": (
                     *static,
@@ -60,7 +59,7 @@ def inference_ledger(
             ),
             workspace_bytes=allocator.workspace_bytes(gpu, training=False),
         )
-    decoding = activations.forward_bytes(model, stack, tokens=batch_size, span=last_tokens)
+    decoding = forward_bytes(model, stack, tokens=batch_size, span=last_tokens)
     append = kv_cache.append_transient_bytes(model, tokens=last_tokens, **common)
     if run.kv_cache == "dynamic" and stack.libraries.cache_of_tuples:
         old = kv_cache.cache_bytes(
@@ -81,7 +80,6 @@ def inference_ledger(
             *static,
             Entry(facts.PROMPT_CACHE, prompt_cache),
             Entry(facts.PROMPT_FORWARD, working),
-            Entry(facts.EXPANDED_MATRIX, dense + 0 * batch_size),
         ),
         "first_logits": (
             *static,
@@ -95,7 +93,6 @@ def inference_ledger(
             Entry(facts.APPENDED, append),
             Entry(facts.TOKEN_FORWARD, decoding),
             Entry(facts.LAST_LOGITS, scores),
-            Entry(facts.EXPANDED_MATRIX, dense + 0 * batch_size),
         ),
     }
     if stack.libraries.scores_whole_prompt:

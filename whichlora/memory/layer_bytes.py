@@ -12,10 +12,17 @@ from dataclasses import dataclass
 from whichlora.architecture import Layer, ModelSpec
 from whichlora.memory import activations, weights
 from whichlora.memory.entries import Tensor, tensor_bytes
-from whichlora.memory.layer_code import LayerPoints, is_written, layer_points, stream_bytes
-from whichlora.memory.tape import Kept, evaluate, most
+from whichlora.memory.layer_code import (
+    LayerPoints,
+    is_written,
+    layer_points,
+    stream_bytes,
+    working_points,
+)
+from whichlora.memory.tape import FUSED_ROWS, Kept, evaluate, most
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, is_plain, largest
+from whichlora.specs import BNB_QUANTS
 from whichlora.stack import Stack
 from whichlora.targets import adapted
 
@@ -105,6 +112,30 @@ def layer_bytes(
         gradients=gradients,
         **values,
     )
+
+
+def forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, span: Count) -> Count:
+    """Alive while a forward without gradients is in the layer that needs most.
+
+    With the looked-up embeddings and the layer's input, which the model's loop holds.
+    Kind: exact for layers that are written, an estimate for others.
+    """
+    found: list[Count] = [0 * tokens]
+    for layer, _ in model.layers():
+        if not is_written(layer, stack):
+            working = activations.layer_forward_bytes(
+                layer, model.hidden_size, stack, tokens=tokens, span=span
+            )
+            dense = stack.compute_bytes * weights.largest_quantised_matrix(model, stack)
+            if stack.quant in BNB_QUANTS:  # 8 bit is multiplied as it is
+                dense = dense * (tokens > FUSED_ROWS) * (stack.quant != "int8")
+            found.append(working + dense)
+            continue
+        streams = 2 * stream_bytes(layer, stack) * model.hidden_size * tokens
+        for share, masked in _masks(layer, stack, span):
+            points = working_points(layer, model.hidden_size, stack, masked=masked)
+            found.append(share * (streams + most(points, tokens=tokens, span=span, r=0)))
+    return largest(*found)
 
 
 def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dict[str, Count]:

@@ -20,6 +20,7 @@ from whichlora.memory.tape import (
     scaled,
 )
 from whichlora.methods.base import Method
+from whichlora.methods.lora import METHOD as LORA
 from whichlora.stack import Stack
 
 
@@ -199,6 +200,14 @@ def activate(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
         tanh = tape.op([inside], x.elements, inside.size, saves_result=True, what="tanh")
         more = tape.op([tanh], x.elements, tanh.size, passes=True)
         return code.multiply(half, more)
+    if mlp.activation == "relu2":
+        rectified = tape.op([x], x.elements, x.size, saves_result=True, what="rectified")
+        widened = code.stack.under_autocast and code.stack.device_kind != "cpu"
+        base = code.cast(rectified, 4) if widened else rectified
+        inner = scaled(base.elements, 2 * base.size)
+        squared = tape.op([base], base.elements, base.size, saves=[base], inner_backward=inner)
+        tape.hold(rectified)
+        return squared
     if mlp.activation == "bloom_gelu":
         inner = scaled(x.elements, 4 * x.size)
         return tape.op([x], x.elements, x.size, saves=[x], inner=inner, inner_backward=inner)
@@ -363,3 +372,16 @@ def layer_points(
         maximal(tape.backward(recomputed=False, accumulated=accumulated)),
         maximal(recomputed),
     )
+
+
+@lru_cache(maxsize=512)
+def working_points(
+    layer: Layer, hidden_size: int, stack: Stack, *, masked: bool
+) -> tuple[Form, ...]:
+    """Points of a forward without gradients and adapters, the layer's input left out."""
+    tape = Tape()
+    code = Code(tape, stack, (), LORA, masked)
+    x = tape.input(per_token(hidden_size), stream_bytes(layer, stack), needs_grad=False)
+    tape.hold(run_layer(code, layer, x))
+    points, _ = tape.forward(saving=False)
+    return maximal(points)

@@ -307,7 +307,8 @@ def training_ledger(
         )
     if method.trains_base and (model.head_tied or model.task == "encoder"):
         # autograd holds the head's gradient until the embedding's is there; their sum is a third
-        both = 2 * head_params * param_bytes + 0 * tokens
+        parts = 2 + (run.gradient_accumulation_steps > 1)  # and an earlier micro-step's
+        both = parts * head_params * param_bytes + 0 * tokens
         moments["embedding_backward"] = (
             *static,
             Entry(facts.ALL_GRADIENTS, all_gradients),

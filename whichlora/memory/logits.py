@@ -158,6 +158,10 @@ def encoder_bytes(model: ModelSpec, *, tokens: Count, compute_bytes: int) -> Cou
 
 def head_copy_bytes(model: ModelSpec, stack: Stack) -> int:
     """The 16-bit copy of an fp32 head that autocast makes and backward needs (mode Q)."""
-    if model.head is None or stack.mode != "Q" or stack.embedding_bytes == 2:
+    if stack.mode != "Q" or stack.embedding_bytes == 2:
+        return 0
+    if model.task == "encoder":  # the projection to the words is the embedding
+        return 2 * model.vocab_size * model.embeddings[0].width
+    if model.head is None:
         return 0
     return 2 * model.head.num_weights

@@ -99,10 +99,11 @@ class Code:
         )
         if norm.kind == "layer":
             on_cpu = stack.device_kind == "cpu"
-            widened = stack.under_autocast and not on_cpu
+            # OLMo's has no weight, and casts by itself
+            widened = not norm.weight or (stack.under_autocast and not on_cpu)
             wide = self.cast(x, 4, f"{norm.name}: fp32 input") if widened else x
             stats = scaled(rows, 2 * (wide.size if on_cpu else 4))
-            return tape.op(
+            out = tape.op(
                 [wide, weight],
                 x.elements,
                 wide.size,
@@ -110,6 +111,7 @@ class Code:
                 keeps=[stats],
                 what=f"{norm.name}: result, mean and deviation",
             )
+            return out if norm.weight else self.cast(out, x.size)
         if norm.kind == "rms_mixed":
             squares = tape.op([x], x.elements, 4, saves=[x], inner_backward=scaled(x.elements, 8))
             rstd = self._deviation(squares, rows)
@@ -140,7 +142,8 @@ class Code:
         return self.tape.op([x], x.elements, 4, saves=[x], inner_backward=scaled(x.elements, 8))
 
     def _deviation(self, squares: Tensor, rows: Form) -> Tensor:
-        mean = self.tape.op([squares], rows, 4)
+        kept = [squares] if self.stack.libraries.mean_keeps_input else []
+        mean = self.tape.op([squares], rows, 4, saves=kept)
         shifted = self.tape.op([mean], rows, 4, passes=True)
         return self.tape.op(
             [shifted],
@@ -234,7 +237,17 @@ class Code:
         if stack.trains_base:
             saves.append(narrow)
         result = f"{linear.name}: result"
-        out = tape.op([narrow, used], elements, narrow.size, saves=saves, what=result)
+        # GPTQ and AWQ kernels expand what they multiply with, to 16 bit
+        dense = scaled(weights, stack.compute_bytes) if is_quantised(linear, stack) else NOTHING
+        out = tape.op(
+            [narrow, used],
+            elements,
+            narrow.size,
+            saves=saves,
+            inner=dense,
+            inner_backward=dense,
+            what=result,
+        )
         tape.hold(x)
         return out
 
