@@ -142,15 +142,17 @@ def left_out(lines: Iterable[dict[str, Any]]) -> str:
     return table(("n", "why"), [(str(n), reason) for reason, n in reasons.most_common()])
 
 
-def document(compared: Sequence[Compared], lines: Sequence[dict[str, Any]], seed: int) -> str:
+def document(
+    compared: Sequence[Compared], lines: Sequence[dict[str, Any]], *, seed: int, num_drawn: int
+) -> str:
     names = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
     today = datetime.datetime.now(datetime.UTC).date()
     parts = [
         "# Accuracy of the ledger against the trace",
         f"Made by `benchmarks/memory_accuracy.py --write` on {today}, Python "
-        f"{platform.python_version()}, {versions}; no GPU was used. {len(lines)} runs drawn with "
-        f"seed {seed} from all families of the model database, {len(compared)} of them traced "
+        f"{platform.python_version()}, {versions}; no GPU was used. {num_drawn} runs drawn with "
+        f"seed {seed} from all families, {len(lines)} of them tried so far, {len(compared)} traced "
         "([trace.md](trace.md)). Errors are of the peak of allocated memory, predicted over "
         "traced, less one: positive is too high. Nothing was fitted.",
         *(f"## By {title}\n\n{grouped(compared, title)}" for title in GROUPS),
@@ -212,7 +214,7 @@ def main() -> None:
             file=sys.stderr,
             flush=True,
         )
-    text = document(compared, lines, options.seed)
+    text = document(compared, lines, seed=options.seed, num_drawn=len(drawn))
     print(text)
     if options.write:
         DOCUMENT.write_text(text, encoding="utf-8")

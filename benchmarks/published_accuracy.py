@@ -521,7 +521,8 @@ def document() -> str:
         "measurements are others', in `benchmarks/published/` with their sources; the versions of "
         "the libraries that made them are those each row states, and are an input of the "
         "prediction. Errors are predicted over measured, less one: positive is too high. A table "
-        "never mixes counters.",
+        "never mixes counters. The ledger against the trace of the real code is in "
+        "[accuracy_ledger.md](accuracy_ledger.md).",
         "## Memory",
         "Nothing was fitted. `n` is rows; p90 and median are of sizes, worst has its sign.",
         *memory_section(),

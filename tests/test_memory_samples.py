@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -43,6 +44,16 @@ def test_moments_are_peaks_of_live_blocks() -> None:
         TracedEvent(3, 100, moment="backward"),
     ]
     assert samples.moment_peaks(events) == {"load": 1024, "forward": 1536, "backward": 1536}
+
+
+def test_the_ledger_stays_as_near_to_the_kept_traces_as_now() -> None:
+    errors = []
+    for line in samples.read_lines():
+        if "refused" not in line:
+            found = samples.predicted(RunConfig.from_dict(line["run"]))
+            errors.append(abs(found["peak_allocated_bytes"] / line["peak_allocated_bytes"] - 1))
+    assert len(errors) > 250
+    assert median(errors) < 0.008  # a little above what holds
 
 
 def test_a_table_counts_what_was_refused_by_reason() -> None:

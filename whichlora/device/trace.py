@@ -62,6 +62,10 @@ def trace(
 
     Args:
         num_layers: how many layers the traced model has; None for all.
+
+    Raises:
+        DoesNotRepeatError: fewer layers are asked for than the model has, and it has no list of
+            them (ALBERT runs one again and again).
     """
     run = with_defaults(run)
     config = dict(model_config) if num_layers is None else shallow(model_config, num_layers)
@@ -83,7 +87,10 @@ def trace(
                 module.state.threshold = 0.0  # how many columns stand out depends on values
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False  # repacks 4-bit weights for a CPU
-        recorder = Recorder(_layers(model), run)
+        layers = _layers(model)
+        if num_layers is not None and not layers:
+            raise DoesNotRepeatError("the model has no list of them")
+        recorder = Recorder(layers, run)
         recorder.note_loaded(model)
         recorder.watch(model)
         with recorder:
