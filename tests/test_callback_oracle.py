@@ -235,6 +235,29 @@ def test_the_rule_of_a_collator_is_found_by_asking_it(collator: Any, longest: in
     assert predicted == pytest.approx(measured, rel=MEMORY_BAR)
 
 
+def test_a_hub_dataset_is_read_through_its_selection_and_its_format() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": row["input_ids"].tolist()} for row in oracle.rows(oracle.CASES[2])]
+    kept = datasets.Dataset.from_list(rows).select(range(3, 23)).with_format("torch")
+    forecast = oracle.train(oracle.CASES[2], dataset=kept).callback.forecast
+    assert forecast is not None
+    lengths = sorted(len(row["input_ids"]) for row in rows[3:23])
+    assert (forecast.batches.longest, forecast.batches.median) == (lengths[-1], lengths[10])
+
+
+def test_an_evaluation_between_steps_is_not_a_step(tmp_path: Path) -> None:
+    class Trainer(oracle.Trainer):  # type: ignore[misc]
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(eval_dataset=settings["train_dataset"], **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oracle, "Trainer", Trainer)
+        case = replace(PLAIN, args={"eval_strategy": "steps", "eval_steps": 2})
+        measurement = oracle.train(case).callback.measurement
+    assert measurement is not None
+    assert measurement.batch_seq_len == (64,) * (oracle.NUM_STEPS - 2)
+
+
 def test_a_stream_is_refused() -> None:
     datasets = pytest.importorskip("datasets")
     rows = oracle.rows(PLAIN)

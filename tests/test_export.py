@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
 
-from whichlora import handover
+from whichlora import handover, recommend
 from whichlora.cli import exports as command
 from whichlora.cli import main
 from whichlora.errors import ConfigError, DataFileError
@@ -186,6 +186,26 @@ def test_a_run_folder_is_exported_where_it_is(tmp_path: Path) -> None:
     assert answer["command"] == "llamafactory-cli train llamafactory.yaml"
     assert [Path(one).name for one in answer["files"]] == ["llamafactory.yaml", "dataset_info.json"]
     assert answer["after"]["memory"]["device_used_bytes"] > 0
+
+
+def test_what_a_run_leaves_is_enough_to_export_it(tmp_path: Path) -> None:
+    plan = {
+        "stage1_profile": {"model_names": [MODEL], "prefill_length": 16, "tokens_to_generate": 8},
+        "stage2_profile": {"batch_size": [1, 2]},
+        "methods": ["qlora"],
+        "dataset": {"samples": 100, "tokens": 6000},
+        "sequence_length": 64,
+        "gpu": GPU,
+        "profile": "none",
+        "output_dir": str(tmp_path / "run"),
+    }
+    best = recommend(plan).winner
+    assert best is not None
+    result = whichlora("export", str(tmp_path / "run"), "--to", "trl")
+    assert result.exit_code == 0, result.stderr
+    settings = YAML(typ="safe", pure=True).load((tmp_path / "run" / "trl.yaml").read_text())
+    assert settings["per_device_train_batch_size"] == best.run.batch_size
+    assert settings["lora_r"] == best.run.r
 
 
 @pytest.mark.parametrize(
