@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,15 +64,14 @@ def _commands(group: click.Group) -> Iterator[tuple[str, click.Command]]:
 
 def _command(path: list[str], command: click.Command) -> str:
     name = " ".join(path)
-    text, _, example = inspect.cleandoc(command.help or "").partition("\b\nExample:\n")
+    text, *examples = re.split("\b\nExamples?:\n", inspect.cleandoc(command.help or ""))
     context = click.Context(command, info_name=name)
     usage = " ".join([name, *command.collect_usage_pieces(context)])
     parts = [f"\n{'#' * len(path)} {name}\n\n```text\n{usage}\n```\n\n{text.strip()}\n"]
     rows = [_option(one) for one in command.params if isinstance(one, click.Option)]
     if rows:
         parts.append("\n| option | meaning |\n| --- | --- |\n" + "".join(rows))
-    if example:
-        parts.append(f"\n```bash\n{inspect.cleandoc(example)}\n```\n")
+    parts += [f"\n```bash\n{inspect.cleandoc(one)}\n```\n" for one in examples]
     if isinstance(command, click.Group):
         parts += [_command([*path, sub], one) for sub, one in _commands(command)]
     return "".join(parts)

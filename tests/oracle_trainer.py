@@ -82,6 +82,13 @@ CASES = (
     Case(name="dora fp32", family="gpt_neox", adapter={"r": 8, "use_dora": True}),
     Case(name="full fp32, sgd", family="qwen2", adapter=None, args={"optim": "sgd"}),
     Case(name="full bf16", adapter=None, dtype=BF16),
+    Case(name="lora fp32 and the head", adapter={"r": 8, "modules_to_save": ["lm_head"]}),
+    Case(
+        name="lora bf16 autocast and both embeddings",
+        dtype=BF16,
+        adapter={"r": 8, "modules_to_save": ["embed_tokens", "lm_head"]},
+        args={"bf16": True},
+    ),
     Case(name="qlora fp32", load=NF4),
     Case(name="qlora fp32, checkpointing", load=NF4, args=CHECKPOINTING),
     Case(

@@ -158,9 +158,9 @@ REFUSED: list[tuple[str, oracle.Case, Any, str]] = [
     ),
     (
         "modules to save",
-        replace(PLAIN, adapter={"modules_to_save": ["lm_head"]}),
+        replace(PLAIN, adapter={"modules_to_save": ["input_layernorm"]}),
         None,
-        "LoraConfig.modules_to_save=['lm_head'] is not modelled",
+        "modules_to_save: 'input_layernorm' is neither the token embedding nor the head",
     ),
     (
         "fp32 under autocast",

@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "optimizer": "adamw_8bit",
         "attn": "eager",
     },
+    "head": {"method": "qlora", "modules_to_save": ("embed_tokens", "lm_head")},
     "fp16": {"method": "lora", "precision": "fp16", "gradient_accumulation_steps": 4},
 }
 

@@ -120,7 +120,7 @@ def test_every_command_has_an_example_that_can_be_copied(path: tuple[str, ...]) 
     result = CliRunner().invoke(main, [*path, "--help"], prog_name="whichlora")
     assert result.exit_code == 0
     assert "\\b" not in result.stdout
-    example = result.stdout.split("Example:\n", 1)[1].splitlines()[0].strip()
+    example = re.split(r"Examples?:\n", result.stdout)[1].splitlines()[0].strip()
     assert example.startswith(f"whichlora {' '.join(path)}")
 
 

@@ -47,6 +47,7 @@ def export(recipe: Recipe) -> Export:
                 else {"lora_target_modules": list(targets)}
             ),
             "peft_use_dora": bool(adapter.get("use_dora")),
+            **({"lora_modules_to_save": list(run.modules_to_save)} if run.modules_to_save else {}),
             "lora_mlp_kernel": False,
             "lora_qkv_kernel": False,
             "lora_o_kernel": False,

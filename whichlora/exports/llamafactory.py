@@ -56,6 +56,7 @@ def export(recipe: Recipe) -> Export:
             "lora_dropout": run.lora_dropout,
             "lora_target": "all" if isinstance(targets, str) else ",".join(targets),
             "use_dora": bool(adapter.get("use_dora")),
+            **({"additional_target": ",".join(run.modules_to_save)} if run.modules_to_save else {}),
         }
     settings |= {
         "dataset": "train",

@@ -49,6 +49,7 @@ def export(recipe: Recipe) -> Export:
             "lora_dropout": run.lora_dropout,
             "lora_target_modules": targets if isinstance(targets, str) else list(targets),
             "use_dora": bool(adapter.get("use_dora")),
+            **({"lora_modules_to_save": list(run.modules_to_save)} if run.modules_to_save else {}),
         }
     settings |= {
         "datasets": [{"path": "json", "data_files": DATA_FILE}],

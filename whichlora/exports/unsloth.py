@@ -66,6 +66,7 @@ model = FastLanguageModel.get_peft_model(
     lora_dropout={lora_dropout},
     target_modules={targets},
     use_dora={use_dora},
+    modules_to_save={modules_to_save},
     bias="none",
     use_gradient_checkpointing={checkpointing},
     random_state={seed},
@@ -93,6 +94,7 @@ def export(recipe: Recipe) -> Export:
             lora_dropout=run.lora_dropout,
             targets=json.dumps(targets if isinstance(targets, str) else list(targets)),
             use_dora=bool(settings.get("use_dora")),
+            modules_to_save=list(run.modules_to_save) or None,
             checkpointing=run.gradient_checkpointing,
             seed=recipe.seed,
         )

@@ -44,7 +44,6 @@ _LANGUAGE_HEADS = re.compile(r"(CausalLM|LMHeadModel|MaskedLM|ConditionalGenerat
 _PLAIN_LORA: dict[str, tuple[Any, ...]] = {  # fields of LoraConfig, and what is modelled
     "bias": ("none",),
     "rank_pattern": (None, {}),
-    "modules_to_save": (None, []),
     "layers_to_transform": (None, []),
     "layer_replication": (None, []),
     "target_parameters": (None, []),
@@ -200,6 +199,7 @@ def _read_adapters(model: Any, spec: ModelSpec, quant: str) -> dict[str, Any]:
         "lora_alpha": max(1, round(config.lora_alpha)),
         "lora_dropout": float(config.lora_dropout),
         "target_modules": (ALL_LINEAR,) if whole else tuple(sorted(leaves)),
+        "modules_to_save": tuple(sorted(config.modules_to_save or ())),
     }
 
 
@@ -335,7 +335,12 @@ def _check_counts(job: Job, model: Any, base: Any) -> None:
             "some layers are left out or added"
         )
     if job.run.quant == "none":
-        total = sum(p.numel() for name, p in base.named_parameters() if "lora_" not in name)
+        added = ("lora_", ".modules_to_save.")  # the latter are copies
+        total = sum(
+            parameter.numel()
+            for name, parameter in base.named_parameters()
+            if not any(word in name for word in added)
+        )
         if abs(total - job.model.num_params) > _COUNT_TOLERANCE * total:
             raise ConfigError(
                 f"the model has {total:,} parameters, its config describes {job.model.num_params:,}"
