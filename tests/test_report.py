@@ -126,7 +126,7 @@ def test_without_a_winner_the_closest_one_says_what_it_lacks() -> None:
     lines = report.explanation(answer(near, far, winner=None))
     assert lines[:3] == [
         "Nothing meets every limit.",
-        "  97.0% sure that nothing meets every limit; as sure as asked, after 3 runs and 42 s "
+        "  97% sure that nothing meets every limit; as sure as asked, after 3 runs and 42 s "
         "on the device",
         "Closest: good lora r=16, batch 4, 100 tokens.",
     ]
@@ -147,10 +147,17 @@ def test_the_winner_says_how_sure_it_is_and_what_was_preferred() -> None:
     best = candidate(TRAIN)
     lines = report.explanation(answer(best, winner=best))
     assert lines[1] == (
-        "  97.0% sure that no other candidate beats it; as sure as asked, after 3 runs and 42 s "
+        "  97% sure that no other candidate beats it; as sure as asked, after 3 runs and 42 s "
         "on the device"
     )
     assert "size alone is not quality" in lines[2]
+
+
+def test_what_drawn_worlds_cannot_tell_from_certainty_is_not_called_certain() -> None:
+    best = candidate(TRAIN)
+    found = answer(best, winner=best)
+    sure = replace(found, search=replace(found.search, confidence=1.0))
+    assert report.explanation(sure)[1].startswith("  over 99% sure that no other candidate")
 
 
 def test_a_better_ranked_candidate_that_was_not_worth_a_run_says_so() -> None:

@@ -92,11 +92,13 @@ _STOPPED_BY = {
 def certainty(search: Search, *, found: bool) -> str:
     """How sure the answer is, why it stopped there, and what that cost."""
     what = "no other candidate beats it" if found else "nothing meets every limit"
+    # a thousand drawn worlds cannot tell 99 % from certainty
+    sure = "over 99%" if search.confidence > 0.99 else f"{search.confidence:.0%}"
     if search.stopped_by == "not measured":
-        return f"nothing was measured; {search.confidence:.0%} sure that {what}"
+        return f"nothing was measured; {sure} sure that {what}"
     runs = "1 run" if search.runs == 1 else f"{search.runs} runs"
     return (
-        f"{search.confidence:.1%} sure that {what}; {_STOPPED_BY[search.stopped_by]}, after {runs} "
+        f"{sure} sure that {what}; {_STOPPED_BY[search.stopped_by]}, after {runs} "
         f"and {format_seconds(search.device_s)} on the device"
     )
 
