@@ -106,7 +106,8 @@ def _record(found: list[Observation]) -> Measurement:
     if date is None:
         provenance["date"] = "of the models' release; the page states none"
     known = find_model(one.model.name) is not None
-    content = json.dumps([one.source, lines, one.run.to_dict(), values], sort_keys=True)
+    # not the run's settings: a setting that is added must not make another record of it
+    content = json.dumps([one.source, lines, values], sort_keys=True)
     return Measurement(
         id=f"published-{hashlib.sha256(content.encode()).hexdigest()[:24]}",
         gpu=one.gpu,
