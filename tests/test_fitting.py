@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from whichlora.memory.ledger import PARTS
 from whichlora.prediction import predict, predict_memory, predict_step, resolve, step_features
 from whichlora.results import Measurement
 from whichlora.specs import RunConfig
+from whichlora.store.measurements import read_measurements
 from whichlora.timing import FEATURES, prior_model, seconds
 
 GPU = api.find_gpu("a100-sxm-80gb")
@@ -230,6 +232,19 @@ def test_a_record_whose_model_is_not_at_hand_is_left_out() -> None:
     assert found.time == prior_calibration(GPU).time
     (why,) = found.left_out.values()
     assert "unknown model" in why
+
+
+FIXTURE = Path(__file__).parent / "golden" / "calibration"
+
+
+def test_runs_that_a_real_cpu_recorded_are_read_and_fitted() -> None:
+    gpu = replace(CPU, key="cpu-intel-xeon-2c")
+    records = read_measurements([FIXTURE], gpu.key)
+    found = fit(records, gpu, api.model_of)
+    assert (len(records), found.num_older, dict(found.left_out)) == (6, 0, {})
+    assert found.time["finetune"].num_runs >= 4
+    assert found.time["decode"].num_runs == 1
+    assert found.held_out["finetune"].num_runs == 8
 
 
 OLDER = (("transformers", "4.44.2"),)

@@ -145,7 +145,7 @@ def calibration_report(gpu: GpuSpec, calibration_dir: Path | None = None) -> Cal
     calibration = load_calibration(gpu, calibration_dir)
     versions: Counter[str] = Counter()
     for record in records:
-        found = record.environment.get("versions")
+        found = record.environment.get("libraries", record.environment.get("versions"))
         if isinstance(found, Mapping):
             versions.update(f"{name} {version}" for name, version in found.items())
     return CalibrationReport(
