@@ -92,6 +92,8 @@ class Attention:
         head_dim: width of one query or key head; `v_head_dim` of one value head.
         position: how positions enter: "rope", "alibi", "relative" (a bias per head) or "none"
             (learned absolute embeddings belong to the embeddings).
+        biases_each_layer: every layer makes the bias of "relative" anew (UMT5); else the first of
+            a stack hands its own on.
         rotary_dim: leading part of each head that is rotated.
         sliding_window: tokens a query sees, None for all.
         softcap: tanh soft cap on the scores (Gemma 2).
@@ -104,6 +106,8 @@ class Attention:
             that out (Falcon's broadcast key head), "eager" where the class has no SDPA.
         joins_rotation: rotated and unrotated parts of the heads are concatenated, so that
             queries and keys are contiguous per head.
+        wide_rotation: queries and keys are rotated in fp32 (ModernBERT).
+        wide_softmax: eager code asks for a softmax in fp32.
     """
 
     kind: Literal["softmax", "linear", "conv"] = "softmax"
@@ -125,6 +129,9 @@ class Attention:
     dropout: float = 0.0
     sdpa: Literal["fused", "math", "eager"] = "fused"
     joins_rotation: bool = False
+    biases_each_layer: bool = False
+    wide_rotation: bool = False
+    wide_softmax: bool = True
 
     @property
     def q_width(self) -> int:

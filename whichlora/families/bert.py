@@ -108,6 +108,7 @@ def _attention(
         "qkv_bias": True,
         "out_bias": True,
         "dropout": c.probability("attention_probs_dropout_prob"),
+        "wide_softmax": False,
         **rest,
     }
     return softmax_attention(
@@ -300,6 +301,8 @@ def _modernbert(c: Fields) -> ModelSpec:
             position="rope",
             dropout=c.probability("attention_dropout"),
             rotary_dim=hidden // heads,
+            wide_rotation=True,
+            wide_softmax=True,
             # local_attention is the whole window, half of it to each side
             sliding_window=None if kind == "full_attention" else c.size("local_attention"),
         )

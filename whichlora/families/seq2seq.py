@@ -112,7 +112,9 @@ def _t5(c: Fields) -> ModelSpec:
             head_dim=head_dim,
             names=("q", "k", "v"),
             out_name="o",
-            position="none" if cross else "relative",
+            position="relative",  # cross attention adds a bias of zeros
+            biases_each_layer=in_every_layer,
+            wide_softmax=False,
             causal=causal,
             cross=cross,
             cached=causal or cross,
@@ -181,6 +183,7 @@ def _bart(c: Fields) -> ModelSpec:
             cross=cross,
             cached=decodes,
             dropout=c.probability("attention_dropout"),
+            wide_softmax=False,
         )
 
     def layer(side: str) -> Layer:

@@ -68,6 +68,7 @@ def layer_bytes(
     span: Count,
     accumulated: bool,
     reentrant: bool,
+    checkpointed: bool,
 ) -> LayerBytes:
     """Args as of the ledger; `accumulated`: gradients of earlier micro-steps exist."""
     trained: Count = 0 * r
@@ -88,6 +89,7 @@ def layer_bytes(
     values: dict[str, Count] = dict.fromkeys(
         ("saved", "unsaved", "forward", "backward", "recomputed"), 0
     )
+    stream = stream_bytes(layer, stack, after_norm=bool(model.embedding_norms))
     for share, masked in _masks(layer, stack, span):
         points = layer_points(
             layer,
@@ -98,6 +100,8 @@ def layer_bytes(
             masked=masked,
             accumulated=accumulated,
             reentrant=reentrant,
+            checkpointed=checkpointed,
+            stream=stream,
         )
         tensors.extend(_listed(points.kept, share, span=span, r=r))
         held.extend(_listed(points.held, share, span=span, r=r))
@@ -106,7 +110,7 @@ def layer_bytes(
             values[name] = values[name] + share * value
     return LayerBytes(
         count=count,
-        stream_bytes=stream_bytes(layer, stack),
+        stream_bytes=stream,
         tensors=tuple(tensors),
         held=tuple(held) if not reentrant else (),
         gradients=gradients,
@@ -131,9 +135,10 @@ def forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, span: Count)
                 dense = dense * (tokens > FUSED_ROWS) * (stack.quant != "int8")
             found.append(working + dense)
             continue
-        streams = 2 * stream_bytes(layer, stack) * model.hidden_size * tokens
+        stream = stream_bytes(layer, stack, after_norm=bool(model.embedding_norms))
+        streams = 2 * stream * model.hidden_size * tokens
         for share, masked in _masks(layer, stack, span):
-            points = working_points(layer, model.hidden_size, stack, masked=masked)
+            points = working_points(layer, model.hidden_size, stack, masked=masked, stream=stream)
             found.append(share * (streams + most(points, tokens=tokens, span=span, r=0)))
     return largest(*found)
 

@@ -14,9 +14,11 @@ from whichlora.memory.tape import (
     Kept,
     Tape,
     Tensor,
+    constant,
     maximal,
     minus,
     per_pair,
+    per_span_squared,
     per_token,
     scaled,
 )
@@ -28,6 +30,11 @@ from whichlora.stack import Stack
 def rotate(code: Code, x: Tensor, attention: Attention, what: str) -> Tensor:
     """Rotary positions, of the leading part of each head. Source: `apply_rotary_pos_emb`."""
     tape = code.tape
+    if attention.wide_rotation and x.size < 4:
+        wide = code.cast(x, 4)
+        result = rotate(code, wide, attention, what)
+        tape.hold(wide)
+        return result
     heads = x.elements[0] // attention.head_dim
     rotated = per_token(heads * attention.rotary_dim)
     rest = per_token(heads * (attention.head_dim - attention.rotary_dim))
@@ -48,9 +55,16 @@ def rotate(code: Code, x: Tensor, attention: Attention, what: str) -> Tensor:
     return result
 
 
-def attend(code: Code, attention: Attention, x: Tensor) -> Tensor:
-    """Projections, positions, the kernel and the output projection."""
+def attend(
+    code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None = None
+) -> Tensor:
+    """Projections, positions, the kernel and the output projection.
+
+    Args:
+        memory: the encoder's output, which cross attention takes keys and values from.
+    """
     tape, stack = code.tape, code.stack
+    read = x if memory is None else memory
     fused = fused_qkv(attention)
     widths = (attention.q_width, attention.k_width, attention.v_width)
     if fused is not None:
@@ -60,8 +74,8 @@ def attend(code: Code, attention: Attention, x: Tensor) -> Tensor:
     else:
         q_linear, k_linear, v_linear, out_linear = attention.linears
         q = code.linear(q_linear, x)
-        k = code.linear(k_linear, x)
-        v = code.linear(v_linear, x)
+        k = code.linear(k_linear, read)
+        v = code.linear(v_linear, read)
         # the gradient comes back as [batch, heads, seq, head_dim]
         q, k = tape.view(q, copies_gradient=True), tape.view(k, copies_gradient=True)
     if attention.norms:
@@ -70,10 +84,15 @@ def attend(code: Code, attention: Attention, x: Tensor) -> Tensor:
     if attention.position == "rope":
         before = (q, k)
         q, k = rotate(code, q, attention, "query"), rotate(code, k, attention, "key")
-        tape.hold(*before)
+        turned = (q, k)
+        q, k = code.cast(q, before[0].size), code.cast(k, before[1].size)
+        tape.hold(*before, *turned)
     kernel = attention_kernel(attention, stack)
-    out = _KERNELS[kernel](code, attention, q, k, v)
-    tape.hold(q, k, v)
+    bias = None
+    if attention.position == "relative":
+        bias = _position_bias(code, attention, size=q.size)
+    out = _KERNELS[kernel](code, attention, q, k, v, bias)
+    tape.hold(q, k, v, *([] if bias is None else [bias]))
     if out.joined:
         out = code.copy(out)
     result = code.linear(out_linear, out)
@@ -81,7 +100,42 @@ def attend(code: Code, attention: Attention, x: Tensor) -> Tensor:
     return result
 
 
-def _fused_kernel(code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _position_bias(code: Code, attention: Attention, *, size: int) -> Tensor:
+    """A bias per head and pair of positions, the same for the whole batch.
+
+    In cross attention it is zeros, which T5 makes trainable where it checkpoints.
+    Source: transformers 5.23 `T5Attention.forward`, `compute_bias`, `T5Stack.forward`.
+    """
+    tape, stack = code.tape, code.stack
+    elements = per_span_squared(attention.num_attention_heads)
+    if not attention.biases_each_layer:
+        if attention.cross:
+            return tape.shared(elements, size, needs_grad=code.checkpointed)
+        return tape.shared(elements, stack.base_bytes, needs_grad=stack.trains_base)
+    if attention.cross:
+        return tape.op([], elements, size)
+    buckets = tape.op([], per_span_squared(1), 8, inner=per_span_squared(2 * 8))
+    table = tape.weight(constant(0), stack.base_bytes, trained=stack.trains_base)
+    return tape.op(
+        [table, buckets], elements, stack.base_bytes, saves=[buckets], what="position bias"
+    )
+
+
+def _biased_mask(code: Code, attention: Attention, bias: Tensor) -> Tensor:
+    """Bias and mask in one. Source: transformers 5.23 `create_position_bias_mask`."""
+    heads = attention.num_attention_heads
+    if not code.masked and not attention.causal:
+        return bias if attention.cross else code.copy(bias)
+    elements = per_pair(heads) if code.masked else per_span_squared(heads)
+    masked_gradient = scaled(elements, bias.size)
+    return code.tape.op(
+        [bias], elements, bias.size, inner_backward=masked_gradient, what="position bias, masked"
+    )
+
+
+def _fused_kernel(
+    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> Tensor:
     tape, stack = code.tape, code.stack
     size = stack.compute_bytes
     heads = attention.num_attention_heads
@@ -91,7 +145,9 @@ def _fused_kernel(code: Code, attention: Attention, q: Tensor, k: Tensor, v: Ten
     if stack.under_autocast:
         inputs = [code.cast(one, size) for one in inputs]
     keeps = [per_token(4 * heads)]
-    if code.masked and stack.attn == "sdpa":
+    if bias is not None:
+        inputs.append(code.cast(_biased_mask(code, attention, bias), size))
+    elif code.masked and stack.attn == "sdpa":
         keeps.append(per_pair(size))
     return tape.op(
         inputs,
@@ -125,7 +181,9 @@ def _repeated(code: Code, attention: Attention, k: Tensor, v: Tensor) -> tuple[T
     )
 
 
-def _eager_kernel(code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _eager_kernel(
+    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> Tensor:
     """Source: `eager_attention_forward` of transformers 5.23."""
     tape, stack = code.tape, code.stack
     heads = attention.num_attention_heads
@@ -141,11 +199,17 @@ def _eager_kernel(code: Code, attention: Attention, q: Tensor, k: Tensor, v: Ten
         divided = code.scale(scores)
         tanh = tape.op([divided], scores_shape, divided.size, saves_result=True, what="soft cap")
         scores = code.scale(tanh)
-    masked = code.add(scores, tape.weight(scores_shape, scores.size))
-    wide = code.cast(masked, 4)
-    softmax = tape.op([wide], scores_shape, 4, saves_result=True, what="softmax")
-    probabilities = code.cast(softmax, q_size, "probabilities")
-    tape.hold(masked)
+    if bias is not None:
+        scores = code.add(scores, bias)
+    if attention.causal or code.masked:
+        scores = code.add(scores, tape.weight(scores_shape, code.stream_bytes))
+    widened = attention.wide_softmax or (stack.under_autocast and stack.device_kind != "cpu")
+    wide = code.cast(scores, 4) if widened else scores
+    softmax = tape.op([wide], scores_shape, wide.size, saves_result=True, what="softmax")
+    probabilities = softmax
+    if attention.wide_softmax:
+        probabilities = code.cast(softmax, q_size, "probabilities")
+    tape.hold(scores)
     if attention.dropout and stack.training:
         mask_bytes = probabilities.size if stack.device_kind == "cpu" else 1
         probabilities = code.dropout(probabilities, mask_bytes=mask_bytes)
@@ -166,7 +230,9 @@ def _by_head(code: Code, x: Tensor) -> Tensor:
     return x if x.joined else code.copy(x)
 
 
-def _math_kernel(code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _math_kernel(
+    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> Tensor:
     """`_scaled_dot_product_attention_math`: plain operators in fp32."""
     tape, stack = code.tape, code.stack
     size = q.size
@@ -175,6 +241,8 @@ def _math_kernel(code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tens
     scaled_q, scaled_k = code.scale(wide[0]), code.scale(wide[1])
     shape = per_pair(attention.num_attention_heads)
     scores = tape.op([scaled_q, scaled_k], shape, 4, saves=[scaled_q, scaled_k])
+    if bias is not None:
+        scores = code.add(scores, bias)
     softmax = tape.op([scores], shape, 4, saves_result=True, what="softmax")
     if attention.dropout and stack.training:
         softmax = code.dropout(softmax, mask_bytes=4 if stack.device_kind == "cpu" else 1)
@@ -196,6 +264,10 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
 
     norms = list(layer.norms)
     attention, mlp = layer.attentions[0], layer.mlp
+    memory = None
+    if len(layer.attentions) > 1:
+        widened = norms[0].kind == "layer" and stack.under_autocast and stack.device_kind != "cpu"
+        memory = tape.shared(x.elements, 4 if widened else stack.stream_bytes, needs_grad=stack.training)
     assert mlp is not None, "is_written"
     if layer.parallel:
         first = code.norm(norms[0], x)
@@ -209,50 +281,71 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
         mixed = dropped(attend(code, attention, x))
         if norms[0].kind == "layer":
             middle = code.norm(norms[0], code.add(mixed, x))
+            for cross in layer.attentions[1:]:
+                mixed = dropped(attend(code, cross, middle, memory=memory))
+                middle = code.norm(norms[1], code.add(mixed, middle))
             fed = dropped(feed_forward(code, mlp, middle))
-            return code.norm(norms[1], code.add(fed, middle))
+            return code.norm(norms[-1], code.add(fed, middle))
         middle = code.add(x, code.norm(norms[0], mixed))
         fed = feed_forward(code, mlp, middle)
         return code.add(middle, code.norm(norms[1], fed))
     sandwich = len(norms) == 4
+    # T5 gives what dropout returns no name of its own, so that both live
+    names_both = norms[0].kind == "rms_mixed"
+    read_norms = len(norms) - 1 - sandwich  # ModernBERT's first layer reads its input as it is
+    for number, one in enumerate(layer.attentions):
+        y = code.norm(norms.pop(0), x) if number or read_norms else x
+        mixed = attend(code, one, y, memory=memory if number else None)
+        y = dropped(mixed)
+        if sandwich:
+            y = code.norm(norms.pop(0), y)
+        result = code.add(x, y)
+        tape.hold(x, *([mixed] if names_both else []))
+        x = result
     y = code.norm(norms.pop(0), x)
-    y = dropped(attend(code, attention, y))
+    mixed = feed_forward(code, mlp, y)
+    y = dropped(mixed)
     if sandwich:
         y = code.norm(norms.pop(0), y)
-    x2 = code.add(x, y)
-    tape.hold(x)
-    y = code.norm(norms.pop(0), x2)
-    y = dropped(feed_forward(code, mlp, y))
-    if sandwich:
-        y = code.norm(norms.pop(0), y)
-    result = code.add(x2, y)
-    tape.hold(x2)
+    result = code.add(x, y)
+    tape.hold(x, *([mixed] if names_both else []))
     return result
 
 
-def stream_bytes(layer: Layer, stack: Stack) -> int:
-    """One element of the layer's input: CUDA's autocast returns fp32 from a LayerNorm."""
+def stream_bytes(layer: Layer, stack: Stack, *, after_norm: bool) -> int:
+    """One element of the layer's input: CUDA's autocast returns fp32 from a LayerNorm.
+
+    Args:
+        after_norm: a LayerNorm stands between the embeddings and the first layer.
+    """
     ends_in_norm = layer.post_norm and bool(layer.norms) and layer.norms[-1].kind == "layer"
-    if ends_in_norm and stack.under_autocast and stack.device_kind != "cpu":
+    if (ends_in_norm or after_norm) and stack.under_autocast and stack.device_kind != "cpu":
         return 4
     return stack.stream_bytes
 
 
 def is_written(layer: Layer, stack: Stack) -> bool:
     """Whether `run_layer` is the layer's code."""
-    if layer.mlp is None or layer.moe is not None or len(layer.attentions) != 1:
+    if layer.mlp is None or layer.moe is not None or len(layer.attentions) > 2:
         return False
-    attention = layer.attentions[0]
-    num_linears = 2 if fused_qkv(attention) is not None else 4
+    num_norms = {(1, True): (1, 2), (1, False): (1, 2, 4)}.get(
+        (len(layer.attentions), layer.parallel or layer.post_norm), (3,)
+    )
     return (
-        attention.kind == "softmax"
-        and not attention.cross
-        and attention.position != "relative"
-        and len(attention.linears) == num_linears
-        and len(attention.norms) in (0, 2)
+        all(map(_is_attention_written, layer.attentions))
+        and layer.attentions[-1].cross == (len(layer.attentions) == 2)
         and not layer.mlp.norms
         and len(layer.mlp.linears) == (3 if layer.mlp.gated and not _is_joint(layer.mlp) else 2)
-        and len(layer.norms) in ((1, 2) if layer.parallel or layer.post_norm else (2, 4))
+        and len(layer.norms) in num_norms
+    )
+
+
+def _is_attention_written(attention: Attention) -> bool:
+    return (
+        attention.kind == "softmax"
+        and len(attention.linears) == (2 if fused_qkv(attention) is not None else 4)
+        and len(attention.norms) in (0, 2)
+        and not (attention.position == "relative" and attention.sdpa == "eager")
     )
 
 
@@ -293,14 +386,18 @@ def layer_points(
     masked: bool,
     accumulated: bool,
     reentrant: bool,
+    checkpointed: bool,
+    stream: int,
 ) -> LayerPoints:
-    """Kind: exact. Source: the code of transformers, peft, bitsandbytes and torch named above."""
-    size = stream_bytes(layer, stack)
+    """Args: `stream` as of `stream_bytes`, the others as of the ledger.
+
+    Kind: exact. Source: the code of transformers, peft, bitsandbytes and torch named above.
+    """
     tapes = []
     for needs_grad in (True, False):
         tape = Tape()
-        code = Code(tape, stack, targets, method, masked)
-        x = tape.input(per_token(hidden_size), size, needs_grad=needs_grad)
+        code = Code(tape, stack, targets, method, masked, stream, checkpointed)
+        x = tape.input(per_token(hidden_size), stream, needs_grad=needs_grad)
         tape.hold(run_layer(code, layer, x))
         tapes.append(tape)
     tape, first = tapes
@@ -319,12 +416,12 @@ def layer_points(
 
 @lru_cache(maxsize=512)
 def working_points(
-    layer: Layer, hidden_size: int, stack: Stack, *, masked: bool
+    layer: Layer, hidden_size: int, stack: Stack, *, masked: bool, stream: int
 ) -> tuple[Form, ...]:
     """Points of a forward without gradients and adapters, the layer's input left out."""
     tape = Tape()
-    code = Code(tape, stack, (), LORA, masked)
-    x = tape.input(per_token(hidden_size), stream_bytes(layer, stack), needs_grad=False)
+    code = Code(tape, stack, (), LORA, masked, stream)
+    x = tape.input(per_token(hidden_size), stream, needs_grad=False)
     tape.hold(run_layer(code, layer, x))
     points, _ = tape.forward(saving=False)
     return maximal(points)

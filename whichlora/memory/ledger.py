@@ -176,6 +176,7 @@ def training_ledger(
             span=seq_len,
             accumulated=run.gradient_accumulation_steps > 1,
             reentrant=bool(run.use_reentrant),
+            checkpointed=run.gradient_checkpointing,
         )
         for layer, count in model.layers()
     ]

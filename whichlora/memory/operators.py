@@ -36,6 +36,8 @@ class Code:
     Args:
         targets: names of the adapted matrices.
         masked: SDPA gets a mask tensor.
+        stream_bytes: one element of the layer's input.
+        checkpointed: the layer is run again in its backward.
     """
 
     tape: Tape
@@ -43,6 +45,8 @@ class Code:
     targets: tuple[str, ...]
     method: Method
     masked: bool = False
+    stream_bytes: int = 2
+    checkpointed: bool = False
 
     # --- plain operators ---------------------------------------------------------------------
 
@@ -113,8 +117,8 @@ class Code:
             )
             return out if norm.weight else self.cast(out, x.size)
         if norm.kind == "rms_mixed":
-            squares = tape.op([x], x.elements, 4, saves=[x], inner_backward=scaled(x.elements, 8))
-            rstd = self._deviation(squares, rows)
+            wide = self.cast(x, 4, f"{norm.name}: fp32 input")
+            rstd = self._deviation(self._square(wide), rows)
             y = self.cast(self.multiply_rows(x, rstd), stack.base_bytes)
             return self._weighted(y, weight)
         wide = self.cast(x, 4, f"{norm.name}: fp32 input")

@@ -175,6 +175,7 @@ class Tape:
         self._nodes: list[_Node] = []
         self._num_edges = 0
         self._names: list[tuple[str, int]] = []
+        self._gathered: list[Tensor] = []
 
     def _add(self, form: Form, what: str, size: int) -> None:
         self._forms.append(form)
@@ -192,6 +193,13 @@ class Tape:
         """What the block is given, storage 0 being the hidden state."""
         self._add(scaled(elements, size), "layer input", size)
         return Tensor(len(self._forms) - 1, elements, size, self._edge(), needs_grad)
+
+    def shared(self, elements: Form, size: int, *, needs_grad: bool) -> Tensor:
+        """What all layers read: alive anyway, and so is the gradient gathered from later layers."""
+        found = Tensor(-1, elements, size, self._edge(), needs_grad)
+        if needs_grad:
+            self._gathered.append(found)
+        return found
 
     def op(
         self,
@@ -359,6 +367,9 @@ class _Backward:
         self._next = 0
         self._buffers: dict[int, int] = {result.edge: self._new(result.form)}
         self.live = result.form
+        for one in tape._gathered:
+            self._buffers[one.edge] = self._new(one.form)
+            self.live = plus(self.live, one.form)
         self.points: list[Form] = [self.live]
         self._held = {0}  # not freed by the backward of a checkpointed block
         for node in tape._nodes:
