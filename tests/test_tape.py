@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from whichlora.memory.layer_code import layer_points
+from whichlora.architecture import Layer
+from whichlora.memory.layer_code import LayerPoints, layer_points
 from whichlora.memory.tape import (
     FUSED_ROWS,
     NOTHING,
@@ -16,7 +17,7 @@ from whichlora.memory.tape import (
     per_token,
     where_many_rows,
 )
-from whichlora.prediction import resolve
+from whichlora.prediction import Job, resolve
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.models import find_model
 
@@ -29,6 +30,21 @@ GPU = GpuSpec(
     peak_flops_per_s={"bf16": 1e14},
 )
 SIZES = {"tokens": 2048, "span": 2048, "r": 16}
+
+
+def points_of(layer: Layer, job: Job, *, masked: bool = False) -> LayerPoints:
+    return layer_points(
+        layer,
+        job.model.hidden_size,
+        job.targets,
+        job.stack,
+        job.method,
+        masked=masked,
+        accumulated=False,
+        reentrant=False,
+        checkpointed=False,
+        stream=job.stack.stream_bytes,
+    )
 
 
 def bytes_of(form: tuple[int, ...]) -> int:
@@ -114,16 +130,7 @@ def test_a_llama_layer_under_autocast_keeps_and_needs_the_closed_form() -> None:
     assert spec is not None
     job = resolve(spec, RunConfig(model=spec.name), GPU)
     layer = spec.groups[0].layer
-    points = layer_points(
-        layer,
-        spec.hidden_size,
-        job.targets,
-        job.stack,
-        job.method,
-        masked=False,
-        accumulated=False,
-        reentrant=False,
-    )
+    points = points_of(layer, job)
     # 217,448 bytes per token, and the 16-bit copies of the adapters
     assert layer.mlp is not None
     copies = 2 * sum(one.in_features + one.out_features for one in layer.linears) * 16
@@ -133,3 +140,29 @@ def test_a_llama_layer_under_autocast_keeps_and_needs_the_closed_form() -> None:
     hidden, width = spec.hidden_size, layer.mlp.width
     transient = most(points.recomputed, **SIZES) - kept
     assert transient / 2048 == pytest.approx(6 * width + 10 * hidden, rel=0.005)
+
+
+def seq2seq_points(name: str, **settings: object) -> tuple[LayerPoints, LayerPoints]:
+    """The padded layers of the encoder and of the decoder, in pure bf16."""
+    spec = find_model(name)
+    assert spec is not None
+    run = RunConfig(model=spec.name, precision="bf16-pure", **settings)  # type: ignore[arg-type]
+    job = resolve(spec, run, GPU)
+    encoder, decoder = spec.groups[0].layer, spec.groups[-1].layer
+    return points_of(encoder, job, masked=True), points_of(decoder, job, masked=True)
+
+
+def test_padding_masks_the_encoder_and_what_reads_it_but_not_the_decoder_itself() -> None:
+    per_pair = [points.saved[1] for points in seq2seq_points("facebook/bart-large")]
+    assert per_pair == [
+        2,
+        2,
+    ]  # bytes of one additive mask each, the decoder's for its cross attention
+
+
+def test_a_position_bias_grows_to_every_sequence_where_it_meets_a_padding_mask() -> None:
+    encoder, decoder = seq2seq_points("google-t5/t5-large")
+    heads = 16
+    assert encoder.saved[1] == 2 * heads
+    # the decoder's own bias stays one for the whole batch; that of its cross attention does not
+    assert (decoder.saved[1], decoder.saved[5]) == (2 * heads, 2 * heads)

@@ -413,7 +413,9 @@ def outside_saved(
     """
     hidden = model.hidden_size
     saved: list[Tensor] = []
-    norms, dropped = (model.final_norms, model.final_dropouts) if after_layers else ((), ())
+    norms, dropped = model.final_norms, model.final_dropouts
+    if not after_layers:  # an encoder's end stands before the decoder
+        norms, dropped = norms[: len(norms) // 2], dropped[: len(dropped) // 2]
     if embeddings_need_grad:
         norms, dropped = norms + model.embedding_norms, dropped + model.embedding_dropouts
     for norm in norms:
@@ -449,31 +451,36 @@ def _embeds_in_steps(model: ModelSpec) -> bool:
     return positions > 0 or bool(model.embedding_dropouts)
 
 
-def kept_mask_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, span: Count) -> Count:
-    """Attention masks and position biases that checkpointed layers hold as their arguments.
+def kept_mask_bytes(
+    model: ModelSpec, stack: Stack, *, tokens: Count, span: Count, checkpointed: bool
+) -> Count:
+    """Attention masks and position biases that all layers of a stack share.
 
-    Eager code adds a mask in the dtype of the stream, SDPA is handed a boolean one; layers with
-    a window have a mask of their own. Kind: exact.
+    Checkpointed layers hold them as their arguments. Eager code adds a mask in the dtype of the
+    stream, SDPA is handed a boolean one; layers with a window have a mask of their own. Without
+    checkpointing only the zeros stay that T5's cross attention adds. Kind: exact.
     """
-    masks: dict[tuple[str, int | None], Count] = {}
-    total = 0 * tokens
+    masks: dict[tuple[str, bool, int | None], Count] = {}
+    biases: dict[tuple[str, bool], int] = {}
     for group in model.groups:
         for attention in group.layer.attentions:
-            key = (group.stack, attention.sliding_window)
             eager = stack.attn == "eager" or attention.sdpa == "eager"
+            decodes = len(group.layer.attentions) > 1 and not attention.cross  # never padded
+            masked = 0 * span if decodes else is_masked(attention, stack, span)
+            key = (group.stack, attention.cross, attention.sliding_window)
             if eager:
-                masks[key] = stack.stream_bytes * tokens * span
+                masks[key] = stack.stream_bytes * (1 if attention.causal else masked)
             elif stack.attn == "sdpa":
-                masks[key] = is_masked(attention, stack, span) * tokens * span
-    for one in masks.values():
-        total = total + one
-    biased = {
-        (group.stack, attention.num_attention_heads)
-        for group in model.groups
-        for attention in group.layer.attentions
-        if attention.position == "relative"
-    }
-    return total + sum(heads for _, heads in biased) * stack.stream_bytes * span * span
+                masks[key] = masked
+            if attention.position == "relative" and not attention.biases_each_layer:
+                size = stack.linear_out_bytes if attention.cross else stack.base_bytes
+                if checkpointed or (attention.cross and not eager):
+                    biases[key[:2]] = size * attention.num_attention_heads
+    total = sum(biases.values()) * span * span
+    if checkpointed:
+        for one in masks.values():
+            total = total + one * tokens * span
+    return total
 
 
 def unsaved_by_first_layer(layer: Layer, targets: tuple[str, ...], stack: Stack) -> int:

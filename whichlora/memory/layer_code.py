@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from whichlora.architecture import Attention, Layer, Mlp
@@ -55,9 +55,7 @@ def rotate(code: Code, x: Tensor, attention: Attention, what: str) -> Tensor:
     return result
 
 
-def attend(
-    code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None = None
-) -> Tensor:
+def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None = None) -> Tensor:
     """Projections, positions, the kernel and the output projection.
 
     Args:
@@ -267,7 +265,10 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
     memory = None
     if len(layer.attentions) > 1:
         widened = norms[0].kind == "layer" and stack.under_autocast and stack.device_kind != "cpu"
-        memory = tape.shared(x.elements, 4 if widened else stack.stream_bytes, needs_grad=stack.training)
+        size = 4 if widened else stack.stream_bytes
+        memory = tape.shared(x.elements, size, needs_grad=stack.training)
+    # an encoder's tokens alone have a padding mask
+    by_itself = replace(code, masked=False) if memory is not None else code
     assert mlp is not None, "is_written"
     if layer.parallel:
         first = code.norm(norms[0], x)
@@ -278,7 +279,7 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
         tape.hold(mixed, fed, second)
         return result
     if layer.post_norm:
-        mixed = dropped(attend(code, attention, x))
+        mixed = dropped(attend(by_itself, attention, x))
         if norms[0].kind == "layer":
             middle = code.norm(norms[0], code.add(mixed, x))
             for cross in layer.attentions[1:]:
@@ -295,7 +296,8 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
     read_norms = len(norms) - 1 - sandwich  # ModernBERT's first layer reads its input as it is
     for number, one in enumerate(layer.attentions):
         y = code.norm(norms.pop(0), x) if number or read_norms else x
-        mixed = attend(code, one, y, memory=memory if number else None)
+        reads_memory = bool(number)
+        mixed = attend(code, one, y, memory=memory) if reads_memory else attend(by_itself, one, y)
         y = dropped(mixed)
         if sandwich:
             y = code.norm(norms.pop(0), y)

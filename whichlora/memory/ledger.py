@@ -197,12 +197,14 @@ def training_ledger(
     )
     copies = _autocast_copies(model, stack, method, trained)
     sized = {"tokens": tokens, "span": seq_len}
+    masks = Tensor(
+        "masks and biases that layers share",
+        constant=activations.kept_mask_bytes(
+            model, stack, tokens=tokens, span=seq_len, checkpointed=run.gradient_checkpointing
+        ),
+        dims="batch_size, seq_len, seq_len",
+    )
     if run.gradient_checkpointing:
-        masks = Tensor(
-            "masks that layers hold as arguments",
-            constant=activations.kept_mask_bytes(model, stack, tokens=tokens, span=seq_len),
-            dims="batch_size, seq_len, seq_len",
-        )
         groups = [
             *(
                 Group(tensors=(_checkpoint(model, one),), count=one.count, **sized)
@@ -223,7 +225,7 @@ def training_ledger(
         less = Tensor("not kept by the first layer, whose input is frozen", constant=-unsaved)
         groups = [
             *(Group(tensors=x.tensors, count=x.count, **sized) for x in layers),
-            Group(tensors=(less,), **sized),
+            Group(tensors=(less, masks), **sized),
         ]
         fact = facts.SAVED
         in_layer = largest(*(one.backward - one.saved for one in layers))
