@@ -25,7 +25,7 @@ from published_rows import MEMORY, LeftOut, Observation, Quantity
 from whichlora import timing
 from whichlora.api import model_of
 from whichlora.calibration import TIME_PHASES, prior_calibration
-from whichlora.fitting import Sample, fit_time, time_samples
+from whichlora.fitting import fit_time
 from whichlora.numeric import TWO_SIDED_Z
 from whichlora.prediction import (
     MEMORY_CONFIDENCE,
@@ -37,6 +37,7 @@ from whichlora.prediction import (
     step_features,
 )
 from whichlora.results import Measurement
+from whichlora.samples import Sample, time_samples
 from whichlora.specs import GpuSpec
 from whichlora.store.gpus import find_gpu
 from whichlora.units import GiB

@@ -46,11 +46,12 @@ from whichlora.calibration import Calibration, prior_calibration  # noqa: E402
 from whichlora.dataset import TokenLengths, workload  # noqa: E402
 from whichlora.design import Option, Sight, choose  # noqa: E402
 from whichlora.device.profile import Profiler  # noqa: E402
-from whichlora.fitting import fit, time_samples  # noqa: E402
+from whichlora.fitting import fit  # noqa: E402
 from whichlora.job import train_command, train_script  # noqa: E402
 from whichlora.numeric import TWO_SIDED_Z  # noqa: E402
 from whichlora.prediction import TIME_CONFIDENCE, Job, resolve, step_features  # noqa: E402
 from whichlora.results import Measurement  # noqa: E402
+from whichlora.samples import time_samples  # noqa: E402
 from whichlora.sharing.union import gpus_with_records  # noqa: E402
 from whichlora.specs import RunConfig  # noqa: E402
 from whichlora.store.measurements import encode_record, read_measurements, read_records  # noqa: E402

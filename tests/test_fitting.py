@@ -12,10 +12,11 @@ import pytest
 from whichlora import api
 from whichlora.calibration import Calibration, prior_calibration
 from whichlora.errors import ConfigError
-from whichlora.fitting import Sample, digest, fit, fit_memory, fit_time, folds
+from whichlora.fitting import digest, fit, fit_memory, fit_time
 from whichlora.memory.ledger import PARTS
 from whichlora.prediction import predict, predict_memory, predict_step, resolve, step_features
 from whichlora.results import Measurement
+from whichlora.samples import Sample, folds
 from whichlora.specs import RunConfig
 from whichlora.store.measurements import read_measurements
 from whichlora.timing import FEATURES, prior_model, seconds

@@ -1,11 +1,7 @@
-"""Measurements become coefficients: regularised, non-negative, robust, in relative error.
+"""Measurements become coefficients: `samples` of runs, through `regression`, per phase and device.
 
-    minimise  sum_i w_i ((y_i - x_i·c) / (sigma y_i))^2 + sum_j ((c_j - m_j) / s_j)^2   with c >= 0
-
-The prior (m, s) comes from the datasheet and from other devices, so that two runs already help
-and none is needed. The weights w are one for a run that agrees with the others, and less the
-farther it lies off, so that a few wrong records bend nothing. Every fit reports the error on
-runs it was not fitted to.
+Coefficients of the time phases and factors on the parts of the ledger are fitted alike. Every fit
+reports the error on runs it was not fitted to.
 """
 
 from __future__ import annotations
@@ -13,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from whichlora import timing
 from whichlora.architecture import ModelSpec
@@ -32,17 +28,16 @@ from whichlora.calibration import (
 from whichlora.errors import WhichLoraError
 from whichlora.formulas import formulas_digest
 from whichlora.memory.ledger import PARTS
-from whichlora.prediction import (
-    ALLOCATED_PARTS,
-    Job,
-    forward_features,
-    ledger,
-    mean_context,
-    part_bytes,
-    resolve,
-    step_features,
+from whichlora.prediction import resolve
+from whichlora.regression import (
+    covariance_of,
+    held_out_noise,
+    pooled_noise,
+    robust_weights,
+    solve,
 )
 from whichlora.results import Measurement
+from whichlora.samples import Sample, Table, folds, memory_samples, time_samples
 from whichlora.specs import GpuSpec
 from whichlora.timing import FEATURES, TimeModel, prior, prior_model
 
@@ -54,129 +49,14 @@ if TYPE_CHECKING:
 
 FindModel = Callable[[Measurement], ModelSpec]
 
-PRIOR_WEIGHT = 4.0  # runs that the prior's noise counts for when residuals are few
-FOLDS = 10
-_MOST_PROMPT = 0.3  # of a generation whose parts were not timed; beyond it, nothing is learned
-_MIN_NOISE = 0.02
 _MAX_ROUNDS = 12  # of active features and weights; they settle in three or four
-# Huber 1964: 95 % as efficient as least squares where all errors are normal.
-HUBER = 1.345
-_MAD_TO_DEVIATION = 1.4826  # median absolute to standard deviation of a normal distribution
 # Relative standard deviation of a coefficient between library versions. Kind: fitted, to the
 # published rows of A100: sources of 2023 and 2024 predicting each other (`docs/time.md`).
 STACK_SPREAD = 0.15
 REPORTED_WEIGHT = 0.25  # an error 2.7 times the ordinary, which one normal run in 150 has
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One observation: features, the measured value, and the model it belongs to.
-
-    Args:
-        record: id of the measurement it is from.
-        shape: the settings whose range limits what the fit may be asked.
-        older: measured on other library versions than the current ones.
-    """
-
-    group: str
-    features: Mapping[str, float]
-    value: float
-    record: str = ""
-    shape: Mapping[str, float] = field(default_factory=dict)
-    older: bool = False
-
-
-def solve(
-    rows: Array, values: Array, mean: Array, spread: Array, noise: float, weights: Array | None
-) -> Array:
-    """Non-negative coefficients of the criterion above, by stacking the prior as rows.
-
-    Args:
-        rows: features, shape [num_runs, num_features].
-        values: measured, shape [num_runs].
-        mean, spread: prior of each coefficient, shape [num_features].
-        weights: of the squared errors, shape [num_runs]; None is one each.
-    """
-    import numpy as np
-    from scipy.optimize import nnls
-
-    scale = _root(weights, values) / (noise * values)
-    # columns differ by ten orders of magnitude (launches against seconds): scale by the prior
-    stacked = np.vstack([rows * scale[:, None] * spread, np.eye(len(spread))])
-    wanted = np.concatenate([values * scale, mean / spread])
-    # an orthogonal transform keeps the criterion, and leaves as many rows as there are columns
-    small = np.asarray(np.linalg.qr(np.column_stack([stacked, wanted]), mode="r"))
-    coefficients, _ = nnls(small[:, :-1], small[:, -1])
-    return np.asarray(coefficients * spread)
-
-
-def covariance_of(
-    rows: Array, values: Array, spread: Array, noise: float, weights: Array | None
-) -> Array:
-    """Posterior covariance of the coefficients, shape [num_features, num_features]."""
-    import numpy as np
-
-    scaled = rows * spread * (_root(weights, values) / (noise * values))[:, None]
-    inner = np.linalg.inv(scaled.T @ scaled + np.eye(len(spread)))
-    return np.asarray(inner * np.outer(spread, spread))
-
-
-def _root(weights: Array | None, values: Array) -> Array:
-    import numpy as np
-
-    return np.ones_like(values) if weights is None else np.sqrt(weights)
-
-
-def robust_weights(errors: Array, prior_noise: float) -> Array:
-    """Weight of each squared error: one up to `HUBER` deviations, then falling with its square.
-
-    Huber's own weight falls with the error itself. But the criterion divides by the measured
-    value, so a value that is ten times too small pulls ten times harder; the square takes that
-    back.
-
-    A deviation is the median error, which no minority of wrong records moves, the prior's noise
-    counting as `PRIOR_WEIGHT` runs: of two runs that disagree neither is the outlier.
-
-    Args:
-        errors: log of measured over predicted. Ten times too slow is as far off as ten times too
-            fast, though the criterion sees 0.9 of one and 9 of the other.
-    """
-    import numpy as np
-
-    sizes = np.expm1(np.minimum(np.abs(errors), 50.0))
-    mad = _MAD_TO_DEVIATION * float(np.median(sizes))
-    pooled = PRIOR_WEIGHT * prior_noise**2 + len(sizes) * mad**2
-    deviation = max(_MIN_NOISE, math.sqrt(pooled / (PRIOR_WEIGHT + len(sizes))))
-    return np.asarray(np.minimum(1.0, HUBER * deviation / np.maximum(sizes, 1e-12)) ** 2)
-
-
-def pooled_noise(residuals: Array, prior_noise: float, weights: Array) -> float:
-    """Standard deviation of log errors, the prior counting as `PRIOR_WEIGHT` runs."""
-    total = PRIOR_WEIGHT * prior_noise**2 + float(weights @ residuals**2)
-    return max(_MIN_NOISE, math.sqrt(total / (PRIOR_WEIGHT + len(residuals))))
-
-
-def _held_out_noise(errors: Array, prior_noise: float) -> float:
-    return pooled_noise(errors, prior_noise, robust_weights(errors, prior_noise))
-
-
-def folds(samples: Sequence[Sample]) -> list[list[int]]:
-    """Held-out index sets: whole models where there are three or more, else single runs.
-
-    Up to `FOLDS` sets: with no more models than that, each is left out alone.
-    """
-    groups = sorted({sample.group for sample in samples})
-    if len(groups) < 3:
-        count = min(FOLDS, len(samples))
-        return [list(range(start, len(samples), count)) for start in range(count)]
-    fold_of = {group: number % FOLDS for number, group in enumerate(groups)}
-    found: list[list[int]] = [[] for _ in range(min(FOLDS, len(groups)))]
-    for i, sample in enumerate(samples):
-        found[fold_of[sample.group]].append(i)
-    return found
-
-
-def _held_out(table: _Table, errors_of: Callable[[_Table, _Table], Array]) -> Array:
+def _held_out(table: Table, errors_of: Callable[[Table, Table], Array]) -> Array:
     """Log errors of samples left out of the fit that predicts them.
 
     Where some were measured on the current versions, those alone are left out and judged.
@@ -193,38 +73,6 @@ def _held_out(table: _Table, errors_of: Callable[[_Table, _Table], Array]) -> Ar
     return errors
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """Samples as columns, so that a fold is a selection and not another pass over them."""
-
-    samples: Sequence[Sample]
-    columns: Mapping[str, Array]
-    values: Array
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], names: Sequence[str]) -> Self:
-        import numpy as np
-
-        columns = {name: np.array([one.features[name] for one in samples]) for name in names}
-        return cls(samples, columns, np.array([one.value for one in samples]))
-
-    def older(self) -> NDArray[np.bool_]:
-        import numpy as np
-
-        return np.array([one.older for one in self.samples], dtype=bool)
-
-    def judged(self) -> NDArray[np.intp]:
-        """The samples that tell how good a fit is: of the current versions where there are any."""
-        import numpy as np
-
-        older = self.older()
-        return np.flatnonzero(older) if older.all() else np.flatnonzero(~older)
-
-    def take(self, chosen: NDArray[np.intp]) -> _Table:
-        columns = {name: column[chosen] for name, column in self.columns.items()}
-        return _Table([self.samples[i] for i in chosen.tolist()], columns, self.values[chosen])
-
-
 # --- time ---------------------------------------------------------------------------------
 
 
@@ -236,7 +84,7 @@ def _active(model: TimeModel, columns: Mapping[str, Array]) -> Array:
     return np.column_stack([counted[name] for name in FEATURES])
 
 
-def _time_errors(model: TimeModel, table: _Table) -> Array:
+def _time_errors(model: TimeModel, table: Table) -> Array:
     """Log of measured over predicted seconds."""
     import numpy as np
 
@@ -246,10 +94,10 @@ def _time_errors(model: TimeModel, table: _Table) -> Array:
 
 def fit_time(samples: Sequence[Sample], gpu: GpuSpec, phase: str) -> TimeModel:
     """Coefficients of one phase, the prior's where there is no sample."""
-    return _fit_time(_Table.of(samples, FEATURES), gpu, phase)
+    return _fit_time(Table.of(samples, FEATURES), gpu, phase)
 
 
-def _fit_time(table: _Table, gpu: GpuSpec, phase: str) -> TimeModel:
+def _fit_time(table: Table, gpu: GpuSpec, phase: str) -> TimeModel:
     """Coefficients of one phase.
 
     Runs on other library versions teach only what this device's prior is: kernels and launch code
@@ -284,7 +132,7 @@ def _carried(taught: TimeModel, widest: Mapping[str, float]) -> tuple[TimeModel,
     return replace(taught, covariance=covariance), spread
 
 
-def _regress(table: _Table, start: TimeModel, spread_of: Mapping[str, float]) -> TimeModel:
+def _regress(table: Table, start: TimeModel, spread_of: Mapping[str, float]) -> TimeModel:
     """`start`, the prior of standard deviations `spread_of`, updated by the runs of `table`.
 
     Which of host and device decides a run, and which runs are outliers, depends on the
@@ -323,84 +171,17 @@ def _regress(table: _Table, start: TimeModel, spread_of: Mapping[str, float]) ->
     return replace(model, covariance=tuple(map(tuple, covariance.tolist())))
 
 
-def _held_out_time(table: _Table, gpu: GpuSpec, phase: str) -> Array:
-    def errors_of(kept: _Table, held: _Table) -> Array:
+def _held_out_time(table: Table, gpu: GpuSpec, phase: str) -> Array:
+    def errors_of(kept: Table, held: Table) -> Array:
         return _time_errors(_fit_time(kept, gpu, phase), held)
 
     return _held_out(table, errors_of)
 
 
-def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:
-    """Observations by phase in one measurement: the median of its repetitions."""
-    found: dict[str, list[Sample]] = {}
-
-    def add(phase: str, features: dict[str, float], seconds: list[float], length: int) -> None:
-        sample = _sample(job, measurement, features, median(seconds), length)
-        found.setdefault(phase, []).append(sample)
-
-    if measurement.step_s:
-        lengths = measurement.batch_seq_len or (job.run.seq_len,) * len(measurement.step_s)
-        by_length: dict[int, list[float]] = {}
-        for length, step_s in zip(lengths, measurement.step_s, strict=True):
-            by_length.setdefault(length, []).append(step_s)
-        for length, times in by_length.items():
-            add("finetune", step_features(job, seq_len=length), times, length)
-    prompt = job.run.prompt_len
-    if measurement.prefill_s:
-        features = forward_features(job, context=prompt, decoding=False)
-        add("prefill", features, list(measurement.prefill_s), prompt)
-    if measurement.decode_s_per_token:
-        context = mean_context(prompt, job.run.max_new_tokens)
-        features = forward_features(job, context=context, decoding=True)
-        add("decode", features, list(measurement.decode_s_per_token), context)
-    elif measurement.generate_s and job.run.max_new_tokens > 1:
-        context, steps = mean_context(prompt, job.run.max_new_tokens), job.run.max_new_tokens - 1
-        whole = median(measurement.generate_s)
-        first = _first_token_s(job)
-        if first < _MOST_PROMPT * whole:
-            features = forward_features(job, context=context, decoding=True)
-            add("decode", features, [(whole - first) / steps], context)
-    return found
-
-
-def _first_token_s(job: Job) -> float:
-    """Seconds of the prompt pass as the datasheet and priors have it."""
-    features = forward_features(job, context=job.run.prompt_len, decoding=False)
-    return float(timing.seconds(prior_model(job.gpu, "prefill"), features)[0])
-
-
-def _sample(
-    job: Job, measurement: Measurement, features: Mapping[str, float], value: float, length: int
-) -> Sample:
-    shape = {"batch_size": job.run.batch_size, "tokens": length}
-    older = bool(job.run.libraries)  # a run names its versions where they are not the current ones
-    return Sample(job.run.model, features, value, measurement.id, shape, older)
-
-
 # --- memory -------------------------------------------------------------------------------
 
 
-def memory_samples(job: Job, measurement: Measurement) -> list[Sample]:
-    """Parts of the ledger at its peak against the measured counters, one sample each."""
-    found = ledger(job)
-    parts = {k: float(v) for k, v in part_bytes(job, found, found.peak_moment).items()}
-    none = dict.fromkeys(PARTS, 0.0)
-    live = none | {name: parts[name] for name in ALLOCATED_PARTS}
-    run = job.run
-    length = run.seq_len if run.phase == "finetune" else run.prompt_len + run.max_new_tokens
-    counters = (
-        (measurement.peak_allocated_bytes, live),
-        (measurement.peak_reserved_bytes, live | {"allocator": parts["allocator"]}),
-        (measurement.device_used_bytes, parts),
-    )
-    return [
-        _sample(job, measurement, features, float(measured), length)
-        for measured, features in counters
-        if measured
-    ]
-
-
-def _memory_errors(model: MemoryModel, table: _Table) -> Array:
+def _memory_errors(model: MemoryModel, table: Table) -> Array:
     """Log of measured over predicted bytes."""
     import numpy as np
 
@@ -412,10 +193,10 @@ def _memory_errors(model: MemoryModel, table: _Table) -> Array:
 
 def fit_memory(samples: Sequence[Sample], start: MemoryModel) -> MemoryModel:
     """Factors on the parts of the ledger, close to one by prior."""
-    return _fit_memory(_Table.of(samples, PARTS), start)
+    return _fit_memory(Table.of(samples, PARTS), start)
 
 
-def _fit_memory(table: _Table, start: MemoryModel) -> MemoryModel:
+def _fit_memory(table: Table, start: MemoryModel) -> MemoryModel:
     import numpy as np
 
     if not table.samples:
@@ -446,8 +227,8 @@ def _fit_memory(table: _Table, start: MemoryModel) -> MemoryModel:
     )
 
 
-def _held_out_memory(table: _Table, start: MemoryModel) -> Array:
-    def errors_of(kept: _Table, held: _Table) -> Array:
+def _held_out_memory(table: Table, start: MemoryModel) -> Array:
+    def errors_of(kept: Table, held: Table) -> Array:
         return _memory_errors(_fit_memory(kept, start), held)
 
     return _held_out(table, errors_of)
@@ -461,7 +242,7 @@ def _summary(errors: Array) -> HeldOut:
     return HeldOut(num_runs=len(sizes), median=median(sizes), worst=sizes[-1])
 
 
-def _outliers(table: _Table, phase: str, errors: Array, prior_noise: float) -> Iterator[Outlier]:
+def _outliers(table: Table, phase: str, errors: Array, prior_noise: float) -> Iterator[Outlier]:
     """The samples that the fit with these log errors listened to less, farthest first."""
     import numpy as np
 
@@ -552,7 +333,7 @@ def fit(
     outliers: list[Outlier] = []
     time: dict[str, TimeModel] = {}
     for phase in TIME_PHASES:
-        before, table = start.time[phase], _Table.of(found[phase], FEATURES)
+        before, table = start.time[phase], Table.of(found[phase], FEATURES)
         model = _fit_time(table, gpu, phase)
         if found[phase]:
             cold[phase] = _summary(_time_errors(before, table.take(table.judged())))
@@ -562,9 +343,9 @@ def fit(
             summaries[phase] = _summary(errors)
             # where all are of other versions, `STACK_SPREAD` has what a left-out run would add
             if not table.older().all():
-                model = replace(model, noise=_held_out_noise(errors, before.noise))
+                model = replace(model, noise=held_out_noise(errors, before.noise))
         time[phase] = model
-    table = _Table.of(found["memory"], PARTS)
+    table = Table.of(found["memory"], PARTS)
     memory = _fit_memory(table, start.memory)
     if found["memory"]:
         cold["memory"] = _summary(_memory_errors(start.memory, table))
@@ -573,7 +354,7 @@ def fit(
     if held_out and len(found["memory"]) >= 3:
         errors = _held_out_memory(table, start.memory)
         summaries["memory"] = _summary(errors)
-        memory = replace(memory, noise=_held_out_noise(errors, start.memory.noise))
+        memory = replace(memory, noise=held_out_noise(errors, start.memory.noise))
     return Calibration(
         gpu=gpu.key,
         memory=memory,

@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT)]
 from whichlora import timing  # noqa: E402
 from whichlora.api import model_of  # noqa: E402
 from whichlora.calibration import TIME_PHASES, prior_calibration  # noqa: E402
-from whichlora.fitting import Sample, fit_time, time_samples  # noqa: E402
+from whichlora.fitting import fit_time  # noqa: E402
 from whichlora.prediction import (  # noqa: E402
     Job,
     ledger,
@@ -32,6 +32,7 @@ from whichlora.prediction import (  # noqa: E402
     step_features,
 )
 from whichlora.results import Measurement, MemoryPrediction  # noqa: E402
+from whichlora.samples import Sample, time_samples  # noqa: E402
 from whichlora.specs import GpuSpec  # noqa: E402
 from whichlora.store.gpus import find_gpu  # noqa: E402
 from whichlora.store.jsonfiles import read_object  # noqa: E402
