@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from whichlora.architecture import Layer
+from whichlora.memory.layer_bytes import masked_head_saved
 from whichlora.memory.layer_code import LayerPoints, layer_points
+from whichlora.memory.ledger import trained_params
 from whichlora.memory.tape import (
     FUSED_ROWS,
     NOTHING,
@@ -166,3 +168,36 @@ def test_a_position_bias_grows_to_every_sequence_where_it_meets_a_padding_mask()
     assert encoder.saved[1] == 2 * heads
     # the decoder's own bias stays one for the whole batch; that of its cross attention does not
     assert (decoder.saved[1], decoder.saved[5]) == (2 * heads, 2 * heads)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "of_transform"),
+    [("google-bert/bert-base-uncased", 768, 768), ("google/electra-base-discriminator", 768, 768)],
+)
+def test_an_adapter_of_all_linears_of_an_encoder_reaches_the_matrix_before_its_logits(
+    name: str, width: int, of_transform: int
+) -> None:
+    spec = find_model(name)
+    assert spec is not None
+    job = resolve(spec, RunConfig(model=name, r=4), GPU)
+    in_layers = sum(
+        linear.in_features + linear.out_features
+        for layer, count in spec.layers()
+        for linear in layer.linears * count
+    )
+    found = trained_params(spec, job.targets, job.method, 4)
+    assert found == 4 * (in_layers + width + of_transform)
+
+
+def test_a_head_for_masked_words_keeps_more_where_it_is_adapted() -> None:
+    spec = find_model("google-bert/bert-base-uncased")
+    assert spec is not None
+    kept = []
+    for targets in (("all-linear",), ("query",)):
+        run = RunConfig(model=spec.name, precision="bf16-pure", r=8, target_modules=targets)
+        job = resolve(spec, run, GPU)
+        tensors = masked_head_saved(spec, job.targets, job.stack, job.method, r=8)
+        kept.append(sum(one.per_token for one in tensors))
+    hidden = spec.hidden_size
+    frozen = 2 * 2 * hidden + 2 * 4  # inputs of the GELU and of the norm, mean and deviation
+    assert kept == [frozen + 2 * hidden + 2 * 8, frozen]

@@ -270,6 +270,21 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedHead:
+    """What an encoder gains when it is loaded to fill masked words, the tied projection aside.
+
+    Args:
+        linear, activation, norm: the transform, in forward order.
+        widens_logits: the loss casts the logits to fp32 by itself.
+    """
+
+    linear: Linear
+    activation: str
+    norm: Norm
+    widens_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """One architecture, with every size that memory and time depend on.
 
@@ -277,8 +292,8 @@ class ModelSpec:
         name: hub id, or the local path it was read from.
         head: the projection to the vocabulary; None for an encoder without one.
         head_tied: the head shares its weight with the token embedding.
-        head_linears: further matrices between the last layer and `head` (BERT's transform),
-            and projections around the stack (OPT-350M's project_in and project_out).
+        head_linears: projections around the stack (OPT-350M's project_in and project_out).
+        masked_head: of an encoder; not among its parameters, which are those of `AutoModel`.
         other_params: parameters outside all of the above (a vision tower, a pooler).
         buffer_bytes: what modules keep beside parameters (a causal mask per attention).
         embedding_dropouts, final_dropouts: widths of the tensors that training drops values of
@@ -299,6 +314,7 @@ class ModelSpec:
     head: Linear | None = None
     head_tied: bool = False
     head_linears: tuple[Linear, ...] = ()
+    masked_head: MaskedHead | None = None
     logit_softcap: float | None = None
     other_params: int = 0
     buffer_bytes: int = 0
@@ -312,6 +328,12 @@ class ModelSpec:
     @property
     def num_hidden_layers(self) -> int:
         return sum(group.count for group in self.groups)
+
+    @property
+    def outer_linears(self) -> tuple[Linear, ...]:
+        """Matrices outside of the layers that can take an adapter."""
+        masked = () if self.masked_head is None else (self.masked_head.linear,)
+        return self.head_linears + masked
 
     @property
     def num_params(self) -> int:

@@ -24,7 +24,9 @@ def resolve_targets(model: ModelSpec, target_modules: tuple[str, ...]) -> tuple[
         ConfigError: a name that no layer of the model has, or nothing to adapt.
     """
     candidates = {
-        linear.name for linear in (*all_linears(model), *model.head_linears) if linear.rank_multiple
+        linear.name
+        for linear in (*all_linears(model), *model.outer_linears)
+        if linear.rank_multiple
     }
     if not candidates:
         raise ConfigError(f"target_modules: {model.name} has no linear layer that can be adapted")

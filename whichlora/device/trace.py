@@ -438,6 +438,10 @@ def whole_trace(
         try:
             depth = _depth(model_config)
             some = trace(run, model_config, target_modules=target_modules, num_layers=TRACED_LAYERS)
+            if not any(
+                one.inside for one in some
+            ):  # ALBERT runs one set of weights again and again
+                raise DoesNotRepeatError("no list of layers is in the model")
             stretched = stretch(some, num_layers=depth)
             if layers == "2,4":
                 few = trace(

@@ -12,6 +12,7 @@ from whichlora.architecture import (
     Layer,
     LayerGroup,
     Linear,
+    MaskedHead,
     ModelSpec,
     Norm,
 )
@@ -84,6 +85,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "norm_bias": False,
         "attention_bias": False,
         "mlp_bias": False,
+        "classifier_activation": "gelu",
+        "classifier_bias": False,
     },
 }
 SYNONYMS = {
@@ -148,6 +151,32 @@ def _layer(
     )
 
 
+def _masked_head(
+    c: Fields,
+    width: int,
+    *,
+    names: tuple[str, str] = ("dense", "LayerNorm"),
+    activation: str = "",
+    bias: bool = True,
+    norm_bias: bool = True,
+    widens_logits: bool = False,
+) -> MaskedHead:
+    """Source: `BertPredictionHeadTransform` and its kin in transformers 5.23."""
+    linear, norm = names
+    return MaskedHead(
+        linear=Linear(
+            name=linear,
+            in_features=c.size("hidden_size"),
+            out_features=width,
+            reads="last_hidden",
+            bias=bias,
+        ),
+        activation=activation or c.text("hidden_act"),
+        norm=Norm(name=norm, kind="layer", width=width, bias=norm_bias),
+        widens_logits=widens_logits,
+    )
+
+
 def _encoder(
     c: Fields,
     layers: Sequence[Layer],
@@ -173,6 +202,9 @@ def _encoder(
         "embedding_dropouts": (width,) if c.probability("hidden_dropout_prob") else (),
         **rest,
     }
+    if "masked_head" not in spec:
+        spec["masked_head"] = _masked_head(c, width)
+    spec |= {}
     return ModelSpec(
         name=c.name,
         model_type=c.text("model_type"),
@@ -202,7 +234,8 @@ def _electra(c: Fields) -> ModelSpec:
     width, hidden = c.size("embedding_size"), c.size("hidden_size")
     layer = _layer(c, _attention(c))
     around = () if width == hidden else _widened(width, hidden, "embeddings_project")
-    return _encoder(c, [layer] * c.layers(), width=width, head_linears=around)
+    head = _masked_head(c, width, activation="gelu")
+    return _encoder(c, [layer] * c.layers(), width=width, head_linears=around, masked_head=head)
 
 
 def _distilbert(c: Fields) -> ModelSpec:
@@ -212,7 +245,8 @@ def _distilbert(c: Fields) -> ModelSpec:
         mlp_names=("lin1", "lin2"),
         norm_names=("sa_layer_norm", "output_layer_norm"),
     )
-    return _encoder(c, [layer] * c.layers())
+    head = _masked_head(c, c.size("hidden_size"), names=("vocab_transform", "vocab_layer_norm"))
+    return _encoder(c, [layer] * c.layers(), masked_head=head)
 
 
 def _albert(c: Fields) -> ModelSpec:
@@ -325,6 +359,15 @@ def _modernbert(c: Fields) -> ModelSpec:
         embeddings=(Embedding(name="tok_embeddings", rows=c.size("vocab_size"), width=hidden),),
         embedding_norms=norm("norm"),
         final_norms=norm("final_norm"),
+        masked_head=_masked_head(
+            c,
+            hidden,
+            names=("dense", "norm"),
+            activation=c.text("classifier_activation"),
+            bias=c.flag("classifier_bias"),
+            norm_bias=norm_bias,
+            widens_logits=True,
+        ),
     )
 
 

@@ -422,17 +422,13 @@ def outside_saved(
         saved.extend(norm_saved(norm, stack))
     mask_bytes = _mask_bytes(stack.stream_bytes, stack)
     saved.extend(per_token("dropout mask", mask_bytes, width, "hidden_size") for width in dropped)
-    if (
-        model.task == "encoder" and after_layers
-    ):  # the transform before the logits: inputs of its gelu and norm
-        saved.append(
-            per_token("masked-word transform", stack.stream_bytes, 2 * hidden, "2, hidden_size")
-        )
-    if stack.trains_base and after_layers:
+    if stack.trains_base and after_layers and model.masked_head is None:
         saved.append(per_token("head: input", stack.compute_bytes, hidden, "hidden_size"))
     elif not stack.trains_base and embeddings_need_grad and _embeds_in_steps(model):
         # the looked-up rows are what was made to need a gradient: a leaf lives as long as the graph
-        saved.append(per_token("looked-up embeddings", stack.stream_bytes, hidden, "hidden_size"))
+        stacks = len({group.stack for group in model.groups})
+        rows = stacks * model.embeddings[0].width
+        saved.append(per_token("looked-up embeddings", stack.embedding_bytes, rows, "hidden_size"))
     readers = (linear for layer, _ in model.layers() for linear in layer.linears)
     if any(
         linear.reads == ENCODER_OUT and (stack.trains_base or linear.name in targets)

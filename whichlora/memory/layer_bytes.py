@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from whichlora.architecture import Layer, ModelSpec
 from whichlora.memory import activations, weights
 from whichlora.memory.entries import Tensor, tensor_bytes
+from whichlora.memory.head_code import masked_head_kept
 from whichlora.memory.layer_code import (
     LayerPoints,
     is_written,
@@ -141,6 +142,26 @@ def forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, span: Count)
             points = working_points(layer, model.hidden_size, stack, masked=masked, stream=stream)
             found.append(share * (streams + most(points, tokens=tokens, span=span, r=0)))
     return largest(*found)
+
+
+def masked_head_saved(
+    model: ModelSpec, targets: tuple[str, ...], stack: Stack, method: Method, *, r: Count
+) -> tuple[Tensor, ...]:
+    """What an encoder keeps between its last layer and the logits. Kind: exact."""
+    if model.masked_head is None:
+        return ()
+    last = model.groups[-1].layer
+    after_norm = bool(model.embedding_norms) or bool(model.final_norms)
+    kept = masked_head_kept(
+        model.masked_head,
+        model.hidden_size,
+        model.vocab_size,
+        targets,
+        stack,
+        method,
+        stream=stream_bytes(last, stack, after_norm=after_norm),
+    )
+    return tuple(_listed(kept, 1, span=0, r=r))
 
 
 def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dict[str, Count]:

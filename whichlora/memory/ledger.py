@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from whichlora.architecture import ModelSpec
 from whichlora.memory import activations, allocator, facts, logits, optimizer, weights
 from whichlora.memory.entries import Entry, Group, Tensor, listed
-from whichlora.memory.layer_bytes import LayerBytes, layer_bytes
+from whichlora.memory.layer_bytes import LayerBytes, layer_bytes, masked_head_saved
 from whichlora.memory.trained import gradient_bytes, saved_modules, trained_tensors
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, largest
@@ -74,7 +74,7 @@ def trained_params(
 ) -> Count:
     """Trainable parameters: all of them, or adapters and copied modules. Kind: exact."""
     if method.trains_base:
-        return model.num_params + 0 * r
+        return model.num_params + weights.masked_head_params(model) + 0 * r
     total: Count = 0 * r
     for saved in saved_modules(model, modules_to_save, param_bytes=0):
         total = total + saved.num_params
@@ -83,7 +83,7 @@ def trained_params(
         for linear in adapted(group.layer, targets):
             one = one + method.adapter_params(linear, r)
         total = total + one * (1 if group.shared else group.count)
-    for linear in model.head_linears:
+    for linear in model.outer_linears:
         if linear.rank_multiple and linear.name in targets:
             total = total + method.adapter_params(linear, r)
     return total
@@ -185,10 +185,11 @@ def training_ledger(
     outside, before_layers = (
         Group(
             where="around the layers",
-            tensors=tuple(
-                activations.outside_saved(
+            tensors=(
+                *activations.outside_saved(
                     model, targets, stack, embeddings_need_grad=needs_grad, after_layers=after
-                )
+                ),
+                *(masked_head_saved(model, targets, stack, method, r=r) if after else ()),
             ),
             tokens=tokens,
             span=seq_len,
@@ -239,7 +240,7 @@ def training_ledger(
     head_copy = logits.head_copy_bytes(model, stack)
     loss_forward = logits.loss_forward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
     loss_backward = logits.loss_backward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
-    head_params = model.hidden_size * logits.logit_width(model)
+    head_params = model.embeddings[0].width * logits.logit_width(model)
     of_head = gradient_bytes(one for one in copied if not one.is_embedding)
     if method.trains_base:
         of_head = head_params * param_bytes

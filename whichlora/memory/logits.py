@@ -92,7 +92,9 @@ def _fused_temporaries(
 
 def loss_element_bytes(model: ModelSpec, stack: Stack) -> int:
     """One entry of the loss: decoders widen their logits, T5 and BERT leave that to autocast."""
-    return 4 if model.task == "causal-lm" else stack.loss_bytes
+    masked = model.masked_head
+    widens = model.task == "causal-lm" or (masked is not None and masked.widens_logits)
+    return 4 if widens else stack.loss_bytes
 
 
 def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:

@@ -7,15 +7,15 @@ from whichlora.memory.operators import Code
 from whichlora.memory.tape import Tensor, per_token, scaled
 
 
-def activate(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
+def activate(code: Code, activation: str, x: Tensor) -> Tensor:
     tape = code.tape
-    if mlp.activation in ("relu",):
+    if activation in ("relu",):
         return tape.op([x], x.elements, x.size, saves_result=True, what="activation: result")
-    if mlp.activation in ("gelu_new", "gelu_fast"):
+    if activation in ("gelu_new", "gelu_fast"):
         # 0.5 * x * (1 + tanh(c * (x + 0.044715 * x³))), a tensor for each operator
         stack = code.stack
         half = code.scale(x)
-        widened = mlp.activation == "gelu_new" and stack.under_autocast
+        widened = activation == "gelu_new" and stack.under_autocast
         base = code.cast(x, 4) if widened and stack.device_kind != "cpu" else x
         inner = scaled(base.elements, 2 * base.size)
         cubed = tape.op([base], base.elements, base.size, saves=[base], inner_backward=inner)
@@ -23,7 +23,7 @@ def activate(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
         tanh = tape.op([inside], x.elements, inside.size, saves_result=True, what="tanh")
         more = tape.op([tanh], x.elements, tanh.size, passes=True)
         return code.multiply(half, more)
-    if mlp.activation == "relu2":
+    if activation == "relu2":
         rectified = tape.op([x], x.elements, x.size, saves_result=True, what="rectified")
         widened = code.stack.under_autocast and code.stack.device_kind != "cpu"
         base = code.cast(rectified, 4) if widened else rectified
@@ -31,10 +31,10 @@ def activate(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
         squared = tape.op([base], base.elements, base.size, saves=[base], inner_backward=inner)
         tape.hold(rectified)
         return squared
-    if mlp.activation == "bloom_gelu":
+    if activation == "bloom_gelu":
         inner = scaled(x.elements, 4 * x.size)
         return tape.op([x], x.elements, x.size, saves=[x], inner=inner, inner_backward=inner)
-    if mlp.activation == "quick_gelu":
+    if activation == "quick_gelu":
         gate = tape.op([code.scale(x)], x.elements, x.size, saves_result=True)
         return code.multiply(x, gate)
     return tape.op([x], x.elements, x.size, saves=[x], what="activation: result")
@@ -44,7 +44,7 @@ def feed_forward(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
     tape, stack = code.tape, code.stack
     if mlp.gated and len(mlp.linears) > 2:
         gate_linear, up_linear, down_linear = mlp.linears[:3]
-        active = activate(code, mlp, code.linear(gate_linear, x))
+        active = activate(code, mlp.activation, code.linear(gate_linear, x))
         up = code.linear(up_linear, x)
         inner = code.multiply(active, up)
         tape.hold(active, up)
@@ -53,11 +53,11 @@ def feed_forward(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
         joint = code.linear(joint_linear, x)
         half = per_token(mlp.width)
         gate, up = tape.parts(joint, (half, half))
-        inner = code.multiply(up, activate(code, mlp, gate))
+        inner = code.multiply(up, activate(code, mlp.activation, gate))
         tape.hold(joint)
     else:
         in_linear, down_linear = mlp.linears[:2]
-        inner = activate(code, mlp, code.linear(in_linear, x))
+        inner = activate(code, mlp.activation, code.linear(in_linear, x))
     if mlp.dropout and stack.training:
         inner = code.dropout(inner, mask_bytes=inner.size if stack.device_kind == "cpu" else 1)
     result = code.linear(down_linear, inner)

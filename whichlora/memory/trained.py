@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from whichlora.architecture import Linear, ModelSpec
+from whichlora.memory.weights import masked_head_params
 from whichlora.methods.base import Method
 from whichlora.numeric import Count
 from whichlora.stack import Stack
@@ -85,7 +86,7 @@ def _of_adapters(
     ]
     linears += [
         (linear, 1)
-        for linear in model.head_linears
+        for linear in model.outer_linears
         if linear.rank_multiple and linear.name in targets
     ]
     for linear, count in linears:
@@ -115,7 +116,11 @@ def _of_base(model: ModelSpec, param_bytes: int) -> Iterator[Trained]:
         whole, rest = divmod(group.layer.num_params - in_linears, hidden)
         yield Trained(rows=1, width=hidden, count=count * whole, param_bytes=param_bytes)
         yield Trained(rows=1, width=rest, count=count, param_bytes=param_bytes)
-    around = model.num_params - sum(group.num_params for group in model.groups)
+    around = (
+        model.num_params
+        + masked_head_params(model)
+        - sum(group.num_params for group in model.groups)
+    )
     for embedding in model.embeddings:
         around -= embedding.num_params
         yield Trained(
@@ -124,7 +129,7 @@ def _of_base(model: ModelSpec, param_bytes: int) -> Iterator[Trained]:
     if model.head is not None and not model.head_tied:
         around -= model.head.num_weights
         yield _weight(model.head, 1, param_bytes)
-    for linear in model.head_linears:
+    for linear in model.outer_linears:
         around -= linear.num_weights
         yield _weight(linear, 1, param_bytes)
     yield Trained(rows=1, width=around, param_bytes=param_bytes)  # the last norm, a vision tower

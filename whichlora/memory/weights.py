@@ -62,15 +62,16 @@ def linear_bytes(linear: Linear, stack: Stack) -> int:
 def masked_head_params(model: ModelSpec) -> int:
     """What an encoder gains when it is loaded to fill masked words, less the pooler it loses.
 
-    A square matrix, a norm and one bias per word; the projection to the words is tied.
+    A matrix, a norm and one bias per word; the projection to the words is tied.
     Source: transformers 5.23 `BertOnlyMLMHead`, `RobertaLMHead`.
     """
-    if model.task != "encoder":
+    head = model.masked_head
+    if head is None:
         return 0
-    hidden, width = model.hidden_size, model.embeddings[0].width
+    hidden = model.hidden_size
     pooler = hidden * hidden + hidden
     lost = pooler if model.other_params == pooler else 0
-    return hidden * width + 3 * width + model.vocab_size - lost
+    return head.linear.num_params + head.norm.num_params + model.vocab_size - lost
 
 
 def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
@@ -94,10 +95,12 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
             embeddings -= model.head.num_weights
     other = model.num_params - embeddings - sum(group.num_params for group in model.groups)
     other += masked_head_params(model)
+    other -= sum(linear.num_params for linear in model.outer_linears)
+    around = sum(linear_bytes(linear, stack) for linear in model.outer_linears)
     return {
         "layers": layers,
         "embeddings": embeddings * stack.embedding_bytes,
-        "other": other * stack.base_bytes,
+        "other": other * stack.base_bytes + around,
         "buffers": model.buffer_bytes + rotary_table_bytes(model, stack),
     }
 
