@@ -65,6 +65,45 @@ def like_cuda() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def with_flash_attention() -> Iterator[None]:
+    """transformers finds flash-attention 2 installed: the classes that have it take its path.
+
+    Source: transformers 5.23 `modeling_flash_attention_utils`; a batch without padding only.
+    """
+    utils = import_module("transformers.modeling_flash_attention_utils")
+    model_class = import_module("transformers.modeling_utils").PreTrainedModel
+    with ExitStack() as stack:
+        for target, name, value in (
+            (model_class, "_flash_attn_import_error", lambda *_, **__: None),
+            (utils, "_lazy_imports", lambda *_, **__: (_flash, _flash, None, None, None)),
+            (utils, "_loaded_implementation", None),
+            (utils, "_is_packed_sequence", lambda *_: False),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        versions = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
+        installed = {"general_availability_check": lambda: True}
+        stack.enter_context(mock.patch.dict(versions[2], installed))
+        yield
+
+
+def _flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """[batch, seq, heads, head_dim], and keeps what SDPA's fused kernels keep."""
+    by_head = (one.transpose(1, 2) for one in (q, k, v))
+    out: torch.Tensor = _Fused.apply(*by_head, None)
+    return out.transpose(1, 2)
+
+
 _asked_autocast = torch.is_autocast_enabled
 
 

@@ -15,6 +15,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from whichlora.device.build import _fp32_names, _model_config, finished_model, meta_model
 from whichlora.device.finetune import measure_finetune
 from whichlora.device.inference import measure_inference
-from whichlora.device.like_cuda import like_cuda, makes_host_tensors
+from whichlora.device.like_cuda import like_cuda, makes_host_tensors, with_flash_attention
 from whichlora.device.meter import Meter
-from whichlora.errors import WhichLoraError
+from whichlora.errors import ConfigError, WhichLoraError
 from whichlora.memory.replay import replay
 from whichlora.memory.stretch import (
     DEPTH_KEYS,
@@ -69,17 +70,22 @@ def trace(
     """
     run = with_defaults(run)
     config = dict(model_config) if num_layers is None else shallow(model_config, num_layers)
-    # fp16 has no CPU kernels in some places, and the bytes of bf16; flash-attention 2 keeps what
-    # the fused kernels of SDPA keep.
-    stand_in = dataclasses.replace(
-        run,
-        precision="bf16" if run.precision == "fp16" else run.precision,
-        attn="sdpa" if run.attn == "flash_attention_2" else run.attn,
-    )
+    if run.attn == "flash_attention_2" and run.padding == "padded":
+        raise ConfigError(
+            "attn: flash_attention_2 of padded batches can't be traced, it counts their tokens; "
+            "use engine ledger, or padding none"
+        )
+    # fp16 has no CPU kernels in some places, and the bytes of bf16.
+    stand_in = run
+    if run.precision == "fp16":
+        stand_in = dataclasses.replace(run, precision="bf16")
     weights = run if run.precision == "fp16" and _is_full(run) else stand_in
-    weights = dataclasses.replace(weights, attn=stand_in.attn)
-    model = meta_model(weights, config, device="cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True), like_cuda():
+    with ExitStack() as patches:
+        if run.attn == "flash_attention_2":
+            patches.enter_context(with_flash_attention())
+        model = meta_model(weights, config, device="cpu")
+        patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        patches.enter_context(like_cuda())
         place_fake(model, getattr(torch, weights.weight_dtype))
         model = finished_model(model, stand_in, target_modules)
         for module in model.modules():

@@ -135,12 +135,13 @@ def _fused_kernel(
     code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> Tensor:
     tape, stack = code.tape, code.stack
-    size = stack.compute_bytes
+    flash = stack.attn == "flash_attention_2"  # is never handed fp32
+    size = 2 if flash else stack.compute_bytes
     heads = attention.num_attention_heads
     inputs = [q, k, v]
     if code.masked and attention.num_key_value_heads < heads and stack.attn == "sdpa":
         inputs = [q, *_repeated(code, attention, k, v)]
-    if stack.under_autocast:
+    if flash or stack.under_autocast:
         inputs = [code.cast(one, size) for one in inputs]
     keeps = [per_token(4 * heads)]
     if bias is not None:

@@ -32,7 +32,8 @@ def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_he
     widened = model.task == "causal-lm" and libraries.widens_logits_in_place
     if loss_head == "raw":
         is_copied = widened or _autocast_widens(stack)
-        return tokens * vocab * (stack.compute_bytes + (4 if is_copied else 0))
+        tanh_bytes = stack.compute_bytes if model.logit_softcap else 0
+        return tokens * vocab * (stack.compute_bytes + (4 if is_copied else 0) + tanh_bytes)
     hidden_bytes = 2 * stack.stream_bytes * model.hidden_size  # before and after the last norm
     if loss_head == "unsloth":
         # its kernel turns the shifted copy of the fp32 logits into their gradient
@@ -108,7 +109,10 @@ def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_h
     if loss_head == "raw":
         # the logits stay with the caller; fp32 ones get an fp32 gradient and a 16-bit one
         is_copied = in_place or _autocast_widens(stack)
-        return tokens * vocab * ((8 if is_copied else stack.compute_bytes) + stack.compute_bytes)
+        entry = (8 if is_copied else stack.compute_bytes) + stack.compute_bytes
+        if model.logit_softcap:  # the tanh, and where no cast makes it, a second gradient
+            entry += stack.compute_bytes * (1 if is_copied else 2)
+        return tokens * vocab * entry
     if loss_head == "unsloth":
         # the gradient of the shifted logits, and the same with the last position again
         return tokens * (8 * vocab + stack.stream_bytes * hidden)

@@ -34,10 +34,29 @@ def activate(code: Code, activation: str, x: Tensor) -> Tensor:
     if activation == "bloom_gelu":
         inner = scaled(x.elements, 4 * x.size)
         return tape.op([x], x.elements, x.size, saves=[x], inner=inner, inner_backward=inner)
+    if activation == "xielu":
+        return _xielu(code, x)
     if activation == "quick_gelu":
         gate = tape.op([code.scale(x)], x.elements, x.size, saves_result=True)
         return code.multiply(x, gate)
     return tape.op([x], x.elements, x.size, saves=[x], what="activation: result")
+
+
+def _xielu(code: Code, x: Tensor) -> Tensor:
+    """One formula above zero, another below. Source: `XIELUActivation._xielu_python`."""
+    tape, stack = code.tape, code.stack
+    widened = stack.under_autocast and stack.device_kind != "cpu"
+    size = 4 if widened else x.size
+    positive = tape.op([x], x.elements, 1, detached=True)
+    slope_reads = [x] if stack.trains_base else []
+    sloped = tape.op([x], x.elements, size, saves=slope_reads, what="xielu: slope · x")
+    above = code.add(code.multiply(sloped, x), code.scale(x))
+    least = code.cast(tape.op([x], x.elements, x.size, saves=[x]), size)
+    power = tape.op([least], x.elements, size, saves_result=True, what="xielu: exponential")
+    less = tape.op([power, x], x.elements, size, passes=True)
+    bent = tape.op([less], x.elements, size, saves=[less] if stack.trains_base else [])
+    below = code.add(bent, code.scale(x))
+    return tape.op([positive, above, below], x.elements, size, saves=[positive], what="xielu: sign")
 
 
 def feed_forward(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
