@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from whichlora.architecture import Layer
+from whichlora.memory import facts
 from whichlora.memory.layer_bytes import masked_head_saved
 from whichlora.memory.layer_code import LayerPoints, layer_points
 from whichlora.memory.ledger import trained_params
@@ -19,7 +20,7 @@ from whichlora.memory.tape import (
     per_token,
     where_many_rows,
 )
-from whichlora.prediction import Job, resolve
+from whichlora.prediction import Job, ledger, resolve
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.models import find_model
 
@@ -201,3 +202,18 @@ def test_a_head_for_masked_words_keeps_more_where_it_is_adapted() -> None:
     hidden = spec.hidden_size
     frozen = 2 * 2 * hidden + 2 * 4  # inputs of the GELU and of the norm, mean and deviation
     assert kept == [frozen + 2 * hidden + 2 * 8, frozen]
+
+
+def test_an_encoder_decoder_reads_its_prompt_before_it_has_a_cache() -> None:
+    spec = find_model("google/flan-t5-large")
+    assert spec is not None
+    run = RunConfig(
+        model=spec.name, phase="inference", batch_size=8, prompt_len=512, max_new_tokens=4
+    )
+    moments = ledger(resolve(spec, run, GPU)).moments
+    parts = {name: {entry.part for entry in moments[name]} for name in moments}
+    assert "kv_cache" not in parts["prefill"]
+    assert "kv_cache" in parts["first_token"]
+    output = 2 * 8 * 512 * spec.hidden_size
+    for name in ("first_token", "first_logits", "decode"):
+        assert [x.num_bytes for x in moments[name] if x.fact is facts.ENCODED] == [output]

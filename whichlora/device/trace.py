@@ -137,6 +137,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._moment = "step"
         model.register_forward_pre_hook(self._model_entered, with_kwargs=True)
         model.register_forward_hook(self._model_left, always_call=True)
+        if getattr(model.config, "is_encoder_decoder", False):  # `generate` calls it by itself
+            model.get_encoder().register_forward_pre_hook(self._unmasked, with_kwargs=True)
         for index, (_, layer) in enumerate(self._layers):
             layer.register_forward_pre_hook(_calls(self._layer_entered, index))
             layer.register_forward_hook(_calls(self._layer_left, index))
@@ -151,7 +153,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):  # now the inputs are on the device
                 self._born(tensor, "input", None)
-        # A mask of ones is dropped by looking at it; a fake one has no values to look at.
+        return self._unmasked(model, args, kwargs)
+
+    def _unmasked(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A mask of ones is dropped by looking at it; a fake one has no values to look at."""
         drop = "attention_mask" in kwargs and self._run.padding == "none"
         return args, kwargs | {"attention_mask": None} if drop else kwargs
 

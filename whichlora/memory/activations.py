@@ -448,9 +448,18 @@ def _embeds_in_steps(model: ModelSpec) -> bool:
 
 
 def kept_mask_bytes(
-    model: ModelSpec, stack: Stack, *, tokens: Count, span: Count, checkpointed: bool
+    model: ModelSpec,
+    stack: Stack,
+    *,
+    tokens: Count,
+    span: Count,
+    checkpointed: bool = True,
+    side: str = "",
 ) -> Count:
     """Attention masks and position biases that all layers of a stack share.
+
+    Args:
+        side: only those of this stack, "encoder" or "decoder".
 
     Checkpointed layers hold them as their arguments. Eager code adds a mask in the dtype of the
     stream, SDPA is handed a boolean one; layers with a window have a mask of their own. Without
@@ -458,7 +467,7 @@ def kept_mask_bytes(
     """
     masks: dict[tuple[str, bool, int | None], Count] = {}
     biases: dict[tuple[str, bool], int] = {}
-    for group in model.groups:
+    for group in (one for one in model.groups if side in ("", one.stack)):
         for attention in group.layer.attentions:
             eager = stack.attn == "eager" or attention.sdpa == "eager"
             decodes = len(group.layer.attentions) > 1 and not attention.cross  # never padded

@@ -290,6 +290,22 @@ PROMPT_FORWARD = Fact(
     source="trace of GenerationMixin.generate, docs/memory.md section 5",
     kind="estimate",
 )
+ENCODED = Fact(
+    part="activations",
+    what="the encoder's output",
+    shape="[batch_size, prompt_len, hidden_size]",
+    dtype="stream_bytes",
+    why="the caller holds it for every token that the decoder makes",
+    source="transformers GenerationMixin._prepare_encoder_decoder_kwargs_for_generation",
+)
+CROSS_PROJECTED = Fact(
+    part="activations",
+    what="keys and values of one cross attention",
+    shape="[batch_size, prompt_len, k_width + v_width]",
+    dtype="compute_bytes",
+    why="the cache copies what the projections return, and the last layer's are still there",
+    source="transformers DynamicLayer.update; trace of GenerationMixin.generate",
+)
 TOKEN_FORWARD = Fact(
     part="activations",
     what="one layer's forward over one token",

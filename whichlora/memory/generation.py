@@ -36,8 +36,13 @@ def inference_ledger(
     )
     scores = logits.generation_bytes(model, batch_size=batch_size, compute_bytes=element_bytes)
     prompt_tokens = batch_size * prompt_len
+    two_stacks = model.task == "seq2seq-lm"
     working = forward_bytes(
-        model, stack, tokens=prompt_tokens, span=prompt_len
+        model,
+        stack,
+        tokens=prompt_tokens,
+        span=prompt_len,
+        side="encoder" if two_stacks else "",
     ) + activations.rotary_bytes(model, stack, span=prompt_len)
     if model.task == "encoder":
         every = logits.encoder_bytes(model, tokens=prompt_tokens, compute_bytes=element_bytes)
@@ -59,7 +64,9 @@ def inference_ledger(
             ),
             workspace_bytes=allocator.workspace_bytes(gpu, training=False),
         )
-    decoding = forward_bytes(model, stack, tokens=batch_size, span=last_tokens)
+    decoding = forward_bytes(
+        model, stack, tokens=batch_size, span=last_tokens, side="decoder" if two_stacks else ""
+    )
     append = kv_cache.append_transient_bytes(model, tokens=last_tokens, **common)
     if run.kv_cache == "dynamic" and stack.libraries.cache_of_tuples:
         old = kv_cache.cache_bytes(
@@ -95,6 +102,27 @@ def inference_ledger(
             Entry(facts.LAST_LOGITS, scores),
         ),
     }
+    if two_stacks:
+        encoded = Entry(facts.ENCODED, prompt_tokens * model.hidden_size * stack.stream_bytes)
+        bias = activations.kept_mask_bytes(
+            model, stack, tokens=0 * prompt_tokens, span=prompt_len, side="encoder"
+        )
+        moments |= {
+            "prefill": (*static, Entry(facts.PROMPT_FORWARD, working + bias)),
+            "first_token": (
+                *static,
+                Entry(facts.PROMPT_CACHE, prompt_cache),
+                encoded,
+                Entry(facts.CROSS_PROJECTED, _largest_cross(model) * element_bytes * prompt_tokens),
+            ),
+            "first_logits": (
+                *static,
+                Entry(facts.PROMPT_CACHE, prompt_cache),
+                encoded,
+                Entry(facts.PROMPT_LOGITS, first_scores),
+            ),
+            "decode": (*moments["decode"], encoded),
+        }
     if stack.libraries.scores_whole_prompt:
         twice = 1 + stack.libraries.cache_of_tuples * (max_new_tokens > 1)
         moments["second_token"] = (
@@ -117,4 +145,14 @@ def inference_ledger(
         moments=moments,
         idle_bytes=idle,
         workspace_bytes=allocator.workspace_bytes(gpu, training=False),
+    )
+
+
+def _largest_cross(model: ModelSpec) -> int:
+    """Elements per token of the keys and values that one layer takes from the encoder's output."""
+    return max(
+        attention.k_width + attention.v_width
+        for layer, _ in model.layers()
+        for attention in layer.attentions
+        if attention.cross
     )

@@ -119,14 +119,19 @@ def layer_bytes(
     )
 
 
-def forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, span: Count) -> Count:
+def forward_bytes(
+    model: ModelSpec, stack: Stack, *, tokens: Count, span: Count, side: str = ""
+) -> Count:
     """Alive while a forward without gradients is in the layer that needs most.
+
+    Args:
+        side: only the layers of this stack, "encoder" or "decoder".
 
     With the looked-up embeddings and the layer's input, which the model's loop holds.
     Kind: exact for layers that are written, an estimate for others.
     """
     found: list[Count] = [0 * tokens]
-    for layer, _ in model.layers():
+    for layer in (group.layer for group in model.groups if side in ("", group.stack)):
         if not is_written(layer, stack):
             working = activations.layer_forward_bytes(
                 layer, model.hidden_size, stack, tokens=tokens, span=span

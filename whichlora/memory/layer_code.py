@@ -126,9 +126,10 @@ def _biased_mask(code: Code, attention: Attention, bias: Tensor) -> Tensor:
         return bias if attention.cross else code.copy(bias)
     elements = per_pair(heads) if code.masked else per_span_squared(heads)
     masked_gradient = scaled(elements, bias.size)
-    return code.tape.op(
+    found = code.tape.op(
         [bias], elements, bias.size, inner_backward=masked_gradient, what="position bias, masked"
     )
+    return found if attention.cross else code.copy(found)  # heads come last in a looked-up bias
 
 
 def _fused_kernel(
