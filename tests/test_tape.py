@@ -6,6 +6,7 @@ import pytest
 
 from whichlora.architecture import Layer
 from whichlora.memory import facts
+from whichlora.memory.activations import layer_saved
 from whichlora.memory.layer_bytes import masked_head_saved
 from whichlora.memory.layer_code import LayerPoints, layer_points
 from whichlora.memory.ledger import trained_params
@@ -217,3 +218,16 @@ def test_an_encoder_decoder_reads_its_prompt_before_it_has_a_cache() -> None:
     output = 2 * 8 * 512 * spec.hidden_size
     for name in ("first_token", "first_logits", "decode"):
         assert [x.num_bytes for x in moments[name] if x.fact is facts.ENCODED] == [output]
+
+
+def test_deberta_keeps_its_projected_positions_once_per_sequence() -> None:
+    spec = find_model("microsoft/deberta-v3-base")
+    assert spec is not None
+    job = resolve(spec, RunConfig(model=spec.name, precision="bf16-pure"), GPU)
+    layer, rows = spec.groups[0].layer, 512
+    found = {}
+    for span in (64, 128):
+        kept = layer_saved(layer, job.targets, job.stack, job.method, 8, span=span)
+        found[span] = {one.what: one for one in kept}["projected positions, repeated"].per_token
+        assert found[span] * span == 2 * 2 * spec.hidden_size * rows
+    assert found[64] == 2 * found[128]

@@ -106,6 +106,8 @@ class Attention:
             that out (Falcon's broadcast key head), "eager" where the class has no SDPA.
         joins_rotation: rotated and unrotated parts of the heads are concatenated, so that
             queries and keys are contiguous per head.
+        relative_rows: entries of the table of relative positions that queries and keys are
+            multiplied with (DeBERTa).
         wide_rotation: queries and keys are rotated in fp32 (ModernBERT).
         wide_softmax: eager code asks for a softmax in fp32.
     """
@@ -130,6 +132,7 @@ class Attention:
     sdpa: Literal["fused", "math", "eager"] = "fused"
     joins_rotation: bool = False
     biases_each_layer: bool = False
+    relative_rows: int = 0
     wide_rotation: bool = False
     wide_softmax: bool = True
 

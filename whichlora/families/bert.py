@@ -275,8 +275,14 @@ def _deberta(c: Fields) -> ModelSpec:
     hidden = c.size("hidden_size")
     extra: tuple[Embedding, ...] = ()
     embeddings_norm = norms(("LayerNorm",), width=hidden, kind="layer", bias=True)
+    reach = c.size_or_none("max_relative_positions") or c.size("max_position_embeddings")
+    rows = 2 * (c.size_or_none("position_buckets") or reach)
     attention = _attention(
-        c, ("query_proj", "key_proj", "value_proj"), position="relative", sdpa="eager"
+        c,
+        ("query_proj", "key_proj", "value_proj"),
+        position="relative",
+        sdpa="eager",
+        relative_rows=rows,
     )
     if not c.flag("relative_attention"):
         attention = _attention(c, ("query_proj", "key_proj", "value_proj"))
@@ -288,8 +294,6 @@ def _deberta(c: Fields) -> ModelSpec:
     layer = _layer(c, attention)
     spec = _encoder(c, [layer] * c.layers(), positions=c.flag("position_biased_input"))
     if c.flag("relative_attention"):
-        reach = c.size_or_none("max_relative_positions") or c.size("max_position_embeddings")
-        rows = 2 * (c.size_or_none("position_buckets") or reach)
         extra = (Embedding(name="rel_embeddings", rows=rows, width=hidden),)
     if "layer_norm" in str(c.get("norm_rel_ebd")):
         embeddings_norm += norms(("LayerNorm",), width=hidden, kind="layer", bias=True)

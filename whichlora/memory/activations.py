@@ -46,7 +46,7 @@ def norm_saved(norm: Norm, stack: Stack, *, reads: str = "") -> Iterator[Tensor]
         # CUDA's autocast runs layer_norm in fp32 and keeps that copy, and its statistics are
         # fp32; on a CPU everything has the dtype of the stream.
         on_cpu = stack.device_kind == "cpu"
-        copied = stack.autocast and not on_cpu and stack.stream_bytes != 4
+        copied = stack.under_autocast and not on_cpu and stack.stream_bytes != 4
         input_bytes = 4 if copied else stack.stream_bytes
         yield per_token(
             f"{norm.name}: input", input_bytes, size, dims, tensor="" if copied else reads
@@ -152,6 +152,8 @@ def attention_saved(attention: Attention, stack: Stack, *, span: Count) -> Itera
     yield per_token("key and value", size, k + v, kv_dims)
     if kernel == "eager":
         yield from _eager_saved(attention, stack)
+        if attention.relative_rows:
+            yield from _disentangled_saved(attention, stack, span=span)
         return
     # A kernel writes its output in the layout of the query. Rotation by concatenation leaves
     # [batch, heads, seq, head_dim], so the projection reads a transposed copy.
@@ -185,7 +187,9 @@ def _math_saved(attention: Attention, stack: Stack) -> Iterator[Tensor]:
 def _eager_saved(attention: Attention, stack: Stack) -> Iterator[Tensor]:
     """Scores, softmax in fp32 and probabilities as the Python code of the class writes them."""
     heads, size = attention.num_attention_heads, stack.compute_bytes
-    yield per_pair("softmax in fp32", 4, heads, HEADS)
+    widened = stack.under_autocast and stack.device_kind != "cpu"
+    softmax_bytes = 4 if attention.wide_softmax or widened else size
+    yield per_pair("softmax", softmax_bytes, heads, HEADS)
     dropped = attention.dropout and stack.training
     if size != 4 or dropped:
         yield per_pair("probabilities", size, heads, HEADS)
@@ -193,6 +197,24 @@ def _eager_saved(attention: Attention, stack: Stack) -> Iterator[Tensor]:
         yield per_pair("dropout mask", _mask_bytes(size, stack), heads, HEADS)
     if attention.softcap is not None:
         yield per_pair("tanh of the soft cap", size, heads, HEADS)
+
+
+def _disentangled_saved(attention: Attention, stack: Stack, *, span: Count) -> Iterator[Tensor]:
+    """DeBERTa's scores of contents and positions, beside those of contents.
+
+    Kind: exact but for the adapters' inputs, which are the table's. Source: transformers 5.23
+    `DisentangledSelfAttention.disentangled_attention_bias`.
+    """
+    size, rows = stack.compute_bytes, attention.relative_rows
+    heads, width = attention.num_attention_heads, attention.q_width
+    yield per_token("key, scaled", size, width, f"{HEADS}, head_dim")
+    yield per_token(
+        "scores of all positions, before theirs are gathered", size, 2 * heads * rows, f"2, {HEADS}"
+    )
+    # the projected table once per sequence, for queries and for keys
+    yield Tensor("projected positions, repeated", 2 * size * width * rows // span)
+    yield Tensor("indices of positions", constant=2 * _INDEX_BYTES * span * span, dims="seq_len")
+    yield per_pair("mask, negated", 1, 1, "1")
 
 
 def _mask_bytes(input_bytes: int, stack: Stack) -> int:
@@ -378,9 +400,38 @@ def layer_saved(
             per_token("dropout mask", mask_bytes, width, "hidden_size") for width in layer.dropouts
         )
     saved.extend(inputs_saved(layer, targets, stack))
+    saved.extend(_positions_saved(layer, targets, stack, method, r))
     saved.extend(adapters_saved(layer, targets, stack, method, r))
     saved.extend(held_by_quantised(layer, stack))
     return distinct(saved)
+
+
+def _positions_saved(
+    layer: Layer, targets: tuple[str, ...], stack: Stack, method: Method, r: Count
+) -> Iterator[Tensor]:
+    """What DeBERTa's query and key projections keep of the table of positions. Kind: exact."""
+    for attention in layer.attentions:
+        rows = attention.relative_rows
+        projections = attention.linears[:2] if rows else ()
+        if not stack.trains_base:
+            projections = tuple(one for one in projections if one.name in targets)
+        if not projections:
+            continue
+        shared = stack.shared_inputs and (stack.trains_base or not stack.lora_dropout)
+        inputs = projections[:1] if shared else projections
+        for linear in inputs:
+            yield Tensor(
+                f"{linear.name}: positions",
+                constant=rows * linear.in_features * stack.input_bytes,
+                dims="2·position_buckets, hidden_size",
+            )
+        if stack.trains_base:
+            continue
+        for linear in projections:
+            per_row = stack.adapter_product_bytes * r + method.saved_bytes_per_token(linear, stack)
+            yield Tensor(
+                f"{linear.name}: positions, A·x", constant=rows * per_row, dims="position rows, r"
+            )
 
 
 def distinct(saved: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -477,7 +528,10 @@ def kept_mask_bytes(
                 masks[key] = stack.stream_bytes * (1 if attention.causal else masked)
             elif stack.attn == "sdpa":
                 masks[key] = masked
-            if attention.position == "relative" and not attention.biases_each_layer:
+            if attention.relative_rows:  # products of positions, and the distances
+                masks[key] = 4 * (1 + 0 * span)
+                biases[key[:2]] = _INDEX_BYTES
+            elif attention.position == "relative" and not attention.biases_each_layer:
                 size = stack.linear_out_bytes if attention.cross else stack.base_bytes
                 if checkpointed or (attention.cross and not eager):
                     biases[key[:2]] = size * attention.num_attention_heads

@@ -259,7 +259,7 @@ def _estimated(
     backward = saved + copies + transient
     return LayerBytes(
         count=count,
-        stream_bytes=stack.stream_bytes,
+        stream_bytes=stream_bytes(layer, stack, after_norm=bool(model.embedding_norms)),
         tensors=tensors,
         saved=saved + copies,
         unsaved=activations.unsaved_by_first_layer(layer, targets, stack) * tokens,
