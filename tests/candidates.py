@@ -27,6 +27,7 @@ def prediction(
     training = run.phase == "finetune"
     used = round(used_bytes)
     tokens = run.batch_size * run.seq_len if training else 1
+    interval = (round(used / memory_factor), round(used * memory_factor))
     return Prediction(
         run=run,
         gpu="made-up",
@@ -36,7 +37,9 @@ def prediction(
             peak_allocated_bytes=used,
             peak_reserved_bytes=used,
             device_used_bytes=used,
-            interval_bytes=(round(used / memory_factor), round(used * memory_factor)),
+            interval_bytes=interval,
+            allocated_interval_bytes=interval,
+            reserved_interval_bytes=interval,
             breakdown={"weights": used},
             moment="loss",
         ),

@@ -128,6 +128,9 @@ def test_every_prediction_adds_up_and_says_what_it_rests_on(method: str, phase: 
     assert all(size >= 0 for size in memory["breakdown"].values())
     low, high = memory["interval_bytes"]
     assert 0 < low <= memory["device_used_bytes"] <= high
+    for counter in ("allocated", "reserved"):
+        low, high = memory[f"{counter}_interval_bytes"]
+        assert 0 < low <= memory[f"peak_{counter}_bytes"] <= high
     assert memory["peak_allocated_bytes"] <= memory["peak_reserved_bytes"]
     assert memory["peak_reserved_bytes"] <= memory["device_used_bytes"]
     low, high = time["interval_s"]

@@ -26,7 +26,7 @@ _PART_SPREAD = {
     "logits_and_loss": 0.02,
     "temporary": 0.3,
     "kv_cache": 0.02,
-    "allocator": 0.5,
+    "allocator": 0.75,
     "context": 0.5,
 }
 PRIOR_MEMORY_NOISE = 0.015

@@ -177,19 +177,22 @@ def predict_memory(job: Job, calibration: Calibration) -> tuple[MemoryPrediction
     z = TWO_SIDED_Z[MEMORY_CONFIDENCE]
     live = (*ALLOCATED_PARTS, "context")
     least = sum(breakdown[name] for name in live) - z * _spread(model, parts, live)
-    if pool:
-        low, high = float(used), float(used)
-        if allocated + breakdown["context"] > pool:  # the pool cannot hold what is asked
-            high = used + z * _spread(model, parts, PARTS)
-    else:
-        deviation = _spread(model, parts, PARTS)
-        low, high = max(least, used - z * deviation), used + z * deviation
+    live_width = z * _spread(model, parts, ALLOCATED_PARTS)
+    fixed = pool and allocated + breakdown["context"] <= pool  # a pool is as large as it is
+    reserve_width = 0.0 if fixed else z * _spread(model, parts, (*ALLOCATED_PARTS, "allocator"))
+    width = 0.0 if fixed else z * _spread(model, parts, PARTS)
+    low = float(used) if pool else max(least, used - width)
     return (
         MemoryPrediction(
             peak_allocated_bytes=allocated,
             peak_reserved_bytes=reserved,
             device_used_bytes=used,
-            interval_bytes=(round(min(low, used)), round(high)),
+            interval_bytes=(round(min(low, used)), round(used + width)),
+            allocated_interval_bytes=(round(allocated - live_width), round(allocated + live_width)),
+            reserved_interval_bytes=(
+                round(reserved if pool else max(allocated - live_width, reserved - reserve_width)),
+                round(reserved + reserve_width),
+            ),
             breakdown=breakdown,
             moment=moment,
             confidence=MEMORY_CONFIDENCE,
@@ -331,14 +334,20 @@ def with_trace(job: Job, memory: MemoryPrediction, traced: TracedPeak) -> Memory
     used = reserved + context
     parts = dict(traced.parts) | {"temporary": workspace}
     parts["traced"] = allocated - sum(size for name, size in parts.items() if name != "traced")
-    shift = used - memory.device_used_bytes
-    low, high = memory.interval_bytes
+
+    def shifted(interval: tuple[int, int], by: int) -> tuple[int, int]:
+        return max(0, interval[0] + by), interval[1] + by
+
+    by_trace = allocated - memory.peak_allocated_bytes
+    reserved_by_trace = reserved - memory.peak_reserved_bytes
     return replace(
         memory,
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         device_used_bytes=used,
-        interval_bytes=(max(0, low + shift), high + shift),
+        interval_bytes=shifted(memory.interval_bytes, used - memory.device_used_bytes),
+        allocated_interval_bytes=shifted(memory.allocated_interval_bytes, by_trace),
+        reserved_interval_bytes=shifted(memory.reserved_interval_bytes, reserved_by_trace),
         breakdown=parts | {"allocator": reserved - allocated, "context": context},
         moment=traced.moment,
     )

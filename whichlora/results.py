@@ -26,12 +26,15 @@ class MemoryPrediction:
     Args:
         moment: which moment of the run is the peak ("loss", "layer_backward", "decode", …).
         interval_bytes: bounds of `device_used_bytes` at the stated `confidence`.
+        allocated_interval_bytes, reserved_interval_bytes: of the two peaks, likewise.
     """
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     device_used_bytes: int
     interval_bytes: tuple[int, int]
+    allocated_interval_bytes: tuple[int, int]
+    reserved_interval_bytes: tuple[int, int]
     breakdown: Mapping[str, int]
     moment: str
     confidence: float = 0.95

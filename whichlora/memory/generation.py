@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from whichlora.architecture import ModelSpec
 from whichlora.memory import activations, allocator, facts, kv_cache, logits
 from whichlora.memory.entries import Entry
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.ledger import Ledger, weight_entries
-from whichlora.numeric import Count
+from whichlora.numeric import Count, largest
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.stack import Stack
 
@@ -141,11 +143,15 @@ def inference_ledger(
             element_bytes=element_bytes,
         )
     idle = allocator.idle_cache_bytes(gpu, logits_bytes=outgrown, layer_bytes=append)
-    return Ledger(
+    found = Ledger(
         moments=moments,
         idle_bytes=idle,
         workspace_bytes=allocator.workspace_bytes(gpu, training=False),
     )
+    after_prompt = found.moment_bytes("prefill") + allocator.idle_after_prompt_bytes(
+        gpu, forward_bytes=working
+    )
+    return replace(found, idle_bytes=largest(idle, after_prompt - found.peak_allocated_bytes))
 
 
 def _largest_cross(model: ModelSpec) -> int:

@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 from whichlora.architecture import ModelSpec
 from whichlora.memory import activations, allocator, facts, logits, optimizer, weights
 from whichlora.memory.entries import Entry, Group, Tensor, listed
-from whichlora.memory.layer_bytes import LayerBytes, layer_bytes, masked_head_saved
+from whichlora.memory.layer_bytes import (
+    LayerBytes,
+    forward_bytes,
+    layer_bytes,
+    masked_head_saved,
+)
 from whichlora.memory.trained import gradient_bytes, saved_modules, trained_tensors
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, largest
@@ -323,6 +328,9 @@ def training_ledger(
         gpu,
         loss_bytes=largest(loss_forward, loss_backward),
         layer_bytes=in_layer,
+        left_bytes=in_layer
+        if stack.libraries.shifts_logits
+        else forward_bytes(model, stack, tokens=tokens, span=seq_len),
         narrow_logits_bytes=tokens * vocab * 2,
     )
     found = Ledger(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from whichlora.report.terminal import new_table, open_console
 from whichlora.report.words import VERDICTS, variant
-from whichlora.results import Prediction
+from whichlora.results import MemoryPrediction, Prediction
 from whichlora.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -51,6 +51,19 @@ def print_predictions(predictions: Sequence[Prediction]) -> None:
         console.print(f"note: {text}")
 
 
+def _print_counters(console: Console, memory: MemoryPrediction) -> None:
+    """The three numbers that a framework and a driver count, each with its interval."""
+    confidence = f"{memory.confidence:.0%}".replace("%", " %")
+    table = new_table("counter", "peak", f"{confidence} interval", right=("peak",))
+    for name, peak, (low, high) in (
+        ("allocated: live tensors", memory.peak_allocated_bytes, memory.allocated_interval_bytes),
+        ("reserved by the allocator", memory.peak_reserved_bytes, memory.reserved_interval_bytes),
+        ("used on the device", memory.device_used_bytes, memory.interval_bytes),
+    ):
+        table.add_row(name, format_bytes(peak), f"{format_bytes(low)} - {format_bytes(high)}")
+    console.print(table)
+
+
 def _print_breakdown(console: Console, one: Prediction) -> None:
     table = new_table(f"at {one.memory.moment}", "bytes", "share", right=("bytes", "share"))
     total = one.memory.device_used_bytes
@@ -59,6 +72,7 @@ def _print_breakdown(console: Console, one: Prediction) -> None:
             table.add_row(part, format_bytes(size), f"{size / total:.1%}")
     table.add_row("device memory used", format_bytes(total), "100.0%")
     console.print(table)
+    _print_counters(console, one.memory)
     low, high = one.time.interval_s
     what = "step" if one.run.phase == "finetune" else "token"
     console.print(
