@@ -77,7 +77,7 @@ class Pursuit:
             assert decision.following is not None
             # a candidate that stays open after its run would be chosen for ever
             assert decision.following not in self.measured
-            self._take(decision.following, measure(decision.following, decision), learn)
+            self.take(decision.following, measure(decision.following, decision), learn)
 
     def measure_all(self, measure: Measure, learn: Learn) -> Decision:
         """Measure everything that can still be an answer, whatever the predictions say."""
@@ -87,10 +87,11 @@ class Pursuit:
                 if training[position] and self.contest.model[position] not in self._serving():
                     continue
                 if not self._impossible()[position]:
-                    self._take(position, measure(position, None), learn)
+                    self.take(position, measure(position, None), learn)
         return self.decide()
 
-    def _take(self, position: int, found: Measurement, learn: Learn) -> None:
+    def take(self, position: int, found: Measurement, learn: Learn) -> None:
+        """Take in what was measured of one candidate."""
         self.measured[position] = found
         self.spent.runs += 1
         self.spent.device_s += found.device_s

@@ -59,7 +59,15 @@ def _padding(load: Workload, stated: Padding) -> Padding:
 class Session:
     """The state of one run: what was measured, and what the predictors made of it."""
 
-    def __init__(self, plan: Plan, gpu: GpuSpec, progress: Progress, *, fresh: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        gpu: GpuSpec,
+        progress: Progress,
+        *,
+        fresh: bool,
+        lengths: dict[str, TokenLengths] | None = None,
+    ) -> None:
         objective = plan.objective
         if objective.prefer == "price" and gpu.key not in objective.price_per_hour:
             raise ConfigError(
@@ -74,7 +82,8 @@ class Session:
             for name in plan.models
         }
         self.dataset: BaseDataset = open_dataset(plan.dataset)
-        self._lengths: dict[str, TokenLengths] = {}
+        # by tokenizer; sessions of the same data on other devices share it
+        self._lengths: dict[str, TokenLengths] = {} if lengths is None else lengths
         self._workloads: dict[tuple[str, int], Workload] = {}
         self._features: dict[tuple[RunConfig, int], dict[str, float]] = {}
         self._jobs: dict[RunConfig, Job] = {}
@@ -320,6 +329,13 @@ class Session:
         self.log.append(measurement)
         self._records.append(measurement)
         return measurement
+
+    def recall(self, pursuit: Pursuit) -> None:
+        """Let `pursuit` take in every measurement that this run has recorded so far."""
+        for position, run in enumerate(pursuit.runs):
+            measurement = self._resumed.pop(run, None)
+            if measurement is not None:
+                pursuit.take(position, measurement, self.learn)
 
     def learn(self, measurement: Measurement) -> Calibration:
         """Take a measurement in and refit; the fit sees all records of this device."""

@@ -143,7 +143,7 @@ def run(
     session = Session(plan, gpu, progress, fresh=fresh)
     try:
         answer = _search(session)
-        answer = replace(answer, files=_write(session, answer))
+        answer = replace(answer, files=write_files(session, answer))
         if plan.train and answer.winner is not None:
             answer = replace(answer, training=_train(session, answer))
     finally:
@@ -164,10 +164,21 @@ def _search(session: Session) -> Answer:
     )
     pursuit = session.pursuit([*inference_runs, *finetune_runs])
     search, position = _pursue(session, pursuit)
+    return conclude(session, pursuit, search, position)
+
+
+def conclude(session: Session, pursuit: Pursuit, search: Search, position: int | None) -> Answer:
+    """The answer as things stand; the stored fit takes in what was measured.
+
+    Args:
+        position: of the winner among the candidates of `pursuit`, where one was measured.
+    """
+    plan = session.plan
     candidates = session.candidates(pursuit)
-    inference = candidates[: len(inference_runs)]
+    inference = [one for one in candidates if one.run.phase == "inference"]
     kept = kept_models(inference)
-    finetune = [one for one in candidates[len(inference_runs) :] if one.run.model in kept]
+    training = (one for one in candidates if one.run.phase == "finetune")
+    finetune = [one for one in training if one.run.model in kept]
     best = candidates[position] if position is not None else None
     if plan.profile == "none":
         best = predicted_winner(finetune)
@@ -237,7 +248,16 @@ def _pursue(session: Session, pursuit: Pursuit) -> tuple[Search, int | None]:
         stopped_by = "everything measured"
     else:
         decision, stopped_by = pursuit.pursue(measure, session.learn, plan.budget)
-    search = Search(
+    return summary(pursuit, decision, stopped_by), decision.best
+
+
+def summary(
+    pursuit: Pursuit,
+    decision: Decision,
+    stopped_by: StoppedBy | Literal["everything measured", "not measured"],
+) -> Search:
+    """How sure `decision` is, and what it cost."""
+    return Search(
         confidence=decision.confidence,
         stopped_by=stopped_by,
         runs=pursuit.spent.runs,
@@ -248,7 +268,6 @@ def _pursue(session: Session, pursuit: Pursuit) -> tuple[Search, int | None]:
             if chance > 0
         },
     )
-    return search, decision.best
 
 
 def _front(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -261,7 +280,7 @@ def _front(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [meeting[i] for i in pareto(time_s, num_bytes).tolist()] if meeting else []
 
 
-def _write(session: Session, answer: Answer) -> dict[str, Path]:
+def write_files(session: Session, answer: Answer) -> dict[str, Path]:
     """The table as CSV, the comparison of predictions and measurements, and the job."""
     from whichlora import report
     from whichlora.dataset import write_jsonl
