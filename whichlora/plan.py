@@ -138,6 +138,43 @@ class DatasetConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmConfig:
+    """How batch scripts ask a Slurm cluster for a GPU, and what they do before they measure.
+
+    Args:
+        partitions, clusters: where to look and submit; empty is everywhere, and here.
+        time_limit_s: of every job; None: from the predictions.
+        startup_s: what a job may take to load the libraries, before anything is measured.
+        memory_bytes: host memory of a job; None is the cluster's default.
+        options: further options of `sbatch`, each as it is.
+        command: how a node calls this program; None: this interpreter, which a shared file
+            system also shows there.
+        gpus: Slurm's type or feature to a key of the catalogue, where the name does not tell.
+        max_parallel: array tasks that run at once; None is no limit of ours.
+        pretend_memory_bytes: for tests of a cluster without GPUs: tasks measure on the CPU, with
+            this much memory, and their records name the GPU that was asked for.
+    """
+
+    account: str | None = None
+    partitions: tuple[str, ...] = ()
+    clusters: tuple[str, ...] = ()
+    merge_partition: str | None = None
+    qos: str | None = None
+    time_limit_s: float | None = None
+    startup_s: float = 600.0
+    cpus_per_task: int = 4
+    memory_bytes: int | None = None
+    max_parallel: int | None = None
+    modules: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    setup: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    command: str | None = None
+    gpus: Mapping[str, str] = field(default_factory=dict)
+    pretend_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One run: stage 1 over models and serving shapes, stage 2 over models, variants, batches.
 
@@ -191,6 +228,7 @@ class Plan:
     train: bool = False
     trust_remote_code: bool = False
     calibration_dir: Path | None = None
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def limits_on(self, gpu: str) -> Limits:

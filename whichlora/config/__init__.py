@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
-from whichlora.plan import Budget, DatasetConfig, Limits, Objective, Plan
+from whichlora.plan import Budget, DatasetConfig, Limits, Objective, Plan, SlurmConfig
 from whichlora.specs import RunConfig
 
 if TYPE_CHECKING:  # pydantic and ruamel.yaml cost 100 ms, which only `run` needs to pay
-    from whichlora.config.schema import Dataset, PlanFile
+    from whichlora.config.schema import Dataset, PlanFile, Slurm
 
 # What to compare when the user names no model: the families most people fine-tune, from the
 # smallest to what one 80 GB device can hold in 4 bits. All are in models_db.
@@ -199,6 +199,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         train=settings.train,
         trust_remote_code=settings.trust_remote_code,
         calibration_dir=_folder(settings.calibration_dir, folder),
+        slurm=_slurm(settings.slurm),
         raw=data,
     )
 
@@ -229,6 +230,28 @@ def _limits(settings: PlanFile) -> Limits:
         inference_bytes=_bytes(stage1.peak_memory, stage1.peak_memory_gb),
         total_time_s=_either(stage2.total_time, stage2.total_time_mins, 60.0),
         finetune_bytes=_bytes(stage2.peak_memory, stage2.peak_memory_gb),
+    )
+
+
+def _slurm(given: Slurm) -> SlurmConfig:
+    return SlurmConfig(
+        account=given.account,
+        partitions=given.partition,
+        clusters=given.clusters,
+        merge_partition=given.merge_partition,
+        qos=given.qos,
+        time_limit_s=given.time_limit,
+        startup_s=given.startup_time,
+        cpus_per_task=given.cpus_per_task,
+        memory_bytes=given.memory,
+        max_parallel=given.max_parallel,
+        modules=given.modules,
+        environment=given.environment,
+        setup=given.setup,
+        options=given.options,
+        command=given.command,
+        gpus=given.gpus,
+        pretend_memory_bytes=given.pretend_memory,
     )
 
 

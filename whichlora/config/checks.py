@@ -23,6 +23,8 @@ from whichlora.store.gpus import find_gpu, list_gpus
 Data = Mapping[Any, Any]
 
 STAGES = ("stage1_profile", "stage2_profile")
+_WORDS = ("account", "partition", "clusters", "merge_partition", "qos", "modules")  # of Slurm
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _SPELLINGS = (
     ("peak_memory_gb", "peak_memory"),
@@ -43,6 +45,7 @@ def check(data: Data, folder: Path) -> Iterator[Problem]:
     yield from _check_gpus(data)
     yield from _check_preference(data)
     yield from _check_dataset(data, folder)
+    yield from _check_slurm(data)
 
 
 def resolve_model(name: str, folder: Path) -> str:
@@ -192,6 +195,40 @@ def _check_dataset(data: Data, folder: Path) -> Iterator[Problem]:
             show_value=False,
         )
     yield from _check_text_settings(dataset)
+
+
+def _check_slurm(data: Data) -> Iterator[Problem]:
+    """What would not survive in a line of a batch script, and pretending without a place for it."""
+    slurm = _section(data, "slurm")
+    for key in (*_WORDS, "setup", "options", "command"):
+        many = isinstance(slurm.get(key), list)
+        for index, text in enumerate(slurm[key] if many else [slurm.get(key)]):
+            if not isinstance(text, str) or not text.strip():
+                continue
+            loc = ("slurm", key, index) if many else ("slurm", key)
+            if key in _WORDS and not (text.isprintable() and len(text.split()) == 1):
+                yield Problem(loc=loc, what="is not one word", accepted="a name without blanks")
+            elif not text.isprintable():
+                yield Problem(loc=loc, what="is not one line", accepted="a line; several as a list")
+            elif key == "options" and not text.startswith("-"):
+                accepted = "an option of sbatch as one text, such as '--reservation=class'"
+                yield Problem(loc=loc, what="is not an option", accepted=accepted)
+    environment = slurm.get("environment")
+    for name in environment if isinstance(environment, Mapping) else ():
+        if isinstance(name, str) and name.strip() and not _VARIABLE.fullmatch(name):
+            accepted = "letters, digits and _, not starting with a digit"
+            yield Problem(
+                loc=("slurm", "environment", name),
+                what="can't name an environment variable",
+                accepted=accepted,
+                show_value=False,
+            )
+    if "pretend_memory" in slurm and "calibration_dir" not in data:
+        yield Problem(
+            loc=("slurm", "pretend_memory"),
+            what="writes records that no GPU measured, which must stay apart from true ones",
+            accepted="for tests only, with a calibration_dir of their own",
+        )
 
 
 def _check_counts(dataset: Data, counts: list[str], *, train: bool) -> Iterator[Problem]:

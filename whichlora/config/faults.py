@@ -160,7 +160,7 @@ def _meant_setting(loc: Loc) -> str:
     key = str(loc[-1]).lower().replace("-", "_")
     here = str(loc[0]) if len(loc) > 1 else ""
     sections = {"": _properties(json_schema())}
-    for name in ("stage1_profile", "stage2_profile", "dataset"):
+    for name in ("stage1_profile", "stage2_profile", "dataset", "slurm"):
         sections[name] = _properties(_subschema((name,)))
     key = _SYNONYMS.get(key, key)
     exact = [".".join(filter(None, (name, key))) for name, keys in sections.items() if key in keys]

@@ -189,6 +189,43 @@ class GpuLimits(_Section):
     """Device memory of fine-tuning."""
 
 
+class Slurm(_Section):
+    """How `whichlora slurm` asks the cluster; every key may be left out."""
+
+    account: Name | None = None
+    """Account that the jobs are charged to."""
+    partition: Names = ()
+    """Partitions to look at and submit to; without it, all."""
+    clusters: Names = ()
+    """Clusters of a multi-cluster site; without it, the one that sbatch uses."""
+    merge_partition: Name | None = None
+    """Partition of the merge job, which needs no GPU; without it, the default one."""
+    qos: Name | None = None
+    time_limit: Duration | None = None
+    """Time limit of every job; without it, the predicted time of the longest candidate."""
+    startup_time: Duration = Field(default="10min", validate_default=True)
+    """What a job may take to load the libraries, on top of the predicted time."""
+    cpus_per_task: Count = 4
+    memory: Size | None = None
+    """Host memory of a job; without it, what the cluster gives."""
+    max_parallel: Count | None = None
+    """Array tasks that run at once."""
+    modules: Names = ()
+    """Modules to load, in this order."""
+    environment: dict[Name, str] = Field(default_factory=dict)
+    """Environment variables to export."""
+    setup: Names = ()
+    """Shell lines that run before the measurement, such as 'source venv/bin/activate'."""
+    options: Names = ()
+    """Further options of sbatch, such as '--reservation=class'."""
+    command: Name | None = None
+    """How a node calls this program; without it, this Python with -m whichlora."""
+    gpus: dict[Name, Name] = Field(default_factory=dict)
+    """Slurm's GPU type or a feature to a key of `whichlora gpus`, where its name does not tell."""
+    pretend_memory: Size | None = None
+    """For tests of a cluster without GPUs: measure on the CPU, and record it as the GPU asked."""
+
+
 class PlanFile(_Section):
     """A WhichLoRA run: models, data, limits and what may be profiled."""
 
@@ -261,6 +298,7 @@ class PlanFile(_Section):
     """Folder of the results; without it, runs/<name of this file> in the current folder."""
     calibration_dir: Name | None = None
     """Folder of the measurements; without it, the user's data folder."""
+    slurm: Slurm = Field(default_factory=Slurm)
 
 
 @cache
