@@ -7,6 +7,7 @@ import click
 from whichlora import __version__
 from whichlora.cli.calibration import calibrate
 from whichlora.cli.catalog import gpus, models
+from whichlora.cli.cluster import profile_task, slurm
 from whichlora.cli.completion import add_completion, completion
 from whichlora.cli.estimates import estimate, explain, where
 from whichlora.cli.exports import export
@@ -31,6 +32,8 @@ _COMMANDS = (
     where,
     guide,
     run,
+    slurm,
+    profile_task,
     report,
     export,
     gpus,

@@ -12,12 +12,14 @@ from whichlora.report.handovers import print_handover
 from whichlora.report.placements import print_placements
 from whichlora.report.progress import Progress
 from whichlora.report.rows import candidate_row, comparison_rows, comparison_summary
+from whichlora.report.sweep import SweepProgress, print_recommendation, print_status, print_sweep
 from whichlora.report.terminal import MAX_REASONS
 from whichlora.report.words import deciding, describe, reason, times, variant
 
 __all__ = [
     "MAX_REASONS",
     "Progress",
+    "SweepProgress",
     "answer_facts",
     "candidate_row",
     "comparison_rows",
@@ -37,7 +39,10 @@ __all__ = [
     "print_models",
     "print_placements",
     "print_predictions",
+    "print_recommendation",
     "print_refit",
+    "print_status",
+    "print_sweep",
     "reason",
     "times",
     "variant",

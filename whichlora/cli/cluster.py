@@ -1,0 +1,159 @@
+"""`whichlora slurm` and `profile-task`: profiling on the GPUs of a cluster."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from whichlora.cli.faults import EXIT_NOTHING_FITS
+
+if TYPE_CHECKING:
+    from whichlora.sweep.merging import Recommendation
+
+_RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print the recommendation as JSON.")
+
+
+class _PlanByDefault(click.Group):
+    """`whichlora slurm CONFIG.yaml` is `whichlora slurm plan CONFIG.yaml`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in {*self.commands, *ctx.help_option_names}:
+            args = ["plan", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_PlanByDefault)
+def slurm() -> None:
+    """Profile on every GPU type of a Slurm cluster. Alone with CONFIG.yaml: plan.
+
+    \b
+    Example:
+      whichlora slurm examples/slurm.yaml --submit
+    """
+
+
+@slurm.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--submit", is_flag=True, help="Submit the scripts, and follow them to the answer.")
+@click.option(
+    "--engine",
+    type=click.Choice(["slurm", "local", "skypilot"]),
+    default="slurm",
+    show_default=True,
+    help="Who runs the tasks: the cluster, this machine with one child per GPU, or a cloud, for "
+    "which a task file is written.",
+)
+@click.option("--fresh", is_flag=True, help="Start over, and measure again.")
+@_JSON
+def plan(config: Path, submit: bool, engine: str, fresh: bool, as_json: bool) -> None:
+    """Find the GPU types, predict for each, and write a script for what is worth profiling.
+
+    \b
+    Example:
+      whichlora slurm examples/slurm.yaml --submit
+    """
+    from whichlora import report
+    from whichlora.sweep import following, rounds
+    from whichlora.sweep.engines import ENGINES
+
+    with report.SweepProgress(quiet=as_json) as progress:
+        runner = ENGINES[engine]()
+        sweep = rounds.plan_sweep(config, runner, name=engine, progress=progress, fresh=fresh)
+        if not as_json:
+            report.print_sweep(sweep)
+        if submit:
+            found = following.follow(sweep, runner, progress)
+    if submit:
+        _show(found, as_json=as_json)
+
+
+@slurm.command()
+@_RUN_DIR
+def status(run_dir: Path) -> None:
+    """How every task of the sweep in RUN_DIR stands.
+
+    \b
+    Example:
+      whichlora slurm status runs/slurm
+    """
+    from whichlora import report
+    from whichlora.sweep import following
+
+    report.print_status(following.status(run_dir))
+
+
+@slurm.command()
+@_RUN_DIR
+@_JSON
+def resume(run_dir: Path, as_json: bool) -> None:
+    """Go on with the sweep in RUN_DIR: submit what is open, and follow it to the answer.
+
+    \b
+    Example:
+      whichlora slurm resume runs/slurm
+    """
+    from whichlora import report
+    from whichlora.sweep import following
+
+    with report.SweepProgress(quiet=as_json) as progress:
+        found = following.resume(run_dir, progress)
+    _show(found, as_json=as_json)
+
+
+@slurm.command()
+@_RUN_DIR
+@_JSON
+def merge(run_dir: Path, as_json: bool) -> None:
+    """Join what is recorded by now; the merge job of the cluster runs this.
+
+    \b
+    Example:
+      whichlora slurm merge runs/slurm
+    """
+    from whichlora import report
+    from whichlora.sweep import following
+
+    with report.SweepProgress(quiet=as_json) as progress:
+        found = following.join(run_dir, progress)
+    _show(found, as_json=as_json)
+
+
+def _show(found: Recommendation, *, as_json: bool) -> None:
+    from whichlora import report
+    from whichlora.sweep import following
+
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=1))
+    else:
+        report.print_recommendation(found, following.dry_run(found))
+    if found.best is None:
+        sys.exit(EXIT_NOTHING_FITS)
+
+
+@click.command("profile-task", hidden=True)
+@click.argument("tasks", metavar="TASKS.json", type=click.Path(path_type=Path))
+@click.argument("indices", metavar="INDEX...", type=int, nargs=-1, required=True)
+@click.option(
+    "--calibration-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where the records go; default: the folder that the list names.",
+)
+def profile_task(tasks: Path, indices: tuple[int, ...], calibration_dir: Path | None) -> None:
+    """Profile candidates of a list on the GPU of this machine; what every array task runs.
+
+    \b
+    Example:
+      whichlora profile-task runs/slurm/h100/tasks-1.json 0
+    """
+    from whichlora import report
+    from whichlora.sweep.tasks import profile_task as profile
+
+    for measurement in profile(tasks, indices, calibration_dir=calibration_dir):
+        click.echo(
+            f"{report.describe(measurement.run)}: {measurement.outcome} on {measurement.gpu}"
+        )
