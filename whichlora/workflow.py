@@ -46,12 +46,13 @@ class Search:
 
     Args:
         confidence: that no other candidate beats the winner; without one, that nothing fits.
-        stopped_by: why no further run was made; "not measured" in a dry run.
+        stopped_by: why no further run was made; "not measured" in a dry run, "under way" where
+            runs of a cluster are not back yet.
         chance_to_win: of fine-tuning candidates that may still beat the winner.
     """
 
     confidence: float
-    stopped_by: StoppedBy | Literal["everything measured", "not measured"]
+    stopped_by: StoppedBy | Literal["everything measured", "not measured", "under way"]
     runs: int
     device_s: float
     chance_to_win: Mapping[RunConfig, float]
@@ -236,7 +237,7 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
 def _pursue(session: Session, pursuit: Pursuit) -> tuple[Search, int | None]:
     """Measure as the plan asks; the position of the winner, where one was measured."""
     plan = session.plan
-    stopped_by: StoppedBy | Literal["everything measured", "not measured"]
+    stopped_by: StoppedBy | Literal["everything measured", "not measured", "under way"]
 
     def measure(position: int, decision: Decision | None) -> Measurement:
         return session.measure(pursuit, position, decision)
@@ -254,7 +255,7 @@ def _pursue(session: Session, pursuit: Pursuit) -> tuple[Search, int | None]:
 def summary(
     pursuit: Pursuit,
     decision: Decision,
-    stopped_by: StoppedBy | Literal["everything measured", "not measured"],
+    stopped_by: StoppedBy | Literal["everything measured", "not measured", "under way"],
 ) -> Search:
     """How sure `decision` is, and what it cost."""
     return Search(

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from bench import Bench, wait_until
 from cluster import Cluster
-from conftest import Bench, wait_until
 
 pytestmark = pytest.mark.slurm
 
@@ -50,14 +50,14 @@ def test_a_sweep_over_five_types_survives_kills_and_a_closed_follower(
     sweep = bench(plain)
     mischief = {
         "h100": {"1": "kill"},
-        "a100": {"0": "memory", "3": "sleep"},
+        "a100": {"1": "memory", "3": "sleep"},
         "v100-v100-16gb": {"2": "sleep"},
     }
     follower = sweep.start(sweep.write(mischief=mischief), "--submit")
     wait_until(lambda: len(sweep.records()) >= 10)
     sweep.close(follower)
     before = json.loads((sweep.run_dir / "sweep.json").read_text())
-    assert "2 running" in sweep.whichlora("status", sweep.run_dir) or len(sweep.records()) < 18
+    assert "running" in sweep.whichlora("status", sweep.run_dir)
     sweep.wake()
     said = sweep.whichlora("resume", sweep.run_dir)
     assert json.loads((sweep.run_dir / "sweep.json").read_text()) == before  # nothing ran twice
@@ -112,7 +112,7 @@ def test_a_job_that_cannot_start_is_no_result_and_runs_on_resume(
     sweep = bench(plain)
     path = sweep.write(partition="gpu", mischief={"h100": {"2": "crash"}})
     said = sweep.whichlora(path, "--submit")
-    assert "h100 1-2: pythia-160m lora r=8, batch 4, 64 tokens: not started" in said
+    assert "h100 1-2: pythia-160m lora r=8, batch 2, 64 tokens: not started" in said
     assert len(sweep.records()) == 11
     sweep.write(partition="gpu")  # the module exists by now
     sweep.whichlora("resume", sweep.run_dir)
@@ -154,7 +154,7 @@ def test_a_requeued_task_measures_once(accounted: Cluster, bench: MakeBench) -> 
 
 def test_accounting_remembers_what_the_queue_forgot(accounted: Cluster, bench: MakeBench) -> None:
     sweep = bench(accounted)
-    mischief = {"h100": {"0": "kill", "1": "memory"}}
+    mischief = {"h100": {"1": "kill", "2": "memory"}}
     sweep.whichlora(sweep.write(partition="all", mischief=mischief), "--submit")
     details = sorted(one["detail"] for one in sweep.records() if one["outcome"] == "killed")
     assert len(details) == 2

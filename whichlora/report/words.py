@@ -86,6 +86,7 @@ _STOPPED_BY = {
     "device_s": "the budget of device time is spent",
     "nothing left": "no run could make it surer",
     "everything measured": "everything was measured",
+    "under way": "other runs are still to come",
 }
 
 

@@ -99,14 +99,16 @@ def task_states(jobs: Sequence[str], *, cluster: str) -> dict[tuple[str, int], T
         if not _NO_ACCOUNTING.search(str(error)):
             raise
         past = {}
-        for job in jobs:
+    # Accounting lags and may be off: how a task ended, the queue does not say, the controller does.
+    for job in jobs:
+        ended = [key for key, state in found.items() if key[0] == job and state.is_final]
+        known = {key for key in ended if key in past and past[key].is_final}
+        if len(known) < len(ended) or not any(key[0] == job for key in (*found, *past)):
             show = ["scontrol", *_of(cluster), "show", "job", "-o", job]
-            past |= parse_scontrol(_run(show, may_fail=r"Invalid job id"))
-    # accounting lags: while the queue knows a task, it knows better, except how it ended
-    return past | {
-        key: past[key] if state.is_final and key in past and past[key].is_final else state
-        for key, state in found.items()
-    }
+            told = parse_scontrol(_run(show, may_fail=r"Invalid job id"))
+            past |= {key: state for key, state in told.items() if key not in known}
+    waiting = {key: state for key, state in found.items() if not state.is_final}
+    return found | past | waiting
 
 
 def _ranges(indices: Iterable[int]) -> str:

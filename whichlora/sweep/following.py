@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from whichlora.config import load_plan
 from whichlora.errors import MeasurementError
 from whichlora.results import Measurement
+from whichlora.session import Progress
 from whichlora.slurm.states import TaskState
 from whichlora.store.jsonfiles import read_object
 from whichlora.sweep.engine import Engine
@@ -20,7 +21,6 @@ from whichlora.sweep.merging import Recommendation, merge
 from whichlora.sweep.rounds import next_round
 from whichlora.sweep.state import Array, Sweep
 from whichlora.sweep.tasks import TaskList, find_records, record_end, started_file
-from whichlora.workflow import Progress
 
 MAX_ATTEMPTS = 5  # of one task that the cluster keeps taking away
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0

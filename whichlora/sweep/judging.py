@@ -8,22 +8,29 @@ from pathlib import Path
 
 from whichlora import api
 from whichlora.dataset import TokenLengths
-from whichlora.plan import Plan, ProfilePolicy
-from whichlora.search import Candidate, kept_models, may_beat
+from whichlora.plan import Budget, Plan, ProfilePolicy
+from whichlora.policy import Decision
+from whichlora.pursuit import Pursuit
+from whichlora.search import MIN_CHANCE, Candidate
+from whichlora.session import Progress, Session
 from whichlora.slurm.discovery import GpuGroup
 from whichlora.store.jsonfiles import read_object
 from whichlora.sweep.state import Sweep
-from whichlora.workflow import Progress, Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """The candidates of both stages on the GPUs of one group."""
+    """Where the search stands on the GPUs of one group.
+
+    Args:
+        candidates: of both stages, in the order of `pursuit`.
+    """
 
     group: GpuGroup
     session: Session
-    inference: Sequence[Candidate]
-    finetune: Sequence[Candidate]
+    pursuit: Pursuit
+    decision: Decision
+    candidates: Sequence[Candidate]
 
 
 def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
@@ -40,20 +47,17 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
             own = replace(plan, output_dir=folder, gpu=key)
             gpu = api.find_gpu(key)
             session = Session(own, gpu, progress, fresh=False, lengths=lengths)
-            session.recall()
+            pursuit = session.pursuit([*session.inference_runs(), *session.finetune_runs()])
+            session.recall(pursuit)
             if judged and judged[-1].group.name == group.name:  # its files lie beside the first's
                 session.plan = replace(own, output_dir=folder / key)
-            inference = [session.judge(run) for run in session.inference_runs()]
-            alive = [one.run.model for one in inference if one.verdict != "misses"]
-            if plan.profile == "none":
-                alive = list(kept_models(inference, "none"))
-            runs = session.finetune_runs(list(dict.fromkeys(alive)))
             judged.append(
                 Judged(
                     group=replace(group, gpu=key),
                     session=session,
-                    inference=inference,
-                    finetune=[session.judge(run) for run in runs],
+                    pursuit=pursuit,
+                    decision=pursuit.decide(),
+                    candidates=session.candidates(pursuit),
                 )
             )
     return judged
@@ -66,30 +70,43 @@ def _met(folder: Path) -> list[str]:
 
 
 def worth_profiling(
-    inference: Sequence[Candidate], finetune: Sequence[Candidate], policy: ProfilePolicy
+    candidates: Sequence[Candidate], decision: Decision, policy: ProfilePolicy, budget: Budget
 ) -> list[Candidate]:
     """Candidates whose runs could change the answer, all at once: an array has no second look.
 
-    A candidate that surely meets every limit stands for the winner, so what could not beat it
-    stays out, as in a run on one machine; it is measured itself, and so is one serving shape of
-    every model that may win. Where a run refutes it, the next round asks for more.
+    Those that win in most of the drawn worlds, until what is left out wins in no more of them than
+    the asked confidence allows; and with them what shows that their models serve. Where results
+    reopen the question, the next round asks for more.
     """
-    everyone = [*finetune, *inference]
     if policy == "none":
         return []
     if policy == "all":
-        return [one for one in everyone if not one.measured and not one.failure]
-    served = {one.run.model for one in inference if one.verdict == "meets"}
-    sure = [one for one in finetune if one.verdict == "meets" and one.run.model in served]
-    best = min(sure, key=lambda one: one.rank, default=None)
-    alive = [one for one in finetune if one.verdict != "misses"]
-    rivals = [one for one in alive if one is best or may_beat(one, best)]
-    chosen = [one for one in rivals if not one.measured]
-    for model in dict.fromkeys(one.run.model for one in rivals):
-        shapes = [one for one in inference if one.run.model == model]
-        if any(one.measured and one.verdict == "meets" for one in shapes):
-            continue
-        left = [one for one in shapes if not one.measured and one.verdict != "misses"]
-        likely = [one for one in left if one.verdict == "meets"]
-        chosen += [max(likely, key=lambda one: one.chance)] if likely else left
+        return [one for one in candidates if not one.measured and not one.failure]
+    doubt, chosen = 1 - decision.confidence, list[Candidate]()
+    models: dict[str, None] = {}
+    for position in decision.chance_to_win.argsort()[::-1].tolist():
+        wins = float(decision.chance_to_win[position])
+        if wins <= 0 or doubt <= 1 - budget.confidence:
+            break
+        doubt -= wins
+        if not candidates[position].measured:
+            chosen.append(candidates[position])
+        models[candidates[position].run.model] = None
+    for model in models:
+        chosen += _serving(model, candidates, decision)
     return chosen
+
+
+def _serving(model: str, candidates: Sequence[Candidate], decision: Decision) -> list[Candidate]:
+    """The shape that surely serves within the limits, or else every one that may."""
+    shapes = [
+        (float(decision.chance_to_meet[position]), position)
+        for position, one in enumerate(candidates)
+        if one.run.phase == "inference" and one.run.model == model
+    ]
+    if any(candidates[i].measured and candidates[i].verdict == "meets" for _, i in shapes):
+        return []
+    left = [(c, i) for c, i in shapes if c >= MIN_CHANCE and not candidates[i].measured]
+    if left and max(left)[0] >= 1 - MIN_CHANCE:
+        left = [max(left)]
+    return [candidates[position] for _, position in left]

@@ -6,16 +6,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from whichlora.html_report import write_report
 from whichlora.plan import Plan
+from whichlora.policy import Decision, StoppedBy
 from whichlora.report import candidate_row, describe
 from whichlora.results import SCHEMA_VERSION
+from whichlora.search import Candidate
 from whichlora.slurm.scripts import training_script
 from whichlora.store.jsonfiles import write_object
 from whichlora.sweep.judging import Judged, worth_profiling
 from whichlora.sweep.state import Sweep
-from whichlora.workflow import Answer, conclude, write_files
+from whichlora.workflow import Answer, conclude, summary, write_files
 
 _TRAINING_MARGIN = 1.5  # of the time limit over the expected time: a killed training is lost
 
@@ -63,7 +66,7 @@ def merge(plan: Plan, sweep: Sweep, judged: Sequence[Judged]) -> Recommendation:
     """
     groups = [_conclude(plan, sweep, one) for one in judged]
     ranked = [
-        (one.answer.winner.rank, number)
+        (_rank(plan, one.answer.winner, one.judged.group.gpu), number)
         for number, one in enumerate(groups)
         if one.answer.winner is not None
     ]
@@ -73,11 +76,21 @@ def merge(plan: Plan, sweep: Sweep, judged: Sequence[Judged]) -> Recommendation:
     return found
 
 
+def _rank(plan: Plan, winner: Candidate, gpu: str) -> tuple[float, ...]:
+    """As among the candidates of one GPU; where money decides, an hour costs what it does there."""
+    place, *rest = winner.rank
+    if plan.objective.prefer == "price" and winner.total_s is not None:
+        return (place, winner.total_s.value * plan.objective.price_per_hour[gpu], *rest)
+    return winner.rank
+
+
 def _conclude(plan: Plan, sweep: Sweep, judged: Judged) -> GroupAnswer:
     session = judged.session
     session.plan.output_dir.mkdir(parents=True, exist_ok=True)
-    left = worth_profiling(judged.inference, judged.finetune, plan.profile)
-    answer = conclude(session, judged.inference, judged.finetune)
+    decision = judged.decision
+    left = worth_profiling(judged.candidates, decision, plan.profile, plan.budget)
+    search = summary(judged.pursuit, decision, _stopped_by(plan, decision, len(left)))
+    answer = conclude(session, judged.pursuit, search, decision.best)
     files = write_files(session, answer)
     if "measurements" in files:  # one file per task, not one of the session
         files["measurements"] = session.log.path.parent
@@ -85,8 +98,23 @@ def _conclude(plan: Plan, sweep: Sweep, judged: Judged) -> GroupAnswer:
     script = _write_training(plan, sweep, judged, answer)
     if script is not None:
         answer = replace(answer, files={**answer.files, "script": script})
-    write_object(session.plan.output_dir / "answer.json", answer.to_dict())
+    folder = session.plan.output_dir
+    answer = replace(answer, files={**answer.files, "report": folder / "report.html"})
+    write_object(folder / "answer.json", answer.to_dict())
+    write_report(folder, folder / "report.html")
     return GroupAnswer(judged=judged, answer=answer, open_candidates=len(left), script=script)
+
+
+def _stopped_by(
+    plan: Plan, decision: Decision, num_left: int
+) -> StoppedBy | Literal["everything measured", "not measured", "under way"]:
+    if plan.profile == "none":
+        return "not measured"
+    if num_left:
+        return "under way"
+    if plan.profile == "all":
+        return "everything measured"
+    return "certain" if decision.confidence >= plan.budget.confidence else "nothing left"
 
 
 def _write_training(plan: Plan, sweep: Sweep, judged: Judged, answer: Answer) -> Path | None:

@@ -10,11 +10,11 @@ from whichlora.errors import ConfigError
 from whichlora.plan import Plan
 from whichlora.report import describe
 from whichlora.search import Candidate
+from whichlora.session import Progress, Session
 from whichlora.sweep.engine import Engine
 from whichlora.sweep.judging import Judged, judge_groups, worth_profiling
 from whichlora.sweep.state import Array, Sweep
 from whichlora.sweep.tasks import Task, TaskList
-from whichlora.workflow import Progress, Session
 
 
 def plan_sweep(
@@ -69,7 +69,9 @@ def next_round(plan: Plan, sweep: Sweep, judged: Sequence[Judged], engine: Engin
         }
         chosen: dict[object, tuple[Session, Candidate]] = {}
         for one in own:
-            for candidate in worth_profiling(one.inference, one.finetune, plan.profile):
+            for candidate in worth_profiling(
+                one.candidates, one.decision, plan.profile, plan.budget
+            ):
                 if candidate.run not in asked:
                     chosen.setdefault(candidate.run, (one.session, candidate))
         if chosen:

@@ -1,0 +1,134 @@
+"""Sweeps on a real cluster that answer from the formulas, but for planned mischief."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster import Cluster
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+H100 = ("NVIDIA H100 80GB HBM3", 85_520_809_984)
+A100 = ("NVIDIA A100-SXM4-80GB", 85_899_345_920)
+V100_32 = ("Tesla V100-SXM2-32GB", 34_359_738_368)
+V100_16 = ("Tesla V100-SXM2-16GB", 16_945_512_448)
+L40S = ("NVIDIA L40S", 48_305_799_168)
+BOARDS = {"h0": H100, "a0": A100, "big": V100_32, "small": V100_16, "l0": L40S}
+
+
+@dataclass
+class Bench:
+    """A config in a folder of its own, and the commands that a user would type."""
+
+    folder: Path
+    cluster: Cluster
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "out"
+
+    @property
+    def env(self) -> dict[str, str]:
+        own = {
+            "PYTHONPATH": str(ROOT),
+            "HF_HUB_OFFLINE": "1",
+            "COLUMNS": "200",
+            "OMP_NUM_THREADS": "1",
+        }
+        return {**os.environ, **self.cluster.env, **own}
+
+    def write(
+        self, *, mischief: Mapping[str, Mapping[str, str]] | None = None, **slurm: Any
+    ) -> Path:
+        """A config whose nodes answer from the formulas, but for the tasks in `mischief`."""
+        nodes = self.folder / "nodes.json"
+        nodes.write_text(json.dumps({"boards": BOARDS, "mischief": mischief or {}}))
+        rows = [{"text": "x" * (10 + index % 60)} for index in range(200)]
+        (self.folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        environment = {"WHICHLORA_TEST_NODES": str(nodes), "PYTHONPATH": str(ROOT)}
+        values: dict[str, Any] = {
+            "models": "EleutherAI/pythia-160m",
+            "stage1_profile": {"batch_size": 1, "prefill_length": 16, "tokens_to_generate": 8},
+            "stage2_profile": {"batch_size": [1, 2, 4]},
+            "methods": "lora",
+            "ranks": 8,
+            "dataset": {"path": "data.jsonl", "text_column": "text"},
+            "sequence_length": 64,
+            "weights": "random",
+            "profile": "all",
+            "num_batches": 3,
+            "output_dir": "out",
+            "calibration_dir": "calibration",
+            "slurm": {
+                "command": shlex.join([sys.executable, str(HERE / "node_command.py")]),
+                "cpus_per_task": 1,
+                "memory": "1200MiB",
+                "environment": environment,
+                **slurm,
+            },
+        }
+        values["slurm"] = {key: value for key, value in values["slurm"].items() if value}
+        path = self.folder / "config.yaml"
+        path.write_text(json.dumps(values | self.settings))  # JSON is YAML
+        return path
+
+    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "whichlora", "slurm", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.env,
+            cwd=self.folder,
+        )
+
+    def whichlora(self, *arguments: str | Path, code: int = 0) -> str:
+        process = self.start(*arguments)
+        try:
+            said, _ = process.communicate(timeout=240)
+        finally:
+            process.kill()
+        assert process.returncode == code, said
+        return said
+
+    def close(self, follower: subprocess.Popen[str]) -> None:
+        """As Ctrl-C does."""
+        follower.send_signal(signal.SIGINT)
+        follower.communicate(timeout=30)
+
+    def wake(self) -> None:
+        (self.folder / "awake").touch()
+
+    def logs(self) -> str:
+        return "".join(path.read_text() for path in (self.run_dir / "logs").iterdir())
+
+    def recommendation(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.run_dir / "recommendation.json").read_text())
+        return found
+
+    def records(self) -> list[dict[str, Any]]:
+        """What the calibration folder holds."""
+        return [
+            json.loads(line)
+            for path in sorted((self.folder / "calibration").glob("*/measurements/*.jsonl"))
+            for line in path.read_text().splitlines()
+        ]
+
+
+def wait_until(ready: Callable[[], Any], timeout_s: float = 60.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.2)
