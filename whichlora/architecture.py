@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Task = Literal["causal-lm", "seq2seq-lm", "encoder"]
+Routing = Literal["softmax", "softmax_wide", "softmax_fp32", "sigmoid", "chosen", "sparse_mixer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,10 @@ class Attention:
         dropout: probability that a trained model drops an attention weight.
         sdpa: what a request for SDPA ends in: the "fused" kernel, "math" where the shapes rule
             that out (Falcon's broadcast key head), "eager" where the class has no SDPA.
+        sinks: each head has one more logit, which no value belongs to (gpt-oss).
+        gated: the query's projection yields a gate on the output too (Qwen3-Next).
+        latent: queries, keys and values come from low-rank latents (DeepSeek); how the part of
+            them that is rotated is: "interleaved" in single operators, or as "complex" numbers.
         joins_rotation: rotated and unrotated parts of the heads are concatenated, so that
             queries and keys are contiguous per head.
         relative_rows: entries of the table of relative positions that queries and keys are
@@ -130,6 +135,9 @@ class Attention:
     other_params: int = 0
     dropout: float = 0.0
     sdpa: Literal["fused", "math", "eager"] = "fused"
+    sinks: bool = False
+    gated: bool = False
+    latent: Literal["interleaved", "complex"] | None = None
     joins_rotation: bool = False
     biases_each_layer: bool = False
     relative_rows: int = 0
@@ -186,7 +194,17 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moe:
-    """A mixture of experts: `expert.linears` carry `count` = experts and `active` = top k."""
+    """A mixture of experts: `expert.linears` carry `count` = experts and `active` = top k.
+
+    Args:
+        routing: how the router's product becomes weights of the chosen experts: "softmax" over
+            all, narrowed to the dtype of the product (Qwen) or left in fp32 ("softmax_wide",
+            Mixtral); a product in fp32 before it ("softmax_fp32", DeepSeek V2; "sigmoid",
+            DeepSeek V3); softmax over the "chosen" ones (gpt-oss, Granite); "sparse_mixer"
+            (Phi). None where nobody has written it down.
+        shared_first: the shared expert runs before the router.
+        clamped: the gate is gpt-oss's, of single operators.
+    """
 
     num_experts: int
     experts_per_token: int
@@ -194,6 +212,9 @@ class Moe:
     router: Linear
     shared: Mlp | None = None
     other_params: int = 0
+    routing: Routing | None = None
+    shared_first: bool = False
+    clamped: bool = False
 
     @property
     def num_params(self) -> int:

@@ -131,11 +131,12 @@ def moe(
     router: Linear | None = None,
     shared: Mlp | None = None,
     other_params: int = 0,
+    **rest: Any,
 ) -> Moe:
     """Routed experts as transformers 5 stores them: two 3-D parameters, not modules.
 
     bitsandbytes passes them by, and so does PEFT but for the types in `experts`; the router is a
-    bare parameter too unless `router` says otherwise.
+    bare parameter too unless `router` says otherwise. `rest` are further fields of `Moe`.
     """
     shape: dict[str, Any] = {"count": num_experts, "active": experts_per_token, "is_module": False}
     expert = Mlp(
@@ -168,6 +169,7 @@ def moe(
         router=router or bare_router(hidden, num_experts, bias=bias),
         shared=shared,
         other_params=other_params,
+        **rest,
     )
 
 

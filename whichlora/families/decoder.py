@@ -59,7 +59,7 @@ def decoder(
     feed_forward: Callable[[int], tuple[Mlp | None, Moe | None]] | None = None,
     has_rope: Callable[[int], bool] = lambda _: True,
     layer_fields: dict[str, Any] | None = None,
-    attention_params: int = 0,
+    sinks: bool = False,
     **spec: Any,
 ) -> ModelSpec:
     """A causal language model of Llama's shape.
@@ -71,7 +71,7 @@ def decoder(
         feed_forward: layer number -> its MLP or mixture of experts; None for one MLP everywhere.
         has_rope: layer number -> whether positions are rotated there.
         layer_fields: further fields of every `Layer`.
-        attention_params: bare parameters of each attention.
+        sinks: each head has a logit of its own beside those of the keys.
         spec: further fields of the `ModelSpec`.
     """
     hidden = c.size("hidden_size")
@@ -122,9 +122,11 @@ def decoder(
             rotary_dim=rotary_dim,
             sliding_window=window if sliding else None,
             softcap=softcap,
-            other_params=attention_params,
+            sinks=sinks,
+            other_params=heads if sinks else 0,
             dropout=c.probability("attention_dropout"),
-            sdpa="fused" if softcap is None else "eager",  # SDPA kernels have no soft cap
+            # SDPA's kernels have neither a soft cap nor sinks
+            sdpa="fused" if softcap is None and not sinks else "eager",
             joins_rotation=rope and (style.joins_rotation or rotary_dim < head_dim),
         )
         block, experts = feed_forward(number) if feed_forward else (dense, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whichlora.architecture import Attention, Layer, Linear, ModelSpec, Norm
+from whichlora.architecture import Attention, Layer, Linear, ModelSpec, Norm, Routing
 from whichlora.families.blocks import causal_lm, mlp, norms
 from whichlora.families.decoder import PRE_NORM
 from whichlora.families.fields import Fields
@@ -108,6 +108,7 @@ def latent_attention(c: Fields) -> Attention:
         linears=(*queries, *keys_values, out),
         norms=latents,
         rotary_dim=rope,
+        latent="complex" if c.text("model_type") == "deepseek_v2" else "interleaved",
         # transformers 5.23 caches the latent and the rotated key; earlier releases cached the
         # expanded keys and values, heads * (nope + rope + v_head_dim).
         cache_elements=kv_rank + rope,
@@ -132,7 +133,8 @@ def _model(c: Fields, feed_forward: FeedForward) -> ModelSpec:
 
 
 def _deepseek(c: Fields) -> ModelSpec:
-    return _model(c, deepseek_feed_forward(c))
+    routing: Routing = "softmax_fp32" if c.text("model_type") == "deepseek_v2" else "sigmoid"
+    return _model(c, deepseek_feed_forward(c, routing))
 
 
 def _dense(c: Fields) -> ModelSpec:

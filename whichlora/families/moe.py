@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from whichlora.architecture import Linear, Mlp, ModelSpec, Moe
+from whichlora.architecture import Linear, Mlp, ModelSpec, Moe, Routing
 from whichlora.families.blocks import mlp, moe
 from whichlora.families.decoder import Style, decoder, every_nth_full, late_sliding
 from whichlora.families.fields import Fields
@@ -110,6 +110,8 @@ def experts_in_every_layer(
     bias: bool = False,
     shared: Mlp | None = None,
     router: Linear | None = None,
+    routing: Routing = "softmax",
+    clamped: bool = False,
 ) -> FeedForward:
     block = moe(
         hidden=c.size("hidden_size"),
@@ -120,6 +122,8 @@ def experts_in_every_layer(
         bias=bias,
         shared=shared,
         router=router,
+        routing=routing,
+        clamped=clamped,
     )
     return lambda _: (None, block)
 
@@ -144,6 +148,8 @@ def qwen_feed_forward(c: Fields, *, shared_expert: bool) -> FeedForward:
         num_experts=c.size("num_experts"),
         experts_per_token=c.size("num_experts_per_tok"),
         shared=shared,
+        routing="softmax",
+        shared_first=True,
     )
     step = c.size("decoder_sparse_step", fallback=1)
     only_dense = c.indices("mlp_only_layers")
@@ -159,7 +165,7 @@ def qwen_feed_forward(c: Fields, *, shared_expert: bool) -> FeedForward:
     return choose
 
 
-def deepseek_feed_forward(c: Fields) -> FeedForward:
+def deepseek_feed_forward(c: Fields, routing: Routing = "sigmoid") -> FeedForward:
     """`first_k_dense_replace` layers with an MLP, then routed experts beside shared ones."""
     hidden, activation = c.size("hidden_size"), c.text("hidden_act")
     first = c.count("first_k_dense_replace")
@@ -181,12 +187,13 @@ def deepseek_feed_forward(c: Fields) -> FeedForward:
         num_experts=c.size("n_routed_experts"),
         experts_per_token=c.size("num_experts_per_tok"),
         shared=shared,
+        routing=routing,
     )
     return lambda number: (dense, None) if number < first else (None, sparse)
 
 
 def _mixtral(c: Fields) -> ModelSpec:
-    return decoder(c, feed_forward=experts_in_every_layer(c))
+    return decoder(c, feed_forward=experts_in_every_layer(c, routing="softmax_wide"))
 
 
 def _qwen2_moe(c: Fields) -> ModelSpec:
@@ -229,7 +236,7 @@ def _granitemoe(c: Fields) -> ModelSpec:
     return decoder(
         c,
         Style(qkv_bias=bias, out_bias=bias),
-        feed_forward=experts_in_every_layer(c, shared=shared),
+        feed_forward=experts_in_every_layer(c, shared=shared, routing="chosen"),
     )
 
 
@@ -248,7 +255,9 @@ def _phimoe(c: Fields) -> ModelSpec:
         out_features=c.size("num_local_experts"),
         reads="mlp_in",
     )
-    return decoder(c, style, feed_forward=experts_in_every_layer(c, router=router))
+    return decoder(
+        c, style, feed_forward=experts_in_every_layer(c, router=router, routing="sparse_mixer")
+    )
 
 
 def _gpt_oss(c: Fields) -> ModelSpec:
@@ -257,8 +266,8 @@ def _gpt_oss(c: Fields) -> ModelSpec:
         c,
         Style(qkv_bias=bias, out_bias=bias, norm_kind="rms_offset"),  # scales in fp32
         layer_types=every_nth_full(c, 2),
-        feed_forward=experts_in_every_layer(c, bias=True),
-        attention_params=c.size("num_attention_heads"),  # one sink logit per head
+        feed_forward=experts_in_every_layer(c, bias=True, routing="chosen", clamped=True),
+        sinks=True,
     )
 
 

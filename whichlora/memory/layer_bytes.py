@@ -1,7 +1,7 @@
 """Bytes of one layer at each moment: what it keeps, and the worst points of its passes.
 
-Layers that `layer_code` can write are exact; for the others (mixtures of experts, cross
-attention, recurrent blocks) the worst point of the backward is an estimate.
+Layers that `layer_code` can write are exact; for the others (cross attention, recurrent blocks)
+the worst point of the backward is an estimate.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from functools import lru_cache
 
 from whichlora.architecture import Attention, Layer, Mlp
 from whichlora.memory.activations import attention_kernel, fused_qkv
+from whichlora.memory.expert_code import mix_experts
+from whichlora.memory.latent_code import latent_projections
 from whichlora.memory.mlp_code import feed_forward
 from whichlora.memory.operators import Code
 from whichlora.memory.tape import (
@@ -20,6 +22,7 @@ from whichlora.memory.tape import (
     per_pair,
     per_span_squared,
     per_token,
+    plus,
     scaled,
 )
 from whichlora.methods.base import Method
@@ -65,21 +68,29 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
     read = x if memory is None else memory
     fused = fused_qkv(attention)
     widths = (attention.q_width, attention.k_width, attention.v_width)
-    if fused is not None:
+    gate = None
+    if attention.latent:
+        q, k, v = latent_projections(code, attention, x)
+        out_linear = attention.linears[-1]
+    elif fused is not None:
         joint = code.linear(fused, x)
         q, k, v = tape.parts(joint, tuple(per_token(width) for width in widths))
         out_linear = attention.linears[-1]
     else:
         q_linear, k_linear, v_linear, out_linear = attention.linears
         q = code.linear(q_linear, x)
+        if attention.gated:  # per head a query and a gate, side by side
+            half = per_token(attention.q_width)
+            (q,), (gate,) = tape.parts(q, (half,)), tape.parts(q, (half,))
+            gate = code.copy(gate)
         k = code.linear(k_linear, read)
         v = code.linear(v_linear, read)
         # the gradient comes back as [batch, heads, seq, head_dim]
         q, k = tape.view(q, copies_gradient=True), tape.view(k, copies_gradient=True)
-    if attention.norms:
+    if attention.norms and not attention.latent:
         q_norm, k_norm = attention.norms
         q, k = code.norm(q_norm, q), code.norm(k_norm, k)
-    if attention.position == "rope":
+    if attention.position == "rope" and not attention.latent:
         before = (q, k)
         q, k = rotate(code, q, attention, "query"), rotate(code, k, attention, "key")
         turned = (q, k)
@@ -93,6 +104,10 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
     tape.hold(q, k, v, *([] if bias is None else [bias]))
     if out.joined:
         out = code.copy(out)
+    if gate is not None:
+        open_ = tape.op([gate], gate.elements, gate.size, saves_result=True, what="attention: gate")
+        out = code.multiply(out, open_)
+        tape.hold(gate)
     result = code.linear(out_linear, out)
     tape.hold(x)
     return result
@@ -203,12 +218,15 @@ def _eager_kernel(
         scores = code.add(scores, bias)
     if attention.causal or code.masked:
         scores = code.add(scores, tape.weight(scores_shape, code.stream_bytes))
-    widened = attention.wide_softmax or (stack.under_autocast and stack.device_kind != "cpu")
-    wide = code.cast(scores, 4) if widened else scores
-    softmax = tape.op([wide], scores_shape, wide.size, saves_result=True, what="softmax")
-    probabilities = softmax
-    if attention.wide_softmax:
-        probabilities = code.cast(softmax, q_size, "probabilities")
+    if attention.sinks:
+        probabilities = _softmax_with_sinks(code, attention, scores)
+    else:
+        widened = attention.wide_softmax or (stack.under_autocast and stack.device_kind != "cpu")
+        wide = code.cast(scores, 4) if widened else scores
+        softmax = tape.op([wide], scores_shape, wide.size, saves_result=True, what="softmax")
+        probabilities = softmax
+        if attention.wide_softmax:
+            probabilities = code.cast(softmax, q_size, "probabilities")
     tape.hold(scores)
     if attention.dropout and stack.training:
         mask_bytes = probabilities.size if stack.device_kind == "cpu" else 1
@@ -223,6 +241,18 @@ def _eager_kernel(
     joined = code.copy(out)
     tape.hold(probabilities)
     return joined
+
+
+def _softmax_with_sinks(code: Code, attention: Attention, scores: Tensor) -> Tensor:
+    """One more column, in the dtype of the scores. Source: gpt-oss's `eager_attention_forward`."""
+    tape, heads = code.tape, attention.num_attention_heads
+    shape = plus(per_pair(heads), per_token(heads))
+    combined = tape.op([scores], shape, scores.size)
+    lowered = tape.op([combined], shape, scores.size, passes=True)
+    softmax = tape.op([lowered], shape, scores.size, saves_result=True, what="softmax")
+    tape.hold(lowered)
+    (probabilities,) = tape.parts(softmax, (per_pair(heads),))
+    return probabilities
 
 
 def _by_head(code: Code, x: Tensor) -> Tensor:
@@ -253,6 +283,14 @@ def _math_kernel(
 _KERNELS = {"fused": _fused_kernel, "eager": _eager_kernel, "math": _math_kernel}
 
 
+def feed(code: Code, layer: Layer, x: Tensor) -> Tensor:
+    """What stands between the second norm and the second sum."""
+    if layer.moe is not None:
+        return mix_experts(code, layer.moe, x)
+    assert layer.mlp is not None, "is_written"
+    return feed_forward(code, layer.mlp, x)
+
+
 def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
     tape, stack = code.tape, code.stack
     drops = bool(layer.dropouts) and stack.training
@@ -263,7 +301,7 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
         return code.dropout(y, mask_bytes=y.size if stack.device_kind == "cpu" else 1)
 
     norms = list(layer.norms)
-    attention, mlp = layer.attentions[0], layer.mlp
+    attention = layer.attentions[0]
     memory = None
     if len(layer.attentions) > 1:
         widened = norms[0].kind == "layer" and stack.under_autocast and stack.device_kind != "cpu"
@@ -271,12 +309,11 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
         memory = tape.shared(x.elements, size, needs_grad=stack.training)
     # an encoder's tokens alone have a padding mask
     by_itself = replace(code, masked=False) if memory is not None else code
-    assert mlp is not None, "is_written"
     if layer.parallel:
         first = code.norm(norms[0], x)
         mixed = dropped(attend(code, attention, first))
         second = code.norm(norms[1], x) if len(norms) > 1 else first
-        fed = dropped(feed_forward(code, mlp, second))
+        fed = dropped(feed(code, layer, second))
         result = code.add(code.add(mixed, fed), x)
         tape.hold(mixed, fed, second)
         return result
@@ -287,10 +324,10 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
             for cross in layer.attentions[1:]:
                 mixed = dropped(attend(code, cross, middle, memory=memory))
                 middle = code.norm(norms[1], code.add(mixed, middle))
-            fed = dropped(feed_forward(code, mlp, middle))
+            fed = dropped(feed(code, layer, middle))
             return code.norm(norms[-1], code.add(fed, middle))
         middle = code.add(x, code.norm(norms[0], mixed))
-        fed = feed_forward(code, mlp, middle)
+        fed = feed(code, layer, middle)
         return code.add(middle, code.norm(norms[1], fed))
     sandwich = len(norms) == 4
     # T5 gives what dropout returns no name of its own, so that both live
@@ -307,7 +344,7 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
         tape.hold(x, *([mixed] if names_both else []))
         x = result
     y = code.norm(norms.pop(0), x)
-    mixed = feed_forward(code, mlp, y)
+    mixed = feed(code, layer, y)
     y = dropped(mixed)
     if sandwich:
         y = code.norm(norms.pop(0), y)
@@ -330,7 +367,7 @@ def stream_bytes(layer: Layer, stack: Stack, *, after_norm: bool) -> int:
 
 def is_written(layer: Layer, stack: Stack) -> bool:
     """Whether `run_layer` is the layer's code."""
-    if layer.mlp is None or layer.moe is not None or len(layer.attentions) > 2:
+    if len(layer.attentions) > 2 or not (_mixes(layer) if layer.moe else _feeds(layer.mlp)):
         return False
     num_norms = {(1, True): (1, 2), (1, False): (1, 2, 4)}.get(
         (len(layer.attentions), layer.parallel or layer.post_norm), (3,)
@@ -338,8 +375,6 @@ def is_written(layer: Layer, stack: Stack) -> bool:
     return (
         all(map(_is_attention_written, layer.attentions))
         and layer.attentions[-1].cross == (len(layer.attentions) == 2)
-        and not layer.mlp.norms
-        and len(layer.mlp.linears) == (3 if layer.mlp.gated and not _is_joint(layer.mlp) else 2)
         and len(layer.norms) in num_norms
     )
 
@@ -347,14 +382,28 @@ def is_written(layer: Layer, stack: Stack) -> bool:
 def _is_attention_written(attention: Attention) -> bool:
     return (
         attention.kind == "softmax"
-        and len(attention.linears) == (2 if fused_qkv(attention) is not None else 4)
-        and len(attention.norms) in (0, 2)
+        and (attention.latent is not None or _has_plain_projections(attention))
         and not (attention.position == "relative" and attention.sdpa == "eager")
     )
 
 
-def _is_joint(mlp: Mlp) -> bool:
-    return mlp.linears[0].out_features == 2 * mlp.width
+def _has_plain_projections(attention: Attention) -> bool:
+    num_linears = 2 if fused_qkv(attention) is not None else 4
+    return len(attention.linears) == num_linears and len(attention.norms) in (0, 2)
+
+
+def _feeds(mlp: Mlp | None) -> bool:
+    if mlp is None:
+        return False
+    is_joint = mlp.linears[0].out_features == 2 * mlp.width
+    return not mlp.norms and len(mlp.linears) == (3 if mlp.gated and not is_joint else 2)
+
+
+def _mixes(layer: Layer) -> bool:
+    moe = layer.moe
+    if moe is None or moe.routing is None or layer.mlp is not None:
+        return False
+    return not any(linear.is_module for linear in moe.expert.linears)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,161 @@
+"""A mixture of experts on a tape: routing, gathered rows, grouped products, the weighted sum.
+
+Source: transformers 5.23 `integrations/moe.py` (`grouped_mm_experts_forward`) and the routers of
+the classes; peft 0.21.2 `ParamWrapper` for adapters of bare parameters.
+"""
+
+from __future__ import annotations
+
+from whichlora.architecture import Linear, Moe
+from whichlora.memory.mlp_code import activate, feed_forward
+from whichlora.memory.operators import Code
+from whichlora.memory.tape import Tensor, constant, per_rank, per_token, scaled
+
+_INDEX = 8  # torch indexes with int64
+
+
+def mix_experts(code: Code, moe: Moe, x: Tensor) -> Tensor:
+    """The block in the place of a feed-forward."""
+    tape = code.tape
+    shared = feed_forward(code, moe.shared, x) if moe.shared and moe.shared_first else None
+    weights, chosen, logits = _route(code, moe, x)
+    result = _run_experts(code, moe, x, weights, chosen)
+    if moe.shared and shared is None:
+        shared = feed_forward(code, moe.shared, x)
+    if moe.shared and shared is not None:
+        gates = [linear for linear in moe.shared.linears if linear.out_features == 1]
+        if gates:
+            product = code.linear(gates[0], x)
+            gate = tape.op([product], product.elements, product.size, saves_result=True)
+            shared = code.multiply_rows(shared, gate)
+        result = code.add(result, shared)
+    tape.hold(x, logits, weights, chosen)
+    return result
+
+
+def _weight(code: Code, linear: Linear) -> Tensor:
+    """A bare parameter, its adapter folded in if it has one: W + BA in one product."""
+    tape, stack = code.tape, code.stack
+    elements = constant(linear.num_weights)
+    if stack.trains_base or not linear.rank_multiple or linear.name not in code.targets:
+        return tape.weight(elements, stack.base_bytes, trained=stack.trains_base)
+    rank = linear.rank_multiple * linear.count
+    factors = []
+    for width in (linear.in_features, linear.out_features):
+        factor = tape.weight(per_rank(rank * width), stack.adapter_bytes, trained=True)
+        factors.append(code.cast(factor, stack.base_bytes, f"{linear.name}: adapter, cast"))
+    return tape.op(
+        factors,
+        elements,
+        stack.base_bytes,
+        saves=factors,
+        inner_backward=factors[0].form,  # scaled out of place
+        what=f"{linear.name}: weight with its adapter",
+    )
+
+
+def _multiplied(code: Code, x: Tensor, weight: Tensor, elements: int, what: str) -> Tensor:
+    saves = [weight] if x.needs_grad else []
+    if weight.needs_grad:
+        saves.append(x)
+    return code.tape.op([x, weight], per_token(elements), x.size, saves=saves, what=what)
+
+
+def _logits(code: Code, router: Linear, x: Tensor, *, in_fp32: bool) -> Tensor:
+    if router.is_module:
+        return code.linear(router, x)
+    weight = _weight(code, router)
+    if in_fp32:
+        x, weight = code.cast(x, 4), code.cast(weight, 4, "router: fp32 weight")
+    if code.stack.under_autocast:
+        size = code.stack.compute_bytes
+        x, weight = code.cast(x, size), code.cast(weight, size, "router: weight, cast")
+    return _multiplied(code, x, weight, router.out_features, "router: logits")
+
+
+def _route(code: Code, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights and numbers of the chosen experts, and the logits, which the caller's name holds."""
+    tape = code.tape
+    logits = _logits(code, moe.router, x, in_fp32=moe.routing in ("softmax_fp32", "sigmoid"))
+    every, few = per_token(moe.num_experts), per_token(moe.experts_per_token)
+    chosen = tape.op([], few, _INDEX)
+    if moe.routing == "chosen":
+        wide = logits if moe.clamped else code.cast(logits, 4)
+        top = tape.op([wide], few, wide.size, saves=[chosen])
+        weights = tape.op([top], few, top.size, saves_result=True, what="router: weights")
+        return code.cast(weights, x.size), chosen, wide
+    scores = logits
+    if moe.routing == "sparse_mixer":  # one softmax for each of the two experts
+        size = 4 if code.stack.under_autocast else logits.size
+        scores = tape.op([logits], every, size, saves_result=True, what="router: probabilities")
+        again = tape.op([logits], every, size, saves_result=True, what="router: probabilities")
+        weights = tape.op([scores, again], few, size, keeps=[scaled(few, _INDEX + size)])
+        return weights, chosen, logits
+    scores = tape.op(
+        [code.cast(logits, 4)], every, 4, saves_result=True, what="router: probabilities"
+    )
+    top = tape.op([scores], few, 4, saves=[chosen])
+    weights = tape.op([top], few, 4, keeps=[scaled(few, 4)], what="router: weights")
+    if moe.routing == "softmax":
+        weights = code.cast(weights, logits.size)
+    return weights, chosen, logits
+
+
+def _run_experts(code: Code, moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Rows sorted by expert, two grouped products, and back. Source: as named above."""
+    tape, stack, few = code.tape, code.stack, moe.experts_per_token
+    rows = per_token(few)
+    hidden = moe.router.in_features
+    sorted_numbers = tape.op([chosen], rows, _INDEX)
+    order = tape.op([chosen], rows, _INDEX)
+    readers = tape.op([order], rows, _INDEX)
+    selected = tape.op(
+        [x], per_token(few * hidden), x.size, saves=[readers], what="experts: gathered inputs"
+    )
+    picked = tape.op([weights], rows, weights.size, saves=[order])
+
+    up_linear, down_linear = moe.expert.linears
+    up_bias = _biases(code, up_linear)
+    up_weight = _weight(code, up_linear)
+    narrow = code.cast(selected, stack.base_bytes, "experts: gathered inputs")
+    joint = _multiplied(code, narrow, up_weight, few * 2 * moe.expert.width, "experts: gate and up")
+    inner = _gated(code, moe, joint)
+    tape.hold(joint)
+    down_bias = _biases(code, down_linear)
+    tape.hold(up_bias)
+    down_weight = _weight(code, down_linear)
+    out = _multiplied(code, inner, down_weight, few * hidden, "experts: outputs")
+    tape.hold(inner)
+
+    weighted = code.multiply_rows(out, picked)
+    places = tape.op([order], rows, _INDEX)
+    back = tape.op([weighted], weighted.elements, weighted.size, saves=[places])
+    summed = tape.op([back], per_token(hidden), 4 if stack.under_autocast else back.size)
+    result = code.cast(summed, x.size)
+    tape.hold(x, selected, picked, sorted_numbers, order, out, places, back, summed)
+    tape.hold(up_weight, down_weight, down_bias)  # PEFT's until the experts return
+    return result
+
+
+def _biases(code: Code, linear: Linear) -> Tensor:
+    """The bias of each row's expert, if there is one; added in place."""
+    width = linear.active * linear.out_features if linear.bias else 0
+    return code.tape.op([], per_token(width), code.stack.base_bytes)
+
+
+def _gated(code: Code, moe: Moe, joint: Tensor) -> Tensor:
+    tape = code.tape
+    half = per_token(moe.experts_per_token * moe.expert.width)
+    if not moe.clamped:
+        gate, up = tape.parts(joint, (half, half))
+        return code.multiply(activate(code, moe.expert, gate), up)
+    # every second column each: the gradient of a part is laid out over the whole
+    (gate,), (up,) = tape.parts(joint, (half,)), tape.parts(joint, (half,))
+    gate = tape.op([gate], half, joint.size, saves=[gate], what="experts: clamped gate")
+    up = tape.op([up], half, joint.size, saves=[up])
+    sigmoid = tape.op([code.scale(gate)], half, gate.size, saves_result=True, what="experts: gate")
+    glu = code.multiply(gate, sigmoid)
+    more = tape.op([up], half, up.size, passes=True)
+    result = code.multiply(more, glu)
+    tape.hold(gate, up, glu)
+    return result
