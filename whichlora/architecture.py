@@ -100,7 +100,8 @@ class Attention:
         softcap: tanh soft cap on the scores (Gemma 2).
         cross: keys and values come from the encoder.
         cache_elements: elements per token that a KV cache keeps for this layer.
-        state_elements: elements per sequence of a cache of fixed size (recurrent, conv).
+        state_elements: elements per sequence of a cache of fixed size (convolutions);
+            `recurrent_elements` of one that is in fp32 whatever the model is.
         other_params: bare parameters: sinks, convolution kernels, decay vectors.
         dropout: probability that a trained model drops an attention weight.
         sdpa: what a request for SDPA ends in: the "fused" kernel, "math" where the shapes rule
@@ -132,6 +133,7 @@ class Attention:
     cross: bool = False
     cache_elements: int = 0
     state_elements: int = 0
+    recurrent_elements: int = 0
     other_params: int = 0
     dropout: float = 0.0
     sdpa: Literal["fused", "math", "eager"] = "fused"
@@ -319,6 +321,7 @@ class ModelSpec:
         head_linears: projections around the stack (OPT-350M's project_in and project_out).
         masked_head: of an encoder; not among its parameters, which are those of `AutoModel`.
         other_params: parameters outside all of the above (a vision tower, a pooler).
+        unloaded_params: those among them that `AutoModelForCausalLM` leaves on the disk.
         buffer_bytes: what modules keep beside parameters (a causal mask per attention).
         embedding_dropouts, final_dropouts: widths of the tensors that training drops values of
             before the first and after the last layer.
@@ -341,6 +344,7 @@ class ModelSpec:
     masked_head: MaskedHead | None = None
     logit_softcap: float | None = None
     other_params: int = 0
+    unloaded_params: int = 0
     buffer_bytes: int = 0
     embedding_dropouts: tuple[int, ...] = ()
     final_dropouts: tuple[int, ...] = ()

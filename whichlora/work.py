@@ -313,6 +313,7 @@ def inference_work(
         attention_flops = attention_flops + count * tokens * per_token
         for attention in layer.attentions:
             cached = attention.cache_elements * context + attention.state_elements
+            cached = cached + attention.recurrent_elements
             passes = cache_passes(attention, run, stack) if decoding else 1
             moved_bytes = cached * stack.compute_bytes * passes
             attention_bytes = attention_bytes + count * batch_size * moved_bytes

@@ -182,7 +182,7 @@ def _gemma4_layer(c: Fields, kind: str, *, shared_cache: bool) -> Layer:
 def _gemma4(c: Fields) -> ModelSpec:
     hidden, count = c.size("hidden_size"), c.layers()
     types = every_nth_full(c, 6)
-    types[-1] = FULL if c.get("layer_types") is None else types[-1]
+    types[-1] = FULL  # whatever the config says
     first_shared = count - c.count("num_kv_shared_layers")
     layers = [
         _gemma4_layer(c, kind, shared_cache=number >= first_shared)

@@ -10,6 +10,7 @@ from whichlora.architecture import ModelSpec
 from whichlora.families.fields import Fields
 
 NOTE = "text tower in blocks; the vision tower counts as {:,} further parameters, no work"
+UNLOADED = "text tower, as AutoModelForCausalLM loads it, without the {:,} of the vision tower"
 TEXT_ONLY = "text tower only: the config describes no vision tower"
 
 
@@ -131,12 +132,15 @@ class Multimodal:
         tied: whether the head is tied where the config does not say.
         tower: vision config, text facts -> parameters outside the text tower.
         defaults: of the vision config.
+        splits: `AutoModelForCausalLM` loads the text tower alone. Source: transformers 5.23
+            `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
     """
 
     text: str
     tied: bool
     tower: Callable[[Fields, Fields], int]
     defaults: Mapping[str, Any]
+    splits: bool = False
 
 
 _QWEN2 = {
@@ -201,9 +205,11 @@ TOWERS: Mapping[str, Multimodal] = {
         tower=qwen3_tower,
         defaults=_QWEN3 | {"deepstack_visual_indexes": [8, 16, 24]},
     ),
-    "qwen3_5": Multimodal(text="qwen3_5_text", tied=False, tower=qwen3_tower, defaults=_QWEN3),
+    "qwen3_5": Multimodal(
+        text="qwen3_5_text", tied=False, tower=qwen3_tower, defaults=_QWEN3, splits=True
+    ),
     "qwen3_5_moe": Multimodal(
-        text="qwen3_5_moe_text", tied=False, tower=qwen3_tower, defaults=_QWEN3
+        text="qwen3_5_moe_text", tied=False, tower=qwen3_tower, defaults=_QWEN3, splits=True
     ),
 }
 
@@ -233,4 +239,10 @@ def build_multimodal(
         c.part("vision_config", defaults=kind.defaults),
         Fields(name=c.name, values=facts, defaults={}, synonyms={}),
     )
-    return replace(spec, other_params=extra, notes=(*spec.notes, NOTE.format(extra)))
+    note = (UNLOADED if kind.splits else NOTE).format(extra)
+    return replace(
+        spec,
+        other_params=extra,
+        unloaded_params=extra if kind.splits else 0,
+        notes=(*spec.notes, note),
+    )

@@ -97,7 +97,8 @@ def _delta_net(c: Fields, *, fused: bool) -> Attention:
         ),
         norms=(Norm(name="norm", kind="rms", width=v_dim, rows=v_heads),),
         position="none",
-        state_elements=v_heads * k_dim * v_dim + mixed * kernel,
+        state_elements=mixed * kernel,
+        recurrent_elements=v_heads * k_dim * v_dim,
         other_params=mixed * kernel + 2 * v_heads,  # convolution, dt_bias, A_log
     )
 

@@ -148,7 +148,7 @@ def _gated(code: Code, moe: Moe, joint: Tensor) -> Tensor:
     half = per_token(moe.experts_per_token * moe.expert.width)
     if not moe.clamped:
         gate, up = tape.parts(joint, (half, half))
-        return code.multiply(activate(code, moe.expert, gate), up)
+        return code.multiply(activate(code, moe.expert.activation, gate), up)
     # every second column each: the gradient of a part is laid out over the whole
     (gate,), (up,) = tape.parts(joint, (half,)), tape.parts(joint, (half,))
     gate = tape.op([gate], half, joint.size, saves=[gate], what="experts: clamped gate")

@@ -41,14 +41,16 @@ def cache_bytes(
     Kind: exact.
     """
     total = 0 * batch_size
+    recurrent = 0
     for layer, count in model.layers():
         for attention in layer.attentions:
             kept = encoder_tokens
+            recurrent += count * attention.recurrent_elements
             if not attention.cross:
                 kept = kept_tokens(layer, tokens, kv_cache=kv_cache)
             per_sequence = attention.cache_elements * kept
             total = total + count * batch_size * (per_sequence + attention.state_elements)
-    return total * element_bytes
+    return total * element_bytes + 4 * batch_size * recurrent
 
 
 def left_behind_bytes(

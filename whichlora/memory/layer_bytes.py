@@ -1,6 +1,6 @@
 """Bytes of one layer at each moment: what it keeps, and the worst points of its passes.
 
-Layers that `layer_code` can write are exact; for the others (cross attention, recurrent blocks)
+Layers that `layer_code` can write are exact; for the others (DeBERTa, Gemma 4)
 the worst point of the backward is an estimate.
 """
 
@@ -20,7 +20,7 @@ from whichlora.memory.layer_code import (
     stream_bytes,
     working_points,
 )
-from whichlora.memory.tape import FUSED_ROWS, Kept, evaluate, most
+from whichlora.memory.tape import FUSED_ROWS, Kept, chunks, evaluate, most
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, is_plain, largest
 from whichlora.specs import BNB_QUANTS
@@ -104,8 +104,8 @@ def layer_bytes(
             checkpointed=checkpointed,
             stream=stream,
         )
-        tensors.extend(_listed(points.kept, share, span=span, r=r))
-        held.extend(_listed(points.held, share, span=span, r=r))
+        tensors.extend(_listed(points.kept, share, tokens=tokens, span=span, r=r))
+        held.extend(_listed(points.held, share, tokens=tokens, span=span, r=r))
         found = _values(points, **sizes)
         for name, value in found.items():
             values[name] = values[name] + share * value
@@ -166,7 +166,7 @@ def masked_head_saved(
         method,
         stream=stream_bytes(last, stack, after_norm=after_norm),
     )
-    return tuple(_listed(kept, 1, span=0, r=r))
+    return tuple(_listed(kept, 1, tokens=0, span=0, r=r))
 
 
 def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dict[str, Count]:
@@ -194,14 +194,20 @@ def _masks(layer: Layer, stack: Stack, span: Count) -> Iterator[tuple[Count, boo
     yield masked, True
 
 
-def _listed(kept: tuple[Kept, ...], share: Count, *, span: Count, r: Count) -> Iterator[Tensor]:
+def _listed(
+    kept: tuple[Kept, ...], share: Count, *, tokens: Count, span: Count, r: Count
+) -> Iterator[Tensor]:
     for one in kept:
-        of_token, of_pair, fixed, of_rank_token, of_rank, of_square, _ = one.form
+        of_token, of_pair, fixed, of_rank_token, of_rank, of_square, _, of_chunk, of_sequence = (
+            one.form
+        )
         constant: Count = fixed
         if of_rank:
             constant = constant + of_rank * r
         if of_square:
             constant = constant + of_square * span * span
+        if of_chunk or of_sequence:
+            constant = constant + tokens // span * (of_sequence + of_chunk * chunks(span))
         per_token: Count = of_token
         if of_rank_token:
             per_token = per_token + of_rank_token * r

@@ -11,6 +11,7 @@ from whichlora.memory.expert_code import mix_experts
 from whichlora.memory.latent_code import latent_projections
 from whichlora.memory.mlp_code import feed_forward
 from whichlora.memory.operators import Code
+from whichlora.memory.recurrent_code import mix_recurrently
 from whichlora.memory.tape import (
     Form,
     Kept,
@@ -64,6 +65,8 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
     Args:
         memory: the encoder's output, which cross attention takes keys and values from.
     """
+    if attention.kind != "softmax":
+        return mix_recurrently(code, attention, x)
     tape, stack = code.tape, code.stack
     read = x if memory is None else memory
     fused = fused_qkv(attention)
@@ -380,10 +383,10 @@ def is_written(layer: Layer, stack: Stack) -> bool:
 
 
 def _is_attention_written(attention: Attention) -> bool:
-    return (
-        attention.kind == "softmax"
-        and (attention.latent is not None or _has_plain_projections(attention))
-        and not (attention.position == "relative" and attention.sdpa == "eager")
+    if attention.kind != "softmax":
+        return True
+    return (attention.latent is not None or _has_plain_projections(attention)) and not (
+        attention.position == "relative" and attention.sdpa == "eager"
     )
 
 

@@ -13,52 +13,78 @@ from dataclasses import dataclass, replace
 
 from whichlora.numeric import Count, largest
 
-TERMS = ("tokens", "tokens · span", "1", "r · tokens", "r", "span²", "many rows")
-Form = tuple[int, int, int, int, int, int, int]
+TERMS = (
+    "tokens",
+    "tokens · span",
+    "1",
+    "r · tokens",
+    "r",
+    "span²",
+    "many rows",
+    "chunks",
+    "sequences",
+)
+Form = tuple[int, int, int, int, int, int, int, int, int]
 """Bytes or elements per each of `TERMS`."""
 
-NOTHING: Form = (0, 0, 0, 0, 0, 0, 0)
+NOTHING: Form = (0, 0, 0, 0, 0, 0, 0, 0, 0)
+CHUNK = 64  # tokens that a gated delta net takes at once, the last ones padded
 FUSED_ROWS = 1536  # of a 4-bit product; bitsandbytes 0.50 expands the weight first for more
 
 
+def _term(index: int, count: int) -> Form:
+    a, b, c, d, e, f, g, h, i = (count if index == number else 0 for number in range(len(TERMS)))
+    return (a, b, c, d, e, f, g, h, i)
+
+
 def per_token(count: int) -> Form:
-    return (count, 0, 0, 0, 0, 0, 0)
+    return _term(0, count)
 
 
 def per_pair(count: int) -> Form:
-    return (0, count, 0, 0, 0, 0, 0)
+    return _term(1, count)
 
 
 def constant(count: int) -> Form:
-    return (0, 0, count, 0, 0, 0, 0)
+    return _term(2, count)
 
 
 def per_rank_token(count: int) -> Form:
-    return (0, 0, 0, count, 0, 0, 0)
+    return _term(3, count)
 
 
 def per_rank(count: int) -> Form:
-    return (0, 0, 0, 0, count, 0, 0)
+    return _term(4, count)
 
 
 def per_span_squared(count: int) -> Form:
-    return (0, 0, 0, 0, 0, count, 0)
+    return _term(5, count)
 
 
 def where_many_rows(count: int) -> Form:
     """Bytes that are there only above `FUSED_ROWS` rows."""
-    return (0, 0, 0, 0, 0, 0, count)
+    return _term(6, count)
+
+
+def per_chunk(count: int) -> Form:
+    """Per `CHUNK` tokens of one sequence, a part of them counted as a whole."""
+    return _term(7, count)
+
+
+def per_sequence(count: int) -> Form:
+    return _term(8, count)
 
 
 def scaled(form: Form, factor: int) -> Form:
-    a, b, c, d, e, f, g = form
-    return (a * factor, b * factor, c * factor, d * factor, e * factor, f * factor, g * factor)
+    a, b, c, d, e, f, g, h, i = form
+    k = factor
+    return (a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k)
 
 
 def plus(one: Form, other: Form) -> Form:
-    a, b, c, d, e, f, g = one
-    p, q, r, s, t, u, v = other
-    return (a + p, b + q, c + r, d + s, e + t, f + u, g + v)
+    a, b, c, d, e, f, g, h, i = one
+    p, q, r, s, t, u, v, w, x = other
+    return (a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x)
 
 
 def minus(one: Form, other: Form) -> Form:
@@ -74,7 +100,9 @@ def total(forms: Iterable[Form]) -> Form:
 
 def evaluate(form: Form, *, tokens: Count, span: Count, r: Count) -> Count:
     """The number, or array of numbers, that `form` stands for."""
-    of_token, of_pair, fixed, of_rank_token, of_rank, of_square, of_many = form
+    of_token, of_pair, fixed, of_rank_token, of_rank, of_square, of_many, of_chunk, of_sequence = (
+        form
+    )
     result: Count = 0 * tokens + fixed
     if of_token or of_pair or of_rank_token:
         each = of_token
@@ -89,7 +117,15 @@ def evaluate(form: Form, *, tokens: Count, span: Count, r: Count) -> Count:
         result = result + of_square * span * span
     if of_many:
         result = result + of_many * (tokens > FUSED_ROWS)
+    if of_chunk or of_sequence:
+        sequences = tokens // span
+        result = result + sequences * (of_sequence + of_chunk * chunks(span))
     return result
+
+
+def chunks(span: Count) -> Count:
+    """How many chunks a sequence of `span` tokens has."""
+    return -(-span // CHUNK)
 
 
 def most(forms: Iterable[Form], *, tokens: Count, span: Count, r: Count) -> Count:

@@ -94,7 +94,7 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
         if model.head_tied:
             embeddings -= model.head.num_weights
     other = model.num_params - embeddings - sum(group.num_params for group in model.groups)
-    other += masked_head_params(model)
+    other += masked_head_params(model) - model.unloaded_params
     other -= sum(linear.num_params for linear in model.outer_linears)
     around = sum(linear_bytes(linear, stack) for linear in model.outer_linears)
     return {

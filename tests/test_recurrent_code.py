@@ -1,0 +1,81 @@
+"""Gated delta nets and short convolutions on the tape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from whichlora.memory.kv_cache import cache_bytes
+from whichlora.memory.layer_code import LayerPoints, layer_points
+from whichlora.memory.tape import evaluate
+from whichlora.prediction import resolve
+from whichlora.specs import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.models import find_model
+
+DELTA = "Qwen/Qwen3.5-9B"
+STATE = 32 * 128 * 128  # elements: value heads, widths of their keys and values
+
+
+def first_layer_points(model: str, precision: str) -> LayerPoints:
+    spec = find_model(model)
+    assert spec is not None
+    run = RunConfig(model=model, precision=precision, target_modules=("attention",))
+    job = resolve(spec, run, find_gpu("h100-sxm-80gb"))
+    return layer_points(
+        job.model.groups[0].layer,
+        job.model.hidden_size,
+        job.targets,
+        job.stack,
+        job.method,
+        masked=False,
+        accumulated=False,
+        reentrant=False,
+        checkpointed=False,
+        stream=job.stack.stream_bytes,
+    )
+
+
+def kept(points: LayerPoints, *, tokens: int, span: int) -> int:
+    return int(evaluate(points.saved, tokens=tokens, span=span, r=0))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+def test_a_started_chunk_costs_as_much_as_a_whole_one(precision: str) -> None:
+    points = first_layer_points(DELTA, precision)
+    by_length = {span: kept(points, tokens=span, span=span) for span in (64, 65, 127, 128)}
+    step = by_length[65] - by_length[64]
+    assert step > 4 * STATE  # a state in fp32 at least
+    assert by_length[128] - by_length[127] < step / 10
+
+
+def test_many_short_sequences_keep_as_many_states_as_one_long_one_but_no_first_of_each() -> None:
+    points = first_layer_points(DELTA, "bf16")
+    long, short = (kept(points, tokens=1024, span=span) for span in (1024, 64))
+    assert long - short > 15 * 4 * STATE
+
+
+def test_a_cached_state_is_in_fp32_whatever_the_model_is() -> None:
+    spec = find_model(DELTA)
+    assert spec is not None
+    sizes = [
+        cache_bytes(spec, batch_size=2, tokens=0, kv_cache="dynamic", element_bytes=size)
+        for size in (2, 4)
+    ]
+    states = 2 * 24 * STATE * 4
+    assert 2 * (sizes[0] - states) == sizes[1] - states
+
+
+def test_a_short_convolution_keeps_its_tail() -> None:
+    points = first_layer_points("LiquidAI/LFM2-1.2B", "bf16-pure")
+    hidden, longer = 2048, 2
+    (convolved,) = (one.form for one in points.kept if one.what == "convolution: result")
+    assert evaluate(convolved, tokens=64, span=32, r=0) == 2 * hidden * (64 + 2 * longer)
+
+
+def test_the_tower_that_is_not_loaded_takes_no_memory() -> None:
+    spec = find_model(DELTA)
+    assert spec is not None
+    assert spec.unloaded_params == spec.other_params > 400_000_000
+    assert replace(spec, unloaded_params=0).num_params == spec.num_params
