@@ -6,7 +6,7 @@ import pytest
 
 from whichlora.architecture import Layer
 from whichlora.memory import facts
-from whichlora.memory.activations import layer_saved
+from whichlora.memory.activations import kept_mask_bytes, layer_saved
 from whichlora.memory.layer_bytes import masked_head_saved
 from whichlora.memory.layer_code import LayerPoints, layer_points
 from whichlora.memory.ledger import trained_params
@@ -231,3 +231,15 @@ def test_deberta_keeps_its_projected_positions_once_per_sequence() -> None:
         found[span] = {one.what: one for one in kept}["projected positions, repeated"].per_token
         assert found[span] * span == 2 * 2 * spec.hidden_size * rows
     assert found[64] == 2 * found[128]
+
+
+def test_zeros_of_cross_attention_are_shared_only_where_no_padding_mask_joins_them() -> None:
+    spec = find_model("google-t5/t5-small")
+    assert spec is not None
+    sizes = {"tokens": 128, "span": 64, "checkpointed": False}
+    kept = {}
+    for padding in ("none", "padded"):
+        run = RunConfig(model=spec.name, precision="bf16-pure", padding=padding)
+        stack = resolve(spec, run, GPU).stack
+        kept[padding] = kept_mask_bytes(spec, stack, **sizes)
+    assert kept == {"none": 2 * 8 * 64 * 64, "padded": 0}  # bf16, eight heads

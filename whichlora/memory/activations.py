@@ -514,7 +514,8 @@ def kept_mask_bytes(
 
     Checkpointed layers hold them as their arguments. Eager code adds a mask in the dtype of the
     stream, SDPA is handed a boolean one; layers with a window have a mask of their own. Without
-    checkpointing only the zeros stay that T5's cross attention adds. Kind: exact.
+    checkpointing only the zeros stay that T5's cross attention adds, where no padding mask makes
+    new ones of them. Kind: exact.
     """
     masks: dict[tuple[str, bool, int | None], Count] = {}
     biases: dict[tuple[str, bool], int] = {}
@@ -533,7 +534,7 @@ def kept_mask_bytes(
                 biases[key[:2]] = _INDEX_BYTES
             elif attention.position == "relative" and not attention.biases_each_layer:
                 size = stack.linear_out_bytes if attention.cross else stack.base_bytes
-                if checkpointed or (attention.cross and not eager):
+                if checkpointed or (attention.cross and not eager and not stack.padded):
                     biases[key[:2]] = size * attention.num_attention_heads
     total = sum(biases.values()) * span * span
     if checkpointed:

@@ -109,8 +109,10 @@ def inference_ledger(
         bias = activations.kept_mask_bytes(
             model, stack, tokens=0 * prompt_tokens, span=prompt_len, side="encoder"
         )
+        learned = any("position" in one.name for one in model.embeddings)  # BART names both
+        positions = prompt_tokens * model.hidden_size * element_bytes * learned
         moments |= {
-            "prefill": (*static, Entry(facts.PROMPT_FORWARD, working + bias)),
+            "prefill": (*static, Entry(facts.PROMPT_FORWARD, working + bias + positions)),
             "first_token": (
                 *static,
                 Entry(facts.PROMPT_CACHE, prompt_cache),
