@@ -534,7 +534,8 @@ def kept_mask_bytes(
                 biases[key[:2]] = _INDEX_BYTES
             elif attention.position == "relative" and not attention.biases_each_layer:
                 size = stack.linear_out_bytes if attention.cross else stack.base_bytes
-                if checkpointed or (attention.cross and not eager and not stack.padded):
+                fused = attention_kernel(attention, stack) == "fused"
+                if checkpointed or (attention.cross and fused and not stack.padded):
                     biases[key[:2]] = size * attention.num_attention_heads
     total = sum(biases.values()) * span * span
     if checkpointed:
