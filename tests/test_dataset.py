@@ -478,6 +478,13 @@ def test_best_fit_leaves_the_least_room() -> None:
     assert sorted(rows.tolist()) == [2, 4 + 3, 5 + 3, 8]
 
 
+def test_each_thousand_sequences_are_packed_on_their_own() -> None:
+    # six and four fill a row of ten, but a thousand sixes come before the first four
+    lengths = np.array([6] * 1000 + [4] * 1000)
+    assert len(best_fit_decreasing(lengths, 10)) == 1000 + 500
+    assert len(best_fit_decreasing(np.array([6, 4] * 1000), 10)) == 1000
+
+
 def test_joined_texts_are_cut_into_whole_blocks() -> None:
     table = batches([700, 900, 500], "packed", batch_size=2, seq_len=512)
     assert table.tolist() == [[512, 2], [512, 2]]
@@ -552,6 +559,18 @@ def test_lengths_are_grouped_as_transformers_groups_them(
     theirs = trainer_pt_utils.get_length_grouped_indices(lengths.tolist(), 8)
     ours = length_grouped(lengths, 8, np.random.default_rng(5))
     assert ours.tolist() == lengths[theirs].tolist()
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("num_sequences", [1, 40, 2345])
+def test_sequences_are_packed_as_trl_packs_them(num_sequences: int) -> None:
+    datasets = pytest.importorskip("datasets")
+    data_utils = pytest.importorskip("trl.data_utils")
+    lengths = np.random.default_rng(7).integers(1, 700, num_sequences)
+    data = datasets.Dataset.from_dict({"input_ids": [[0] * int(length) for length in lengths]})
+    theirs = data_utils.pack_dataset(data, seq_length=512, strategy="bfd")
+    ours = best_fit_decreasing(lengths, 512)
+    assert sorted(ours.tolist()) == sorted(map(len, theirs["input_ids"]))
 
 
 # -- export --------------------------------------------------------------------------------------

@@ -124,13 +124,15 @@ def read_rows(path, tokenizer):
     """The texts of a JSONL file, whole, put together into rows of up to SEQ_LEN."""
 {read_texts}\
     ids = tokenizer(texts, truncation=True, max_length=SEQ_LEN)["input_ids"]
-    rows, room = [], []  # room left, and in which row
-    for row in sorted(ids, key=len, reverse=True):
-        fits = bisect_left(room, (len(row), -1))
-        left, number = room.pop(fits) if fits < len(room) else (SEQ_LEN, len(rows))
-        rows += [[]] * (number == len(rows))
-        rows[number] = rows[number] + row
-        insort(room, (left - len(row), number))
+    rows = []
+    for start in range(0, len(ids), 1000):  # each thousand on its own, as TRL packs
+        room = []  # left, and in which row
+        for row in sorted(ids[start : start + 1000], key=len, reverse=True):
+            fits = bisect_left(room, (len(row), -1))
+            left, number = room.pop(fits) if fits < len(room) else (SEQ_LEN, len(rows))
+            rows += [[]] * (number == len(rows))
+            rows[number] = rows[number] + row
+            insort(room, (left - len(row), number))
     return [{{"input_ids": row}} for row in rows if row]
 
 
