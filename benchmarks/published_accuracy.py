@@ -36,6 +36,7 @@ from whichlora.prediction import (
     resolve,
     step_features,
 )
+from whichlora.regression import conformal_scale
 from whichlora.results import Measurement
 from whichlora.samples import Sample, time_samples
 from whichlora.specs import GpuSpec
@@ -193,15 +194,61 @@ def timed_parts(one: Observation) -> list[Timed]:
     return [prefill, ("decode", forward_features(job, context=context, decoding=True), steps)]
 
 
-def cold_seconds(one: Observation) -> tuple[float, float]:
-    """Seconds from datasheet and priors, and the half width of the interval as a log."""
-    total = spread = 0.0
-    for phase, features, times in timed_parts(one):
-        model = timing.prior_model(gpu_of(one.gpu), phase)
-        seconds = times * float(timing.seconds(model, features)[0])
-        spread += seconds * timing.log_deviation(model, features, seconds / times)
-        total += seconds
-    return total, 1.644854 * spread / total
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """A published run beside datasheet and priors; error and stated deviation as logs.
+
+    Args:
+        phase: the last part, which takes nearly all of the time.
+        deviation: before any scale.
+    """
+
+    observation: Observation
+    phase: str
+    error: float
+    deviation: float
+
+
+@cache
+def cold_runs() -> tuple[Cold, ...]:
+    """Every published time beside what is predicted without any run."""
+    found = []
+    for one in timed_observations():
+        total = spread = 0.0
+        phase = ""
+        for phase, features, times in timed_parts(one):
+            model = replace(timing.prior_model(gpu_of(one.gpu), phase), interval_scale=1.0)
+            seconds = times * float(timing.seconds(model, features)[0])
+            spread += seconds * timing.log_deviation(model, features, seconds / times)
+            total += seconds
+        found.append(Cold(one, phase, math.log(total / one.value), spread / total))
+    return tuple(found)
+
+
+@cache
+def pooled_scale(phase: str, without: str = "") -> float:
+    """Scale of cold intervals of `phase`, from all GPUs but one; 1 where fewer than two are left.
+
+    What `timing.POOLED_SCALE` states is that of all GPUs.
+    """
+    chosen = [one for one in cold_runs() if one.phase == phase and one.observation.gpu != without]
+    if len({one.observation.gpu for one in chosen}) < 2:
+        return 1.0
+    return _scale([one.error for one in chosen], [one.deviation for one in chosen])
+
+
+def _scale(errors: Sequence[float], deviations: Sequence[float]) -> float:
+    import numpy as np
+
+    found = conformal_scale(np.array(errors), np.array(deviations), TIME_CONFIDENCE)
+    assert found is not None, "too few errors"
+    return found
+
+
+def is_inside(one: Cold) -> bool:
+    """Whether the interval holds `one`, its scale taken from the other GPUs."""
+    scale = pooled_scale(one.phase, one.observation.gpu)
+    return abs(one.error) <= TWO_SIDED_Z[TIME_CONFIDENCE] * scale * one.deviation
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,21 +272,25 @@ def samples_of(
 
 def _errors(
     kept: Sequence[TimeSample], held: Sequence[TimeSample], phase: str, gpu: GpuSpec
-) -> list[float]:
-    model = fit_time([one.sample for one in kept], gpu, phase)
-    return [
-        math.log(float(timing.seconds(model, one.sample.features)[0]) / one.sample.value)
-        for one in held
-    ]
+) -> list[tuple[float, float]]:
+    """Log errors of `held` and the deviations stated for them, before any scale."""
+    fitted = fit_time([one.sample for one in kept], gpu, phase)
+    model = replace(fitted, interval_scale=1.0)
+    found = []
+    for one in held:
+        seconds = float(timing.seconds(model, one.sample.features)[0])
+        deviation = timing.log_deviation(model, one.sample.features, seconds)
+        found.append((math.log(seconds / one.sample.value), deviation))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Errors of one group that no fit saw, and the interval stated for it, both as logs."""
+    """Errors of one group that no fit saw, and the intervals stated for it, both as logs."""
 
     group: str
     errors: tuple[float, ...]
-    half_width: float
+    half_widths: tuple[float, ...]
 
 
 def leave_one_out(samples: Sequence[TimeSample], phase: str) -> Iterator[HeldOut]:
@@ -250,19 +301,19 @@ def leave_one_out(samples: Sequence[TimeSample], phase: str) -> Iterator[HeldOut
         kept = [one for one in samples if one.group != group]
         gpu = gpu_of(held[0].observation.gpu)
         inner = [
-            abs(error)
+            pair
             for other in groups
             if other != group
-            for error in _errors(
+            for pair in _errors(
                 [one for one in kept if one.group != other],
                 [one for one in kept if one.group == other],
                 phase,
                 gpu,
             )
         ]
-        rank = math.ceil((len(inner) + 1) * TIME_CONFIDENCE)
-        width = sorted(inner)[min(len(inner), rank) - 1]
-        yield HeldOut(group, tuple(_errors(kept, held, phase, gpu)), width)
+        reach = TWO_SIDED_Z[TIME_CONFIDENCE] * _scale(*zip(*inner, strict=True))
+        errors, deviations = zip(*_errors(kept, held, phase, gpu), strict=True)
+        yield HeldOut(group, errors, tuple(reach * one for one in deviations))
 
 
 def _short(one: Observation) -> str:
@@ -402,24 +453,45 @@ def memory_section() -> Iterator[str]:
 
 def cold_section() -> str:
     groups: dict[tuple[str, str], list[tuple[float, bool]]] = defaultdict(list)
-    for one in timed_observations():
-        seconds, width = cold_seconds(one)
-        error = math.log(seconds / one.value)
+    for found in cold_runs():
+        one = found.observation
         engine = ", vLLM" if one.run.kv_cache == "vllm" else ""
-        groups[one.quantity, one.source + engine].append((error, abs(error) <= width))
+        groups[one.quantity, one.source + engine].append((found.error, is_inside(found)))
     rows = []
     for (quantity, source), errors in sorted(groups.items()):
         cells = summary(math.expm1(error) for error, _ in errors).cells()
         covered = sum(inside for _, inside in errors) / len(errors)
         rows.append((quantity, source, *cells, f"{100 * covered:.0f} %"))
     head = ("what", "source", "n", "median", "p90", "worst", "inside the 90 % interval")
-    return _table(head, rows)
+    return f"{_table(head, rows)}\n\n{_never_measured()}"
+
+
+def _never_measured() -> str:
+    """How much the interval holds of each GPU, whose runs its scale never saw."""
+    rows = []
+    for phase in ("finetune", "prefill"):
+        chosen = [one for one in cold_runs() if one.phase == phase]
+        for gpu in ("", *sorted({one.observation.gpu for one in chosen})):
+            here = [one for one in chosen if one.observation.gpu == gpu or not gpu]
+            share = sum(map(is_inside, here)) / len(here)
+            scale = f"{pooled_scale(phase, gpu):.2f}"
+            rows.append((phase, gpu or "**all**", str(len(here)), scale, f"{100 * share:.0f} %"))
+    table = _table(("phase", "GPU left out", "n", "scale", "inside the 90 % interval"), rows)
+    return (
+        f"The scale of each interval is the conformal quantile of the other GPUs:\n\n{table}\n\n"
+        "Decoding was published for one GPU; its scale is 1. The constant of vLLM's host was set "
+        "by the rows under vLLM in this table."
+    )
 
 
 def held_out_section(title: str) -> str:
     found = held_out(title)
     errors = [error for one in found for error in one.errors]
-    inside = sum(abs(error) <= one.half_width for one in found for error in one.errors)
+    inside = sum(
+        abs(error) <= half_width
+        for one in found
+        for error, half_width in zip(one.errors, one.half_widths, strict=True)
+    )
     rows = [
         (one.group, *summary(math.expm1(error) for error in one.errors).cells()) for one in found
     ]
@@ -471,7 +543,7 @@ def shipped(group: Callable[[Measurement], str]) -> Iterator[Judged]:
         here = [row for row in grouped if row[:2] == (key, phase)]
         cold = timing.prior_model(gpu_of(key), phase)
         kept = [sample for _, _, other, sample in here if other != name]
-        model = fit_time(kept, gpu_of(key), phase)
+        model = fit_time(kept, gpu_of(key), phase, held_out=len(kept) >= 3)
         for sample in (sample for _, _, other, sample in here if other == name):
             seconds = float(timing.seconds(model, sample.features)[0])
             alone = float(timing.seconds(cold, sample.features)[0])

@@ -439,7 +439,9 @@ def _qwen_speed(line: _Line) -> Iterator[Found]:
     if line.source == "qwen15_hf_infer":
         run = replace(run, libraries=(("torch", "2.1.2"), ("transformers", "4.38.2")))
     if engine == "vllm":  # has model code of its own
-        run = replace(run, libraries=())
+        vllm = re.search(r"vllm ([\d.]+)", row["versions"])
+        assert vllm, line
+        run = replace(run, libraries=(("vllm", vllm[1]),))
     yield from line.memory(spec, run, A100, "peak_allocated")
     if row["time_value"]:
         seconds = run.max_new_tokens / float(row["time_value"])

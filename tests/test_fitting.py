@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from whichlora import api
@@ -14,7 +15,9 @@ from whichlora.calibration import Calibration, prior_calibration
 from whichlora.errors import ConfigError
 from whichlora.fitting import digest, fit, fit_memory, fit_time
 from whichlora.memory.ledger import PARTS
+from whichlora.numeric import TWO_SIDED_Z
 from whichlora.prediction import predict, predict_memory, predict_step, resolve, step_features
+from whichlora.regression import conformal_scale
 from whichlora.results import Measurement
 from whichlora.samples import Sample, folds
 from whichlora.specs import RunConfig
@@ -390,3 +393,32 @@ def test_a_coefficient_at_zero_stays_in_the_fit() -> None:
     for sample in samples:
         predicted, _ = seconds(fitted, sample.features)
         assert predicted == pytest.approx(sample.value, rel=0.15)
+
+
+def test_the_scale_makes_intervals_hold_what_they_state() -> None:
+    dice = np.random.default_rng(3)
+    deviations = dice.uniform(0.1, 0.3, 400)
+    errors = 2.5 * deviations * dice.standard_normal(400)  # stated too small
+    scale = conformal_scale(errors[:200], deviations[:200], 0.9)
+    assert scale == pytest.approx(2.5, rel=0.15)
+    inside = np.abs(errors[200:]) <= TWO_SIDED_Z[0.9] * scale * deviations[200:]
+    assert 0.85 <= inside.mean() <= 0.95
+
+
+def test_a_rank_that_is_not_there_has_no_scale() -> None:
+    ones = np.ones(9)
+    assert conformal_scale(ones[:8], ones[:8], 0.9) is None
+    assert conformal_scale(ones, ones, 0.9) == pytest.approx(1 / TWO_SIDED_Z[0.9])
+
+
+def test_many_held_out_runs_set_the_scale_of_the_device() -> None:
+    dice = random.Random(5)
+    records = [
+        measured(run, true_calibration(), noise=lambda: dice.lognormvariate(0, 0.05))
+        for run in runs()
+    ]
+    few, many = (fit(found, GPU, api.model_of).time["finetune"] for found in (records[:6], records))
+    prior_scale = prior_model(GPU, "finetune").interval_scale
+    assert few.interval_scale == prior_scale
+    assert 0.5 < many.interval_scale < 1.5
+    assert many.interval_scale != prior_scale

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from whichlora import api, timing
 from whichlora.calibration import TIME_PHASES, prior_calibration
-from whichlora.prediction import predict, predict_step, resolve, step_features
+from whichlora.prediction import (
+    forward_features,
+    predict,
+    predict_step,
+    resolve,
+    step_features,
+)
 from whichlora.specs import RunConfig
 from whichlora.timing import DEVICE_FEATURES, FEATURES
 from whichlora.work import Work
@@ -21,7 +27,7 @@ SPEC = api.load_model(RUN.model)
 
 found_features = st.fixed_dictionaries(
     {name: st.floats(0, 1e3) for name in DEVICE_FEATURES}
-    | {"launch": st.integers(0, 10**6), "constant": st.just(1.0)}
+    | {"launch": st.integers(0, 10**6), "constant": st.just(1.0), "engine": st.integers(0, 1)}
 )
 FEW = Work(
     product_flops=10**12,
@@ -99,10 +105,21 @@ def test_the_deviation_is_at_least_the_noise_of_a_run() -> None:
 def test_certain_coefficients_leave_only_the_noise() -> None:
     model = timing.prior_model(GPU, "finetune")
     zeros = tuple(tuple(0.0 for _ in FEATURES) for _ in FEATURES)
-    sure = replace(model, covariance=zeros)
+    sure = replace(model, covariance=zeros, interval_scale=1.0)
     found = step_features(resolve(SPEC, RUN, GPU))
     total, _ = timing.seconds(sure, found)
     assert timing.log_deviation(sure, found, total) == pytest.approx(model.noise)
+    wide = replace(sure, interval_scale=1.5)
+    assert timing.log_deviation(wide, found, total) == pytest.approx(1.5 * model.noise)
+
+
+def test_an_engine_takes_its_turn_after_every_step_of_the_device() -> None:
+    run = RunConfig(model=SPEC.name, phase="inference", kv_cache="vllm", max_new_tokens=2)
+    model = timing.prior_model(GPU, "decode")
+    found = forward_features(resolve(SPEC, run, GPU), context=512, decoding=True)
+    _, parts = timing.seconds(model, found)
+    assert parts["engine"] == model.mean["engine"] > parts["launch"] == 0
+    assert parts["products"] > 0
 
 
 def test_an_interval_is_symmetric_in_the_logarithm() -> None:

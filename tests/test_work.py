@@ -328,3 +328,19 @@ def test_a_small_batch_leaves_most_experts_unread() -> None:
     one = inference(run, context=64, decoding=True)
     many = inference(replace(run, batch_size=1000), context=64, decoding=True)
     assert one.weight_read_bytes < many.weight_read_bytes / 3
+
+
+def test_old_vllm_launches_kernels_beyond_its_captured_graphs() -> None:
+    def launches(context: int, **vllm: str) -> int:
+        run = RunConfig(
+            model=LLAMA, phase="inference", kv_cache="vllm", libraries=tuple(vllm.items())
+        )
+        job = resolve(api.load_model(LLAMA), run, api.find_gpu("a100-sxm-80gb"))
+        found = work.inference_work(
+            job.model, job.run, job.stack, batch_size=1, context=context, decoding=True
+        )
+        return int(found.launches)
+
+    longest = work.VLLM_CAPTURED_TOKENS
+    assert launches(longest, vllm="0.4.2") == launches(longest + 1) == 1
+    assert launches(longest + 1, vllm="0.4.2") > work.VLLM_LAYER_OPS * 30

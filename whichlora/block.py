@@ -293,7 +293,7 @@ def _phase(found: Mapping[str, Real], model: TimeModel) -> tuple[Real, Real]:
     columns = np.stack(np.broadcast_arrays(*(counted[name] for name in FEATURES)))
     variance = _quadratic(columns.reshape(len(FEATURES), -1), np.array(model.covariance))
     relative = variance.reshape(columns.shape[1:]) / (seconds * seconds)
-    return seconds, np.sqrt(relative + model.noise**2)
+    return seconds, model.interval_scale * np.sqrt(relative + model.noise**2)
 
 
 def predict_block(job: Job, calibration: Calibration, axes: Mapping[str, Count]) -> BlockPrediction:

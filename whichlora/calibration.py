@@ -158,6 +158,7 @@ class Calibration:
                         noise=float(model["noise"]),
                         num_runs=int(model["num_runs"]),
                         overlaps=bool(model["overlaps"]),
+                        interval_scale=float(model.get("interval_scale", 1.0)),
                     )
                     for phase, model in ((p, payload["time"][p]) for p in TIME_PHASES)
                 },

@@ -28,8 +28,9 @@ from whichlora.calibration import (
 from whichlora.errors import WhichLoraError
 from whichlora.formulas import formulas_digest
 from whichlora.memory.ledger import PARTS
-from whichlora.prediction import resolve
+from whichlora.prediction import TIME_CONFIDENCE, resolve
 from whichlora.regression import (
+    conformal_scale,
     covariance_of,
     held_out_noise,
     pooled_noise,
@@ -53,24 +54,30 @@ _MAX_ROUNDS = 12  # of active features and weights; they settle in three or four
 # Relative standard deviation of a coefficient between library versions. Kind: fitted, to the
 # published rows of A100: sources of 2023 and 2024 predicting each other (`docs/time.md`).
 STACK_SPREAD = 0.15
+ENOUGH_HELD_OUT = 20  # errors whose quantile stands for that of the device
 REPORTED_WEIGHT = 0.25  # an error 2.7 times the ordinary, which one normal run in 150 has
 
 
-def _held_out(table: Table, errors_of: Callable[[Table, Table], Array]) -> Array:
-    """Log errors of samples left out of the fit that predicts them.
+def _held_out(table: Table, judge: Callable[[Table, Table], Array]) -> Array:
+    """What `judge` says of samples left out of the fit that predicts them, a row for each.
 
     Where some were measured on the current versions, those alone are left out and judged.
+
+    Args:
+        judge: of the kept and the held samples, numbers by row of the latter.
     """
     import numpy as np
 
     judged = table.judged()
-    errors = np.zeros(len(judged))
+    found: list[Array] = []
+    order: list[int] = []
     everything = np.arange(len(table.samples))
     for chosen in folds([table.samples[i] for i in judged.tolist()]):
         held = judged[chosen]
         kept = np.delete(everything, held)
-        errors[chosen] = errors_of(table.take(kept), table.take(held))
-    return errors
+        found.append(judge(table.take(kept), table.take(held)))
+        order += chosen
+    return np.asarray(np.concatenate(found)[np.argsort(order)])
 
 
 # --- time ---------------------------------------------------------------------------------
@@ -92,9 +99,27 @@ def _time_errors(model: TimeModel, table: Table) -> Array:
     return np.asarray(np.log(table.values / np.maximum(predicted, 1e-12)))
 
 
-def fit_time(samples: Sequence[Sample], gpu: GpuSpec, phase: str) -> TimeModel:
-    """Coefficients of one phase, the prior's where there is no sample."""
-    return _fit_time(Table.of(samples, FEATURES), gpu, phase)
+def _time_variances(model: TimeModel, table: Table) -> Array:
+    """What the coefficients' covariance adds to the variance of the log of each run's seconds."""
+    import numpy as np
+
+    rows = _active(model, table.columns)
+    predicted = rows @ np.array([model.mean[name] for name in FEATURES])
+    variances = np.einsum("ij,jk,ik->i", rows, np.array(model.covariance), rows)
+    return np.asarray(np.maximum(variances, 0.0) / np.maximum(predicted, 1e-12) ** 2)
+
+
+def fit_time(
+    samples: Sequence[Sample], gpu: GpuSpec, phase: str, *, held_out: bool = False
+) -> TimeModel:
+    """Coefficients of one phase, the prior's where there is no sample.
+
+    Args:
+        held_out: take noise and interval scale from left-out runs, where there are enough.
+    """
+    table = Table.of(samples, FEATURES)
+    model = _fit_time(table, gpu, phase)
+    return _sharpened(model, table, gpu, phase)[0] if held_out else model
 
 
 def _fit_time(table: Table, gpu: GpuSpec, phase: str) -> TimeModel:
@@ -171,11 +196,16 @@ def _regress(table: Table, start: TimeModel, spread_of: Mapping[str, float]) -> 
     return replace(model, covariance=tuple(map(tuple, covariance.tolist())))
 
 
-def _held_out_time(table: Table, gpu: GpuSpec, phase: str) -> Array:
-    def errors_of(kept: Table, held: Table) -> Array:
-        return _time_errors(_fit_time(kept, gpu, phase), held)
+def _held_out_time(table: Table, gpu: GpuSpec, phase: str) -> tuple[Array, Array]:
+    """Log errors of samples left out, and the variance that their fit's coefficients have."""
+    import numpy as np
 
-    return _held_out(table, errors_of)
+    def judge(kept: Table, held: Table) -> Array:
+        model = _fit_time(kept, gpu, phase)
+        return np.column_stack([_time_errors(model, held), _time_variances(model, held)])
+
+    errors, variances = _held_out(table, judge).T
+    return errors, variances
 
 
 # --- memory -------------------------------------------------------------------------------
@@ -232,6 +262,22 @@ def _held_out_memory(table: Table, start: MemoryModel) -> Array:
         return _memory_errors(_fit_memory(kept, start), held)
 
     return _held_out(table, errors_of)
+
+
+def _sharpened(model: TimeModel, table: Table, gpu: GpuSpec, phase: str) -> tuple[TimeModel, Array]:
+    """`model` with noise and interval scale from left-out runs, and the log errors of these."""
+    import numpy as np
+
+    errors, variances = _held_out_time(table, gpu, phase)
+    # where all are of other versions, `STACK_SPREAD` has what a left-out run would add
+    if not table.older().all():
+        model = replace(model, noise=held_out_noise(errors, prior_model(gpu, phase).noise))
+    if len(errors) >= ENOUGH_HELD_OUT:
+        stated = np.sqrt(variances + model.noise**2)
+        scale = conformal_scale(errors, stated, TIME_CONFIDENCE)
+        assert scale is not None, "enough errors for the rank"
+        model = replace(model, interval_scale=scale)
+    return model, errors
 
 
 # --- everything ---------------------------------------------------------------------------
@@ -339,11 +385,8 @@ def fit(
             cold[phase] = _summary(_time_errors(before, table.take(table.judged())))
             outliers += _outliers(table, phase, _time_errors(model, table), before.noise)
         if held_out and len(table.judged()) >= 3:
-            errors = _held_out_time(table, gpu, phase)
+            model, errors = _sharpened(model, table, gpu, phase)
             summaries[phase] = _summary(errors)
-            # where all are of other versions, `STACK_SPREAD` has what a left-out run would add
-            if not table.older().all():
-                model = replace(model, noise=held_out_noise(errors, before.noise))
         time[phase] = model
     table = Table.of(found["memory"], PARTS)
     memory = _fit_memory(table, start.memory)

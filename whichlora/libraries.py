@@ -23,6 +23,7 @@ class Libraries:
     peft: str = "0.21.2"
     bitsandbytes: str = "0.50.2"
     trl: str = "1.16.0"
+    vllm: str = "0.6.3"
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -90,6 +91,14 @@ class Libraries:
     def cache_of_tuples(self) -> bool:
         """All of the old KV cache lives until all of the new one is there."""
         return self.older("transformers", "4.42")
+
+    @property
+    def graphs_end_early(self) -> bool:
+        """vLLM replays no captured graph beyond `work.VLLM_CAPTURED_TOKENS`: it launches kernels.
+
+        The published rows of 0.4.2 show it, those of 0.6.3 do not.
+        """
+        return self.older("vllm", "0.6")
 
     def has_rotary_tables(self, model_type: str) -> bool:
         """Each attention keeps cosines and sines of every position the model knows."""

@@ -198,14 +198,15 @@ class Outlook:
         ]
         total = sum(seconds, np.zeros(len(self.jobs)))
         shared = [
-            summed @ _root(np.array(calibration.time[phase].covariance))
+            calibration.time[phase].interval_scale
+            * (summed @ _root(np.array(calibration.time[phase].covariance)))
             for phase, summed in by_phase.items()
         ]
         effect = np.hstack(shared) / total[:, None]
         # one run's errors in both of its phases come from one host and one device: they add up
         noise = sum(
             (
-                each * calibration.time[phase].noise
+                each * calibration.time[phase].interval_scale * calibration.time[phase].noise
                 for phase, each in zip(by_phase, seconds, strict=True)
             ),
             np.zeros(len(self.jobs)),

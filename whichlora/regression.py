@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from whichlora.numeric import TWO_SIDED_Z
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -96,3 +98,24 @@ def pooled_noise(residuals: Array, prior_noise: float, weights: Array) -> float:
 
 def held_out_noise(errors: Array, prior_noise: float) -> float:
     return pooled_noise(errors, prior_noise, robust_weights(errors, prior_noise))
+
+
+def conformal_scale(errors: Array, deviations: Array, confidence: float) -> float | None:
+    """What stated deviations are to be multiplied with for intervals to hold `confidence`.
+
+    The quantile of the held-out errors' sizes in stated deviations, one rank up because the next
+    run is one more, over the quantile that a normal distribution has. None where there are too few
+    errors for that rank.
+
+    Source: Lei et al. 2018, arXiv:1604.04173, section 5.2 (locally weighted split conformal).
+
+    Args:
+        errors: log of measured over predicted, of runs that the fit did not see.
+        deviations: stated for each, as a log.
+    """
+    import numpy as np
+
+    rank = math.ceil((len(errors) + 1) * confidence)
+    if rank > len(errors):
+        return None
+    return float(np.sort(np.abs(errors) / deviations)[rank - 1]) / TWO_SIDED_Z[confidence]

@@ -16,7 +16,8 @@ from whichlora.specs import GpuSpec
 from whichlora.work import Work
 
 DEVICE_FEATURES = ("products", "attention", "elementwise", "dequant", "optimizer")
-FEATURES = (*DEVICE_FEATURES, "launch", "constant")
+FEATURES = (*DEVICE_FEATURES, "launch", "constant", "engine")
+PER_COUNT = ("launch", "constant", "engine")  # whose coefficient is in seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +25,12 @@ class TimeModel:
     """Coefficients of one phase on one device, with what is known about their error.
 
     Args:
-        mean: coefficient by feature; "launch" in seconds per kernel, "constant" in seconds.
+        mean: coefficient by feature; "launch" in seconds per kernel, "constant" in seconds,
+            "engine" in seconds per step of a serving engine.
         covariance: of the coefficients, rows and columns in the order of `FEATURES`.
         noise: standard deviation of the log of a single measurement around the model.
+        interval_scale: what deviations are multiplied with, so that intervals hold as much as they
+            state; from errors on runs that no fit saw (`regression.conformal_scale`).
         num_runs: measured runs behind it; 0 is the prior alone.
         overlaps: the host launches while the device computes (accelerators), so that the slower
             of both decides; on a CPU both are the same cores.
@@ -37,12 +41,14 @@ class TimeModel:
     noise: float
     num_runs: int
     overlaps: bool
+    interval_scale: float = 1.0
 
 
 # Mean and relative standard deviation of every coefficient before any run on the device.
 # Products, bytes: 72 % and 80 % efficiency, refitted from public operator profiles of three
 # GPUs (`docs/time.md`). Launch: eager PyTorch on current hosts. CPU: libraries reach about half
-# of the peak that the core count promises, with a wide spread.
+# of the peak that the core count promises, with a wide spread. Engine: the published speeds of
+# small models under vLLM 0.4.2 and 0.6.3 are 2 to 3.5 ms per token above their graph's kernels.
 _ACCELERATOR_PRIOR = {
     "products": (1.0 / 0.72, 0.25),
     "attention": (1.0 / 0.45, 0.5),
@@ -51,6 +57,7 @@ _ACCELERATOR_PRIOR = {
     "optimizer": (1.0 / 0.8, 0.5),
     "launch": (14e-6, 0.5),
     "constant": (3e-3, 1.0),
+    "engine": (2.5e-3, 0.4),
 }
 _CPU_PRIOR = {
     "products": (1.0 / 0.5, 0.6),
@@ -60,12 +67,17 @@ _CPU_PRIOR = {
     "optimizer": (1.0 / 0.4, 1.0),
     "launch": (10e-6, 0.8),
     "constant": (10e-3, 1.0),
+    "engine": (2.5e-3, 0.8),
 }
 # A forward launches every kernel from Python: the published A100 speeds of Qwen2.5 and Qwen2 at
 # four sizes from 0.5B to 7B give 21.8 to 22.6 microseconds a kernel. Of a training step, half the
 # kernels are launched by autograd, which takes 6 to 8.
 _FORWARD_LAUNCH_S = 22e-6
 _STEADY_CONSTANT = {"finetune": 1.0, "prefill": 0.3, "decode": 0.03}
+# Scale of the intervals of an accelerator that nobody measured. Kind: fitted, the conformal
+# quantile over the published runs of all GPUs (`benchmarks/published_accuracy.py`, 259 steps on 7
+# GPUs, 165 prompt passes on 7). Decoding was published for one GPU, which says nothing of others.
+POOLED_SCALE = {"finetune": 0.98, "prefill": 2.0, "decode": 1.0}
 PRIOR_NOISE = {"accelerator": 0.2, "cpu": 0.35}
 
 
@@ -94,6 +106,7 @@ def prior_model(gpu: GpuSpec, phase: str) -> TimeModel:
         noise=PRIOR_NOISE[kind],
         num_runs=0,
         overlaps=gpu.kind != "cpu",
+        interval_scale=1.0 if gpu.kind == "cpu" else POOLED_SCALE[phase],
     )
 
 
@@ -114,6 +127,7 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
         "optimizer": work.optimizer_bytes / bandwidth,
         "launch": work.launches,
         "constant": 1.0 + 0 * work.launches,
+        "engine": work.engine_steps + 0.0 * work.launches,
     }
 
 
@@ -127,7 +141,11 @@ def deciding(model: TimeModel, found: Mapping[str, Real]) -> dict[str, Real]:
     device = sum((model.mean[name] * found[name] for name in DEVICE_FEATURES), 0.0)
     host_bound = device < model.mean["launch"] * found["launch"]
     counted = {name: found[name] * (1 - host_bound) for name in DEVICE_FEATURES}
-    return counted | {"launch": found["launch"] * host_bound, "constant": found["constant"]}
+    return counted | {
+        "launch": found["launch"] * host_bound,
+        "constant": found["constant"],
+        "engine": found["engine"],
+    }
 
 
 def seconds(model: TimeModel, found: Mapping[str, Real]) -> tuple[Real, dict[str, Real]]:
@@ -140,10 +158,11 @@ def seconds(model: TimeModel, found: Mapping[str, Real]) -> tuple[Real, dict[str
 def log_deviation(model: TimeModel, found: Mapping[str, float], total: float) -> float:
     """Standard deviation of the log of the predicted seconds, of one run.
 
-    The coefficients' covariance seen through this run's features, plus the noise of a run.
+    The coefficients' covariance seen through this run's features, plus the noise of a run; times
+    the scale that held-out runs gave.
     """
     if total <= 0:
-        return model.noise
+        return model.interval_scale * model.noise
     counted = deciding(model, found)
     variance = sum(
         counted[a] * counted[b] * model.covariance[i][j]
@@ -152,4 +171,4 @@ def log_deviation(model: TimeModel, found: Mapping[str, float], total: float) ->
         for j, b in enumerate(FEATURES)
         if counted[b]
     )
-    return math.sqrt(max(0.0, variance) / total**2 + model.noise**2)
+    return model.interval_scale * math.sqrt(max(0.0, variance) / total**2 + model.noise**2)

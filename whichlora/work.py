@@ -23,6 +23,8 @@ ATTENTION_OPS = 4
 EAGER_OPS = 8
 RESIDUAL_OPS = 2
 EXPERT_OPS = 8  # per expert that a batch visits
+VLLM_LAYER_OPS = 12  # its kernels join norm and residual, queries and keys, gate and product
+VLLM_CAPTURED_TOKENS = 8192  # longest sequence of its captured graphs, by default
 OUTSIDE_OPS = 22  # embedding, final norm, head, sampling
 LOSS_OPS = 32
 BACKWARD_RATIO = 1.6  # 60 of 38
@@ -60,6 +62,8 @@ class Work:
         dequant_bytes: quantised weights expanded to 16 bit and read back, all passes.
         optimizer_bytes: parameters, gradients and states read and written.
         launches: kernels.
+        engine_steps: turns of a serving engine's scheduler and sampler on the host, for which the
+            device waits.
     """
 
     product_flops: Count
@@ -70,6 +74,7 @@ class Work:
     dequant_bytes: Count
     optimizer_bytes: Count
     launches: Count
+    engine_steps: Count = 0
 
 
 def active_weights(layer: Layer) -> int:
@@ -326,8 +331,11 @@ def inference_work(
             dequant = dequant + count * (fused * stored + (1 - fused) * expanded * 4)
         ops = layer_ops(layer, run) + quant_ops(layer, stack)
         launches = launches + count * (ops + expert_ops(layer, tokens))
-    if decoding and run.kv_cache == "vllm":
-        launches = 1 + 0 * tokens  # a captured graph is one launch
+    serving = run.kv_cache == "vllm"
+    if decoding and serving:
+        by_layer = VLLM_LAYER_OPS * model.num_hidden_layers + OUTSIDE_OPS
+        eager = (context > VLLM_CAPTURED_TOKENS) * stack.libraries.graphs_end_early
+        launches = 1 + eager * by_layer + 0 * tokens  # a captured graph is one launch
     return Work(
         product_flops=product_flops,
         weight_read_bytes=weight_read,
@@ -337,4 +345,5 @@ def inference_work(
         dequant_bytes=dequant,
         optimizer_bytes=0 * tokens,
         launches=launches,
+        engine_steps=int(serving) + 0 * tokens,
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from whichlora.report.terminal import MAX_REASONS, new_table, open_console
+from whichlora.timing import PER_COUNT
 from whichlora.units import format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def _num_runs(calibration: Calibration, phase: str) -> int:
 
 
 def _efficiency(name: str, coefficient: float) -> str:
-    if name in ("launch", "constant"):
+    if name in PER_COUNT:
         return format_seconds(coefficient)
     return f"{1 / coefficient:.0%}" if coefficient else "free"
 
