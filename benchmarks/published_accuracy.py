@@ -41,6 +41,7 @@ from whichlora.results import Measurement
 from whichlora.samples import Sample, time_samples
 from whichlora.specs import GpuSpec
 from whichlora.store.gpus import find_gpu
+from whichlora.timing import TimeModel
 from whichlora.units import GiB
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "accuracy.md"
@@ -177,9 +178,9 @@ def explanation(one: Observation) -> str:
 Timed = tuple[str, dict[str, float], int]  # phase, features, how often it runs
 
 
-def timed_parts(one: Observation) -> list[Timed]:
-    """The phases whose seconds add up to what was measured."""
-    gpu = gpu_of(one.gpu)
+def timed_parts(one: Observation, gpu: GpuSpec | None = None) -> list[Timed]:
+    """The phases whose seconds add up to what was measured, on `gpu` instead of its own."""
+    gpu = gpu or gpu_of(one.gpu)
     if one.quantity in ("step_s", "forward_backward_s"):
         return [("finetune", step_features(resolve(one.model, one.run, gpu)), 1)]
     run = one.run
@@ -270,12 +271,16 @@ def samples_of(
     ]
 
 
-def _errors(
-    kept: Sequence[TimeSample], held: Sequence[TimeSample], phase: str, gpu: GpuSpec
-) -> list[tuple[float, float]]:
+Fit = Callable[[Sequence[TimeSample], str, GpuSpec], TimeModel]
+
+
+def _shipped_form(kept: Sequence[TimeSample], phase: str, gpu: GpuSpec) -> TimeModel:
+    return fit_time([one.sample for one in kept], gpu, phase)
+
+
+def _errors(model: TimeModel, held: Sequence[TimeSample]) -> list[tuple[float, float]]:
     """Log errors of `held` and the deviations stated for them, before any scale."""
-    fitted = fit_time([one.sample for one in kept], gpu, phase)
-    model = replace(fitted, interval_scale=1.0)
+    model = replace(model, interval_scale=1.0)
     found = []
     for one in held:
         seconds = float(timing.seconds(model, one.sample.features)[0])
@@ -293,7 +298,9 @@ class HeldOut:
     half_widths: tuple[float, ...]
 
 
-def leave_one_out(samples: Sequence[TimeSample], phase: str) -> Iterator[HeldOut]:
+def leave_one_out(
+    samples: Sequence[TimeSample], phase: str, fit: Fit = _shipped_form
+) -> Iterator[HeldOut]:
     """Each group predicted from all others; its interval from how they predict each other."""
     groups = sorted({one.group for one in samples})
     for group in groups:
@@ -305,14 +312,12 @@ def leave_one_out(samples: Sequence[TimeSample], phase: str) -> Iterator[HeldOut
             for other in groups
             if other != group
             for pair in _errors(
-                [one for one in kept if one.group != other],
+                fit([one for one in kept if one.group != other], phase, gpu),
                 [one for one in kept if one.group == other],
-                phase,
-                gpu,
             )
         ]
         reach = TWO_SIDED_Z[TIME_CONFIDENCE] * _scale(*zip(*inner, strict=True))
-        errors, deviations = zip(*_errors(kept, held, phase, gpu), strict=True)
+        errors, deviations = zip(*_errors(fit(kept, phase, gpu), held), strict=True)
         yield HeldOut(group, errors, tuple(reach * one for one in deviations))
 
 
@@ -351,15 +356,20 @@ def timed_observations() -> list[Observation]:
     ]
 
 
-def held_out(title: str) -> list[HeldOut]:
-    """The rows of one table of `HELD_OUT`."""
+def time_rows(title: str) -> list[TimeSample]:
+    """What one table of `HELD_OUT` is about."""
     quantities, gpu, phase, group = HELD_OUT[title]
     chosen = [
         one
         for one in timed_observations()
         if one.quantity in quantities and one.gpu.startswith(gpu) and one.run.kv_cache != "vllm"
     ]
-    return list(leave_one_out(samples_of(chosen, phase, group), phase))
+    return samples_of(chosen, phase, group)
+
+
+def held_out(title: str) -> list[HeldOut]:
+    """The rows of one table of `HELD_OUT`."""
+    return list(leave_one_out(time_rows(title), HELD_OUT[title][2]))
 
 
 # --- tables -------------------------------------------------------------------------------------

@@ -14,10 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import published_accuracy
 import published_records
 import published_rows
+import time_forms
 from published_accuracy import compared_memory, explanation, held_out, summary
 from published_rows import FOLDER, SOURCES, LeftOut, Observation, read, read_all
 
 from whichlora import timing
+from whichlora.fitting import fit_time
 from whichlora.results import Measurement
 from whichlora.store.measurements import read_records
 
@@ -185,3 +187,11 @@ def test_intervals_hold_what_they_state_on_gpus_whose_runs_they_never_saw(phase:
     inside = [published_accuracy.is_inside(one) for one in chosen]
     assert len(inside) > 150
     assert 0.85 <= sum(inside) / len(inside) <= 0.95
+
+
+def test_the_compared_forms_hold_the_one_that_is_used() -> None:
+    samples = published_accuracy.time_rows("Forward and backward in fp32, a GPU never measured")
+    gpu = published_accuracy.gpu_of("v100-pcie-32gb")
+    used = fit_time([one.sample for one in samples], gpu, "finetune")
+    means = [time_forms.fitted(form, samples, "finetune", gpu).mean for form in time_forms.FORMS]
+    assert [mean == used.mean for mean in means] == [False, True, True, False, False, False]

@@ -135,11 +135,11 @@ def _fit_time(table: Table, gpu: GpuSpec, phase: str) -> TimeModel:
     spread_of = prior(gpu, phase)[1]
     older = table.older()
     if older.any():
-        taught = _regress(table.take(np.flatnonzero(older)), model, spread_of)
+        taught = regress(table.take(np.flatnonzero(older)), model, spread_of)
         model, spread_of = _carried(taught, spread_of)
     if not older.all():
         num_older = model.num_runs
-        model = _regress(table.take(np.flatnonzero(~older)), model, spread_of)
+        model = regress(table.take(np.flatnonzero(~older)), model, spread_of)
         model = replace(model, num_runs=model.num_runs + num_older)
     return model
 
@@ -157,7 +157,7 @@ def _carried(taught: TimeModel, widest: Mapping[str, float]) -> tuple[TimeModel,
     return replace(taught, covariance=covariance), spread
 
 
-def _regress(table: Table, start: TimeModel, spread_of: Mapping[str, float]) -> TimeModel:
+def regress(table: Table, start: TimeModel, spread_of: Mapping[str, float]) -> TimeModel:
     """`start`, the prior of standard deviations `spread_of`, updated by the runs of `table`.
 
     Which of host and device decides a run, and which runs are outliers, depends on the
