@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from whichlora.memory.kv_cache import cache_bytes
 from whichlora.memory.layer_code import LayerPoints, layer_points
+from whichlora.memory.ledger import trained_params
 from whichlora.memory.tape import evaluate
 from whichlora.prediction import resolve
 from whichlora.specs import RunConfig
@@ -78,4 +77,7 @@ def test_the_tower_that_is_not_loaded_takes_no_memory() -> None:
     spec = find_model(DELTA)
     assert spec is not None
     assert spec.unloaded_params == spec.other_params > 400_000_000
-    assert replace(spec, unloaded_params=0).num_params == spec.num_params
+    assert spec.loaded_params == spec.num_params - spec.other_params
+    run = RunConfig(model=DELTA, method="full")
+    job = resolve(spec, run, find_gpu("h100-sxm-80gb"))
+    assert trained_params(job.model, job.targets, job.method, 0) == spec.loaded_params

@@ -380,6 +380,11 @@ class ModelSpec:
             + self.other_params
         )
 
+    @property
+    def loaded_params(self) -> int:
+        """Parameters that are on the device. Kind: exact."""
+        return self.num_params - self.unloaded_params
+
     def layers(self) -> Iterator[tuple[Layer, int]]:
         """Each distinct layer with the number of times the forward runs it."""
         return ((group.layer, group.count) for group in self.groups)

@@ -341,9 +341,10 @@ def _check_counts(job: Job, model: Any, base: Any) -> None:
             for name, parameter in base.named_parameters()
             if not any(word in name for word in added)
         )
-        if abs(total - job.model.num_params) > _COUNT_TOLERANCE * total:
+        described = job.model.loaded_params
+        if abs(total - described) > _COUNT_TOLERANCE * total:
             raise ConfigError(
-                f"the model has {total:,} parameters, its config describes {job.model.num_params:,}"
+                f"the model has {total:,} parameters, its config describes {described:,}"
             )
 
 

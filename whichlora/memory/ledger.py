@@ -79,8 +79,7 @@ def trained_params(
 ) -> Count:
     """Trainable parameters: all of them, or adapters and copied modules. Kind: exact."""
     if method.trains_base:
-        loaded = model.num_params - model.unloaded_params
-        return loaded + weights.masked_head_params(model) + 0 * r
+        return model.loaded_params + weights.masked_head_params(model) + 0 * r
     total: Count = 0 * r
     for saved in saved_modules(model, modules_to_save, param_bytes=0):
         total = total + saved.num_params

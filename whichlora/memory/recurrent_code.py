@@ -142,7 +142,9 @@ def _chunked_rule(
     q, k, v = qkv
     if q.elements[0] != k_width:  # every key head serves several value heads
         q, k = (tape.op([one], per_token(k_width), size) for one in (q, k))
-    wide = [tape.op([one], one.elements, 4, passes=True) for one in (q, k, v)]
+    # in fp32 already they stay as they are, each head's tokens apart: products copy them first
+    apart = size == 4
+    wide = [one if apart else code.cast(one, 4) for one in (q, k, v)]
     tape.hold(q, k, v)
     beta, decay = (tape.op([one], one.elements, 4, passes=True) for one in (beta, decay))
     q, k = (_normalised(code, one, per_token(heads)) for one in wide[:2])
@@ -156,8 +158,8 @@ def _chunked_rule(
     summed = tape.op([decay], rows, 4)
     filled = code.scale(tape.op([summed], square, 4))
     pairwise = tape.op([filled], square, 4, saves_result=True, what="delta rule: decays of pairs")
-    system = _product(code, k_beta, k, pairwise)
-    inside = _product(code, q, k, pairwise)
+    system = _product(code, k_beta, k, pairwise, apart=apart)
+    inside = _product(code, q, k, pairwise, apart=apart)
     decayed = code.multiply_rows(k_beta, _exponent(code, summed, rows))
     solved = scaled(square, 2 * 4)
     values, keys = (
@@ -169,7 +171,8 @@ def _chunked_rule(
     )  # fmt: skip
     read = code.multiply_rows(q, _exponent(code, summed, rows))
     written = code.multiply_rows(k, _exponent(code, summed, rows))
-    core = _scan(code, attention, values, keys, read, inside, written)
+    core = _scan(code, attention, values, keys, read, inside, written, apart=apart)
+    core = code.copy(core)  # solutions are laid out by column, and so is what is made like them
     out = tape.op([core], per_token(v_width), size, passes=True, what="delta rule: result")
     tape.hold(v, beta, k_beta, v_beta, pairwise, system, inside, decayed)
     tape.hold(values, keys, read, written, core)
@@ -184,11 +187,13 @@ def _exponent(code: Code, x: Tensor, rows: Form) -> Tensor:
     return code.tape.op([x], rows, 4, saves_result=True)
 
 
-def _product(code: Code, one: Tensor, other: Tensor, pairwise: Tensor) -> Tensor:
+def _product(code: Code, one: Tensor, other: Tensor, pairwise: Tensor, *, apart: bool) -> Tensor:
     """Each token of a chunk with each, weighted with their decay."""
     if code.stack.under_autocast:
         size = code.stack.compute_bytes
         one, other = (code.cast(x, size, "delta rule: factor, cast") for x in (one, other))
+    if apart:
+        one, other = code.copy(one), code.copy(other)
     product = code.tape.op([one, other], pairwise.elements, one.size, saves=[one, other])
     return code.multiply(product, pairwise)
 
@@ -201,6 +206,8 @@ def _scan(
     read: Tensor,
     inside: Tensor,
     written: Tensor,
+    *,
+    apart: bool,
 ) -> Tensor:
     """The loop over chunks: a state is read and written in each, and every state is kept.
 
@@ -216,6 +223,10 @@ def _scan(
         always = scaled(plus(v_width, inside.elements), size)
         states = plus(per_chunk(2 * size * state), _but_one(per_chunk(4 * state)))
         kept = total((states, _but_one(reads), _but_one(writes), always))
+    elif apart:
+        saves = [keys, inside]
+        copies = scaled(_but_one(plus(k_width, k_width)), 4)
+        kept = total((per_chunk(4 * state), scaled(v_width, 4), copies))
     else:
         saves = [keys, read, inside, written]
         kept = plus(per_chunk(4 * state), scaled(v_width, 4))
@@ -227,8 +238,9 @@ def _scan(
         4,
         saves=saves,
         keeps=[kept],
-        # a state, what is left of it, what comes to it and their sum; new values and what was read
-        inner=per_sequence(4 * (4 * state + 2 * v_width[_CHUNKS])),
+        # a state, what is left of it, what comes to it and their sum, which a cache has counted;
+        # new values and what was read
+        inner=per_sequence(4 * ((3 + code.stack.training) * state + 2 * v_width[_CHUNKS])),
         inner_backward=plus(plus(part, part), part),
         what="delta rule: states and factors of each chunk",
     )

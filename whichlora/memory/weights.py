@@ -93,8 +93,8 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
         embeddings += model.head.num_params
         if model.head_tied:
             embeddings -= model.head.num_weights
-    other = model.num_params - embeddings - sum(group.num_params for group in model.groups)
-    other += masked_head_params(model) - model.unloaded_params
+    other = model.loaded_params - embeddings - sum(group.num_params for group in model.groups)
+    other += masked_head_params(model)
     other -= sum(linear.num_params for linear in model.outer_linears)
     around = sum(linear_bytes(linear, stack) for linear in model.outer_linears)
     return {

@@ -46,7 +46,7 @@ def _faults(job: Job, measurement: Measurement) -> Iterator[str]:
     weights = int(part_bytes(job, found, found.peak_moment)["weights"])
     if _has_quantised_experts(job):
         # whether the experts are quantised too depends on versions that a table rarely states
-        weights = job.model.num_params * _code_bits(job.stack.quant) // 8
+        weights = job.model.loaded_params * _code_bits(job.stack.quant) // 8
     on_cpu = job.gpu.kind == "cpu"  # its peak is a guess, and its memory is the host's
     for field in ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"):
         size = getattr(measurement, field)
