@@ -243,3 +243,18 @@ def test_zeros_of_cross_attention_are_shared_only_where_no_padding_mask_joins_th
         stack = resolve(spec, run, GPU).stack
         kept[padding] = kept_mask_bytes(spec, stack, **sizes)
     assert kept == {"none": 2 * 8 * 64 * 64, "padded": 0}  # bf16, eight heads
+
+
+def test_what_a_caller_holds_lives_to_the_end_of_a_forward() -> None:
+    points = []
+    for held in (False, True):
+        tape = Tape()
+        x = tape.input(per_token(1), 2, needs_grad=False)
+        wide = tape.op([x], per_token(10), 2)
+        narrow = tape.op([wide], per_token(1), 2)
+        if held:
+            tape.hold_to_end(wide)
+        tape.op([narrow], per_token(5), 2)
+        found, _ = tape.forward(saving=False)
+        points.append(found[-1])
+    assert points == [per_token(2 + 10), per_token(2 + 10 + 20)]

@@ -110,6 +110,7 @@ class Attention:
         gated: the query's projection yields a gate on the output too (Qwen3-Next).
         latent: queries, keys and values come from low-rank latents (DeepSeek); how the part of
             them that is rotated is: "interleaved" in single operators, or as "complex" numbers.
+        wide_scores: queries and keys are widened to fp32 before their product (GPT-J, GPT-Neo).
         joins_rotation: rotated and unrotated parts of the heads are concatenated, so that
             queries and keys are contiguous per head.
         relative_rows: entries of the table of relative positions that queries and keys are
@@ -141,6 +142,7 @@ class Attention:
     gated: bool = False
     latent: Literal["interleaved", "complex"] | None = None
     joins_rotation: bool = False
+    wide_scores: bool = False
     biases_each_layer: bool = False
     relative_rows: int = 0
     wide_rotation: bool = False
@@ -233,6 +235,7 @@ class Layer:
         parallel: attention and MLP read the layer's input, each through a norm or one for both.
         post_norm: no norm reads the layer's input (BERT, OLMo 2).
         dropouts: widths of the tensors that training drops values of, outside the MLP.
+        names_attention: the block's code holds what attention returned until its end (GPT-2).
     """
 
     attentions: tuple[Attention, ...]
@@ -242,6 +245,7 @@ class Layer:
     parallel: bool = False
     post_norm: bool = False
     dropouts: tuple[int, ...] = ()
+    names_attention: bool = False
     other_params: int = 0
 
     @property
@@ -384,6 +388,11 @@ class ModelSpec:
     def loaded_params(self) -> int:
         """Parameters that are on the device. Kind: exact."""
         return self.num_params - self.unloaded_params
+
+    @property
+    def adds_positions(self) -> bool:
+        """Whether looked-up positions are added to the looked-up tokens."""
+        return any("position" in one.name or one.name == "wpe" for one in self.embeddings)
 
     def layers(self) -> Iterator[tuple[Layer, int]]:
         """Each distinct layer with the number of times the forward runs it."""

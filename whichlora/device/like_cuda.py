@@ -6,6 +6,7 @@ difference that changes which tensors live is patched here, and listed in `docs/
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -74,11 +75,17 @@ def with_flash_attention() -> Iterator[None]:
     utils = import_module("transformers.modeling_flash_attention_utils")
     model_class = import_module("transformers.modeling_utils").PreTrainedModel
     with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):  # classes imported without it
+            if name.startswith("transformers.models.") and "is_flash_attn_available" in vars(
+                module
+            ):
+                vars(module)["_flash_attention_forward"] = utils._flash_attention_forward
         for target, name, value in (
             (model_class, "_flash_attn_import_error", lambda *_, **__: None),
             (utils, "_lazy_imports", lambda *_, **__: (_flash, _flash, None, None, None)),
             (utils, "_loaded_implementation", None),
             (utils, "_is_packed_sequence", lambda *_: False),
+            (utils, "is_flash_attn_available", lambda **_: True),  # asked as a class is imported
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         versions = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX

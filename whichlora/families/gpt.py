@@ -107,6 +107,7 @@ def _gpt2(c: Fields) -> ModelSpec:
         mlp=block,
         norms=_layer_norms(("ln_1", "ln_2"), hidden),
         dropouts=(hidden,) * 2 if c.probability("resid_pdrop") else (),
+        names_attention=True,
     )
     # GPTBigCodeModel keeps a boolean causal mask of the full length
     mask_bytes = c.size("max_position_embeddings") ** 2 if "multi_query" in c.defaults else 0
@@ -134,10 +135,16 @@ def _gpt_neo(c: Fields) -> ModelSpec:
             out_bias=True,
             position="none",
             sdpa="eager",
+            wide_scores=True,
             sliding_window=c.size("window_size") if kinds[number] == "local" else None,
         )
         layers.append(
-            Layer(attentions=(attention,), mlp=block, norms=_layer_norms(("ln_1", "ln_2"), hidden))
+            Layer(
+                attentions=(attention,),
+                mlp=block,
+                norms=_layer_norms(("ln_1", "ln_2"), hidden),
+                names_attention=True,
+            )
         )
     note = "transformers masks the local layers but caches them at full length"
     mask_bytes = c.size("max_position_embeddings") ** 2  # boolean, in every layer
@@ -171,6 +178,7 @@ def _gptj(c: Fields) -> ModelSpec:
         out_name="out_proj",
         rotary_dim=c.size("rotary_dim", fallback=hidden // heads),
         sdpa="eager",
+        wide_scores=True,
         dropout=c.probability("attn_pdrop"),
     )
     block = mlp(

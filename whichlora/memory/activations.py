@@ -494,8 +494,7 @@ def _embeds_in_steps(model: ModelSpec) -> bool:
 
     A norm of the rows keeps them anyway, unless positions are added first.
     """
-    positions = sum("position" in one.name or one.name == "wpe" for one in model.embeddings)
-    return positions > 0 or bool(model.embedding_dropouts)
+    return model.adds_positions or bool(model.embedding_dropouts)
 
 
 def kept_mask_bytes(
@@ -579,7 +578,11 @@ def unsaved_by_first_layer(layer: Layer, targets: tuple[str, ...], stack: Stack)
 
 
 def rotary_bytes(model: ModelSpec, stack: Stack, *, span: Count) -> Count:
-    """Cosines and sines, shared by all layers: one table per rotated width. Kind: exact."""
+    """Cosines and sines, shared by all layers: one table per rotated width. Kind: exact.
+
+    Args:
+        span: positions: of one sequence in training, of all of a batch that `generate` places.
+    """
     widths = {
         attention.rotary_dim
         for layer, _ in model.layers()

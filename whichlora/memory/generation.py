@@ -39,13 +39,18 @@ def inference_ledger(
     scores = logits.generation_bytes(model, batch_size=batch_size, compute_bytes=element_bytes)
     prompt_tokens = batch_size * prompt_len
     two_stacks = model.task == "seq2seq-lm"
+    sized = {"tokens": prompt_tokens, "span": prompt_len}
+    reader, positions = stack, prompt_len
+    if model.task == "causal-lm":
+        positions = prompt_tokens  # `generate` numbers the tokens of each sequence
+        if run.kv_cache == "static":  # attended to as a whole, so that its end must be masked
+            reader = replace(stack, padded=True)
+            sized["span"] = at_start
     working = forward_bytes(
-        model,
-        stack,
-        tokens=prompt_tokens,
-        span=prompt_len,
-        side="encoder" if two_stacks else "",
-    ) + activations.rotary_bytes(model, stack, span=prompt_len)
+        model, reader, side="encoder" if two_stacks else "", **sized
+    ) + activations.rotary_bytes(model, stack, span=positions)
+    if model.task == "causal-lm":
+        working = working + activations.kept_mask_bytes(model, reader, checkpointed=True, **sized)
     if model.task == "encoder":
         every = logits.encoder_bytes(model, tokens=prompt_tokens, compute_bytes=element_bytes)
         hidden_states = prompt_tokens * model.hidden_size * 2 * element_bytes

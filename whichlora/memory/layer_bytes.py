@@ -142,7 +142,9 @@ def forward_bytes(
             found.append(working + dense)
             continue
         stream = stream_bytes(layer, stack, after_norm=bool(model.embedding_norms))
-        streams = 2 * stream * model.hidden_size * tokens
+        # looked-up rows, of positions too, and the layer's input
+        num_streams = 3 if model.adds_positions and model.task == "causal-lm" else 2
+        streams = num_streams * stream * model.hidden_size * tokens
         for share, masked in _masks(layer, stack, span):
             points = working_points(layer, model.hidden_size, stack, masked=masked, stream=stream)
             found.append(share * (streams + most(points, tokens=tokens, span=span, r=0)))

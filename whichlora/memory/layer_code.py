@@ -53,9 +53,16 @@ def rotate(code: Code, x: Tensor, attention: Attention, what: str) -> Tensor:
     turned = tape.op([x], x.elements, x.size, inner=half, inner_backward=scaled(x.elements, x.size))
     two = code.multiply_rows(turned, table)
     result = code.add(one, two, f"{what}, rotated")
-    if attention.joins_rotation:
+    if attention.joins_rotation or passed is not None:
         parts = [result] if passed is None else [result, passed]
-        result = tape.op(parts, given.elements, x.size, passes=passed is None, joined=True)
+        result = tape.op(
+            parts,
+            given.elements,
+            x.size,
+            passes=passed is None,
+            joined=attention.joins_rotation,
+            what=f"{what}, rotated",
+        )
     return result
 
 
@@ -208,6 +215,8 @@ def _eager_kernel(
     scores_shape = per_pair(heads)
     q_size = q.size
     k, v = _repeated(code, attention, k, v)
+    if attention.wide_scores:
+        q, k = code.cast(q, 4), code.cast(k, 4)
     if stack.under_autocast:
         q, k = code.cast(q, stack.compute_bytes), code.cast(k, stack.compute_bytes)
     q, k = _by_head(code, q), _by_head(code, k)
@@ -242,7 +251,7 @@ def _eager_kernel(
         [probabilities, v], per_token(attention.out_width), v.size, saves=[probabilities, v]
     )
     joined = code.copy(out)
-    tape.hold(probabilities)
+    tape.hold_to_end(probabilities)  # layers are given them, whether or not anybody asked
     return joined
 
 
@@ -341,6 +350,8 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
         reads_memory = bool(number)
         mixed = attend(code, one, y, memory=memory) if reads_memory else attend(by_itself, one, y)
         y = dropped(mixed)
+        if layer.names_attention:
+            tape.hold_to_end(y)
         if sandwich:
             y = code.norm(norms.pop(0), y)
         result = code.add(x, y)

@@ -320,6 +320,7 @@ def training_ledger(
         both = parts * head_params * param_bytes + 0 * tokens
         moments["embedding_backward"] = (
             *static,
+            Entry(facts.KEPT_LOGITS, kept_logits),
             Entry(facts.ALL_GRADIENTS, all_gradients),
             Entry(facts.TIED_GRADIENTS, both),
         )

@@ -8,6 +8,12 @@ from whichlora.memory.tape import Tensor, per_token, scaled
 
 
 def activate(code: Code, activation: str, x: Tensor) -> Tensor:
+    result = _activated(code, activation, x)
+    code.tape.hold(x)  # the argument of the activation's forward
+    return result
+
+
+def _activated(code: Code, activation: str, x: Tensor) -> Tensor:
     tape = code.tape
     if activation in ("relu",):
         return tape.op([x], x.elements, x.size, saves_result=True, what="activation: result")

@@ -210,6 +210,7 @@ class Tape:
         self._steps: list[_Step] = []
         self._nodes: list[_Node] = []
         self._num_edges = 0
+        self._returned: list[int] = []
         self._names: list[tuple[str, int]] = []
         self._gathered: list[Tensor] = []
 
@@ -313,6 +314,11 @@ class Tape:
         """A name still holds `tensors` here."""
         self._steps.append(_Step([one.storage for one in tensors if one.storage >= 0], (), NOTHING))
 
+    def hold_to_end(self, tensor: Tensor) -> None:
+        """A name of the block's caller, or of the block itself, holds `tensor` until it returns."""
+        if tensor.storage >= 0:
+            self._returned.append(tensor.storage)
+
     def kept(self, *, hidden: bool = False) -> tuple[Kept, ...]:
         """What stays for backward, each storage once, the input among it if it is kept.
 
@@ -340,6 +346,7 @@ class Tape:
         for index, step in enumerate(self._steps):
             for storage in (*step.reads, *step.makes):
                 last[storage] = index
+        last |= dict.fromkeys(self._returned, len(self._steps) - 1)
         ends: dict[int, list[int]] = {}
         for storage, index in last.items():
             ends.setdefault(index, []).append(storage)
