@@ -38,6 +38,7 @@ class Case:
         dtype: of the weights that are loaded.
         load: fields of BitsAndBytesConfig; empty for weights as they are.
         adapter: fields of LoraConfig; None trains all weights.
+        peft: other arguments of get_peft_model.
         fixed: rows of one length, instead of different ones that a collator pads.
         args: fields of TrainingArguments.
     """
@@ -48,6 +49,7 @@ class Case:
     load: dict[str, Any] = field(default_factory=dict)
     prepare: bool = True
     adapter: dict[str, Any] | None = field(default_factory=lambda: {"r": 8})
+    peft: dict[str, Any] = field(default_factory=dict)
     fixed: bool = True
     seq_len: int = 64
     args: dict[str, Any] = field(default_factory=dict)
@@ -79,6 +81,12 @@ CASES = (
     ),
     Case(name="lora bf16 autocast", family="qwen3", dtype=BF16, args={"bf16": True}),
     Case(name="lora bf16, no autocast", dtype=BF16),
+    Case(
+        name="bf16 adapters under autocast",
+        dtype=BF16,
+        peft={"autocast_adapter_dtype": False},
+        args={"bf16": True},
+    ),
     Case(name="dora fp32", family="gpt_neox", adapter={"r": 8, "use_dora": True}),
     Case(name="full fp32, sgd", family="qwen2", adapter=None, args={"optim": "sgd"}),
     Case(name="full bf16", adapter=None, dtype=BF16),
@@ -171,7 +179,7 @@ def load(case: Case, folder: Path) -> Any:
     if case.adapter is None:
         return model
     settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"} | case.adapter
-    return get_peft_model(model, LoraConfig(**settings))
+    return get_peft_model(model, LoraConfig(**settings), **case.peft)
 
 
 def arguments(case: Case, folder: str) -> TrainingArguments:

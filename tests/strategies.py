@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import strategies as st
@@ -38,6 +39,13 @@ A100 = GpuSpec(
 DEVICES = st.sampled_from((CPU, A100))
 
 
+def _with_adapter_dtype(values: dict[str, Any]) -> dict[str, Any]:
+    """bfloat16 adapters only where there is a bf16 base."""
+    if not values["precision"].startswith("bf16"):
+        values["adapter_dtype"] = None
+    return values
+
+
 def finetune_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
     """Fine-tuning runs of every method and precision."""
     choices: dict[str, st.SearchStrategy[Any]] = {
@@ -48,6 +56,7 @@ def finetune_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
         "r": st.integers(1, 128),
         "lora_dropout": st.sampled_from((0.0, 0.1)),
         "precision": st.sampled_from(("bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32")),
+        "adapter_dtype": st.sampled_from((None, "float32", "bfloat16")),
         "optimizer": st.sampled_from(("adamw_torch", "adamw_torch_fused", "adamw_8bit", "sgd")),
         "gradient_checkpointing": st.booleans(),
         "gradient_accumulation_steps": st.sampled_from((1, 4)),
@@ -55,7 +64,7 @@ def finetune_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
         "padding": st.sampled_from(("none", "padded")),
         "loss_head": st.sampled_from(("hf", "trl-fused", "liger", "unsloth", "raw")),
     }
-    return _runs(choices, fixed)
+    return _runs(choices, fixed, _with_adapter_dtype)
 
 
 def inference_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
@@ -75,7 +84,9 @@ def inference_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
 
 
 def _runs(
-    choices: dict[str, st.SearchStrategy[Any]], fixed: dict[str, Any]
+    choices: dict[str, st.SearchStrategy[Any]],
+    fixed: dict[str, Any],
+    allowed: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> st.SearchStrategy[RunConfig]:
     fields = choices | {name: st.just(value) for name, value in fixed.items()}
-    return st.fixed_dictionaries(fields).map(lambda values: RunConfig(**values))
+    return st.fixed_dictionaries(fields).map(lambda values: RunConfig(**allowed(values)))

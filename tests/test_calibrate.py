@@ -306,6 +306,13 @@ def test_a_record_with_its_own_model_survives_a_table(tmp_path: Path) -> None:
     assert list(table.records) == [record], table.refused
 
 
+def test_a_row_without_id_is_named_by_what_differs_from_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(format_table([replace(a_record(1), id="")]), encoding="utf-8")
+    (found,) = read_table(path, find_model=api.load_model, find_gpu=api.find_gpu).records
+    assert found.id == "import-ca24d99944441df010d7348243c4334e"  # also after a setting was added
+
+
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_what_one_exports_another_adds(tmp_path: Path, root: Path, ending: str) -> None:
     a_database(root, [a_record(n) for n in range(5)])

@@ -71,3 +71,4 @@ def test_a_run_keeps_its_versions_as_json() -> None:
     run = RunConfig(model=QWEN, libraries=(("torch", "2.1.1"), ("transformers", "4.35.2")))
     assert run.to_dict()["libraries"] == {"torch": "2.1.1", "transformers": "4.35.2"}
     assert RunConfig.from_dict(run.to_dict()) == run
+    assert RunConfig.from_dict(run.chosen()) == run

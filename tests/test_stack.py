@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from strategies import finetune_runs
 
+from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
 from whichlora.specs import RunConfig
 from whichlora.stack import Stack, resolve_stack
@@ -42,6 +43,34 @@ def test_settings_decide_the_mode(settings: dict[str, Any], mode: str) -> None:
 def test_autocast_gives_fp32_adapters_and_a_16_bit_copy_of_every_input() -> None:
     found = stack(precision="bf16")
     assert (found.adapter_bytes, found.input_bytes, found.shared_inputs) == (4, 2, False)
+
+
+def test_bf16_adapters_under_autocast_share_the_inputs_of_their_targets() -> None:
+    found = stack(precision="bf16", adapter_dtype="bfloat16")
+    assert (found.adapter_bytes, found.input_bytes, found.shared_inputs) == (2, 2, True)
+    assert found.under_autocast
+    assert not found.autocast  # nothing that is trained is copied
+
+
+@pytest.mark.parametrize(
+    ("precision", "adapter_dtype", "same"),
+    [
+        ("bf16-pure", "float32", "bf16-no-autocast"),
+        ("bf16-no-autocast", "bfloat16", "bf16-pure"),
+    ],
+)
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_the_dtype_of_adapters_is_what_parts_the_modes_without_autocast(
+    precision: str, adapter_dtype: str, same: str, method: str
+) -> None:
+    given = stack(precision=precision, adapter_dtype=adapter_dtype, method=method)
+    assert given == stack(precision=same, method=method)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_bf16_adapters_need_a_bf16_base(precision: str) -> None:
+    with pytest.raises(ConfigError, match=f"adapter_dtype: .*got {precision}; use"):
+        stack(precision=precision, adapter_dtype="bfloat16")
 
 
 def test_without_autocast_every_target_keeps_an_fp32_copy() -> None:

@@ -131,6 +131,7 @@ def test_four_layers_stretched_agree_with_all_layers(settings: dict[str, Any]) -
         {"loss_head": "raw"},
         {"modules_to_save": ("embed_tokens", "lm_head"), "seq_len": 128},
         {"quant": "int8", "precision": "bf16-no-autocast"},
+        {"adapter_dtype": "bfloat16"},
         {"loss_head": "raw", "precision": "bf16-pure"},
         {"phase": "inference", "prompt_len": 512, "max_new_tokens": 4},
         {"phase": "inference", "prompt_len": 64, "max_new_tokens": 2, "quant": "nf4-dq"},

@@ -33,6 +33,7 @@ _FINETUNE_ONLY = (
     "lora_dropout",
     "target_modules",
     "modules_to_save",
+    "adapter_dtype",
     "optimizer",
     "gradient_checkpointing",
     "gradient_accumulation_steps",

@@ -15,6 +15,7 @@ from whichlora.guide import GuideRow
 from whichlora.report import Progress
 from whichlora.results import Prediction
 from whichlora.specs import (
+    AdapterDtype,
     AttentionKernel,
     Engine,
     KvCache,
@@ -45,6 +46,8 @@ class RunSettings(TypedDict, total=False):
     lora_alpha: int | Sequence[int]
     lora_dropout: float | Sequence[float]
     target_modules: str | tuple[str, ...]
+    modules_to_save: tuple[str, ...]
+    adapter_dtype: AdapterDtype | Sequence[AdapterDtype | None] | None
     precision: Precision | Sequence[Precision]
     optimizer: Optimizer | Sequence[Optimizer]
     gradient_checkpointing: bool | Sequence[bool]

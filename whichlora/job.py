@@ -333,10 +333,9 @@ def _adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[
         config = _call("get_peft_config", settings)
     else:
         config = _call("LoraConfig", **settings)
-    pure = run.precision == "bf16-pure"
-    options = {"autocast_adapter_dtype": False} if pure else {}
+    options = {"autocast_adapter_dtype": False} if run.narrows_adapters else {}
     lines = [f"model = {_call('get_peft_model', _Code('model'), config, **options)}"]
-    if pure and run.quant != "none":
+    if run.narrows_adapters and run.quant != "none":
         lines += [
             "for name, parameter in model.named_parameters():",
             '    if parameter.requires_grad and "magnitude" not in name:',

@@ -25,6 +25,7 @@ AttentionKernel = Literal["sdpa", "eager", "flash_attention_2"]
 Padding = Literal["none", "padded"]
 LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "raw"]
 Quant = Literal["none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4"]
+AdapterDtype = Literal["float32", "bfloat16"]
 Engine = Literal["ledger", "trace"]
 KvCache = Literal["dynamic", "static", "paged", "vllm"]
 
@@ -96,6 +97,7 @@ class RunConfig:
         quant: how the base weights are stored; None until `methods.with_defaults` asks the method.
         prepare_kbit: whether `prepare_model_for_kbit_training` runs; None until then, too.
         prompt_len, max_new_tokens: inference only.
+        adapter_dtype: of the trained adapters; None: fp32 as PEFT makes them, but for bf16-pure.
         use_reentrant: kind of checkpointing; None: what this version of transformers does.
         libraries: (library, version) pairs where they are not the current ones.
     """
@@ -124,6 +126,7 @@ class RunConfig:
     use_reentrant: bool | None = None
     libraries: tuple[tuple[str, str], ...] = ()
     modules_to_save: tuple[str, ...] = ()
+    adapter_dtype: AdapterDtype | None = None
 
     def __post_init__(self) -> None:
         _choice("phase", self.phase, get_args(Phase))
@@ -135,6 +138,13 @@ class RunConfig:
         _choice("kv_cache", self.kv_cache, get_args(KvCache))
         if self.quant is not None:
             _choice("quant", self.quant, get_args(Quant))
+        if self.adapter_dtype is not None:
+            _choice("adapter_dtype", self.adapter_dtype, get_args(AdapterDtype))
+            if self.adapter_dtype == "bfloat16" and not self.precision.startswith("bf16"):
+                raise ConfigError(
+                    f"adapter_dtype: bfloat16 adapters need a bf16 precision, got "
+                    f"{self.precision}; use precision bf16 or adapter_dtype float32"
+                )
         _at_least("batch_size", self.batch_size, 1)
         _at_least("seq_len", self.seq_len, 1)
         _at_least("r", self.r, 1, "; common values are 8, 16 and 64")
@@ -175,6 +185,18 @@ class RunConfig:
             full = self.phase == "finetune" and self.method == "full"
             return "float32" if full else "float16"
         return "bfloat16"
+
+    @property
+    def narrows_adapters(self) -> bool:
+        """Whether adapters have the base's 16 bits: PEFT's `autocast_adapter_dtype=False`."""
+        if self.adapter_dtype is None:
+            return self.precision == "bf16-pure"
+        return self.adapter_dtype == "bfloat16"
+
+    def chosen(self) -> dict[str, Any]:
+        """The settings that are not at their defaults, as JSON types: what names a record."""
+        defaults = type(self)(model="").to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as JSON types, in declaration order."""

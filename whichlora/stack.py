@@ -84,6 +84,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     half = 4 if precision == "fp32" else 2
     prepared = run.phase == "finetune" and bool(run.prepare_kbit) and quant in BNB_QUANTS
     autocast = run.phase == "finetune" and precision in ("bf16", "fp16")
+    narrow = run.narrows_adapters
 
     # AMP with fp16 needs fp32 master weights; the Trainer refuses to unscale fp16 gradients.
     full_amp = trains_base and precision == "fp16" and run.phase == "finetune"
@@ -95,19 +96,22 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     elif (prepared and autocast) or full_amp:
         mode = "Q"
     elif autocast:
-        # PEFT's 4-bit layers leave the cast to autocast, so that targets share their input.
-        mode = "P" if quant in BNB_QUANTS or trains_base else "A"
-    elif precision == "bf16-no-autocast" and not trains_base:
+        # PEFT's 4-bit layers leave the cast to autocast, so that targets share their input; so
+        # they do where adapters are as wide as the stream.
+        mode = "P" if quant in BNB_QUANTS or trains_base or narrow else "A"
+    elif run.phase == "finetune" and not (trains_base or narrow):
         mode = "C"
     else:
         mode = "P"
 
-    # A prepared base has an fp32 stream whatever the adapters are; pure bf16 casts for each.
-    narrow_adapters = mode == "F" and precision == "bf16-pure"
-    widens_adapters = mode in ("A", "C", "Q", "F") and not narrow_adapters
+    # A prepared base has an fp32 stream whatever the adapters are; without autocast, a copy of it
+    # is made for each.
+    narrow_adapters = mode == "F" and narrow
+    widens_input = mode in ("A", "C", "Q", "F") and not narrow_adapters
     # PEFT makes adapters fp32; only TRL's fused recipe casts those of 4-bit layers to bf16.
+    trl_narrows = run.loss_head == "trl-fused" and run.adapter_dtype is None
     cast_by_autocast = mode == "P" and autocast and not trains_base
-    fp32_adapters = widens_adapters or (cast_by_autocast and run.loss_head != "trl-fused")
+    fp32_adapters = not narrow and (widens_input or (cast_by_autocast and not trl_narrows))
     wide = mode in ("Q", "F")
     return Stack(
         mode=mode,
@@ -127,7 +131,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
         input_bytes=4 if mode in ("C", "F") and not narrow_adapters else 2,
         lora_dropout=run.lora_dropout,
         # PEFT widens the input to the adapter's dtype before it drops; autocast narrows it after.
-        dropped_bytes=4 if widens_adapters else half,
+        dropped_bytes=4 if widens_input else half,
         training=run.phase == "finetune",
         attn=run.attn,
         padded=run.padding == "padded",

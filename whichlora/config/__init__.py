@@ -154,6 +154,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
             lora_dropout=settings.lora_dropout,
             target_modules=settings.target_modules,
             modules_to_save=settings.modules_to_save,
+            adapter_dtype=settings.adapter_dtype,
             optimizer=settings.optimizer,
             gradient_checkpointing=settings.gradient_checkpointing,
             gradient_accumulation_steps=settings.gradient_accumulation_steps,

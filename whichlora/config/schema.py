@@ -24,6 +24,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from whichlora.errors import ConfigError
 from whichlora.plan import Collator, Prefer, ProfilePolicy
 from whichlora.specs import (
+    AdapterDtype,
     AttentionKernel,
     KvCache,
     LossHead,
@@ -254,6 +255,8 @@ class PlanFile(_Section):
     """Layers with an adapter: all-linear, attention, or names such as q_proj."""
     modules_to_save: Annotated[tuple[Name, ...], _OneOrMany()] = ()
     """Modules trained as a whole beside the adapters, such as embed_tokens and lm_head."""
+    adapter_dtype: AdapterDtype | None = None
+    """Dtype of the adapters: float32 as PEFT makes them, or the bfloat16 of the base."""
     lora_alpha: Count | None = None
     """Scale of the adapters; without it, twice the rank."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = _RUN.lora_dropout

@@ -219,9 +219,9 @@ def _with_adapters(
     config = get_peft_config(
         {"peft_type": "LORA"} | keywords | {"target_modules": targets, "task_type": task}
     )
-    pure = run.precision == "bf16-pure"
-    model = get_peft_model(model, config, autocast_adapter_dtype=not pure)
-    if pure and run.quant != "none":
+    narrow = run.narrows_adapters
+    model = get_peft_model(model, config, autocast_adapter_dtype=not narrow)
+    if narrow and run.quant != "none":
         # PEFT gives adapters the dtype of the base weight, which 4 and 8 bits don't have. As in
         # TRL, the factors become bf16 and DoRA's magnitudes stay fp32.
         for name, parameter in model.named_parameters():

@@ -481,7 +481,7 @@ def peaks(request: Mapping[str, Any]) -> dict[str, Any]:
     adapter_bytes = sum(one.num_bytes or 0 for one in events if one.moment == "adapters")
     base = meta_model(dataclasses.replace(run, quant="none"), config, device="cpu")
     num_params = sum(one.numel() for one in base.parameters())
-    trained = adapter_bytes // (2 if run.precision == "bf16-pure" else 4)
+    trained = adapter_bytes // (2 if run.narrows_adapters else 4)
     return {
         "peak_allocated_bytes": found.peak_allocated_bytes,
         "peak_reserved_bytes": found.peak_reserved_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain
+from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain, without
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
 from whichlora.specs import BNB_QUANTS, RunConfig
@@ -22,7 +22,9 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what Axolotl can't do.
     """
     require_plain(recipe, "axolotl", quants=_QUANTS)
-    run, notes = under_axolotl(recipe.run)
+    run, left_out = without(recipe.run, "Axolotl", "adapter_dtype")
+    run, notes = under_axolotl(run)
+    notes += left_out
     notes += padding_note(recipe)
     method = get_method(run.method)
     quant = run.quant or "none"

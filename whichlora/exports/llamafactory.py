@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain
+from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain, without
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
 from whichlora.specs import FOUR_BIT_BNB, RunConfig
@@ -24,7 +24,9 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what LLaMA-Factory can't do.
     """
     require_plain(recipe, "llamafactory", quants=_QUANTS)
-    run, notes = under_llamafactory(recipe.run)
+    run, left_out = without(recipe.run, "LLaMA-Factory", "adapter_dtype")
+    run, notes = under_llamafactory(run)
+    notes += left_out
     notes += padding_note(recipe)
     method = get_method(run.method)
     quant = run.quant or "none"

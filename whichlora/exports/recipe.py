@@ -116,6 +116,16 @@ def require_plain(recipe: Recipe, tool: str, *, quants: frozenset[str]) -> None:
         )
 
 
+def without(run: RunConfig, tool: str, *names: str) -> tuple[RunConfig, tuple[str, ...]]:
+    """`run` without the settings that `tool` has no words for, and what to say of them."""
+    chosen = run.chosen()
+    left_out = [name for name in names if name in chosen]
+    plain = RunConfig(model=run.model)
+    defaults: dict[str, Any] = {name: getattr(plain, name) for name in left_out}
+    notes = tuple(f"{tool} has no {name}: {chosen[name]} is left out" for name in left_out)
+    return dataclasses.replace(run, **defaults), notes
+
+
 def padding_note(recipe: Recipe, *known: str) -> tuple[str, ...]:
     """What to say where the tool pads to the longest and the recipe meant another way.
 

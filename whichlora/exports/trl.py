@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain
+from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain, without
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
 from whichlora.specs import FOUR_BIT_BNB, RunConfig
@@ -22,7 +22,9 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what TRL can't do.
     """
     require_plain(recipe, "trl", quants=_QUANTS)
-    run, notes = under_trl(recipe.run)
+    run, left_out = without(recipe.run, "TRL", "adapter_dtype")
+    run, notes = under_trl(run)
+    notes += left_out
     notes += padding_note(recipe, "packed", "grouped")
     method = get_method(run.method)
     quant = run.quant or "none"

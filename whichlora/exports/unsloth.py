@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
-from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain
+from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain, without
 from whichlora.methods import get_method
 from whichlora.specs import RunConfig
 
@@ -81,7 +81,9 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what Unsloth can't do.
     """
     require_plain(recipe, "unsloth", quants=_QUANTS)
-    run, notes = under_unsloth(recipe.run)
+    run, left_out = without(recipe.run, "Unsloth", "adapter_dtype")
+    run, notes = under_unsloth(run)
+    notes += left_out
     notes += padding_note(recipe)
     quant = run.quant or "none"
     settings = get_method(run.method).peft_config(run)

@@ -21,6 +21,7 @@ from whichlora.prediction import Job, resolve
 from whichlora.specs import (
     ALL_LINEAR,
     FOUR_BIT_BNB,
+    AdapterDtype,
     AttentionKernel,
     GpuSpec,
     LossHead,
@@ -86,6 +87,7 @@ def read_job(
         seq_len=seq_len,
         padding="padded" if padded else "none",
         precision=_read_precision(model, autocast, quant_dtype, trains_base=not adapters),
+        adapter_dtype=_read_adapter_dtype(model, autocast, loss_head, quant) if adapters else None,
         quant=quant,
         prepare_kbit=quant != "none" and _dtype(_stored(base), "base weights") == "float32",
         optimizer=_read_optimizer(args, optimizer),
@@ -279,6 +281,20 @@ def _read_precision(
         raise ConfigError(f"{weights} weights without autocast are not modelled; bfloat16 are")
     pure = trains_base or _dtype(_adapters(model), "adapters") == "bfloat16"
     return "bf16-pure" if pure else "bf16-no-autocast"
+
+
+def _read_adapter_dtype(
+    model: Any, autocast: str, loss_head: LossHead, quant: str
+) -> AdapterDtype | None:
+    """The dtype of the adapters under bf16 autocast, where it is not the libraries' own choice."""
+    found = _dtype(_adapters(model), "adapters")
+    usual = "bfloat16" if loss_head == "trl-fused" and quant in FOUR_BIT_BNB else "float32"
+    if autocast != "bf16" or found == usual:
+        return None
+    for known in get_args(AdapterDtype):
+        if found == known:
+            return known  # type: ignore[no-any-return]
+    raise ConfigError(f"{found} adapters under bf16 autocast are not modelled; float32 are")
 
 
 def _adapters(model: Any) -> Iterator[Any]:

@@ -237,7 +237,8 @@ def _record(row: Mapping[str, str], columns: Sequence[Column], gpu: GpuSpec) -> 
     )
     if record.id:
         return record
-    content = json.dumps(record.to_dict(), sort_keys=True)
+    # settings at their defaults are left out: one that is added must not make another record of it
+    content = json.dumps(record.to_dict() | {"config": run.chosen()}, sort_keys=True)
     return dataclasses.replace(
         record, id=f"import-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
     )
