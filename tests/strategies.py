@@ -42,7 +42,7 @@ DEVICES = st.sampled_from((CPU, A100))
 def _with_adapter_dtype(values: dict[str, Any]) -> dict[str, Any]:
     """bfloat16 adapters only where there is a bf16 base."""
     if not values["precision"].startswith("bf16"):
-        values["adapter_dtype"] = None
+        values["adapter_dtype"] = "auto"
     return values
 
 
@@ -56,7 +56,7 @@ def finetune_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
         "r": st.integers(1, 128),
         "lora_dropout": st.sampled_from((0.0, 0.1)),
         "precision": st.sampled_from(("bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32")),
-        "adapter_dtype": st.sampled_from((None, "float32", "bfloat16")),
+        "adapter_dtype": st.sampled_from(("auto", "float32", "bfloat16")),
         "optimizer": st.sampled_from(("adamw_torch", "adamw_torch_fused", "adamw_8bit", "sgd")),
         "gradient_checkpointing": st.booleans(),
         "gradient_accumulation_steps": st.sampled_from((1, 4)),

@@ -333,6 +333,11 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--gpu", "rtx4099"), "unknown GPU 'rtx4099': did you mean"),
     (("--gpu", "a100"), "a100: is ambiguous: a100-pcie-40gb, a100-pcie-80gb"),
     (("--gpu", ""), "--gpu: has an empty name"),
+    (("--precision", "tf32", "--gpu", "cpu"), "precision: tf32 has no units on cpu"),
+    (
+        ("--precision", "tf32", "--gpu", "t4-16gb"),
+        "precision: tf32 has no units on t4-16gb; use fp32 or bf16",
+    ),
     (("--attn", "flash_attention_2"), "attn: flash_attention_2 does not run on cpu"),
     (
         ("--attn", "flash_attention_2", "--gpu", "t4-16gb"),

@@ -97,6 +97,8 @@ def test_every_script_compiles_and_has_no_unused_or_missing_name(tmp_path: Path)
         ({"quant": "int8"}, ["load_in_8bit=True", "prepare_model_for_kbit_training"], ["4bit"]),
         ({"method": "qlora", "prepare_kbit": False}, ['"nf4"'], ["prepare_model_for_kbit"]),
         ({"gradient_checkpointing": False}, [], ["checkpointing"]),
+        ({"precision": "tf32"}, ["torch.float32", "tf32=True"], ["bf16=True"]),
+        ({"adapter_dtype": "bfloat16"}, ["autocast_adapter_dtype=False", "bf16=True"], []),
         ({"attn": "eager", "lora_dropout": 0.1}, ['"eager"', "lora_dropout=0.1"], []),
     ],
 )

@@ -100,6 +100,11 @@ def test_every_size_is_that_of_a_float(run: RunConfig) -> None:
     assert set(sizes) <= {2, 4}
 
 
+@pytest.mark.parametrize("settings", [{}, {"method": "full"}, {"phase": "inference"}], ids=str)
+def test_tf32_is_of_products_and_keeps_the_tensors_of_fp32(settings: dict[str, Any]) -> None:
+    assert stack(precision="tf32", **settings) == stack(precision="fp32", **settings)
+
+
 def test_dropout_is_on_in_training_only() -> None:
     assert stack().training
     assert not stack(phase="inference").training

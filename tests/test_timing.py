@@ -145,3 +145,13 @@ def test_a_generation_is_its_prompt_and_its_later_tokens() -> None:
     whole_s = time.prefill_s + 10 * time.decode_s_per_token  # the prompt gives the first token
     assert time.time_per_token_s == pytest.approx(whole_s / (3 * 11))
     assert sum(time.breakdown.values()) == pytest.approx(whole_s)
+
+
+def test_tf32_products_run_at_their_own_rate_on_the_bytes_of_fp32() -> None:
+    gpu, model = api.find_gpu("a100-sxm-80gb"), api.load_model("llama-3.1-8b")
+    plain, tf32 = (
+        step_features(resolve(model, RunConfig(model=model.name, precision=precision), gpu))
+        for precision in ("fp32", "tf32")
+    )
+    assert plain["products"] / tf32["products"] == pytest.approx(156 / 19.5)
+    assert tf32["elementwise"] == plain["elementwise"]

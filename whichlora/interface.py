@@ -47,7 +47,7 @@ class RunSettings(TypedDict, total=False):
     lora_dropout: float | Sequence[float]
     target_modules: str | tuple[str, ...]
     modules_to_save: tuple[str, ...]
-    adapter_dtype: AdapterDtype | Sequence[AdapterDtype | None] | None
+    adapter_dtype: AdapterDtype | Sequence[AdapterDtype]
     precision: Precision | Sequence[Precision]
     optimizer: Optimizer | Sequence[Optimizer]
     gradient_checkpointing: bool | Sequence[bool]

@@ -355,6 +355,7 @@ def _argument_lines(run: RunConfig, *, limited: bool, grouped: bool) -> list[str
         "optim": run.trainer_optim,
         **({"bf16": True} if run.precision == "bf16" else {}),
         **({"fp16": True} if run.precision == "fp16" else {}),
+        **({"tf32": True} if run.precision == "tf32" else {}),
         **({"use_liger_kernel": True} if run.loss_head == "liger" else {}),
         "use_cpu": _Code("not torch.cuda.is_available()"),
         "seed": _Code("SEED"),

@@ -17,7 +17,7 @@ from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledg
 from whichlora.methods import Method, get_method, with_defaults
 from whichlora.numeric import TWO_SIDED_Z, Count, largest
 from whichlora.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak, Verdict
-from whichlora.specs import ALL_LINEAR, BNB_QUANTS, GpuSpec, RunConfig
+from whichlora.specs import ALL_LINEAR, BNB_QUANTS, FP32_PRECISIONS, GpuSpec, RunConfig
 from whichlora.stack import Stack, resolve_stack
 from whichlora.targets import all_linears, check_saved_modules, resolve_targets
 
@@ -75,8 +75,12 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
                 f"attn: flash_attention_2 does not run on {gpu.key} (it needs compute capability "
                 "8.0 or newer); use sdpa"
             )
-        if run.precision == "fp32":
-            raise ConfigError("attn: flash_attention_2 needs 16-bit precision; use sdpa with fp32")
+        if run.precision in FP32_PRECISIONS:
+            raise ConfigError(
+                f"attn: flash_attention_2 needs 16-bit precision; use sdpa with {run.precision}"
+            )
+    if run.precision == "tf32" and (gpu.kind != "cuda" or "tf32" not in gpu.peak_flops_per_s):
+        raise ConfigError(f"precision: tf32 has no units on {gpu.key}; use fp32 or bf16")
     if quant in BNB_QUANTS and gpu.kind not in ("cuda", "cpu", "rocm"):
         raise ConfigError(f"quant: {quant!r} needs bitsandbytes, which has no {gpu.kind} backend")
     targets: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from whichlora.errors import ConfigError
 from whichlora.libraries import Libraries
 
 Phase = Literal["finetune", "inference"]
-Precision = Literal["bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32"]
+Precision = Literal["bf16", "bf16-pure", "bf16-no-autocast", "fp16", "tf32", "fp32"]
 Optimizer = Literal[
     "adamw_torch",
     "adamw_torch_fused",
@@ -25,10 +25,11 @@ AttentionKernel = Literal["sdpa", "eager", "flash_attention_2"]
 Padding = Literal["none", "padded"]
 LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "raw"]
 Quant = Literal["none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4"]
-AdapterDtype = Literal["float32", "bfloat16"]
+AdapterDtype = Literal["auto", "float32", "bfloat16"]
 Engine = Literal["ledger", "trace"]
 KvCache = Literal["dynamic", "static", "paged", "vllm"]
 
+FP32_PRECISIONS: frozenset[str] = frozenset({"tf32", "fp32"})  # of the tensors, not the products
 FOUR_BIT_BNB: frozenset[str] = frozenset({"nf4", "nf4-dq", "fp4"})
 BNB_QUANTS: frozenset[str] = FOUR_BIT_BNB | {"int8"}
 ALL_LINEAR = "all-linear"
@@ -97,7 +98,7 @@ class RunConfig:
         quant: how the base weights are stored; None until `methods.with_defaults` asks the method.
         prepare_kbit: whether `prepare_model_for_kbit_training` runs; None until then, too.
         prompt_len, max_new_tokens: inference only.
-        adapter_dtype: of the trained adapters; None: fp32 as PEFT makes them, but for bf16-pure.
+        adapter_dtype: of the trained adapters; auto: fp32 as PEFT makes them, but for bf16-pure.
         use_reentrant: kind of checkpointing; None: what this version of transformers does.
         libraries: (library, version) pairs where they are not the current ones.
     """
@@ -126,7 +127,7 @@ class RunConfig:
     use_reentrant: bool | None = None
     libraries: tuple[tuple[str, str], ...] = ()
     modules_to_save: tuple[str, ...] = ()
-    adapter_dtype: AdapterDtype | None = None
+    adapter_dtype: AdapterDtype = "auto"
 
     def __post_init__(self) -> None:
         _choice("phase", self.phase, get_args(Phase))
@@ -138,13 +139,12 @@ class RunConfig:
         _choice("kv_cache", self.kv_cache, get_args(KvCache))
         if self.quant is not None:
             _choice("quant", self.quant, get_args(Quant))
-        if self.adapter_dtype is not None:
-            _choice("adapter_dtype", self.adapter_dtype, get_args(AdapterDtype))
-            if self.adapter_dtype == "bfloat16" and not self.precision.startswith("bf16"):
-                raise ConfigError(
-                    f"adapter_dtype: bfloat16 adapters need a bf16 precision, got "
-                    f"{self.precision}; use precision bf16 or adapter_dtype float32"
-                )
+        _choice("adapter_dtype", self.adapter_dtype, get_args(AdapterDtype))
+        if self.adapter_dtype == "bfloat16" and not self.precision.startswith("bf16"):
+            raise ConfigError(
+                f"adapter_dtype: bfloat16 adapters need a bf16 precision, got {self.precision}; "
+                "use precision bf16 or adapter_dtype float32"
+            )
         _at_least("batch_size", self.batch_size, 1)
         _at_least("seq_len", self.seq_len, 1)
         _at_least("r", self.r, 1, "; common values are 8, 16 and 64")
@@ -179,7 +179,7 @@ class RunConfig:
 
         Full fine-tuning in fp16 keeps fp32 weights: the gradient scaler refuses fp16 gradients.
         """
-        if self.precision == "fp32":
+        if self.precision in FP32_PRECISIONS:
             return "float32"
         if self.precision == "fp16":
             full = self.phase == "finetune" and self.method == "full"
@@ -189,7 +189,7 @@ class RunConfig:
     @property
     def narrows_adapters(self) -> bool:
         """Whether adapters have the base's 16 bits: PEFT's `autocast_adapter_dtype=False`."""
-        if self.adapter_dtype is None:
+        if self.adapter_dtype == "auto":
             return self.precision == "bf16-pure"
         return self.adapter_dtype == "bfloat16"
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whichlora.libraries import Libraries
-from whichlora.specs import BNB_QUANTS, RunConfig
+from whichlora.specs import BNB_QUANTS, FP32_PRECISIONS, RunConfig
 
 # Bits per weight that each storage format needs beside its codes are in `memory.weights`.
 Mode = Literal["P", "A", "C", "Q", "F"]
@@ -81,7 +81,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     """
     quant = run.quant or "none"
     precision = run.precision
-    half = 4 if precision == "fp32" else 2
+    half = 4 if precision in FP32_PRECISIONS else 2
     prepared = run.phase == "finetune" and bool(run.prepare_kbit) and quant in BNB_QUANTS
     autocast = run.phase == "finetune" and precision in ("bf16", "fp16")
     narrow = run.narrows_adapters
@@ -91,7 +91,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     stored = 4 if full_amp or prepared else half
 
     mode: Mode
-    if precision == "fp32" or (prepared and not autocast):
+    if half == 4 or (prepared and not autocast):
         mode = "F"  # fp32 norms of a prepared base promote the whole stream
     elif (prepared and autocast) or full_amp:
         mode = "Q"
@@ -109,7 +109,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     narrow_adapters = mode == "F" and narrow
     widens_input = mode in ("A", "C", "Q", "F") and not narrow_adapters
     # PEFT makes adapters fp32; only TRL's fused recipe casts those of 4-bit layers to bf16.
-    trl_narrows = run.loss_head == "trl-fused" and run.adapter_dtype is None
+    trl_narrows = run.loss_head == "trl-fused" and run.adapter_dtype == "auto"
     cast_by_autocast = mode == "P" and autocast and not trains_base
     fp32_adapters = not narrow and (widens_input or (cast_by_autocast and not trl_narrows))
     wide = mode in ("Q", "F")

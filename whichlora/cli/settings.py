@@ -54,11 +54,11 @@ _SETTINGS = (
         help="Modules trained as a whole beside the adapters, such as embed_tokens,lm_head.",
     ),
     choices("precision", "bf16", "Base weights, adapters and autocast", specs.Precision),
-    click.option(
-        "--adapter-dtype",
-        default=None,
-        help=f"Dtype of the adapters ({', '.join(get_args(specs.AdapterDtype))}); "
-        "default: float32, but for bf16-pure.",
+    choices(
+        "adapter-dtype",
+        "auto",
+        "Dtype of the adapters; auto: float32, but for bf16-pure",
+        specs.AdapterDtype,
     ),
     choices("optimizer", "adamw_torch_fused", "Optimizer", specs.Optimizer),
     click.option(
@@ -116,7 +116,7 @@ def run_settings(models: Sequence[str], given: Mapping[str, Any]) -> dict[str, l
     saved = []
     if given["modules_to_save"] is not None:
         saved = words("modules-to-save")(None, None, given["modules_to_save"])
-    single = ("adapter_dtype", "gradient_checkpointing", "prepare_kbit", "libraries")
+    single = ("gradient_checkpointing", "prepare_kbit", "libraries")
     return {
         **given,
         **{name: [given[name]] for name in single},

@@ -255,7 +255,7 @@ class PlanFile(_Section):
     """Layers with an adapter: all-linear, attention, or names such as q_proj."""
     modules_to_save: Annotated[tuple[Name, ...], _OneOrMany()] = ()
     """Modules trained as a whole beside the adapters, such as embed_tokens and lm_head."""
-    adapter_dtype: AdapterDtype | None = None
+    adapter_dtype: AdapterDtype = _RUN.adapter_dtype
     """Dtype of the adapters: float32 as PEFT makes them, or the bfloat16 of the base."""
     lora_alpha: Count | None = None
     """Scale of the adapters; without it, twice the rank."""

@@ -46,9 +46,10 @@ from whichlora.memory.stretch import (
     with_warm_up,
 )
 from whichlora.methods import get_method, with_defaults
-from whichlora.specs import RunConfig
+from whichlora.specs import Precision, RunConfig
 
 _KINDS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # what may differ from layer to layer
+_STAND_INS: dict[str, Precision] = {"fp16": "bf16", "tf32": "fp32"}  # of equal bytes, on a CPU
 _FUSED_GEMM_ROWS = 1536  # bitsandbytes 0.50 expands the 4-bit weight above this on every GPU
 
 
@@ -76,9 +77,7 @@ def trace(
             "use engine ledger, or padding none"
         )
     # fp16 has no CPU kernels in some places, and the bytes of bf16.
-    stand_in = run
-    if run.precision == "fp16":
-        stand_in = dataclasses.replace(run, precision="bf16")
+    stand_in = dataclasses.replace(run, precision=_STAND_INS.get(run.precision, run.precision))
     weights = run if run.precision == "fp16" and _is_full(run) else stand_in
     with ExitStack() as patches:
         if run.attn == "flash_attention_2":

@@ -92,6 +92,7 @@ def _log(error: BaseException) -> None:
 
 
 def _measure(request: Mapping[str, Any], device: str, meter: Any) -> dict[str, Any]:
+    import torch
     from accelerate.state import AcceleratorState
 
     from whichlora.device.build import build_model
@@ -101,6 +102,8 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any) -> dict[str, A
 
     AcceleratorState._reset_state(reset_partial_state=True)  # it remembers the mixed precision
     run = RunConfig.from_dict(request["run"])
+    # of every run: that of the last one must not stay
+    torch.set_float32_matmul_precision("high" if run.precision == "tf32" else "highest")
     model = build_model(
         run, request["model_config"], device=device, target_modules=request["target_modules"]
     )

@@ -8,7 +8,7 @@ from typing import Any
 from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain, without
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
-from whichlora.specs import BNB_QUANTS, RunConfig
+from whichlora.specs import BNB_QUANTS, FP32_PRECISIONS, RunConfig
 
 FILE = "axolotl.yaml"
 # It has one kind of 4 bits for adapters: NF4 with double quantisation.
@@ -74,7 +74,7 @@ def export(recipe: Recipe) -> Export:
         "lr_scheduler": "linear",
         "bf16": run.precision == "bf16",
         "fp16": run.precision == "fp16",
-        "tf32": False,
+        "tf32": run.precision == "tf32",
         "seed": recipe.seed,
         "output_dir": "./output-axolotl",
     }
@@ -97,7 +97,7 @@ def under_axolotl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
         run = replace(run, precision="bf16")
     if run.loss_head != "hf":
         notes.append(f"the loss head {run.loss_head} is left out: it is a plugin of Axolotl")
-    if get_method(run.method).trains_base and run.precision != "fp32":
+    if get_method(run.method).trains_base and run.precision not in FP32_PRECISIONS:
         notes.append("Axolotl keeps norms and embeddings in fp32 here, which is not predicted")
     prepared = False if run.quant in BNB_QUANTS else run.prepare_kbit
     return replace(run, loss_head="hf", prepare_kbit=prepared), tuple(notes)

@@ -10,7 +10,7 @@ from whichlora.errors import ConfigError
 from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain, without
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
-from whichlora.specs import FOUR_BIT_BNB, RunConfig
+from whichlora.specs import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig
 
 FILE = "llamafactory.yaml"
 _QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
@@ -72,6 +72,7 @@ def export(recipe: Recipe) -> Export:
         "optim": run.trainer_optim,
         "bf16": run.precision == "bf16",
         "fp16": run.precision == "fp16",
+        **({"tf32": True} if run.precision == "tf32" else {}),
         "pure_bf16": run.precision == "bf16-pure",
         "seed": recipe.seed,
         "output_dir": "output-llamafactory",
@@ -105,7 +106,7 @@ def under_llamafactory(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if get_method(run.method).trains_base:
         if precision == "fp16":
             raise ConfigError("--to llamafactory: full fine-tuning in fp16 is not modelled there")
-        if precision != "fp32" and precision != "bf16-pure":
+        if precision not in (*FP32_PRECISIONS, "bf16-pure"):
             precision = "bf16-pure"  # else it widens all weights to fp32
             notes.append(f"{run.precision} becomes pure_bf16, or it would widen all weights")
     elif precision == "bf16-no-autocast":

@@ -68,6 +68,7 @@ def export(recipe: Recipe) -> Export:
         "optim": run.trainer_optim,
         "bf16": run.precision == "bf16",
         "fp16": run.precision == "fp16",
+        **({"tf32": True} if run.precision == "tf32" else {}),
         "seed": recipe.seed,
         "output_dir": "output-trl",
         "save_strategy": "no",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from whichlora.errors import ConfigError
 from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain, without
 from whichlora.methods import get_method
-from whichlora.specs import RunConfig
+from whichlora.specs import FP32_PRECISIONS, RunConfig
 
 FILE = "train_unsloth.py"
 _QUANTS = frozenset({"none", "int8", "nf4-dq"})
@@ -127,9 +127,9 @@ def under_unsloth(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """`run` with Unsloth's loss; it never casts a 4-bit base.
 
     Raises:
-        ConfigError: fp32, which its kernels don't take.
+        ConfigError: fp32 weights, which its kernels don't take.
     """
-    if run.precision == "fp32":
+    if run.precision in FP32_PRECISIONS:
         raise ConfigError("--to unsloth: its kernels are 16-bit; set precision bf16 or fp16")
     notes = ["of Unsloth's kernels only the loss is modelled; the others keep less"]
     precision = run.precision

@@ -81,13 +81,16 @@ def read_job(
     adapters = _read_adapters(model, spec, quant)
     loss_head = _read_loss_head(args)
     autocast = _read_autocast(args)
+    adapter_dtype: AdapterDtype = "auto"
+    if adapters:
+        adapter_dtype = _read_adapter_dtype(model, autocast, loss_head, quant)
     run = RunConfig(
         model=spec.name,
         batch_size=batch_size,
         seq_len=seq_len,
         padding="padded" if padded else "none",
-        precision=_read_precision(model, autocast, quant_dtype, trains_base=not adapters),
-        adapter_dtype=_read_adapter_dtype(model, autocast, loss_head, quant) if adapters else None,
+        precision=_read_precision(model, args, autocast, quant_dtype, trains_base=not adapters),
+        adapter_dtype=adapter_dtype,
         quant=quant,
         prepare_kbit=quant != "none" and _dtype(_stored(base), "base weights") == "float32",
         optimizer=_read_optimizer(args, optimizer),
@@ -264,7 +267,7 @@ def _read_autocast(args: Any) -> str:
 
 
 def _read_precision(
-    model: Any, autocast: str, quant_dtype: str | None, *, trains_base: bool
+    model: Any, args: Any, autocast: str, quant_dtype: str | None, *, trains_base: bool
 ) -> Precision:
     weights = _dtype(_stored(model), "base weights")
     if quant_dtype is not None:  # norms may have been widened; the products are in this dtype
@@ -276,21 +279,19 @@ def _read_precision(
     if autocast != "no":
         raise ConfigError(f"mixed precision {autocast} is not modelled; bf16 and fp16 are")
     if weights == "float32":
-        return "fp32"
+        return "tf32" if args.tf32 else "fp32"
     if weights != "bfloat16":
         raise ConfigError(f"{weights} weights without autocast are not modelled; bfloat16 are")
     pure = trains_base or _dtype(_adapters(model), "adapters") == "bfloat16"
     return "bf16-pure" if pure else "bf16-no-autocast"
 
 
-def _read_adapter_dtype(
-    model: Any, autocast: str, loss_head: LossHead, quant: str
-) -> AdapterDtype | None:
+def _read_adapter_dtype(model: Any, autocast: str, loss_head: LossHead, quant: str) -> AdapterDtype:
     """The dtype of the adapters under bf16 autocast, where it is not the libraries' own choice."""
     found = _dtype(_adapters(model), "adapters")
     usual = "bfloat16" if loss_head == "trl-fused" and quant in FOUR_BIT_BNB else "float32"
     if autocast != "bf16" or found == usual:
-        return None
+        return "auto"
     for known in get_args(AdapterDtype):
         if found == known:
             return known  # type: ignore[no-any-return]
