@@ -64,6 +64,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"weights": "random", "model_config": TINY_LLAMA},
     {"weights": "random", "model_config": TINY_LLAMA, "tokenizer": "gpt2"},
     {"masked_lm": True},
+    {"use_rslora": True, "loraplus_lr_ratio": 16.0, "expandable_segments": True},
 ]
 
 
@@ -97,6 +98,14 @@ def test_every_script_compiles_and_has_no_unused_or_missing_name(tmp_path: Path)
         ({"quant": "int8"}, ["load_in_8bit=True", "prepare_model_for_kbit_training"], ["4bit"]),
         ({"method": "qlora", "prepare_kbit": False}, ['"nf4"'], ["prepare_model_for_kbit"]),
         ({"gradient_checkpointing": False}, [], ["checkpointing"]),
+        ({"use_rslora": True}, ["use_rslora=True"], ["loraplus"]),
+        (
+            {"loraplus_lr_ratio": 16.0},
+            ["loraplus_lr_ratio=16.0", "get_optimizer_cls_and_kwargs", "(optimizer, None)"],
+            ["use_rslora", "os.environ"],
+        ),
+        ({"loraplus_lr_ratio": 16.0, "method": "full"}, [], ["loraplus", "optimizers="]),
+        ({"expandable_segments": True}, ["import os", '"PYTORCH_ALLOC_CONF"'], []),
         ({"precision": "tf32"}, ["torch.float32", "tf32=True"], ["bf16=True"]),
         ({"adapter_dtype": "bfloat16"}, ["autocast_adapter_dtype=False", "bf16=True"], []),
         ({"attn": "eager", "lora_dropout": 0.1}, ['"eager"', "lora_dropout=0.1"], []),

@@ -72,3 +72,21 @@ def test_a_run_keeps_its_versions_as_json() -> None:
     assert run.to_dict()["libraries"] == {"torch": "2.1.1", "transformers": "4.35.2"}
     assert RunConfig.from_dict(run.to_dict()) == run
     assert RunConfig.from_dict(run.chosen()) == run
+
+
+@pytest.mark.parametrize(
+    "younger",
+    [
+        "modules_to_save",
+        "adapter_dtype",
+        "use_rslora",
+        "loraplus_lr_ratio",
+        "quant_group_size",
+        "expandable_segments",
+    ],
+)
+def test_a_record_that_is_older_than_a_setting_has_its_default(younger: str) -> None:
+    run = RunConfig(model=QWEN, batch_size=4)
+    older = {name: value for name, value in run.to_dict().items() if name != younger}
+    assert len(older) == len(run.to_dict()) - 1
+    assert RunConfig.from_dict(older) == run

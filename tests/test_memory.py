@@ -22,7 +22,7 @@ from whichlora.memory.entries import Kind, tensor_bytes
 from whichlora.memory.generation import inference_ledger
 from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
 from whichlora.memory.trained import Trained, trained_tensors
-from whichlora.prediction import Job, ledger, part_bytes, resolve
+from whichlora.prediction import Job, ledger, notes, part_bytes, resolve
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.stack import Stack
 from whichlora.store.models import find_model
@@ -400,6 +400,37 @@ def test_the_trained_tensors_hold_the_trained_parameters(run: RunConfig) -> None
     saved = {"modules_to_save": run.modules_to_save}
     tensors = trained_tensors(*what, stack=found.stack, **saved)
     assert sum(one.num_params * one.count for one in tensors) == trained_params(*what, **saved)
+
+
+@pytest.mark.parametrize(("quant", "bits"), [("gptq-int4", 4), ("awq-int4", 4), ("gptq-int8", 8)])
+def test_a_smaller_group_costs_a_scale_and_a_zero_each(quant: str, bits: int) -> None:
+    coarse, fine = (
+        weights.quantised_bytes(4096 * 4096, quant, out_features=4096, group_size=size)
+        for size in (128, 32)
+    )
+    more_groups = 4096 * 4096 // 32 - 4096 * 4096 // 128
+    assert fine - coarse == more_groups * (2 + bits / 8)
+
+
+@given(run=finetune_runs() | inference_runs())
+def test_expandable_segments_never_leave_more_idle_and_keep_what_lives(run: RunConfig) -> None:
+    plain, joined = (ledger(job(replace(run, expandable_segments=on))) for on in (False, True))
+    assert joined.moments == plain.moments
+    assert joined.idle_bytes <= plain.idle_bytes
+
+
+@pytest.mark.parametrize("settings", [{"use_rslora": True}, {"loraplus_lr_ratio": 16.0}], ids=str)
+def test_rslora_and_loraplus_take_what_lora_takes_and_say_so(settings: dict[str, Any]) -> None:
+    run = RunConfig(model=LLAMA_3_8B)
+    plain, other = job(run), job(replace(run, **settings))
+    assert ledger(other) == ledger(plain)
+    assert any("the bytes and the time of plain LoRA" in note for note in notes(other))
+    assert not any("plain LoRA" in note for note in notes(plain))
+
+
+def test_expandable_segments_are_of_cuda() -> None:
+    with pytest.raises(ConfigError, match=r"expandable_segments: .*cpu has none"):
+        job(RunConfig(model=LLAMA_3_8B, expandable_segments=True), CPU)
 
 
 @pytest.mark.parametrize(

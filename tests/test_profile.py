@@ -180,6 +180,9 @@ def test_one_gpu_is_visible_to_the_worker(monkeypatch: pytest.MonkeyPatch) -> No
     assert _worker_environment("cuda:1")["CUDA_VISIBLE_DEVICES"] == "6"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert _worker_environment("cuda:1")["CUDA_VISIBLE_DEVICES"] == "1"
+    assert "PYTORCH_ALLOC_CONF" not in _worker_environment("cuda")
+    expandable = _worker_environment("cuda", expandable=True)["PYTORCH_ALLOC_CONF"]
+    assert expandable == "expandable_segments:True"
     assert _worker_environment("cpu")["CUDA_VISIBLE_DEVICES"] == ""
 
 

@@ -34,6 +34,8 @@ _FINETUNE_ONLY = (
     "target_modules",
     "modules_to_save",
     "adapter_dtype",
+    "use_rslora",
+    "loraplus_lr_ratio",
     "optimizer",
     "gradient_checkpointing",
     "gradient_accumulation_steps",

@@ -48,6 +48,8 @@ class RunSettings(TypedDict, total=False):
     target_modules: str | tuple[str, ...]
     modules_to_save: tuple[str, ...]
     adapter_dtype: AdapterDtype | Sequence[AdapterDtype]
+    use_rslora: bool
+    loraplus_lr_ratio: float
     precision: Precision | Sequence[Precision]
     optimizer: Optimizer | Sequence[Optimizer]
     gradient_checkpointing: bool | Sequence[bool]
@@ -56,7 +58,9 @@ class RunSettings(TypedDict, total=False):
     padding: Padding | Sequence[Padding]
     loss_head: LossHead | Sequence[LossHead]
     quant: Quant | Sequence[Quant | None] | None
+    quant_group_size: int | Sequence[int]
     prepare_kbit: bool | None
+    expandable_segments: bool | Sequence[bool]
     prompt_len: int | Sequence[int]
     max_new_tokens: int | Sequence[int]
     kv_cache: KvCache | Sequence[KvCache]

@@ -21,6 +21,7 @@ _LINE_LENGTH = 88
 _INLINE_LENGTH = 72  # of a bracketed expression, so that what stands before it fits too
 _IMPORTABLE = {
     "peft": ("LoraConfig", "get_peft_config", "get_peft_model", "prepare_model_for_kbit_training"),
+    "peft.optimizers": ("create_loraplus_optimizer",),
     "tokenizers": ("Tokenizer", "decoders", "models", "pre_tokenizers"),
     "transformers": (
         "AutoConfig",
@@ -42,7 +43,7 @@ Written by WhichLoRA for exactly the run it predicted; edit it as you like.
 """
 
 import json
-{bisect}from pathlib import Path
+{os}{bisect}from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 
 import torch
@@ -143,7 +144,7 @@ _TAIL = """\
         args=args,
         train_dataset=read_rows(HERE / "train.jsonl", tokenizer),
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm={masked_lm}),
-    )
+{optimizer}    )
     outcome = trainer.train()
 
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -233,12 +234,14 @@ def train_script(
     }
     reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
     main = [
+        *_allocator_lines(run),
         "set_seed(SEED)",
         *_tokenizer_lines(tokenizer, takes_bytes, hub),
         *_RANDOM_CHECKPOINT_LINES * (random_config is not None),
         *_model_lines(run, model_class, hub),
         *_adapter_lines(run, target_modules),
         *_argument_lines(run, limited=max_steps is not None, grouped=reader == "grouped"),
+        *_optimizer_lines(run),
     ]
     body = "".join(
         [
@@ -249,12 +252,16 @@ def train_script(
             _READ_ROWS[reader].format(read_texts=_READ_TEXTS),
             "def main():\n",
             indent("\n".join(main) + "\n", "    "),
-            _TAIL.format(masked_lm=masked_lm),
+            _TAIL.format(
+                masked_lm=masked_lm,
+                optimizer="        optimizers=(optimizer, None),\n" if _is_loraplus(run) else "",
+            ),
         ]
     )
     head = _HEAD.format(
         model=run.model,
         method=run.method,
+        os="import os\n" if "os.environ" in body else "",
         bisect="from bisect import bisect_left, insort\n" if "insort(" in body else "",
         imports=_imports(body),
         constants="\n".join(
@@ -285,6 +292,37 @@ def _without_quantisation(model_config: Mapping[str, Any] | None) -> Mapping[str
     if model_config is None:
         return None
     return {name: value for name, value in model_config.items() if name != "quantization_config"}
+
+
+def _allocator_lines(run: RunConfig) -> list[str]:
+    if not run.expandable_segments:
+        return []
+    return [
+        "# Before CUDA starts; an older torch reads PYTORCH_CUDA_ALLOC_CONF instead.",
+        'os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")',
+    ]
+
+
+def _is_loraplus(run: RunConfig) -> bool:
+    return run.loraplus_lr_ratio != 1 and not get_method(run.method).trains_base
+
+
+def _optimizer_lines(run: RunConfig) -> list[str]:
+    """LoRA+: the Trainer's own optimizer, with another learning rate for B."""
+    if not _is_loraplus(run):
+        return []
+    make = _call(
+        "create_loraplus_optimizer",
+        _Code("model"),
+        _Code("optimizer_class"),
+        lr=_Code('options.pop("lr")'),
+        loraplus_lr_ratio=run.loraplus_lr_ratio,
+        **{"**": _Code("options")},
+    )
+    return [
+        "optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)",
+        f"optimizer = {make}",
+    ]
 
 
 def _tokenizer_lines(tokenizer: str | None, takes_bytes: bool, hub: Mapping[str, Any]) -> list[str]:

@@ -81,6 +81,10 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
             )
     if run.precision == "tf32" and (gpu.kind != "cuda" or "tf32" not in gpu.peak_flops_per_s):
         raise ConfigError(f"precision: tf32 has no units on {gpu.key}; use fp32 or bf16")
+    if run.expandable_segments and gpu.kind != "cuda":
+        raise ConfigError(
+            f"expandable_segments: is of the CUDA allocator, {gpu.key} has none; leave it out"
+        )
     if quant in BNB_QUANTS and gpu.kind not in ("cuda", "cpu", "rocm"):
         raise ConfigError(f"quant: {quant!r} needs bitsandbytes, which has no {gpu.kind} backend")
     targets: tuple[str, ...] = ()
@@ -444,6 +448,8 @@ def notes(job: Job) -> tuple[str, ...]:
             "PEFT 0.21 refuses DoRA and dropout on experts; leave them out with "
             "target_modules attention"
         )
+    if run.phase == "finetune" and (run.use_rslora or run.loraplus_lr_ratio != 1):
+        found.append("rsLoRA and LoRA+ take the bytes and the time of plain LoRA")
     if job.model.task == "seq2seq-lm" and run.phase == "finetune":
         found.append("encoder and decoder are both taken at seq_len tokens")
     return tuple(found)

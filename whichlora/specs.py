@@ -99,6 +99,10 @@ class RunConfig:
         prepare_kbit: whether `prepare_model_for_kbit_training` runs; None until then, too.
         prompt_len, max_new_tokens: inference only.
         adapter_dtype: of the trained adapters; auto: fp32 as PEFT makes them, but for bf16-pure.
+        use_rslora: scale adapters by the root of the rank; the bytes and the time are LoRA's.
+        loraplus_lr_ratio: learning rate of B over that of A (LoRA+); so are they.
+        quant_group_size: weights that share a scale in a GPTQ or AWQ checkpoint.
+        expandable_segments: setting of PyTorch's CUDA allocator.
         use_reentrant: kind of checkpointing; None: what this version of transformers does.
         libraries: (library, version) pairs where they are not the current ones.
     """
@@ -128,6 +132,10 @@ class RunConfig:
     libraries: tuple[tuple[str, str], ...] = ()
     modules_to_save: tuple[str, ...] = ()
     adapter_dtype: AdapterDtype = "auto"
+    use_rslora: bool = False
+    loraplus_lr_ratio: float = 1.0
+    quant_group_size: int = 128
+    expandable_segments: bool = False
 
     def __post_init__(self) -> None:
         _choice("phase", self.phase, get_args(Phase))
@@ -151,10 +159,17 @@ class RunConfig:
         _at_least("lora_alpha", self.lora_alpha, 1)
         _at_least("prompt_len", self.prompt_len, 1)
         _at_least("max_new_tokens", self.max_new_tokens, 1)
+        _at_least(
+            "quant_group_size", self.quant_group_size, 1, "; common values are 32, 64 and 128"
+        )
         _at_least("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
         if not 0.0 <= self.lora_dropout < 1.0:
             raise ConfigError(
                 f"lora_dropout: must be at least 0 and below 1, got {self.lora_dropout}"
+            )
+        if not 0.0 < self.loraplus_lr_ratio < float("inf"):
+            raise ConfigError(
+                f"loraplus_lr_ratio: must be above 0, got {self.loraplus_lr_ratio}; 16 is usual"
             )
         if not self.target_modules:
             raise ConfigError(

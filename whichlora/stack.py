@@ -30,6 +30,7 @@ class Stack:
     Args:
         mode: one of the letters above.
         quant: storage of the quantisable base weights.
+        quant_group_size: weights that share a scale in GPTQ and AWQ.
         base_bytes: weights that are not quantised inside the layers (norms, biases).
         embedding_bytes: embeddings and head.
         stream_bytes: the residual stream.
@@ -51,6 +52,7 @@ class Stack:
 
     mode: Mode
     quant: str
+    quant_group_size: int
     base_bytes: int
     embedding_bytes: int
     stream_bytes: int
@@ -116,6 +118,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     return Stack(
         mode=mode,
         quant=quant,
+        quant_group_size=run.quant_group_size,
         base_bytes=stored,
         embedding_bytes=half if prepared and run.versions.trl_narrows_embeddings else stored,
         stream_bytes=4 if wide else 2,

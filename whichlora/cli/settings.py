@@ -60,6 +60,14 @@ _SETTINGS = (
         "Dtype of the adapters; auto: float32, but for bf16-pure",
         specs.AdapterDtype,
     ),
+    click.option("--use-rslora", is_flag=True, help="Scale adapters by the root of the rank."),
+    click.option(
+        "--loraplus-lr-ratio",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="LoRA+: learning rate of B over that of A.",
+    ),
     choices("optimizer", "adamw_torch_fused", "Optimizer", specs.Optimizer),
     click.option(
         "--gradient-checkpointing/--no-gradient-checkpointing",
@@ -82,6 +90,12 @@ _SETTINGS = (
         help=f"Storage of the base weights ({', '.join(get_args(specs.Quant))}); "
         "default: nf4-dq for qlora and qdora, else none.",
     ),
+    list_option(
+        "quant-group-size",
+        "128",
+        "Weights that share a scale in a GPTQ or AWQ checkpoint.",
+        counts("quant-group-size"),
+    ),
     click.option(
         "--prepare-kbit/--no-prepare-kbit",
         default=None,
@@ -91,6 +105,11 @@ _SETTINGS = (
     list_option("prompt-len", "512", "Prompt tokens (inference).", counts("prompt-len")),
     list_option("max-new-tokens", "128", "Generated tokens (inference).", counts("max-new-tokens")),
     choices("kv-cache", "dynamic", "Key-value cache (inference)", specs.KvCache),
+    click.option(
+        "--expandable-segments",
+        is_flag=True,
+        help="PyTorch's allocator joins segments (PYTORCH_ALLOC_CONF=expandable_segments:True).",
+    ),
     click.option(
         "--libraries",
         default="",
@@ -116,7 +135,14 @@ def run_settings(models: Sequence[str], given: Mapping[str, Any]) -> dict[str, l
     saved = []
     if given["modules_to_save"] is not None:
         saved = words("modules-to-save")(None, None, given["modules_to_save"])
-    single = ("gradient_checkpointing", "prepare_kbit", "libraries")
+    single = (
+        "gradient_checkpointing",
+        "prepare_kbit",
+        "libraries",
+        "use_rslora",
+        "loraplus_lr_ratio",
+        "expandable_segments",
+    )
     return {
         **given,
         **{name: [given[name]] for name in single},

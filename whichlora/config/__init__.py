@@ -125,6 +125,8 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         "precision": settings.precision,
         "attn": settings.attn,
         "quant": settings.quant,
+        "quant_group_size": settings.quant_group_size,
+        "expandable_segments": settings.expandable_segments,
         "kv_cache": settings.kv_cache,
     }
     return Plan(
@@ -155,6 +157,8 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
             target_modules=settings.target_modules,
             modules_to_save=settings.modules_to_save,
             adapter_dtype=settings.adapter_dtype,
+            use_rslora=settings.use_rslora,
+            loraplus_lr_ratio=settings.loraplus_lr_ratio,
             optimizer=settings.optimizer,
             gradient_checkpointing=settings.gradient_checkpointing,
             gradient_accumulation_steps=settings.gradient_accumulation_steps,

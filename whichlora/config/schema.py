@@ -257,6 +257,10 @@ class PlanFile(_Section):
     """Modules trained as a whole beside the adapters, such as embed_tokens and lm_head."""
     adapter_dtype: AdapterDtype = _RUN.adapter_dtype
     """Dtype of the adapters: float32 as PEFT makes them, or the bfloat16 of the base."""
+    use_rslora: bool = _RUN.use_rslora
+    """Scale adapters by the root of the rank."""
+    loraplus_lr_ratio: Positive = _RUN.loraplus_lr_ratio
+    """LoRA+: learning rate of B over that of A."""
     lora_alpha: Count | None = None
     """Scale of the adapters; without it, twice the rank."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = _RUN.lora_dropout
@@ -270,6 +274,10 @@ class PlanFile(_Section):
     loss_head: LossHead = _RUN.loss_head
     quant: Quant | None = None
     """Storage of the base weights in both stages; without it, the method decides."""
+    quant_group_size: Count = _RUN.quant_group_size
+    """Weights that share a scale in a GPTQ or AWQ checkpoint."""
+    expandable_segments: bool = _RUN.expandable_segments
+    """PyTorch's allocator joins segments, as with PYTORCH_ALLOC_CONF=expandable_segments:True."""
     kv_cache: KvCache = _RUN.kv_cache
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 2e-4
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0

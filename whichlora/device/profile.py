@@ -122,8 +122,15 @@ class Profiler:
             "keeps_history": keeps_history,
         }
         try:
+            if self._worker is not None and self._worker.expandable != run.expandable_segments:
+                self.close()  # the allocator reads its settings once
             if self._worker is None:
-                self._worker = _Worker(self._python, self._device, self._log_path)
+                self._worker = _Worker(
+                    self._python,
+                    self._device,
+                    self._log_path,
+                    expandable=run.expandable_segments,
+                )
             worker = self._worker
             start_s = time.perf_counter()
             answer = worker.ask(request, timeout_s=timeout_s)
@@ -153,7 +160,10 @@ class Profiler:
 class _Worker:
     """One child process in a session of its own, so that a kill reaches its children too."""
 
-    def __init__(self, python: str, device: str, log_path: Path | None) -> None:
+    def __init__(
+        self, python: str, device: str, log_path: Path | None, *, expandable: bool
+    ) -> None:
+        self.expandable = expandable
         self._log = _open_log(log_path)  # closed by `kill`, with the pipes
         self._log_start = self._log.seek(0, os.SEEK_END)
         self._buffer = b""
@@ -162,7 +172,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=_worker_environment(device),
+            env=_worker_environment(device, expandable=expandable),
             start_new_session=True,
         )
         try:
@@ -259,7 +269,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return message if isinstance(message, dict) and "event" in message else None
 
 
-def _worker_environment(device: str) -> dict[str, str]:
+def _worker_environment(device: str, *, expandable: bool = False) -> dict[str, str]:
     """The environment of the worker: quiet, this package importable, one device visible.
 
     With more than one visible GPU the Trainer would spread the batch over all of them.
@@ -272,9 +282,14 @@ def _worker_environment(device: str) -> dict[str, str]:
         visible = str(position) if given is None else given.split(",")[position]
     package_parent = str(Path(whichlora.__file__).parent.parent)
     paths = [package_parent, os.environ.get("PYTHONPATH", "")]
+    allocator = {}
+    if expandable:  # the first name is that of newer versions of torch
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        allocator = dict.fromkeys(names, "expandable_segments:True")
     return (
         dict(os.environ)
         | _QUIET
+        | allocator
         | {
             "CUDA_VISIBLE_DEVICES": visible,
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),

@@ -473,9 +473,7 @@ def peaks(request: Mapping[str, Any]) -> dict[str, Any]:
     events, note = whole_trace(
         run, config, target_modules=request["target_modules"], layers=request["layers"]
     )
-    found = replay(
-        (one.event for one in events), expandable_segments=request["expandable_segments"]
-    )
+    found = replay((one.event for one in events), expandable_segments=run.expandable_segments)
     moment, parts = at_peak(events)
     adapter_bytes = sum(one.num_bytes or 0 for one in events if one.moment == "adapters")
     base = meta_model(dataclasses.replace(run, quant="none"), config, device="cpu")

@@ -32,7 +32,6 @@ def trace_peaks(
     model_config: Mapping[str, Any],
     target_modules: Sequence[str] | str,
     layers: str = "2,4",
-    expandable_segments: bool = False,
 ) -> TracedPeak:
     """Peaks of `run`, traced on fake tensors: no weights, no GPU.
 
@@ -55,7 +54,6 @@ def trace_peaks(
         "model_config": dict(model_config),
         "target_modules": targets,
         "layers": layers,
-        "expandable_segments": expandable_segments,
     }
     package_parent = str(Path(whichlora.__file__).parent.parent)
     paths = [package_parent, os.environ.get("PYTHONPATH", "")]

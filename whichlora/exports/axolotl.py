@@ -22,7 +22,7 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what Axolotl can't do.
     """
     require_plain(recipe, "axolotl", quants=_QUANTS)
-    run, left_out = without(recipe.run, "Axolotl", "adapter_dtype")
+    run, left_out = without(recipe.run, "Axolotl", "adapter_dtype", "expandable_segments")
     run, notes = under_axolotl(run)
     notes += left_out
     notes += padding_note(recipe)
@@ -48,6 +48,8 @@ def export(recipe: Recipe) -> Export:
                 if isinstance(targets, str)
                 else {"lora_target_modules": list(targets)}
             ),
+            **({"peft_use_rslora": True} if run.use_rslora else {}),
+            **({"loraplus_lr_ratio": run.loraplus_lr_ratio} if run.loraplus_lr_ratio != 1 else {}),
             "peft_use_dora": bool(adapter.get("use_dora")),
             **({"lora_modules_to_save": list(run.modules_to_save)} if run.modules_to_save else {}),
             "lora_mlp_kernel": False,

@@ -24,7 +24,7 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what LLaMA-Factory can't do.
     """
     require_plain(recipe, "llamafactory", quants=_QUANTS)
-    run, left_out = without(recipe.run, "LLaMA-Factory", "adapter_dtype")
+    run, left_out = without(recipe.run, "LLaMA-Factory", "adapter_dtype", "expandable_segments")
     run, notes = under_llamafactory(run)
     notes += left_out
     notes += padding_note(recipe)
@@ -58,6 +58,8 @@ def export(recipe: Recipe) -> Export:
             "lora_dropout": run.lora_dropout,
             "lora_target": "all" if isinstance(targets, str) else ",".join(targets),
             "use_dora": bool(adapter.get("use_dora")),
+            **({"use_rslora": True} if run.use_rslora else {}),
+            **({"loraplus_lr_ratio": run.loraplus_lr_ratio} if run.loraplus_lr_ratio != 1 else {}),
             **({"additional_target": ",".join(run.modules_to_save)} if run.modules_to_save else {}),
         }
     settings |= {

@@ -12,6 +12,7 @@ from whichlora.methods import get_method
 from whichlora.specs import FOUR_BIT_BNB, RunConfig
 
 FILE = "trl.yaml"
+_UNKNOWN = ("adapter_dtype", "loraplus_lr_ratio", "expandable_segments")
 _QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 
 
@@ -22,7 +23,9 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what TRL can't do.
     """
     require_plain(recipe, "trl", quants=_QUANTS)
-    run, left_out = without(recipe.run, "TRL", "adapter_dtype")
+    run, left_out = without(
+        recipe.run, "TRL", "adapter_dtype", "loraplus_lr_ratio", "expandable_segments"
+    )
     run, notes = under_trl(run)
     notes += left_out
     notes += padding_note(recipe, "packed", "grouped")
@@ -50,6 +53,7 @@ def export(recipe: Recipe) -> Export:
             "lora_alpha": run.lora_alpha,
             "lora_dropout": run.lora_dropout,
             "lora_target_modules": targets if isinstance(targets, str) else list(targets),
+            **({"use_rslora": True} if run.use_rslora else {}),
             "use_dora": bool(adapter.get("use_dora")),
             **({"lora_modules_to_save": list(run.modules_to_save)} if run.modules_to_save else {}),
         }

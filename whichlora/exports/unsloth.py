@@ -11,6 +11,7 @@ from whichlora.methods import get_method
 from whichlora.specs import FP32_PRECISIONS, RunConfig
 
 FILE = "train_unsloth.py"
+_UNKNOWN = ("adapter_dtype", "loraplus_lr_ratio", "expandable_segments")
 _QUANTS = frozenset({"none", "int8", "nf4-dq"})
 _SCRIPT = '''\
 """Fine-tune {model} with {method} under Unsloth.
@@ -66,7 +67,7 @@ model = FastLanguageModel.get_peft_model(
     lora_dropout={lora_dropout},
     target_modules={targets},
     use_dora={use_dora},
-    modules_to_save={modules_to_save},
+{use_rslora}    modules_to_save={modules_to_save},
     bias="none",
     use_gradient_checkpointing={checkpointing},
     random_state={seed},
@@ -81,7 +82,9 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what Unsloth can't do.
     """
     require_plain(recipe, "unsloth", quants=_QUANTS)
-    run, left_out = without(recipe.run, "Unsloth", "adapter_dtype")
+    run, left_out = without(
+        recipe.run, "Unsloth", "adapter_dtype", "loraplus_lr_ratio", "expandable_segments"
+    )
     run, notes = under_unsloth(run)
     notes += left_out
     notes += padding_note(recipe)
@@ -95,6 +98,7 @@ def export(recipe: Recipe) -> Export:
             lora_alpha=run.lora_alpha,
             lora_dropout=run.lora_dropout,
             targets=json.dumps(targets if isinstance(targets, str) else list(targets)),
+            use_rslora="    use_rslora=True,\n" if run.use_rslora else "",
             use_dora=bool(settings.get("use_dora")),
             modules_to_save=list(run.modules_to_save) or None,
             checkpointing=run.gradient_checkpointing,

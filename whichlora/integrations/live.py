@@ -204,6 +204,7 @@ def _read_adapters(model: Any, spec: ModelSpec, quant: str) -> dict[str, Any]:
         "lora_alpha": max(1, round(config.lora_alpha)),
         "lora_dropout": float(config.lora_dropout),
         "target_modules": (ALL_LINEAR,) if whole else tuple(sorted(leaves)),
+        "use_rslora": bool(config.use_rslora),
         "modules_to_save": tuple(sorted(config.modules_to_save or ())),
     }
 

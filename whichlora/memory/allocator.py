@@ -6,6 +6,7 @@ from whichlora.numeric import Count, largest
 from whichlora.specs import GpuSpec
 from whichlora.units import MiB
 
+PAGES_BYTES = (2 + 20) * MiB  # the last page of the small and of the large pool, where expandable
 SEGMENT_BYTES = 20 * MiB  # a request between 1 and 10 MiB reserves this much
 TYPICAL_CONTEXT_BYTES = 500 * MiB  # 250 to 600 MiB where somebody looked
 WORKSPACE_BYTES = {"9": 32 * MiB, "10": 32 * MiB, "12": 32 * MiB}  # cuBLAS, by major capability
@@ -25,15 +26,20 @@ def workspace_bytes(gpu: GpuSpec, *, training: bool) -> int:
     return each * (2 if training else 1)
 
 
-def idle_cache_bytes(gpu: GpuSpec, *, logits_bytes: Count, layer_bytes: Count) -> Count:
+def idle_cache_bytes(
+    gpu: GpuSpec, *, logits_bytes: Count, layer_bytes: Count, expandable: bool = False
+) -> Count:
     """Cached segments that cannot be joined into the blocks that the peak needs.
 
     At the loss, blocks of vocabulary width are needed; the 16-bit logits and the working set of
-    one layer's forward were allocated before as smaller segments and lie idle.
+    one layer's forward were allocated before as smaller segments and lie idle. In expandable
+    segments, which are joined, only the latter leave holes.
     Kind: fitted to nothing; an estimate that replays of Llama-3-8B bracket (`docs/memory.md`).
     """
     if gpu.kind == "cpu":
         return 0 * logits_bytes
+    if expandable:
+        return 0 * logits_bytes + layer_bytes + PAGES_BYTES
     return logits_bytes + layer_bytes + 2 * SEGMENT_BYTES
 
 
@@ -44,12 +50,14 @@ def idle_after_step_bytes(
     layer_bytes: Count,
     left_bytes: Count,
     narrow_logits_bytes: Count,
+    expandable: bool = False,
 ) -> Count:
     """Cached segments that the peak of a training step cannot use.
 
     What the layers left before the loss, and the 16-bit logits, cannot be joined into blocks of
     vocabulary width. A layer's backward is cut from all of it, so it asks for more only where it
-    needs more than that.
+    needs more than that. Expandable segments join the pages of the 16-bit logits with what follows;
+    the holes that the layers left between live blocks stay.
 
     Args:
         left_bytes: working set of a layer's forward; where the logits are shifted (transformers
@@ -61,6 +69,9 @@ def idle_after_step_bytes(
     """
     if gpu.kind == "cpu":
         return 0 * loss_bytes
+    if expandable:
+        pages = largest(loss_bytes + left_bytes, layer_bytes)
+        return pages - largest(loss_bytes, layer_bytes) + PAGES_BYTES
     segments = largest(loss_bytes + narrow_logits_bytes + left_bytes, layer_bytes)
     return segments - largest(loss_bytes, layer_bytes) + 2 * SEGMENT_BYTES
 

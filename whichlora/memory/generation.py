@@ -67,7 +67,10 @@ def inference_ledger(
                 ),
             },
             idle_bytes=allocator.idle_cache_bytes(
-                gpu, logits_bytes=0 * batch_size, layer_bytes=working
+                gpu,
+                logits_bytes=0 * batch_size,
+                layer_bytes=working,
+                expandable=run.expandable_segments,
             ),
             workspace_bytes=allocator.workspace_bytes(gpu, training=False),
         )
@@ -149,7 +152,9 @@ def inference_ledger(
             last_tokens=last_tokens,
             element_bytes=element_bytes,
         )
-    idle = allocator.idle_cache_bytes(gpu, logits_bytes=outgrown, layer_bytes=append)
+    idle = allocator.idle_cache_bytes(
+        gpu, logits_bytes=outgrown, layer_bytes=append, expandable=run.expandable_segments
+    )
     found = Ledger(
         moments=moments,
         idle_bytes=idle,

@@ -333,13 +333,14 @@ def training_ledger(
         if stack.libraries.shifts_logits
         else forward_bytes(model, stack, tokens=tokens, span=seq_len),
         narrow_logits_bytes=tokens * vocab * 2,
+        expandable=run.expandable_segments,
     )
     found = Ledger(
         moments=moments,
         idle_bytes=idle,
         workspace_bytes=allocator.workspace_bytes(gpu, training=True),
     )
-    if gpu.kind == "cpu":
+    if gpu.kind == "cpu" or run.expandable_segments:
         return found
     # The optimizer's lists of small tensors find no use for the segments of the activations.
     left_behind = largest(loss_forward, loss_backward, in_layer) + kept.num_bytes

@@ -10,14 +10,18 @@ from whichlora.stack import Stack
 
 BNB_BLOCK = 64  # weights that share one absmax scale
 NESTED_BLOCK = 256  # scales that share one second-level scale
-GROUP = 128  # weights per scale in the usual GPTQ and AWQ checkpoints
 CODE_TABLE_BYTES = 2560  # per 4-bit matrix: code table, offset, nested code table
 
 
-def quantised_bytes(num_weights: int, quant: str, *, out_features: int) -> int:
+def quantised_bytes(
+    num_weights: int, quant: str, *, out_features: int, group_size: int = 128
+) -> int:
     """Bytes of one matrix of `num_weights` values, stored as `quant`.
 
-    Kind: exact for nf4, fp4 and int8; for GPTQ and AWQ the usual group size of 128 is assumed.
+    Args:
+        group_size: weights that share a scale in GPTQ and AWQ.
+
+    Kind: exact; for GPTQ and AWQ where groups divide the rows.
     Source: Dettmers et al. 2023, arXiv:2305.14314, section 3; bitsandbytes 0.50.2
     `functional.quantize_4bit`; AutoGPTQ and AutoAWQ packed layouts.
 
@@ -36,7 +40,7 @@ def quantised_bytes(num_weights: int, quant: str, *, out_features: int) -> int:
     if quant == "int8":
         return num_weights + 4 * out_features  # one fp32 scale per row
     if quant in ("gptq-int4", "gptq-int8", "awq-int4"):
-        groups: int = ceil_div(num_weights, GROUP)
+        groups: int = ceil_div(num_weights, group_size)
         bits = 8 if quant == "gptq-int8" else 4
         packed: int = ceil_div(bits * (num_weights + groups), 8)  # codes, and a zero per group
         return packed + 2 * groups  # fp16 scale
@@ -54,7 +58,10 @@ def linear_bytes(linear: Linear, stack: Stack) -> int:
     if not is_quantised(linear, stack):
         return linear.num_weights * stack.base_bytes + bias_bytes
     one = quantised_bytes(
-        linear.in_features * linear.out_features, stack.quant, out_features=linear.out_features
+        linear.in_features * linear.out_features,
+        stack.quant,
+        out_features=linear.out_features,
+        group_size=stack.quant_group_size,
     )
     return linear.count * one + bias_bytes
 
