@@ -98,6 +98,7 @@ def test_every_script_compiles_and_has_no_unused_or_missing_name(tmp_path: Path)
         ({"quant": "int8"}, ["load_in_8bit=True", "prepare_model_for_kbit_training"], ["4bit"]),
         ({"method": "qlora", "prepare_kbit": False}, ['"nf4"'], ["prepare_model_for_kbit"]),
         ({"gradient_checkpointing": False}, [], ["checkpointing"]),
+        ({"bias": "lora_only"}, ['bias="lora_only"'], []),
         ({"use_rslora": True}, ["use_rslora=True"], ["loraplus"]),
         (
             {"loraplus_lr_ratio": 16.0},

@@ -79,6 +79,7 @@ def test_a_run_keeps_its_versions_as_json() -> None:
     [
         "modules_to_save",
         "adapter_dtype",
+        "bias",
         "use_rslora",
         "loraplus_lr_ratio",
         "quant_group_size",

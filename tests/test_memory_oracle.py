@@ -77,6 +77,8 @@ def test_the_peak_of_a_step_is_the_trainers(family: str, method: str, checkpoint
         {"attn": "eager"},
         {"precision": "bf16"},
         {"precision": "bf16", "gradient_checkpointing": True},
+        {"bias": "all"},
+        {"bias": "lora_only", "gradient_checkpointing": True},
         {"precision": "bf16", "adapter_dtype": "bfloat16"},
         {"precision": "bf16", "adapter_dtype": "bfloat16", "gradient_checkpointing": True},
         {"precision": "bf16", "adapter_dtype": "bfloat16", "method": "qlora"},

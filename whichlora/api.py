@@ -34,6 +34,7 @@ _FINETUNE_ONLY = (
     "target_modules",
     "modules_to_save",
     "adapter_dtype",
+    "bias",
     "use_rslora",
     "loraplus_lr_ratio",
     "optimizer",

@@ -105,7 +105,12 @@ def _count_training(
     lengths = {"batch_size": batch_size, "seq_len": seq_len, "r": r}
     found = training_ledger(*parts, job.gpu, job.targets, **lengths)
     trained = trained_params(
-        job.model, job.targets, job.method, r, modules_to_save=job.run.modules_to_save
+        job.model,
+        job.targets,
+        job.method,
+        r,
+        modules_to_save=job.run.modules_to_save,
+        bias=job.run.bias,
     )
     done = work.training_work(*parts, job.targets, **lengths, num_trained=trained)
     return Counts(

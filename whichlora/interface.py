@@ -17,6 +17,7 @@ from whichlora.results import Prediction
 from whichlora.specs import (
     AdapterDtype,
     AttentionKernel,
+    Bias,
     Engine,
     KvCache,
     LossHead,
@@ -48,6 +49,7 @@ class RunSettings(TypedDict, total=False):
     target_modules: str | tuple[str, ...]
     modules_to_save: tuple[str, ...]
     adapter_dtype: AdapterDtype | Sequence[AdapterDtype]
+    bias: Bias | Sequence[Bias]
     use_rslora: bool
     loraplus_lr_ratio: float
     precision: Precision | Sequence[Precision]

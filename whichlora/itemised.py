@@ -103,7 +103,12 @@ def _sizes(job: Job) -> dict[str, int]:
     if training:
         sizes["seq_len"] = run.seq_len
         sizes["trained_params"] = trained_params(
-            model, job.targets, job.method, run.r, modules_to_save=run.modules_to_save
+            model,
+            job.targets,
+            job.method,
+            run.r,
+            modules_to_save=run.modules_to_save,
+            bias=run.bias,
         )
     attentions = [one for layer, _ in model.layers() for one in layer.attentions]
     for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):

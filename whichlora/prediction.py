@@ -62,8 +62,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
             f"quant: {quant!r} weights cannot be trained; use method qlora or qdora, "
             "or quant none for full fine-tuning"
         )
-    if method.trains_base and run.modules_to_save:
-        run = replace(run, modules_to_save=())  # it trains every module
+    if method.trains_base:  # it trains every module
+        run = replace(run, modules_to_save=(), bias="none")
     if run.use_reentrant is None:
         run = replace(run, use_reentrant=run.versions.checkpoints_reentrant)
     if run.versions.experts_are_modules:
@@ -101,6 +101,14 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
             "modules_to_save: copies of fp16 modules can't be trained, the gradient scaler refuses "
             "fp16 gradients; use precision bf16"
         )
+    if run.bias != "none" and run.phase == "finetune":
+        if run.precision == "fp16":
+            raise ConfigError(
+                "bias: fp16 biases can't be trained, the gradient scaler refuses fp16 gradients; "
+                "use precision bf16"
+            )
+        if model.task != "causal-lm":
+            raise ConfigError(f"bias: {run.bias} is modelled for decoders only; use none")
     return Job(model=model, run=run, gpu=gpu, method=method, stack=stack, targets=targets)
 
 
@@ -229,7 +237,12 @@ def step_features(job: Job, *, seq_len: int | None = None) -> dict[str, float]:
         seq_len=seq_len or run.seq_len,
         r=run.r,
         num_trained=trained_params(
-            job.model, job.targets, job.method, run.r, modules_to_save=run.modules_to_save
+            job.model,
+            job.targets,
+            job.method,
+            run.r,
+            modules_to_save=run.modules_to_save,
+            bias=run.bias,
         ),
     )
     return timing.features(done, job.gpu, dtype=job.dtype)
@@ -397,7 +410,12 @@ def predict(
     trained = 0
     if training:
         trained = trained_params(
-            model, job.targets, job.method, job.run.r, modules_to_save=job.run.modules_to_save
+            model,
+            job.targets,
+            job.method,
+            job.run.r,
+            modules_to_save=job.run.modules_to_save,
+            bias=job.run.bias,
         )
     if traced is not None:
         num_params, trained = traced.num_params, traced.num_trainable_params

@@ -25,6 +25,7 @@ AttentionKernel = Literal["sdpa", "eager", "flash_attention_2"]
 Padding = Literal["none", "padded"]
 LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "raw"]
 Quant = Literal["none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4"]
+Bias = Literal["none", "all", "lora_only"]
 AdapterDtype = Literal["auto", "float32", "bfloat16"]
 Engine = Literal["ledger", "trace"]
 KvCache = Literal["dynamic", "static", "paged", "vllm"]
@@ -99,6 +100,7 @@ class RunConfig:
         prepare_kbit: whether `prepare_model_for_kbit_training` runs; None until then, too.
         prompt_len, max_new_tokens: inference only.
         adapter_dtype: of the trained adapters; auto: fp32 as PEFT makes them, but for bf16-pure.
+        bias: which biases of the base PEFT trains beside the adapters.
         use_rslora: scale adapters by the root of the rank; the bytes and the time are LoRA's.
         loraplus_lr_ratio: learning rate of B over that of A (LoRA+); so are they.
         quant_group_size: weights that share a scale in a GPTQ or AWQ checkpoint.
@@ -132,6 +134,7 @@ class RunConfig:
     libraries: tuple[tuple[str, str], ...] = ()
     modules_to_save: tuple[str, ...] = ()
     adapter_dtype: AdapterDtype = "auto"
+    bias: Bias = "none"
     use_rslora: bool = False
     loraplus_lr_ratio: float = 1.0
     quant_group_size: int = 128
@@ -147,6 +150,7 @@ class RunConfig:
         _choice("kv_cache", self.kv_cache, get_args(KvCache))
         if self.quant is not None:
             _choice("quant", self.quant, get_args(Quant))
+        _choice("bias", self.bias, get_args(Bias))
         _choice("adapter_dtype", self.adapter_dtype, get_args(AdapterDtype))
         if self.adapter_dtype == "bfloat16" and not self.precision.startswith("bf16"):
             raise ConfigError(

@@ -102,6 +102,7 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "method": _methods,
     "phase": _words(specs.Phase),
     "precision": _words(specs.Precision),
+    "bias": _words(specs.Bias),
     "adapter_dtype": _words(specs.AdapterDtype),
     "optimizer": _words(specs.Optimizer),
     "attn": _words(specs.AttentionKernel),

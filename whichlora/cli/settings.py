@@ -60,6 +60,7 @@ _SETTINGS = (
         "Dtype of the adapters; auto: float32, but for bf16-pure",
         specs.AdapterDtype,
     ),
+    choices("bias", "none", "Biases of the base trained beside the adapters", specs.Bias),
     click.option("--use-rslora", is_flag=True, help="Scale adapters by the root of the rank."),
     click.option(
         "--loraplus-lr-ratio",

@@ -157,6 +157,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
             target_modules=settings.target_modules,
             modules_to_save=settings.modules_to_save,
             adapter_dtype=settings.adapter_dtype,
+            bias=settings.bias,
             use_rslora=settings.use_rslora,
             loraplus_lr_ratio=settings.loraplus_lr_ratio,
             optimizer=settings.optimizer,

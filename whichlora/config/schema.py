@@ -26,6 +26,7 @@ from whichlora.plan import Collator, Prefer, ProfilePolicy
 from whichlora.specs import (
     AdapterDtype,
     AttentionKernel,
+    Bias,
     KvCache,
     LossHead,
     Optimizer,
@@ -257,6 +258,8 @@ class PlanFile(_Section):
     """Modules trained as a whole beside the adapters, such as embed_tokens and lm_head."""
     adapter_dtype: AdapterDtype = _RUN.adapter_dtype
     """Dtype of the adapters: float32 as PEFT makes them, or the bfloat16 of the base."""
+    bias: Bias = _RUN.bias
+    """Biases of the base that are trained beside the adapters, as PEFT names them."""
     use_rslora: bool = _RUN.use_rslora
     """Scale adapters by the root of the rank."""
     loraplus_lr_ratio: Positive = _RUN.loraplus_lr_ratio

@@ -13,6 +13,7 @@ from whichlora.methods import get_method
 from whichlora.specs import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig
 
 FILE = "llamafactory.yaml"
+_UNKNOWN = ("bias", "adapter_dtype", "expandable_segments")
 _QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 _ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 
@@ -24,7 +25,9 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what LLaMA-Factory can't do.
     """
     require_plain(recipe, "llamafactory", quants=_QUANTS)
-    run, left_out = without(recipe.run, "LLaMA-Factory", "adapter_dtype", "expandable_segments")
+    run, left_out = without(
+        recipe.run, "LLaMA-Factory", "bias", "adapter_dtype", "expandable_segments"
+    )
     run, notes = under_llamafactory(run)
     notes += left_out
     notes += padding_note(recipe)

@@ -12,7 +12,7 @@ from whichlora.methods import get_method
 from whichlora.specs import FOUR_BIT_BNB, RunConfig
 
 FILE = "trl.yaml"
-_UNKNOWN = ("adapter_dtype", "loraplus_lr_ratio", "expandable_segments")
+_UNKNOWN = ("bias", "adapter_dtype", "loraplus_lr_ratio", "expandable_segments")
 _QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 
 

@@ -11,7 +11,7 @@ from whichlora.methods import get_method
 from whichlora.specs import FP32_PRECISIONS, RunConfig
 
 FILE = "train_unsloth.py"
-_UNKNOWN = ("adapter_dtype", "loraplus_lr_ratio", "expandable_segments")
+_UNKNOWN = ("bias", "adapter_dtype", "loraplus_lr_ratio", "expandable_segments")
 _QUANTS = frozenset({"none", "int8", "nf4-dq"})
 _SCRIPT = '''\
 """Fine-tune {model} with {method} under Unsloth.

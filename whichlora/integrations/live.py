@@ -43,7 +43,6 @@ _OPTIMIZERS = {  # `TrainingArguments.optim` to ours, and the class that the Tra
 }
 _LANGUAGE_HEADS = re.compile(r"(CausalLM|LMHeadModel|MaskedLM|ConditionalGeneration)$")
 _PLAIN_LORA: dict[str, tuple[Any, ...]] = {  # fields of LoraConfig, and what is modelled
-    "bias": ("none",),
     "rank_pattern": (None, {}),
     "layers_to_transform": (None, []),
     "layer_replication": (None, []),
@@ -204,6 +203,7 @@ def _read_adapters(model: Any, spec: ModelSpec, quant: str) -> dict[str, Any]:
         "lora_alpha": max(1, round(config.lora_alpha)),
         "lora_dropout": float(config.lora_dropout),
         "target_modules": (ALL_LINEAR,) if whole else tuple(sorted(leaves)),
+        "bias": config.bias,
         "use_rslora": bool(config.use_rslora),
         "modules_to_save": tuple(sorted(config.modules_to_save or ())),
     }
@@ -344,7 +344,12 @@ def _check_counts(job: Job, model: Any, base: Any) -> None:
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     expected = int(
         trained_params(
-            job.model, job.targets, job.method, job.run.r, modules_to_save=job.run.modules_to_save
+            job.model,
+            job.targets,
+            job.method,
+            job.run.r,
+            modules_to_save=job.run.modules_to_save,
+            bias=job.run.bias,
         )
     )
     if abs(trained - expected) > _COUNT_TOLERANCE * expected:

@@ -56,8 +56,8 @@ def idle_after_step_bytes(
 
     What the layers left before the loss, and the 16-bit logits, cannot be joined into blocks of
     vocabulary width. A layer's backward is cut from all of it, so it asks for more only where it
-    needs more than that. Expandable segments join the pages of the 16-bit logits with what follows;
-    the holes that the layers left between live blocks stay.
+    needs more than that. Expandable segments have the same holes between live blocks: replays of
+    five TinyLlama steps reserve from 2.8 % more to 6.8 % less.
 
     Args:
         left_bytes: working set of a layer's forward; where the logits are shifted (transformers
@@ -69,11 +69,9 @@ def idle_after_step_bytes(
     """
     if gpu.kind == "cpu":
         return 0 * loss_bytes
-    if expandable:
-        pages = largest(loss_bytes + left_bytes, layer_bytes)
-        return pages - largest(loss_bytes, layer_bytes) + PAGES_BYTES
     segments = largest(loss_bytes + narrow_logits_bytes + left_bytes, layer_bytes)
-    return segments - largest(loss_bytes, layer_bytes) + 2 * SEGMENT_BYTES
+    last = PAGES_BYTES if expandable else 2 * SEGMENT_BYTES
+    return segments - largest(loss_bytes, layer_bytes) + last
 
 
 def idle_after_prompt_bytes(gpu: GpuSpec, *, forward_bytes: Count) -> Count:

@@ -18,7 +18,12 @@ from whichlora.memory.layer_bytes import (
     layer_bytes,
     masked_head_saved,
 )
-from whichlora.memory.trained import gradient_bytes, saved_modules, trained_tensors
+from whichlora.memory.trained import (
+    gradient_bytes,
+    saved_modules,
+    trained_biases,
+    trained_tensors,
+)
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, largest
 from whichlora.specs import GpuSpec, RunConfig
@@ -76,6 +81,7 @@ def trained_params(
     r: Count,
     *,
     modules_to_save: tuple[str, ...] = (),
+    bias: str = "none",
 ) -> Count:
     """Trainable parameters: all of them, or adapters and copied modules. Kind: exact."""
     if method.trains_base:
@@ -83,11 +89,13 @@ def trained_params(
     total: Count = 0 * r
     for saved in saved_modules(model, modules_to_save, param_bytes=0):
         total = total + saved.num_params
+    for one in trained_biases(model, targets, bias, param_bytes=0):
+        total = total + one.num_params * one.count
     for group in model.groups:
-        one: Count = 0 * r
+        of_layer: Count = 0 * r
         for linear in adapted(group.layer, targets):
-            one = one + method.adapter_params(linear, r)
-        total = total + one * (1 if group.shared else group.count)
+            of_layer = of_layer + method.adapter_params(linear, r)
+        total = total + of_layer * (1 if group.shared else group.count)
     for linear in model.outer_linears:
         if linear.rank_multiple and linear.name in targets:
             total = total + method.adapter_params(linear, r)
@@ -153,7 +161,13 @@ def training_ledger(
     tokens = batch_size * seq_len
     trained = trained_params(model, targets, method, r)
     tensors = trained_tensors(
-        model, targets, method, r, stack=stack, modules_to_save=run.modules_to_save
+        model,
+        targets,
+        method,
+        r,
+        stack=stack,
+        modules_to_save=run.modules_to_save,
+        bias=run.bias,
     )
     copied = tuple(saved_modules(model, run.modules_to_save, stack.embedding_bytes))
     param_bytes = stack.base_bytes if method.trains_base else stack.adapter_bytes
@@ -226,7 +240,8 @@ def training_ledger(
     else:
         firsts = {group.stack: x for group, x in zip(model.groups[::-1], layers[::-1], strict=True)}
         unsaved: Count = 0 * tokens
-        if not needs_grad:
+        norms_train = run.bias == "all" and any(one.bias for one in model.groups[0].layer.norms)
+        if not needs_grad and not norms_train:
             unsaved = sum((one.unsaved for one in firsts.values()), start=0 * tokens)
         less = Tensor("not kept by the first layer, whose input is frozen", constant=-unsaved)
         groups = [

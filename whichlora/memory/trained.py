@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from whichlora.architecture import Linear, ModelSpec
+from whichlora.architecture import Linear, ModelSpec, Norm
 from whichlora.memory.weights import masked_head_params
 from whichlora.methods.base import Method
 from whichlora.numeric import Count
@@ -43,6 +43,7 @@ def trained_tensors(
     *,
     stack: Stack,
     modules_to_save: tuple[str, ...] = (),
+    bias: str = "none",
 ) -> tuple[Trained, ...]:
     """Everything that gets a gradient. Kind: exact but for how norms and biases are divided."""
     if method.trains_base:
@@ -50,6 +51,7 @@ def trained_tensors(
     return (
         *_of_adapters(model, targets, method, r, stack.adapter_bytes),
         *saved_modules(model, modules_to_save, stack.embedding_bytes),
+        *trained_biases(model, targets, bias, stack.base_bytes),
     )
 
 
@@ -69,6 +71,38 @@ def saved_modules(
         yield _weight(head, 1, param_bytes)
         if head.bias:
             yield Trained(rows=1, width=head.out_features, param_bytes=param_bytes)
+
+
+def trained_biases(
+    model: ModelSpec, targets: tuple[str, ...], bias: str, param_bytes: int
+) -> Iterator[Trained]:
+    """Biases of the base that PEFT trains: "all", or those of adapted matrices ("lora_only").
+
+    Kind: exact. Source: peft 0.21.2 `BaseTuner._mark_only_adapters_as_trainable`.
+    """
+    if bias == "none":
+        return
+    for group in model.groups:
+        count = 1 if group.shared else group.count
+        layer = group.layer
+        for linear in layer.linears if bias == "all" else adapted(layer, targets):
+            if linear.bias:
+                width, each = linear.out_features, count * linear.count
+                yield Trained(rows=1, width=width, count=each, param_bytes=param_bytes)
+        if bias == "all":
+            inner = [norm for one in layer.attentions for norm in one.norms]
+            inner += layer.mlp.norms if layer.mlp is not None else ()
+            yield from _of_norms((*layer.norms, *inner), count, param_bytes)
+    if bias == "all":
+        yield from _of_norms(model.embedding_norms + model.final_norms, 1, param_bytes)
+        if model.head is not None and model.head.bias:
+            yield Trained(rows=1, width=model.head.out_features, param_bytes=param_bytes)
+
+
+def _of_norms(norms: Iterable[Norm], count: int, param_bytes: int) -> Iterator[Trained]:
+    for norm in norms:
+        if norm.bias:
+            yield Trained(rows=1, width=norm.width, count=count, param_bytes=param_bytes)
 
 
 def gradient_bytes(tensors: Iterable[Trained]) -> Count:

@@ -30,7 +30,7 @@ def peft_config(run: RunConfig) -> dict[str, Any]:
         "lora_alpha": run.lora_alpha,
         "lora_dropout": run.lora_dropout,
         "target_modules": ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
-        "bias": "none",
+        "bias": run.bias,
         **({"use_rslora": True} if run.use_rslora else {}),
     } | ({"modules_to_save": list(run.modules_to_save)} if run.modules_to_save else {})
 
