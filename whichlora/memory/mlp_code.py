@@ -62,7 +62,11 @@ def _xielu(code: Code, x: Tensor) -> Tensor:
     less = tape.op([power, x], x.elements, size, passes=True)
     bent = tape.op([less], x.elements, size, saves=[less] if stack.trains_base else [])
     below = code.add(bent, code.scale(x))
-    return tape.op([positive, above, below], x.elements, size, saves=[positive], what="xielu: sign")
+    result = tape.op(
+        [positive, above, below], x.elements, size, saves=[positive], what="xielu: sign"
+    )
+    tape.hold(x)
+    return result
 
 
 def feed_forward(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
