@@ -55,7 +55,7 @@ def plan(config: Path, submit: bool, engine: str, fresh: bool, as_json: bool) ->
 
     \b
     Example:
-      whichlora slurm examples/slurm.yaml --submit
+      whichlora slurm plan examples/slurm.yaml --submit
     """
     from whichlora import report
     from whichlora.sweep import following, rounds

@@ -103,6 +103,9 @@ def _config_schema() -> Any:
         name: core.typed_dict_field(_setting_schema(hint), required=name == "model")
         for name, hint in get_type_hints(RunConfig).items()
     }
+    settings["target_modules"] = core.typed_dict_field(
+        core.list_schema(core.str_schema(strict=True), min_length=1), required=False
+    )
     return core.typed_dict_schema(settings, extra_behavior="forbid")
 
 
@@ -116,7 +119,7 @@ def _setting_schema(hint: Any) -> Any:
         (inner,) = (one for one in get_args(hint) if one is not type(None))
         return core.nullable_schema(_setting_schema(inner))
     if hint == tuple[str, ...]:
-        return core.list_schema(core.str_schema(strict=True), min_length=1)
+        return core.list_schema(core.str_schema(strict=True))
     if origin is tuple:  # structured settings are rare: absent, or for the slow checks
         return core.dict_schema(max_length=0)
     plain: dict[Any, Any] = {
