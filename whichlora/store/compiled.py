@@ -103,9 +103,11 @@ def _config_schema() -> Any:
         name: core.typed_dict_field(_setting_schema(hint), required=name == "model")
         for name, hint in get_type_hints(RunConfig).items()
     }
-    settings["target_modules"] = core.typed_dict_field(
-        core.list_schema(core.str_schema(strict=True), min_length=1), required=False
-    )
+    # what RunConfig refuses beside a wrong type
+    targets = core.list_schema(core.str_schema(strict=True), min_length=1)
+    settings["target_modules"] = core.typed_dict_field(targets, required=False)
+    fraction = core.float_schema(strict=True, ge=0, lt=1)
+    settings["lora_dropout"] = core.typed_dict_field(fraction, required=False)
     return core.typed_dict_schema(settings, extra_behavior="forbid")
 
 
@@ -124,7 +126,7 @@ def _setting_schema(hint: Any) -> Any:
         return core.dict_schema(max_length=0)
     plain: dict[Any, Any] = {
         bool: core.bool_schema(strict=True),
-        float: core.float_schema(strict=True, ge=0, lt=1),  # a fraction: lora_dropout
+        float: core.float_schema(strict=True, ge=1, allow_inf_nan=False),  # a ratio
         int: core.int_schema(strict=True, ge=1),
         str: core.str_schema(strict=True),
     }
