@@ -97,6 +97,7 @@ def test_each_method_is_measured(profiler: Profiler, settings: dict[str, Any]) -
     assert record.batch_seq_len == (32, 16)
     assert len(record.step_s) == 2
     assert min(record.step_s) > 0
+    assert record.warm_up_s > 0
     assert record.peak_allocated_bytes is not None
     assert record.peak_allocated_bytes > 50_000
     assert profiler._worker is not None, "the worker was not clean"

@@ -89,6 +89,7 @@ measurements = st.builds(
     moment_peak_bytes=st.dictionaries(st.text(), num_bytes, max_size=3),
     largest_blocks_bytes=st.lists(num_bytes, max_size=3).map(tuple),
     device_s=st.just(0.0) | seconds,
+    warm_up_s=st.just(0.0) | seconds,
     environment=st.dictionaries(st.text(), json_values, max_size=3),
     provenance=st.dictionaries(st.text(), json_values, max_size=3),
 )

@@ -136,6 +136,7 @@ class Measurement:
             the libraries. All are results.
         detail: one line of the error, empty when ok.
         step_s: seconds of each measured optimizer step, warm-up left out (fine-tuning).
+        warm_up_s: seconds of the first step, at the longest length; 0 where not recorded.
         batch_seq_len: padded length of the batches of each of these steps, longest first.
         generate_s: seconds of each measured generation (inference), with `prefill_s` and
             `decode_s_per_token` of the same generations.
@@ -168,6 +169,7 @@ class Measurement:
     moment_peak_bytes: Mapping[str, int] = field(default_factory=dict)
     largest_blocks_bytes: tuple[int, ...] = ()
     device_s: float = 0.0
+    warm_up_s: float = 0.0
     environment: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 

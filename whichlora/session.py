@@ -34,6 +34,7 @@ from whichlora.search import Candidate, Quantity, dominated, judge
 from whichlora.specs import GpuSpec, Padding, RunConfig
 from whichlora.store.jsonfiles import read_object, write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
+from whichlora.totals import profiled_total
 
 SIDE_BY_SIDE_RANKS = (4, 8, 16, 32, 64)
 _UNCUT = 10**9  # tokens, more than any text has
@@ -288,14 +289,14 @@ class Session:
     def _measured_total(self, run: RunConfig, measurement: Measurement) -> Quantity:
         """Seconds of the whole training: every width's step time, times how often it comes."""
         load = self.workload(run.model, run.batch_size)
-        micro_steps = run.gradient_accumulation_steps
-        total = sum(
-            count / micro_steps * self._seconds(run, width) for width, count in load.widths.items()
+        profile = list(zip(measurement.batch_seq_len, measurement.step_s, strict=True))
+        widths = {*load.widths, *measurement.batch_seq_len}
+        return profiled_total(
+            {width: n / run.gradient_accumulation_steps for width, n in load.widths.items()},
+            {width: self._seconds(run, width) for width in widths},
+            profile,
+            warm_up_s=measurement.warm_up_s,
         )
-        pairs = zip(measurement.batch_seq_len, measurement.step_s, strict=True)
-        predicted = sum(self._seconds(run, width) for width, _ in pairs)
-        total *= sum(measurement.step_s) / predicted
-        return Quantity(value=total, low=total, high=total, measured=True)
 
     # --- measuring
 

@@ -25,8 +25,9 @@ def measure_finetune(
 ) -> dict[str, Any]:
     """Time one optimizer step per length in `seq_lens`, after a warm-up at the longest.
 
-    The first step is not timed: it grows the allocator, creates the optimizer state and selects
-    kernels. A device without memory counters gets one more untimed step, at the longest length.
+    The first step is timed on its own: it grows the allocator, creates the optimizer state and
+    selects kernels. A device without memory counters gets one more untimed step, at the longest
+    length.
 
     Raises:
         MeasurementError: a loss head that can't be profiled.
@@ -53,7 +54,8 @@ def measure_finetune(
         trainer.train()
     peaks = meter.peaks()
     trainer.accelerator.free_memory()
-    return {"step_s": timer.step_s, "batch_seq_len": list(seq_lens)} | peaks
+    timed = {"step_s": timer.step_s, "batch_seq_len": list(seq_lens)}
+    return timed | {"warm_up_s": timer.warm_up_s} | peaks
 
 
 class _Trainer(Trainer):  # type: ignore[misc]
@@ -88,9 +90,13 @@ class _StepTimer(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, meter: Meter, *, num_timed: int) -> None:
         self.step_s: list[float] = []
+        self.warm_up_s = 0.0
         self._meter = meter
         self._last_timed = 1 + num_timed  # step 1 is the warm-up
         self._end_s = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._end_s = self._meter.now()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self._last_timed:
@@ -108,6 +114,8 @@ class _StepTimer(TrainerCallback):  # type: ignore[misc]
         now = self._meter.now()
         if 1 < state.global_step <= self._last_timed:
             self.step_s.append(now - self._end_s)
+        elif state.global_step == 1:
+            self.warm_up_s = now - self._end_s
         elif state.global_step > self._last_timed:
             self._meter.stop_extra_run()
         self._end_s = now

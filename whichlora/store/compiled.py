@@ -80,6 +80,7 @@ def _record_schema() -> Any:
         "moment_peak_bytes": core.dict_schema(text, count),
         "largest_blocks_bytes": core.tuple_variable_schema(count),
         "device_s": seconds(ge=0),
+        "warm_up_s": seconds(ge=0),
         "environment": free,
         "provenance": free,
     }

@@ -407,6 +407,7 @@ _CHECKS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "moment_peak_bytes": (f"an object of {_COUNTS}", _are_bytes_by_name),
     "largest_blocks_bytes": (f"a list of {_COUNTS}", _are_bytes),
     "device_s": (f"a number {_SECONDS}", _is_seconds),
+    "warm_up_s": (f"a number {_SECONDS}", _is_seconds),
     "environment": ("an object", _is_object),
     "provenance": ("an object", _is_object),
 }
