@@ -23,6 +23,7 @@ SMALL = api.find_gpu("rtx-3070-8gb")
 MODELS = ("HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B")
 BASE = RunConfig(model=MODELS[0])
 
+
 def test_a_space_is_every_combination_once() -> None:
     lists = {
         "model": MODELS[:2],

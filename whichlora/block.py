@@ -98,26 +98,36 @@ def count(job: Job, axes: Mapping[str, Count]) -> Counts:
     return _count_inference(job, shape, batch_size, length, last)
 
 
+def step_features(job: Job, axes: Mapping[str, Count]) -> Mapping[str, Real]:
+    """Time features of one optimizer step of every run of a block; no bytes are counted.
+
+    Args:
+        axes: arrays of batch size, length and rank that broadcast.
+    """
+    parts = (job.model, job.run, job.stack, job.method)
+    trained = trained_params(
+        job.model,
+        job.targets,
+        job.method,
+        axes["r"],
+        modules_to_save=job.run.modules_to_save,
+        bias=job.run.bias,
+    )
+    done = work.training_work(*parts, job.targets, **axes, num_trained=trained)
+    return timing.features(done, job.gpu, dtype=job.dtype)
+
+
 def _count_training(
     job: Job, shape: tuple[int, ...], batch_size: Count, seq_len: Count, r: Count
 ) -> Counts:
     parts = (job.model, job.run, job.stack, job.method)
     lengths = {"batch_size": batch_size, "seq_len": seq_len, "r": r}
     found = training_ledger(*parts, job.gpu, job.targets, **lengths)
-    trained = trained_params(
-        job.model,
-        job.targets,
-        job.method,
-        r,
-        modules_to_save=job.run.modules_to_save,
-        bias=job.run.bias,
-    )
-    done = work.training_work(*parts, job.targets, **lengths, num_trained=trained)
     return Counts(
         job=job,
         shape=shape,
         moments=_moments(job, found),
-        features={"finetune": timing.features(done, job.gpu, dtype=job.dtype)},
+        features={"finetune": step_features(job, lengths)},
         tokens=batch_size * seq_len * job.run.gradient_accumulation_steps,
         steps=0,
     )

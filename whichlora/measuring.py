@@ -44,7 +44,7 @@ def measure(config: Path, *, budget_s: float, progress: Progress) -> Refit:
 def _spend(session: Session, budget_s: float) -> None:
     alive = [
         run
-        for run in (*session.inference_runs(), *session.finetune_runs())
+        for run in (*session.asked.inference_runs(), *session.asked.finetune_runs())
         if _may_fit(session, run)
     ]
     sights = {run: _sights(session, run) for run in alive}

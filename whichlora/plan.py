@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whichlora.errors import ConfigError
-from whichlora.specs import RunConfig
+from whichlora.specs import AttentionKernel, Optimizer, RunConfig
 
 ProfilePolicy = Literal["none", "frontier", "all"]
 Prefer = Literal["size", "time", "memory", "price", "order"]
@@ -211,6 +211,9 @@ class Plan:
     ranks: tuple[int, ...]
     lora_alpha: int | None = None
     finetune_batch_sizes: tuple[int, ...]
+    gradient_checkpointing: tuple[bool, ...] = (True,)
+    attn: tuple[AttentionKernel, ...] = ("sdpa",)
+    optimizers: tuple[Optimizer, ...] = ("adamw_torch_fused",)
     limits: Limits
     gpu_limits: Mapping[str, Limits] = field(default_factory=dict)
     objective: Objective = field(default_factory=Objective)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import uuid
 from collections.abc import Sequence
@@ -22,8 +23,9 @@ from whichlora.dataset import (
     open_dataset,
     workload,
 )
+from whichlora.enumeration import Candidates
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.methods import get_method, list_methods
+from whichlora.methods import list_methods
 from whichlora.outlook import Outline, Outlook, outline_inference, outline_training
 from whichlora.plan import Plan
 from whichlora.policy import Contest, Decision, tiers
@@ -31,7 +33,8 @@ from whichlora.prediction import Job, predict, resolve, step_features
 from whichlora.pursuit import Pursuit
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.search import Candidate, Quantity, dominated, judge
-from whichlora.specs import GpuSpec, Padding, RunConfig
+from whichlora.shortlist import Wanted, shortlist
+from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.jsonfiles import read_object, write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
 from whichlora.totals import profiled_total
@@ -48,13 +51,6 @@ class Progress(Protocol):
     def profiling(self, run: RunConfig, *, number: int, open_candidates: int) -> None: ...
 
     def learned(self, measurement: Measurement, prediction: Prediction) -> None: ...
-
-
-def _padding(load: Workload, stated: Padding) -> Padding:
-    """Whether batches hold padding; `stated` decides where their lengths do not tell."""
-    if load.varied:
-        return "padded"
-    return "none" if load.collator == "packed" else stated
 
 
 class Session:
@@ -82,12 +78,14 @@ class Session:
             name: api.load_model(name, trust_remote_code=plan.trust_remote_code)
             for name in plan.models
         }
+        self.asked = Candidates(plan, self.models, gpu, self.workload)
         self.dataset: BaseDataset = open_dataset(plan.dataset)
         # by tokenizer; sessions of the same data on other devices share it
         self._lengths: dict[str, TokenLengths] = {} if lengths is None else lengths
         self._workloads: dict[tuple[str, int], Workload] = {}
         self._features: dict[tuple[RunConfig, int], dict[str, float]] = {}
         self._jobs: dict[RunConfig, Job] = {}
+        self._outlines: dict[RunConfig, Outline] = {}
         self.compared: list[tuple[Measurement, RunConfig, Prediction]] = []
         self.roots = api.calibration_roots(plan.calibration_dir)
         self.run_id = _run_id(plan.output_dir, fresh=fresh)
@@ -137,45 +135,20 @@ class Session:
             )
         return self._workloads[key]
 
-    def inference_runs(self) -> list[RunConfig]:
-        plan = self.plan
-        return [
-            self._resolved(
-                replace(
-                    plan.inference,
-                    model=model,
-                    batch_size=batch_size,
-                    prompt_len=prompt_len,
-                    max_new_tokens=new_tokens,
-                )
-            )
-            for model in plan.models
-            for prompt_len in plan.prompt_lens
-            for new_tokens in plan.max_new_tokens
-            for batch_size in plan.inference_batch_sizes
-        ]
-
-    def finetune_runs(self) -> list[RunConfig]:
-        plan = self.plan
-        runs = []
-        for model in plan.models:
-            for method in plan.methods:
-                trains_base = get_method(method).trains_base
-                for r in plan.ranks[:1] if trains_base else plan.ranks:
-                    for batch_size in plan.finetune_batch_sizes:
-                        load = self.workload(model, batch_size)
-                        run = replace(
-                            plan.finetune,
-                            model=model,
-                            method=method,
-                            r=r,
-                            lora_alpha=plan.lora_alpha or 2 * r,
-                            batch_size=batch_size,
-                            seq_len=load.longest,
-                            padding=_padding(load, plan.finetune.padding),
-                        )
-                        runs.append(self._resolved(run))
-        return runs
+    def shortlist(self) -> list[RunConfig]:
+        """The candidates that may still win, as far as the calibration knows."""
+        limits, objective = self.limits, self.plan.objective
+        device = float(self.gpu.memory_bytes)
+        places = [objective.place(name, one.num_params) for name, one in self.models.items()]
+        wanted = Wanted(
+            inference_s=limits.time_per_token_s or math.inf,
+            inference_bytes=min(device, limits.inference_bytes or device),
+            total_s=limits.total_time_s or math.inf,
+            finetune_bytes=min(device, limits.finetune_bytes or device),
+            tier=dict(zip(self.models, tiers(places), strict=True)),
+            prefer=objective.prefer,
+        )
+        return shortlist(self.asked.serving(), self.asked.training(), self.calibration, wanted)
 
     def side_by_side(self, pursuit: Pursuit, run: RunConfig) -> list[Candidate]:
         """`run` with every method and rank; what its model or its libraries refuse is left out."""
@@ -208,6 +181,8 @@ class Session:
 
     def job(self, run: RunConfig) -> Job:
         """A candidate resolved against its model, method and device."""
+        if run not in self._jobs:
+            self._resolved(run)
         return self._jobs[run]
 
     # --- judging
@@ -242,7 +217,18 @@ class Session:
         )
         return Pursuit(contest, Outlook(outlines), self.calibration)
 
+    def lengthened(self, pursuit: Pursuit, more: Sequence[RunConfig]) -> Pursuit:
+        """`pursuit` with further candidates; what it measured and spent stays."""
+        longer = self.pursuit([*pursuit.runs, *more])
+        longer.measured, longer.spent = pursuit.measured, pursuit.spent
+        return longer
+
     def _outline(self, run: RunConfig) -> Outline:
+        if run not in self._outlines:
+            self._outlines[run] = self._new_outline(run)
+        return self._outlines[run]
+
+    def _new_outline(self, run: RunConfig) -> Outline:
         job = self.job(run)
         if run.phase == "inference":
             return outline_inference(job, num_runs=self.plan.num_runs)

@@ -20,6 +20,7 @@ from whichlora.pursuit import Pursuit
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.search import Candidate, accepted, kept_models, predicted_winner
 from whichlora.session import Progress, Session, device_of
+from whichlora.shortlist import MANY
 from whichlora.space import pareto
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.jsonfiles import read_object, write_object
@@ -110,13 +111,13 @@ class Answer:
             "gpu": self.gpu.key,
             "basis": self.basis,
             "tokens": self.tokens,
-            "winner": None if self.winner is None else detailed_row(self.winner),
+            "winner": None if self.winner is None else detailed_row(self.winner, self.plan),
             "objective": asdict(self.plan.objective),
             "search": self.search.to_dict(),
-            "front": [detailed_row(one) for one in self.front],
+            "front": [detailed_row(one, self.plan) for one in self.front],
             "kept_models": list(self.kept),
-            "inference": [detailed_row(one) for one in self.inference],
-            "finetune": [detailed_row(one) for one in self.finetune],
+            "inference": [detailed_row(one, self.plan) for one in self.inference],
+            "finetune": [detailed_row(one, self.plan) for one in self.finetune],
             "files": {name: str(path) for name, path in self.files.items()},
             "training": None if self.training is None else dict(self.training),
         } | answer_facts(self)
@@ -158,13 +159,18 @@ def run(
 
 def _search(session: Session) -> Answer:
     plan = session.plan
-    inference_runs, finetune_runs = session.inference_runs(), session.finetune_runs()
+    asked = session.asked.number()
     session.progress.say(
-        f"{len(inference_runs)} inference and {len(finetune_runs)} fine-tuning candidates of "
+        f"{asked[0]} inference and {asked[1]} fine-tuning candidates of "
         f"{len(plan.models)} models on {session.gpu.key}"
     )
-    pursuit = session.pursuit([*inference_runs, *finetune_runs])
-    search, position = _pursue(session, pursuit)
+    listed = sum(asked) > MANY and plan.profile != "all"
+    if listed:
+        runs = session.shortlist()
+        session.progress.say(f"{len(runs)} of them may win and are looked at one by one")
+    else:
+        runs = [*session.asked.inference_runs(), *session.asked.finetune_runs()]
+    pursuit, search, position = _pursue(session, session.pursuit(runs), listed=listed)
     return conclude(session, pursuit, search, position)
 
 
@@ -234,8 +240,14 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
     )
 
 
-def _pursue(session: Session, pursuit: Pursuit) -> tuple[Search, int | None]:
-    """Measure as the plan asks; the position of the winner, where one was measured."""
+def _pursue(
+    session: Session, pursuit: Pursuit, *, listed: bool
+) -> tuple[Pursuit, Search, int | None]:
+    """Measure as the plan asks; the position of the winner, where one was measured.
+
+    Args:
+        listed: the pursuit is over a shortlist, which what was measured may lengthen.
+    """
     plan = session.plan
     stopped_by: StoppedBy | Literal["everything measured", "not measured", "under way"]
 
@@ -249,16 +261,28 @@ def _pursue(session: Session, pursuit: Pursuit) -> tuple[Search, int | None]:
         stopped_by = "everything measured"
     else:
         decision, stopped_by = pursuit.pursue(measure, session.learn, plan.budget)
-    return summary(pursuit, decision, stopped_by), decision.best
+    listed = sum(asked) > MANY and plan.profile != "all"
+    if listed:
+        runs = session.shortlist()
+        session.progress.say(f"{len(runs)} of them may win and are looked at one by one")
+    else:
+        runs = [*session.asked.inference_runs(), *session.asked.finetune_runs()]
+    pursuit, search, position = _pursue(session, session.pursuit(runs), listed=listed)
+    return conclude(session, pursuit, search, position)
 
 
-def summary(
-    pursuit: Pursuit,
-    decision: Decision,
-    stopped_by: StoppedBy | Literal["everything measured", "not measured", "under way"],
-) -> Search:
-    """How sure `decision` is, and what it cost."""
-    return Search(
+def conclude(session: Session, pursuit: Pursuit, search: Search, position: int | None) -> Answer:
+    """The answer as things stand; the stored fit takes in what was measured.
+
+    Args:
+        position: of the winner among the candidates of `pursuit`, where one was measured.
+    """
+    plan = session.plan
+    candidates = session.candidates(pursuit)
+    inference = [one for one in candidates if one.run.phase == "inference"]
+    kept = kept_models(inference)
+    training = (one for one in candidates if one.run.phase == "finetune")
+    finetune = [one for one in training if one.run.model in kept]
         confidence=decision.confidence,
         stopped_by=stopped_by,
         runs=pursuit.spent.runs,
@@ -269,6 +293,28 @@ def summary(
             if chance > 0
         },
     )
+    listed = sum(asked) > MANY and plan.profile != "all"
+    if listed:
+        runs = session.shortlist()
+        session.progress.say(f"{len(runs)} of them may win and are looked at one by one")
+    else:
+        runs = [*session.asked.inference_runs(), *session.asked.finetune_runs()]
+    pursuit, search, position = _pursue(session, session.pursuit(runs), listed=listed)
+    return conclude(session, pursuit, search, position)
+
+
+def conclude(session: Session, pursuit: Pursuit, search: Search, position: int | None) -> Answer:
+    """The answer as things stand; the stored fit takes in what was measured.
+
+    Args:
+        position: of the winner among the candidates of `pursuit`, where one was measured.
+    """
+    plan = session.plan
+    candidates = session.candidates(pursuit)
+    inference = [one for one in candidates if one.run.phase == "inference"]
+    kept = kept_models(inference)
+    training = (one for one in candidates if one.run.phase == "finetune")
+    finetune = [one for one in training if one.run.model in kept]
 
 
 def _front(candidates: Sequence[Candidate]) -> list[Candidate]:

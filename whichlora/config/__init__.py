@@ -123,7 +123,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
     shared: dict[str, Any] = {
         "model": models[0],
         "precision": settings.precision,
-        "attn": settings.attn,
+        "attn": settings.attn[0],
         "quant": settings.quant,
         "quant_group_size": settings.quant_group_size,
         "expandable_segments": settings.expandable_segments,
@@ -160,8 +160,8 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
             bias=settings.bias,
             use_rslora=settings.use_rslora,
             loraplus_lr_ratio=settings.loraplus_lr_ratio,
-            optimizer=settings.optimizer,
-            gradient_checkpointing=settings.gradient_checkpointing,
+            optimizer=settings.optimizer[0],
+            gradient_checkpointing=settings.gradient_checkpointing[0],
             gradient_accumulation_steps=settings.gradient_accumulation_steps,
             padding=settings.padding,
             loss_head=settings.loss_head,
@@ -170,6 +170,9 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         ranks=settings.ranks,
         lora_alpha=settings.lora_alpha,
         finetune_batch_sizes=stage2.batch_size,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        attn=settings.attn,
+        optimizers=settings.optimizer,
         limits=_limits(settings),
         gpu_limits={
             find_gpu(name).key: Limits(

@@ -92,6 +92,9 @@ Counts = Annotated[tuple[Count, ...], Field(min_length=1), _OneOrMany()]
 Positive = Annotated[float, Field(gt=0, le=10**12, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"\S")]
 Names = Annotated[tuple[Name, ...], Field(min_length=1), _OneOrMany()]
+Optimizers = Annotated[tuple[Optimizer, ...], Field(min_length=1), _OneOrMany()]
+AttentionKernels = Annotated[tuple[AttentionKernel, ...], Field(min_length=1), _OneOrMany()]
+Switches = Annotated[tuple[bool, ...], Field(min_length=1), _OneOrMany()]
 Size = Annotated[
     int,
     PlainValidator(_parse_size),
@@ -268,10 +271,13 @@ class PlanFile(_Section):
     """Scale of the adapters; without it, twice the rank."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = _RUN.lora_dropout
     precision: Precision = _RUN.precision
-    optimizer: Optimizer = _RUN.optimizer
-    gradient_checkpointing: bool = _RUN.gradient_checkpointing
+    optimizer: Optimizers = (_RUN.optimizer,)
+    """Optimizers to compare."""
+    gradient_checkpointing: Switches = (_RUN.gradient_checkpointing,)
+    """Whether activations are computed again in the backward, or both to compare."""
     gradient_accumulation_steps: Count = _RUN.gradient_accumulation_steps
-    attn: AttentionKernel = _RUN.attn
+    attn: AttentionKernels = (_RUN.attn,)
+    """Attention kernels to compare, in both stages."""
     padding: Padding = "padded"
     """Whether training batches hold padding, as they do where lengths differ."""
     loss_head: LossHead = _RUN.loss_head

@@ -49,7 +49,7 @@ def _winner(answer: Answer, best: Candidate) -> list[str]:
     if not best.measured:
         how = f"predicted, {best.chance:.0%} chance to meet every limit of fine-tuning"
     lines = [
-        f"Winner: {run.model} ({size} parameters), {variant(run)}, "
+        f"Winner: {run.model} ({size} parameters), {variant(run, answer.plan)}, "
         f"batch size {run.batch_size} ({how})."
     ]
     if best.measured:
@@ -104,7 +104,7 @@ def print_answer(answer: Answer) -> None:
             failed = bool(one.failure)
             table.add_row(
                 run.model,
-                variant(run),
+                variant(run, answer.plan),
                 str(run.batch_size),
                 str(run.seq_len) if training else f"{run.prompt_len}+{run.max_new_tokens}",
                 "-" if failed and one.measured else format_bytes(one.memory_bytes.value),

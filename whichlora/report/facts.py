@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from whichlora import __version__
-from whichlora.plan import Limits
+from whichlora.plan import Limits, Plan
 from whichlora.report.answer import explanation
 from whichlora.report.rows import candidate_row
 from whichlora.report.words import describe, times, variant
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "numpy", "scipy")
 
 
-def detailed_row(candidate: Candidate) -> dict[str, Any]:
+def detailed_row(candidate: Candidate, plan: Plan | None = None) -> dict[str, Any]:
     """One candidate as `answer.json` holds it: the row of the table, and what explains it."""
     prediction = candidate.prediction
     return candidate_row(candidate) | {
         "gpu": prediction.gpu,
         "name": describe(candidate.run),
-        "variant": variant(candidate.run),
+        "variant": variant(candidate.run, plan),
         "num_trainable_params": prediction.num_trainable_params,
         "usable_bytes": prediction.usable_bytes,
         "predicted_peak_bytes": prediction.memory.device_used_bytes,

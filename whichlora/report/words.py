@@ -11,16 +11,33 @@ from whichlora.specs import RunConfig
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from whichlora.plan import Plan
     from whichlora.workflow import Search
 
 VERDICTS = {"fits": "yes", "fails": "no", "undecided": "maybe"}
 
 
-def variant(run: RunConfig) -> str:
-    """What distinguishes a run beside its model and shape."""
-    if run.phase == "inference":
-        return f"inference, {run.kv_cache} cache"
-    return run.method if run.method == "full" else f"{run.method} r={run.r}"
+def variant(run: RunConfig, plan: Plan | None = None) -> str:
+    """What distinguishes a run beside its model and shape.
+
+    Args:
+        plan: names the settings, too, that it has several values of.
+    """
+    training = run.phase == "finetune"
+    if not training:
+        name = f"inference, {run.kv_cache} cache"
+    else:
+        name = run.method if run.method == "full" else f"{run.method} r={run.r}"
+    if plan is None:
+        return name
+    words = [name]
+    if len(plan.attn) > 1:
+        words.append(run.attn)
+    if training and len(plan.optimizers) > 1:
+        words.append(run.optimizer)
+    if training and len(plan.gradient_checkpointing) > 1 and not run.gradient_checkpointing:
+        words.append("no checkpointing")
+    return ", ".join(words)
 
 
 def describe(run: RunConfig) -> str:

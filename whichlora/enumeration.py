@@ -1,0 +1,113 @@
+"""The candidates that a plan asks for: groups of them, or each of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from whichlora.architecture import ModelSpec
+from whichlora.dataset import Workload
+from whichlora.errors import ConfigError
+from whichlora.methods import get_method
+from whichlora.plan import Plan
+from whichlora.prediction import Job, resolve
+from whichlora.shortlist import Group
+from whichlora.specs import GpuSpec, Padding, RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What `plan` asks for on one device.
+
+    Args:
+        workload: the training that a model has at a batch size.
+    """
+
+    plan: Plan
+    models: Mapping[str, ModelSpec]
+    gpu: GpuSpec
+    workload: Callable[[str, int], Workload]
+
+    def inference_runs(self) -> list[RunConfig]:
+        """Every candidate of stage 1, its defaults filled in."""
+        return [run for group in self.serving() for run in group.runs()]
+
+    def finetune_runs(self) -> list[RunConfig]:
+        """Every candidate of stage 2, its defaults filled in."""
+        return [run for group in self.training() for run in group.runs()]
+
+    def number(self) -> tuple[int, int]:
+        """How many there are in each stage."""
+        return sum(one.size for one in self.serving()), sum(one.size for one in self.training())
+
+    def serving(self) -> Iterator[Group]:
+        """Stage 1, one group for each model and attention kernel."""
+        import numpy as np
+
+        plan = self.plan
+        lists = (plan.prompt_lens, plan.max_new_tokens, plan.inference_batch_sizes)
+        prompt_len, new_tokens, batch_size = np.ix_(*lists)
+        axes = {"batch_size": batch_size, "prompt_len": prompt_len, "max_new_tokens": new_tokens}
+        for name in plan.models:
+            base = replace(plan.inference, model=name)
+            for job in self._jobs(base, {"attn": plan.attn}):
+                yield Group(job=job, axes=axes)
+
+    def training(self) -> Iterator[Group]:
+        """Stage 2, one group for each model, method, stack and kind of padding."""
+        import numpy as np
+
+        plan = self.plan
+        stacks = {
+            "gradient_checkpointing": plan.gradient_checkpointing,
+            "attn": plan.attn,
+            "optimizer": plan.optimizers,
+        }
+        for name, method in itertools.product(plan.models, plan.methods):
+            ranks = plan.ranks[:1] if get_method(method).trains_base else plan.ranks
+            loads = {size: self.workload(name, size) for size in plan.finetune_batch_sizes}
+            alike: dict[Padding, list[int]] = {}
+            for size, load in loads.items():
+                alike.setdefault(_padding(load, plan.finetune.padding), []).append(size)
+            for padding, sizes in alike.items():
+                base = replace(plan.finetune, model=name, method=method, padding=padding)
+                axes = {
+                    "batch_size": np.array([sizes]),
+                    "seq_len": np.array([[loads[size].longest for size in sizes]]),
+                    "r": np.array(ranks)[:, None],
+                }
+                micro_steps = plan.finetune.gradient_accumulation_steps
+                steps = tuple(
+                    {width: n / micro_steps for width, n in loads[size].widths.items()}
+                    for size in sizes
+                )
+                for job in self._jobs(base, stacks):
+                    yield Group(job=job, axes=axes, steps=steps, lora_alpha=plan.lora_alpha)
+
+    def _jobs(self, base: RunConfig, lists: Mapping[str, Sequence[Any]]) -> Iterator[Job]:
+        """`base` with every combination of `lists`; of several, what does not run is left out.
+
+        Raises:
+            ConfigError: none of them runs.
+        """
+        refused, found = None, False
+        for values in itertools.product(*lists.values()):
+            run = replace(base, **dict(zip(lists, values, strict=True)))
+            try:
+                job = resolve(self.models[base.model], run, self.gpu)
+            except ConfigError as error:
+                refused = error
+                continue
+            found = True
+            yield job
+        if refused is not None and not found:
+            raise refused
+
+
+def _padding(load: Workload, stated: Padding) -> Padding:
+    """Whether batches hold padding; `stated` decides where their lengths do not tell."""
+    if load.varied:
+        return "padded"
+    return "none" if load.collator == "packed" else stated
