@@ -42,7 +42,7 @@ def answers(
     """Without and with a shortlist."""
     found = []
     for many in (10**9, 0):
-        monkeypatch.setattr(workflow, "MANY", many)
+        monkeypatch.setattr("whichlora.session.MANY", many)
         part = folder / str(many)
         path = plan_file(part)
         text = path.read_text()

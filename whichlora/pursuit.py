@@ -86,7 +86,7 @@ class Pursuit:
             for position in stage.nonzero()[0].tolist():
                 if training[position] and self.contest.model[position] not in self._serving():
                     continue
-                if not self._impossible()[position]:
+                if position not in self.measured and not self._impossible()[position]:
                     self.take(position, measure(position, None), learn)
         return self.decide()
 

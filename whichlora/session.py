@@ -8,6 +8,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +34,7 @@ from whichlora.prediction import Job, predict, resolve, step_features
 from whichlora.pursuit import Pursuit
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.search import Candidate, Quantity, dominated, judge
-from whichlora.shortlist import Wanted, shortlist
+from whichlora.shortlist import MANY, Wanted, shortlist
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.jsonfiles import read_object, write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
@@ -135,8 +136,18 @@ class Session:
             )
         return self._workloads[key]
 
-    def shortlist(self) -> list[RunConfig]:
-        """The candidates that may still win, as far as the calibration knows."""
+    @cached_property
+    def is_large(self) -> bool:
+        """Whether there are too many candidates to decide on all of them at once."""
+        return self.plan.profile != "all" and sum(self.asked.number()) > MANY
+
+    def runs(self) -> list[RunConfig]:
+        """The candidates to decide on: all, or of many a shortlist and what was measured."""
+        if not self.is_large:
+            return [*self.asked.inference_runs(), *self.asked.finetune_runs()]
+        return list(dict.fromkeys([*self._shortlist(), *self._resumed]))
+
+    def _shortlist(self) -> list[RunConfig]:
         limits, objective = self.limits, self.plan.objective
         device = float(self.gpu.memory_bytes)
         places = [objective.place(name, one.num_params) for name, one in self.models.items()]
@@ -287,18 +298,12 @@ class Session:
     # --- measuring
 
     def measure(self, pursuit: Pursuit, position: int, decision: Decision | None) -> Measurement:
-        """Profile a candidate, or take it from the records of the interrupted run."""
+        """Profile a candidate."""
         run = pursuit.runs[position]
         left = len(pursuit.runs) - len(pursuit.measured)
         if decision is not None:
             left = int((decision.chance_to_win > 0).sum())
         self.progress.profiling(run, number=len(pursuit.measured) + 1, open_candidates=left)
-        resumed = self._resumed.pop(run, None)
-        if resumed is not None:
-            from whichlora.report import describe
-
-            self.progress.say(f"resumed: {describe(run)} was measured before")
-            return resumed
         load = self.workload(run.model, run.batch_size) if run.phase == "finetune" else None
         training = load is not None
         number = self.plan.num_batches if training else self.plan.num_runs
@@ -317,12 +322,15 @@ class Session:
         self._records.append(measurement)
         return measurement
 
-    def recall(self, pursuit: Pursuit) -> None:
+    def recall(self, pursuit: Pursuit) -> list[RunConfig]:
         """Let `pursuit` take in every measurement that this run has recorded so far."""
+        found = []
         for position, run in enumerate(pursuit.runs):
             measurement = self._resumed.pop(run, None)
             if measurement is not None:
                 pursuit.take(position, measurement, self.learn)
+                found.append(run)
+        return found
 
     def learn(self, measurement: Measurement) -> Calibration:
         """Take a measurement in and refit; the fit sees all records of this device."""

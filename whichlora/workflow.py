@@ -20,7 +20,6 @@ from whichlora.pursuit import Pursuit
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.search import Candidate, accepted, kept_models, predicted_winner
 from whichlora.session import Progress, Session, device_of
-from whichlora.shortlist import MANY
 from whichlora.space import pareto
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.jsonfiles import read_object, write_object
@@ -164,13 +163,10 @@ def _search(session: Session) -> Answer:
         f"{asked[0]} inference and {asked[1]} fine-tuning candidates of "
         f"{len(plan.models)} models on {session.gpu.key}"
     )
-    listed = sum(asked) > MANY and plan.profile != "all"
-    if listed:
-        runs = session.shortlist()
+    runs = session.runs()
+    if session.is_large:
         session.progress.say(f"{len(runs)} of them may win and are looked at one by one")
-    else:
-        runs = [*session.asked.inference_runs(), *session.asked.finetune_runs()]
-    pursuit, search, position = _pursue(session, session.pursuit(runs), listed=listed)
+    pursuit, search, position = _pursue(session, session.pursuit(runs))
     return conclude(session, pursuit, search, position)
 
 
@@ -240,20 +236,22 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
     )
 
 
-def _pursue(
-    session: Session, pursuit: Pursuit, *, listed: bool
-) -> tuple[Pursuit, Search, int | None]:
+def _pursue(session: Session, pursuit: Pursuit) -> tuple[Pursuit, Search, int | None]:
     """Measure as the plan asks; the position of the winner, where one was measured.
 
-    Args:
-        listed: the pursuit is over a shortlist, which what was measured may lengthen.
+    The pursuit is a longer one where what was measured has lengthened its shortlist.
     """
+    from whichlora.report import describe
+
     plan = session.plan
     stopped_by: StoppedBy | Literal["everything measured", "not measured", "under way"]
 
     def measure(position: int, decision: Decision | None) -> Measurement:
         return session.measure(pursuit, position, decision)
 
+    if plan.profile != "none":
+        for run in session.recall(pursuit):
+            session.progress.say(f"resumed: {describe(run)} was measured before")
     if plan.profile == "none":
         decision, stopped_by = pursuit.decide(), "not measured"
     elif plan.profile == "all":
@@ -261,28 +259,24 @@ def _pursue(
         stopped_by = "everything measured"
     else:
         decision, stopped_by = pursuit.pursue(measure, session.learn, plan.budget)
-    listed = sum(asked) > MANY and plan.profile != "all"
-    if listed:
-        runs = session.shortlist()
-        session.progress.say(f"{len(runs)} of them may win and are looked at one by one")
-    else:
-        runs = [*session.asked.inference_runs(), *session.asked.finetune_runs()]
-    pursuit, search, position = _pursue(session, session.pursuit(runs), listed=listed)
-    return conclude(session, pursuit, search, position)
+        while session.is_large and stopped_by in ("certain", "nothing left"):
+            known = set(pursuit.runs)
+            more = [run for run in session.runs() if run not in known]
+            if not more:
+                break
+            session.progress.say(f"{len(more)} more candidates may win after these measurements")
+            pursuit = session.lengthened(pursuit, more)
+            decision, stopped_by = pursuit.pursue(measure, session.learn, plan.budget)
+    return pursuit, summary(pursuit, decision, stopped_by), decision.best
 
 
-def conclude(session: Session, pursuit: Pursuit, search: Search, position: int | None) -> Answer:
-    """The answer as things stand; the stored fit takes in what was measured.
-
-    Args:
-        position: of the winner among the candidates of `pursuit`, where one was measured.
-    """
-    plan = session.plan
-    candidates = session.candidates(pursuit)
-    inference = [one for one in candidates if one.run.phase == "inference"]
-    kept = kept_models(inference)
-    training = (one for one in candidates if one.run.phase == "finetune")
-    finetune = [one for one in training if one.run.model in kept]
+def summary(
+    pursuit: Pursuit,
+    decision: Decision,
+    stopped_by: StoppedBy | Literal["everything measured", "not measured", "under way"],
+) -> Search:
+    """How sure `decision` is, and what it cost."""
+    return Search(
         confidence=decision.confidence,
         stopped_by=stopped_by,
         runs=pursuit.spent.runs,
@@ -293,28 +287,6 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
             if chance > 0
         },
     )
-    listed = sum(asked) > MANY and plan.profile != "all"
-    if listed:
-        runs = session.shortlist()
-        session.progress.say(f"{len(runs)} of them may win and are looked at one by one")
-    else:
-        runs = [*session.asked.inference_runs(), *session.asked.finetune_runs()]
-    pursuit, search, position = _pursue(session, session.pursuit(runs), listed=listed)
-    return conclude(session, pursuit, search, position)
-
-
-def conclude(session: Session, pursuit: Pursuit, search: Search, position: int | None) -> Answer:
-    """The answer as things stand; the stored fit takes in what was measured.
-
-    Args:
-        position: of the winner among the candidates of `pursuit`, where one was measured.
-    """
-    plan = session.plan
-    candidates = session.candidates(pursuit)
-    inference = [one for one in candidates if one.run.phase == "inference"]
-    kept = kept_models(inference)
-    training = (one for one in candidates if one.run.phase == "finetune")
-    finetune = [one for one in training if one.run.model in kept]
 
 
 def _front(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -47,7 +47,7 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
             own = replace(plan, output_dir=folder, gpu=key)
             gpu = api.find_gpu(key)
             session = Session(own, gpu, progress, fresh=False, lengths=lengths)
-            pursuit = session.pursuit([*session.inference_runs(), *session.finetune_runs()])
+            pursuit = session.pursuit(session.runs())
             session.recall(pursuit)
             if judged and judged[-1].group.name == group.name:  # its files lie beside the first's
                 session.plan = replace(own, output_dir=folder / key)

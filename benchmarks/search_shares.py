@@ -1,0 +1,126 @@
+"""How alike the unexplained errors of two runs are: `search_shares.py`, from the table of real runs.
+
+The shares of `whichlora.outlook` by maximum likelihood. Residuals of the logs of all training times
+around a fit of the whole table are normal with the shared parts as their correlation; shares are
+fitted to every second model by size and tested on the others, by the log-likelihood of a residual.
+Residuals are cut at three times their robust spread: a run that another process slowed down says
+nothing about the formulas.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import search_table
+from scipy.optimize import minimize
+from search_replay import Table, find, measured_tables
+
+from whichlora import outlook
+from whichlora.fitting import fit
+from whichlora.outlook import Outlook
+
+NAMES = ("MODEL_SHARE", "METHOD_SHARE", "VARIANT_SHARE", "ALIKE_PER_DOUBLING")
+NOW = (
+    outlook.MODEL_SHARE,
+    outlook.METHOD_SHARE,
+    outlook.VARIANT_SHARE + outlook.SETTINGS_SHARE,  # the table has one setting of each variant
+    outlook.ALIKE_PER_DOUBLING,
+)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Residuals of some models of one table, and what their runs have in common."""
+
+    values: np.ndarray
+    model: np.ndarray
+    method: np.ndarray
+    doublings: np.ndarray
+
+    def log_likelihood(self, shares: Sequence[float], deviation: float) -> float:
+        """Of all residuals together."""
+        model, method, variant, alike = shares
+        same_model = self.model[:, None] == self.model
+        same_method = self.method[:, None] == self.method
+        closeness = alike ** np.abs(self.doublings[:, None] - self.doublings)
+        correlation = (
+            model * same_model
+            + method * same_method
+            + variant * same_model * same_method * closeness
+        )
+        np.fill_diagonal(correlation, 1.0)
+        factor = np.linalg.cholesky(correlation * deviation**2)
+        scaled = np.linalg.solve(factor, self.values)
+        halved = scaled @ scaled / 2 + np.log(np.diagonal(factor)).sum()
+        return float(-halved - len(scaled) * np.log(2 * np.pi) / 2)
+
+
+def residuals(table: Table, models: Sequence[str]) -> Residuals:
+    """Of the fine-tunings of `models`, around a fit of the whole table."""
+    calibration = fit(list(table.records), table.gpu, find, held_out=False)
+    judged = Outlook(table.outlines)
+    chosen = [i for i, run in enumerate(table.runs) if table.training[i] and run.model in models]
+    values = np.array([judged.time_error(i, table.records[i], calibration) for i in chosen])
+    values -= np.median(values)
+    spread = 1.4826 * np.median(np.abs(values))
+    runs = [table.runs[i] for i in chosen]
+    return Residuals(
+        values=np.clip(values, -3 * spread, 3 * spread),
+        model=np.array([run.model for run in runs]),
+        method=np.array([run.method for run in runs]),
+        doublings=np.log2([run.batch_size for run in runs]),
+    )
+
+
+def likelihood(found: Sequence[Residuals], shares: Sequence[float]) -> float:
+    """Mean log-likelihood of a residual, at the deviation that suits each table best."""
+    deviations = np.geomspace(0.02, 1.0, 60)
+    number = sum(len(one.values) for one in found)
+    best = sum(max(one.log_likelihood(shares, d) for d in deviations) for one in found)
+    return best / number
+
+
+def fitted(found: Sequence[Residuals]) -> tuple[float, ...]:
+    """Shares of the largest likelihood; they and the rest add up to one."""
+
+    def shares(free: np.ndarray) -> tuple[float, ...]:
+        weights = np.exp(np.append(free[:3], 0.0))
+        parts = weights / weights.sum()
+        return (*parts[:3].tolist(), float(1 / (1 + np.exp(-free[3]))))
+
+    done = minimize(
+        lambda free: -likelihood(found, shares(free)),
+        np.array([0.5, 0.0, 0.5, 2.0]),
+        method="Nelder-Mead",
+        options={"maxiter": 150},
+    )
+    return shares(done.x)
+
+
+def main() -> None:
+    tables = list(measured_tables(search_table.FOLDER))
+    by_size = sorted(tables[0].num_params, key=lambda name: tables[0].num_params[name])
+    halves = by_size[::2], by_size[1::2]
+    independent = (0.0, 0.0, 0.0, 1.0)
+    print("shares: " + ", ".join(NAMES) + " (with SETTINGS_SHARE in the third)")
+    for here, there in (halves, halves[::-1]):
+        learned = fitted([residuals(table, here) for table in tables])
+        held_out = [residuals(table, there) for table in tables]
+        print("fitted to " + ", ".join(name.split("/")[1] for name in here))
+        for name, each in (("fitted", learned), ("in use", NOW), ("none", independent)):
+            parts = " ".join(f"{share:.2f}" for share in each)
+            print(
+                f"  {name}: {parts}; of the other half {likelihood(held_out, each):+.3f} a residual"
+            )
+    everything = fitted([residuals(table, by_size) for table in tables])
+    print("fitted to all: " + " ".join(f"{share:.2f}" for share in everything))
+
+
+if __name__ == "__main__":
+    main()
