@@ -1,4 +1,4 @@
-"""How alike the unexplained errors of two runs are: `search_shares.py`, from the table of real runs.
+"""How alike the unexplained errors of two runs are: `search_shares.py`.
 
 The shares of `whichlora.outlook` by maximum likelihood. Residuals of the logs of all training times
 around a fit of the whole table are normal with the shared parts as their correlation; shares are

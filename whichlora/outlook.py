@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 from whichlora import timing
 from whichlora.calibration import TIME_PHASES, Calibration, MemoryModel
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 MODEL_SHARE, METHOD_SHARE, VARIANT_SHARE, SETTINGS_SHARE = 0.27, 0.02, 0.52, 0.17
 ALIKE_PER_DOUBLING, ALIKE_PER_RANK_DOUBLING = 0.43, 0.9
 EXPECTED_RUNS = 2.0  # measured runs that the expected size of those errors counts for
+LARGEST_GAIN = 0.95  # a coefficient may turn out to be so much less than guessed
 REPEATABILITY = 0.02  # deviation of the log of a profile that is repeated
 UNTIMED = 2  # steps of a profile beside the timed ones: warm-up, and the one that counts bytes
 # Device seconds of a profile before its first step: building, and what the weights' bytes add.
@@ -134,13 +135,23 @@ class Belief:
 
     Args:
         log_value: log of the best guess, shape [num_candidates].
-        shared: effect of each unknown coefficient on it, shape [num_candidates, num_unknowns].
+        work: what a unit more of each coefficient adds to it, as a fraction of it, shape
+            [num_candidates, num_coefficients]; zero of what was measured.
         own: covariance of what the coefficients do not explain, shape [n, n].
+        coefficients: the best guess of each.
+        root: a square root of their covariance.
     """
 
     log_value: Array
-    shared: Array
+    work: Array
     own: Array
+    coefficients: Array
+    root: Array
+
+    @property
+    def shared(self) -> Array:
+        """Effect of each independent error of the coefficients, shape [num_candidates, n]."""
+        return self.work @ self.root
 
     def quantity(self, position: int) -> Quantity:
         """What is believed of one candidate."""
@@ -160,9 +171,11 @@ class Belief:
         """Values in `num_worlds` worlds, shape [num_worlds, num_candidates]."""
         import numpy as np
 
-        shared = rng.standard_normal((num_worlds, self.shared.shape[1])) @ self.shared.T
+        errors = rng.standard_normal((num_worlds, self.root.shape[1])) @ self.root.T
+        # more work never takes less: no coefficient is negative, however little is known of it
+        errors = np.maximum(errors, -LARGEST_GAIN * self.coefficients)
         own = rng.standard_normal((num_worlds, len(self.log_value))) @ _root(self.own).T
-        return np.asarray(np.exp(self.log_value + shared + own))
+        return np.asarray(np.exp(self.log_value + own) * (1 + errors @ self.work.T))
 
 
 class Outlook:
@@ -198,12 +211,14 @@ class Outlook:
             for phase, summed in by_phase.items()
         ]
         total = sum(seconds, np.zeros(len(self.jobs)))
-        shared = [
-            calibration.time[phase].interval_scale
-            * (summed @ _root(np.array(calibration.time[phase].covariance)))
-            for phase, summed in by_phase.items()
-        ]
-        effect = np.hstack(shared) / total[:, None]
+        models = [calibration.time[phase] for phase in by_phase]
+        coefficients = _Coefficients(
+            np.hstack([[model.mean[name] for name in FEATURES] for model in models]),
+            _blocks(
+                [model.interval_scale * _root(np.array(model.covariance)) for model in models]
+            ),
+        )
+        work = np.hstack(list(by_phase.values())) / total[:, None]
         # one run's errors in both of its phases come from one host and one device: they add up
         noise = sum(
             (
@@ -212,7 +227,9 @@ class Outlook:
             ),
             np.zeros(len(self.jobs)),
         )
-        return _conditioned(np.log(total), effect, noise / total, self._alike, errors or {})
+        return _conditioned(
+            np.log(total), work, noise / total, self._alike, coefficients, errors or {}
+        )
 
     def run_s(self, calibration: Calibration) -> Array:
         """Device seconds that profiling each candidate is expected to take."""
@@ -260,9 +277,33 @@ class Outlook:
 
         model = calibration.memory
         parts, used = _at_peak(self._moments, self.jobs, model)
-        effect = parts @ _root(np.array(model.covariance)) / used[:, None]
+        coefficients = _Coefficients(
+            np.array([model.mean[name] for name in PARTS]), _root(np.array(model.covariance))
+        )
         noise = np.full(len(used), model.noise)
-        return _conditioned(np.log(used), effect, noise, self._alike, errors or {})
+        return _conditioned(
+            np.log(used), parts / used[:, None], noise, self._alike, coefficients, errors or {}
+        )
+
+
+class _Coefficients(NamedTuple):
+    """Best guesses, and a square root of their covariance."""
+
+    mean: Array
+    root: Array
+
+
+def _blocks(matrices: Sequence[Array]) -> Array:
+    """A matrix with `matrices` along its diagonal."""
+    import numpy as np
+
+    size = sum(len(one) for one in matrices)
+    found, start = np.zeros((size, size)), 0
+    for one in matrices:
+        end = start + len(one)
+        found[start:end, start:end] = one
+        start = end
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +432,12 @@ def _codes(values: Sequence[object]) -> NDArray[np.int64]:
 
 
 def _conditioned(
-    log_value: Array, effect: Array, noise: Array, alike: Array, errors: Mapping[int, float]
+    log_value: Array,
+    work: Array,
+    noise: Array,
+    alike: Array,
+    coefficients: _Coefficients,
+    errors: Mapping[int, float],
 ) -> Belief:
     """The belief once the errors of some candidates are known: the others err alike.
 
@@ -401,7 +447,7 @@ def _conditioned(
 
     own = alike * np.outer(noise, noise)
     if not errors:
-        return Belief(log_value, effect, own)
+        return Belief(log_value, work, own, *coefficients)
     seen = np.fromiter(errors, dtype=np.intp)
     wanted = np.array([errors[i] for i in seen.tolist()])
     # a measurement repeats to about this much, which also keeps the matrix regular
@@ -416,9 +462,9 @@ def _conditioned(
     known[seen] = log_value[seen] + wanted
     left = own - gain @ own[seen]
     left[seen] = left[:, seen] = 0.0
-    effect = effect.copy()
-    effect[seen] = 0.0
-    return Belief(known, effect, left)
+    work = work.copy()
+    work[seen] = 0.0
+    return Belief(known, work, left, *coefficients)
 
 
 def _root(matrix: Array) -> Array:

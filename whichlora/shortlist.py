@@ -179,7 +179,7 @@ class _Worlds:
             + VARIANT_SHARE**0.5 * self._shared(f"{run.model} {run.method}")
             + rest**0.5 * self._normal(len(total))
         )
-        error = self._coefficients @ effect.T + model.noise * own
+        error = model.interval_scale * (self._coefficients @ effect.T + model.noise * own)
         seconds = total * np.exp(error)
         return seconds, self._bytes(found.device_used_bytes, found.high_bytes)
 
