@@ -214,9 +214,7 @@ class Outlook:
         models = [calibration.time[phase] for phase in by_phase]
         coefficients = _Coefficients(
             np.hstack([[model.mean[name] for name in FEATURES] for model in models]),
-            _blocks(
-                [model.interval_scale * _root(np.array(model.covariance)) for model in models]
-            ),
+            _blocks([model.interval_scale * _root(np.array(model.covariance)) for model in models]),
         )
         work = np.hstack(list(by_phase.values())) / total[:, None]
         # one run's errors in both of its phases come from one host and one device: they add up
