@@ -178,7 +178,7 @@ def test_a_group_never_measured_is_predicted_as_well_as_now(title: str) -> None:
 
 def test_the_scale_of_intervals_is_the_quantile_over_the_published_gpus() -> None:
     for phase, stated in timing.POOLED_SCALE.items():
-        assert published_accuracy.pooled_scale(phase) == pytest.approx(stated, rel=0.005), phase
+        assert published_accuracy.pooled_scale(phase) == pytest.approx(stated, rel=0.02), phase
 
 
 @pytest.mark.parametrize("phase", ["finetune", "prefill"])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from whichlora import api, families, work
 from whichlora.architecture import Linear
 from whichlora.memory.ledger import trained_params
+from whichlora.methods import lora
 from whichlora.prediction import Job, resolve
 from whichlora.specs import RunConfig
 from whichlora.work import Work
@@ -191,6 +192,21 @@ def test_dora_moves_the_bytes_that_its_operators_do(precision: Any, lora_dropout
     assert job.method.weight_bytes(linear, job.stack) == pytest.approx(whatever, rel=0.02)
     if not lora_dropout:  # else the repeated product's own rows are in the trace as well
         assert list(job.method.token_bytes(linear, job.stack)) == per_row
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-no-autocast", "bf16-pure"])
+def test_lora_moves_the_bytes_that_its_operators_do(precision: Any) -> None:
+    job = job_of(replace(RUN, method="lora", precision=precision))
+    stack = job.stack
+    found = [moved_bytes(job, use_dora=False, num_rows=rows)[0] for rows in (64, 128)]
+    per_row = (found[1] - found[0]) / 64
+    # what the products of base, A and B read and write, at rank 1
+    product = stack.adapter_product_bytes
+    products = 512 * (stack.compute_bytes + product)
+    products += 384 * (stack.linear_out_bytes + product) + 2 * product
+    casts = 512 * lora.cast_bytes(stack)
+    assert per_row == products + casts + 384 * lora.output_bytes(stack)
 
 
 # --- by how it grows

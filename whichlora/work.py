@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from whichlora.architecture import Attention, Layer, ModelSpec
 from whichlora.memory import activations, weights
+from whichlora.methods import lora
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, smallest
 from whichlora.specs import RunConfig
@@ -169,10 +170,10 @@ def elementwise_forward_bytes(
         passes = (3 if fused else 5) if mlp.gated else 2
         moved += passes * stack.mlp_bytes * mlp.width * active
     for linear in adapted(layer, targets):
-        casts = 8 if stack.adapter_bytes == 4 and not stack.shared_inputs else 0
+        casts = lora.cast_bytes(stack)
         dropped = 2 * narrow + 1 if stack.lora_dropout else 0
         moved += linear.active * linear.in_features * (casts + dropped)
-        moved += linear.active * linear.out_features * 5 * narrow  # scaled, and added
+        moved += linear.active * linear.out_features * lora.output_bytes(stack)
     return moved
 
 

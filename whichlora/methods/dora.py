@@ -105,7 +105,7 @@ def token_bytes(linear: Linear, stack: Stack) -> tuple[int, int]:
 
     # magnitude times base, and times B·A; that scaled; both added; added to the base's result
     forward = (result + wide) + (product + wide) + 2 * wide + 3 * wide + (result + 2 * wide)
-    forward += cast(result) - 5 * stack.compute_bytes
+    forward += cast(result) - lora.output_bytes(stack)
     # of each product: the other factor's gradient, the magnitude's multiplied and summed
     backward = sum(2 * wide + (one + 2 * wide) + wide + cast(one) for one in (product, result))
     backward += 2 * cast(result) + 2 * wide + 3 * result - 2 * stack.compute_bytes

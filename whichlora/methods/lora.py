@@ -8,6 +8,7 @@ from whichlora.architecture import Linear
 from whichlora.methods.base import Method
 from whichlora.numeric import Count
 from whichlora.specs import ALL_LINEAR, RunConfig
+from whichlora.stack import Stack
 
 
 def low_rank_params(linear: Linear, r: Count) -> Count:
@@ -20,6 +21,29 @@ def low_rank_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]
     """A and B. Kind: exact."""
     rank = r * linear.rank_multiple
     return (rank, linear.in_features), (linear.out_features, rank)
+
+
+def cast_bytes(stack: Stack) -> int:
+    """Read and written per input of one forward: widened to the adapter dtype, and narrowed.
+
+    Kind: exact where each target reads an input of its own. Source: as `output_bytes`.
+    """
+    if stack.adapter_bytes != 4 or stack.shared_inputs:
+        return 0
+    widened = stack.compute_bytes + 4
+    return 2 * widened if stack.autocast else widened
+
+
+def output_bytes(stack: Stack) -> int:
+    """Read and written per output of one forward: the update scaled, added to the base result.
+
+    Where adapters work in fp32 on a 16-bit base without autocast, the sum is fp32 and narrowed.
+    Kind: exact. Source: operators of peft 0.21.2 `lora.Linear.forward`, counted by a trace.
+    """
+    product, result = stack.adapter_product_bytes, stack.linear_out_bytes
+    wide = max(product, result)
+    narrowed = wide + result if wide != result else 0
+    return 2 * product + (result + product + wide) + narrowed
 
 
 def peft_config(run: RunConfig) -> dict[str, Any]:
