@@ -238,7 +238,10 @@ def _record(row: Mapping[str, str], columns: Sequence[Column], gpu: GpuSpec) -> 
     if record.id:
         return record
     # settings at their defaults are left out: one that is added must not make another record of it
-    content = json.dumps(record.to_dict() | {"config": run.chosen()}, sort_keys=True)
+    known = record.to_dict() | {"config": run.chosen()}
+    if not record.warm_up_s:
+        del known["warm_up_s"]
+    content = json.dumps(known, sort_keys=True)
     return dataclasses.replace(
         record, id=f"import-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
     )
