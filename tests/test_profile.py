@@ -187,7 +187,8 @@ def test_one_gpu_is_visible_to_the_worker(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 PARENT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job in the background
 from whichlora.device.profile import Profiler
 from whichlora.specs import RunConfig
 
