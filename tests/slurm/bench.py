@@ -92,6 +92,8 @@ class Bench:
             text=True,
             env=self.env,
             cwd=self.folder,
+            # a job in the background inherits an ignored one, which Python would leave so
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def whichlora(self, *arguments: str | Path, code: int = 0) -> str:
