@@ -22,6 +22,7 @@ from whichlora import timing
 from whichlora.fitting import fit_time
 from whichlora.results import Measurement
 from whichlora.store.measurements import read_records
+from whichlora.store.paths import data_folder
 
 # source: cells compared, cells left out
 CELLS = {
@@ -121,7 +122,7 @@ def test_the_shipped_records_are_those_that_the_rows_make() -> None:
     found, _ = published_records.records()
     assert {gpu: len(some) for gpu, some in found.items()} == {"a100-sxm-80gb": 640}
     for gpu, some in found.items():
-        path = published_records.CALIBRATION / gpu / "measurements" / "published.jsonl"
+        path = data_folder("calibration") / gpu / "measurements" / "published.jsonl"
         shipped = [record for record, _ in read_records(path, gpu=gpu)]
         assert {one.id: comparable(one) for one in shipped} == {
             one.id: comparable(one) for one in some
