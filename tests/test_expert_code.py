@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from written_layers import points_of
 
-from whichlora.memory.layer_code import LayerPoints, layer_points
+from whichlora.memory.layer_code import LayerPoints
 from whichlora.memory.tape import evaluate, most
-from whichlora.prediction import resolve
 from whichlora.specs import RunConfig
-from whichlora.store.gpus import find_gpu
-from whichlora.store.models import find_model
 
 SIZES = {"tokens": 2048, "span": 2048, "r": 16}
 
 
 def last_layer_points(model: str, **settings: object) -> LayerPoints:
-    spec = find_model(model)
-    assert spec is not None
-    run = RunConfig(model=model, **settings)  # type: ignore[arg-type]
-    job = resolve(spec, run, find_gpu("h100-sxm-80gb"))
-    return layer_points(
-        job.model.groups[-1].layer,
-        job.model.hidden_size,
-        job.targets,
-        job.stack,
-        job.method,
-        masked=False,
-        accumulated=False,
-        reentrant=False,
-        checkpointed=False,
-        stream=job.stack.stream_bytes,
-    )
+    return points_of(RunConfig(model=model, **settings), group=-1)  # type: ignore[arg-type]
 
 
 def test_adapted_experts_keep_a_second_copy_of_themselves_and_a_gradient_of_one() -> None:

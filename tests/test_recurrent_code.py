@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from written_layers import points_of
 
 from whichlora.memory.kv_cache import cache_bytes
-from whichlora.memory.layer_code import LayerPoints, layer_points
+from whichlora.memory.layer_code import LayerPoints
 from whichlora.memory.ledger import trained_params
 from whichlora.memory.tape import evaluate
 from whichlora.prediction import resolve
@@ -18,22 +19,8 @@ STATE = 32 * 128 * 128  # elements: value heads, widths of their keys and values
 
 
 def first_layer_points(model: str, precision: str) -> LayerPoints:
-    spec = find_model(model)
-    assert spec is not None
     run = RunConfig(model=model, precision=precision, target_modules=("attention",))
-    job = resolve(spec, run, find_gpu("h100-sxm-80gb"))
-    return layer_points(
-        job.model.groups[0].layer,
-        job.model.hidden_size,
-        job.targets,
-        job.stack,
-        job.method,
-        masked=False,
-        accumulated=False,
-        reentrant=False,
-        checkpointed=False,
-        stream=job.stack.stream_bytes,
-    )
+    return points_of(run, group=0)
 
 
 def kept(points: LayerPoints, *, tokens: int, span: int) -> int:

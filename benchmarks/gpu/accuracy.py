@@ -24,7 +24,9 @@ from whichlora import timing  # noqa: E402
 from whichlora.api import model_of  # noqa: E402
 from whichlora.calibration import TIME_PHASES, prior_calibration  # noqa: E402
 from whichlora.fitting import fit_time  # noqa: E402
+from whichlora.numeric import TWO_SIDED_Z  # noqa: E402
 from whichlora.prediction import (  # noqa: E402
+    TIME_CONFIDENCE,
     Job,
     ledger,
     predict_memory,
@@ -42,7 +44,6 @@ from whichlora.units import GiB  # noqa: E402
 
 FAR_OFF = 0.08
 NUM_FIRST = 5  # runs of a cold GPU: the first of each phase, spread over the models
-Z_90 = 1.644854
 
 Row = tuple[object, ...]
 
@@ -247,7 +248,8 @@ def time_cells(pairs: Iterable[tuple[TimeModel, Sample]]) -> tuple[str, ...]:
     for model, one in pairs:
         seconds, _ = timing.seconds(model, one.features)
         error = math.log(seconds / one.value)
-        inside += abs(error) <= Z_90 * timing.log_deviation(model, one.features, float(seconds))
+        deviation = timing.log_deviation(model, one.features, float(seconds))
+        inside += abs(error) <= TWO_SIDED_Z[TIME_CONFIDENCE] * deviation
         errors.append(math.expm1(error))
     return (*summary(errors), f"{100 * inside / len(errors):.0f} %")
 

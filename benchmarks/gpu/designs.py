@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from whichlora.architecture import ModelSpec
 from whichlora.calibration import prior_calibration
 from whichlora.errors import ConfigError
 from whichlora.methods import get_method
@@ -74,12 +75,26 @@ class Planned:
         return (self.group, self.run, self.lengths, self.repeat)
 
 
-def judged(run: RunConfig, gpu: GpuSpec) -> Prediction | None:
-    """The prediction before anything was measured; None for settings that exclude each other."""
+def model_of(run: RunConfig) -> ModelSpec:
+    """The architecture of `run`, which a design takes from models_db."""
     model = find_model(run.model)
     assert model is not None, f"{run.model} is not in models_db"
+    return model
+
+
+def predicted(run: RunConfig, gpu: GpuSpec) -> Prediction:
+    """The prediction before anything was measured.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    return predict(model_of(run), run, gpu, prior_calibration(gpu))
+
+
+def judged(run: RunConfig, gpu: GpuSpec) -> Prediction | None:
+    """The prediction before anything was measured; None for settings that exclude each other."""
     try:
-        return predict(model, run, gpu, prior_calibration(gpu))
+        return predicted(run, gpu)
     except ConfigError:
         return None
 
@@ -405,10 +420,8 @@ def planned(gpu: GpuSpec, groups: Sequence[str]) -> list[Planned]:
     found: dict[tuple[Any, ...], Planned] = {}
     for group in groups:
         for one in GROUPS[group](gpu):
-            model = find_model(one.run.model)
-            assert model is not None, f"{one.run.model} is not in models_db"
             try:
-                run = resolve(model, one.run, gpu).run
+                run = resolve(model_of(one.run), one.run, gpu).run
             except ConfigError:
                 continue
             resolved = replace(one, run=run)

@@ -27,17 +27,15 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 
-from designs import GROUPS, Planned, planned  # noqa: E402
+from designs import GROUPS, Planned, model_of, planned, predicted  # noqa: E402
 
-from whichlora.calibration import prior_calibration  # noqa: E402
 from whichlora.device.profile import Profiler  # noqa: E402
-from whichlora.prediction import predict, resolve  # noqa: E402
+from whichlora.prediction import resolve  # noqa: E402
 from whichlora.results import Measurement, Prediction  # noqa: E402
 from whichlora.specs import FOUR_BIT_BNB, GpuSpec  # noqa: E402
 from whichlora.store.gpus import find_gpu  # noqa: E402
 from whichlora.store.jsonfiles import write_object  # noqa: E402
 from whichlora.store.measurements import MeasurementLog, read_measurements  # noqa: E402
-from whichlora.store.models import find_model  # noqa: E402
 from whichlora.units import format_bytes  # noqa: E402
 
 SLICE_MINUTES = 9.0
@@ -103,7 +101,7 @@ def sweep(left: list[Planned], gpu: GpuSpec, out: Path, *, deadline_s: float) ->
             if missing:
                 outcomes[f"left out: {missing} is not installed"] += 1
                 continue
-            prediction = predicted(one, gpu)
+            prediction = predicted(one.run, gpu)
             needs_s = expected_seconds(one, prediction)
             remaining_s = deadline_s - time.monotonic()
             if needs_s > remaining_s:
@@ -120,8 +118,7 @@ def sweep(left: list[Planned], gpu: GpuSpec, out: Path, *, deadline_s: float) ->
 
 
 def measure(profiler: Profiler, one: Planned, gpu: GpuSpec, *, timeout_s: float) -> Measurement:
-    model = find_model(one.run.model)
-    assert model is not None
+    model = model_of(one.run)
     found = profiler.measure(
         one.run,
         model_config=model.config,
@@ -143,12 +140,6 @@ def design_of(one: Planned) -> tuple[Any, ...]:
     config = json.dumps(one.run.to_dict(), sort_keys=True)
     digest = hashlib.sha256(f"{config}{one.lengths}".encode()).hexdigest()[:16]
     return (one.group, digest, one.repeat)
-
-
-def predicted(one: Planned, gpu: GpuSpec) -> Prediction:
-    model = find_model(one.run.model)
-    assert model is not None
-    return predict(model, one.run, gpu, prior_calibration(gpu))
 
 
 def expected_seconds(one: Planned, prediction: Prediction) -> float:
@@ -199,7 +190,7 @@ def commit() -> str:
 def show(wanted: Iterable[Planned], gpu: GpuSpec) -> None:
     total_s: dict[str, float] = {}
     for one in wanted:
-        prediction = predicted(one, gpu)
+        prediction = predicted(one.run, gpu)
         needs_s = expected_seconds(one, prediction)
         total_s[one.group] = total_s.get(one.group, 0.0) + needs_s
         print(f"{needs_s:6.1f} s  {name(one)}, predicted {gib(prediction)}, {prediction.verdict}")

@@ -1,0 +1,26 @@
+"""The worst points of one layer of a model in the database, without checkpointing."""
+
+from whichlora.memory.layer_code import LayerPoints, layer_points
+from whichlora.prediction import resolve
+from whichlora.specs import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.models import find_model
+
+
+def points_of(run: RunConfig, *, group: int) -> LayerPoints:
+    """Points of the layers in `group` of the model of `run`, on an H100."""
+    model = find_model(run.model)
+    assert model is not None
+    job = resolve(model, run, find_gpu("h100-sxm-80gb"))
+    return layer_points(
+        job.model.groups[group].layer,
+        job.model.hidden_size,
+        job.targets,
+        job.stack,
+        job.method,
+        masked=False,
+        accumulated=False,
+        reentrant=False,
+        checkpointed=False,
+        stream=job.stack.stream_bytes,
+    )
