@@ -226,6 +226,11 @@ def stop(decision: Decision, spent: Spent, budget: Budget) -> StoppedBy | None:
         return "certain"
     if decision.following is None:
         return "nothing left"
+    return exhausted(spent, budget)
+
+
+def exhausted(spent: Spent, budget: Budget) -> Literal["runs", "device_s"] | None:
+    """Which part of the budget is used up, if one is."""
     if budget.runs is not None and spent.runs >= budget.runs:
         return "runs"
     if budget.device_s is not None and spent.device_s >= budget.device_s:

@@ -44,6 +44,7 @@ def check(data: Data, folder: Path) -> Iterator[Problem]:
     yield from _check_methods(data)
     yield from _check_gpus(data)
     yield from _check_preference(data)
+    yield from _check_budget(data)
     yield from _check_dataset(data, folder)
     yield from _check_slurm(data)
 
@@ -170,6 +171,15 @@ def _check_preference(data: Data) -> Iterator[Problem]:
     if prefer == "order" and not named:
         what = "needs models, in your order with the best first"
         yield Problem(loc=("prefer",), what=what, accepted="another preference, or models")
+
+
+def _check_budget(data: Data) -> Iterator[Problem]:
+    if data.get("profile") != "all":
+        return
+    for key in ("max_profile_runs", "max_profile_time"):
+        if key in data:
+            what = "ends a search, and profile: all measures every candidate"
+            yield Problem(loc=(key,), what=what, accepted="profile: frontier, or no such line")
 
 
 def _check_dataset(data: Data, folder: Path) -> Iterator[Problem]:

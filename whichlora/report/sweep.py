@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.report.progress import Progress
 from whichlora.report.terminal import new_table, open_console
-from whichlora.report.words import describe
+from whichlora.report.words import certainty, describe
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -110,11 +110,8 @@ def print_recommendation(found: Recommendation, dry_run: Sequence[str] = ()) -> 
         )
     console.print(table)
     for one in found.groups:
-        if one.open_candidates:
-            console.print(
-                f"{one.judged.group.name}: {one.open_candidates} candidates could still change it",
-                markup=False,
-            )
+        sure = certainty(one.answer.search, found=one.answer.winner is not None)
+        console.print(f"{one.judged.group.name}: {sure}", markup=False)
     if found.best is not None and found.best.answer.winner is not None:
         group = found.best.judged.group
         console.print(

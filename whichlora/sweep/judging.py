@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from whichlora import api
 from whichlora.dataset import TokenLengths
 from whichlora.plan import Budget, Plan, ProfilePolicy
-from whichlora.policy import Decision
+from whichlora.policy import Decision, Spent, exhausted
 from whichlora.pursuit import Pursuit
 from whichlora.search import MIN_CHANCE, Candidate
 from whichlora.session import Progress, Session
 from whichlora.slurm.discovery import GpuGroup
+from whichlora.specs import RunConfig
 from whichlora.store.jsonfiles import read_object
 from whichlora.sweep.state import Sweep
+from whichlora.sweep.tasks import find_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
     judged: list[Judged] = []
     for group in sweep.groups:
         folder = sweep.run_dir / group.name
-        for key in _met(folder) or [group.gpu]:
+        for key in _met(sweep, group) or [group.gpu]:
             own = replace(plan, output_dir=folder, gpu=key)
             gpu = api.find_gpu(key)
             session = Session(own, gpu, progress, fresh=False, lengths=lengths)
@@ -63,10 +64,17 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
     return judged
 
 
-def _met(folder: Path) -> list[str]:
-    """Keys of the accelerators that tasks of a group have met, in their order."""
-    files = sorted((folder / "started").glob("*.json"))
-    return list(dict.fromkeys(str(read_object(path)["gpu"]) for path in files))
+def _met(sweep: Sweep, group: GpuGroup) -> list[str]:
+    """Keys of the accelerators that tasks of a group have met, in their order.
+
+    A task says so as it starts; of one that ran on another file system only the record is here.
+    """
+    files = sorted((sweep.run_dir / group.name / "started").glob("*.json"))
+    keys = [str(read_object(path)["gpu"]) for path in files]
+    for array in sweep.arrays:
+        if array.group == group.name:
+            keys += [record.gpu for record in find_records(sweep.tasks(array)).values()]
+    return list(dict.fromkeys(keys))
 
 
 def worth_profiling(
@@ -75,26 +83,74 @@ def worth_profiling(
     """Candidates whose runs could change the answer, all at once: an array has no second look.
 
     Those that win in most of the drawn worlds, until what is left out wins in no more of them than
-    the asked confidence allows; and with them what shows that their models serve. Where results
-    reopen the question, the next round asks for more.
+    the asked confidence allows; and before the first of each model what shows that it serves.
+    Where results reopen the question, the next round asks for more.
+
+    Returns:
+        The most telling first, so that a budget may cut the list anywhere.
     """
     if policy == "none":
         return []
     if policy == "all":
         return [one for one in candidates if not one.measured and not one.failure]
     doubt, chosen = 1 - decision.confidence, list[Candidate]()
-    models: dict[str, None] = {}
+    models: set[str] = set()
     for position in decision.chance_to_win.argsort()[::-1].tolist():
         wins = float(decision.chance_to_win[position])
         if wins <= 0 or doubt <= 1 - budget.confidence:
             break
         doubt -= wins
+        model = candidates[position].run.model
+        if model not in models:
+            models.add(model)
+            chosen += _serving(model, candidates, decision)
         if not candidates[position].measured:
             chosen.append(candidates[position])
-        models[candidates[position].run.model] = None
-    for model in models:
-        chosen += _serving(model, candidates, decision)
     return chosen
+
+
+def affordable(judged: Judged, plan: Plan, asked: Collection[RunConfig]) -> list[Candidate]:
+    """What is worth profiling and was not asked before, as far as the budget reaches.
+
+    The budget is that of one GPU type, and as on one machine the run that uses it up is still
+    made. `profile: all` knows none.
+    """
+    chosen = [
+        one
+        for one in worth_profiling(judged.candidates, judged.decision, plan.profile, plan.budget)
+        if one.run not in asked
+    ]
+    if plan.profile == "all":
+        return chosen
+    spent, expected_s = spent_on(judged, asked), _expected_s(judged)
+    for number, one in enumerate(chosen):
+        if exhausted(spent, plan.budget):
+            return chosen[:number]
+        spent.runs += 1
+        spent.device_s += expected_s[one.run]
+    return chosen
+
+
+def spent_on(judged: Judged, asked: Collection[RunConfig]) -> Spent:
+    """What the runs that were asked of a group cost.
+
+    One without a device time of its own counts as expected: it is not back yet, or the cluster
+    ended it.
+    """
+    expected_s = _expected_s(judged)
+    measured = {judged.pursuit.runs[i]: one for i, one in judged.pursuit.measured.items()}
+    device_s = 0.0
+    for run in asked:
+        told_s = measured[run].device_s if run in measured else 0.0
+        device_s += told_s or expected_s.get(run, 0.0)
+    return Spent(runs=len(asked), device_s=device_s)
+
+
+def _expected_s(judged: Judged) -> dict[RunConfig, float]:
+    """Device seconds that profiling each candidate should take."""
+    pursuit = judged.pursuit
+    expected_s = pursuit.outlook.run_s(pursuit.calibration).tolist()
+    return dict(zip(pursuit.runs, expected_s, strict=True))
 
 
 def _serving(model: str, candidates: Sequence[Candidate], decision: Decision) -> list[Candidate]:

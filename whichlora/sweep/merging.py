@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from whichlora.html_report import write_report
 from whichlora.plan import Plan
-from whichlora.policy import Decision, StoppedBy
+from whichlora.policy import StoppedBy, exhausted
 from whichlora.report import candidate_row, describe
 from whichlora.results import SCHEMA_VERSION
 from whichlora.search import Candidate
 from whichlora.slurm.scripts import training_script
+from whichlora.specs import RunConfig
 from whichlora.store.jsonfiles import write_object
-from whichlora.sweep.judging import Judged, worth_profiling
+from whichlora.sweep.judging import Judged, spent_on, worth_profiling
 from whichlora.sweep.state import Sweep
 from whichlora.workflow import Answer, conclude, summary, write_files
 
@@ -89,7 +90,8 @@ def _conclude(plan: Plan, sweep: Sweep, judged: Judged) -> GroupAnswer:
     session.plan.output_dir.mkdir(parents=True, exist_ok=True)
     decision = judged.decision
     left = worth_profiling(judged.candidates, decision, plan.profile, plan.budget)
-    search = summary(judged.pursuit, decision, _stopped_by(plan, decision, len(left)))
+    asked = sweep.asked(judged.group.name)
+    search = summary(judged.pursuit, decision, _stopped_by(plan, judged, left, asked))
     answer = conclude(session, judged.pursuit, search, decision.best)
     files = write_files(session, answer)
     if "measurements" in files:  # one file per task, not one of the session
@@ -106,15 +108,17 @@ def _conclude(plan: Plan, sweep: Sweep, judged: Judged) -> GroupAnswer:
 
 
 def _stopped_by(
-    plan: Plan, decision: Decision, num_left: int
+    plan: Plan, judged: Judged, left: Sequence[Candidate], asked: Collection[RunConfig]
 ) -> StoppedBy | Literal["everything measured", "not measured", "under way"]:
     if plan.profile == "none":
         return "not measured"
-    if num_left:
-        return "under way"
+    if left:
+        waiting = any(one.run in asked for one in left)
+        spent = plan.profile != "all" and exhausted(spent_on(judged, asked), plan.budget)
+        return "under way" if waiting or not spent else spent
     if plan.profile == "all":
         return "everything measured"
-    return "certain" if decision.confidence >= plan.budget.confidence else "nothing left"
+    return "certain" if judged.decision.confidence >= plan.budget.confidence else "nothing left"
 
 
 def _write_training(plan: Plan, sweep: Sweep, judged: Judged, answer: Answer) -> Path | None:
@@ -144,6 +148,7 @@ def _row(one: GroupAnswer) -> dict[str, Any]:
         "partitions": list(group.partitions),
         "measured": len(one.answer.compared),
         "open_candidates": one.open_candidates,
+        "search": one.answer.search.to_dict(),
         "winner": None if best is None else candidate_row(best),
         "files": {name: str(path) for name, path in one.answer.files.items()},
     }

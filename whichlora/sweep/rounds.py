@@ -12,7 +12,7 @@ from whichlora.report import describe
 from whichlora.search import Candidate
 from whichlora.session import Progress, Session
 from whichlora.sweep.engine import Engine
-from whichlora.sweep.judging import Judged, judge_groups, worth_profiling
+from whichlora.sweep.judging import Judged, affordable, judge_groups
 from whichlora.sweep.state import Array, Sweep
 from whichlora.sweep.tasks import Task, TaskList
 
@@ -60,24 +60,15 @@ def next_round(plan: Plan, sweep: Sweep, judged: Sequence[Judged], engine: Engin
     """
     number = 1 + max((array.round for array in sweep.arrays), default=0)
     for group in sweep.groups:
-        own = [one for one in judged if one.group.name == group.name]
-        asked = {
-            task.run
-            for array in sweep.arrays
-            if array.group == group.name
-            for task in sweep.tasks(array).tasks
-        }
-        chosen: dict[object, tuple[Session, Candidate]] = {}
-        for one in own:
-            for candidate in worth_profiling(
-                one.candidates, one.decision, plan.profile, plan.budget
-            ):
-                if candidate.run not in asked:
-                    chosen.setdefault(candidate.run, (one.session, candidate))
+        asked = sweep.asked(group.name)
+        chosen: list[tuple[Session, Candidate]] = []
+        for one in judged:
+            if one.group.name == group.name:
+                more = affordable(one, plan, asked)
+                chosen += [(one.session, candidate) for candidate in more]
+                asked |= {candidate.run for candidate in more}
         if chosen:
-            sweep = sweep.with_array(
-                _write_array(plan, sweep, group.name, number, [*chosen.values()], engine)
-            )
+            sweep = sweep.with_array(_write_array(plan, sweep, group.name, number, chosen, engine))
     sweep.save()
     return sweep
 

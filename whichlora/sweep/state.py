@@ -10,6 +10,7 @@ from typing import Any
 from whichlora.errors import DataFileError
 from whichlora.results import SCHEMA_VERSION
 from whichlora.slurm.discovery import GpuGroup
+from whichlora.specs import RunConfig
 from whichlora.store.jsonfiles import check_schema_version, read_object, write_object
 from whichlora.sweep.tasks import TaskList
 
@@ -72,6 +73,11 @@ class Sweep:
 
     def tasks(self, array: Array) -> TaskList:
         return TaskList.read(self.run_dir / array.tasks_file)
+
+    def asked(self, group: str) -> set[RunConfig]:
+        """Every run that stands in a list of `group`."""
+        own = (array for array in self.arrays if array.group == group)
+        return {task.run for array in own for task in self.tasks(array).tasks}
 
     def with_array(self, array: Array) -> Sweep:
         """`array` added, or put in place of what it was."""
