@@ -197,6 +197,7 @@ def test_each_gpu_is_described_as_its_driver_does(monkeypatch: pytest.MonkeyPatc
         name="Tesla T4",
         kind="cuda",
         memory_bytes=15360 * MiB,
+        uuid="GPU-aaaa-1",
         driver="580.95.05",
         compute_capability="7.5",
     )

@@ -36,6 +36,7 @@ from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.search import Candidate, Quantity, dominated, judge
 from whichlora.shortlist import MANY, Wanted, shortlist
 from whichlora.specs import GpuSpec, RunConfig
+from whichlora.store.gpus import gpus_here
 from whichlora.store.jsonfiles import read_object, write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
 from whichlora.totals import profiled_total
@@ -374,13 +375,11 @@ def device_of(gpu: GpuSpec) -> str:
     """
     if gpu.kind == "cpu":
         return "cpu"
-    from whichlora.device.detect import detect_gpus
-
-    here = detect_gpus()
-    for index, device in enumerate(here):
-        if api.find_gpu(device.name).key == gpu.key:
+    here = gpus_here()
+    for index, (_, spec) in enumerate(here):
+        if spec.key == gpu.key:
             return f"cuda:{index}"
-    found = ", ".join(device.name for device in here) or "no GPU"
+    found = ", ".join(device.name for device, _ in here) or "no GPU"
     raise ConfigError(
         f"gpu: {gpu.key} is not in this machine (it has {found}), so nothing can be profiled; "
         "run this on a machine that has it, or set profile: none for predictions alone"

@@ -37,6 +37,7 @@ class DetectedDevice:
         name: raw, as the driver prints it.
         memory_bytes: CUDA: NVML's total, which holds what the driver keeps for itself and so is 1
             or 2 % above the total that CUDA reports; CPU: what this process may use at most.
+        uuid: CUDA only: what `CUDA_VISIBLE_DEVICES` calls it, whatever its number.
         num_cores: CPU only: physical cores that this process may run on.
         flags: CPU only: those of `CPU_FLAGS` that it has.
     """
@@ -44,6 +45,7 @@ class DetectedDevice:
     name: str
     kind: Literal["cuda", "cpu"]
     memory_bytes: int
+    uuid: str | None = None
     driver: str | None = None
     compute_capability: str | None = None
     num_cores: int | None = None
@@ -77,9 +79,8 @@ def detect_gpus() -> tuple[DetectedDevice, ...]:
         found = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
-            for handle in _mig_instances(pynvml, gpu) or [gpu]:
-                device = _describe(pynvml, handle, gpu, driver)
-                found.append((str(index), pynvml.nvmlDeviceGetUUID(handle), device))
+            handles = _mig_instances(pynvml, gpu) or [gpu]
+            found += [(str(index), _describe(pynvml, one, gpu, driver)) for one in handles]
     except pynvml.NVMLError as error:
         raise _unanswered(error) from error
     finally:
@@ -123,13 +124,14 @@ def _describe(pynvml: Any, handle: Any, gpu: Any, driver: str) -> DetectedDevice
         name=name,
         kind="cuda",
         memory_bytes=memory_bytes,
+        uuid=pynvml.nvmlDeviceGetUUID(handle),
         driver=driver,
         compute_capability=f"{major}.{minor}",
     )
 
 
 def _visible(
-    found: Collection[tuple[str, str, DetectedDevice]], wanted: str | None
+    found: Collection[tuple[str, DetectedDevice]], wanted: str | None
 ) -> tuple[DetectedDevice, ...]:
     """The devices that `CUDA_VISIBLE_DEVICES` lists, in its order; all where it is not set.
 
@@ -137,14 +139,15 @@ def _visible(
     UUIDs, and the first entry that names no device ends the list.
     """
     if wanted is None:
-        return tuple(device for _, _, device in found)
+        return tuple(device for _, device in found)
     chosen: list[DetectedDevice] = []
     for entry in (entry.strip() for entry in wanted.split(",")):
         match = next(
             (
                 device
-                for index, uuid, device in found
-                if entry == index or (entry.startswith(("GPU-", "MIG-")) and uuid.startswith(entry))
+                for index, device in found
+                if entry == index
+                or (entry.startswith(("GPU-", "MIG-")) and str(device.uuid).startswith(entry))
             ),
             None,
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 # The one link between two edges: "cpu" and "auto" name what detection finds.
 from whichlora.device.cpu_prior import cpu_spec
-from whichlora.device.detect import detect_cpu, detect_gpus
+from whichlora.device.detect import DetectedDevice, detect_cpu, detect_gpus
 from whichlora.errors import ConfigError
 from whichlora.specs import GpuSpec
 from whichlora.store.gpu_file import SCHEMA_VERSION, read_gpu
@@ -103,6 +103,16 @@ def _cpu_here() -> GpuSpec:
     return replace(known, memory_bytes=prior.memory_bytes) if known else prior
 
 
+def gpus_here() -> list[tuple[DetectedDevice, GpuSpec]]:
+    """Every GPU that a program started here would see, and what it is.
+
+    Raises:
+        ConfigError: one that no file describes.
+        MeasurementError: the driver does not answer.
+    """
+    return [(device, _described(device)) for device in detect_gpus()]
+
+
 def _gpu_here() -> GpuSpec:
     detected = detect_gpus()
     if not detected:
@@ -112,7 +122,10 @@ def _gpu_here() -> GpuSpec:
                 "pass --gpu with a key of 'whichlora gpus', or cpu"
             )
         return _cpu_here()
-    device = detected[0]
+    return _described(detected[0])
+
+
+def _described(device: DetectedDevice) -> GpuSpec:
     specs = [spec for key in _keys_named(device.name) if (spec := _load(key))]
     off = {spec.key: abs(device.memory_bytes / spec.memory_bytes - 1) for spec in specs}
     specs = [spec for spec in specs if off[spec.key] <= _SAME_BOARD_FRACTION]

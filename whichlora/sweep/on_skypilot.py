@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from whichlora import api
 from whichlora.errors import ConfigError
+from whichlora.exports.skypilot import ACCELERATORS
+from whichlora.exports.yaml import yaml_text
 from whichlora.plan import Plan
 from whichlora.slurm.discovery import GpuGroup
 from whichlora.slurm.states import TaskState
 from whichlora.sweep.engine import Place
 from whichlora.sweep.state import Array, Sweep
-
-# Names of SkyPilot's catalogue (`sky show-gpus`) for keys of ours.
-ACCELERATORS = {
-    "a10-24gb": "A10",
-    "a100-sxm-40gb": "A100",
-    "a100-pcie-40gb": "A100",
-    "a100-sxm-80gb": "A100-80GB",
-    "a100-pcie-80gb": "A100-80GB",
-    "a10g-24gb": "A10G",
-    "b200-180gb": "B200",
-    "h100-pcie-80gb": "H100",
-    "h100-sxm-80gb": "H100",
-    "h200-sxm-141gb": "H200",
-    "l4-24gb": "L4",
-    "l40-48gb": "L40",
-    "l40s-48gb": "L40S",
-    "rtx-4090-24gb": "RTX4090",
-    "rtx-a6000-48gb": "RTXA6000",
-    "t4-16gb": "T4",
-    "v100-sxm2-16gb": "V100",
-    "v100-sxm2-32gb": "V100-32GB",
-}
 
 
 class SkyPilotEngine:
@@ -63,7 +46,7 @@ class SkyPilotEngine:
 
     def submit(self, sweep: Sweep, array: Array, indices: Sequence[int]) -> Array:
         raise ConfigError(
-            f"--submit: a cloud costs money, so this only writes; start it yourself with "
+            "--engine skypilot: a cloud costs money, so this only writes; start it yourself with "
             f"'sky launch {sweep.run_dir / array.script}'"
         )
 
@@ -78,32 +61,30 @@ def task_yaml(plan: Plan, sweep: Sweep, array: Array) -> str:
     """One SkyPilot task that profiles a whole list, one candidate after another."""
     group = sweep.group(array.group)
     name = f"whichlora-{group.name}"
-    records = sweep.tasks(array).calibration_dir
-    lines = [
-        f"# Profile {array.num_tasks} candidates on {group.gpu}. Written by WhichLoRA; edit it.",
-        f"#   sky launch -c {name} {sweep.run_dir / array.script}",
-        f"#   rsync -a {name}:whichlora/records/ {records}/",
-        f"#   whichlora slurm merge {sweep.run_dir} && sky down {name}",
-        f"name: {name}",
-        "resources:",
-        f"  accelerators: {ACCELERATORS[group.gpu]}:1",
-        "file_mounts:",
-        f"  ~/whichlora/tasks: {sweep.run_dir / array.group}",
+    run_dir, script = shlex.quote(str(sweep.run_dir)), sweep.run_dir / array.script
+    records = shlex.quote(f"{sweep.tasks(array).calibration_dir}/")
+    head = [
+        f"Profile {array.num_tasks} candidates on {group.gpu}. Written by WhichLoRA; edit it.",
+        f"  sky launch -c {name} {shlex.quote(str(script))}",
+        f"  rsync -a {name}:whichlora/records/ {records}",
+        f"  whichlora slurm merge {run_dir} && sky down {name}",
     ]
-    if plan.slurm.environment:
-        lines.append("envs:")
-        lines += [f"  {key}: {_quoted(text)}" for key, text in plan.slurm.environment.items()]
-    lines += ["setup: |", *(f"  {line}" for line in ("pip install 'whichlora[profile]'",))]
-    lines += [f"  {line}" for line in plan.slurm.setup]
     numbers = " ".join(map(str, range(array.num_tasks)))
-    tasks = f"~/whichlora/tasks/{array.tasks_file.rpartition('/')[2]}"
-    lines += [
-        "run: |",
-        "  mkdir -p ~/whichlora/records",
-        f"  whichlora profile-task {tasks} {numbers} --calibration-dir ~/whichlora/records",
+    tasks = f"~/whichlora/tasks/{Path(array.tasks_file).name}"
+    work = [
+        "mkdir -p ~/whichlora/records",
+        f"whichlora profile-task {tasks} {numbers} --calibration-dir ~/whichlora/records",
     ]
-    return "\n".join(lines) + "\n"
+    task: dict[str, Any] = {
+        "name": name,
+        "resources": {"accelerators": f"{ACCELERATORS[group.gpu]}:1"},
+        "file_mounts": {"~/whichlora/tasks": str(sweep.run_dir / array.group)},
+        **({"envs": plan.slurm.environment} if plan.slurm.environment else {}),
+        "setup": _lines(["pip install 'whichlora[profile]'", *plan.slurm.setup]),
+        "run": _lines(work),
+    }
+    return yaml_text(task, head="\n".join(head))
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
+def _lines(commands: Sequence[str]) -> str:
+    return "".join(f"{command}\n" for command in commands)

@@ -5,69 +5,81 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from whichlora import api
+from whichlora.config import load_plan
 from whichlora.plan import Plan
 from whichlora.slurm.discovery import GpuGroup
 from whichlora.slurm.states import TaskState
+from whichlora.store.gpus import find_gpu, gpus_here
 from whichlora.sweep.engine import Place, program
 from whichlora.sweep.state import Array, Job, Sweep
+from whichlora.sweep.tasks import find_records, started_file
 
 
 class LocalEngine:
-    """One child process per GPU of this machine; the tasks are dealt out beforehand."""
+    """One child process per GPU of this machine; the tasks are dealt out beforehand.
+
+    A child outlives a follower that is killed: its job's id is its process and when that started,
+    so that whoever asks next can tell whether it still works.
+    """
 
     def __init__(self) -> None:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def find_groups(self, plan: Plan) -> tuple[list[GpuGroup], list[str]]:
-        devices = _visible()
-        groups = []
-        for key in dict.fromkeys(devices.values()):
-            num = sum(other == key for other in devices.values())
-            name = key.replace(".", "-")[:60]
-            groups.append(GpuGroup(name=name, gpu=key, num_nodes=1, num_gpus=num))
-        return groups, []
+        keys = [key for _, key in _devices()]
+        return [
+            GpuGroup(
+                name=key.replace(".", "-")[:60], gpu=key, num_nodes=1, num_gpus=keys.count(key)
+            )
+            for key in dict.fromkeys(keys)
+        ], []
 
     def write(self, plan: Plan, sweep: Sweep, array: Array, *, limit_s: float) -> Array:
-        devices = [index for index, key in _visible().items() if key == _key(sweep, array)]
-        array = replace(array, max_array_size=array.num_tasks)
+        array = replace(
+            array, max_array_size=array.num_tasks, script=f"{array.group}/profile-{array.round}.sh"
+        )
+        dealt = _deal(sweep, array, range(array.num_tasks))
         tasks = shlex.quote(str(sweep.run_dir / array.tasks_file))
         lines = [
             "#!/bin/bash",
-            f"# Profile {array.num_tasks} candidates, {len(devices)} at once, one GPU each.",
+            f"# Profile {array.num_tasks} candidates, {len(dealt)} at once, one GPU each.",
+            f"# Then: whichlora slurm merge {shlex.quote(str(sweep.run_dir))}",
             "# Written by WhichLoRA; edit it as you like.",
             "set -eo pipefail",
+            *(f"export {key}={shlex.quote(text)}" for key, text in plan.slurm.environment.items()),
         ]
-        for number, device in enumerate(devices):
-            own = " ".join(map(str, range(number, array.num_tasks, len(devices))))
-            if own:
-                variable = f"CUDA_VISIBLE_DEVICES={device} " if device else ""
-                lines.append(f"{variable}{program(plan)} profile-task {tasks} {own} &")
+        for device, own in dealt:
+            variable = f"CUDA_VISIBLE_DEVICES={device} " if device else ""
+            numbers = " ".join(map(str, own))
+            lines.append(f"{variable}{program(plan)} profile-task {tasks} {numbers} &")
         path = sweep.run_dir / array.script
         path.write_text("\n".join([*lines, "wait", ""]), encoding="utf-8")
+        path.chmod(0o755)
         return array
 
     def submit(self, sweep: Sweep, array: Array, indices: Sequence[int]) -> Array:
-        devices = [index for index, key in _visible().items() if key == _key(sweep, array)]
+        plan = load_plan(sweep.config)
         logs = sweep.run_dir / "logs"
         logs.mkdir(exist_ok=True)
-        tasks_file = sweep.run_dir / array.tasks_file
-        for number, device in enumerate(devices):
-            own = list(indices[number :: len(devices)])
-            if not own:
-                continue
-            command = [sys.executable, "-m", "whichlora", "profile-task", str(tasks_file)]
-            environment = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
-            with (logs / f"{array.group}-{device or 'cpu'}.log").open("ab") as log:
+        command = [
+            *shlex.split(program(plan)),
+            "profile-task",
+            str(sweep.run_dir / array.tasks_file),
+        ]
+        environment = {**os.environ, **plan.slurm.environment}
+        for number, (device, own) in enumerate(_deal(sweep, array, indices)):
+            visible = {"CUDA_VISIBLE_DEVICES": device} if device else {}
+            with (logs / f"{array.group}-{number}.log").open("ab") as log:
                 child = subprocess.Popen(
-                    [*command, *map(str, own)], stdout=log, stderr=log, env=environment
+                    [*command, *map(str, own)], stdout=log, stderr=log, env=environment | visible
                 )
-            self._children[str(child.pid)] = child
-            array = replace(array, jobs=(*array.jobs, Job(id=str(child.pid), indices=tuple(own))))
+            job = Job(id=f"{child.pid}-{_started(child.pid)}", indices=tuple(own))
+            self._children[job.id] = child
+            array = replace(array, jobs=(*array.jobs, job))
         return array
 
     def submit_merge(self, sweep: Sweep) -> list[str]:
@@ -76,29 +88,57 @@ class LocalEngine:
     def states(self, sweep: Sweep) -> dict[Place, TaskState]:
         states: dict[Place, TaskState] = {}
         for array in sweep.arrays:
-            for job in array.jobs:
-                child = self._children.get(job.id)
-                if child is None:
-                    continue  # of an earlier process, which took its children with it
-                code = child.poll()
-                state = TaskState("RUNNING")
-                if code is not None:
-                    state = TaskState("ENDED", exit_code=max(code, 0), signal=max(-code, 0))
-                states |= {(array.group, array.round, index): state for index in job.indices}
+            tasks = sweep.tasks(array)
+            done = find_records(tasks)
+            for job in array.jobs:  # the last job that took a task goes before earlier ones
+                left = [index for index in job.indices if index not in done]
+                begun = [
+                    started_file(sweep.run_dir / array.tasks_file, tasks, index).exists()
+                    for index in left[:1]
+                ]
+                now, later = self._state(job, begun=any(begun))
+                for number, index in enumerate(left):
+                    states[array.group, array.round, index] = later if number else now
         return states
 
+    def _state(self, job: Job, *, begun: bool) -> tuple[TaskState, TaskState]:
+        """Of the task that the child of `job` works on, or died at, and of those after it.
 
-def _key(sweep: Sweep, array: Array) -> str:
-    return sweep.group(array.group).gpu
+        Args:
+            begun: whether that task's measurement began; else no later one's would either.
+        """
+        child = self._children.get(job.id)
+        code = None if child is None else child.poll()
+        if code is not None:
+            ended = TaskState("ENDED", exit_code=max(code, 0), signal=max(-code, 0))
+            return ended, TaskState("REVOKED") if begun else ended
+        pid, _, started = job.id.partition("-")
+        if child is not None or _started(int(pid)) == started:
+            return TaskState("RUNNING"), TaskState("PENDING")
+        return TaskState("CANCELLED"), TaskState("CANCELLED")  # with its follower, or by hand
 
 
-def _visible() -> dict[str, str]:
-    """What CUDA_VISIBLE_DEVICES calls each GPU here, and its key; "" is the CPU where none is."""
-    from whichlora.device.detect import detect_gpus
+def _devices() -> list[tuple[str, str]]:
+    """Every GPU here: what CUDA_VISIBLE_DEVICES calls it, and its key.
 
-    found = detect_gpus()
-    if not found:
-        return {"": api.find_gpu("cpu").key}
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [str(number) for number in range(len(found))]
-    return {name: api.find_gpu(gpu.name).key for name, gpu in zip(names, found, strict=True)}
+    Without one it is the CPU, which that variable does not name.
+    """
+    found = [(device.uuid or "", spec.key) for device, spec in gpus_here()]
+    return found or [("", find_gpu("cpu").key)]
+
+
+def _deal(sweep: Sweep, array: Array, indices: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
+    """`indices` over the devices of the group, as far as there are any for each."""
+    gpu = sweep.group(array.group).gpu
+    devices = [device for device, key in _devices() if key == gpu]
+    dealt = [(name, indices[number :: len(devices)]) for number, name in enumerate(devices)]
+    return [(name, own) for name, own in dealt if own]
+
+
+def _started(pid: int) -> str:
+    """When process `pid` started, in the kernel's ticks; empty where it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]

@@ -216,7 +216,7 @@ def record_end(
         config=task.run.to_dict(),
         model_config=_unknown_config(tasks, task),
         outcome=outcome,
-        detail=f"ended by the cluster: {words}",
+        detail=f"ended without a record: {words}",
         provenance=_provenance(tasks, start),
     )
     log = MeasurementLog(tasks.calibration_dir, measurement.gpu, f"{tasks.name(index)}{_ENDED}")
