@@ -206,8 +206,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
                 self._moment = "adapters"
             owner = self._owner_of_name(name)
             state = getattr(tensor, "quant_state", None)
-            if state is not None:  # quantised on the device, from 16 bit
-                self._transient(2 * state.shape[0] * state.shape[1], "16-bit weight", owner)
+            if state is not None:  # quantised on the device, from the dtype of the model
+                wide = state.shape[0] * state.shape[1] * state.dtype.itemsize
+                self._write_death(self._write_birth(wide, "weight to be quantised", owner), owner)
             self._born(tensor, name, owner)
 
     def _owner_of_name(self, name: str) -> int | None:
@@ -219,9 +220,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._made_up(args[0])
-        inside = _taken_inside(func, args)
-        if inside:
-            self._transient(inside, str(func), None)
+        inside = _taken_inside(func, args, kwargs or {})
+        taken = self._write_birth(inside, str(func), None) if inside else 0
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:
             return result  # `torch.tensor(1.0)`: stays on the host
@@ -231,6 +231,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             for index, one in enumerate(result):
                 if isinstance(one, torch.Tensor):
                     self._note(one, func, args, index)
+        if taken:  # given back when the result is there
+            self._write_death(taken, None)
         return result
 
     def _made_up(self, tensor: torch.Tensor) -> bool | int | float:
@@ -298,9 +300,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         where = owner if layer is None else layer
         self.events.append(TracedEvent(number, None, where, layer is not None, moment))
 
-    def _transient(self, num_bytes: int, operator: str, owner: int | None) -> None:
-        self._write_death(self._write_birth(num_bytes, operator, owner), owner)
-
     def close(self) -> None:
         """Write no more: what dies from now on outlives the trace."""
         self._closed = True
@@ -317,11 +316,12 @@ def _calls(function: Any, first: Any) -> Any:
     return call
 
 
-def _taken_inside(func: Any, args: Any) -> int:
+def _taken_inside(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
     """Bytes that an operator takes and gives back, where its library's code says so.
 
-    Source: bitsandbytes 0.50.2 `backends/cuda/ops.py`: above a number of rows that depends on
-    the GPU, a 4-bit product expands its weight to the dtype of the input first.
+    Source: bitsandbytes 0.50.2 `_dequant_linear_fallback`: above a number of rows that depends on
+    the GPU, a 4-bit product expands its weight to the dtype of the input first, and scales that
+    are quantised themselves to fp32, without their offset and with it.
     """
     if str(func) != "bitsandbytes.gemm_4bit.default":
         return 0
@@ -329,7 +329,9 @@ def _taken_inside(func: Any, args: Any) -> int:
     if rows <= _FUSED_GEMM_ROWS:
         return 0
     out_features, in_features = args[2]
-    return int(out_features * in_features * args[0].element_size())
+    scales = kwargs.get("absmax_8bit")
+    of_scales = 0 if scales is None else 2 * 4 * scales.numel()
+    return int(out_features * in_features * args[0].element_size()) + of_scales
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -392,7 +394,7 @@ def place_fake(model: Any, dtype: torch.dtype) -> None:
 def _fake_parameter(meta: Any, dtype: torch.dtype, name: str, fp32_names: Any) -> nn.Parameter:
     kind = type(meta).__name__
     if kind == "Params4bit":
-        return _fake_4bit(meta)
+        return _fake_4bit(meta, dtype)
     if kind == "Int8Params":
         weight = nn.Parameter(torch.empty(meta.shape, dtype=torch.int8), requires_grad=False)
         weight.CB, weight.SCB = weight.data, torch.empty(meta.shape[0])
@@ -403,7 +405,7 @@ def _fake_parameter(meta: Any, dtype: torch.dtype, name: str, fp32_names: Any) -
     return nn.Parameter(value, requires_grad=meta.requires_grad)
 
 
-def _fake_4bit(meta: Any) -> nn.Parameter:
+def _fake_4bit(meta: Any, dtype: torch.dtype) -> nn.Parameter:
     from bitsandbytes.functional import QuantState
 
     size, block = meta.numel(), meta.blocksize
@@ -411,7 +413,7 @@ def _fake_4bit(meta: Any) -> nn.Parameter:
     state = QuantState(
         absmax=torch.empty(num_blocks),
         shape=meta.shape,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         blocksize=block,
         code=torch.empty(16),
         quant_type=meta.quant_type,
