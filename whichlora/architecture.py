@@ -66,12 +66,13 @@ class Norm:
         kind: "rms" computes in fp32 and scales the result cast back to the stream's dtype
             (Llama); "rms_offset" scales by (1 + weight) in fp32 (Gemma); "layer" is
             `nn.LayerNorm`; "rms_mixed" multiplies the 16-bit input by the fp32 deviation (T5);
-            "layer_steps" is LayerNorm written out in fp32 operators (Cohere).
+            "layer_steps" is LayerNorm written out in fp32 operators (Cohere); "layer_narrow" is
+            LayerNorm that follows autocast's dtype (Nemotron).
         rows: 1 for the hidden state, the number of heads for a norm over one head.
     """
 
     name: str
-    kind: Literal["rms", "rms_offset", "rms_mixed", "layer", "layer_steps"]
+    kind: Literal["rms", "rms_offset", "rms_mixed", "layer", "layer_steps", "layer_narrow"]
     width: int
     rows: int = 1
     weight: bool = True
@@ -117,6 +118,9 @@ class Attention:
             multiplied with (DeBERTa).
         wide_rotation: queries and keys are rotated in fp32 (ModernBERT).
         wide_softmax: eager code asks for a softmax in fp32.
+        repeats_heads: keys and values are copied to every query head where the fused projection
+            is taken apart (Falcon's new architecture).
+        always_masked: the model makes a mask whatever the batch, with ALiBi one per head (Falcon).
     """
 
     kind: Literal["softmax", "linear", "conv"] = "softmax"
@@ -147,6 +151,8 @@ class Attention:
     relative_rows: int = 0
     wide_rotation: bool = False
     wide_softmax: bool = True
+    repeats_heads: bool = False
+    always_masked: bool = False
 
     @property
     def q_width(self) -> int:
@@ -236,6 +242,9 @@ class Layer:
         post_norm: no norm reads the layer's input (BERT, OLMo 2).
         dropouts: widths of the tensors that training drops values of, outside the MLP.
         names_attention: the block's code holds what attention returned until its end (GPT-2).
+        names_norm: so what the first norm returned (StableLM).
+        returns_probabilities: eager attention's are part of what the block returns, which the
+            model's loop names until the next block has returned (GPT-J, BLOOM).
     """
 
     attentions: tuple[Attention, ...]
@@ -246,6 +255,8 @@ class Layer:
     post_norm: bool = False
     dropouts: tuple[int, ...] = ()
     names_attention: bool = False
+    names_norm: bool = False
+    returns_probabilities: bool = False
     other_params: int = 0
 
     @property

@@ -35,6 +35,7 @@ class Stack:
         embedding_bytes: embeddings and head.
         stream_bytes: the residual stream.
         compute_bytes: matrix products and attention.
+        four_bit_bytes: products with 4-bit weights, and those weights expanded.
         mlp_bytes: what the MLP's projections return.
         linear_out_bytes: what a frozen base projection returns.
         loss_bytes: a loss that does not widen its logits by itself.
@@ -57,6 +58,7 @@ class Stack:
     embedding_bytes: int
     stream_bytes: int
     compute_bytes: int
+    four_bit_bytes: int
     mlp_bytes: int
     linear_out_bytes: int
     loss_bytes: int
@@ -123,6 +125,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
         embedding_bytes=half if prepared and run.versions.trl_narrows_embeddings else stored,
         stream_bytes=4 if wide else 2,
         compute_bytes=4 if mode == "F" else 2,
+        four_bit_bytes=half,  # bnb_4bit_compute_dtype, whatever the preparation made of the rest
         mlp_bytes=4 if wide and not full_amp else 2,
         linear_out_bytes=4 if wide and not full_amp else 2,
         loss_bytes=4 if autocast or mode == "F" else half,  # autocast widens cross entropy

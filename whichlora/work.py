@@ -151,7 +151,7 @@ def elementwise_forward_bytes(
     fused = run.loss_head in ("liger", "unsloth")
     moved = 0
     for norm in layer.norms + tuple(one for mix in layer.attentions for one in mix.norms):
-        in_steps = norm.kind != "layer" and not fused
+        in_steps = norm.kind not in ("layer", "layer_narrow") and not fused
         # widen, square, mean, scale, narrow, weight: fp32 read four times and written three times
         passes = 7 * 4 + 4 * narrow if in_steps else 2 * narrow
         moved += passes * norm.width * norm.rows

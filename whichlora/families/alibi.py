@@ -84,6 +84,7 @@ def _bloom(c: Fields) -> ModelSpec:
         attentions=(attention,),
         mlp=block,
         norms=norms(_HIDDEN_NORMS, width=hidden, kind="layer", bias=True),
+        returns_probabilities=True,
         dropouts=(hidden,) * 2 if c.probability("hidden_dropout") else (),
     )
     return causal_lm(
@@ -122,6 +123,8 @@ def _falcon(c: Fields) -> ModelSpec:
         rotary_dim=head_dim if position == "rope" else 0,
         # FalconAttention copies grouped keys and values to every head before it caches them.
         cache_elements=2 * hidden if new else 2 * kv_heads * head_dim,
+        repeats_heads=new and kv_heads < heads,
+        always_masked=True,
         # The old architecture hands SDPA one key head to broadcast: no fused kernel takes that.
         sdpa="math" if not new and kv_heads < heads else "fused",
         dropout=c.probability("attention_dropout"),
@@ -145,6 +148,7 @@ def _falcon(c: Fields) -> ModelSpec:
         norms=norms(names, width=hidden, kind="layer", bias=True),
         parallel=parallel,
         dropouts=(hidden,) * (1 if parallel else 2) if c.probability("hidden_dropout") else (),
+        returns_probabilities=True,
     )
     return causal_lm(
         c,
@@ -184,6 +188,7 @@ def _mpt(c: Fields) -> ModelSpec:
         attentions=(attention,),
         mlp=block,
         norms=norms(("norm_1", "norm_2"), width=hidden, kind="layer"),
+        returns_probabilities=True,
     )
     return causal_lm(
         c,

@@ -18,7 +18,7 @@ from whichlora.architecture import (
 )
 from whichlora.families.fields import Fields
 
-NormKind = Literal["rms", "rms_offset", "rms_mixed", "layer", "layer_steps"]
+NormKind = Literal["rms", "rms_offset", "rms_mixed", "layer", "layer_steps", "layer_narrow"]
 
 
 def qkv_linears(

@@ -144,6 +144,7 @@ def _gpt_neo(c: Fields) -> ModelSpec:
                 mlp=block,
                 norms=_layer_norms(("ln_1", "ln_2"), hidden),
                 names_attention=True,
+                returns_probabilities=True,
             )
         )
     note = "transformers masks the local layers but caches them at full length"
@@ -190,7 +191,11 @@ def _gptj(c: Fields) -> ModelSpec:
         reads="attn_in",  # one norm feeds both
     )
     layer = Layer(
-        attentions=(attention,), mlp=block, norms=_layer_norms(("ln_1",), hidden), parallel=True
+        attentions=(attention,),
+        mlp=block,
+        norms=_layer_norms(("ln_1",), hidden),
+        parallel=True,
+        returns_probabilities=True,
     )
     return causal_lm(
         c,

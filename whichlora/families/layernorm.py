@@ -114,17 +114,19 @@ def _stablelm(c: Fields) -> ModelSpec:
         qk_norm_names=("q_layernorm", "k_layernorm"),
         parallel=parallel,
     )
-    return decoder(c, style)
+    # the code of its blocks gives neither another name
+    return decoder(c, style, layer_fields={"names_norm": True, "names_attention": True})
 
 
 def _nemotron(c: Fields) -> ModelSpec:
     bias = c.flag("attention_bias")
+    is_jais = c.text("model_type") == "jais2"
     style = Style(
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=c.flag("mlp_bias"),
         mlp_names=("up_proj", "down_proj"),
-        norm_kind="layer",
+        norm_kind="layer" if is_jais else "layer_narrow",
         norm_bias=True,
     )
     return decoder(c, style)

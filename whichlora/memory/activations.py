@@ -42,12 +42,13 @@ def norm_saved(norm: Norm, stack: Stack, *, reads: str = "") -> Iterator[Tensor]
     """
     size = norm.width * norm.rows
     dims = "hidden_size" if norm.rows == 1 else f"{HEADS}, head_dim"
-    if norm.kind == "layer":
+    if norm.kind in ("layer", "layer_narrow"):
         # CUDA's autocast runs layer_norm in fp32 and keeps that copy, and its statistics are
         # fp32; on a CPU everything has the dtype of the stream.
         on_cpu = stack.device_kind == "cpu"
-        copied = stack.under_autocast and not on_cpu and stack.stream_bytes != 4
-        input_bytes = 4 if copied else stack.stream_bytes
+        width = 4 if norm.kind == "layer" else stack.compute_bytes
+        copied = stack.under_autocast and not on_cpu and stack.stream_bytes != width
+        input_bytes = width if copied else stack.stream_bytes
         yield per_token(
             f"{norm.name}: input", input_bytes, size, dims, tensor="" if copied else reads
         )
@@ -78,6 +79,8 @@ def norm_saved(norm: Norm, stack: Stack, *, reads: str = "") -> Iterator[Tensor]
 
 def fused_qkv(attention: Attention) -> Linear | None:
     """The projection that returns q, k and v in one tensor, if there is one."""
+    if attention.gated:  # its query and gate together may be as wide
+        return None
     width = attention.q_width + attention.k_width + attention.v_width
     return next((one for one in attention.linears if one.out_features == width), None)
 
@@ -100,11 +103,16 @@ def attention_kernel(attention: Attention, stack: Stack) -> Kernel:
 
 def is_masked(attention: Attention, stack: Stack, span: Count) -> Count:
     """1 where SDPA gets a mask tensor, else 0: padding, or more tokens than the window."""
-    if stack.padded:
+    if stack.padded or attention.always_masked:
         return 1 + 0 * span
     if attention.sliding_window is None:
         return 0 * span
     return 1 * (span > attention.sliding_window)
+
+
+def has_mask_per_head(attention: Attention) -> bool:
+    """Whether the model adds ALiBi to its mask, which all layers then share. Falcon does."""
+    return attention.always_masked and attention.position == "alibi"
 
 
 def attention_saved(attention: Attention, stack: Stack, *, span: Count) -> Iterator[Tensor]:
@@ -528,6 +536,8 @@ def kept_mask_bytes(
                 masks[key] = stack.stream_bytes * (1 if attention.causal else masked)
             elif stack.attn == "sdpa":
                 masks[key] = masked
+            if has_mask_per_head(attention) and key in masks:
+                masks[key] = stack.stream_bytes * attention.num_attention_heads * (1 + 0 * span)
             if attention.relative_rows:  # products of positions, and the distances
                 masks[key] = 4 * (1 + 0 * span)
                 biases[key[:2]] = _INDEX_BYTES

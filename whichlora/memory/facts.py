@@ -150,6 +150,14 @@ AROUND_LAYERS = Fact(
     why="the embedding's norm, dropout and rows go backward last",
     source="saved-tensor hooks on transformers and peft",
 )
+HELD_INPUTS = Fact(
+    part="activations",
+    what="inputs that quantised matrices hold",
+    shape="[batch_size, seq_len, in_features]",
+    dtype="stream_bytes",
+    why="attributes of the graph's nodes: they go with the whole graph, not layer by layer",
+    source="bitsandbytes 0.50.2 MatMul8bitLt.forward",
+)
 SAVED = Fact(
     part="activations",
     what="saved by all layers",
@@ -212,8 +220,8 @@ LOSS_FORWARD = Fact(
 )
 LOGITS_GRADIENT = Fact(
     part="logits_and_loss",
-    what="gradient of the logits",
-    shape="[batch_size, seq_len, vocab_size]",
+    what="gradients of the logits and of what the head read",
+    shape="[batch_size, seq_len, vocab_size + hidden_size]",
     dtype="compute_bytes",
     why="the head goes backward",
     source="torch addmm backward",

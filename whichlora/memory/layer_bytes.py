@@ -17,6 +17,7 @@ from whichlora.memory.layer_code import (
     LayerPoints,
     is_written,
     layer_points,
+    returned_probabilities,
     stream_bytes,
     working_points,
 )
@@ -91,6 +92,7 @@ def layer_bytes(
         ("saved", "unsaved", "forward", "backward", "recomputed"), 0
     )
     stream = stream_bytes(layer, stack, after_norm=bool(model.embedding_norms))
+    before = evaluate(returned_probabilities(layer, stack), **sizes)
     for share, masked in _masks(layer, stack, span):
         points = layer_points(
             layer,
@@ -109,11 +111,13 @@ def layer_bytes(
         found = _values(points, **sizes)
         for name, value in found.items():
             values[name] = values[name] + share * value
+    if checkpointed:  # else kept anyway
+        values["forward"] = values["forward"] + before
     return LayerBytes(
         count=count,
         stream_bytes=stream,
         tensors=tuple(tensors),
-        held=tuple(held) if not reentrant else (),
+        held=tuple(held) if not (reentrant and checkpointed) else (),
         gradients=gradients,
         **values,
     )
@@ -136,7 +140,7 @@ def forward_bytes(
             working = activations.layer_forward_bytes(
                 layer, model.hidden_size, stack, tokens=tokens, span=span
             )
-            dense = stack.compute_bytes * weights.largest_quantised_matrix(model, stack)
+            dense = stack.four_bit_bytes * weights.largest_quantised_matrix(model, stack)
             if stack.quant in BNB_QUANTS:  # 8 bit is multiplied as it is
                 dense = dense * (tokens > FUSED_ROWS) * (stack.quant != "int8")
             found.append(working + dense)
@@ -145,6 +149,8 @@ def forward_bytes(
         # looked-up rows, of positions too, and the layer's input
         num_streams = 3 if model.adds_positions and model.task == "causal-lm" else 2
         streams = num_streams * stream * model.hidden_size * tokens
+        before = returned_probabilities(layer, stack)
+        streams = streams + evaluate(before, tokens=tokens, span=span, r=0)
         for share, masked in _masks(layer, stack, span):
             points = working_points(layer, model.hidden_size, stack, masked=masked, stream=stream)
             found.append(share * (streams + most(points, tokens=tokens, span=span, r=0)))
@@ -185,8 +191,9 @@ def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dic
 def _masks(layer: Layer, stack: Stack, span: Count) -> Iterator[tuple[Count, bool]]:
     """Whether SDPA gets a mask: each case with 1 where it holds, 0 elsewhere."""
     attention = layer.attentions[0]
-    if stack.padded or attention.sliding_window is None:
-        yield 1, stack.padded
+    always = stack.padded or (attention.always_masked and stack.attn == "sdpa")
+    if always or attention.sliding_window is None:
+        yield 1, always
         return
     masked = activations.is_masked(attention, stack, span)
     if is_plain(masked):
@@ -251,7 +258,7 @@ def _estimated(
     per_token, pair = activations.layer_backward_transient(
         layer, targets, stack, method, model.hidden_size
     )
-    dense = stack.compute_bytes * weights.largest_quantised_matrix(model, stack)
+    dense = stack.four_bit_bytes * weights.largest_quantised_matrix(model, stack)
     merged = 0
     if not method.trains_base:
         merged = activations.merged_gradient_bytes(model, targets, stack)

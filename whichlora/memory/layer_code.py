@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from whichlora.architecture import Attention, Layer, Mlp
-from whichlora.memory.activations import attention_kernel, fused_qkv
+from whichlora.memory.activations import attention_kernel, fused_qkv, has_mask_per_head
 from whichlora.memory.expert_code import mix_experts
 from whichlora.memory.latent_code import latent_projections
 from whichlora.memory.mlp_code import feed_forward
 from whichlora.memory.operators import Code
 from whichlora.memory.recurrent_code import mix_recurrently
 from whichlora.memory.tape import (
+    NOTHING,
     Form,
     Kept,
     Tape,
@@ -79,12 +80,20 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
     fused = fused_qkv(attention)
     widths = (attention.q_width, attention.k_width, attention.v_width)
     gate = None
+    joints: tuple[Tensor, ...] = ()  # the joint projection, where its parts are copies
     if attention.latent:
         q, k, v = latent_projections(code, attention, x)
         out_linear = attention.linears[-1]
     elif fused is not None:
         joint = code.linear(fused, x)
         q, k, v = tape.parts(joint, tuple(per_token(width) for width in widths))
+        if attention.repeats_heads:
+            k, v = (code.copy(one) for one in (k, v))  # picked by an index
+            joints = (joint,)
+            q, (k, v) = code.copy(q), _repeated(code, attention, k, v)
+            attention = replace(
+                attention, num_key_value_heads=attention.num_attention_heads, repeats_heads=False
+            )
         out_linear = attention.linears[-1]
     else:
         q_linear, k_linear, v_linear, out_linear = attention.linears
@@ -119,7 +128,7 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
         out = code.multiply(out, open_)
         tape.hold(gate)
     result = code.linear(out_linear, out)
-    tape.hold(x)
+    tape.hold(x, *joints)
     return result
 
 
@@ -165,14 +174,18 @@ def _fused_kernel(
     size = 2 if flash else stack.compute_bytes
     heads = attention.num_attention_heads
     inputs = [q, k, v]
+    summed = NOTHING
     if code.masked and attention.num_key_value_heads < heads and stack.attn == "sdpa":
-        inputs = [q, *_repeated(code, attention, k, v)]
+        if attention.num_key_value_heads > 1:
+            inputs = [q, *_repeated(code, attention, k, v)]
+        else:  # one head is repeated by a view; its gradient comes back for every head
+            summed = per_token(heads * (attention.head_dim + attention.v_head_dim) * size)
     if flash or stack.under_autocast:
         inputs = [code.cast(one, size) for one in inputs]
     keeps = [per_token(4 * heads)]
     if bias is not None:
         inputs.append(code.cast(_biased_mask(code, attention, bias), size))
-    elif code.masked and stack.attn == "sdpa":
+    elif code.masked and stack.attn == "sdpa" and not has_mask_per_head(attention):
         keeps.append(per_pair(size))
     return tape.op(
         inputs,
@@ -181,6 +194,7 @@ def _fused_kernel(
         saves=inputs,
         saves_result=True,
         keeps=keeps,
+        inner_backward=summed,
         joined=q.joined,
         what="attention: output, log-sum-exp, additive mask",
     )
@@ -347,6 +361,8 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
     read_norms = len(norms) - 1 - sandwich  # ModernBERT's first layer reads its input as it is
     for number, one in enumerate(layer.attentions):
         y = code.norm(norms.pop(0), x) if number or read_norms else x
+        if layer.names_norm and not number:
+            tape.hold_to_end(y)
         reads_memory = bool(number)
         mixed = attend(code, one, y, memory=memory) if reads_memory else attend(by_itself, one, y)
         y = dropped(mixed)
@@ -365,6 +381,17 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
     result = code.add(x, y)
     tape.hold(x, *([mixed] if names_both else []))
     return result
+
+
+def returned_probabilities(layer: Layer, stack: Stack) -> Form:
+    """Attention probabilities of the block before, in the hands of the model's loop. Kind: exact.
+
+    Source: transformers 5.23 `GPTJModel.forward`: `outputs = block(...)`.
+    """
+    attention = layer.attentions[0]
+    if not layer.returns_probabilities or attention_kernel(attention, stack) != "eager":
+        return NOTHING
+    return per_pair(attention.num_attention_heads * stack.linear_out_bytes)
 
 
 def stream_bytes(layer: Layer, stack: Stack, *, after_norm: bool) -> int:

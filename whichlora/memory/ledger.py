@@ -253,6 +253,14 @@ def training_ledger(
         in_first = largest(*(one.backward for one in layers)) - unsaved
         in_forward = largest(*(one.forward - one.saved for one in layers), 0 * tokens)
         copies = 0 * copies  # each layer's are among what it keeps
+    held = [
+        Group(
+            tensors=x.held,  # without checkpointing the first layer's are in its backward
+            count=x.count - (number == 0 and not run.gradient_checkpointing),
+            **sized,
+        )
+        for number, x in enumerate(layers)
+    ]
     kept = listed(fact, *groups, outside)
     kept_by_layers = listed(fact, *groups, before_layers)
 
@@ -309,7 +317,8 @@ def training_ledger(
             *before,
             Entry(facts.KEPT_LOGITS, kept_logits),
             Entry(facts.LATER_LAYERS_GRADIENTS, largest(late_gradients, 0 * late_gradients)),
-            listed(facts.AROUND_LAYERS, before_layers),
+            listed(facts.HELD_INPUTS, *held),
+            listed(facts.AROUND_LAYERS, before_layers, Group(tensors=(masks,), **sized)),
             Entry(facts.LAYER_BACKWARD, in_first),
         ),
         "optimizer_step": (
@@ -325,7 +334,11 @@ def training_ledger(
         moments["head_backward"] = (
             *before,
             kept,
-            Entry(facts.LOGITS_GRADIENT, tokens * logits.logit_width(model) * stack.compute_bytes),
+            Entry(facts.KEPT_LOGITS, kept_logits),
+            Entry(
+                facts.LOGITS_GRADIENT,
+                tokens * (logits.logit_width(model) + model.hidden_size) * stack.compute_bytes,
+            ),
             Entry(facts.HEAD_GRADIENT, head_gradient),
             Entry(facts.HEAD_COPY, head_copy + 0 * tokens),
         )

@@ -18,7 +18,7 @@ from whichlora.memory.tape import (
     scaled,
     where_many_rows,
 )
-from whichlora.memory.weights import is_quantised
+from whichlora.memory.weights import BNB_BLOCK, is_quantised
 from whichlora.methods.base import Method
 from whichlora.specs import FOUR_BIT_BNB
 from whichlora.stack import Stack
@@ -101,11 +101,15 @@ class Code:
         weight = tape.weight(
             constant(norm.width), stack.base_bytes, trained=stack.trains_base and norm.weight
         )
-        if norm.kind == "layer":
+        if norm.kind in ("layer", "layer_narrow"):
             on_cpu = stack.device_kind == "cpu"
             # OLMo's has no weight, and casts by itself
-            widened = not norm.weight or (stack.under_autocast and not on_cpu)
+            widened = norm.kind == "layer" and (
+                not norm.weight or (stack.under_autocast and not on_cpu)
+            )
             wide = self.cast(x, 4, f"{norm.name}: fp32 input") if widened else x
+            if norm.kind == "layer_narrow" and stack.under_autocast and not on_cpu:
+                wide = self.cast(x, stack.compute_bytes, f"{norm.name}: input, cast")
             stats = scaled(rows, 2 * (wide.size if on_cpu else 4))
             out = tape.op(
                 [wide, weight],
@@ -203,14 +207,16 @@ class Code:
         elements = per_token(linear.active * linear.out_features)
         weights = constant(linear.num_weights // linear.count)
         if is_quantised(linear, stack) and stack.quant in FOUR_BIT_BNB:
-            narrow = self.cast(x, stack.compute_bytes)
-            dense = scaled(weights, stack.compute_bytes)
+            narrow = self.cast(x, stack.four_bit_bytes)
+            dense = scaled(weights, stack.four_bit_bytes)
+            # expanded for many rows, and its scales to fp32, without their offset and with it
+            scales = weights[2] // BNB_BLOCK * 8 if stack.quant == "nf4-dq" else 0
             out = tape.op(
                 [narrow],
                 elements,
                 narrow.size,
                 saves=[narrow] if stack.libraries.linear4bit_keeps_input else [],
-                inner=where_many_rows(dense[2]),
+                inner=where_many_rows(dense[2] + scales),
                 inner_backward=dense,
                 hidden=True,
                 what=f"{linear.name}: result",
@@ -297,7 +303,9 @@ class Code:
         lora_weight = self.cast(product, x.size)
         weight: Tensor
         if is_quantised(linear, stack):
-            expanded = tape.op([], constant(width * out), stack.compute_bytes)
+            four_bit = stack.quant in FOUR_BIT_BNB
+            dense_bytes = stack.four_bit_bytes if four_bit else stack.compute_bytes
+            expanded = tape.op([], constant(width * out), dense_bytes)
             weight = self.cast(expanded, x.size)
             tape.hold(expanded)
         else:

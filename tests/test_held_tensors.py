@@ -1,0 +1,139 @@
+"""What names, callers and libraries hold longer than an operator needs it, term by term."""
+
+from dataclasses import replace
+
+import pytest
+from strategies import A100
+
+from whichlora import families
+from whichlora.architecture import ModelSpec
+from whichlora.memory import facts
+from whichlora.memory.activations import fused_qkv
+from whichlora.memory.ledger import Ledger
+from whichlora.prediction import ledger, resolve
+from whichlora.specs import RunConfig
+from whichlora.units import MiB
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+GPTJ = {"model_type": "gptj", "n_embd": 1024, "n_layer": 8, "n_head": 16, "rotary_dim": 64}
+FALCON = {
+    "model_type": "falcon",
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_kv_heads": 2,
+    "new_decoder_architecture": True,
+    "parallel_attn": True,
+}
+
+
+def ledger_of(config: dict[str, object], **settings: object) -> Ledger:
+    run = RunConfig.from_dict({"model": "m", "seq_len": 512, **settings})
+    return ledger(resolve(families.build(config, name="m"), run, A100))
+
+
+def model_of(config: dict[str, object], **more: object) -> ModelSpec:
+    return families.build(config | more, name="m")
+
+
+def part(found: Ledger, moment: str, fact: facts.Fact) -> int:
+    return sum(int(one.num_bytes) for one in found.moments[moment] if one.fact is fact)
+
+
+def test_inputs_of_8_bit_matrices_live_until_the_first_layer_has_gone_backward() -> None:
+    held = part(ledger_of(LLAMA, quant="int8"), "first_layer_backward", facts.HELD_INPUTS)
+    # of an fp32 stream: q, k and v share theirs, so do gate and up, down; o reads 16 bit
+    assert held == 8 * 512 * (4 * (1024 + 1024 + 4096) + 2 * 1024)
+    assert part(ledger_of(LLAMA), "first_layer_backward", facts.HELD_INPUTS) == 0
+    reentrant = ledger_of(LLAMA, quant="int8", use_reentrant=True)
+    assert part(reentrant, "first_layer_backward", facts.HELD_INPUTS) == 0
+
+
+def test_a_prepared_base_without_autocast_multiplies_4_bit_in_the_compute_dtype() -> None:
+    settings = {"method": "qlora", "precision": "bf16-no-autocast", "attn": "sdpa"}
+    wide = ledger_of(LLAMA, **settings, batch_size=1)
+    all_wide = ledger_of(LLAMA, **settings | {"precision": "fp32"}, batch_size=1)
+    dense = 1024 * 4096 * 2  # an expanded matrix in 16 bit rather than fp32
+    assert all_wide.moment_bytes("layer_backward") - wide.moment_bytes("layer_backward") >= dense
+
+
+@pytest.mark.parametrize(("attn", "pairs"), [("eager", 16), ("flash_attention_2", 0)])
+def test_the_loop_of_gptj_holds_the_probabilities_of_the_block_before(
+    attn: str, pairs: int
+) -> None:
+    model = model_of(GPTJ)
+    (group,) = model.groups
+    forgets = replace(group, layer=replace(group.layer, returns_probabilities=False))
+    settings = {"phase": "inference", "prompt_len": 512, "precision": "bf16", "attn": attn}
+    run = RunConfig.from_dict({"model": "m", **settings})
+    held, less = (
+        ledger(resolve(one, run, A100)).moment_bytes("prefill")
+        for one in (model, replace(model, groups=(forgets,)))
+    )
+    assert held - less == pairs * 512 * 512 * 2
+
+
+def test_a_query_and_its_gate_are_no_fused_projection() -> None:
+    config = {
+        "model_type": "qwen3_5_text",
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,  # so that query and gate are as wide as query, key and value
+        "head_dim": 96,
+        "hidden_size": 1536,
+        "num_hidden_layers": 4,
+    }
+    full = model_of(config).groups[-1].layer.attentions[0]
+    assert full.gated
+    assert fused_qkv(full) is None
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_falcon_keeps_keys_and_values_of_every_query_head(kv_heads: int) -> None:
+    found = ledger_of(
+        FALCON | {"num_kv_heads": kv_heads},
+        attn="flash_attention_2",
+        precision="bf16-pure",
+        gradient_checkpointing=False,
+    )
+    saved = next(one for one in found.moments["loss_backward"] if one.fact is facts.SAVED)
+    repeated = [
+        tensor
+        for group in saved.groups
+        for tensor in group.tensors
+        if tensor.what in ("key, rotated", "values, repeated")
+    ]
+    assert [tensor.per_token for tensor in repeated] == [2 * 1024, 2 * 1024]
+
+
+def test_one_key_head_is_repeated_by_a_view_under_sdpa() -> None:
+    padded = {"padding": "padded", "precision": "bf16-pure", "gradient_checkpointing": False}
+    few, one = (
+        ledger_of(LLAMA | {"num_key_value_heads": kv_heads}, **padded).moment_bytes("loss_backward")
+        for kv_heads in (2, 1)
+    )
+    assert few - one > 8 * 512 * 2 * 2 * 1024 * 0.9  # two copies over all heads, in every layer
+
+
+def test_a_loop_that_reads_logits_holds_them_in_the_backward_of_the_head() -> None:
+    settings = {"method": "full", "precision": "fp32", "loss_head": "raw"}
+    found = ledger_of(LLAMA, **settings, gradient_checkpointing=False)
+    assert part(found, "head_backward", facts.KEPT_LOGITS) == 512 * 32_000 * 4
+    assert part(found, "head_backward", facts.LOGITS_GRADIENT) == 512 * (32_000 + 1024) * 4
+
+
+def test_nemotron_normalises_in_the_dtype_of_autocast() -> None:
+    config = LLAMA | {"model_type": "nemotron"}
+    settings = {"method": "qlora", "gradient_checkpointing": False}
+    narrow, wide = (
+        ledger_of(one, **settings).moment_bytes("loss_backward") / MiB
+        for one in (config, config | {"model_type": "jais2"})
+    )
+    assert narrow < wide - 8  # each of two norms keeps 2 bytes less, and shares its result
