@@ -23,17 +23,9 @@ from statistics import median
 
 import numpy as np
 import search_table
+from search_devices import Table, invented_table, measured_tables, published_table
 from search_policies import binary_search, exhaustive, optuna_tpe, random_order
-from search_replay import (
-    Limited,
-    Result,
-    Table,
-    invented_table,
-    measured_tables,
-    ours,
-    published_table,
-    replay,
-)
+from search_replay import Limited, Result, ours, replay
 
 from whichlora.plan import Budget
 

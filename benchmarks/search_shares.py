@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import search_table
 from scipy.optimize import minimize
-from search_replay import Table, find, measured_tables
+from search_devices import Table, measured_tables
+from search_replay import find
 
 from whichlora import outlook
 from whichlora.fitting import fit

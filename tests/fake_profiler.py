@@ -10,6 +10,7 @@ from typing import Any
 
 from whichlora import api
 from whichlora.calibration import prior_calibration
+from whichlora.enough import is_enough
 from whichlora.prediction import predict, predict_step, resolve
 from whichlora.results import Measurement, Outcome
 from whichlora.specs import RunConfig
@@ -47,6 +48,7 @@ class FakeProfiler:
         seq_lens: Sequence[int],
         num_batches: int,
         timeout_s: float,
+        decisive_s: Sequence[float] = (),
     ) -> Measurement:
         time.sleep(self.SLEEP_S)
         self.calls.append(run)
@@ -63,19 +65,23 @@ class FakeProfiler:
         if outcome == "ok" and run.phase == "finetune":
             job = resolve(model, run, self._gpu)
             steps = [predict_step(job, prior, seq_len=length).step_s for length in seq_lens]
+            times = [self.TIME_FACTOR * step for step in steps if step]
+            number = _made("finetune", times, decisive_s)
             values = {
-                "step_s": tuple(self.TIME_FACTOR * step for step in steps if step),
-                "batch_seq_len": tuple(seq_lens),
+                "step_s": tuple(times[:number]),
+                "batch_seq_len": tuple(seq_lens[:number]),
                 "peak_allocated_bytes": peak,
             }
         elif outcome == "ok":
             found = predicted.time
             prefill = self.TIME_FACTOR * (found.prefill_s or 0)
             decode = self.TIME_FACTOR * (found.decode_s_per_token or 0)
+            whole = prefill + (run.max_new_tokens - 1) * decode
+            number = _made("inference", [whole] * num_batches, list(decisive_s) * num_batches)
             values = {
-                "prefill_s": (prefill,) * num_batches,
-                "decode_s_per_token": (decode,) * num_batches,
-                "generate_s": (prefill + (run.max_new_tokens - 1) * decode,) * num_batches,
+                "prefill_s": (prefill,) * number,
+                "decode_s_per_token": (decode,) * number,
+                "generate_s": (whole,) * number,
                 "peak_allocated_bytes": peak,
             }
         return Measurement(
@@ -91,3 +97,9 @@ class FakeProfiler:
             provenance=self._provenance,
             **values,
         )
+
+
+def _made(phase: str, times_s: Sequence[float], decisive_s: Sequence[float]) -> int:
+    """Batches that a profile makes before it ends."""
+    numbers = range(1, len(times_s) + 1)
+    return next((n for n in numbers if is_enough(phase, times_s[:n], decisive_s)), len(times_s))

@@ -146,6 +146,33 @@ def test_what_cannot_be_profiled_is_an_error_with_a_reason(
     assert detail in record.detail
 
 
+def test_a_run_that_is_clearly_too_slow_ends_early_with_its_whole_peak(profiler: Profiler) -> None:
+    settings: dict[str, Any] = {
+        "model_config": LLAMA,
+        "target_modules": "all-linear",
+        "num_batches": 5,
+        "timeout_s": 300,
+    }
+    run = RunConfig(model="tiny", precision="fp32", seq_len=64)
+    whole, hopeless, promising = (
+        profiler.measure(run, seq_lens=[64, 32], decisive_s=decisive_s, **settings)
+        for decisive_s in ((), (1e-6, 1e-6), (1e3, 1e3))
+    )
+    assert [len(one.step_s) for one in (whole, hopeless, promising)] == [5, 2, 5]
+    assert hopeless.batch_seq_len == (64, 32)
+    assert hopeless.peak_allocated_bytes == whole.peak_allocated_bytes
+
+    serving = RunConfig(
+        model="tiny", precision="fp32", phase="inference", prompt_len=8, max_new_tokens=4
+    )
+    whole, hopeless, promising = (
+        profiler.measure(serving, seq_lens=[8], decisive_s=decisive_s, **settings)
+        for decisive_s in ((), (1e-6,), (1e3,))
+    )
+    assert [len(one.generate_s) for one in (whole, hopeless, promising)] == [5, 1, 1]
+    assert hopeless.peak_allocated_bytes == whole.peak_allocated_bytes
+
+
 def test_out_of_memory_is_a_result_and_the_next_run_works(profiler: Profiler) -> None:
     record = measure(profiler, WIDE_VOCAB, batch_size=256, seq_len=128)
     assert record.outcome == "oom"

@@ -18,11 +18,13 @@ from whichlora.outlook import Belief, Outlook, outline_inference, outline_traini
 from whichlora.plan import Budget, Objective, Prefer
 from whichlora.policy import Contest, Decision, Known, Spent, decide, stop, tiers
 from whichlora.prediction import predict, resolve
+from whichlora.pursuit import Pursuit
 from whichlora.specs import RunConfig
 from whichlora.timing import FEATURES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import search_devices
 import search_replay
 
 A100 = api.find_gpu("a100-sxm-80gb")
@@ -111,7 +113,7 @@ def test_in_no_world_does_more_work_take_less_time() -> None:
 
 
 def test_the_error_of_a_measurement_is_the_log_of_measured_over_predicted() -> None:
-    table = search_replay.invented_table(0)
+    table = search_devices.invented_table(0)
     found = Outlook(table.outlines)
     calibration = prior_calibration(table.gpu)
     belief = found.time(calibration)
@@ -243,6 +245,45 @@ def test_the_search_says_why_it_stops() -> None:
     assert stop(replace(open_still, following=None), Spent(), Budget()) == "nothing left"
 
 
+# --- when a run may end
+
+
+@pytest.mark.parametrize(
+    ("prefer", "best", "position", "decisive"),
+    [
+        ("size", None, 0, 2.0),  # the limit
+        ("size", 0, 1, 0.5),  # what it has to beat
+        ("size", 1, 0, 2.0),  # a measured one that is slower than the limit is none to beat
+        ("size", 0, 2, 2.0),  # of a model that goes first, any time within the limit
+        ("memory", 0, 1, 2.0),
+        ("size", 0, 3, math.inf),  # an inference without a limit
+    ],
+)
+def test_a_run_turns_on_its_limit_or_on_the_best_that_it_must_beat(
+    monkeypatch: pytest.MonkeyPatch,
+    prefer: Prefer,
+    best: int | None,
+    position: int,
+    decisive: float,
+) -> None:
+    field = contest(tier=[1.0, 1.0, 0.0], most_s=2.0, prefer=prefer)
+    search = Pursuit(field, outlook(), prior_calibration(A100))
+    measured = belief([0.5, 3.0, 1.0, 1.0, 1.0, 1.0], [0.0] * 6)
+    monkeypatch.setattr(Pursuit, "beliefs", lambda _: (measured, measured))
+    decision = Decision(best, 0.5, position, np.zeros(6), np.zeros(6))
+    assert search.decisive_s(position, decision) == pytest.approx(decisive)
+
+
+def test_a_replayed_run_that_ends_early_costs_what_it_made() -> None:
+    table = search_devices.invented_table(0)
+    record = next(one for one in table.records if one.step_s)
+    (step_s, *_) = record.step_s
+    slow = search_replay.ended_early(record, step_s / 2)
+    assert len(slow.step_s) == len(slow.batch_seq_len) == 2
+    assert slow.device_s == pytest.approx(record.device_s - 2 * step_s)
+    assert search_replay.ended_early(record, step_s * 2) == record
+
+
 # --- whole searches
 
 
@@ -251,7 +292,7 @@ def test_searches_on_invented_devices_find_the_winner_in_a_few_runs() -> None:
         result
         for seed in range(3)
         for result in search_replay.replay(
-            search_replay.invented_table(seed),
+            search_devices.invented_table(seed),
             4,
             lambda problem: search_replay.ours(problem, Budget()),
             seed,
@@ -263,7 +304,7 @@ def test_searches_on_invented_devices_find_the_winner_in_a_few_runs() -> None:
 
 
 def test_a_budget_of_runs_is_kept() -> None:
-    table = search_replay.invented_table(1)
+    table = search_devices.invented_table(1)
     (found,) = search_replay.replay(
         table, 1, lambda problem: search_replay.ours(problem, Budget(runs=2)), 1
     )

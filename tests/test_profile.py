@@ -1,6 +1,7 @@
 """The parent's side of profiling, against a fake worker: no torch, no model."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -36,6 +37,8 @@ for line in sys.stdin:
     match request["run"]["model"]:
         case "ok":
             ok(step_s=[0.5] * len(request["seq_lens"]), batch_seq_len=request["seq_lens"])
+        case "repeat":
+            ok(detail=json.dumps([request["seq_lens"], request["decisive_s"]]))
         case "oom":
             say(event="result", outcome="oom", detail="12 GiB", clean=True)
         case "error":
@@ -108,6 +111,19 @@ def test_a_measurement_is_a_complete_record(profiler: Profiler) -> None:
 def test_batches_can_come_in_the_order_of_a_real_run(profiler: Profiler) -> None:
     record = measure(profiler, "ok", seq_lens=[32, 128, 64], num_batches=3, in_order=True)
     assert record.batch_seq_len == (32, 128, 64)
+
+
+def test_the_longest_and_the_shortest_batch_come_first_each_with_what_it_may_take(
+    profiler: Profiler,
+) -> None:
+    record = measure(
+        profiler, "repeat", seq_lens=[64, 128, 32], decisive_s=[2.0, 4.0, math.inf], num_batches=4
+    )
+    assert json.loads(record.detail) == [[128, 32, 64, 64], [4.0, math.inf, 2.0, 2.0]]
+
+
+def test_without_a_time_that_decides_every_batch_is_asked_for(profiler: Profiler) -> None:
+    assert json.loads(measure(profiler, "repeat", num_batches=2).detail) == [[128, 128], []]
 
 
 def test_a_healthy_worker_serves_many_runs(profiler: Profiler) -> None:

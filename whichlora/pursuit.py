@@ -67,6 +67,19 @@ class Pursuit:
             self.outlook.run_s(self.calibration),
         )
 
+    def decisive_s(self, position: int, decision: Decision) -> float:
+        """The time that a candidate must stay below to be the answer, infinite where any will do.
+
+        That is its limit, or the time of the best measured candidate where it has to beat that.
+        """
+        contest, best = self.contest, decision.best
+        limit = float(contest.most_s[position])
+        if best is None or not contest.training[position] or contest.prefer == "memory":
+            return limit
+        if contest.tier[best] != contest.tier[position]:
+            return limit
+        return min(limit, self.quantities(best)[0].value)
+
     def pursue(self, measure: Measure, learn: Learn, budget: Budget) -> tuple[Decision, StoppedBy]:
         """Measure until the winner is certain or the budget is spent."""
         while True:

@@ -135,9 +135,10 @@ class Measurement:
         outcome: "ok", or how it ended: out of memory, a crash, a kill, a time-out, an error of
             the libraries. All are results.
         detail: one line of the error, empty when ok.
-        step_s: seconds of each measured optimizer step, warm-up left out (fine-tuning).
+        step_s: seconds of each measured optimizer step, warm-up left out (fine-tuning); fewer
+            than were asked for where the first ones settled what the run was for.
         warm_up_s: seconds of the first step, at the longest length; 0 where not recorded.
-        batch_seq_len: padded length of the batches of each of these steps, longest first.
+        batch_seq_len: padded length of the batches of each of these steps.
         generate_s: seconds of each measured generation (inference), with `prefill_s` and
             `decode_s_per_token` of the same generations.
         peak_allocated_bytes: peak of the framework's allocator, live tensors only.

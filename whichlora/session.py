@@ -27,7 +27,13 @@ from whichlora.dataset import (
 from whichlora.enumeration import Candidates
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import list_methods
-from whichlora.outlook import Outline, Outlook, outline_inference, outline_training
+from whichlora.outlook import (
+    Outline,
+    Outlook,
+    num_tokens,
+    outline_inference,
+    outline_training,
+)
 from whichlora.plan import Plan
 from whichlora.policy import Contest, Decision, tiers
 from whichlora.prediction import Job, predict, resolve, step_features
@@ -308,12 +314,17 @@ class Session:
         load = self.workload(run.model, run.batch_size) if run.phase == "finetune" else None
         training = load is not None
         number = self.plan.num_batches if training else self.plan.num_runs
+        lengths = load.profile_lengths(number) if load else (run.prompt_len,)
+        decisive_s: Sequence[float] = ()
+        if decision is not None:
+            decisive_s = self._per_batch(run, lengths, pursuit.decisive_s(position, decision))
         measurement: Measurement = self._device().measure(
             run,
             model_config=self.models[run.model].config,
             target_modules=self.job(run).peft_targets,
-            seq_lens=load.profile_lengths(number) if load else (run.prompt_len,),
+            seq_lens=lengths,
             num_batches=number,
+            decisive_s=decisive_s,
             timeout_s=self.plan.timeout_s,
         )
         known = api.is_known_model(run.model)
@@ -322,6 +333,19 @@ class Session:
         self.log.append(measurement)
         self._records.append(measurement)
         return measurement
+
+    def _per_batch(self, run: RunConfig, lengths: Sequence[int], whole_s: float) -> list[float]:
+        """What each batch of a profile takes of a training, or a generation, of `whole_s`.
+
+        Args:
+            whole_s: seconds of the whole training, or of one generated token.
+        """
+        if run.phase == "inference":
+            return [whole_s * num_tokens(self.job(run))]
+        widths = self.workload(run.model, run.batch_size).widths
+        number = {width: n / run.gradient_accumulation_steps for width, n in widths.items()}
+        predicted_s = sum(n * self._seconds(run, width) for width, n in number.items())
+        return [whole_s * self._seconds(run, width) / predicted_s for width in lengths]
 
     def recall(self, pursuit: Pursuit) -> list[RunConfig]:
         """Let `pursuit` take in every measurement that this run has recorded so far."""

@@ -13,6 +13,7 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from whichlora.device.meter import Meter
+from whichlora.enough import is_enough
 from whichlora.errors import MeasurementError
 from whichlora.specs import RunConfig
 
@@ -21,13 +22,22 @@ _SHORTEST_ROW = 0.5  # of the padded length; rows of a padded batch lie between 
 
 
 def measure_finetune(
-    model: Any, run: RunConfig, meter: Meter, seq_lens: Sequence[int]
+    model: Any,
+    run: RunConfig,
+    meter: Meter,
+    seq_lens: Sequence[int],
+    decisive_s: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Time one optimizer step per length in `seq_lens`, after a warm-up at the longest.
 
     The first step is timed on its own: it grows the allocator, creates the optimizer state and
-    selects kernels. A device without memory counters gets one more untimed step, at the longest
-    length.
+    selects kernels. On a device without memory counters the second one, also at the longest
+    length, counts the bytes and is not timed. So the peak is known before the timed steps, which
+    may end early.
+
+    Args:
+        decisive_s: what each step may take; the run ends once the steps clearly take more.
+            Without it every step is made.
 
     Raises:
         MeasurementError: a loss head that can't be profiled.
@@ -39,8 +49,9 @@ def measure_finetune(
             "trainer and can't be profiled; profile hf, liger or raw instead"
         )
     longest = max(seq_lens)
-    lengths = [longest, *seq_lens, *([longest] if meter.needs_extra_run else [])]
-    timer = _StepTimer(meter, num_timed=len(seq_lens))
+    untimed = [longest] * (2 if meter.needs_extra_run else 1)
+    lengths = [*untimed, *seq_lens]
+    timer = _StepTimer(meter, num_untimed=len(untimed), decisive_s=decisive_s)
     watch_moments(model, meter)
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = _Trainer(
@@ -54,7 +65,7 @@ def measure_finetune(
         trainer.train()
     peaks = meter.peaks()
     trainer.accelerator.free_memory()
-    timed = {"step_s": timer.step_s, "batch_seq_len": list(seq_lens)}
+    timed = {"step_s": timer.step_s, "batch_seq_len": list(seq_lens[: len(timer.step_s)])}
     return timed | {"warm_up_s": timer.warm_up_s} | peaks
 
 
@@ -86,20 +97,25 @@ class _Trainer(Trainer):  # type: ignore[misc]
 
 
 class _StepTimer(TrainerCallback):  # type: ignore[misc]
-    """Seconds from the end of one optimizer step to the end of the next, fetching included."""
+    """Seconds from the end of one optimizer step to the end of the next, fetching included.
 
-    def __init__(self, meter: Meter, *, num_timed: int) -> None:
+    Step 1 is the warm-up; where two are untimed, step 2 runs under the memory profiler. Ends the
+    training once the timed steps have decided.
+    """
+
+    def __init__(self, meter: Meter, *, num_untimed: int, decisive_s: Sequence[float]) -> None:
         self.step_s: list[float] = []
         self.warm_up_s = 0.0
         self._meter = meter
-        self._last_timed = 1 + num_timed  # step 1 is the warm-up
+        self._num_untimed = num_untimed
+        self._decisive_s = decisive_s
         self._end_s = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._end_s = self._meter.now()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._last_timed:
+        if 1 <= state.global_step < self._num_untimed:  # steps completed so far
             self._meter.start_extra_run()
         self._meter.enter("layer_forward")
 
@@ -112,12 +128,14 @@ class _StepTimer(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._meter.enter("")
         now = self._meter.now()
-        if 1 < state.global_step <= self._last_timed:
+        if state.global_step > self._num_untimed:
             self.step_s.append(now - self._end_s)
+            control.should_training_stop |= is_enough("finetune", self.step_s, self._decisive_s)
         elif state.global_step == 1:
             self.warm_up_s = now - self._end_s
-        elif state.global_step > self._last_timed:
+        else:
             self._meter.stop_extra_run()
+            now = self._meter.now()  # reading the profile takes a while
         self._end_s = now
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from whichlora.device.meter import Meter
+from whichlora.enough import is_enough
 from whichlora.errors import MeasurementError
 from whichlora.specs import RunConfig
 
@@ -16,12 +17,25 @@ _IMPLEMENTATIONS = {"dynamic": None, "static": "static"}
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def measure_inference(model: Any, run: RunConfig, meter: Meter, num_batches: int) -> dict[str, Any]:
+def measure_inference(
+    model: Any,
+    run: RunConfig,
+    meter: Meter,
+    num_batches: int,
+    decisive_s: Sequence[float] = (),
+) -> dict[str, Any]:
     """Time `num_batches` generations after a warm-up; an encoder runs its forward only.
 
     The warm-up has the full length, since a static cache is compiled for it. A device without
     memory counters generates once more under the profiler, after bitsandbytes has repacked 4-bit
     weights for its CPU kernels, which it does in the first forward.
+
+    No generation is cut: its length belongs to the peak of the cache and to the mean time of a
+    token. But its tokens are many timings, so that one generation may settle the run.
+
+    Args:
+        decisive_s: what each generation may take; the run ends once they clearly take more, or
+            less. Without it every generation is made.
 
     Raises:
         MeasurementError: a serving engine that is not part of transformers.
@@ -43,7 +57,12 @@ def measure_inference(model: Any, run: RunConfig, meter: Meter, num_batches: int
         generate = _Generation(model, run, meter, input_ids)
 
     generate()
-    timings = [generate() for _ in range(num_batches)]
+    timings: list[dict[str, float]] = []
+    while len(timings) < num_batches:
+        timings.append(generate())
+        times_s = [timing["generate_s"] for timing in timings]
+        if is_enough("inference", times_s, decisive_s):
+            break
     if meter.needs_extra_run:
         meter.extra_run(generate)
     return {

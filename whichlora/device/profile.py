@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -89,6 +90,7 @@ class Profiler:
         target_modules: Sequence[str] | str,
         seq_lens: Sequence[int],
         num_batches: int = 5,
+        decisive_s: Sequence[float] = (),
         timeout_s: float,
         in_order: bool = False,
         keeps_history: bool = False,
@@ -100,24 +102,31 @@ class Profiler:
             target_modules: leaf names that get an adapter, or "all-linear".
             seq_lens: padded lengths of the batches (fine-tuning); taken in turn if there are
                 fewer than `num_batches`.
+            decisive_s: what each batch in `seq_lens` (inference: each generation) may take before
+                the run is of no use. Once that is clear (`enough.is_enough`), the rest is not
+                made; without it all are.
             timeout_s: limit for building and measuring; starting the worker is not part of it.
-            in_order: batches come as `seq_lens` says, as in a real run, not longest first.
+            in_order: batches come as `seq_lens` says, as in a real run; else the longest and the
+                shortest go first, so that an early end has seen both.
             keeps_history: also record the largest blocks that a CUDA allocator handed out.
 
         Raises:
             MeasurementError: the worker can't start.
         """
-        lengths = list(islice(cycle(seq_lens), num_batches))
+        limits_s = decisive_s or [math.inf] * len(seq_lens)
+        batches = list(islice(cycle(zip(seq_lens, limits_s, strict=True)), num_batches))
         if not in_order:
-            lengths.sort(reverse=True)
+            longest, *rest = sorted(batches, reverse=True)
+            batches = [longest, *rest[-1:], *rest[:-1]]
         request = {
             "run": run.to_dict(),
             "model_config": dict(model_config),
             "target_modules": target_modules
             if isinstance(target_modules, str)
             else list(target_modules),
-            "seq_lens": lengths,
+            "seq_lens": [length for length, _ in batches],
             "num_batches": num_batches,
+            "decisive_s": [limit for _, limit in batches] if decisive_s else [],
             "memory_limit_bytes": self._memory_limit_bytes,
             "keeps_history": keeps_history,
         }

@@ -110,9 +110,9 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any) -> dict[str, A
     meter.forget_peak()
     fields: dict[str, Any]
     if run.phase == "inference":
-        fields = measure_inference(model, run, meter, request["num_batches"])
+        fields = measure_inference(model, run, meter, request["num_batches"], request["decisive_s"])
     else:
-        fields = measure_finetune(model, run, meter, request["seq_lens"])
+        fields = measure_finetune(model, run, meter, request["seq_lens"], request["decisive_s"])
     return fields
 
 

@@ -78,6 +78,8 @@ class Progress:
         ]
         for what, predicted, measured in times(prediction, measurement):
             shown.append(f"{what} {format_seconds(measured)} ({_off(predicted, measured)})")
+        number = len(measurement.step_s or measurement.generate_s)
+        shown.append(f"{number} {'batch' if number == 1 else 'batches'}")
         self._console.print(f"  {name}: {', '.join(shown)}", markup=False)
 
 

@@ -1,0 +1,208 @@
+"""Tables of runs that stand in for devices: measured on a CPU, invented, and published."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import search_table
+
+from whichlora import api
+from whichlora.calibration import prior_calibration
+from whichlora.errors import ConfigError
+from whichlora.outlook import (
+    Outline,
+    Outlook,
+    closest_counter,
+    outline_inference,
+    outline_training,
+)
+from whichlora.prediction import resolve
+from whichlora.results import Measurement
+from whichlora.specs import GpuSpec, RunConfig
+from whichlora.store.measurements import read_measurements
+
+NUM_SEQUENCES = 10_000  # of the imagined data: total time is proportional to it
+NUM_STEPS = 5  # of a profile whose steps were not published one by one
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measured runs of one length: what the device would answer."""
+
+    name: str
+    gpu: GpuSpec
+    records: Sequence[Measurement]
+    outlines: Sequence[Outline]
+    num_params: Mapping[str, int]
+
+    @property
+    def runs(self) -> list[RunConfig]:
+        return [one.job.run for one in self.outlines]
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Seconds of the whole fine-tuning, or of one generated token."""
+        return np.array([_seconds(one) for one in self.records])
+
+    @property
+    def num_bytes(self) -> np.ndarray:
+        return np.array([float(closest_counter(one) or 0) for one in self.records])
+
+    @property
+    def training(self) -> np.ndarray:
+        return np.array([run.phase == "finetune" for run in self.runs])
+
+
+def _seconds(record: Measurement) -> float:
+    run = record.run
+    if record.generate_s:
+        return median(record.generate_s) / (run.batch_size * run.max_new_tokens)
+    return NUM_SEQUENCES / run.batch_size * sum(record.step_s) / len(record.step_s)
+
+
+def batch_s(run: RunConfig, seconds: float) -> float:
+    """Seconds of one step or generation of a run that takes `seconds` (`Table.seconds`)."""
+    if run.phase == "inference":
+        return seconds * run.batch_size * run.max_new_tokens
+    return seconds * run.batch_size / NUM_SEQUENCES
+
+
+def table_of(name: str, gpu: GpuSpec, records: Sequence[Measurement]) -> Table:
+    """A table of the good records among `records`."""
+    outlines, good = [], []
+    models = {}
+    for record in records:
+        if record.outcome != "ok":
+            continue
+        run = record.run
+        model = models.setdefault(run.model, api.load_model(run.model))
+        job = resolve(model, run, gpu)
+        if run.phase == "finetune":
+            steps = {run.seq_len: NUM_SEQUENCES / run.batch_size}
+            outlines.append(outline_training(job, steps, num_batches=len(record.step_s)))
+        else:
+            outlines.append(outline_inference(job, num_runs=len(record.generate_s)))
+        good.append(record)
+    return Table(name, gpu, good, outlines, {k: v.num_params for k, v in models.items()})
+
+
+def measured_tables(folder: Path) -> Iterator[Table]:
+    """One table per length of what `search_table.py` measured."""
+    gpu = search_table.load_gpu(folder)
+    records = read_measurements([folder], gpu.key)
+    for length in search_table.LENGTHS:
+        chosen = [
+            one
+            for one in records
+            if (one.run.seq_len if one.run.phase == "finetune" else one.run.prompt_len) == length
+        ]
+        if chosen:
+            yield table_of(f"CPU, {length} tokens", gpu, chosen)
+
+
+def invented_table(seed: int) -> Table:
+    """A device drawn from the prior, with errors that the formulas do not explain: for trying."""
+    rng = np.random.default_rng(seed)
+    gpu = api.find_gpu("cpu")
+    prior = prior_calibration(gpu)
+    time = {}
+    for phase, model in prior.time.items():
+        factor = {name: float(np.exp(rng.normal(0, 0.4))) for name in model.mean}
+        time[phase] = replace(model, mean={k: v * factor[k] for k, v in model.mean.items()})
+    truth = replace(prior, time=time)
+    jobs = [job for job in search_table.jobs(gpu) if 64 in (job.run.seq_len, job.run.prompt_len)]
+    jobs = [job for job in jobs if job.run.seq_len == 64 or job.run.phase == "inference"]
+    outlines = [
+        outline_training(job, {64: NUM_SEQUENCES / job.run.batch_size}, num_batches=4)
+        if job.run.phase == "finetune"
+        else outline_inference(job, num_runs=4)
+        for job in jobs
+    ]
+    outlook = Outlook(outlines)
+    deviation = 0.15 / prior.time["finetune"].noise
+    belief = outlook.time(truth)
+    errors = rng.multivariate_normal(np.zeros(len(jobs)), belief.own * deviation**2)
+    seconds = np.exp(belief.log_value + errors)
+    used = np.exp(outlook.memory(truth).log_value + rng.normal(0, 0.005, len(jobs)))
+    run_s = outlook.run_s(truth)
+    records = []
+    for i, job in enumerate(jobs):
+        run = job.run
+        training = run.phase == "finetune"
+        step_s = float(seconds[i]) * run.batch_size / NUM_SEQUENCES
+        whole_s = float(seconds[i]) * run.batch_size * run.max_new_tokens
+        records.append(
+            Measurement(
+                id=f"{seed}-{i}",
+                gpu=gpu.key,
+                date="2026-11-21T00:00:00+00:00",
+                config=run.to_dict(),
+                outcome="ok",
+                step_s=(step_s,) * 4 if training else (),
+                batch_seq_len=(64,) * 4 if training else (),
+                generate_s=() if training else (whole_s,) * 4,
+                prefill_s=() if training else (whole_s / 2,) * 4,
+                decode_s_per_token=()
+                if training
+                else (whole_s / 2 / (run.max_new_tokens - 1),) * 4,
+                peak_allocated_bytes=round(float(used[i])),
+                device_s=float(run_s[i]),
+            )
+        )
+    return Table(f"invented {seed}", gpu, records, outlines, table_sizes(jobs))
+
+
+def published_table() -> Table:
+    """Fine-tunings on A100 that IBM published, at one length; loading and warm-up are assumed.
+
+    Of runs that differ in library versions or dropout alone, the first stays: no plan asks for
+    both.
+    """
+    import published_rows
+
+    gpu = api.find_gpu("a100-sxm-80gb")
+    by_run: dict[RunConfig, dict[str, float]] = {}
+    for one in published_rows.read_all():
+        if isinstance(one, published_rows.Observation) and one.source == "fms_acceleration_bench":
+            by_run.setdefault(one.run, {})[one.quantity] = one.value
+    records = []
+    seen: set[RunConfig] = set()
+    for number, (run, values) in enumerate(by_run.items()):
+        if run.seq_len != 4096 or not {"step_s", "peak_allocated"} <= set(values):
+            continue
+        try:
+            job = resolve(api.load_model(run.model), run, gpu)
+        except ConfigError:
+            continue
+        asked = replace(job.run, libraries=(), lora_dropout=0.0, optimizer="adamw_torch")
+        if asked in seen:
+            continue
+        seen.add(asked)
+        load_s = api.load_model(run.model).num_params * 2 / 1e9
+        records.append(
+            Measurement(
+                id=f"published-{number}",
+                gpu=gpu.key,
+                date="2024-01-01T00:00:00+00:00",
+                config=job.run.to_dict(),
+                outcome="ok",
+                step_s=(values["step_s"],) * NUM_STEPS,
+                batch_seq_len=(run.seq_len,) * NUM_STEPS,
+                peak_allocated_bytes=round(values["peak_allocated"]),
+                device_used_bytes=round(values["device_used"]),
+                device_s=load_s + values["step_s"] * (NUM_STEPS + 1),
+            )
+        )
+    return table_of("A100, 4096 tokens", gpu, records)
+
+
+def table_sizes(jobs: Sequence[object]) -> dict[str, int]:
+    return {job.run.model: job.model.num_params for job in jobs}  # type: ignore[attr-defined]
