@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections import Counter
@@ -26,6 +27,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Where the blocks of a model live; what lies outside is embeddings, head, pooler, vision tower.
 STACKS = ("layers", "h", "block", "blocks", "layer", "albert_layers")
 R = 8
+NO_AUTO_CLASS = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # never a model by themselves
 
 
 def smallest() -> dict[str, str]:
@@ -469,3 +471,17 @@ def test_a_multimodal_config_with_the_text_at_the_top_is_the_same_model() -> Non
     flat = build({"model_type": "qwen2_vl", **text, **vision}, name="tiny")
     nested = build({"model_type": "qwen2_vl", "text_config": text, **vision}, name="tiny")
     assert flat == nested
+
+
+@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - NO_AUTO_CLASS))
+def test_flash_attention_is_described_as_the_class_has_it(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    names = (
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+        | auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        | auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
+    spec = build({"model_type": model_type, "num_experts_per_tok": 2}, name=model_type)
+    described = all(one.flash for layer, _ in spec.layers() for one in layer.attentions)
+    assert described == bool(getattr(transformers, names[model_type])._supports_flash_attn)

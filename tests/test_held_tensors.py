@@ -7,10 +7,12 @@ from strategies import A100
 
 from whichlora import families
 from whichlora.architecture import ModelSpec
+from whichlora.errors import ConfigError
 from whichlora.memory import facts
 from whichlora.memory.activations import fused_qkv
 from whichlora.memory.ledger import Ledger
 from whichlora.prediction import ledger, resolve
+from whichlora.space import blocks
 from whichlora.specs import RunConfig
 from whichlora.units import MiB
 
@@ -137,3 +139,21 @@ def test_nemotron_normalises_in_the_dtype_of_autocast() -> None:
         for one in (config, config | {"model_type": "jais2"})
     )
     assert narrow < wide - 8  # each of two norms keeps 2 bytes less, and shares its result
+
+
+@pytest.mark.parametrize("model_type", ["mpt", "bloom", "t5", "codegen", "deberta-v2"])
+def test_flash_attention_is_refused_where_the_class_has_none(model_type: str) -> None:
+    run = RunConfig(model="m", attn="flash_attention_2", precision="bf16")
+    model = model_of({"model_type": model_type})
+    with pytest.raises(ConfigError, match=f"flash_attention_2 is not in the {model_type} of"):
+        resolve(model, run, A100)
+    settings = {"attn": ["flash_attention_2", "sdpa"]}
+    found = list(blocks(run, settings, [A100], lambda _: model))
+    assert {one.job.run.attn for one in found} == {"sdpa"}
+
+
+def test_flash_attention_is_refused_with_alibi() -> None:
+    run = RunConfig(model="m", attn="flash_attention_2", precision="bf16")
+    with pytest.raises(ConfigError, match="falcon"):
+        resolve(model_of(FALCON, alibi=True), run, A100)
+    assert resolve(model_of(FALCON), run, A100).run.attn == "flash_attention_2"

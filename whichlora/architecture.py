@@ -107,6 +107,7 @@ class Attention:
         dropout: probability that a trained model drops an attention weight.
         sdpa: what a request for SDPA ends in: the "fused" kernel, "math" where the shapes rule
             that out (Falcon's broadcast key head), "eager" where the class has no SDPA.
+        flash: the class takes flash-attention 2; transformers refuses to load one that does not.
         sinks: each head has one more logit, which no value belongs to (gpt-oss).
         gated: the query's projection yields a gate on the output too (Qwen3-Next).
         latent: queries, keys and values come from low-rank latents (DeepSeek); how the part of
@@ -142,6 +143,7 @@ class Attention:
     other_params: int = 0
     dropout: float = 0.0
     sdpa: Literal["fused", "math", "eager"] = "fused"
+    flash: bool = True
     sinks: bool = False
     gated: bool = False
     latent: Literal["interleaved", "complex"] | None = None

@@ -75,6 +75,11 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
                 f"attn: flash_attention_2 does not run on {gpu.key} (it needs compute capability "
                 "8.0 or newer); use sdpa"
             )
+        if not all(one.flash for layer, _ in model.layers() for one in layer.attentions):
+            raise ConfigError(
+                f"attn: flash_attention_2 is not in the {model.model_type} of transformers, which "
+                "has sdpa or eager; use sdpa, which takes what there is"
+            )
         if run.precision in FP32_PRECISIONS:
             raise ConfigError(
                 f"attn: flash_attention_2 needs 16-bit precision; use sdpa with {run.precision}"

@@ -75,6 +75,7 @@ def _bloom(c: Fields) -> ModelSpec:
         out_bias=True,
         position="alibi",
         sdpa="eager",
+        flash=False,
         dropout=c.probability("attention_dropout"),
     )
     block = mlp(
@@ -124,6 +125,7 @@ def _falcon(c: Fields) -> ModelSpec:
         # FalconAttention copies grouped keys and values to every head before it caches them.
         cache_elements=2 * hidden if new else 2 * kv_heads * head_dim,
         repeats_heads=new and kv_heads < heads,
+        flash=position != "alibi",
         always_masked=True,
         # The old architecture hands SDPA one key head to broadcast: no fused kernel takes that.
         sdpa="math" if not new and kv_heads < heads else "fused",
@@ -177,6 +179,7 @@ def _mpt(c: Fields) -> ModelSpec:
         out_name="out_proj",
         position="alibi",
         sdpa="eager",
+        flash=False,
     )
     block = mlp(
         hidden=hidden,

@@ -282,10 +282,11 @@ def _deberta(c: Fields) -> ModelSpec:
         ("query_proj", "key_proj", "value_proj"),
         position="relative",
         sdpa="eager",
+        flash=False,
         relative_rows=rows,
     )
     if not c.flag("relative_attention"):
-        attention = _attention(c, ("query_proj", "key_proj", "value_proj"))
+        attention = _attention(c, ("query_proj", "key_proj", "value_proj"), flash=False)
     elif not c.flag("share_att_key"):
         raise ConfigError(
             f"{c.name}: share_att_key is false; only DeBERTa with shared keys (v3 and v2-xlarge) "

@@ -179,6 +179,7 @@ def _gptj(c: Fields) -> ModelSpec:
         out_name="out_proj",
         rotary_dim=c.size("rotary_dim", fallback=hidden // heads),
         sdpa="eager",
+        flash=not fused,  # GPT-J does, CodeGen does not
         wide_scores=True,
         dropout=c.probability("attn_pdrop"),
     )

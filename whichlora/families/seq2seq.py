@@ -114,6 +114,7 @@ def _t5(c: Fields) -> ModelSpec:
             out_name="o",
             position="relative",  # cross attention adds a bias of zeros
             biases_each_layer=in_every_layer,
+            flash=False,
             wide_softmax=False,
             causal=causal,
             cross=cross,
