@@ -102,6 +102,16 @@ def test_recomputation_stops_at_the_last_tensor_that_is_asked_for_with_its_names
     assert max(full) == 20 + 60 + 10 + 20
 
 
+def test_what_is_written_over_takes_no_room_but_a_gradient_of_its_own() -> None:
+    tape = Tape()
+    x = tape.input(per_token(10), 2, needs_grad=True)
+    y = tape.op([x], per_token(10), 2)
+    tape.in_place(y)
+    points, _ = tape.forward(saving=True)
+    assert [bytes_of(one) for one in points] == [20, 20]
+    assert max(bytes_of(one) for one in tape.backward(recomputed=False)) == 20 + 20
+
+
 @pytest.mark.parametrize(("accumulated", "left"), [(False, 1000), (True, 0)])
 def test_gradients_of_parameters_stay_unless_they_are_added_to_earlier_ones(
     accumulated: bool, left: int

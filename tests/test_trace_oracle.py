@@ -150,6 +150,50 @@ def test_the_ledger_agrees_with_the_trace(settings: dict[str, Any]) -> None:
     assert predicted == pytest.approx(traced, rel=0.015)
 
 
+GEMMA_4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "head_dim": 64,
+    "global_head_dim": 512,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+}
+EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 256,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({}, {"gradient_checkpointing": False}),
+        ({}, {"method": "qlora"}),
+        ({}, {"precision": "bf16-pure", "attn": "eager"}),
+        (EXPERTS, {}),
+    ],
+    ids=str,
+)
+def test_gemma_4_agrees_with_the_trace(fields: dict[str, Any], settings: dict[str, Any]) -> None:
+    config = GEMMA_4 | fields
+    run = RunConfig(model="x", batch_size=4, seq_len=512, **settings)
+    job = prediction.resolve(families.build(config, name="x"), run, GPU)
+    found = prediction.ledger(job)
+    events = trace(job.run, config, target_modules="all-linear")
+    traced = replay(one.event for one in events).peak_allocated_bytes
+    predicted = int(found.peak_allocated_bytes) - found.workspace_bytes
+    assert predicted == pytest.approx(traced, rel=0.005)
+
+
 def test_a_family_that_the_ledger_does_not_know_is_traced_and_says_so(tmp_path: Any) -> None:
     unknown = TINY | {"model_type": "nanochat", "head_dim": 64}
     path = tmp_path / "config.json"

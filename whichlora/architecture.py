@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Task = Literal["causal-lm", "seq2seq-lm", "encoder"]
-Routing = Literal["softmax", "softmax_wide", "softmax_fp32", "sigmoid", "chosen", "sparse_mixer"]
+NormKind = Literal[
+    "rms", "rms_offset", "rms_power", "rms_mixed", "layer", "layer_steps", "layer_narrow"
+]
+Routing = Literal[
+    "softmax", "softmax_wide", "softmax_fp32", "sigmoid", "chosen", "sparse_mixer", "scaled"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +69,8 @@ class Norm:
 
     Args:
         kind: "rms" computes in fp32 and scales the result cast back to the stream's dtype
-            (Llama); "rms_offset" scales by (1 + weight) in fp32 (Gemma); "layer" is
+            (Llama); "rms_offset" scales by (1 + weight) in fp32 (Gemma), "rms_power" too, its
+            deviation being a power (Gemma 4); "layer" is
             `nn.LayerNorm`; "rms_mixed" multiplies the 16-bit input by the fp32 deviation (T5);
             "layer_steps" is LayerNorm written out in fp32 operators (Cohere); "layer_narrow" is
             LayerNorm that follows autocast's dtype (Nemotron).
@@ -72,7 +78,7 @@ class Norm:
     """
 
     name: str
-    kind: Literal["rms", "rms_offset", "rms_mixed", "layer", "layer_steps", "layer_narrow"]
+    kind: NormKind
     width: int
     rows: int = 1
     weight: bool = True
@@ -122,6 +128,9 @@ class Attention:
         repeats_heads: keys and values are copied to every query head where the fused projection
             is taken apart (Falcon's new architecture).
         always_masked: the model makes a mask whatever the batch, with ALiBi one per head (Falcon).
+        keys_from: of Gemma 4, which makes queries, then keys, then values, each with a norm: two
+            projections of its own, "one" for both, or the keys and values of an "earlier" layer.
+        keeps_keys: later layers read its keys and values.
     """
 
     kind: Literal["softmax", "linear", "conv"] = "softmax"
@@ -155,6 +164,8 @@ class Attention:
     wide_softmax: bool = True
     repeats_heads: bool = False
     always_masked: bool = False
+    keys_from: Literal["two", "one", "earlier"] | None = None
+    keeps_keys: bool = False
 
     @property
     def q_width(self) -> int:
@@ -213,7 +224,8 @@ class Moe:
             all, narrowed to the dtype of the product (Qwen) or left in fp32 ("softmax_wide",
             Mixtral); a product in fp32 before it ("softmax_fp32", DeepSeek V2; "sigmoid",
             DeepSeek V3); softmax over the "chosen" ones (gpt-oss, Granite); "sparse_mixer"
-            (Phi). None where nobody has written it down.
+            (Phi); "scaled", of normalised inputs and with a weight of each expert (Gemma 4). None
+            where nobody has written it down.
         shared_first: the shared expert runs before the router.
         clamped: the gate is gpt-oss's, of single operators.
     """
@@ -235,10 +247,32 @@ class Moe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInput:
+    """A second embedding of each token, of which every layer reads a part of its own (Gemma 4).
+
+    Args:
+        num_parts: layers whose parts stand side by side in one tensor.
+        gate, projection: before and after the product with this layer's part.
+        norm: over what is added to the hidden state.
+    """
+
+    num_parts: int
+    gate: Linear
+    projection: Linear
+    activation: str
+    norm: Norm
+
+    @property
+    def packed_width(self) -> int:
+        return self.num_parts * self.gate.out_features
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """One transformer block.
 
     Args:
+        moe: in the place of `mlp`, or beside it (Gemma 4).
         norms: those over the hidden state, in forward order.
         parallel: attention and MLP read the layer's input, each through a norm or one for both.
         post_norm: no norm reads the layer's input (BERT, OLMo 2).
@@ -247,6 +281,7 @@ class Layer:
         names_norm: so what the first norm returned (StableLM).
         returns_probabilities: eager attention's are part of what the block returns, which the
             model's loop names until the next block has returned (GPT-J, BLOOM).
+        scales_result: the result is multiplied by a number, in place (Gemma 4).
     """
 
     attentions: tuple[Attention, ...]
@@ -259,6 +294,8 @@ class Layer:
     names_attention: bool = False
     names_norm: bool = False
     returns_probabilities: bool = False
+    layer_input: LayerInput | None = None
+    scales_result: bool = False
     other_params: int = 0
 
     @property
@@ -272,15 +309,20 @@ class Layer:
             found.extend(self.moe.expert.linears)
             if self.moe.shared is not None:
                 found.extend(self.moe.shared.linears)
+        if self.layer_input is not None:
+            found += [self.layer_input.gate, self.layer_input.projection]
         return tuple(found)
 
     @property
     def num_params(self) -> int:
+        extra = self.layer_input
         return (
             sum(attention.num_params for attention in self.attentions)
             + (self.mlp.num_params if self.mlp else 0)
             + (self.moe.num_params if self.moe else 0)
             + sum(norm.num_params for norm in self.norms)
+            + (extra.gate.num_params + extra.projection.num_params if extra else 0)
+            + (extra.norm.num_params if extra else 0)
             + self.other_params
         )
 
@@ -335,7 +377,8 @@ class ModelSpec:
         name: hub id, or the local path it was read from.
         head: the projection to the vocabulary; None for an encoder without one.
         head_tied: the head shares its weight with the token embedding.
-        head_linears: projections around the stack (OPT-350M's project_in and project_out).
+        head_linears: projections around the stack (OPT-350M's project_in and project_out), and
+            the one that makes the inputs of each layer, which `layer_input_norm` reads (Gemma 4).
         masked_head: of an encoder; not among its parameters, which are those of `AutoModel`.
         other_params: parameters outside all of the above (a vision tower, a pooler).
         unloaded_params: those among them that `AutoModelForCausalLM` leaves on the disk.
@@ -355,6 +398,7 @@ class ModelSpec:
     embeddings: tuple[Embedding, ...]
     embedding_norms: tuple[Norm, ...] = ()
     final_norms: tuple[Norm, ...] = ()
+    layer_input_norm: Norm | None = None
     head: Linear | None = None
     head_tied: bool = False
     head_linears: tuple[Linear, ...] = ()
@@ -392,6 +436,7 @@ class ModelSpec:
             sum(group.num_params for group in self.groups)
             + sum(embedding.num_params for embedding in self.embeddings)
             + sum(norm.num_params for norm in self.embedding_norms + self.final_norms)
+            + (self.layer_input_norm.num_params if self.layer_input_norm else 0)
             + sum(linear.num_params for linear in self.head_linears)
             + head
             + self.other_params

@@ -270,9 +270,13 @@ def attention(
         query, key, value = (one.to(dtype) for one in (query, key, value))
     broadcast = key.shape[1] != query.shape[1] and not enable_gqa  # no fused kernel repeats heads
     if broadcast or max(query.shape[-1], value.shape[-1]) > MAX_FLASH_HEAD_DIM:
-        expanded: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
+        with torch._C._ExcludeDispatchKeyGuard(
+            _AUTOCAST
+        ):  # its products are no calls of autocast's
+            expanded: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            )[0]  # fmt: skip
         return expanded
     if attn_mask is not None and attn_mask.dtype != query.dtype:
         # `convert_boolean_attn_mask`: an additive mask in the dtype of the query, in every layer

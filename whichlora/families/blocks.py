@@ -15,10 +15,9 @@ from whichlora.architecture import (
     ModelSpec,
     Moe,
     Norm,
+    NormKind,
 )
 from whichlora.families.fields import Fields
-
-NormKind = Literal["rms", "rms_offset", "rms_mixed", "layer", "layer_steps", "layer_narrow"]
 
 
 def qkv_linears(

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from whichlora.architecture import Layer, Mlp, ModelSpec, Moe, Norm
-from whichlora.families.blocks import NormKind, causal_lm, mlp, norms, softmax_attention
+from whichlora.architecture import Layer, Mlp, ModelSpec, Moe, Norm, NormKind
+from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
 
 PRE_NORM = ("input_layernorm", "post_attention_layernorm")

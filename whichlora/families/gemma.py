@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from whichlora.architecture import Embedding, Layer, Linear, ModelSpec, Norm
+from whichlora.architecture import Embedding, Layer, LayerInput, Linear, ModelSpec, Norm
 from whichlora.families.blocks import causal_lm, mlp, moe, norms, softmax_attention
 from whichlora.families.decoder import FULL, Style, decoder, every_nth_full
 from whichlora.families.fields import Fields
@@ -99,8 +99,12 @@ def _gemma3(c: Fields) -> ModelSpec:
     )
 
 
-def _gemma4_layer(c: Fields, kind: str, *, shared_cache: bool) -> Layer:
-    """One block of Gemma 4; `shared_cache` layers take keys and values of an earlier one."""
+def _gemma4_layer(c: Fields, kind: str, *, sharing: str) -> Layer:
+    """One block of Gemma 4.
+
+    Args:
+        sharing: "reuse": keys and values of an earlier layer; "store": later layers read its own.
+    """
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
     full = kind == FULL
     head_dim = c.size("global_head_dim") if full else c.size("head_dim")
@@ -109,7 +113,7 @@ def _gemma4_layer(c: Fields, kind: str, *, shared_cache: bool) -> Layer:
     if keys_are_values:
         kv_heads = c.size("num_global_key_value_heads", fallback=kv_heads)
     bias = c.flag("attention_bias")
-    rope = c.part("rope_parameters").part(kind)
+    reuses = sharing == "reuse"
 
     attention = softmax_attention(
         hidden=hidden,
@@ -118,16 +122,18 @@ def _gemma4_layer(c: Fields, kind: str, *, shared_cache: bool) -> Layer:
         head_dim=head_dim,
         qkv_bias=bias,
         out_bias=bias,
-        cached=not shared_cache,
-        rotary_dim=int(head_dim * (rope.number_or_none("partial_rotary_factor") or 1.0)),
+        cached=not reuses,
+        rotary_dim=head_dim,  # where only a part of the angles is not zero, all are still there
         sliding_window=None if full else c.size("sliding_window"),
+        keys_from="earlier" if reuses else ("one" if keys_are_values else "two"),
+        keeps_keys=sharing == "store",
     )
     missing = {"v_proj"} if keys_are_values else set()
-    qk_norms = [Norm(name="q_norm", kind="rms_offset", width=head_dim, rows=heads)]
-    if shared_cache:
+    qk_norms = [Norm(name="q_norm", kind="rms_power", width=head_dim, rows=heads)]
+    if reuses:
         missing = {"k_proj", "v_proj"}
     else:
-        key: dict[str, Any] = {"kind": "rms_offset", "width": head_dim, "rows": kv_heads}
+        key: dict[str, Any] = {"kind": "rms_power", "width": head_dim, "rows": kv_heads}
         qk_norms += [Norm(name="k_norm", **key), Norm(name="v_norm", weight=False, **key)]
     attention = replace(
         attention,
@@ -135,19 +141,10 @@ def _gemma4_layer(c: Fields, kind: str, *, shared_cache: bool) -> Layer:
         norms=tuple(qk_norms),
     )
 
-    wide = shared_cache and c.flag("use_double_wide_mlp")
+    wide = reuses and c.flag("use_double_wide_mlp")
     activation = c.text("hidden_activation")
-    names: tuple[str, ...] = _SANDWICH
-    per_layer = c.size_or_none("hidden_size_per_layer_input")
-    extra: tuple[Linear, ...] = ()
-    if per_layer:  # a gate and a projection after the MLP, for the per-layer embedding
-        gate, back = ("per_layer_input_gate", "per_layer_projection")
-        extra = (
-            Linear(name=gate, in_features=hidden, out_features=per_layer, reads="per_layer_in"),
-            Linear(name=back, in_features=per_layer, out_features=hidden, reads="per_layer_act"),
-        )
-        names += ("post_per_layer_input_norm",)
     experts = None
+    names: tuple[str, ...] = _SANDWICH
     if c.flag("enable_moe_block"):
         num_experts = c.size("num_experts")
         experts = moe(
@@ -160,6 +157,7 @@ def _gemma4_layer(c: Fields, kind: str, *, shared_cache: bool) -> Layer:
                 name="proj", in_features=hidden, out_features=num_experts, reads="router_in"
             ),
             other_params=hidden + num_experts,  # scales of the router's input and of each expert
+            routing="scaled",
         )
         names += (
             "post_feedforward_layernorm_1",
@@ -172,27 +170,52 @@ def _gemma4_layer(c: Fields, kind: str, *, shared_cache: bool) -> Layer:
             hidden=hidden,
             width=c.size("intermediate_size") * (2 if wide else 1),
             activation=activation,
-            extra=extra,
         ),
         moe=experts,
-        norms=norms(names, width=hidden, kind="rms_offset"),
+        norms=norms(names, width=hidden, kind="rms_power"),
+        layer_input=_layer_input(c),
+        scales_result=True,
     )
+
+
+def _layer_input(c: Fields) -> LayerInput | None:
+    hidden, width = c.size("hidden_size"), c.size_or_none("hidden_size_per_layer_input")
+    if not width:
+        return None
+    gate, back = ("per_layer_input_gate", "per_layer_projection")
+    return LayerInput(
+        num_parts=c.layers(),
+        gate=Linear(name=gate, in_features=hidden, out_features=width, reads="per_layer_in"),
+        projection=Linear(name=back, in_features=width, out_features=hidden, reads="per_layer_act"),
+        activation=c.text("hidden_activation"),
+        norm=Norm(name="post_per_layer_input_norm", kind="rms_power", width=hidden),
+    )
+
+
+def _kv_sharing(types: list[str], num_shared: int) -> list[str]:
+    """Per layer: "reuse" in the last `num_shared`, "store" in those they read, else nothing.
+
+    Source: transformers 5.23 `Gemma4TextConfig.kv_sharing_modes`.
+    """
+    first = len(types) - num_shared
+    stores = {kind: number for number, kind in enumerate(types[:first])} if num_shared else {}
+    own = ["store" if number in stores.values() else "" for number in range(first)]
+    return own + ["reuse"] * num_shared
 
 
 def _gemma4(c: Fields) -> ModelSpec:
     hidden, count = c.size("hidden_size"), c.layers()
     types = every_nth_full(c, 6)
     types[-1] = FULL  # whatever the config says
-    first_shared = count - c.count("num_kv_shared_layers")
+    sharing = _kv_sharing(types, c.count("num_kv_shared_layers"))
     layers = [
-        _gemma4_layer(c, kind, shared_cache=number >= first_shared)
-        for number, kind in enumerate(types)
+        _gemma4_layer(c, kind, sharing=mode) for kind, mode in zip(types, sharing, strict=True)
     ]
     embeddings: tuple[Embedding, ...] = (
         Embedding(name="embed_tokens", rows=c.size("vocab_size"), width=hidden),
     )
     around: tuple[Linear, ...] = ()
-    embedding_norms: tuple[Norm, ...] = ()
+    layer_input_norm = None
     per_layer = c.size_or_none("hidden_size_per_layer_input")
     if per_layer:
         packed = count * per_layer
@@ -211,15 +234,15 @@ def _gemma4(c: Fields) -> ModelSpec:
                 reads="embedding",
             ),
         )
-        embedding_norms = (
-            Norm(name="per_layer_projection_norm", kind="rms_offset", width=per_layer, rows=count),
+        layer_input_norm = Norm(
+            name="per_layer_projection_norm", kind="rms_power", width=per_layer, rows=count
         )
     return causal_lm(
         c,
         layers,
-        final_norms=norms(("norm",), width=hidden, kind="rms_offset"),
+        final_norms=norms(("norm",), width=hidden, kind="rms_power"),
         embeddings=embeddings,
-        embedding_norms=embedding_norms,
+        layer_input_norm=layer_input_norm,
         head_linears=around,
         logit_softcap=c.number_or_none("final_logit_softcapping"),
     )

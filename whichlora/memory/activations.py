@@ -70,6 +70,7 @@ def norm_saved(norm: Norm, stack: Stack, *, reads: str = "") -> Iterator[Tensor]
         yield per_token(f"{norm.name}: input", stack.stream_bytes, size, dims)
     in_fp32 = norm.kind in (
         "rms_offset",
+        "rms_power",
         "layer_steps",
     )  # scaled before the result is cast back to the stream's dtype
     if stack.trains_base and norm.weight:
@@ -102,12 +103,15 @@ def attention_kernel(attention: Attention, stack: Stack) -> Kernel:
 
 
 def is_masked(attention: Attention, stack: Stack, span: Count) -> Count:
-    """1 where SDPA gets a mask tensor, else 0: padding, or more tokens than the window."""
+    """1 where SDPA gets a mask tensor, else 0: padding, or a window that the tokens fill.
+
+    Source: transformers 5.23 `_ignore_causal_mask_sdpa`.
+    """
     if stack.padded or attention.always_masked:
         return 1 + 0 * span
     if attention.sliding_window is None:
         return 0 * span
-    return 1 * (span > attention.sliding_window)
+    return 1 * (span >= attention.sliding_window)
 
 
 def has_mask_per_head(attention: Attention) -> bool:

@@ -6,7 +6,7 @@ the classes; peft 0.21.2 `ParamWrapper` for adapters of bare parameters.
 
 from __future__ import annotations
 
-from whichlora.architecture import Linear, Moe
+from whichlora.architecture import Linear, Moe, Norm
 from whichlora.memory.mlp_code import activate, feed_forward
 from whichlora.memory.operators import Code
 from whichlora.memory.tape import Tensor, constant, per_rank, per_token, scaled
@@ -18,8 +18,8 @@ def mix_experts(code: Code, moe: Moe, x: Tensor) -> Tensor:
     """The block in the place of a feed-forward."""
     tape = code.tape
     shared = feed_forward(code, moe.shared, x) if moe.shared and moe.shared_first else None
-    weights, chosen, logits = _route(code, moe, x)
-    result = _run_experts(code, moe, x, weights, chosen)
+    weights, chosen, logits = route(code, moe, x)
+    result = run_experts(code, moe, x, weights, chosen)
     if moe.shared and shared is None:
         shared = feed_forward(code, moe.shared, x)
     if moe.shared and shared is not None:
@@ -73,9 +73,11 @@ def _logits(code: Code, router: Linear, x: Tensor, *, in_fp32: bool) -> Tensor:
     return _multiplied(code, x, weight, router.out_features, "router: logits")
 
 
-def _route(code: Code, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def route(code: Code, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Weights and numbers of the chosen experts, and the logits, which the caller's name holds."""
     tape = code.tape
+    if moe.routing == "scaled":
+        x = _scaled(code, moe, x)
     logits = _logits(code, moe.router, x, in_fp32=moe.routing in ("softmax_fp32", "sigmoid"))
     every, few = per_token(moe.num_experts), per_token(moe.experts_per_token)
     chosen = tape.op([], few, _INDEX)
@@ -96,12 +98,24 @@ def _route(code: Code, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
     top = tape.op([scores], few, 4, saves=[chosen])
     weights = tape.op([top], few, 4, keeps=[scaled(few, 4)], what="router: weights")
+    if moe.routing == "scaled":
+        scale = code.stack.base_bytes
+        own = tape.op([chosen], few, scale, what="router: scales of the chosen")
+        return code.multiply(weights, own), chosen, scores
     if moe.routing == "softmax":
         weights = code.cast(weights, logits.size)
     return weights, chosen, logits
 
 
-def _run_experts(code: Code, moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def _scaled(code: Code, moe: Moe, x: Tensor) -> Tensor:
+    """Normalised, times a weight for each element and a number. Source: `Gemma4TextRouter`."""
+    width, stack = moe.router.in_features, code.stack
+    norm = Norm(name="router: norm", kind="rms_power", width=width, weight=False)
+    scale = code.tape.weight(constant(width), stack.base_bytes, trained=stack.trains_base)
+    return code.scale(code.multiply_rows(code.norm(norm, x), scale))
+
+
+def run_experts(code: Code, moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Rows sorted by expert, two grouped products, and back. Source: as named above."""
     tape, stack, few = code.tape, code.stack, moe.experts_per_token
     rows = per_token(few)

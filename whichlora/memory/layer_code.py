@@ -8,6 +8,7 @@ from functools import lru_cache
 from whichlora.architecture import Attention, Layer, Mlp
 from whichlora.memory.activations import attention_kernel, fused_qkv, has_mask_per_head
 from whichlora.memory.expert_code import mix_experts
+from whichlora.memory.gemma4_code import add_layer_input, feed_both_ways, one_after_the_other
 from whichlora.memory.latent_code import latent_projections
 from whichlora.memory.mlp_code import feed_forward
 from whichlora.memory.operators import Code
@@ -84,6 +85,10 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
     if attention.latent:
         q, k, v = latent_projections(code, attention, x)
         out_linear = attention.linears[-1]
+    elif attention.keys_from is not None:
+        out_linear = attention.linears[-1]
+        copies = attention_kernel(attention, stack) != "fused"
+        q, k, v = one_after_the_other(code, attention, x, rotate, copies_gradient=copies)
     elif fused is not None:
         joint = code.linear(fused, x)
         q, k, v = tape.parts(joint, tuple(per_token(width) for width in widths))
@@ -106,15 +111,19 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
         v = code.linear(v_linear, read)
         # the gradient comes back as [batch, heads, seq, head_dim]
         q, k = tape.view(q, copies_gradient=True), tape.view(k, copies_gradient=True)
-    if attention.norms and not attention.latent:
+    plain = attention.keys_from is None and not attention.latent
+    if attention.norms and plain:
         q_norm, k_norm = attention.norms
         q, k = code.norm(q_norm, q), code.norm(k_norm, k)
-    if attention.position == "rope" and not attention.latent:
+    if attention.position == "rope" and plain:
         before = (q, k)
         q, k = rotate(code, q, attention, "query"), rotate(code, k, attention, "key")
         turned = (q, k)
         q, k = code.cast(q, before[0].size), code.cast(k, before[1].size)
         tape.hold(*before, *turned)
+    if attention.keys_from is not None and not stack.training:  # replaced by those of the cache
+        tape.hold(k, v)
+        k, v = (replace(tape.weight(one.elements, one.size), joined=True) for one in (k, v))
     kernel = attention_kernel(attention, stack)
     bias = None
     if attention.position == "relative":
@@ -229,6 +238,7 @@ def _eager_kernel(
     scores_shape = per_pair(heads)
     q_size = q.size
     k, v = _repeated(code, attention, k, v)
+    named = k, v
     if attention.wide_scores:
         q, k = code.cast(q, 4), code.cast(k, 4)
     if stack.under_autocast:
@@ -265,6 +275,7 @@ def _eager_kernel(
         [probabilities, v], per_token(attention.out_width), v.size, saves=[probabilities, v]
     )
     joined = code.copy(out)
+    tape.hold(*named)
     tape.hold_to_end(probabilities)  # layers are given them, whether or not anybody asked
     return joined
 
@@ -289,32 +300,67 @@ def _by_head(code: Code, x: Tensor) -> Tensor:
 def _math_kernel(
     code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """`_scaled_dot_product_attention_math`: plain operators in fp32."""
+    """Plain operators in fp32, whose names and casts live until the result is there.
+
+    Source: torch 2.13 `_scaled_dot_product_attention_math`; it returns the probabilities too.
+    """
     tape, stack = code.tape, code.stack
+    heads = attention.num_attention_heads
+    broadcasts = attention.sdpa == "math"  # one key for all heads, repeated by the products
+    if not broadcasts:
+        k, v = _repeated(code, attention, k, v)
+    named = k, v
+    if stack.under_autocast:
+        q, k, v = (code.cast(one, stack.compute_bytes) for one in (q, k, v))
     size = q.size
-    k, v = _repeated(code, attention, k, v)
     wide = [code.cast(one, 4) for one in (q, k, v)]
-    scaled_q, scaled_k = code.scale(wide[0]), code.scale(wide[1])
-    shape = per_pair(attention.num_attention_heads)
-    scores = tape.op([scaled_q, scaled_k], shape, 4, saves=[scaled_q, scaled_k])
+    scaled_q = code.scale(wide[0])
+    mask = None
+    if code.masked:
+        mask = tape.op([], per_pair(1), size)
+    elif attention.causal:
+        boolean = tape.op([], per_span_squared(1), 1)
+        mask = tape.op([boolean], per_span_squared(1), 4)
+    scaled_k = code.scale(wide[1])
+    value = wide[2]
+    factors = [_by_head(code, scaled_q), scaled_k]
+    if broadcasts:
+        factors[1] = tape.op([scaled_k], per_token(heads * attention.head_dim), 4)
+    else:
+        factors[1] = _by_head(code, scaled_k)
+    shape = per_pair(heads)
+    scores = tape.op(factors, shape, 4, saves=factors)
     if bias is not None:
         scores = code.add(scores, bias)
+    elif mask is not None:
+        scores = code.add(scores, tape.weight(shape, 4))
     softmax = tape.op([scores], shape, 4, saves_result=True, what="softmax")
     if attention.dropout and stack.training:
         softmax = code.dropout(softmax, mask_bytes=4 if stack.device_kind == "cpu" else 1)
-    out = tape.op([softmax, wide[2]], per_token(attention.out_width), 4, saves=[softmax, wide[2]])
-    return code.copy(code.cast(out, size))
+    returned = tape.op([softmax], shape, size, detached=True) if size != 4 else softmax
+    if broadcasts:
+        value = tape.op([value], per_token(attention.out_width), 4)
+    else:
+        value = _by_head(code, value)
+    out = tape.op([softmax, value], per_token(attention.out_width), 4, saves=[softmax, value])
+    out = code.cast(out, size)
+    tape.hold(q, k, v, *wide, scaled_q, softmax, returned, *([] if mask is None else [mask]))
+    result = code.copy(out)
+    tape.hold(*named)
+    return result
 
 
 _KERNELS = {"fused": _fused_kernel, "eager": _eager_kernel, "math": _math_kernel}
 
 
-def feed(code: Code, layer: Layer, x: Tensor) -> Tensor:
-    """What stands between the second norm and the second sum."""
-    if layer.moe is not None:
-        return mix_experts(code, layer.moe, x)
-    assert layer.mlp is not None, "is_written"
-    return feed_forward(code, layer.mlp, x)
+def feed(code: Code, layer: Layer, y: Tensor, x: Tensor) -> Tensor:
+    """What stands between the second norm, which returns `y` for `x`, and the second sum."""
+    if layer.moe is None:
+        assert layer.mlp is not None, "is_written"
+        return feed_forward(code, layer.mlp, y)
+    if layer.mlp is None:
+        return mix_experts(code, layer.moe, y)
+    return feed_both_ways(code, layer, x, y)
 
 
 def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
@@ -339,7 +385,7 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
         first = code.norm(norms[0], x)
         mixed = dropped(attend(code, attention, first))
         second = code.norm(norms[1], x) if len(norms) > 1 else first
-        fed = dropped(feed(code, layer, second))
+        fed = dropped(feed(code, layer, second, x))
         result = code.add(code.add(mixed, fed), x)
         tape.hold(mixed, fed, second)
         return result
@@ -350,12 +396,12 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
             for cross in layer.attentions[1:]:
                 mixed = dropped(attend(code, cross, middle, memory=memory))
                 middle = code.norm(norms[1], code.add(mixed, middle))
-            fed = dropped(feed(code, layer, middle))
+            fed = dropped(feed(code, layer, middle, middle))
             return code.norm(norms[-1], code.add(fed, middle))
         middle = code.add(x, code.norm(norms[0], mixed))
-        fed = feed(code, layer, middle)
+        fed = feed(code, layer, middle, middle)
         return code.add(middle, code.norm(norms[1], fed))
-    sandwich = len(norms) == 4
+    sandwich = len(norms) >= 4
     # T5 gives what dropout returns no name of its own, so that both live
     names_both = norms[0].kind == "rms_mixed"
     read_norms = len(norms) - 1 - sandwich  # ModernBERT's first layer reads its input as it is
@@ -374,13 +420,15 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
         tape.hold(x, *([mixed] if names_both else []))
         x = result
     y = code.norm(norms.pop(0), x)
-    mixed = feed(code, layer, y)
+    mixed = feed(code, layer, y, x)
     y = dropped(mixed)
     if sandwich:
         y = code.norm(norms.pop(0), y)
     result = code.add(x, y)
     tape.hold(x, *([mixed] if names_both else []))
-    return result
+    if layer.layer_input is not None:
+        result = add_layer_input(code, layer.layer_input, result)
+    return tape.in_place(result) if layer.scales_result else result
 
 
 def returned_probabilities(layer: Layer, stack: Stack) -> Form:
@@ -408,6 +456,8 @@ def stream_bytes(layer: Layer, stack: Stack, *, after_norm: bool) -> int:
 
 def is_written(layer: Layer, stack: Stack) -> bool:
     """Whether `run_layer` is the layer's code."""
+    if layer.scales_result:
+        return True
     if len(layer.attentions) > 2 or not (_mixes(layer) if layer.moe else _feeds(layer.mlp)):
         return False
     num_norms = {(1, True): (1, 2), (1, False): (1, 2, 4)}.get(
@@ -495,7 +545,7 @@ def layer_points(
         tape.hold(run_layer(code, layer, x))
         tapes.append(tape)
     tape, first = tapes
-    forward, _ = tape.forward(saving=True)
+    forward, _ = tape.forward(saving=not checkpointed)
     recomputed = tape.backward(recomputed=True, early_stop=not reentrant, accumulated=accumulated)
     return LayerPoints(
         tape.kept(),

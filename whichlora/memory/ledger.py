@@ -217,11 +217,13 @@ def training_ledger(
     )
     copies = _autocast_copies(model, stack, method, trained)
     sized = {"tokens": tokens, "span": seq_len}
+    mask_bytes, kept_mask_bytes = (
+        activations.kept_mask_bytes(model, stack, checkpointed=checkpointed, **sized)
+        for checkpointed in (True, run.gradient_checkpointing)
+    )
     masks = Tensor(
         "masks and biases that layers share",
-        constant=activations.kept_mask_bytes(
-            model, stack, tokens=tokens, span=seq_len, checkpointed=run.gradient_checkpointing
-        ),
+        constant=kept_mask_bytes,
         dims="batch_size, seq_len, seq_len",
     )
     if run.gradient_checkpointing:
@@ -252,6 +254,9 @@ def training_ledger(
         in_layer = largest(*(one.backward - one.saved for one in layers))
         in_first = largest(*(one.backward for one in layers)) - unsaved
         in_forward = largest(*(one.forward - one.saved for one in layers), 0 * tokens)
+        # the model's loop names the looked-up rows, the layer's input and the masks
+        named = 2 * model.hidden_size * max(one.stream_bytes for one in layers)
+        in_forward = in_forward + tokens * named + mask_bytes - kept_mask_bytes
         copies = 0 * copies  # each layer's are among what it keeps
     held = [
         Group(

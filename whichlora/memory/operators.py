@@ -54,11 +54,13 @@ class Code:
         """`x.to(dtype)`: nothing where it has that dtype."""
         if x.size == size:
             return x
-        return self.tape.op([x], x.elements, size, passes=True, what=what or "copy, cast")
+        return self.tape.op(
+            [x], x.elements, size, passes=True, joined=x.joined, what=what or "copy, cast"
+        )
 
     def scale(self, x: Tensor) -> Tensor:
         """Times a Python number."""
-        return self.tape.op([x], x.elements, x.size)
+        return self.tape.op([x], x.elements, x.size, joined=x.joined)
 
     def add(self, x: Tensor, y: Tensor, what: str = "sum") -> Tensor:
         size = max(x.size, y.size)
@@ -135,11 +137,14 @@ class Code:
             y = self.multiply_rows(second, rstd)
             tape.hold(wide, mean)
             return self.cast(self._weighted(y, weight), x.size)
-        rstd = self._deviation(self._square(wide), rows)
+        rstd = self._deviation(self._square(wide), rows, is_power=norm.kind == "rms_power")
         y = self.multiply_rows(wide, rstd)
-        if norm.kind == "rms_offset":
-            y = self._weighted(y, weight)
-            return self.cast(y, x.size)
+        if norm.kind in ("rms_offset", "rms_power"):
+            if norm.weight:
+                y = self._weighted(y, weight)
+            y = self.cast(y, x.size)
+            tape.hold(x)
+            return y
         narrow = self.cast(y, x.size, f"{norm.name}: normalised")
         out = self._weighted(narrow, weight)
         tape.hold(y)
@@ -149,7 +154,7 @@ class Code:
         # its backward: x to a power, that times two, and the product with the gradient
         return self.tape.op([x], x.elements, 4, saves=[x], inner_backward=scaled(x.elements, 8))
 
-    def _deviation(self, squares: Tensor, rows: Form) -> Tensor:
+    def _deviation(self, squares: Tensor, rows: Form, *, is_power: bool = False) -> Tensor:
         kept = [squares] if self.stack.libraries.mean_keeps_input else []
         mean = self.tape.op([squares], rows, 4, saves=kept)
         shifted = self.tape.op([mean], rows, 4, passes=True)
@@ -157,7 +162,8 @@ class Code:
             [shifted],
             rows,
             4,
-            saves_result=True,
+            saves=[shifted] if is_power else [],
+            saves_result=not is_power,
             inner_backward=scaled(rows, 8),
             what="norm: reciprocal deviation",
         )

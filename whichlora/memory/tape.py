@@ -301,6 +301,16 @@ class Tape:
         self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, False, NOTHING))
         return result
 
+    def in_place(self, tensor: Tensor) -> Tensor:
+        """Written over by a product with a tensor that lives anyway, which backward reads."""
+        step = len(self._steps)
+        self.hold(tensor)
+        if not tensor.needs_grad:
+            return tensor
+        result = replace(tensor, edge=self._edge())
+        self._nodes.append(_Node(step, (result,), (tensor,), (), True, False, NOTHING))
+        return result
+
     def parts(
         self, tensor: Tensor, elements: Sequence[Form], *, inner: Form = NOTHING
     ) -> tuple[Tensor, ...]:
