@@ -37,6 +37,7 @@ class Case:
     Args:
         dtype: of the weights that are loaded.
         load: fields of BitsAndBytesConfig; empty for weights as they are.
+        config: fields of the model's config; empty for the small one of `family`.
         adapter: fields of LoraConfig; None trains all weights.
         peft: other arguments of get_peft_model.
         fixed: rows of one length, instead of different ones that a collator pads.
@@ -45,6 +46,7 @@ class Case:
 
     name: str
     family: str = "llama"
+    config: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     load: dict[str, Any] = field(default_factory=dict)
     prepare: bool = True
@@ -165,7 +167,8 @@ def train(
 def load(case: Case, folder: Path) -> Any:
     """The model as a user's script makes it."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(case.family, **CONFIGS[case.family])
+    fields = {"model_type": case.family} | (case.config or CONFIGS[case.family])
+    config = AutoConfig.for_model(**fields)
     model = AutoModelForCausalLM.from_config(config, dtype=case.dtype)
     if case.load:
         model.save_pretrained(folder)
