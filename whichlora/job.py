@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +11,11 @@ from typing import Any, Literal
 from whichlora.errors import ConfigError
 from whichlora.methods import get_method, with_defaults
 from whichlora.plan import Collator
+from whichlora.python_source import Code, call, import_lines, literal
 from whichlora.specs import FOUR_BIT_BNB, RunConfig
 
 Weights = Literal["pretrained", "random"]
 
-_LINE_LENGTH = 88
-_INLINE_LENGTH = 72  # of a bracketed expression, so that what stands before it fits too
 _IMPORTABLE = {
     "peft": ("LoraConfig", "get_peft_config", "get_peft_model", "prepare_model_for_kbit_training"),
     "peft.optimizers": ("create_loraplus_optimizer",),
@@ -220,9 +217,9 @@ def train_script(
     model_class = "AutoModelForMaskedLM" if masked_lm else "AutoModelForCausalLM"
     hub = {"trust_remote_code": True} if trust_remote_code else {}
     constants = {
-        "MODEL": run.model if random_config is None else _Code('HERE / "random-weights"'),
+        "MODEL": run.model if random_config is None else Code('HERE / "random-weights"'),
         "TOKENIZER": tokenizer,
-        "OUTPUT": _Code('HERE / "output"'),
+        "OUTPUT": Code('HERE / "output"'),
         "SEQ_LEN": run.seq_len,
         "BATCH_SIZE": run.batch_size,
         "GRADIENT_ACCUMULATION_STEPS": run.gradient_accumulation_steps,
@@ -263,9 +260,9 @@ def train_script(
         method=run.method,
         os="import os\n" if "os.environ" in body else "",
         bisect="from bisect import bisect_left, insort\n" if "insort(" in body else "",
-        imports=_imports(body),
+        imports=import_lines(body, _IMPORTABLE),
         constants="\n".join(
-            f"{name} = {_literal(value)}" for name, value in constants.items() if value is not None
+            f"{name} = {literal(value)}" for name, value in constants.items() if value is not None
         ),
     )
     return head + body
@@ -311,13 +308,13 @@ def _optimizer_lines(run: RunConfig) -> list[str]:
     """LoRA+: the Trainer's own optimizer, with another learning rate for B."""
     if not _is_loraplus(run):
         return []
-    make = _call(
+    make = call(
         "create_loraplus_optimizer",
-        _Code("model"),
-        _Code("optimizer_class"),
-        lr=_Code('options.pop("lr")'),
+        Code("model"),
+        Code("optimizer_class"),
+        lr=Code('options.pop("lr")'),
         loraplus_lr_ratio=run.loraplus_lr_ratio,
-        **{"**": _Code("options")},
+        **{"**": Code("options")},
     )
     return [
         "optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)",
@@ -328,9 +325,9 @@ def _optimizer_lines(run: RunConfig) -> list[str]:
 def _tokenizer_lines(tokenizer: str | None, takes_bytes: bool, hub: Mapping[str, Any]) -> list[str]:
     if takes_bytes:
         return ["tokenizer = byte_tokenizer()"]
-    source = _Code("MODEL" if tokenizer is None else "TOKENIZER")
+    source = Code("MODEL" if tokenizer is None else "TOKENIZER")
     return [
-        f"tokenizer = {_call('AutoTokenizer.from_pretrained', source, **hub)}",
+        f"tokenizer = {call('AutoTokenizer.from_pretrained', source, **hub)}",
         "if tokenizer.pad_token is None:",
         "    tokenizer.pad_token = tokenizer.eos_token",
         'tokenizer.padding_side = "right"',
@@ -338,12 +335,12 @@ def _tokenizer_lines(tokenizer: str | None, takes_bytes: bool, hub: Mapping[str,
 
 
 def _model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> list[str]:
-    options: dict[str, Any] = {"dtype": _Code(f"torch.{run.weight_dtype}")}
+    options: dict[str, Any] = {"dtype": Code(f"torch.{run.weight_dtype}")}
     if run.attn != "sdpa":  # which transformers takes by itself, where the architecture has it
         options["attn_implementation"] = run.attn
     quant = run.quant or "none"
     if quant in FOUR_BIT_BNB:
-        options["quantization_config"] = _call(
+        options["quantization_config"] = call(
             "BitsAndBytesConfig",
             load_in_4bit=True,
             bnb_4bit_quant_type=quant.removesuffix("-dq"),
@@ -351,12 +348,12 @@ def _model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> li
             bnb_4bit_compute_dtype=options["dtype"],
         )
     elif quant == "int8":
-        options["quantization_config"] = _call("BitsAndBytesConfig", load_in_8bit=True)
-    load = _call(f"{model_class}.from_pretrained", _Code("MODEL"), **options, **hub)
+        options["quantization_config"] = call("BitsAndBytesConfig", load_in_8bit=True)
+    load = call(f"{model_class}.from_pretrained", Code("MODEL"), **options, **hub)
     lines = [f"model = {load}"]
     if run.prepare_kbit:
         name = "prepare_model_for_kbit_training"
-        prepare = _call(name, _Code("model"), use_gradient_checkpointing=False)
+        prepare = call(name, Code("model"), use_gradient_checkpointing=False)
         lines += ["# Checkpointing, if any, is turned on by the Trainer.", f"model = {prepare}"]
     return lines
 
@@ -368,11 +365,11 @@ def _adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     settings = settings | {"target_modules": targets}
     if "peft_type" in settings:
-        config = _call("get_peft_config", settings)
+        config = call("get_peft_config", settings)
     else:
-        config = _call("LoraConfig", **settings)
+        config = call("LoraConfig", **settings)
     options = {"autocast_adapter_dtype": False} if run.narrows_adapters else {}
-    lines = [f"model = {_call('get_peft_model', _Code('model'), config, **options)}"]
+    lines = [f"model = {call('get_peft_model', Code('model'), config, **options)}"]
     if run.narrows_adapters and run.quant != "none":
         lines += [
             "for name, parameter in model.named_parameters():",
@@ -384,19 +381,19 @@ def _adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[
 
 def _argument_lines(run: RunConfig, *, limited: bool, grouped: bool) -> list[str]:
     options: dict[str, Any] = {
-        "output_dir": _Code("OUTPUT"),
-        "per_device_train_batch_size": _Code("BATCH_SIZE"),
-        "per_device_eval_batch_size": _Code("BATCH_SIZE"),
-        "gradient_accumulation_steps": _Code("GRADIENT_ACCUMULATION_STEPS"),
-        **({"max_steps": _Code("MAX_STEPS")} if limited else {"num_train_epochs": _Code("EPOCHS")}),
-        "learning_rate": _Code("LEARNING_RATE"),
+        "output_dir": Code("OUTPUT"),
+        "per_device_train_batch_size": Code("BATCH_SIZE"),
+        "per_device_eval_batch_size": Code("BATCH_SIZE"),
+        "gradient_accumulation_steps": Code("GRADIENT_ACCUMULATION_STEPS"),
+        **({"max_steps": Code("MAX_STEPS")} if limited else {"num_train_epochs": Code("EPOCHS")}),
+        "learning_rate": Code("LEARNING_RATE"),
         "optim": run.trainer_optim,
         **({"bf16": True} if run.precision == "bf16" else {}),
         **({"fp16": True} if run.precision == "fp16" else {}),
         **({"tf32": True} if run.precision == "tf32" else {}),
         **({"use_liger_kernel": True} if run.loss_head == "liger" else {}),
-        "use_cpu": _Code("not torch.cuda.is_available()"),
-        "seed": _Code("SEED"),
+        "use_cpu": Code("not torch.cuda.is_available()"),
+        "seed": Code("SEED"),
         "prediction_loss_only": True,
         "logging_first_step": True,
         "logging_steps": 10,
@@ -422,55 +419,5 @@ def _argument_lines(run: RunConfig, *, limited: bool, grouped: bool) -> list[str
         ]
         renamed.append("**grouping")
     if renamed:
-        options["**"] = _Code(f"{{{', '.join(renamed)}}}")
-    return [*lines, f"args = {_call('TrainingArguments', **options)}"]
-
-
-class _Code(str):
-    """A Python expression, as opposed to a string that the script shall contain."""
-
-    __slots__ = ()
-
-
-def _call(function: str, *arguments: Any, **keywords: Any) -> _Code:
-    """A call as the formatter of the script's reader would lay it out."""
-    items = [_literal(argument) for argument in arguments]
-    for name, value in keywords.items():
-        items.append(f"{name}{_literal(value)}" if name == "**" else f"{name}={_literal(value)}")
-    return _Code(_bracketed(f"{function}(", items, ")"))
-
-
-def _literal(value: Any) -> str:
-    """`value` as source; JSON types and code only."""
-    if isinstance(value, _Code):
-        return value
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, Mapping):
-        items = [f"{_literal(name)}: {_literal(item)}" for name, item in value.items()]
-        return _bracketed("{", items, "}")
-    if isinstance(value, list | tuple):
-        return _bracketed("[", [_literal(item) for item in value], "]")
-    return repr(value)
-
-
-def _bracketed(opening: str, items: Sequence[str], closing: str) -> str:
-    inline = f"{opening}{', '.join(items)}{closing}"
-    if len(inline) <= _INLINE_LENGTH and "\n" not in inline:
-        return inline
-    lines = indent("".join(f"{item},\n" for item in items), "    ")
-    return f"{opening}\n{lines}{closing}"
-
-
-def _imports(body: str) -> str:
-    """The import lines of the names that `body` uses."""
-    lines = []
-    for module, names in _IMPORTABLE.items():
-        used = [name for name in names if re.search(rf"\b{name}\b", body)]
-        if not used:
-            continue
-        line = f"from {module} import {', '.join(used)}"
-        if len(line) > _LINE_LENGTH:
-            line = _bracketed(f"from {module} import (", used, ")")
-        lines.append(line)
-    return "\n".join(lines)
+        options["**"] = Code(f"{{{', '.join(renamed)}}}")
+    return [*lines, f"args = {call('TrainingArguments', **options)}"]

@@ -1,0 +1,62 @@
+"""Python source as a formatter lays it out: calls, literals and import lines."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from textwrap import indent
+from typing import Any
+
+_LINE_LENGTH = 88
+_INLINE_LENGTH = 72  # of a bracketed expression, so that what stands before it fits too
+
+
+class Code(str):
+    """A Python expression, as opposed to a string that the script shall contain."""
+
+    __slots__ = ()
+
+
+def call(function: str, *arguments: Any, **keywords: Any) -> Code:
+    """A call as the formatter of the script's reader would lay it out."""
+    items = [literal(argument) for argument in arguments]
+    for name, value in keywords.items():
+        items.append(f"{name}{literal(value)}" if name == "**" else f"{name}={literal(value)}")
+    return Code(_bracketed(f"{function}(", items, ")"))
+
+
+def literal(value: Any) -> str:
+    """`value` as source; JSON types and code only."""
+    if isinstance(value, Code):
+        return value
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Mapping):
+        items = [f"{literal(name)}: {literal(item)}" for name, item in value.items()]
+        return _bracketed("{", items, "}")
+    if isinstance(value, list | tuple):
+        return _bracketed("[", [literal(item) for item in value], "]")
+    return repr(value)
+
+
+def _bracketed(opening: str, items: Sequence[str], closing: str) -> str:
+    inline = f"{opening}{', '.join(items)}{closing}"
+    if len(inline) <= _INLINE_LENGTH and "\n" not in inline:
+        return inline
+    lines = indent("".join(f"{item},\n" for item in items), "    ")
+    return f"{opening}\n{lines}{closing}"
+
+
+def import_lines(body: str, importable: Mapping[str, Sequence[str]]) -> str:
+    """The import lines of the names that `body` uses, of those that each module has."""
+    lines = []
+    for module, names in importable.items():
+        used = [name for name in names if re.search(rf"\b{name}\b", body)]
+        if not used:
+            continue
+        line = f"from {module} import {', '.join(used)}"
+        if len(line) > _LINE_LENGTH:
+            line = _bracketed(f"from {module} import (", used, ")")
+        lines.append(line)
+    return "\n".join(lines)
