@@ -137,13 +137,13 @@ def write_table(tmp_path: Path, header: Any, rows: Any) -> Path:
 
 def test_a_table_becomes_records_in_base_units(tmp_path: Path, root: Path) -> None:
     out = done("import", a_table(tmp_path, **{"step [ms]": "900;910"}))
-    assert f"{GPU}: 1 new records" in out
+    assert f"{GPU}: 1 new record" in out
     (record,) = read_measurements([root], GPU)
     assert record.step_s == pytest.approx((0.9, 0.91))
     assert record.peak_allocated_bytes == round(22.5 * 2**30)
     assert record.run.gradient_checkpointing is True
     assert record.provenance == {"source": "a table"}
-    assert "1 records were here already" in done("import", tmp_path / "table.csv")
+    assert "1 record was here already" in done("import", tmp_path / "table.csv")
 
 
 @pytest.mark.parametrize(
@@ -568,7 +568,7 @@ def test_what_one_pushes_another_pulls(tmp_path: Path, root: Path, memory_url: s
     assert done("push", memory_url) == f"{memory_url}: 0 new records\n"
     other = a_database(tmp_path / "other", [a_record(2), a_record(3)])
     done("push", memory_url, "--calibration-dir", other)
-    assert f"{GPU}: 1 new records" in done("pull", memory_url)
+    assert f"{GPU}: 1 new record" in done("pull", memory_url)
     done("pull", memory_url, "--calibration-dir", other)
     assert ids(root) == ids(other) == [f"run-{n}" for n in range(4)]
 
@@ -660,6 +660,6 @@ def test_conflicting_records_are_not_pushed(tmp_path: Path, root: Path, memory_u
     assert "is another record at" in refused("push", memory_url)
     with pytest.raises(DataFileError, match="is another record"):
         databases.pull_records(memory_url)
-    assert "1 records were here already" in done(
+    assert "1 record was here already" in done(
         "pull", memory_url, "--calibration-dir", tmp_path / "a"
     )

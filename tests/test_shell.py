@@ -126,7 +126,7 @@ def test_every_command_has_an_example_that_can_be_copied(path: tuple[str, ...]) 
 
 def test_help_names_the_exit_codes() -> None:
     text = CliRunner().invoke(main, ["--help"]).stdout
-    assert "0 done, 1 nothing meets the limits, 2 bad request" in text
+    assert "0 done, 1 nothing meets the limits, 2 bad request, 130 interrupted" in text
 
 
 # --- plain output
@@ -194,3 +194,12 @@ def test_the_manual_has_every_command() -> None:
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     for path in commands():
         assert f"\n{'#' * (len(path) + 1)} whichlora {' '.join(path)}\n" in text
+
+
+def test_an_interrupt_is_neither_done_nor_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("whichlora.workflow.run", interrupt)
+    result = CliRunner().invoke(main, ["run", "any.yaml"])
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 from fake_profiler import FakeProfiler
+from rich.console import Console
 
 from whichlora import report, workflow
 from whichlora.errors import ConfigError
@@ -59,6 +62,9 @@ class Silent:
 
     def learned(self, measurement: Any, prediction: Any) -> None:
         self.said.append(f"learned {measurement.outcome}")
+
+    def training(self, job: Path, *, expected_s: float | None) -> None:
+        self.said.append(f"training: {job}")
 
 
 @pytest.fixture(autouse=True)
@@ -282,6 +288,21 @@ def test_the_answer_lies_in_files_that_add_up(tmp_path: Path) -> None:
     with (tmp_path / "out" / "predicted_vs_measured.csv").open() as file:
         compared = list(csv.DictReader(file))
     assert {row["quantity"] for row in compared} >= {"peak_allocated", "step", "prefill", "decode"}
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_answer_fits_a_terminal_with_numbers_and_words_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    answer = workflow.run(write_config(tmp_path, total_time="1min"), progress=Silent())
+    text = io.StringIO()
+    console = Console(file=text, width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr("whichlora.report.answer.open_console", lambda: console)
+    report.print_answer(answer)
+    lines = text.getvalue().splitlines()
+    assert [one for one in lines if len(one) > width and str(tmp_path) not in one] == []
+    verdicts = re.findall(r" (WINNER|meets|misses|undecided) *$", text.getvalue(), re.MULTILINE)
+    assert len(verdicts) == len(answer.inference) + len(answer.finetune)
 
 
 def test_a_run_ends_with_a_report_that_is_made_from_its_files_alone(tmp_path: Path) -> None:

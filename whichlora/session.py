@@ -60,6 +60,8 @@ class Progress(Protocol):
 
     def learned(self, measurement: Measurement, prediction: Prediction) -> None: ...
 
+    def training(self, job: Path, *, expected_s: float | None) -> None: ...
+
 
 class Session:
     """The state of one run: what was measured, and what the predictors made of it."""

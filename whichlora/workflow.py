@@ -23,7 +23,6 @@ from whichlora.session import Progress, Session, device_of
 from whichlora.space import pareto
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.jsonfiles import read_object, write_object
-from whichlora.units import format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,8 +360,7 @@ def _train(session: Session, answer: Answer) -> dict[str, Any]:
     folder = session.plan.output_dir
     job = answer.files["job"]
     expected = answer.winner.total_s if answer.winner is not None else None
-    takes = "" if expected is None else f", about {format_seconds(expected.value)}"
-    session.progress.say(f"training: {job}{takes}")
+    session.progress.training(job, expected_s=None if expected is None else expected.value)
     with (folder / "train.log").open("wb") as log:
         done = subprocess.run(train_command(job), stdout=log, stderr=subprocess.STDOUT)
     if done.returncode != 0:

@@ -132,7 +132,7 @@ def test_what_is_preempted_is_submitted_again(accounted: Cluster, bench: MakeBen
     sweep.wake()
     said, _ = follower.communicate(timeout=120)
     assert follower.returncode == 0, said
-    assert "1 tasks were taken away by the cluster and are submitted again" in said
+    assert "taken away by the cluster and submitted again: 1 task" in said
     assert Counter(record["outcome"] for record in sweep.records()) == {"ok": 4}
 
 

@@ -19,7 +19,7 @@ from whichlora.cli.runs import report, run
 @click.group(
     cls=Group,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 nothing meets the limits, 2 bad request.",
+    epilog="Exit codes: 0 done, 1 nothing meets the limits, 2 bad request, 130 interrupted.",
 )
 @click.version_option(__version__, prog_name="whichlora")
 def main() -> None:

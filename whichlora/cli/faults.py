@@ -12,6 +12,7 @@ from whichlora.errors import InfeasibleError, WhichLoraError
 
 EXIT_NOTHING_FITS = 1
 EXIT_BAD_REQUEST = 2
+EXIT_INTERRUPTED = 130  # as a shell says of SIGINT; click's own 1 would mean that nothing fits
 
 
 class OneLine(click.ClickException):
@@ -27,6 +28,12 @@ class NothingFits(OneLine):
     """No candidate meets the limits."""
 
     exit_code = EXIT_NOTHING_FITS
+
+
+class Interrupted(OneLine):
+    """Ctrl-C."""
+
+    exit_code = EXIT_INTERRUPTED
 
 
 class Group(click.Group):
@@ -45,6 +52,8 @@ class Group(click.Group):
 def _one_line() -> Iterator[None]:
     try:
         yield
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted") from None
     except InfeasibleError as error:
         raise NothingFits(f"nothing fits: {error}") from None
     except WhichLoraError as error:

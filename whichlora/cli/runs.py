@@ -28,9 +28,8 @@ def run(config: Path, fresh: bool, prefer: Prefer | None, as_json: bool) -> None
     """Find the largest model, variant and batch size that meet the limits of CONFIG.
 
     Predicts every candidate, profiles those that could change the answer until the winner is as
-    sure as asked or the budget is spent, and writes the table,
-    the reasons, an HTML report and a ready train.py to the output directory. An interrupted run
-    resumes.
+    sure as asked or the budget is spent, and writes the table, the reasons, an HTML report and a
+    ready train.py to the output directory. An interrupted run goes on with the same command.
 
     \b
     Example:

@@ -9,10 +9,11 @@ from whichlora.report.facts import answer_facts, detailed_row
 from whichlora.report.files import write_candidates, write_comparison, write_summary
 from whichlora.report.guides import print_guide, write_guide
 from whichlora.report.handovers import print_handover
+from whichlora.report.live import SweepProgress
 from whichlora.report.placements import print_placements
 from whichlora.report.progress import Progress
 from whichlora.report.rows import candidate_row, comparison_rows, comparison_summary
-from whichlora.report.sweep import SweepProgress, print_recommendation, print_status, print_sweep
+from whichlora.report.sweep import print_recommendation, print_status, print_sweep
 from whichlora.report.terminal import MAX_REASONS
 from whichlora.report.words import deciding, describe, reason, times, variant
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.report.plane import plane
 from whichlora.report.rows import comparison_rows, comparison_summary
-from whichlora.report.terminal import MAX_REASONS, new_table, open_console
+from whichlora.report.terminal import MAX_REASONS, new_table, open_console, print_table, say
 from whichlora.report.words import certainty, deciding, describe, reason, relaxed, variant
 from whichlora.search import Candidate, rejected_before, relaxations
 from whichlora.units import format_bytes, format_count, format_seconds
@@ -94,46 +94,55 @@ def print_answer(answer: Answer) -> None:
         ("stage 1: inference", answer.inference),
         ("stage 2: fine-tuning", answer.finetune),
     ):
-        numbers = ("batch", "tokens", "peak", "per token", "total")
-        table = new_table("model", "variant", *numbers, "source", "verdict", right=numbers)
-        table.title = title
-        table.title_justify = "left"
+        rows = []
         for one in sorted(candidates, key=lambda one: one.rank):
             run, total = one.run, one.total_s
             training = run.phase == "finetune"
             failed = bool(one.failure)
-            table.add_row(
-                run.model,
-                variant(run, answer.plan),
-                str(run.batch_size),
-                str(run.seq_len) if training else f"{run.prompt_len}+{run.max_new_tokens}",
-                "-" if failed and one.measured else format_bytes(one.memory_bytes.value),
-                "-" if failed and one.measured else format_seconds(one.time_per_token_s.value),
-                "-" if total is None or (failed and one.measured) else format_seconds(total.value),
-                "measured" if one.measured else "predicted",
-                "WINNER" if one is answer.winner else one.failure.split(":")[0] or one.verdict,
+            untimed = failed and one.measured
+            rows.append(
+                (
+                    run.model,
+                    variant(run, answer.plan),
+                    str(run.batch_size),
+                    str(run.seq_len) if training else f"{run.prompt_len}+{run.max_new_tokens}",
+                    "-" if untimed else format_bytes(one.memory_bytes.value),
+                    "-" if untimed else format_seconds(one.time_per_token_s.value),
+                    "-" if total is None or untimed else format_seconds(total.value),
+                    "measured" if one.measured else "predicted",
+                    "WINNER" if one is answer.winner else one.failure.split(":")[0] or one.verdict,
+                )
             )
-        console.print(table)
+        numbers = ("batch", "tokens", "peak", "per token", "total")
+        print_table(
+            console,
+            ("model", "variant", *numbers, "source", "verdict"),
+            rows,
+            right=numbers,
+            lift=("total", "tokens", "variant"),
+            spare=("per token", "source", "tokens"),
+            title=title,
+        )
     for line in _plane(answer, console.width):
         console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
     for line in explanation(answer):
-        console.print(line, markup=False)
+        say(console, line)
     if len(answer.front) > 1:
         _print_front(console, answer.front)
-    rows = comparison_rows(answer.compared)
-    if rows:
-        _print_errors(console, rows)
-    console.print(f"data: {answer.tokens}")
-    console.print(f"basis: {answer.basis}")
+    compared = comparison_rows(answer.compared)
+    if compared:
+        _print_errors(console, compared)
+    say(console, f"data: {answer.tokens}")
+    say(console, f"basis: {answer.basis}")
     if answer.training is not None:
         _print_training(console, answer)
     for purpose, path in answer.files.items():
-        console.print(f"{purpose}: {path}", markup=False)
+        say(console, f"{purpose}: {path}", whole=True)
     if "job" in answer.files and answer.training is None:
         from whichlora.job import train_command
 
         command = shlex.join(train_command(answer.files["job"]))
-        console.print(f"start the fine-tuning with: {command}", markup=False, soft_wrap=True)
+        say(console, f"start the fine-tuning with: {command}", whole=True)
 
 
 def _plane(answer: Answer, width: int) -> list[str]:
@@ -153,22 +162,26 @@ def _plane(answer: Answer, width: int) -> list[str]:
 
 def _print_front(console: Console, front: Sequence[Candidate]) -> None:
     numbers = ("batch", "peak", "total")
-    table = new_table("model", "variant", *numbers, "source", right=numbers)
-    table.title = "nothing is both faster and smaller"
-    table.title_justify = "left"
-    for one in front[:MAX_REASONS]:
-        total = one.total_s or one.time_per_token_s
-        table.add_row(
+    rows = [
+        (
             one.run.model,
             variant(one.run),
             str(one.run.batch_size),
             format_bytes(one.memory_bytes.value),
-            format_seconds(total.value),
+            format_seconds((one.total_s or one.time_per_token_s).value),
             "measured" if one.measured else "predicted",
         )
-    console.print(table)
-    if len(front) > MAX_REASONS:
-        console.print(f"… and {len(front) - MAX_REASONS} more, see answer.json")
+        for one in front[:MAX_REASONS]
+    ]
+    more = len(front) - MAX_REASONS
+    print_table(
+        console,
+        ("model", "variant", *numbers, "source"),
+        rows,
+        right=numbers,
+        title="nothing is both faster and smaller than one of these",
+        caption=f"… and {more} more, see answer.json" if more > 0 else "",
+    )
 
 
 def _print_errors(console: Console, rows: Sequence[dict[str, Any]]) -> None:
@@ -193,8 +206,11 @@ def _print_training(console: Console, answer: Answer) -> None:
     seconds = training.get("train_s")
     if isinstance(seconds, int | float) and best is not None and best.total_s is not None:
         predicted = best.total_s.value
-        console.print(
+        loss = training.get("final_loss")
+        shown = f", final loss {loss:.4g}" if isinstance(loss, int | float) else ""
+        say(
+            console,
             f"trained: {format_seconds(seconds)} for the whole fine-tuning "
-            f"(expected {format_seconds(predicted)}), final loss {training.get('final_loss')}"
+            f"(expected {format_seconds(predicted)}){shown}",
         )
-    console.print(f"adapter: {training.get('output', '')}", markup=False)
+    say(console, f"adapter: {training.get('output', '')}", whole=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.report.terminal import MAX_REASONS, new_table, open_console
+from whichlora.report.terminal import MAX_REASONS, new_table, open_console, say
 from whichlora.timing import PER_COUNT
 from whichlora.units import format_count, format_seconds
 
@@ -34,9 +34,9 @@ def print_refit(refit: Refit) -> None:
             f"{new.median:.1%}" if new else "too few runs",
             f"{new.worst:.1%}" if new else "",
         )
-    console.print(f"{after.gpu}: {after.num_records} records", markup=False)
+    say(console, f"{after.gpu}: {after.num_records} records")
     console.print(table)
-    console.print("median error; 'before' and 'now' on runs that were left out of the fit")
+    say(console, "median error; 'before' and 'now' on runs that were left out of the fit")
     _print_distrusted(console, after)
 
 
@@ -44,7 +44,7 @@ def print_calibration(found: CalibrationReport) -> None:
     """One device: coefficients as efficiencies, errors, valid range, provenance, outliers."""
     console = open_console()
     one = found.calibration
-    console.print(f"{one.gpu}: {one.num_records} records fitted{found.stale}", markup=False)
+    say(console, f"{one.gpu}: {one.num_records} records fitted{found.stale}")
     numbers = ("runs", "left-out median", "worst", "noise", "model size", "batch", "tokens")
     table = new_table("phase", *numbers, right=numbers)
     for phase in ("memory", *one.time):
@@ -64,30 +64,30 @@ def print_calibration(found: CalibrationReport) -> None:
         table.add_row(name, *(_efficiency(name, model.mean[name]) for model in one.time.values()))
     console.print(table)
     factors = (f"{part} {factor:.3f}" for part, factor in one.memory.mean.items())
-    console.print(
-        f"memory, measured over counted: {', '.join(factors)}", markup=False, soft_wrap=True
-    )
+    say(console, f"memory, measured over counted: {', '.join(factors)}")
     for title, counts in (
         ("outcomes", found.outcomes),
         ("measured by", found.sources),
         ("versions", found.versions),
     ):
         if counts:
-            console.print(f"{title}: {_counted(counts)}", markup=False, soft_wrap=True)
+            say(console, f"{title}: {_counted(counts)}")
     if found.dates:
-        console.print(f"dates: {found.dates[0]} to {found.dates[1]}", markup=False)
+        say(console, f"dates: {found.dates[0]} to {found.dates[1]}")
     _print_distrusted(console, one)
 
 
 def print_merged(merged: Merged, refused: Sequence[str] = ()) -> None:
     """What was added; rows left out go to stderr."""
     for line in refused:
-        open_console(stderr=True).print(f"left out: {line}", markup=False, soft_wrap=True)
+        say(open_console(stderr=True), f"left out: {line}")
     console = open_console()
     for gpu, count in merged.added.items():
-        console.print(f"{gpu}: {count} new records; fit them with: whichlora calibrate --gpu {gpu}")
+        number = "1 new record" if count == 1 else f"{count} new records"
+        say(console, f"{gpu}: {number}; fit with: whichlora calibrate --gpu {gpu}", whole=True)
     if merged.known or not merged.added:
-        console.print(f"{merged.known} records were here already")
+        were = "1 record was" if merged.known == 1 else f"{merged.known} records were"
+        say(console, f"{were} here already")
 
 
 def _print_distrusted(console: Console, one: Calibration) -> None:
@@ -104,13 +104,13 @@ def _print_distrusted(console: Console, one: Calibration) -> None:
         _print_more(console, len(one.outliers))
     if one.left_out:
         for record, why in list(one.left_out.items())[:MAX_REASONS]:
-            console.print(f"left out: {record}: {why}", markup=False, soft_wrap=True)
+            say(console, f"left out: {record}: {why}")
         _print_more(console, len(one.left_out))
 
 
 def _print_more(console: Console, count: int) -> None:
     if count > MAX_REASONS:
-        console.print(f"… and {count - MAX_REASONS} more; all with --json")
+        say(console, f"… and {count - MAX_REASONS} more; all with --json")
 
 
 def _num_runs(calibration: Calibration, phase: str) -> int:

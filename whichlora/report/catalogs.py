@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.report.terminal import new_table, open_console
+from whichlora.report.terminal import new_table, open_console, print_table, say
 from whichlora.specs import GpuSpec
 from whichlora.units import format_bytes, format_count
 
@@ -17,22 +17,31 @@ def print_gpus(gpus: Sequence[GpuSpec], *, here: GpuSpec) -> None:
     console = open_console()
     rates = ("bf16", "fp16", "fp32")
     numbers = ("memory", "bandwidth", *(f"{rate} TFLOP/s" for rate in rates))
-    table = new_table("key", "name", *numbers, "capability", "unverified", right=numbers)
+    rows = []
     for gpu in gpus:
         peaks = [gpu.peak_flops_per_s.get(rate) for rate in rates]
-        table.add_row(
-            gpu.key,
-            gpu.name,
-            format_bytes(gpu.memory_bytes),
-            f"{gpu.bandwidth_bytes_per_s / 1e9:.0f} GB/s",
-            *("-" if peak is None else f"{peak / 1e12:.1f}" for peak in peaks),
-            gpu.compute_capability or "-",
-            ", ".join(gpu.unverified),
+        rows.append(
+            (
+                gpu.key,
+                gpu.name,
+                format_bytes(gpu.memory_bytes),
+                f"{gpu.bandwidth_bytes_per_s / 1e9:.0f} GB/s",
+                *("-" if peak is None else f"{peak / 1e12:.1f}" for peak in peaks),
+                gpu.compute_capability or "-",
+                ", ".join(gpu.unverified),
+            )
         )
-    console.print(table)
-    console.print(
+    print_table(
+        console,
+        ("key", "name", *numbers, "capability", "unverified"),
+        rows,
+        right=numbers,
+        spare=("unverified", "name", "capability", "fp16 TFLOP/s"),
+    )
+    say(
+        console,
         f"this machine: {here.key} ({here.name}, {format_bytes(here.memory_bytes)}); "
-        "every figure's source is in calibration/<key>/gpu.json"
+        "every figure's source is in calibration/<key>/gpu.json",
     )
 
 
@@ -42,4 +51,4 @@ def print_models(models: Sequence[ModelRecord]) -> None:
     for one in models:
         table.add_row(one.hub_id, one.model_type, format_count(one.params))
     console.print(table)
-    console.print(f"{len(models)} models")
+    say(console, "1 model" if len(models) == 1 else f"{len(models)} models")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.report.terminal import new_table, open_console
+from whichlora.report.terminal import new_table, open_console, print_table, say
 from whichlora.report.words import VERDICTS, variant
 from whichlora.results import MemoryPrediction, Prediction
 from whichlora.units import format_bytes, format_count, format_seconds
@@ -18,7 +18,7 @@ def print_predictions(predictions: Sequence[Prediction]) -> None:
     """A table of all predictions; the byte breakdown as well when there is only one."""
     console = open_console()
     numbers = ("batch", "tokens", "peak", "95 % interval", "of the device", "time", "tokens/s")
-    table = new_table("model", "what", *numbers, "fits", "device", right=numbers)
+    rows = []
     for one in predictions:
         memory, time = one.memory, one.time
         low, high = memory.interval_bytes
@@ -29,26 +29,35 @@ def print_predictions(predictions: Sequence[Prediction]) -> None:
         else:
             tokens = f"{run.prompt_len}+{run.max_new_tokens}"
             seconds = f"{format_seconds(time.time_per_token_s)} /token"
-        table.add_row(
-            run.model,
-            variant(run),
-            str(run.batch_size),
-            tokens,
-            format_bytes(memory.device_used_bytes),
-            f"{format_bytes(low)} - {format_bytes(high)}",
-            f"{memory.device_used_bytes / one.usable_bytes:.0%}",
-            seconds,
-            format_count(time.tokens_per_s),
-            VERDICTS[one.verdict],
-            one.gpu,
+        rows.append(
+            (
+                run.model,
+                variant(run),
+                str(run.batch_size),
+                tokens,
+                format_bytes(memory.device_used_bytes),
+                f"{format_bytes(low)} - {format_bytes(high)}",
+                f"{memory.device_used_bytes / one.usable_bytes:.0%}",
+                seconds,
+                format_count(time.tokens_per_s),
+                VERDICTS[one.verdict],
+                one.gpu,
+            )
         )
-    console.print(table)
+    print_table(
+        console,
+        ("model", "what", *numbers, "fits", "device"),
+        rows,
+        right=numbers,
+        lift=("device", "tokens", "model", "what"),
+        spare=("tokens/s", "of the device", "95 % interval"),
+    )
     if len(predictions) == 1:
         _print_breakdown(console, predictions[0])
     for text in dict.fromkeys(one.basis for one in predictions):
-        console.print(f"basis: {text}")
+        say(console, f"basis: {text}")
     for text in dict.fromkeys(note for one in predictions for note in one.notes):
-        console.print(f"note: {text}")
+        say(console, f"note: {text}")
 
 
 def _print_counters(console: Console, memory: MemoryPrediction) -> None:
@@ -75,7 +84,8 @@ def _print_breakdown(console: Console, one: Prediction) -> None:
     _print_counters(console, one.memory)
     low, high = one.time.interval_s
     what = "step" if one.run.phase == "finetune" else "token"
-    console.print(
+    say(
+        console,
         f"time per {what}: 90 % between {format_seconds(low)} and {format_seconds(high)}; "
         f"parameters: {format_count(one.num_params)}"
         + (
@@ -83,5 +93,5 @@ def _print_breakdown(console: Console, one: Prediction) -> None:
             f"({one.num_trainable_params / one.num_params:.2%})"
             if one.num_trainable_params
             else ""
-        )
+        ),
     )

@@ -8,7 +8,7 @@ from whichlora.explanation import Alternative, Explanation
 from whichlora.itemised import Line
 from whichlora.memory.ledger import PARTS
 from whichlora.report.sheet import WIDE, Sheet, as_markdown, show
-from whichlora.report.terminal import open_console
+from whichlora.report.terminal import open_console, say
 from whichlora.report.words import VERDICTS, describe
 from whichlora.results import Prediction
 from whichlora.units import format_bytes, format_count, format_seconds
@@ -20,13 +20,13 @@ SMALL_SHARE = 0.002  # tensors of a group below this share of the card's use are
 def print_explanation(found: Explanation) -> None:
     """Everything about one prediction, as wide as the terminal allows."""
     console = open_console()
-    console.print(headline(found), markup=False)
+    say(console, headline(found))
     console.print()
     wide = console.width >= WIDE
     for sheet in (ledger_sheet(found, wide=wide), *_other_sheets(found)):
         show(console, sheet)
     for line in _closing(found):
-        console.print(line, markup=False)
+        say(console, line)
 
 
 def explanation_markdown(found: Explanation) -> str:

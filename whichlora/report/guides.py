@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.report.terminal import new_table, open_console
+from whichlora.report.terminal import open_console, print_table, say
 from whichlora.report.words import variant
 from whichlora.units import format_bytes, format_count, format_seconds
 
@@ -45,12 +45,16 @@ def print_guide(rows: Sequence[GuideRow]) -> None:
     console = open_console()
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
-    table = new_table(*_COLUMNS, right=_NUMBERS)
-    for row in rows:
-        table.add_row(*_cells(row))
-    console.print(table)
+    print_table(
+        console,
+        _COLUMNS,
+        [_cells(row) for row in rows],
+        right=_NUMBERS,
+        lift=("tokens", "model", "accelerator", "method", "batch"),
+        spare=("tokens/s", "90 % interval", "95 % interval"),
+    )
     for text in _footer(rows):
-        console.print(text, markup=False)
+        say(console, text)
 
 
 def write_guide(path: Path, rows: Sequence[GuideRow]) -> Path:

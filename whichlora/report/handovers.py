@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from whichlora.report.terminal import new_table, open_console
+from whichlora.report.terminal import new_table, open_console, say
 from whichlora.report.words import describe
 from whichlora.units import format_bytes, format_seconds
 
@@ -29,10 +29,10 @@ def print_handover(done: Handover) -> None:
         )
     console.print(table)
     for name, (then, now) in done.changes.items():
-        console.print(f"{done.to} changes {name}: {then} to {now}", markup=False)
+        say(console, f"{done.to} changes {name}: {then} to {now}")
     for note in done.export.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(f"basis: {done.after.basis}", markup=False)
+        say(console, f"note: {note}")
+    say(console, f"basis: {done.after.basis}")
     for path in done.paths:
-        console.print(f"written: {path}", markup=False, soft_wrap=True)
-    console.print(f"start it there with: {done.export.command}", markup=False)
+        say(console, f"written: {path}", whole=True)
+    say(console, f"start it there with: {done.export.command}", whole=True)

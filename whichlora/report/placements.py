@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from whichlora.largest import Placement
 from whichlora.report.sheet import WIDE, Sheet, show
-from whichlora.report.terminal import open_console
+from whichlora.report.terminal import open_console, say
 from whichlora.report.words import VERDICTS, describe
 from whichlora.units import format_bytes, format_seconds
 
@@ -16,7 +16,7 @@ def print_placements(placements: Sequence[Placement]) -> None:
     console = open_console()
     judged = [one for one in placements if one.prediction is not None]
     if judged and judged[0].prediction is not None:
-        console.print(describe(judged[0].prediction.run), markup=False)
+        say(console, describe(judged[0].prediction.run))
         console.print()
         show(console, placements_sheet(judged, wide=console.width >= WIDE))
     refusals: dict[str, list[str]] = {}
@@ -24,12 +24,12 @@ def print_placements(placements: Sequence[Placement]) -> None:
         if one.refusal:
             refusals.setdefault(one.refusal.replace(one.gpu.key, "it"), []).append(one.gpu.key)
     for reason, keys in refusals.items():
-        console.print(f"left out: {', '.join(keys)}: {reason}", markup=False, soft_wrap=True)
+        say(console, f"left out: {', '.join(keys)}: {reason}")
     if any(one.gpu.unverified for one in judged):
-        console.print("* a fact of its datasheet is not verified: whichlora gpus")
+        say(console, "* a fact of its datasheet is not verified: whichlora gpus")
     bases = {one.prediction.basis for one in judged if one.prediction is not None}
     for text in sorted(bases):
-        console.print(f"basis: {text}", markup=False)
+        say(console, f"basis: {text}")
 
 
 def placements_sheet(placements: Sequence[Placement], *, wide: bool) -> Sheet:

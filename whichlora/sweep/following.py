@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class TaskStatus:
         stand: "taken" by the cluster (preempted, node failed); "not started": its job ended before
             the measurement began, as a wrong module or environment does; "lost": nobody knows.
         words: the state or outcome, for people.
+        timeout_s: what its measurement may take at most.
     """
 
     array: Array
@@ -46,6 +48,7 @@ class TaskStatus:
     stand: Stand
     words: str
     node: str = ""
+    timeout_s: float = 0.0
 
 
 class SweepProgress(Progress, Protocol):
@@ -89,7 +92,7 @@ def _status(
         record = record or record_end(tasks_file, tasks, index, state.outcome, state.words)
     stand: Stand
     if record is not None:
-        stand, words = "done", f"{record.outcome} {record.detail}".strip()
+        stand, words = "done", f"{record.outcome}: {record.detail}".rstrip(": ")
     elif state is None:
         stand, words = ("lost", "unknown to the cluster") if array.attempts(index) else ("new", "")
     elif state.is_taken:
@@ -106,8 +109,15 @@ def _status(
     if stand in ("running", "done") and start.exists():
         told = read_object(start)
         node = str(told.get("node") or told.get("host") or "")
+    task = tasks.tasks[index]
     return TaskStatus(
-        array=array, index=index, what=tasks.tasks[index].what, stand=stand, words=words, node=node
+        array=array,
+        index=index,
+        what=task.what,
+        stand=stand,
+        words=words,
+        node=node,
+        timeout_s=task.timeout_s,
     )
 
 
@@ -154,7 +164,9 @@ def follow(
     plan = load_plan(sweep.config)
     while True:
         sweep, number = submit(sweep, engine, statuses(sweep, engine))
-        progress.say(f"submitted {number} tasks; this may be closed and resumed at any time")
+        if number:
+            progress.say(f"submitted: {_tasks(number)}; close this at any time, and go on with")
+            progress.say(f"  whichlora slurm resume {shlex.quote(str(sweep.run_dir))}")
         sweep = _watch(sweep, engine, progress, wait)
         judged = judge_groups(plan, sweep, progress)
         known = len(sweep.arrays)
@@ -176,7 +188,7 @@ def _watch(
         again = [one for one in taken if one.array.attempts(one.index) < MAX_ATTEMPTS]
         if again:
             sweep, number = submit(sweep, engine, again, {"taken"})
-            progress.say(f"{number} tasks were taken away by the cluster and are submitted again")
+            progress.say(f"taken away by the cluster and submitted again: {_tasks(number)}")
             continue
         lost = any(one.stand == "lost" for one in found)
         active = any(one.stand in ("waiting", "running") for one in found)
@@ -190,6 +202,10 @@ def _watch(
             place = f"{one.array.group} {one.array.round}-{one.index}"
             progress.say(f"{place}: {one.what}: {one.stand}: {one.words}")
     return sweep
+
+
+def _tasks(number: int) -> str:
+    return "1 task" if number == 1 else f"{number} tasks"
 
 
 def resume(run_dir: Path, progress: SweepProgress) -> Recommendation:
@@ -242,5 +258,5 @@ def dry_run(found: Recommendation) -> list[str]:
             answer = commands.dry_run(one.script, cluster=one.judged.group.cluster)
         except MeasurementError as error:
             answer = f"refused: {error}"
-        said.append(f"{one.script}: {answer}")
+        said.append(f"sbatch --test-only of {one.judged.group.name}: {answer}")
     return said
