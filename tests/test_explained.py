@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from candidates import prediction
+from rich.console import Console
 
 from whichlora import report
 from whichlora.explanation import Alternative, CacheUse, Explanation
 from whichlora.itemised import Line
 from whichlora.largest import Placement
-from whichlora.report import terminal
 from whichlora.results import Prediction
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.units import GiB, MiB
@@ -133,6 +133,14 @@ def explanation(run: RunConfig = RUN) -> Explanation:
     )
 
 
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    def open_console() -> Console:
+        return Console(width=width, force_terminal=True, color_system=None, highlight=False)
+
+    for module in ("explained", "placements"):
+        monkeypatch.setattr(f"whichlora.report.{module}.open_console", open_console)
+
+
 def same_as_golden(name: str, text: str) -> None:
     assert text == (GOLDEN / name).read_text(encoding="utf-8")
 
@@ -141,7 +149,7 @@ def same_as_golden(name: str, text: str) -> None:
 def test_an_explanation_reads_the_same_at_every_width(
     width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal, "PLAIN_WIDTH", width)
+    on_a_terminal(monkeypatch, width)
     report.print_explanation(explanation())
     text = "".join(one.rstrip() + "\n" for one in capsys.readouterr().out.splitlines())
     assert max(map(len, text.splitlines())) <= width
@@ -186,7 +194,7 @@ def placement(memory_gib: int, *, batch_size: int = 0, **changes: object) -> Pla
 def test_cards_stand_in_order_and_the_refused_ones_below(
     width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal, "PLAIN_WIDTH", width)
+    on_a_terminal(monkeypatch, width)
     other = placement(96)
     refused = replace(
         other, prediction=None, refusal="quant: 'nf4' does not run on card-96gb", batch_size=0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from cluster import Cluster
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
+NODE_COMMAND = shlex.join([sys.executable, str(HERE / "node_command.py")])
 H100 = ("NVIDIA H100 80GB HBM3", 85_520_809_984)
 A100 = ("NVIDIA A100-SXM4-80GB", 85_899_345_920)
 V100_32 = ("Tesla V100-SXM2-32GB", 34_359_738_368)
@@ -72,7 +74,7 @@ class Bench:
             "output_dir": "out",
             "calibration_dir": "calibration",
             "slurm": {
-                "command": shlex.join([sys.executable, str(HERE / "node_command.py")]),
+                "command": NODE_COMMAND,
                 "cpus_per_task": 1,
                 "memory": "1200MiB",
                 "environment": environment,
@@ -82,6 +84,20 @@ class Bench:
         values["slurm"] = {key: value for key, value in values["slurm"].items() if value}
         path = self.folder / "config.yaml"
         path.write_text(json.dumps(values | self.settings))  # JSON is YAML
+        return path
+
+    def write_example(self) -> Path:
+        """examples/slurm.yaml as it is shipped, but for what its nodes run."""
+        examples = ROOT / "examples"
+        folder = self.folder / "examples"
+        shutil.copytree(examples, folder)
+        nodes = self.folder / "nodes.json"
+        nodes.write_text(json.dumps({"boards": BOARDS, "mischief": {}}))
+        environment = {"WHICHLORA_TEST_NODES": str(nodes), "PYTHONPATH": str(ROOT)}
+        own = {"command": NODE_COMMAND, "environment": environment}
+        path = folder / "slurm.yaml"
+        with path.open("a") as file:  # its last section is that of slurm
+            file.writelines(f"  {key}: {json.dumps(value)}\n" for key, value in own.items())
         return path
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:

@@ -236,7 +236,7 @@ AccountingStorageTRES=gres/gpu"""
         ports = _free_port()
         lines = [
             f"NodeName={node.name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={_free_port()} "
-            "CPUs=8 RealMemory=16000"
+            "CPUs=8 RealMemory=64000"
             + (f" Gres={node.gpus}" if node.gpus else "")
             + (f" Feature={node.features}" if node.features else "")
             for node in self.nodes

@@ -83,6 +83,17 @@ def test_a_sweep_over_five_types_survives_kills_and_a_closed_follower(
     assert said.count("to start at") == 5  # what sbatch --test-only says of the five scripts
 
 
+def test_the_example_runs_to_its_recommendation(plain: Cluster, bench: MakeBench) -> None:
+    sweep = bench(plain)
+    said = sweep.whichlora(sweep.write_example(), "--submit")
+    run_dir = sweep.folder / "runs" / "slurm"
+    answer = json.loads((run_dir / "recommendation.json").read_text())
+    assert len(answer["groups"]) == 5
+    assert {row["search"]["stopped_by"] for row in answer["groups"]} == {"certain"}
+    assert all(row["winner"]["source"] == "measured" for row in answer["groups"])
+    assert f"start it with: sbatch {run_dir}/{answer['best']}/train.sbatch" in said
+
+
 def test_arrays_keep_to_the_size_that_the_cluster_takes(plain: Cluster, bench: MakeBench) -> None:
     sweep = bench(plain)
     sweep.settings = {"stage2_profile": {"batch_size": [1, 2, 3, 4, 6, 8, 12]}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -214,7 +215,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
 
 
 def _folder(name: str | None, folder: Path) -> Path | None:
-    return None if name is None else folder / Path(name).expanduser()
+    return None if name is None else Path(os.path.normpath(folder / Path(name).expanduser()))
 
 
 def _tokenizers(
