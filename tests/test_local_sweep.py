@@ -175,7 +175,7 @@ def test_a_killed_child_is_a_result_and_takes_no_other_task_with_it(
     }
     [detail] = {one["detail"] for one in records(tmp_path) if one["outcome"] == "killed"}
     assert detail == "ended without a record: ENDED, signal 9"
-    assert any("submitted again: 3 tasks" in line for line in progress.said)
+    assert any("submitted again: 1 task" in line for line in progress.said)
     assert {one.answer.winner.run.batch_size for one in found.groups if one.answer.winner} == {4}
 
 

@@ -11,14 +11,16 @@
   const sortValue = (cell) => (Array.isArray(cell) ? cell[0] : cell);
 
   const oneDevice = filters.find((one) => one.key === "gpu").values.length < 2;
-  const hidden = columns.map((column) => column.title === "Device" && oneDevice);
+  // an interval stands in the cell of its value
+  const isInterval = columns.map((column) => column.title.startsWith("Interval"));
+  const hidden = columns.map((column, i) => isInterval[i] || (column.title === "Device" && oneDevice));
   const hover = points.map((point) => {
     const lines = [];
     point.cells.forEach((cell, i) => {
       const [title, text] = [columns[i].title, shownText(cell)];
-      if (i === 0 || hidden[i] || text === "" || text === "–") return;
-      if (title.startsWith("Interval")) lines.push(`${lines.pop()} (${escaped(text)})`);
-      else lines.push(wrapped(`${title.toLowerCase()}: ${text}`));
+      if (i === 0 || text === "" || text === "–") return;
+      if (isInterval[i]) lines.push(`${lines.pop()} (${escaped(text)})`);
+      else if (!hidden[i]) lines.push(wrapped(`${title.toLowerCase()}: ${text}`));
     });
     return `<b>${escaped(point.model)}</b> ${point.stage}<br>${lines.join("<br>")}`;
   });
@@ -88,6 +90,27 @@
     const value = size / scale;
     return unit === "B" ? `${Math.trunc(size)} B` : `${value.toFixed(value < 100 ? 2 : 1)} ${unit}`;
   };
+  const narrow = matchMedia("(max-width: 640px)");
+  // two plots beside each other stand one above the other where the page is narrow
+  const stacked = (layout) => ({
+    ...layout,
+    xaxis: { ...layout.xaxis, domain: [0, 1] },
+    xaxis2: { ...layout.xaxis2, domain: [0, 1] },
+    yaxis: { ...layout.yaxis, domain: [0.58, 1] },
+    yaxis2: { ...layout.yaxis2, domain: [0, 0.42] },
+  });
+  const fitted = (figure) => {
+    const target = byId(figure.id);
+    target.style.height = "";
+    if (!narrow.matches) return figure.layout;
+    const pair = "xaxis2" in figure.layout;
+    const entries = figure.data.filter((trace) => trace.showlegend !== false).length;
+    const plots = pair ? 640 : 380; // pixels, and below them the legend, two entries in a row or one
+    const legend = 60 + 22 * entries;
+    target.style.height = `${plots + legend}px`;
+    const layout = pair ? stacked(figure.layout) : figure.layout;
+    return { ...layout, legend: { ...layout.legend, y: -70 / plots, yanchor: "top" } };
+  };
   const themed = (layout, printing) => {
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue(name).trim();
@@ -105,7 +128,7 @@
     const target = byId(figure.id);
     const traces = figure.id === "breakdown" ? figure.data.map(withChosen) : figure.data.map(filtered);
     // plotly writes into what it is given
-    Plotly.react(target, structuredClone(traces), structuredClone(themed(figure.layout, printing)), { responsive: !printing, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]] });
+    Plotly.react(target, structuredClone(traces), structuredClone(themed(printing ? figure.layout : fitted(figure), printing)), { responsive: !printing, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]] });
     if (!drawn.has(figure.id)) {
       drawn.add(figure.id);
       target.on("plotly_click", ({ points: [point] }) => {
@@ -165,6 +188,7 @@
     if (hidden[i]) return;
     const cell = document.createElement("th");
     cell.scope = "col";
+    if (column.number) cell.className = "number";
     const button = Object.assign(document.createElement("button"), { type: "button", textContent: column.title });
     button.addEventListener("click", () => {
       sorted = { column: i, direction: sorted.column === i ? -sorted.direction : 1 };
@@ -178,6 +202,14 @@
   const compare = (a, b) => {
     const [left, right] = [sortValue(points[a].cells[sorted.column]), sortValue(points[b].cells[sorted.column])];
     return sorted.direction * (left < right ? -1 : left > right ? 1 : 0);
+  };
+  // what a cell says, and in small letters below it what makes the column wide
+  const split = (i, j) => {
+    const text = shownText(points[i].cells[j]);
+    if (columns[j].title === "Model") return [text.split("/").pop(), text.split("/").slice(0, -1).join("/")];
+    if (columns[j].title === "Variant") return [text.split(", ")[0], text.split(", ").slice(1).join(", ")];
+    const bounds = isInterval[j + 1] ? shownText(points[i].cells[j + 1]) : "–";
+    return [text, bounds === "–" ? "" : bounds];
   };
   function fillTable() {
     const order = points.map((_, i) => i).filter((i) => visible[i]);
@@ -193,10 +225,14 @@
         const cell = row.insertCell();
         if (columns[j].number) cell.className = "number";
         if (columns[j].title === "Why") cell.className = "why";
-        if (j > 0 || !chooser || !hasBytes(i)) { cell.textContent = shownText(content); return; }
-        const button = Object.assign(document.createElement("button"), { type: "button", textContent: content, title: "what its bytes are" });
-        button.addEventListener("click", () => { choose(i); byId("section-breakdown").scrollIntoView(); chooser.focus({ preventScroll: true }); });
-        cell.append(button);
+        const [text, detail] = split(i, j);
+        if (j > 0 || !chooser || !hasBytes(i)) cell.textContent = text;
+        else {
+          const button = Object.assign(document.createElement("button"), { type: "button", textContent: text, title: "what its bytes are" });
+          button.addEventListener("click", () => { choose(i); byId("section-breakdown").scrollIntoView(); chooser.focus({ preventScroll: true }); });
+          cell.append(button);
+        }
+        if (detail) cell.append(" ", Object.assign(document.createElement("small"), { textContent: detail }));
       });
     }
     table.tBodies[0].replaceWith(body);
@@ -216,6 +252,7 @@
   };
   const current = () => theme || (dark.matches ? "dark" : "light");
   byId("theme").addEventListener("click", () => { theme = current() === "dark" ? "light" : "dark"; setTheme(theme); redraw(); });
+  narrow.addEventListener("change", redraw);
   dark.addEventListener("change", () => { setTheme(current()); redraw(); });
   addEventListener("beforeprint", () => {
     setTheme("light");

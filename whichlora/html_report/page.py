@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -169,7 +170,7 @@ def _answer(source: Source) -> str:
         best = source.points[source.winner]
         headline = f"Fine-tune {best.model} with {best.variant}, batch size {best.batch_size}"
         cards = _cards(source, best)
-    reasons = "".join(f"<li>{escape(line.strip())}</li>" for line in lines[1:])
+    reasons = "".join(f"<li>{_prose(line.strip())}</li>" for line in lines[1:])
     if not lines and source.winner is not None:
         reasons = f"<li>{escape(source.points[source.winner].name)} was found best.</li>"
     return (
@@ -177,6 +178,11 @@ def _answer(source: Source) -> str:
         f"<dl class=cards>{cards}</dl>"
         f"<h2>Why</h2><ul class=reasons tabindex=0>{reasons}</ul>{_start(source)}"
     )
+
+
+def _prose(text: str) -> str:
+    """`text` as HTML, what stands in backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _kicker(source: Source) -> str:
@@ -291,7 +297,7 @@ def _provenance(source: Source) -> str:
     calibration, device = facts["calibration"], facts["device"]
     rows = [
         ("Config", texts["config"]),
-        ("Written", facts.get("date")),
+        ("Written", _date(facts.get("date"))),
         ("Data", texts["tokens"]),
         ("Basis", texts["basis"]),
         ("Profiling policy", facts.get("profile")),
@@ -310,6 +316,12 @@ def _provenance(source: Source) -> str:
     return "".join(
         f"<dt>{title}</dt><dd>{escape(str(value))}</dd>" for title, value in rows if value
     )
+
+
+def _date(text: str | None) -> str | None:
+    """2026-11-21 07:47 UTC, where `text` is a time as our records write it."""
+    match = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):\d\d\+00:00", text or "")
+    return f"{match[1]} {match[2]} UTC" if match else text
 
 
 def _pairs(values: dict[str, Any]) -> str:

@@ -17,9 +17,9 @@ def accuracy(source: Source, marks: Marks) -> Figure | None:
     if not source.comparison:
         return None
     stages = (  # a later one is drawn over the earlier, with a thinner bar
-        ("cold", "datasheet alone", "circle-open", "#9AA5B1", 6),
-        ("before", "when it was chosen", "diamond", "#E69F00", 3.5),
-        ("after", "after the refit", "circle", "#1F83C1", 1.5),
+        ("cold", "datasheet alone", "circle-open", "#9AA5B1", 5, 0.45),
+        ("before", "when it was chosen", "diamond", "#E69F00", 3, 0.75),
+        ("after", "after the refit", "circle", "#1F83C1", 1.5, 1.0),
     )
     data: list[dict[str, Any]] = []
     layout: dict[str, Any] = {"legend": {"orientation": "h", "y": -0.2}, "shapes": []}
@@ -28,7 +28,7 @@ def accuracy(source: Source, marks: Marks) -> Figure | None:
     ):
         own = [row for row in source.comparison if row.quantity == quantity]
         known: list[float] = []
-        for stage, label, symbol, colour, thickness in stages:
+        for stage, label, symbol, colour, thickness, opacity in stages:
             guesses = [row.predicted[stage] for row in own]
             known += [bound for one in guesses for bound in (one.low, one.high)]
             data.append(
@@ -45,6 +45,7 @@ def accuracy(source: Source, marks: Marks) -> Figure | None:
                     "xaxis": f"x{axis}",
                     "yaxis": f"y{axis}",
                     "marker": {"symbol": symbol, "color": colour, "size": 9},
+                    "opacity": opacity,
                     "error_y": error_bars(guesses, thickness=thickness),
                 }
             )
