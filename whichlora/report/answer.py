@@ -63,7 +63,7 @@ def _winner(answer: Answer, best: Candidate) -> list[str]:
 
 
 _PREFERENCE = {
-    "size": "preferred: the largest model; size is not quality, `prefer: order` ranks as you do",
+    "size": "preferred: the largest model; size alone is not quality, see `prefer: order`",
     "order": "preferred: the first of your order of models",
     "time": "preferred: the least time; a smaller model may be less good",
     "memory": "preferred: the least memory; a smaller model may be less good",
