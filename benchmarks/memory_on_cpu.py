@@ -27,6 +27,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import oracle_memory as oracle  # noqa: E402
 
+from whichlora.errors import WhichLoraError  # noqa: E402
+
 CHECKPOINTING: dict[str, Any] = {"gradient_checkpointing": True}
 PADDED: dict[str, Any] = {"padding": "padded"}
 INFERENCE: dict[str, Any] = {"phase": "inference"}
@@ -59,6 +61,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "I fp32, 4 x 24": INFERENCE | {"batch_size": 4, "prompt_len": 24},
     "I bf16": INFERENCE | {"precision": "bf16"},
     "I fp32, static cache": INFERENCE | {"kv_cache": "static"},
+    "I fp32, fp8 cache": INFERENCE | {"kv_cache": "quantized", "cache_backend": "fp8"},
+    "I fp32, quanto cache": INFERENCE | {"kv_cache": "quantized", "max_new_tokens": 140},
+    "I fp32, hqq cache": INFERENCE
+    | {"kv_cache": "quantized", "cache_backend": "hqq", "max_new_tokens": 140},
 }
 FULL_SIZE = ("HuggingFaceTB/SmolLM2-135M", "EleutherAI/pythia-160m", "Qwen/Qwen2.5-0.5B")
 FULL_SIZE_SETTINGS = (
@@ -79,7 +85,7 @@ def measured_rows(cases: Iterable[tuple[str, str, oracle.Case]]) -> list[tuple[s
     for setting, model, one in cases:
         try:
             measured, predicted = oracle.peak(one)
-        except (ValueError, RuntimeError, AssertionError) as error:  # the libraries' own refusals
+        except (ValueError, RuntimeError, AssertionError, WhichLoraError) as error:  # refusals
             print(f"{setting}, {model}: left out: {error}", file=sys.stderr)
             continue
         rows.append((setting, model, measured, predicted))

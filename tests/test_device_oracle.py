@@ -112,12 +112,13 @@ def test_other_architectures_are_measured(
     assert (record.outcome, record.detail) == ("ok", "")
 
 
-@pytest.mark.parametrize("kv_cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kv_cache", ["dynamic", "static", "quantized"])
 def test_generation_is_timed_token_by_token(profiler: Profiler, kv_cache: str) -> None:
     record = measure(
         profiler,
         phase="inference",
         kv_cache=kv_cache,
+        cache_backend="fp8",
         batch_size=3,
         prompt_len=16,
         max_new_tokens=9,
@@ -136,6 +137,7 @@ def test_generation_is_timed_token_by_token(profiler: Profiler, kv_cache: str) -
         ({"quant": "gptq-int4"}, "needs a calibrated checkpoint"),
         ({"loss_head": "trl-fused"}, "runs inside TRL's own trainer"),
         ({"phase": "inference", "kv_cache": "vllm"}, "vllm can't be profiled"),
+        ({"phase": "inference", "kv_cache": "quantized"}, "pip install optimum-quanto"),
     ],
 )
 def test_what_cannot_be_profiled_is_an_error_with_a_reason(

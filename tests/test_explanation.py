@@ -201,9 +201,16 @@ def test_an_engine_rounds_a_sequence_up_to_whole_blocks() -> None:
     run = replace(LLAMA, phase="inference", prompt_len=500, max_new_tokens=118, batch_size=3)
     by_engine = {one.kv_cache: one for one in explained(run).caches}
     tokens = {name: one.kept_tokens for name, one in by_engine.items()}
-    assert tokens == {"dynamic": 617, "static": 617, "paged": 768, "vllm": 624}
-    for one in by_engine.values():
-        assert one.token_bytes == 2 * 32 * 8 * 128 * 2  # keys and values, layers, heads, width
+    assert tokens == {
+        "dynamic": 617,
+        "static": 617,
+        "quantized": 617,
+        "paged": 768,
+        "vllm": 624,
+    }
+    elements = 2 * 32 * 8 * 128  # keys and values, layers, heads, width
+    for name, one in by_engine.items():
+        assert one.token_bytes == elements * (4.5 if name == "quantized" else 16) / 8
         assert one.block_bytes == one.block_tokens * one.token_bytes
         assert one.cache_bytes == 3 * one.kept_tokens * one.token_bytes
 

@@ -98,6 +98,15 @@ def test_other_families_peak_as_predicted(family: str) -> None:
     assert relative_error(*oracle.peak(oracle.case(family))) < LOOSE_STEP
 
 
+@pytest.mark.parametrize("backend", ["fp8", "quanto", "hqq"])
+def test_a_quantised_cache_peaks_as_predicted(backend: str) -> None:
+    if backend != "fp8":
+        pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[backend])
+    settings = {"kv_cache": "quantized", "cache_backend": backend, "max_new_tokens": 32}
+    one = oracle.case("llama", phase="inference", **settings)
+    assert relative_error(*oracle.peak(one)) < GENERATION
+
+
 @pytest.mark.parametrize("settings", [{}, {"attn": "eager"}, {"kv_cache": "static"}], ids=str)
 @pytest.mark.parametrize("family", [*QUICKSTART, "gemma2", "gpt2", "t5"])
 def test_a_generation_peaks_as_predicted(family: str, settings: dict[str, Any]) -> None:

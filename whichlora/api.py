@@ -44,7 +44,8 @@ _FINETUNE_ONLY = (
     "loss_head",
     "prepare_kbit",
 )
-_INFERENCE_ONLY = ("prompt_len", "max_new_tokens", "kv_cache")
+_QUANTISED_ONLY = ("cache_backend", "cache_nbits", "cache_group_size", "cache_residual_length")
+_INFERENCE_ONLY = ("prompt_len", "max_new_tokens", "kv_cache", *_QUANTISED_ONLY)
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
@@ -152,7 +153,10 @@ def grid(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
         unread = _INFERENCE_ONLY if phase == "finetune" else _FINETUNE_ONLY
         names = [name for name in settings if name not in unread and name != "phase"]
         for values in itertools.product(*(settings[name] for name in names)):
-            run = RunConfig(phase=phase, **dict(zip(names, values, strict=True)))
+            chosen = dict(zip(names, values, strict=True))
+            if chosen.get("kv_cache") != "quantized":
+                chosen = {name: chosen[name] for name in chosen if name not in _QUANTISED_ONLY}
+            run = RunConfig(phase=phase, **chosen)
             if run not in seen:
                 seen.add(run)
                 yield run

@@ -268,6 +268,7 @@ def _cache_use(model: ModelSpec, prediction: Prediction, gpu: GpuSpec) -> CacheU
             tokens=count,
             kv_cache=run.kv_cache,
             element_bytes=job.stack.compute_bytes,
+            stored=run.cache_format,
         )
         return int(size)
 

@@ -18,6 +18,7 @@ from whichlora.specs import (
     AdapterDtype,
     AttentionKernel,
     Bias,
+    CacheBackend,
     Engine,
     KvCache,
     LossHead,
@@ -66,6 +67,10 @@ class RunSettings(TypedDict, total=False):
     prompt_len: int | Sequence[int]
     max_new_tokens: int | Sequence[int]
     kv_cache: KvCache | Sequence[KvCache]
+    cache_backend: CacheBackend | Sequence[CacheBackend]
+    cache_nbits: int | Sequence[int]
+    cache_group_size: int | Sequence[int]
+    cache_residual_length: int | Sequence[int]
 
 
 def estimate(

@@ -14,6 +14,7 @@ from whichlora.families.experts import with_expert_modules
 from whichlora.memory import allocator
 from whichlora.memory.generation import inference_ledger
 from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
+from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import Method, get_method, with_defaults
 from whichlora.numeric import TWO_SIDED_Z, Count, largest
 from whichlora.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak, Verdict
@@ -92,6 +93,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
         )
     if quant in BNB_QUANTS and gpu.kind not in ("cuda", "cpu", "rocm"):
         raise ConfigError(f"quant: {quant!r} needs bitsandbytes, which has no {gpu.kind} backend")
+    if run.phase == "inference" and run.cache_format is not None:
+        check_quantisable(model, run.cache_format)
     targets: tuple[str, ...] = ()
     if run.phase == "finetune" and not method.trains_base:
         targets = resolve_targets(model, run.target_modules)

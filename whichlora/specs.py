@@ -28,11 +28,14 @@ Quant = Literal["none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8"
 Bias = Literal["none", "all", "lora_only"]
 AdapterDtype = Literal["auto", "float32", "bfloat16"]
 Engine = Literal["ledger", "trace"]
-KvCache = Literal["dynamic", "static", "paged", "vllm"]
+KvCache = Literal["dynamic", "static", "quantized", "paged", "vllm"]
+CacheBackend = Literal["quanto", "hqq", "fp8"]
 
 FP32_PRECISIONS: frozenset[str] = frozenset({"tf32", "fp32"})  # of the tensors, not the products
 FOUR_BIT_BNB: frozenset[str] = frozenset({"nf4", "nf4-dq", "fp4"})
 BNB_QUANTS: frozenset[str] = FOUR_BIT_BNB | {"int8"}
+CACHE_NBITS = (4, 2)  # what quanto and HQQ both have
+CACHE_GROUP_STEP = 8  # whole bytes of codes, whatever they are packed along
 ALL_LINEAR = "all-linear"
 ATTENTION = "attention"
 
@@ -71,6 +74,24 @@ class GpuSpec:
     unverified: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFormat:
+    """How transformers' `QuantizedCache` stores keys and values.
+
+    Args:
+        backend: whose quantiser: optimum-quanto's or HQQ's, or 8-bit floats of torch itself.
+        nbits: of one element.
+        group_size: elements that share a scale and a zero; None: one scale for a whole tensor.
+        residual_length: new tokens that gather in full width before all are quantised anew; 0:
+            each is quantised as it comes.
+    """
+
+    backend: CacheBackend
+    nbits: int
+    group_size: int | None
+    residual_length: int
+
+
 def _choice(setting: str, value: str, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         raise ConfigError(f"{setting}: {value!r} is not known; accepted are {', '.join(accepted)}")
@@ -99,6 +120,9 @@ class RunConfig:
         quant: how the base weights are stored; None until `methods.with_defaults` asks the method.
         prepare_kbit: whether `prepare_model_for_kbit_training` runs; None until then, too.
         prompt_len, max_new_tokens: inference only.
+        cache_backend, cache_nbits, cache_group_size, cache_residual_length: of kv_cache
+            quantized; `backend`, `nbits`, `q_group_size` and `residual_length` in the
+            `cache_config` of transformers.
         adapter_dtype: of the trained adapters; auto: fp32 as PEFT makes them, but for bf16-pure.
         bias: which biases of the base PEFT trains beside the adapters.
         use_rslora: scale adapters by the root of the rank; the bytes and the time are LoRA's.
@@ -130,6 +154,10 @@ class RunConfig:
     prompt_len: int = 512
     max_new_tokens: int = 128
     kv_cache: KvCache = "dynamic"
+    cache_backend: CacheBackend = "quanto"
+    cache_nbits: int = 4
+    cache_group_size: int = 64
+    cache_residual_length: int = 128
     use_reentrant: bool | None = None
     libraries: tuple[tuple[str, str], ...] = ()
     modules_to_save: tuple[str, ...] = ()
@@ -148,6 +176,8 @@ class RunConfig:
         _choice("padding", self.padding, get_args(Padding))
         _choice("loss_head", self.loss_head, get_args(LossHead))
         _choice("kv_cache", self.kv_cache, get_args(KvCache))
+        _choice("cache_backend", self.cache_backend, get_args(CacheBackend))
+        self._check_cache()
         if self.quant is not None:
             _choice("quant", self.quant, get_args(Quant))
         _choice("bias", self.bias, get_args(Bias))
@@ -181,6 +211,42 @@ class RunConfig:
             )
         if self.libraries:
             Libraries.of(self.libraries)
+
+    def _check_cache(self) -> None:
+        if self.cache_nbits not in CACHE_NBITS:
+            raise ConfigError(
+                f"cache_nbits: {self.cache_nbits!r} is not accepted; give "
+                f"{' or '.join(map(str, CACHE_NBITS))}"
+            )
+        _at_least("cache_group_size", self.cache_group_size, CACHE_GROUP_STEP)
+        if self.cache_group_size % CACHE_GROUP_STEP:
+            raise ConfigError(
+                f"cache_group_size: {self.cache_group_size} can't be packed; give a multiple of "
+                f"{CACHE_GROUP_STEP}, such as 64"
+            )
+        _at_least("cache_residual_length", self.cache_residual_length, 1)
+        grouped = ("cache_nbits", "cache_group_size", "cache_residual_length")
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        changed = [name for name in grouped if getattr(self, name) != defaults[name]]
+        if self.cache_backend == "fp8" and changed:
+            raise ConfigError(
+                f"{changed[0]}: is not of cache_backend fp8, which has 8 bits and one scale per "
+                "tensor; leave it out, or use quanto or hqq"
+            )
+
+    @property
+    def cache_format(self) -> CacheFormat | None:
+        """How the key-value cache is quantised, if it is."""
+        if self.kv_cache != "quantized":
+            return None
+        if self.cache_backend == "fp8":
+            return CacheFormat(backend="fp8", nbits=8, group_size=None, residual_length=0)
+        return CacheFormat(
+            backend=self.cache_backend,
+            nbits=self.cache_nbits,
+            group_size=self.cache_group_size,
+            residual_length=self.cache_residual_length,
+        )
 
     @property
     def versions(self) -> Libraries:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whichlora.libraries import Libraries
-from whichlora.specs import BNB_QUANTS, FP32_PRECISIONS, RunConfig
+from whichlora.specs import BNB_QUANTS, FP32_PRECISIONS, CacheFormat, RunConfig
 
 # Bits per weight that each storage format needs beside its codes are in `memory.weights`.
 Mode = Literal["P", "A", "C", "Q", "F"]
@@ -49,6 +49,7 @@ class Stack:
         training: dropout is on and tensors are kept for backward.
         device_kind: "cuda", "cpu", …: CPU kernels keep other things.
         libraries: their versions; older ones keep other things.
+        stores: the format that a layer's keys and values are quantised to in this forward, if any.
     """
 
     mode: Mode
@@ -76,6 +77,7 @@ class Stack:
     trains_base: bool
     device_kind: str
     libraries: Libraries
+    stores: CacheFormat | None = None
 
 
 def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Stack:

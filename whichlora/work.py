@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from whichlora.architecture import Attention, Layer, ModelSpec
+from whichlora.cache_work import Conversion, expanding, storing
 from whichlora.memory import activations, weights
 from whichlora.methods import lora
 from whichlora.methods.base import Method
@@ -275,7 +276,8 @@ def training_work(
 def cache_passes(attention: Attention, run: RunConfig, stack: Stack) -> int:
     """How often one decoding step reads or writes the keys and values there are.
 
-    A dynamic cache is read and written whole to append one token, then read by the attention.
+    A dynamic cache is read and written whole to append one token, then read by the attention;
+    of a quantised one, `conversion` counts what comes before the attention.
     Old code read it once more to repeat each group's keys per query head, and read those.
     """
     if run.kv_cache != "dynamic":
@@ -284,6 +286,24 @@ def cache_passes(attention: Attention, run: RunConfig, stack: Stack) -> int:
     if groups > 1 and (stack.libraries.repeats_keys or stack.attn == "eager"):
         return 2 + 1 + 2 * groups
     return 3
+
+
+def conversion(run: RunConfig, stack: Stack, *, decoding: bool) -> Conversion:
+    """What quantising the cache, or expanding it, takes in one pass; nothing for other caches."""
+    stored = run.cache_format
+    if stored is None:
+        return Conversion(0, 0)
+    kept = storing(stored, stack.compute_bytes, stack.device_kind)
+    if not decoding:
+        return kept
+    expanded = expanding(stored, stack.compute_bytes)
+    if not stored.residual_length:
+        return expanded
+    share = 1 / stored.residual_length  # of the steps that quantise all tokens anew
+    return Conversion(
+        expanded.element_bytes + share * kept.element_bytes,
+        expanded.launches + round(share * kept.launches),
+    )
 
 
 def inference_work(
@@ -309,6 +329,7 @@ def inference_work(
     elementwise = 12 * scored * model.vocab_size
     dequant = 0 * tokens
     launches = OUTSIDE_OPS + 0 * tokens
+    converted = conversion(run, stack, decoding=decoding)
     for layer, count in model.layers():
         product_flops = product_flops + count * 2 * tokens * active_weights(layer)
         visited = visited_weights(layer, tokens)
@@ -323,6 +344,9 @@ def inference_work(
             passes = cache_passes(attention, run, stack) if decoding else 1
             moved_bytes = cached * stack.compute_bytes * passes
             attention_bytes = attention_bytes + count * batch_size * moved_bytes
+            of_sequence = converted.element_bytes * attention.cache_elements * context
+            elementwise = elementwise + count * batch_size * of_sequence
+            launches = launches + count * converted.launches
         moved = elementwise_forward_bytes(layer, run, stack, (), model.hidden_size)
         elementwise = elementwise + count * tokens * moved
         if stack.quant != "none":

@@ -110,4 +110,5 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "loss_head": _words(specs.LossHead),
     "quant": _words(specs.Quant),
     "kv_cache": _words(specs.KvCache),
+    "cache_backend": _words(specs.CacheBackend),
 }

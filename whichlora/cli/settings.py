@@ -106,6 +106,20 @@ _SETTINGS = (
     list_option("prompt-len", "512", "Prompt tokens (inference).", counts("prompt-len")),
     list_option("max-new-tokens", "128", "Generated tokens (inference).", counts("max-new-tokens")),
     choices("kv-cache", "dynamic", "Key-value cache (inference)", specs.KvCache),
+    choices("cache-backend", "quanto", "Quantiser of kv-cache quantized", specs.CacheBackend),
+    list_option("cache-nbits", "4", "Bits of a quantised cache: 4 or 2.", counts("cache-nbits")),
+    list_option(
+        "cache-group-size",
+        "64",
+        "Elements of a quantised cache that share a scale.",
+        counts("cache-group-size"),
+    ),
+    list_option(
+        "cache-residual-length",
+        "128",
+        "New tokens that a quantised cache gathers in full width.",
+        counts("cache-residual-length"),
+    ),
     click.option(
         "--expandable-segments",
         is_flag=True,

@@ -129,6 +129,10 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         "quant_group_size": settings.quant_group_size,
         "expandable_segments": settings.expandable_segments,
         "kv_cache": settings.kv_cache,
+        "cache_backend": settings.cache_backend,
+        "cache_nbits": settings.cache_nbits,
+        "cache_group_size": settings.cache_group_size,
+        "cache_residual_length": settings.cache_residual_length,
     }
     return Plan(
         source=path,

@@ -27,6 +27,7 @@ from whichlora.specs import (
     AdapterDtype,
     AttentionKernel,
     Bias,
+    CacheBackend,
     KvCache,
     LossHead,
     Optimizer,
@@ -288,6 +289,14 @@ class PlanFile(_Section):
     expandable_segments: bool = _RUN.expandable_segments
     """PyTorch's allocator joins segments, as with PYTORCH_ALLOC_CONF=expandable_segments:True."""
     kv_cache: KvCache = _RUN.kv_cache
+    cache_backend: CacheBackend = _RUN.cache_backend
+    """Quantiser of kv_cache: quantized."""
+    cache_nbits: Literal[4, 2] = 4
+    """Bits of a quantised cache."""
+    cache_group_size: Count = _RUN.cache_group_size
+    """Elements of a quantised cache that share a scale."""
+    cache_residual_length: Count = _RUN.cache_residual_length
+    """New tokens that a quantised cache gathers in full width."""
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 2e-4
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     gpu_limits: dict[Name, GpuLimits] | None = None

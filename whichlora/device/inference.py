@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from whichlora.enough import is_enough
 from whichlora.errors import MeasurementError
 from whichlora.specs import RunConfig
 
-_IMPLEMENTATIONS = {"dynamic": None, "static": "static"}
+_IMPLEMENTATIONS = {"dynamic": None, "static": "static", "quantized": "quantized"}
+_BACKENDS = {"quanto": ("optimum", "optimum-quanto"), "hqq": ("hqq", "hqq")}  # module, package
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -38,12 +40,14 @@ def measure_inference(
             less. Without it every generation is made.
 
     Raises:
-        MeasurementError: a serving engine that is not part of transformers.
+        MeasurementError: a serving engine that is not part of transformers, or a quantiser that
+            is not installed.
     """
     if run.kv_cache == "vllm":
         raise MeasurementError(
             "kv_cache: vllm can't be profiled; profile dynamic or static instead"
         )
+    _check_backend(run)
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config().vocab_size
     shape = (run.batch_size, run.prompt_len)
@@ -154,5 +158,32 @@ def _generation_config(model: Any, run: RunConfig) -> GenerationConfig:
         pad_token_id=0,
         use_cache=True,
         cache_implementation=_IMPLEMENTATIONS.get(run.kv_cache),
+        cache_config=_cache_config(run),
     )
     return config
+
+
+def _check_backend(run: RunConfig) -> None:
+    if run.cache_format is None or run.cache_format.backend not in _BACKENDS:
+        return
+    module, package = _BACKENDS[run.cache_format.backend]
+    if importlib.util.find_spec(module) is None:
+        raise MeasurementError(
+            f"cache_backend: {run.cache_backend} needs {package}, which is not installed: "
+            f"pip install {package}, or use fp8"
+        )
+
+
+def _cache_config(run: RunConfig) -> dict[str, Any] | None:
+    """What `QuantizedCache` is told; its axes stay at their default of 0."""
+    stored = run.cache_format
+    if stored is None:
+        return None
+    if stored.group_size is None:  # fp8 has no settings
+        return {"backend": stored.backend}
+    return {
+        "backend": stored.backend,
+        "nbits": stored.nbits,
+        "q_group_size": stored.group_size,
+        "residual_length": stored.residual_length,
+    }

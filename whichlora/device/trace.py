@@ -76,6 +76,11 @@ def trace(
             "attn: flash_attention_2 of padded batches can't be traced, it counts their tokens; "
             "use engine ledger, or padding none"
         )
+    if run.cache_format is not None and run.cache_format.backend != "fp8":
+        raise ConfigError(
+            f"cache_backend: {run.cache_backend} can't be traced, its operators look at values; "
+            "use engine ledger, or cache_backend fp8"
+        )
     # fp16 has no CPU kernels in some places, and the bytes of bf16.
     stand_in = dataclasses.replace(run, precision=_STAND_INS.get(run.precision, run.precision))
     weights = run if run.precision == "fp16" and _is_full(run) else stand_in

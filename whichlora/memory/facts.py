@@ -272,6 +272,42 @@ FULL_CACHE = Fact(
     why="decoding reads keys and values of every earlier token",
     source="transformers DynamicLayer.update; docs/kv_cache.md",
 )
+QUANTISED_CACHE = Fact(
+    part="kv_cache",
+    what="key-value cache, quantised",
+    shape="[batch_size, num_key_value_heads, tokens, head_dim]",
+    dtype="cache_nbits, with a scale and a zero per cache_group_size elements",
+    count="2 x num_hidden_layers",
+    why="decoding reads keys and values of every earlier token",
+    source="transformers QuantizedLayer.update; optimum-quanto, hqq; docs/kv_cache.md",
+)
+FRESH_CACHE = Fact(
+    part="kv_cache",
+    what="keys and values of the newest tokens",
+    shape="[batch_size, num_key_value_heads, up to cache_residual_length, head_dim]",
+    dtype="compute_bytes",
+    count="2 x num_hidden_layers",
+    why="they gather in full width until cache_residual_length of them are quantised",
+    source="transformers QuantizedLayer.update",
+)
+EXPANDED = Fact(
+    part="temporary",
+    what="one layer's keys and values, expanded and joined with the new ones",
+    shape="[batch_size, num_key_value_heads, tokens, head_dim]",
+    dtype="compute_bytes",
+    count="4",
+    why="the expanded ones keep their names while those that attention reads are put together",
+    source="transformers QuantizedLayer.update, Fp8QuantizedLayer.update",
+)
+QUANTISING = Fact(
+    part="temporary",
+    what="steps of quantising one layer's values",
+    shape="[batch_size, num_key_value_heads, tokens, head_dim]",
+    dtype="compute_bytes; for hqq fp32 and fp16",
+    count="3, or 11 for hqq",
+    why="cache_residual_length tokens are new: the whole cache is quantised again",
+    source="optimum-quanto quantize_affine, pack_weights; hqq Quantizer.quantize",
+)
 TWO_CACHES = Fact(
     part="kv_cache",
     what="cache of the prompt, and a second one with one token more",
@@ -337,6 +373,14 @@ PROMPT_LOGITS = Fact(
     shape="[batch_size, 1, vocab_size]",
     dtype="fp32",
     why="scores of the last position; of the whole prompt before transformers 4.45",
+    source="transformers GenerationMixin._sample",
+)
+LAST_SCORES = Fact(
+    part="logits_and_loss",
+    what="scores of the last token",
+    shape="[batch_size, vocab_size]",
+    dtype="fp32",
+    why="a name of the loop holds them until the next ones are there",
     source="transformers GenerationMixin._sample",
 )
 HELD_LOGITS = Fact(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.architecture import ModelSpec
-from whichlora.memory import activations, allocator, facts, kv_cache, logits
+from whichlora.memory import activations, allocator, facts, kv_cache, logits, quantised_cache
 from whichlora.memory.entries import Entry
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.ledger import Ledger, weight_entries
@@ -30,10 +30,13 @@ def inference_ledger(
     # an encoder reads the prompt of a seq2seq model; its decoder begins with one token
     first_tokens = prompt_len if model.task != "seq2seq-lm" else 1 + 0 * prompt_len
     last_tokens = first_tokens + max_new_tokens - 1
+    stored = run.cache_format
     common = {"batch_size": batch_size, "kv_cache": run.kv_cache, "element_bytes": element_bytes}
     at_start = last_tokens if run.kv_cache == "static" else first_tokens
     prompt_cache, full_cache = (
-        kv_cache.cache_bytes(model, tokens=tokens, encoder_tokens=prompt_len, **common)
+        kv_cache.cache_bytes(
+            model, tokens=tokens, encoder_tokens=prompt_len, stored=stored, **common
+        )
         for tokens in (at_start, last_tokens)
     )
     scores = logits.generation_bytes(model, batch_size=batch_size, compute_bytes=element_bytes)
@@ -46,6 +49,8 @@ def inference_ledger(
         if run.kv_cache == "static":  # attended to as a whole, so that its end must be masked
             reader = replace(stack, padded=True)
             sized["span"] = at_start
+    if stored is not None:
+        reader = replace(stack, stores=stored)
     working = forward_bytes(
         model, reader, side="encoder" if two_stacks else "", **sized
     ) + activations.rotary_bytes(model, stack, span=positions)
@@ -100,7 +105,7 @@ def inference_ledger(
         ),
         "first_logits": (
             *static,
-            Entry(facts.PROMPT_CACHE, prompt_cache),
+            Entry(facts.PROMPT_CACHE if stored is None else facts.QUANTISED_CACHE, prompt_cache),
             Entry(facts.LAST_HIDDEN, last_hidden),
             Entry(facts.PROMPT_LOGITS, first_scores),
         ),
@@ -112,6 +117,30 @@ def inference_ledger(
             Entry(facts.LAST_LOGITS, scores),
         ),
     }
+    if stored is not None:
+        earlier = quantised_cache.stored_by_earlier_layers(
+            model, stored, batch_size=batch_size, tokens=prompt_len, element_bytes=element_bytes
+        )
+        moments["prefill"] = (
+            *static,
+            Entry(facts.QUANTISED_CACHE, earlier),
+            Entry(facts.PROMPT_FORWARD, working),
+        )
+        later = quantised_cache.decode_moments(
+            model,
+            stack,
+            stored,
+            batch_size=batch_size,
+            prompt_len=prompt_len,
+            max_new_tokens=max_new_tokens,
+        )
+        in_step = (
+            Entry(facts.TOKEN_FORWARD, decoding),
+            Entry(facts.LAST_SCORES, 4 * batch_size * logits.logit_width(model)),
+        )
+        moments |= {name: (*static, *entries, *in_step) for name, entries in later.items()}
+        kept = [one for one in later["decode"] if one.fact is not facts.EXPANDED]
+        moments["last_logits"] = (*static, *kept, Entry(facts.LAST_LOGITS, scores))
     if two_stacks:
         encoded = Entry(facts.ENCODED, prompt_tokens * model.hidden_size * stack.stream_bytes)
         bias = activations.kept_mask_bytes(

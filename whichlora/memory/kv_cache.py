@@ -9,9 +9,10 @@ from __future__ import annotations
 from whichlora.architecture import Layer, ModelSpec
 from whichlora.memory.replay import MIN_OWN_SEGMENT_BYTES as OWN_SEGMENT
 from whichlora.memory.replay import SEGMENT_ROUNDING_BYTES as SEGMENT_ROUNDING
-from whichlora.numeric import Count, largest, round_up, smallest
+from whichlora.numeric import Count, ceil_div, largest, round_up, smallest
+from whichlora.specs import CacheFormat
 
-BLOCK_TOKENS = {"dynamic": 1, "static": 1, "paged": 256, "vllm": 16}
+BLOCK_TOKENS = {"dynamic": 1, "static": 1, "quantized": 1, "paged": 256, "vllm": 16}
 """Tokens per block: transformers 5.23 continuous batching 256, vLLM 16."""
 
 
@@ -35,12 +36,16 @@ def cache_bytes(
     kv_cache: str,
     element_bytes: int,
     encoder_tokens: Count = 0,
+    stored: CacheFormat | None = None,
 ) -> Count:
     """Bytes of the cache for `tokens` per sequence, and `encoder_tokens` per cross attention.
 
+    Args:
+        stored: the format of a quantised cache, which all `tokens` have.
+
     Kind: exact.
     """
-    total = 0 * batch_size
+    total = quantised = 0 * batch_size
     recurrent = 0
     for layer, count in model.layers():
         for attention in layer.attentions:
@@ -49,8 +54,27 @@ def cache_bytes(
             if not attention.cross:
                 kept = kept_tokens(layer, tokens, kv_cache=kv_cache)
             per_sequence = attention.cache_elements * kept
+            if stored is not None:
+                elements = batch_size * per_sequence
+                quantised = quantised + count * stored_bytes(elements, stored, element_bytes)
+                continue
             total = total + count * batch_size * (per_sequence + attention.state_elements)
+    if stored is not None:
+        return quantised
     return total * element_bytes + 4 * batch_size * recurrent
+
+
+def stored_bytes(elements: Count, stored: CacheFormat, element_bytes: int) -> Count:
+    """One layer's keys and values of `elements` in all, quantised: codes, scales and zeros.
+
+    Kind: exact. Source: optimum-quanto 0.2.7 `WeightQBitsTensor`, hqq 0.2.8 `Quantizer.quantize`:
+    a scale and a zero per group, as wide as the keys are; transformers 5.23 `Fp8QuantizedLayer`:
+    an fp32 scale for the keys and one for the values.
+    """
+    codes = ceil_div(elements * stored.nbits, 8)
+    if stored.group_size is None:
+        return codes + 2 * 4
+    return codes + 2 * element_bytes * ceil_div(elements, stored.group_size)
 
 
 def left_behind_bytes(

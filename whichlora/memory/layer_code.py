@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from whichlora.architecture import Attention, Layer, Mlp
 from whichlora.memory.activations import attention_kernel, fused_qkv, has_mask_per_head
+from whichlora.memory.cache_code import store
 from whichlora.memory.expert_code import mix_experts
 from whichlora.memory.gemma4_code import add_layer_input, feed_both_ways, one_after_the_other
 from whichlora.memory.latent_code import latent_projections
@@ -124,6 +125,7 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
     if attention.keys_from is not None and not stack.training:  # replaced by those of the cache
         tape.hold(k, v)
         k, v = (replace(tape.weight(one.elements, one.size), joined=True) for one in (k, v))
+    store(code, k, v, num_heads=attention.num_key_value_heads)
     kernel = attention_kernel(attention, stack)
     bias = None
     if attention.position == "relative":

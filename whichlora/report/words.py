@@ -25,7 +25,9 @@ def variant(run: RunConfig, plan: Plan | None = None) -> str:
     """
     training = run.phase == "finetune"
     if not training:
-        name = f"inference, {run.kv_cache} cache"
+        stored = run.cache_format
+        cache = run.kv_cache if stored is None else f"{stored.nbits}-bit {stored.backend}"
+        name = f"inference, {cache} cache"
     else:
         name = run.method if run.method == "full" else f"{run.method} r={run.r}"
     if plan is None:

@@ -1,0 +1,138 @@
+"""Decoding with transformers' quantised cache: what is stored, and what each step takes besides.
+
+A step expands one layer's keys and values after the other, joins them with the new token's, and
+gives them to the attention. New tokens gather in full width; when there are `residual_length` of
+them, all tokens are quantised anew. See `docs/kv_cache.md`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.architecture import Attention, ModelSpec
+from whichlora.errors import ConfigError
+from whichlora.memory import facts
+from whichlora.memory.cache_code import quantising_points
+from whichlora.memory.entries import Entry
+from whichlora.memory.kv_cache import cache_bytes, stored_bytes
+from whichlora.memory.tape import most
+from whichlora.numeric import Count
+from whichlora.specs import CacheFormat
+from whichlora.stack import Stack
+
+
+def check_quantisable(model: ModelSpec, stored: CacheFormat) -> None:
+    """Refuse what the library refuses.
+
+    Raises:
+        ConfigError: layers that don't keep every token, or groups that don't fit the heads.
+    """
+    attentions = [attention for layer, _ in model.layers() for attention in layer.attentions]
+    if model.task != "causal-lm":
+        raise ConfigError(f"kv_cache: quantized is for decoders only, {model.name} is none")
+    if any(one.sliding_window is not None or one.kind != "softmax" for one in attentions):
+        raise ConfigError(
+            f"kv_cache: quantized needs full attention in every layer, {model.name} has sliding "
+            "windows or recurrent layers; use dynamic or static"
+        )
+    for one in attentions:
+        half = one.cache_elements // 2
+        if stored.group_size is not None and half % stored.group_size:
+            raise ConfigError(
+                f"cache_group_size: {stored.group_size} does not divide the {half} elements per "
+                f"token of a layer's keys in {model.name}; give a divisor of it"
+            )
+
+
+def stored_by_earlier_layers(
+    model: ModelSpec, stored: CacheFormat, *, batch_size: Count, tokens: Count, element_bytes: int
+) -> Count:
+    """The prompt's cache while the last layer makes its own. Kind: exact."""
+    every = _stored(model, stored, batch_size * tokens, element_bytes)
+    of_one = batch_size * tokens * _widest(model).cache_elements
+    return every - stored_bytes(of_one, stored, element_bytes)
+
+
+def decode_moments(
+    model: ModelSpec,
+    stack: Stack,
+    stored: CacheFormat,
+    *,
+    batch_size: Count,
+    prompt_len: Count,
+    max_new_tokens: Count,
+) -> dict[str, tuple[Entry, ...]]:
+    """The cache's part of the last step, and of the last step that quantises all tokens anew.
+
+    The second is worst in the first layer, while the others hold their new tokens in full width.
+    Kind: exact. Source: transformers 5.23 `QuantizedLayer.update`, `Fp8QuantizedLayer.update`.
+    """
+    steps = max_new_tokens - 1  # the first token comes from the prompt pass
+    size = stack.compute_bytes
+    of_token = batch_size * _widest(model).cache_elements  # elements of one layer
+    if not stored.residual_length:
+        tokens = prompt_len + steps
+        # the codes before they are joined, the keys, and the values in fp32 before their scale
+        # and after
+        joining = of_token * (tokens - 1) + of_token // 2 * tokens * (size + 8)
+        return {
+            "decode": (
+                Entry(facts.QUANTISED_CACHE, _stored(model, stored, batch_size * tokens, size)),
+                Entry(facts.EXPANDED, joining * (steps > 0)),
+            )
+        }
+    length = stored.residual_length
+    renewals, fresh = steps // length, steps % length
+    layers = (
+        size
+        * batch_size
+        * sum(
+            count * attention.cache_elements
+            for layer, count in model.layers()
+            for attention in layer.attentions
+        )
+    )
+    quantised = prompt_len + renewals * length
+    # Expanded, then joined with what is new; the values' new tokens are joined to a second copy.
+    expanded = size * (of_token * (2 * quantised + fresh) + of_token // 2 * (fresh - 1))
+    last = (
+        Entry(facts.QUANTISED_CACHE, _stored(model, stored, batch_size * quantised, size)),
+        Entry(facts.FRESH_CACHE, layers * fresh),
+        Entry(facts.EXPANDED, expanded * (fresh > 0)),
+    )
+    renewed = renewals > 0
+    before = quantised - length
+    points = quantising_points(
+        _widest(model).cache_elements // 2, size, replace(stack, stores=stored)
+    )
+    quantising = most(points, tokens=batch_size * quantised, span=quantised, r=0)
+    for sign, tokens in ((1, quantised), (-1, before)):  # the keys are stored anew already
+        quantising = quantising + sign * stored_bytes(of_token // 2 * tokens, stored, size)
+    return {
+        "decode": last,
+        "renewal": (
+            Entry(
+                facts.QUANTISED_CACHE,
+                _stored(model, stored, batch_size * before * renewed, size),
+            ),
+            Entry(facts.FRESH_CACHE, layers * (length - 1) * renewed),
+            Entry(facts.EXPANDED, size * of_token * (2 * before + length) * renewed),
+            Entry(facts.QUANTISING, quantising * renewed),
+        ),
+    }
+
+
+def _stored(model: ModelSpec, stored: CacheFormat, tokens: Count, element_bytes: int) -> Count:
+    return cache_bytes(
+        model,
+        batch_size=tokens,
+        tokens=1,
+        kv_cache="quantized",
+        element_bytes=element_bytes,
+        stored=stored,
+    )
+
+
+def _widest(model: ModelSpec) -> Attention:
+    attentions = (attention for layer, _ in model.layers() for attention in layer.attentions)
+    return max(attentions, key=lambda one: one.cache_elements)
