@@ -183,6 +183,14 @@ LAYER_BACKWARD = Fact(
     why="saved tensors of a recomputed layer, and gradients at the worst point of its backward",
     source="memory.layer_code: transformers, peft, bitsandbytes on a tape",
 )
+LAYER_INPUTS_BACKWARD = Fact(
+    part="temporary",
+    what="backward of the inputs of all layers",
+    shape="[batch_size, seq_len, num_hidden_layers, width]",
+    dtype="stream_bytes",
+    why="one tensor for all layers: its gradient, the fp32 norm of it, the embeddings' gradient",
+    source="memory.gemma4_code: Gemma4TextModel.project_per_layer_inputs on a tape",
+)
 AUTOCAST_COPIES = Fact(
     part="temporary",
     what="16-bit copies of trained weights",

@@ -6,12 +6,17 @@ Source: transformers 5.23 `Gemma4TextAttention`, `Gemma4TextDecoderLayer`, `Gemm
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 
-from whichlora.architecture import Attention, Layer, LayerInput
+from whichlora.architecture import Attention, Layer, LayerInput, Linear, ModelSpec, Norm
 from whichlora.memory.expert_code import route, run_experts
 from whichlora.memory.mlp_code import activate, feed_forward
 from whichlora.memory.operators import Code
-from whichlora.memory.tape import Tensor, per_token
+from whichlora.memory.tape import Form, Kept, Tape, Tensor, constant, maximal, per_token
+from whichlora.methods.base import Method
+from whichlora.methods.lora import METHOD as LORA
+from whichlora.stack import Stack
 
 INPUTS_PROJECTION = "per_layer_model_projection"
 
@@ -93,3 +98,86 @@ def add_layer_input(code: Code, layer_input: LayerInput, x: Tensor) -> Tensor:
     result = code.add(x, y)
     tape.hold(x)
     return result
+
+
+def embed_layer_inputs(code: Code, projection: Linear, norm: Norm, x: Tensor) -> Tensor:
+    """The inputs of all layers side by side: looked up, and projected from the embeddings `x`.
+
+    Source: `Gemma4TextModel.get_per_layer_inputs`, `project_per_layer_inputs`.
+    """
+    tape, stack = code.tape, code.stack
+    packed = per_token(projection.out_features)
+    table = tape.weight(constant(0), stack.embedding_bytes, trained=stack.trains_base)
+    looked_up = tape.op([table], packed, stack.embedding_bytes, saves=[table])
+    scaled = code.scale(looked_up)
+    projected = code.scale(code.linear(projection, x))
+    y = code.norm(norm, projected)
+    both = code.add(y, scaled)
+    result = code.scale(both)
+    tape.hold(y, scaled, both)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputPoints:
+    """Bytes at the points of making the inputs of all layers, the embeddings left out.
+
+    Args:
+        packed_bytes: of the result per token, which lives as long as a layer can read it.
+        kept: what it keeps for backward.
+        forward: alive while it is made.
+        backward: alive in its backward, with the gradient of the result and `kept`.
+    """
+
+    packed_bytes: int
+    kept: tuple[Kept, ...]
+    forward: tuple[Form, ...]
+    backward: tuple[Form, ...]
+
+
+@lru_cache(maxsize=512)
+def _points(
+    projection: Linear,
+    norm: Norm,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method,
+    *,
+    needs_grad: bool,
+    accumulated: bool,
+) -> LayerInputPoints:
+    tape = Tape()
+    code = Code(tape, stack, targets, method, stream_bytes=stack.stream_bytes)
+    x = tape.input(per_token(projection.in_features), stack.stream_bytes, needs_grad=needs_grad)
+    result = embed_layer_inputs(code, projection, norm, x)
+    tape.hold(result)
+    forward, _ = tape.forward(saving=result.needs_grad)
+    backward = tape.backward(recomputed=False, accumulated=accumulated) if result.needs_grad else ()
+    return LayerInputPoints(result.form[0], tape.kept(), maximal(forward), maximal(backward))
+
+
+def layer_input_points(
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method = LORA,
+    *,
+    needs_grad: bool = False,
+    accumulated: bool = False,
+) -> LayerInputPoints | None:
+    """None for a model whose layers read the hidden state alone. Kind: exact.
+
+    Args:
+        needs_grad: the looked-up embeddings do.
+    """
+    if model.layer_input_norm is None:
+        return None
+    return _points(
+        model.head_linears[0],
+        model.layer_input_norm,
+        targets,
+        stack,
+        method,
+        needs_grad=needs_grad,
+        accumulated=accumulated,
+    )

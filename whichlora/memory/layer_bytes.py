@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from whichlora.architecture import Layer, ModelSpec
 from whichlora.memory import activations, weights
 from whichlora.memory.entries import Tensor, tensor_bytes
+from whichlora.memory.gemma4_code import LayerInputPoints, layer_input_points
 from whichlora.memory.head_code import masked_head_kept
 from whichlora.memory.layer_code import (
     LayerPoints,
@@ -135,6 +136,12 @@ def forward_bytes(
     Kind: exact for layers that are written, an estimate for others.
     """
     found: list[Count] = [0 * tokens]
+    beside: Count = 0 * tokens
+    inputs = layer_input_points(model, (), stack)
+    if inputs is not None:
+        embedded = stack.stream_bytes * model.hidden_size * tokens
+        found.append(embedded + most(inputs.forward, tokens=tokens, span=span, r=0))
+        beside = inputs.packed_bytes * tokens
     for layer in (group.layer for group in model.groups if side in ("", group.stack)):
         if not is_written(layer, stack):
             working = activations.layer_forward_bytes(
@@ -153,8 +160,19 @@ def forward_bytes(
         streams = streams + evaluate(before, tokens=tokens, span=span, r=0)
         for share, masked in _masks(layer, stack, span):
             points = working_points(layer, model.hidden_size, stack, masked=masked, stream=stream)
-            found.append(share * (streams + most(points, tokens=tokens, span=span, r=0)))
+            in_layer = streams + beside + most(points, tokens=tokens, span=span, r=0)
+            found.append(share * in_layer)
     return largest(*found)
+
+
+def layer_inputs_saved(
+    inputs: LayerInputPoints | None, *, tokens: Count, span: Count, r: Count
+) -> tuple[Tensor, ...]:
+    """The inputs of all layers, which live until the first went backward, and what made them."""
+    if inputs is None:
+        return ()
+    packed = Tensor("inputs of all layers", inputs.packed_bytes, dims="num_hidden_layers, width")
+    return packed, *_listed(inputs.kept, 1, tokens=tokens, span=span, r=r)
 
 
 def masked_head_saved(

@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from whichlora.architecture import ModelSpec
 from whichlora.memory import activations, allocator, facts, logits, optimizer, weights
 from whichlora.memory.entries import Entry, Group, Tensor, listed
+from whichlora.memory.gemma4_code import layer_input_points
 from whichlora.memory.layer_bytes import (
     LayerBytes,
     forward_bytes,
     layer_bytes,
+    layer_inputs_saved,
     masked_head_saved,
 )
+from whichlora.memory.tape import most
 from whichlora.memory.trained import (
     gradient_bytes,
     saved_modules,
@@ -201,6 +204,15 @@ def training_ledger(
     ]
     trains_embedding = any(one.is_embedding for one in copied)
     needs_grad = method.trains_base or run.gradient_checkpointing or trains_embedding
+    sized = {"tokens": tokens, "span": seq_len}
+    inputs = layer_input_points(
+        model,
+        targets,
+        stack,
+        method,
+        needs_grad=needs_grad,
+        accumulated=run.gradient_accumulation_steps > 1,
+    )
     outside, before_layers = (
         Group(
             where="around the layers",
@@ -209,14 +221,13 @@ def training_ledger(
                     model, targets, stack, embeddings_need_grad=needs_grad, after_layers=after
                 ),
                 *(masked_head_saved(model, targets, stack, method, r=r) if after else ()),
+                *layer_inputs_saved(inputs, r=r, **sized),
             ),
-            tokens=tokens,
-            span=seq_len,
+            **sized,
         )
         for after in (True, False)
     )
     copies = _autocast_copies(model, stack, method, trained)
-    sized = {"tokens": tokens, "span": seq_len}
     mask_bytes, kept_mask_bytes = (
         activations.kept_mask_bytes(model, stack, checkpointed=checkpointed, **sized)
         for checkpointed in (True, run.gradient_checkpointing)
@@ -280,9 +291,10 @@ def training_ledger(
     head_gradient = of_head + 0 * trained
     late_gradients = all_gradients - largest(*(one.gradients for one in layers))
     late_gradients = late_gradients - gradient_bytes(one for one in copied if one.is_embedding)
-    if method.trains_base and not model.head_tied:
-        embedded = sum(one.num_params for one in model.embeddings)
+    if method.trains_base:
+        embedded = sum(one.num_params for one in model.embeddings[int(model.head_tied) :])
         late_gradients = late_gradients - embedded * param_bytes
+    embedding_gradient = model.hidden_size * layers[0].stream_bytes
     kept_gradients = head_gradient
     if run.gradient_accumulation_steps > 1:
         kept_gradients = late_gradients = 0 * trained  # all of them are there
@@ -335,6 +347,14 @@ def training_ledger(
             ),
         ),
     }
+    if inputs is not None and inputs.backward:
+        in_inputs = most(inputs.backward, r=r, **sized)
+        moments["layer_inputs_backward"] = (
+            *before,
+            Entry(facts.KEPT_LOGITS, kept_logits),
+            Entry(facts.ALL_GRADIENTS, late_gradients),
+            Entry(facts.LAYER_INPUTS_BACKWARD, in_inputs + tokens * embedding_gradient),
+        )
     if of_head:
         moments["head_backward"] = (
             *before,
