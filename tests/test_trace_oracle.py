@@ -172,6 +172,13 @@ EXPERTS = {
     "num_global_key_value_heads": 2,
 }
 
+INPUTS = {  # of each layer, and keys that the second half borrows
+    "hidden_size_per_layer_input": 128,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
 
 @pytest.mark.parametrize(
     ("fields", "settings"),
@@ -180,6 +187,9 @@ EXPERTS = {
         ({}, {"method": "qlora"}),
         ({}, {"precision": "bf16-pure", "attn": "eager"}),
         (EXPERTS, {}),
+        (INPUTS, {}),
+        (INPUTS, {"gradient_checkpointing": False}),
+        (INPUTS, {"phase": "inference", "prompt_len": 512, "max_new_tokens": 2}),
     ],
     ids=str,
 )

@@ -379,6 +379,7 @@ class ModelSpec:
         head_tied: the head shares its weight with the token embedding.
         head_linears: projections around the stack (OPT-350M's project_in and project_out), and
             the one that makes the inputs of each layer, which `layer_input_norm` reads (Gemma 4).
+        rotates_each_kind: sliding and full layers have tables of cosines and sines of their own.
         masked_head: of an encoder; not among its parameters, which are those of `AutoModel`.
         other_params: parameters outside all of the above (a vision tower, a pooler).
         unloaded_params: those among them that `AutoModelForCausalLM` leaves on the disk.
@@ -404,6 +405,7 @@ class ModelSpec:
     head_linears: tuple[Linear, ...] = ()
     masked_head: MaskedHead | None = None
     logit_softcap: float | None = None
+    rotates_each_kind: bool = False
     other_params: int = 0
     unloaded_params: int = 0
     buffer_bytes: int = 0

@@ -364,6 +364,7 @@ def _modernbert(c: Fields) -> ModelSpec:
         embeddings=(Embedding(name="tok_embeddings", rows=c.size("vocab_size"), width=hidden),),
         embedding_norms=norm("norm"),
         final_norms=norm("final_norm"),
+        rotates_each_kind=True,
         masked_head=_masked_head(
             c,
             hidden,

@@ -96,6 +96,7 @@ def _gemma3(c: Fields) -> ModelSpec:
         c,
         _style(c, layer_norms=_SANDWICH, qk_norm="head"),
         layer_types=every_nth_full(c, c.size("sliding_window_pattern")),
+        rotates_each_kind=True,
     )
 
 
@@ -244,6 +245,7 @@ def _gemma4(c: Fields) -> ModelSpec:
         embeddings=embeddings,
         layer_input_norm=layer_input_norm,
         head_linears=around,
+        rotates_each_kind=True,
         logit_softcap=c.number_or_none("final_logit_softcapping"),
     )
 

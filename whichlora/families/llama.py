@@ -247,7 +247,8 @@ def _olmo2(c: Fields) -> ModelSpec:
 
 
 def _olmo3(c: Fields) -> ModelSpec:
-    return decoder(c, _olmo2_style(c), layer_types=every_nth_full(c, 4))
+    types = every_nth_full(c, 4)
+    return decoder(c, _olmo2_style(c), layer_types=types, rotates_each_kind=True)
 
 
 def _glm(c: Fields) -> ModelSpec:

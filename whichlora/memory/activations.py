@@ -592,18 +592,18 @@ def unsaved_by_first_layer(layer: Layer, targets: tuple[str, ...], stack: Stack)
 
 
 def rotary_bytes(model: ModelSpec, stack: Stack, *, span: Count) -> Count:
-    """Cosines and sines, shared by all layers: one table per rotated width. Kind: exact.
+    """Cosines and sines, shared by all layers of one rotated width. Kind: exact.
 
     Args:
         span: positions: of one sequence in training, of all of a batch that `generate` places.
     """
-    widths = {
-        attention.rotary_dim
+    tables = {
+        (attention.rotary_dim, model.rotates_each_kind and attention.sliding_window is None)
         for layer, _ in model.layers()
         for attention in layer.attentions
         if attention.position == "rope"
     }
-    return 2 * stack.stream_bytes * sum(widths) * span
+    return 2 * stack.stream_bytes * sum(width for width, _ in tables) * span
 
 
 def layer_backward_transient(

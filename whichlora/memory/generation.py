@@ -35,9 +35,14 @@ def inference_ledger(
     at_start = last_tokens if run.kv_cache == "static" else first_tokens
     prompt_cache, full_cache = (
         kv_cache.cache_bytes(
-            model, tokens=tokens, encoder_tokens=prompt_len, stored=stored, **common
+            model,
+            tokens=tokens,
+            encoder_tokens=prompt_len,
+            after_prompt=after_prompt,
+            stored=stored,
+            **common,
         )
-        for tokens in (at_start, last_tokens)
+        for tokens, after_prompt in ((at_start, True), (last_tokens, False))
     )
     scores = logits.generation_bytes(model, batch_size=batch_size, compute_bytes=element_bytes)
     prompt_tokens = batch_size * prompt_len
@@ -52,7 +57,7 @@ def inference_ledger(
     if stored is not None:
         reader = replace(stack, stores=stored)
     working = forward_bytes(
-        model, reader, side="encoder" if two_stacks else "", **sized
+        model, reader, side="encoder" if two_stacks else "", reads_last=True, **sized
     ) + activations.rotary_bytes(model, stack, span=positions)
     if model.task == "causal-lm":
         working = working + activations.kept_mask_bytes(model, reader, checkpointed=True, **sized)

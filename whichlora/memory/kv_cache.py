@@ -19,12 +19,12 @@ BLOCK_TOKENS = {"dynamic": 1, "static": 1, "quantized": 1, "paged": 256, "vllm":
 def kept_tokens(layer: Layer, tokens: Count, *, kv_cache: str) -> Count:
     """Tokens of one sequence that the cache of `layer` holds, whole blocks included.
 
-    Kind: exact. A dynamic cache keeps window - 1 tokens of a sliding layer, a static one the
-    window.
+    Kind: exact. Of a sliding layer both caches of transformers keep the window: the dynamic one
+    looks at one token less of a tensor that it has put the last one to.
     """
     window = layer.attentions[0].sliding_window if layer.attentions else None
     if window is not None and kv_cache in ("dynamic", "static"):
-        tokens = smallest(tokens, window - 1 if kv_cache == "dynamic" else window)
+        tokens = smallest(tokens, window)
     return round_up(tokens, BLOCK_TOKENS[kv_cache])
 
 
@@ -37,11 +37,14 @@ def cache_bytes(
     element_bytes: int,
     encoder_tokens: Count = 0,
     stored: CacheFormat | None = None,
+    after_prompt: bool = False,
 ) -> Count:
     """Bytes of the cache for `tokens` per sequence, and `encoder_tokens` per cross attention.
 
     Args:
         stored: the format of a quantised cache, which all `tokens` have.
+        after_prompt: no token was decoded yet, so that a dynamic cache is the end of the prompt's
+            keys and values, whose tensors it keeps as a whole.
 
     Kind: exact.
     """
@@ -53,6 +56,8 @@ def cache_bytes(
             recurrent += count * attention.recurrent_elements
             if not attention.cross:
                 kept = kept_tokens(layer, tokens, kv_cache=kv_cache)
+                if after_prompt and kv_cache == "dynamic":
+                    kept = tokens
             per_sequence = attention.cache_elements * kept
             if stored is not None:
                 elements = batch_size * per_sequence

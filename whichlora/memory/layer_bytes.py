@@ -125,12 +125,20 @@ def layer_bytes(
 
 
 def forward_bytes(
-    model: ModelSpec, stack: Stack, *, tokens: Count, span: Count, side: str = ""
+    model: ModelSpec,
+    stack: Stack,
+    *,
+    tokens: Count,
+    span: Count,
+    side: str = "",
+    reads_last: bool = False,
 ) -> Count:
     """Alive while a forward without gradients is in the layer that needs most.
 
     Args:
         side: only the layers of this stack, "encoder" or "decoder".
+        reads_last: only the last position is scored, so that layers that make no keys of their own
+            run on it alone. Source: `Gemma4TextModel._maybe_slice_kv_shared_inputs`.
 
     With the looked-up embeddings and the layer's input, which the model's loop holds.
     Kind: exact for layers that are written, an estimate for others.
@@ -142,7 +150,10 @@ def forward_bytes(
         embedded = stack.stream_bytes * model.hidden_size * tokens
         found.append(embedded + most(inputs.forward, tokens=tokens, span=span, r=0))
         beside = inputs.packed_bytes * tokens
-    for layer in (group.layer for group in model.groups if side in ("", group.stack)):
+    layers = [group.layer for group in model.groups if side in ("", group.stack)]
+    if reads_last and stack.attn != "flash_attention_2":
+        layers = [one for one in layers if one.attentions[0].keys_from != "earlier"]
+    for layer in layers:
         if not is_written(layer, stack):
             working = activations.layer_forward_bytes(
                 layer, model.hidden_size, stack, tokens=tokens, span=span

@@ -212,11 +212,15 @@ def _fused_kernel(
 
 
 def _repeated(code: Code, attention: Attention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`repeat_kv`: keys and values once per query head."""
+    """`repeat_kv`: keys and values once per query head; a single head is only looked at."""
     heads = attention.num_attention_heads
     if attention.num_key_value_heads == heads:
         return k, v
     tape = code.tape
+    if attention.num_key_value_heads == 1:
+        (k,) = tape.parts(k, (per_token(heads * attention.head_dim),))
+        (v,) = tape.parts(v, (per_token(heads * attention.v_head_dim),))
+        return replace(k, joined=False), replace(v, joined=False)
     return (
         tape.op(
             [k], per_token(heads * attention.head_dim), k.size, joined=True, what="keys, repeated"
@@ -323,8 +327,12 @@ def _math_kernel(
     elif attention.causal:
         boolean = tape.op([], per_span_squared(1), 1)
         mask = tape.op([boolean], per_span_squared(1), 4)
-    scaled_k = code.scale(wide[1])
-    value = wide[2]
+    scaled_k, value = code.scale(wide[1]), wide[2]
+    if (
+        attention.num_key_value_heads == 1 and not broadcasts
+    ):  # an operator wrote what was looked at
+        scaled_k = replace(scaled_k, joined=True)
+        value = replace(value, joined=size != 4)
     factors = [_by_head(code, scaled_q), scaled_k]
     if broadcasts:
         factors[1] = tape.op([scaled_k], per_token(heads * attention.head_dim), 4)
