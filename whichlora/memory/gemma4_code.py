@@ -56,6 +56,8 @@ def one_after_the_other(
     k = rotated(k, "key")
     normed = code.norm(norms.pop(0), tape.view(v, copies_gradient=copies_gradient))
     tape.hold(v)
+    if attention.keeps_keys and code.stack.training:
+        tape.lend(k, normed)
     return q, k, normed
 
 

@@ -40,6 +40,7 @@ class LayerBytes:
         saved: their bytes.
         unsaved: bytes that the first layer of a stack keeps less, its input being frozen.
         held: what checkpointing does not free.
+        lent: bytes of keys and values that checkpointed later layers hold.
         forward: bytes at the worst point of a forward that keeps `saved`.
         backward: so of its backward, with the gradient of its result, `saved` included.
         recomputed: so of a checkpointed layer, its input left out.
@@ -52,6 +53,7 @@ class LayerBytes:
     saved: Count
     unsaved: Count
     held: tuple[Tensor, ...]
+    lent: Count
     forward: Count
     backward: Count
     recomputed: Count
@@ -90,7 +92,7 @@ def layer_bytes(
     tensors: list[Tensor] = []
     held: list[Tensor] = []
     values: dict[str, Count] = dict.fromkeys(
-        ("saved", "unsaved", "forward", "backward", "recomputed"), 0
+        ("saved", "unsaved", "lent", "forward", "backward", "recomputed"), 0
     )
     stream = stream_bytes(layer, stack, after_norm=bool(model.embedding_norms))
     before = evaluate(returned_probabilities(layer, stack), **sizes)
@@ -211,6 +213,7 @@ def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dic
     return {
         "saved": evaluate(points.saved, **sizes),
         "unsaved": evaluate(points.unsaved, **sizes),
+        "lent": evaluate(points.lent, **sizes),
         "forward": most(points.forward, **sizes),
         "backward": most(points.backward, **sizes),
         "recomputed": most(points.recomputed, **sizes),
@@ -308,6 +311,7 @@ def _estimated(
         saved=saved + copies,
         unsaved=activations.unsaved_by_first_layer(layer, targets, stack) * tokens,
         held=held if not reentrant else (),
+        lent=0,
         forward=forward,
         backward=backward,
         recomputed=largest(forward, backward),

@@ -515,6 +515,7 @@ class LayerPoints:
         kept: what it keeps for backward; `saved` their sum.
         unsaved: what the first layer keeps less, whose input needs no gradient.
         held: what checkpointing does not free.
+        lent: keys and values that checkpointed later layers hold.
         forward: alive in a forward that keeps `saved`.
         backward: alive in its backward, `saved` and the gradient of its result included.
         recomputed: alive while it is made again and goes backward, its input left out.
@@ -524,6 +525,7 @@ class LayerPoints:
     saved: Form
     unsaved: Form
     held: tuple[Kept, ...]
+    lent: Form
     forward: tuple[Form, ...]
     backward: tuple[Form, ...]
     recomputed: tuple[Form, ...]
@@ -562,6 +564,7 @@ def layer_points(
         tape.saved,
         minus(tape.saved, first.saved),
         tape.kept(hidden=True),
+        tape.lent,
         maximal(forward),
         maximal(tape.backward(recomputed=False, accumulated=accumulated)),
         maximal(recomputed),

@@ -115,6 +115,10 @@ def _checkpoint(model: ModelSpec, one: LayerBytes) -> Tensor:
     )
 
 
+def _lent(one: LayerBytes) -> Tensor:
+    return Tensor("keys and values that later layers read", constant=one.lent)
+
+
 def weight_entries(model: ModelSpec, stack: Stack, *, like: Count) -> list[Entry]:
     """What loading leaves, in the shape of `like` where that is an array."""
     stored = weights.weight_bytes(model, stack)
@@ -245,9 +249,11 @@ def training_ledger(
             ),
             Group(tensors=(masks,), **sized),
             *(Group(tensors=x.held, count=x.count, **sized) for x in layers),
+            *(Group(tensors=(_lent(x),), count=x.count, **sized) for x in layers),
         ]
         fact = facts.CHECKPOINTS
-        in_layer = largest(*(one.recomputed for one in layers))
+        # what is made again takes the place of what was lent
+        in_layer = largest(*(one.recomputed - one.lent for one in layers))
         in_first = in_layer + Group(tensors=(_checkpoint(model, layers[0]),), **sized).num_bytes
         in_forward = largest(*(one.forward for one in layers))
     else:

@@ -213,6 +213,7 @@ class Tape:
         self._returned: list[int] = []
         self._names: list[tuple[str, int]] = []
         self._gathered: list[Tensor] = []
+        self._lent: list[Tensor] = []
 
     def _add(self, form: Form, what: str, size: int) -> None:
         self._forms.append(form)
@@ -237,6 +238,15 @@ class Tape:
         if needs_grad:
             self._gathered.append(found)
         return found
+
+    def lend(self, *tensors: Tensor) -> None:
+        """Later blocks read `tensors`, and their gradients wait when this one goes backward."""
+        self._lent += tensors
+        self._gathered += [one for one in tensors if one.needs_grad]
+
+    @property
+    def lent(self) -> Form:
+        return total(one.form for one in self._lent)
 
     def op(
         self,
