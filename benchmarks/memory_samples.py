@@ -19,6 +19,7 @@ from typing import Any
 from whichlora import families, prediction
 from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
+from whichlora.memory import facts
 from whichlora.memory.replay import replay, rounded
 from whichlora.memory.stretch import TracedEvent, shallow
 from whichlora.specs import ALL_LINEAR, ATTENTION, RunConfig
@@ -224,6 +225,9 @@ def predicted(run: RunConfig) -> dict[str, Any]:
     for moment in found.moments:
         name = _MOMENTS.get(moment, "backward") if run.phase == "finetune" else "forward"
         size = int(found.moment_bytes(moment)) - found.workspace_bytes
+        for entry in found.moments[moment]:
+            if entry.fact is facts.REMAINDERS:  # the traced moments are live blocks
+                size -= int(entry.num_bytes)
         peaks[name] = max(peaks.get(name, 0), size)
     return {
         "peak_allocated_bytes": int(found.peak_allocated_bytes) - found.workspace_bytes,

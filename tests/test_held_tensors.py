@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from strategies import A100
+from strategies import A100, CPU
 
 from whichlora import families
 from whichlora.architecture import ModelSpec
@@ -157,3 +157,76 @@ def test_flash_attention_is_refused_with_alibi() -> None:
     with pytest.raises(ConfigError, match="falcon"):
         resolve(model_of(FALCON, alibi=True), run, A100)
     assert resolve(model_of(FALCON), run, A100).run.attn == "flash_attention_2"
+
+
+def test_a_kept_block_is_larger_than_asked_by_a_quarter_mib_in_expectation() -> None:
+    settings = {"gradient_checkpointing": True, "precision": "bf16"}
+    small, large = (
+        part(ledger_of(LLAMA, **settings, seq_len=length), "loss_backward", facts.REMAINDERS)
+        for length in (512, 1024)
+    )
+    assert small == 0  # checkpoints of 1 MiB are cut to size
+    assert large == 8 * MiB // 4
+
+
+def test_on_a_cpu_no_block_has_a_remainder() -> None:
+    run = RunConfig.from_dict({"model": "m", "seq_len": 4096})
+    found = ledger(resolve(model_of(LLAMA), run, CPU))
+    assert part(found, "loss_backward", facts.REMAINDERS) == 0
+
+
+def test_a_reentrant_checkpoint_holds_its_result_and_the_gradient_of_it() -> None:
+    settings = {"attn": "eager", "seq_len": 2048, "precision": "bf16-no-autocast"}
+    plain, reentrant = (
+        part(ledger_of(LLAMA, **settings, use_reentrant=on), "layer_backward", facts.LAYER_BACKWARD)
+        for on in (False, True)
+    )
+    assert reentrant - plain == 2 * 2048 * 1024 * 2
+
+
+def test_t5_caches_keys_and_values_in_training_until_the_loss_is_there() -> None:
+    config = {"model_type": "t5", "d_model": 512, "num_heads": 8, "d_kv": 64, "num_layers": 6}
+    settings = {"method": "qlora", "precision": "bf16"}
+    cached = part(
+        ledger_of(config, **settings, gradient_checkpointing=False),
+        "loss_forward",
+        facts.DECODER_CACHE,
+    )
+    assert cached == 6 * 512 * 4 * 512 * 4  # two attentions, each with keys and values, in fp32
+    assert part(ledger_of(config, **settings), "loss_forward", facts.DECODER_CACHE) == 0
+
+
+def test_the_last_matrix_of_an_olmo_with_a_tied_head_is_not_quantised() -> None:
+    config = LLAMA | {"model_type": "olmo"}
+    sizes = {
+        tied: sum(
+            int(one.num_bytes)
+            for one in ledger_of(
+                config | {"tie_word_embeddings": tied}, phase="inference", quant="int8"
+            ).moments["prefill"]
+            if one.what == "weights of the layers"
+        )
+        for tied in (True, False)
+    }
+    assert sizes[True] - sizes[False] == 4096 * 1024 * 2 - (4096 * 1024 + 4 * 1024)
+
+
+def test_albert_copies_a_shared_weight_once_for_autocast() -> None:
+    config = {"model_type": "albert", "hidden_size": 512, "intermediate_size": 2048}
+    settings = {"method": "full", "precision": "fp16", "gradient_checkpointing": False}
+    settings["expandable_segments"] = True  # no remainders of blocks
+    few, many = (
+        ledger_of(config | {"num_hidden_layers": depth}, **settings).moment_bytes("loss_backward")
+        for depth in (2, 3)
+    )
+    model = model_of(config)
+    assert model.groups[0].shared
+    per_layer = many - few
+    longer, longest = (
+        ledger_of(
+            config | {"num_hidden_layers": depth}, **settings | {"seq_len": 256}
+        ).moment_bytes("loss_backward")
+        for depth in (2, 3)
+    )
+    # what one more layer keeps is of the tokens alone
+    assert per_layer == 2 * (longest - longer)

@@ -124,9 +124,12 @@ class Attention:
         relative_rows: entries of the table of relative positions that queries and keys are
             multiplied with (DeBERTa).
         wide_rotation: queries and keys are rotated in fp32 (ModernBERT).
+        wide_tables: the tables of positions are fp32 and widen what they rotate (CodeGen).
         wide_softmax: eager code asks for a softmax in fp32.
-        repeats_heads: keys and values are copied to every query head where the fused projection
-            is taken apart (Falcon's new architecture).
+        copies_parts: queries, keys and values are copied out of the fused projection, keys and
+            values to every query head (Falcon's new architecture, CodeGen).
+        names_parts: rotated and unrotated parts of the heads have names of their own until the
+            attention returns (StableLM, Phi, GPT-J).
         always_masked: the model makes a mask whatever the batch, with ALiBi one per head (Falcon).
         keys_from: of Gemma 4, which makes queries, then keys, then values, each with a norm: two
             projections of its own, "one" for both, or the keys and values of an "earlier" layer.
@@ -161,8 +164,10 @@ class Attention:
     biases_each_layer: bool = False
     relative_rows: int = 0
     wide_rotation: bool = False
+    wide_tables: bool = False
     wide_softmax: bool = True
-    repeats_heads: bool = False
+    copies_parts: bool = False
+    names_parts: bool = False
     always_masked: bool = False
     keys_from: Literal["two", "one", "earlier"] | None = None
     keeps_keys: bool = False

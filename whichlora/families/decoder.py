@@ -27,6 +27,7 @@ class Style:
         parallel: attention and MLP read the same normalised input and are added together.
         post_norm: the layer's input is normalised by no norm of its own.
         joins_rotation: heads are put together after the rotation even if all of each rotates.
+        names_parts: so of `Attention`, where only a part of each head is rotated.
     """
 
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -48,6 +49,7 @@ class Style:
     parallel: bool = False
     post_norm: bool = False
     joins_rotation: bool = False
+    names_parts: bool = False
     activation: str = "hidden_act"
 
 
@@ -127,6 +129,7 @@ def decoder(
             dropout=c.probability("attention_dropout"),
             # SDPA's kernels have neither a soft cap nor sinks
             sdpa="fused" if softcap is None and not sinks else "eager",
+            names_parts=style.names_parts,
             joins_rotation=rope and (style.joins_rotation or rotary_dim < head_dim),
         )
         block, experts = feed_forward(number) if feed_forward else (dense, None)

@@ -112,6 +112,7 @@ def _stablelm(c: Fields) -> ModelSpec:
         else ("input_layernorm", "post_attention_layernorm"),
         qk_norm="per_head" if c.flag("qk_layernorm") else "none",
         qk_norm_names=("q_layernorm", "k_layernorm"),
+        names_parts=True,
         parallel=parallel,
     )
     # the code of its blocks gives neither another name
@@ -167,6 +168,7 @@ def _phi(c: Fields) -> ModelSpec:
         final_norm="final_layernorm",
         qk_norm="head" if c.flag("qk_layernorm") else "none",
         qk_norm_names=("q_layernorm", "k_layernorm"),
+        names_parts=True,
         qk_norm_bias=True,
         parallel=True,
     )
@@ -186,6 +188,7 @@ def _persimmon(c: Fields) -> ModelSpec:
         final_norm="final_layernorm",
         qk_norm="head" if c.flag("qk_layernorm") else "none",
         qk_norm_names=("q_layernorm", "k_layernorm"),
+        names_parts=True,
         qk_norm_bias=True,
     )
     return decoder(c, style)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from whichlora.memory.entries import Group, tensor_bytes
+from whichlora.memory.replay import SEGMENT_ROUNDING_BYTES, SMALL_BYTES
 from whichlora.numeric import Count, largest
 from whichlora.specs import GpuSpec
 from whichlora.units import MiB
 
 PAGES_BYTES = (2 + 20) * MiB  # the last page of the small and of the large pool, where expandable
 SEGMENT_BYTES = 20 * MiB  # a request between 1 and 10 MiB reserves this much
+# not split with probability SMALL / ROUNDING, and then half of SMALL in the mean
+_EXPECTED_REMAINDER_BYTES = SMALL_BYTES**2 // (2 * SEGMENT_ROUNDING_BYTES)
 TYPICAL_CONTEXT_BYTES = 500 * MiB  # 250 to 600 MiB where somebody looked
 WORKSPACE_BYTES = {"9": 32 * MiB, "10": 32 * MiB, "12": 32 * MiB}  # cuBLAS, by major capability
 OLDER_WORKSPACE_BYTES = 8_519_680
@@ -24,6 +30,30 @@ def workspace_bytes(gpu: GpuSpec, *, training: bool) -> int:
     major = (gpu.compute_capability or "8.0").split(".")[0]
     each = WORKSPACE_BYTES.get(major, OLDER_WORKSPACE_BYTES)
     return each * (2 if training else 1)
+
+
+def remainder_bytes(
+    gpu: GpuSpec, groups: Iterable[Group], *, like: Count, expandable: bool = False
+) -> Count:
+    """What blocks of kept tensors are larger than the tensors; allocated, though nobody asked.
+
+    A block of the large pool is split only where more than 1 MiB would be left; what is less
+    belongs to the tensor. Segments are multiples of 2 MiB, so that what a request leaves of a hole
+    is taken as equally likely anywhere in 2 MiB: half of the time it is not split off, and half a
+    MiB then. Where weights lie is known: they are cut from the one block that loading warms up.
+
+    Kind: estimate, an expectation; at most 1 MiB per block of more than 1 MiB. What lies in
+    expandable segments is always split. Source: torch 2.13 `c10/cuda/CUDACachingAllocator.cpp`,
+    `should_split`, `kSmallSize`, `kRoundLarge`; `memory.replay` has the rules.
+    """
+    if gpu.kind not in ("cuda", "rocm") or expandable:
+        return 0 * like
+    num_blocks: Count = 0 * like
+    for group in groups:
+        for tensor in group.tensors:
+            size = tensor_bytes((tensor,), tokens=group.tokens, span=group.span)
+            num_blocks = num_blocks + group.count * (size > SMALL_BYTES)
+    return num_blocks * _EXPECTED_REMAINDER_BYTES
 
 
 def idle_cache_bytes(

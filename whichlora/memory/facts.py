@@ -226,6 +226,24 @@ LOSS_FORWARD = Fact(
     why="the end of the loss's forward",
     source="transformers ForCausalLMLoss; torch cross_entropy",
 )
+REMAINDERS = Fact(
+    part="activations",
+    what="allocator: remainders of blocks that are not split",
+    shape="[1 MiB² / (2 · 2 MiB)]",
+    dtype="bytes",
+    count="kept tensors of more than 1 MiB",
+    why="what a hole has more than was asked, up to 1 MiB, stays with the block",
+    source="torch 2.13 CUDACachingAllocator should_split, kSmallSize, kRoundLarge",
+    kind="estimate",
+)
+DECODER_CACHE = Fact(
+    part="kv_cache",
+    what="keys and values that T5's decoder caches while it trains",
+    shape="[2, num_decoder_layers, batch_size, num_heads, seq_len, head_dim]",
+    dtype="fp32",
+    why="its own copy of the config still says use_cache; attention reads 16-bit copies of them",
+    source="transformers 5.23 T5Stack.forward; Trainer sets the model's config only",
+)
 LOGITS_GRADIENT = Fact(
     part="logits_and_loss",
     what="gradients of the logits and of what the head read",

@@ -11,6 +11,7 @@ from whichlora.memory.replay import MIN_OWN_SEGMENT_BYTES as OWN_SEGMENT
 from whichlora.memory.replay import SEGMENT_ROUNDING_BYTES as SEGMENT_ROUNDING
 from whichlora.numeric import Count, ceil_div, largest, round_up, smallest
 from whichlora.specs import CacheFormat
+from whichlora.stack import Stack
 
 BLOCK_TOKENS = {"dynamic": 1, "static": 1, "quantized": 1, "paged": 256, "vllm": 16}
 """Tokens per block: transformers 5.23 continuous batching 256, vLLM 16."""
@@ -127,3 +128,19 @@ def append_transient_bytes(
         default=0,
     )
     return batch_size * tokens * (widest // 2) * element_bytes
+
+
+def trained_cache_elements(model: ModelSpec, stack: Stack) -> int:
+    """Elements per token that a T5 decoder caches in training, where nothing else keeps them.
+
+    Only over an fp32 stream under autocast: else attention keeps the very same tensors.
+    Kind: exact. Source: transformers 5.23 `T5Stack.forward`.
+    """
+    if stack.linear_out_bytes == stack.compute_bytes or model.task != "seq2seq-lm":
+        return 0
+    return sum(
+        count * attention.cache_elements
+        for layer, count in model.layers()
+        for attention in layer.attentions
+        if attention.position == "relative"
+    )

@@ -29,6 +29,8 @@ from whichlora.specs import BNB_QUANTS
 from whichlora.stack import Stack
 from whichlora.targets import adapted
 
+_WEIGHT_COPIES = ("weight, cast", "adapter, cast")  # as `operators` calls them
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
@@ -41,6 +43,7 @@ class LayerBytes:
         unsaved: bytes that the first layer of a stack keeps less, its input being frozen.
         held: what checkpointing does not free.
         lent: bytes of keys and values that checkpointed later layers hold.
+        copies: those of `tensors` that are autocast's copies of weights.
         forward: bytes at the worst point of a forward that keeps `saved`.
         backward: so of its backward, with the gradient of its result, `saved` included.
         recomputed: so of a checkpointed layer, its input left out.
@@ -54,6 +57,7 @@ class LayerBytes:
     unsaved: Count
     held: tuple[Tensor, ...]
     lent: Count
+    copies: tuple[Tensor, ...]
     forward: Count
     backward: Count
     recomputed: Count
@@ -120,6 +124,7 @@ def layer_bytes(
         count=count,
         stream_bytes=stream,
         tensors=tuple(tensors),
+        copies=tuple(one for one in tensors if one.what.endswith(_WEIGHT_COPIES)),
         held=tuple(held) if not (reentrant and checkpointed) else (),
         gradients=gradients,
         **values,
@@ -312,6 +317,7 @@ def _estimated(
         unsaved=activations.unsaved_by_first_layer(layer, targets, stack) * tokens,
         held=held if not reentrant else (),
         lent=0,
+        copies=(),
         forward=forward,
         backward=backward,
         recomputed=largest(forward, backward),

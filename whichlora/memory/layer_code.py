@@ -34,12 +34,20 @@ from whichlora.methods.lora import METHOD as LORA
 from whichlora.stack import Stack
 
 
-def rotate(code: Code, x: Tensor, attention: Attention, what: str) -> Tensor:
-    """Rotary positions, of the leading part of each head. Source: `apply_rotary_pos_emb`."""
+def rotate(
+    code: Code, x: Tensor, attention: Attention, what: str, named: list[Tensor] | None = None
+) -> Tensor:
+    """Rotary positions, of the leading part of each head.
+
+    Args:
+        named: gets what has a name of its own until attention returns.
+
+    Source: `apply_rotary_pos_emb`; with names, `StableLmAttention.forward`.
+    """
     tape = code.tape
     if attention.wide_rotation and x.size < 4:
         wide = code.cast(x, 4)
-        result = rotate(code, wide, attention, what)
+        result = rotate(code, wide, attention, what, named)
         tape.hold(wide)
         return result
     heads = x.elements[0] // attention.head_dim
@@ -49,19 +57,21 @@ def rotate(code: Code, x: Tensor, attention: Attention, what: str) -> Tensor:
     passed = None
     if any(rest):
         x, passed = tape.parts(x, (rotated, rest))
-    table = tape.weight(per_token(attention.rotary_dim), x.size)
+    table = tape.weight(per_token(attention.rotary_dim), 4 if attention.wide_tables else x.size)
     one = code.multiply_rows(x, table)
     # two halves: the gradient of each is laid out over the whole before they are added
     half = scaled(x.elements, x.size // 2)
     turned = tape.op([x], x.elements, x.size, inner=half, inner_backward=scaled(x.elements, x.size))
     two = code.multiply_rows(turned, table)
     result = code.add(one, two, f"{what}, rotated")
+    if named is not None and attention.names_parts and passed is not None:
+        named += [given, result]
     if attention.joins_rotation or passed is not None:
         parts = [result] if passed is None else [result, passed]
         result = tape.op(
             parts,
             given.elements,
-            x.size,
+            result.size,
             passes=passed is None,
             joined=attention.joins_rotation,
             what=f"{what}, rotated",
@@ -82,7 +92,7 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
     fused = fused_qkv(attention)
     widths = (attention.q_width, attention.k_width, attention.v_width)
     gate = None
-    joints: tuple[Tensor, ...] = ()  # the joint projection, where its parts are copies
+    named: list[Tensor] = []  # until the end
     if attention.latent:
         q, k, v = latent_projections(code, attention, x)
         out_linear = attention.linears[-1]
@@ -93,13 +103,11 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
     elif fused is not None:
         joint = code.linear(fused, x)
         q, k, v = tape.parts(joint, tuple(per_token(width) for width in widths))
-        if attention.repeats_heads:
-            k, v = (code.copy(one) for one in (k, v))  # picked by an index
-            joints = (joint,)
-            q, (k, v) = code.copy(q), _repeated(code, attention, k, v)
-            attention = replace(
-                attention, num_key_value_heads=attention.num_attention_heads, repeats_heads=False
-            )
+        if attention.copies_parts:
+            named.append(joint)
+            q, k, v = (code.copy(one) for one in (q, k, v))
+            k, v = _repeated(code, attention, k, v)
+            attention = replace(attention, num_key_value_heads=attention.num_attention_heads)
         out_linear = attention.linears[-1]
     else:
         q_linear, k_linear, v_linear, out_linear = attention.linears
@@ -118,13 +126,18 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
         q, k = code.norm(q_norm, q), code.norm(k_norm, k)
     if attention.position == "rope" and plain:
         before = (q, k)
-        q, k = rotate(code, q, attention, "query"), rotate(code, k, attention, "key")
+        q = rotate(code, q, attention, "query", named)
+        k = rotate(code, k, attention, "key", named)
         turned = (q, k)
-        q, k = code.cast(q, before[0].size), code.cast(k, before[1].size)
+        if not attention.wide_tables:
+            q, k = code.cast(q, before[0].size), code.cast(k, before[1].size)
+        elif not stack.training:
+            k = code.cast(k, before[1].size)  # the cache's
         tape.hold(*before, *turned)
-    if attention.keys_from is not None and not stack.training:  # replaced by those of the cache
-        tape.hold(k, v)
-        k, v = (replace(tape.weight(one.elements, one.size), joined=True) for one in (k, v))
+    hands_out = attention.keys_from is not None or (attention.cache_elements and not stack.stores)
+    if hands_out and not stack.training:
+        tape.hold(k, v)  # until the cache has copied them, and hands out its own
+        k, v = (tape.cached(one) for one in (k, v))
     store(code, k, v, num_heads=attention.num_key_value_heads)
     kernel = attention_kernel(attention, stack)
     bias = None
@@ -139,7 +152,7 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
         out = code.multiply(out, open_)
         tape.hold(gate)
     result = code.linear(out_linear, out)
-    tape.hold(x, *joints)
+    tape.hold(x, *named)
     return result
 
 
@@ -244,9 +257,9 @@ def _eager_kernel(
     scores_shape = per_pair(heads)
     q_size = q.size
     k, v = _repeated(code, attention, k, v)
-    named = k, v
     if attention.wide_scores:
         q, k = code.cast(q, 4), code.cast(k, 4)
+    named = k, v
     if stack.under_autocast:
         q, k = code.cast(q, stack.compute_bytes), code.cast(k, stack.compute_bytes)
     q, k = _by_head(code, q), _by_head(code, k)
@@ -269,7 +282,8 @@ def _eager_kernel(
         probabilities = softmax
         if attention.wide_softmax:
             probabilities = code.cast(softmax, q_size, "probabilities")
-    tape.hold(scores)
+    if not attention.wide_scores:  # GPT-J gives softmax and its cast a statement each
+        tape.hold(scores)
     if attention.dropout and stack.training:
         mask_bytes = probabilities.size if stack.device_kind == "cpu" else 1
         probabilities = code.dropout(probabilities, mask_bytes=mask_bytes)

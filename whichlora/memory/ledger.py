@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from whichlora.architecture import ModelSpec
-from whichlora.memory import activations, allocator, facts, logits, optimizer, weights
-from whichlora.memory.entries import Entry, Group, Tensor, listed
+from whichlora.memory import activations, allocator, facts, kv_cache, logits, optimizer, weights
+from whichlora.memory.entries import Entry, Group, Tensor, listed, tensor_bytes
 from whichlora.memory.gemma4_code import layer_input_points
 from whichlora.memory.layer_bytes import (
     LayerBytes,
@@ -263,9 +263,14 @@ def training_ledger(
         if not needs_grad and not norms_train:
             unsaved = sum((one.unsaved for one in firsts.values()), start=0 * tokens)
         less = Tensor("not kept by the first layer, whose input is frozen", constant=-unsaved)
+        again: Count = 0 * trained
+        for group, x in zip(model.groups, layers, strict=True):
+            if group.shared:  # autocast copies a weight once, however many layers read it
+                again = again + (x.count - 1) * tensor_bytes(x.copies, **sized)
+        once = Tensor("weights of shared layers, copied once", constant=-again)
         groups = [
             *(Group(tensors=x.tensors, count=x.count, **sized) for x in layers),
-            Group(tensors=(less, masks), **sized),
+            Group(tensors=(less, once, masks), **sized),
         ]
         fact = facts.SAVED
         in_layer = largest(*(one.backward - one.saved for one in layers))
@@ -284,8 +289,15 @@ def training_ledger(
         for number, x in enumerate(layers)
     ]
     kept = listed(fact, *groups, outside)
+    remainders = Entry(
+        facts.REMAINDERS,
+        allocator.remainder_bytes(gpu, groups, like=tokens, expandable=run.expandable_segments),
+    )
     kept_by_layers = listed(fact, *groups, before_layers)
 
+    decoder_cache = 0 * tokens
+    if not run.gradient_checkpointing:
+        decoder_cache = tokens * kv_cache.trained_cache_elements(model, stack) * 4
     kept_logits = logits.kept_logits_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
     head_copy = logits.head_copy_bytes(model, stack)
     loss_forward = logits.loss_forward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
@@ -314,11 +326,15 @@ def training_ledger(
         "layer_forward": (
             *before,
             kept_by_layers,
+            remainders,
+            Entry(facts.DECODER_CACHE, decoder_cache),
             Entry(facts.LAYER_FORWARD, in_forward),
         ),
         "loss_forward": (
             *before,
             kept,
+            remainders,
+            Entry(facts.DECODER_CACHE, decoder_cache),
             Entry(facts.LOSS_FORWARD, loss_forward),
             Entry(facts.AUTOCAST_COPIES, copies),
             Entry(facts.HEAD_COPY, head_copy + 0 * tokens),
@@ -326,6 +342,7 @@ def training_ledger(
         "loss_backward": (
             *before,
             kept,
+            remainders,
             Entry(facts.LOSS_BACKWARD, loss_backward),
             Entry(facts.HEAD_COPY, head_copy + 0 * tokens),
         ),
@@ -334,6 +351,7 @@ def training_ledger(
             Entry(facts.KEPT_LOGITS, kept_logits),
             Entry(facts.LAST_LAYERS_GRADIENTS, kept_gradients),
             kept_by_layers,
+            remainders,
             Entry(facts.LAYER_BACKWARD, in_layer),
         ),
         "first_layer_backward": (
@@ -365,6 +383,7 @@ def training_ledger(
         moments["head_backward"] = (
             *before,
             kept,
+            remainders,
             Entry(facts.KEPT_LOGITS, kept_logits),
             Entry(
                 facts.LOGITS_GRADIENT,

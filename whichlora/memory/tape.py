@@ -248,6 +248,10 @@ class Tape:
     def lent(self) -> Form:
         return total(one.form for one in self._lent)
 
+    def cached(self, tensor: Tensor) -> Tensor:
+        """The same in a cache that is counted elsewhere, one head after the other."""
+        return replace(tensor, storage=-1, edge=self._edge(), joined=True)
+
     def op(
         self,
         reads: Sequence[Tensor],
@@ -405,6 +409,7 @@ class Tape:
         else:
             if not early_stop:
                 walk.recompute(*self.forward(saving=True))
+                walk.hold_results(self._nodes[-1])
         for node in reversed(self._nodes):
             if recomputed and early_stop and node.packs and not walk.is_recomputed:
                 makes = self._steps[node.step].makes  # what it saves of these is there when it ran
@@ -428,7 +433,8 @@ class _Backward:
         self._shares: dict[int, int] = {}  # holders of one gradient's storage
         self._sizes: dict[int, Form] = {}
         self._next = 0
-        self._buffers: dict[int, int] = {result.edge: self._new(result.form)}
+        self._given = self._new(result.form)
+        self._buffers: dict[int, int] = {result.edge: self._given}
         self.live = result.form
         for one in tape._gathered:
             self._buffers[one.edge] = self._new(one.form)
@@ -455,6 +461,16 @@ class _Backward:
         self.points += [plus(self.live, one) for one in points]
         self.live = plus(self.live, saved)
         self.is_recomputed = True
+
+    def hold_results(self, last: _Node) -> None:
+        """Names of a reentrant checkpoint hold its results, and their gradients, to the end.
+
+        Source: torch 2.13 `CheckpointFunction.backward`: `outputs`, `args`.
+        """
+        self._shares[self._given] += 1
+        result = last.results[0].storage
+        if result >= 0 and not self._holders.get(result):
+            self.live = plus(self.live, self._forms[result])
 
     def run(self, node: _Node, *, frees_input: bool) -> None:
         """Pass the gradients of `node`'s results on to its inputs."""

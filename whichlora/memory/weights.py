@@ -95,6 +95,7 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
         one = sum(linear_bytes(linear, stack) for linear in linears)
         one += (layer.num_params - in_linears) * stack.base_bytes
         layers += one * (1 if group.shared else group.count)
+    layers += unconverted_bytes(model, stack)
     embeddings = sum(embedding.num_params for embedding in model.embeddings)
     if model.head is not None:
         embeddings += model.head.num_params
@@ -110,6 +111,25 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
         "other": other * stack.base_bytes + around,
         "buffers": model.buffer_bytes + rotary_table_bytes(model, stack),
     }
+
+
+def unconverted_bytes(model: ModelSpec, stack: Stack) -> int:
+    """What the last matrix takes beyond its quantised bytes, where it is left as it is.
+
+    transformers converts neither the head nor the module of the last parameter. A norm comes last
+    otherwise; OLMo's has no weight, so that with a tied head it is the last layer's projection.
+    Kind: exact. Source: transformers 5.23 `get_keys_to_not_convert`.
+    """
+    layer = model.groups[-1].layer
+    last = layer.linears[-1]
+    ends_in_layer = model.head is not None and model.head_tied and not model.head.bias
+    if not ends_in_layer or any(norm.num_params for norm in (*model.final_norms, *layer.norms)):
+        return 0
+    if not is_quantised(last, stack):
+        return 0
+    return last.num_weights * stack.base_bytes - (
+        linear_bytes(last, stack) - last.bias * last.count * last.out_features * stack.base_bytes
+    )
 
 
 def rotary_table_bytes(model: ModelSpec, stack: Stack) -> int:
