@@ -14,7 +14,15 @@ from strategies import CPU
 
 from whichlora import api
 from whichlora.calibration import prior_calibration
-from whichlora.outlook import Belief, Outlook, outline_inference, outline_training
+from whichlora.outlook import (
+    REPEATABILITY,
+    Belief,
+    Outlook,
+    _Coefficients,
+    _conditioned,
+    outline_inference,
+    outline_training,
+)
 from whichlora.plan import Budget, Objective, Prefer
 from whichlora.policy import Contest, Decision, Known, Spent, decide, stop, tiers
 from whichlora.prediction import predict, resolve
@@ -85,6 +93,31 @@ def test_errors_larger_than_expected_widen_what_is_not_measured() -> None:
     found, calibration = outlook(), prior_calibration(A100)
     small, large = (found.time(calibration, {0: error}).own for error in (0.01, 1.0))
     assert small[3, 3] < found.time(calibration).own[3, 3] < large[3, 3]
+
+
+def test_a_measurement_narrows_coefficients_and_own_errors_as_one_normal_distribution() -> None:
+    rng = np.random.default_rng(0)
+    work, root = rng.uniform(0.1, 1.0, (5, 3)), np.diag([0.3, 0.5, 0.2])
+    noise, alike = np.full(5, 0.2), 0.6 + 0.4 * np.eye(5)
+    seen, rest = [0, 3], [1, 2, 4]
+    own = alike * np.outer(noise, noise)
+    repeats = REPEATABILITY**2 * np.eye(2)
+    inner = own[np.ix_(seen, seen)] + repeats
+    errors = np.linalg.cholesky(inner) @ [1.0, 1.0]  # as large as was expected
+    found = _conditioned(
+        np.zeros(5),
+        work,
+        noise,
+        alike,
+        _Coefficients(np.ones(3), root),
+        dict(zip(seen, errors.tolist(), strict=True)),
+    )
+    whole = work @ root @ root.T @ work.T + own
+    gain = np.linalg.solve(whole[np.ix_(seen, seen)] + repeats, whole[seen]).T
+    wanted = (whole - gain @ whole[seen])[np.ix_(rest, rest)]
+    got = found.shared @ found.shared.T + found.own
+    assert got[np.ix_(rest, rest)] == pytest.approx(wanted)
+    assert not got[seen].any()
 
 
 def test_errors_of_similar_runs_move_together() -> None:

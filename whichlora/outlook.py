@@ -136,7 +136,8 @@ class Belief:
     Args:
         log_value: log of the best guess, shape [num_candidates].
         work: what a unit more of each coefficient adds to it, as a fraction of it, shape
-            [num_candidates, num_coefficients]; zero of what was measured.
+            [num_candidates, num_coefficients]; zero of what was measured, and less of what is
+            like it.
         own: covariance of what the coefficients do not explain, shape [n, n].
         coefficients: the best guess of each.
         root: a square root of their covariance.
@@ -175,7 +176,8 @@ class Belief:
         # more work never takes less: no coefficient is negative, however little is known of it
         errors = np.maximum(errors, -LARGEST_GAIN * self.coefficients)
         own = rng.standard_normal((num_worlds, len(self.log_value))) @ _root(self.own).T
-        return np.asarray(np.exp(self.log_value + own) * (1 + errors @ self.work.T))
+        factor = np.maximum(1 - LARGEST_GAIN, 1 + errors @ self.work.T)
+        return np.asarray(np.exp(self.log_value + own) * factor)
 
 
 class Outlook:
@@ -197,11 +199,18 @@ class Outlook:
         weights = PARTS.index("weights")
         self._build_s = BUILD_S + self._moments[:, 0, weights] / LOAD_BYTES_PER_S
 
-    def time(self, calibration: Calibration, errors: Mapping[int, float] | None = None) -> Belief:
+    def time(
+        self,
+        calibration: Calibration,
+        errors: Mapping[int, float] | None = None,
+        *,
+        before: Calibration | None = None,
+    ) -> Belief:
         """Seconds of every candidate: a whole fine-tuning, or one generated token.
 
         Args:
             errors: log of measured over predicted seconds, by position of what was measured.
+            before: what was known of the coefficients before that; without it, `calibration`.
         """
         import numpy as np
 
@@ -212,9 +221,10 @@ class Outlook:
         ]
         total = sum(seconds, np.zeros(len(self.jobs)))
         models = [calibration.time[phase] for phase in by_phase]
+        spread = [(before or calibration).time[phase] for phase in by_phase]
         coefficients = _Coefficients(
             np.hstack([[model.mean[name] for name in FEATURES] for model in models]),
-            _blocks([model.interval_scale * _root(np.array(model.covariance)) for model in models]),
+            _blocks([model.interval_scale * _root(np.array(model.covariance)) for model in spread]),
         )
         work = np.hstack(list(by_phase.values())) / total[:, None]
         # one run's errors in both of its phases come from one host and one device: they add up
@@ -269,14 +279,21 @@ class Outlook:
         assert peak is not None, "a run that ended well has a peak"
         return math.log(peak / float(used[0]))
 
-    def memory(self, calibration: Calibration, errors: Mapping[int, float] | None = None) -> Belief:
-        """Bytes of device memory that every candidate uses."""
+    def memory(
+        self,
+        calibration: Calibration,
+        errors: Mapping[int, float] | None = None,
+        *,
+        before: Calibration | None = None,
+    ) -> Belief:
+        """Bytes of device memory that every candidate uses; arguments are those of `time`."""
         import numpy as np
 
         model = calibration.memory
         parts, used = _at_peak(self._moments, self.jobs, model)
+        spread = (before or calibration).memory
         coefficients = _Coefficients(
-            np.array([model.mean[name] for name in PARTS]), _root(np.array(model.covariance))
+            np.array([model.mean[name] for name in PARTS]), _root(np.array(spread.covariance))
         )
         noise = np.full(len(used), model.noise)
         return _conditioned(
@@ -285,7 +302,7 @@ class Outlook:
 
 
 class _Coefficients(NamedTuple):
-    """Best guesses, and a square root of their covariance."""
+    """Best guesses, and a square root of the covariance of what is believed of them."""
 
     mean: Array
     root: Array
@@ -439,7 +456,13 @@ def _conditioned(
 ) -> Belief:
     """The belief once the errors of some candidates are known: the others err alike.
 
-    What was measured is known: its own error is the one seen, without spread.
+    What was measured is known: its own error is the one seen, without spread. A measurement shows
+    coefficients and own error together. So it narrows the coefficients by as much as own errors
+    let them be seen; and where the coefficients are worse than guessed, the own errors of it and
+    of its like are better by what is explained twice.
+
+    Args:
+        coefficients: best guesses after what was measured, and their spread before.
     """
     import numpy as np
 
@@ -460,9 +483,12 @@ def _conditioned(
     known[seen] = log_value[seen] + wanted
     left = own - gain @ own[seen]
     left[seen] = left[:, seen] = 0.0
-    work = work.copy()
+    shown = work[seen] @ coefficients.root  # by each independent error of the coefficients
+    explained = shown.T @ np.linalg.solve(shown @ shown.T + inner, shown)
+    root = coefficients.root @ _root(np.eye(len(explained)) - explained)
+    work = work - gain @ work[seen]
     work[seen] = 0.0
-    return Belief(known, work, left, *coefficients)
+    return Belief(known, work, left, coefficients.mean, root)
 
 
 def _root(matrix: Array) -> Array:

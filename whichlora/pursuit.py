@@ -29,6 +29,7 @@ class Pursuit:
         contest, outlook: the candidates, in one order.
         calibration: what is known of the device before the first run.
         measured: by position, what this search has measured.
+        before: the first `calibration`, which has not seen what was measured.
     """
 
     contest: Contest
@@ -36,7 +37,11 @@ class Pursuit:
     calibration: Calibration
     measured: dict[int, Measurement] = field(default_factory=dict)
     spent: Spent = field(default_factory=Spent)
+    before: Calibration = field(init=False)
     _believed: tuple[Belief, Belief] | None = None
+
+    def __post_init__(self) -> None:
+        self.before = self.calibration
 
     @property
     def runs(self) -> Sequence[RunConfig]:
@@ -48,7 +53,10 @@ class Pursuit:
         outlook, calibration = self.outlook, self.calibration
         time_errors = {i: outlook.time_error(i, one, calibration) for i, one in good.items()}
         memory_errors = {i: outlook.memory_error(i, one, calibration) for i, one in good.items()}
-        return outlook.time(calibration, time_errors), outlook.memory(calibration, memory_errors)
+        return (
+            outlook.time(calibration, time_errors, before=self.before),
+            outlook.memory(calibration, memory_errors, before=self.before),
+        )
 
     def quantities(self, position: int) -> tuple[Quantity, Quantity]:
         """Time and memory of one candidate."""

@@ -241,6 +241,7 @@ class Session:
         """`pursuit` with further candidates; what it measured and spent stays."""
         longer = self.pursuit([*pursuit.runs, *more])
         longer.measured, longer.spent = pursuit.measured, pursuit.spent
+        longer.before = pursuit.before
         return longer
 
     def _outline(self, run: RunConfig) -> Outline:
