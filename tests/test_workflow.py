@@ -135,26 +135,26 @@ def test_a_model_that_cannot_be_served_is_never_fine_tuned(
     assert answer.winner.run.model == "EleutherAI/pythia-160m"
 
 
-def test_what_is_clearly_too_slow_is_not_timed_to_the_end_and_the_winner_is(tmp_path: Path) -> None:
-    answer = workflow.run(write_config(tmp_path, total_time="8min"), progress=Silent())
+def test_what_is_clearly_slower_is_not_timed_to_the_end_and_the_winner_is(tmp_path: Path) -> None:
+    answer = workflow.run(write_config(tmp_path), progress=Silent())
     assert answer.winner is not None
+    assert answer.winner.total_s is not None
     assert answer.winner.measurement is not None
     assert len(answer.winner.measurement.step_s) == answer.plan.num_batches
-    misses = [
+    beaten = [
         one.measurement
         for one in answer.finetune
-        if one.measurement is not None and one.verdict == "misses"
+        if one.measurement is not None
+        and one.total_s is not None
+        and one.total_s.value > 1.1 * answer.winner.total_s.value
     ]
-    assert misses
-    assert {len(one.step_s) for one in misses} == {2}
+    assert 2 in {len(one.step_s) for one in beaten}
     serving = [one.measurement for one in answer.inference if one.measurement is not None]
     assert {len(one.generate_s) for one in serving} == {1}  # no limit of inference time
 
 
 def test_profiling_everything_makes_every_batch(tmp_path: Path) -> None:
-    answer = workflow.run(
-        write_config(tmp_path, total_time="8min", profile="all"), progress=Silent()
-    )
+    answer = workflow.run(write_config(tmp_path, profile="all"), progress=Silent())
     records = [one.measurement for one in answer.finetune if one.measurement is not None]
     assert {len(one.step_s) for one in records} == {answer.plan.num_batches}
 
