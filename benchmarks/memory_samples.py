@@ -12,12 +12,14 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from whichlora import families, prediction
 from whichlora.architecture import ModelSpec
+from whichlora.calibration import prior_calibration
 from whichlora.errors import ConfigError
 from whichlora.memory import facts
 from whichlora.memory.replay import replay, rounded
@@ -27,6 +29,7 @@ from whichlora.store import models as model_store
 from whichlora.store.gpus import find_gpu
 
 GPU = find_gpu("h100-sxm-80gb")
+ENDLESS = 2**60  # a full card gives idle segments back, an endless one never
 TRACES = Path(__file__).resolve().parent / "traces.jsonl"
 MAX_LAYERS = 8  # where layers differ all are traced, which takes a second or so each
 MAX_SECONDS = 200
@@ -220,7 +223,9 @@ def predicted(run: RunConfig) -> dict[str, Any]:
     Raises:
         WhichLoraError: settings that exclude each other.
     """
-    found = prediction.ledger(prediction.resolve(model_of(run.model), run, GPU))
+    job = prediction.resolve(model_of(run.model), run, replace(GPU, memory_bytes=ENDLESS))
+    found = prediction.ledger(job)
+    memory, _ = prediction.predict_memory(job, prior_calibration(GPU))
     peaks: dict[str, int] = {}
     for moment in found.moments:
         name = _MOMENTS.get(moment, "backward") if run.phase == "finetune" else "forward"
@@ -231,6 +236,8 @@ def predicted(run: RunConfig) -> dict[str, Any]:
         peaks[name] = max(peaks.get(name, 0), size)
     return {
         "peak_allocated_bytes": int(found.peak_allocated_bytes) - found.workspace_bytes,
+        "peak_reserved_bytes": memory.peak_reserved_bytes - found.workspace_bytes,
+        "reserved_bound_bytes": memory.reserved_interval_bytes[1] - found.workspace_bytes,
         "moment": found.peak_moment,
         "moments": peaks,
     }

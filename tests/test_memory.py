@@ -17,7 +17,7 @@ from strategies import A100, ADAPTERS, CPU, DEVICES, finetune_runs, inference_ru
 from whichlora import families
 from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
-from whichlora.memory import activations, facts, kv_cache, logits, optimizer, weights
+from whichlora.memory import activations, allocator, facts, kv_cache, logits, optimizer, weights
 from whichlora.memory.entries import Kind, tensor_bytes
 from whichlora.memory.generation import inference_ledger
 from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
@@ -26,7 +26,7 @@ from whichlora.prediction import Job, ledger, notes, part_bytes, resolve
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.stack import Stack
 from whichlora.store.models import find_model
-from whichlora.units import GiB
+from whichlora.units import GiB, MiB
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "memory_reference.json").read_text(encoding="utf-8")
@@ -494,3 +494,28 @@ def test_dropout_of_attention_costs_a_cpu_its_fused_kernel() -> None:
     assert attention.dropout == 0.1
     assert activations.attention_kernel(attention, job(run, CPU).stack) == "math"
     assert activations.attention_kernel(attention, job(run, A100).stack) == "fused"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "block_bytes", "segments"),
+    [
+        (9 * MiB, MiB, 10 * MiB),  # small blocks share 2 MiB
+        (9 * MiB, MiB + 512, 20 * MiB),
+        (21 * MiB, 10 * MiB - 512, 40 * MiB),
+        (21 * MiB, 10 * MiB, 22 * MiB),  # a segment of its own
+    ],
+)
+def test_a_small_model_reserves_whole_segments(
+    num_bytes: int, block_bytes: int, segments: int
+) -> None:
+    assert allocator.in_whole_segments(num_bytes, block_bytes) == segments
+
+
+def test_the_smallest_encoder_reserves_megabytes_not_tens_of_them() -> None:
+    """A replayed trace of ALBERT in 16 bit reserves 48 MiB, 40 of them allocated."""
+    run = RunConfig(
+        model="albert/albert-base-v2", phase="inference", precision="fp16", prompt_len=309
+    )
+    found = ledger(job(run, A100))
+    reserved = found.peak_allocated_bytes + found.idle_bytes - found.workspace_bytes
+    assert reserved == pytest.approx(48 * MiB, rel=0.05)

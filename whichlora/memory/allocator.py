@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from whichlora.memory.entries import Group, tensor_bytes
-from whichlora.memory.replay import SEGMENT_ROUNDING_BYTES, SMALL_BYTES
-from whichlora.numeric import Count, largest
+from whichlora.memory.replay import (
+    MIN_OWN_SEGMENT_BYTES,
+    SEGMENT_ROUNDING_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+)
+from whichlora.numeric import Count, largest, round_up
 from whichlora.specs import GpuSpec
 from whichlora.units import MiB
 
@@ -93,9 +98,10 @@ def idle_after_step_bytes(
         left_bytes: working set of a layer's forward; where the logits are shifted (transformers
             before 4.50), of its backward.
 
-    Kind: estimate. Against replays of 229 traced steps the reserve is off by 2 to 3 % in the
-    median and -24 to +22 % at the worst; that older versions leave more is read off nvidia-smi
-    in 150 published A100 runs, and its mechanism is not known (`docs/accuracy.md`).
+    Kind: estimate, fitted to nothing: factors on its terms that fit half of the traced steps do
+    not bring the other half closer. Its errors against replays of 270 steps are in
+    `docs/accuracy_ledger.md`; that older versions leave more is read off nvidia-smi in 150
+    published A100 runs, and its mechanism is not known (`docs/accuracy.md`).
     """
     if gpu.kind == "cpu":
         return 0 * loss_bytes
@@ -104,16 +110,31 @@ def idle_after_step_bytes(
     return segments - largest(loss_bytes, layer_bytes) + last
 
 
-def idle_after_prompt_bytes(gpu: GpuSpec, *, forward_bytes: Count) -> Count:
+def idle_after_prompt_bytes(gpu: GpuSpec, *, forward_bytes: Count, cache_bytes: Count) -> Count:
     """Cached segments that the prompt pass cannot use.
 
     Each layer's keys and values stay, cut from the segments of its working set, and the next
-    layer's tensors no longer fit what is left of them.
-    Kind: fitted, to replays of 47 traced prompts: 0.2 to 1.1 of the working set, median 0.5.
+    layer's tensors no longer fit what is left of them: holes in the working set, and beside what
+    stays. How large they are depends on the order of sizes in the layer's code.
+    Kind: fitted, both quarters to replays of the traced decoders of even number in
+    `benchmarks/traces.jsonl`; the odd ones are `docs/accuracy_ledger.md`'s check of it.
     """
     if gpu.kind == "cpu":
         return 0 * forward_bytes
-    return forward_bytes // 2
+    return (forward_bytes + cache_bytes) // 4 + SEGMENT_BYTES
+
+
+def in_whole_segments(num_bytes: Count, block_bytes: Count) -> Count:
+    """Segments that blocks of about `block_bytes` and `num_bytes` in all are cut from.
+
+    Blocks up to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB, and larger
+    ones have their own: small models reserve a segment where they need a part of it.
+    Kind: lower bound, holes left out. Source: torch 2.13
+    `CUDACachingAllocator::get_allocation_size`; `memory.replay` has the rules.
+    """
+    shared = (block_bytes > SMALL_BYTES) * (block_bytes < MIN_OWN_SEGMENT_BYTES)
+    segment = SMALL_SEGMENT_BYTES + shared * (SEGMENT_BYTES - SMALL_SEGMENT_BYTES)
+    return round_up(num_bytes, segment)
 
 
 # Share of the card that an engine takes for its block pool: transformers continuous batching

@@ -9,7 +9,7 @@ from whichlora.memory import activations, allocator, facts, kv_cache, logits, qu
 from whichlora.memory.entries import Entry
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.ledger import Ledger, weight_entries
-from whichlora.numeric import Count, largest
+from whichlora.numeric import Count, largest, smallest
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.stack import Stack
 
@@ -63,8 +63,8 @@ def inference_ledger(
         working = working + activations.kept_mask_bytes(model, reader, checkpointed=True, **sized)
     if model.task == "encoder":
         every = logits.encoder_bytes(model, tokens=prompt_tokens, compute_bytes=element_bytes)
-        hidden_states = prompt_tokens * model.hidden_size * 2 * element_bytes
-        return Ledger(
+        row_bytes = prompt_tokens * element_bytes
+        found = Ledger(
             moments={
                 "forward": (
                     *static,
@@ -72,18 +72,23 @@ def inference_ledger(
                 ),
                 "logits": (
                     *static,
-                    Entry(facts.LAST_HIDDEN, hidden_states),
+                    Entry(facts.LAST_HIDDEN, 2 * model.hidden_size * row_bytes),
                     Entry(facts.EVERY_LOGIT, every),
                 ),
             },
-            idle_bytes=allocator.idle_cache_bytes(
-                gpu,
-                logits_bytes=0 * batch_size,
-                layer_bytes=working,
-                expandable=run.expandable_segments,
-            ),
+            idle_bytes=0 * batch_size,
             workspace_bytes=allocator.workspace_bytes(gpu, training=False),
         )
+        if gpu.kind == "cpu":
+            return found
+        # blocks as wide as the vocabulary can't be cut from what the layers leave
+        apart = allocator.in_whole_segments(working, model.hidden_size * row_bytes)
+        apart = apart + allocator.in_whole_segments(every, model.vocab_size * row_bytes)
+        reserved = found.moment_bytes("forward") - working + apart
+        idle = largest(0, reserved - found.peak_allocated_bytes)
+        if run.expandable_segments:  # one page more of each pool at the most
+            idle = smallest(idle, working + allocator.PAGES_BYTES)
+        return replace(found, idle_bytes=idle)
     decoding = forward_bytes(
         model, stack, tokens=batch_size, span=last_tokens, side="decoder" if two_stacks else ""
     )
@@ -195,7 +200,7 @@ def inference_ledger(
         workspace_bytes=allocator.workspace_bytes(gpu, training=False),
     )
     after_prompt = found.moment_bytes("prefill") + allocator.idle_after_prompt_bytes(
-        gpu, forward_bytes=working
+        gpu, forward_bytes=working, cache_bytes=prompt_cache * (not two_stacks)
     )
     return replace(found, idle_bytes=largest(idle, after_prompt - found.peak_allocated_bytes))
 
