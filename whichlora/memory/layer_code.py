@@ -8,6 +8,7 @@ from functools import lru_cache
 from whichlora.architecture import Attention, Layer, Mlp
 from whichlora.memory.activations import attention_kernel, fused_qkv, has_mask_per_head
 from whichlora.memory.cache_code import store
+from whichlora.memory.disentangled_code import attend_disentangled
 from whichlora.memory.expert_code import mix_experts
 from whichlora.memory.gemma4_code import add_layer_input, feed_both_ways, one_after_the_other
 from whichlora.memory.latent_code import latent_projections
@@ -87,6 +88,8 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
     """
     if attention.kind != "softmax":
         return mix_recurrently(code, attention, x)
+    if attention.relative_rows:
+        return attend_disentangled(code, attention, x)
     tape, stack = code.tape, code.stack
     read = x if memory is None else memory
     fused = fused_qkv(attention)
@@ -497,9 +500,7 @@ def is_written(layer: Layer, stack: Stack) -> bool:
 def _is_attention_written(attention: Attention) -> bool:
     if attention.kind != "softmax":
         return True
-    return (attention.latent is not None or _has_plain_projections(attention)) and not (
-        attention.position == "relative" and attention.sdpa == "eager"
-    )
+    return attention.latent is not None or _has_plain_projections(attention)
 
 
 def _has_plain_projections(attention: Attention) -> bool:

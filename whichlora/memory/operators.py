@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from whichlora.architecture import Linear, Norm
 from whichlora.memory.tape import (
+    FUSED_ROWS,
     NOTHING,
     Form,
     Tape,
@@ -38,6 +39,7 @@ class Code:
         masked: SDPA gets a mask tensor.
         stream_bytes: one element of the layer's input.
         checkpointed: the layer is run again in its backward.
+        num_rows: rows that matrices read; 0 for one of each token.
     """
 
     tape: Tape
@@ -47,6 +49,15 @@ class Code:
     masked: bool = False
     stream_bytes: int = 2
     checkpointed: bool = False
+    num_rows: int = 0
+
+    def _per_row(self, width: int) -> Form:
+        return constant(self.num_rows * width) if self.num_rows else per_token(width)
+
+    def _where_many_rows(self, count: int) -> Form:
+        if self.num_rows:
+            return constant(count * (self.num_rows > FUSED_ROWS))
+        return where_many_rows(count)
 
     # --- plain operators ---------------------------------------------------------------------
 
@@ -210,7 +221,7 @@ class Code:
     def _base(self, linear: Linear, x: Tensor) -> Tensor:
         """The matrix itself, frozen or trained."""
         tape, stack = self.tape, self.stack
-        elements = per_token(linear.active * linear.out_features)
+        elements = self._per_row(linear.active * linear.out_features)
         weights = constant(linear.num_weights // linear.count)
         if is_quantised(linear, stack) and stack.quant in FOUR_BIT_BNB:
             narrow = self.cast(x, stack.four_bit_bytes)
@@ -222,7 +233,7 @@ class Code:
                 elements,
                 narrow.size,
                 saves=[narrow] if stack.libraries.linear4bit_keeps_input else [],
-                inner=where_many_rows(dense[2] + scales),
+                inner=self._where_many_rows(dense[2] + scales),
                 inner_backward=dense,
                 hidden=True,
                 what=f"{linear.name}: result",
@@ -284,13 +295,14 @@ class Code:
         a, b = self._factors(linear)
         own = f"{linear.name}: own copy of the input"
         narrow = self.cast(x, stack.compute_bytes, own) if stack.under_autocast else x
-        rank = per_rank_token(linear.rank_multiple * linear.active)
+        width = linear.rank_multiple * linear.active
+        rank = per_rank(self.num_rows * width) if self.num_rows else per_rank_token(width)
         saves = [narrow, a] if x.needs_grad else [narrow]
         product = f"{linear.name}: A·x"
         inner = tape.op([narrow, a], rank, narrow.size, saves=saves, what=product)
         out = tape.op(
             [inner, b],
-            per_token(linear.active * linear.out_features),
+            self._per_row(linear.active * linear.out_features),
             inner.size,
             saves=[inner, b],
             what=f"{linear.name}: B·A·x",
@@ -328,9 +340,9 @@ class Code:
         if dropped:
             used = self.cast(weight, stack.compute_bytes) if stack.under_autocast else weight
             narrow = self.cast(x, stack.compute_bytes) if stack.under_autocast else x
-            base = tape.op([narrow], per_token(out), narrow.size, saves=[used])
+            base = tape.op([narrow], self._per_row(out), narrow.size, saves=[used])
         elif linear.bias:
-            base = tape.op([result], per_token(out), result.size, passes=True)
+            base = tape.op([result], self._per_row(out), result.size, passes=True)
         else:
             base = result
         less = tape.op([ratio], constant(out), ratio.size, passes=True)

@@ -315,14 +315,17 @@ class Tape:
         self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, False, NOTHING))
         return result
 
-    def in_place(self, tensor: Tensor) -> Tensor:
-        """Written over by a product with a tensor that lives anyway, which backward reads."""
+    def in_place(self, tensor: Tensor, added: Tensor | None = None) -> Tensor:
+        """Written over: by the sum with `added`, or by a product with what lives anyway."""
+        read = [tensor] if added is None else [tensor, added]
         step = len(self._steps)
-        self.hold(tensor)
-        if not tensor.needs_grad:
+        self.hold(*read)
+        inputs = [one for one in read if one.needs_grad]
+        if not inputs:
             return tensor
-        result = replace(tensor, edge=self._edge())
-        self._nodes.append(_Node(step, (result,), (tensor,), (), True, False, NOTHING))
+        result = replace(tensor, edge=self._edge(), needs_grad=True)
+        is_sum = added is not None  # a product's backward reads its factor
+        self._nodes.append(_Node(step, (result,), inputs, (), not is_sum, is_sum, NOTHING))
         return result
 
     def parts(
