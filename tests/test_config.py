@@ -7,6 +7,7 @@ import string
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -46,7 +47,10 @@ UNREADABLE = {
         b"#" * (2**20 + 1),
         ": is larger than 1 MiB; give the configuration, and the data as dataset.path",
     ),
-    "too deep": (b"models: " + b"[" * 5000, ": lists or mappings are nested too deeply"),
+    "too deep": (
+        b"models: " + b"[" * 5000,
+        ": lists or mappings are nested too deeply; no",
+    ),
     "thousands of digits": (
         b"seed: " + b"9" * 5000,
         ": holds a number of thousands of digits; shorten it",
@@ -140,6 +144,24 @@ def test_no_text_at_all_ends_in_anything_but_a_plan_or_a_config_error(
     path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     with contextlib.suppress(ConfigError):
         assert load_plan(path).dataset.kind in {"hub", "class"}
+
+
+@pytest.mark.parametrize("value", ["~nobody/x", "k" * 5000, float("nan"), [[]], "{", ""])
+def test_no_value_of_any_setting_ends_in_anything_but_a_plan_or_a_config_error(
+    folder: Path, value: Any
+) -> None:
+    schema = plan_schema()
+    sections = {"stage1_profile": "Stage1", "stage2_profile": "Stage2", "slurm": "Slurm"}
+    settings = [{key: value} for key in schema["properties"]]
+    settings += [
+        {section: {key: value}}
+        for section, name in sections.items()
+        for key in schema["$defs"][name]["properties"]
+    ]
+    settings += [{"dataset": {key: value}} for key in schema["$defs"]["Dataset"]["properties"]]
+    for setting in settings:
+        with contextlib.suppress(ConfigError):
+            load(json.dumps({"dataset": {"tokens": 10, "samples": 2}} | setting))
 
 
 def test_a_dataset_is_enough(folder: Path) -> None:

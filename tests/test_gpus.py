@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from whichlora.cli import main
 from whichlora.device.detect import DetectedDevice
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.session import device_of
 from whichlora.specs import GpuSpec
 from whichlora.store import gpus
 from whichlora.store.gpu_file import read_gpu, write_gpu
@@ -359,3 +362,20 @@ def test_auto_does_not_take_the_cpu_of_a_machine_with_an_amd_gpu(tmp_path: Path)
     (tmp_path / "kfd").touch()
     with pytest.raises(ConfigError, match=r"auto: finds NVIDIA GPUs only.*or cpu"):
         find_gpu("auto")
+
+
+def test_a_plan_runs_on_the_twin_that_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, ("Tesla T4", 15360), ("NVIDIA GeForce RTX 4060 Ti", 16380))
+    assert device_of(find_gpu("rtx-4060-ti-16gb")) == "cuda:1"
+    with pytest.raises(ConfigError, match="rtx-4060-ti-8gb is not in this machine"):
+        device_of(find_gpu("rtx-4060-ti-8gb"))
+
+
+def test_the_catalog_is_listed_where_no_file_describes_the_gpu_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    see(monkeypatch, ("NVIDIA Z9", 1))
+    result = CliRunner().invoke(main, ["gpus"])
+    assert result.exit_code == 0
+    assert "this machine: auto: no file describes the NVIDIA Z9" in result.stdout
+    assert "h100-sxm-80gb" in result.stdout

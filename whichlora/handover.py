@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from whichlora import api
-from whichlora.errors import ConfigError, DataFileError
+from whichlora.errors import ConfigError
 from whichlora.exports import DATA_FILE, FORMATS, Export, Recipe
 from whichlora.prediction import resolve
 from whichlora.results import Prediction
 from whichlora.specs import RunConfig
-from whichlora.store.jsonfiles import read_object
+from whichlora.store.jsonfiles import read_object, write_text
 
 RECIPE_FILE = "recipe.json"
 
@@ -114,11 +114,7 @@ def hand_over(
 
 
 def _write(path: Path, text: str) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DataFileError(f"{path}: can't be written ({error.strerror})") from None
+    write_text(path, text)
     return path
 
 

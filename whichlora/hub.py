@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,10 @@ def _local_config(name: str) -> dict[str, Any] | None:
         ConfigError: a folder without a `config.json`.
         DataFileError: the file is no JSON object.
     """
-    path = Path(name).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(name))
+    if os.path.isfile(path):  # os.path: what no file system can hold is not there
         return read_object(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return None
     if (path / "config.json").is_file():
         return read_object(path / "config.json")

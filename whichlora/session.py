@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import uuid
 from collections.abc import Sequence
@@ -420,7 +421,7 @@ def _run_id(folder: Path, *, fresh: bool) -> str:
         DataFileError: the folder can't be written, or its state is broken.
     """
     state = folder / "run.json"
-    if state.exists() and not fresh:
+    if os.path.exists(state) and not fresh:
         run_id = read_object(state).get("run_id")
         if not isinstance(run_id, str):
             raise DataFileError(f"{state}: run_id: is missing; start over with --fresh")
@@ -429,6 +430,8 @@ def _run_id(folder: Path, *, fresh: bool) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataFileError(f"{folder}: can't be made ({error.strerror})") from None
+        raise DataFileError(
+            f"{folder}: can't be made ({error.strerror}); set output_dir to a folder of yours"
+        ) from None
     write_object(state, {"schema_version": SCHEMA_VERSION, "run_id": run_id})
     return run_id

@@ -22,7 +22,7 @@ from whichlora.search import Candidate, accepted, kept_models, predicted_winner
 from whichlora.session import Progress, Session, device_of
 from whichlora.space import pareto
 from whichlora.specs import GpuSpec, RunConfig
-from whichlora.store.jsonfiles import read_object, write_object
+from whichlora.store.jsonfiles import read_object, write_object, write_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,8 @@ def _search(session: Session) -> Answer:
     asked = session.asked.number()
     session.progress.say(
         f"{asked[0]} inference and {asked[1]} fine-tuning candidates of "
-        f"{len(plan.models)} models on {session.gpu.key}"
+        f"{'1 model' if len(plan.models) == 1 else f'{len(plan.models)} models'} "
+        f"on {session.gpu.key}"
     )
     runs = session.runs()
     if session.is_large:
@@ -348,7 +349,7 @@ def write_files(session: Session, answer: Answer) -> dict[str, Path]:
     write_object(folder / RECIPE_FILE, recipe.to_dict())
     script = FORMATS["transformers"](recipe)
     path = folder / "train.py"
-    path.write_text(script.files[path.name], encoding="utf-8")
+    write_text(path, script.files[path.name])
     return files | {"job": path} | {f"data_{split}": file for split, file in data.items()}
 
 

@@ -6,7 +6,9 @@ import json
 
 import click
 
+from whichlora.errors import WhichLoraError
 from whichlora.results import SCHEMA_VERSION
+from whichlora.specs import GpuSpec
 
 
 @click.command()
@@ -27,7 +29,11 @@ def gpus(as_json: bool) -> None:
         rows = [dataclasses.asdict(gpu) for gpu in found]
         click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "gpus": rows}, indent=1))
         return
-    report.print_gpus(found, here=api.find_gpu("auto"))
+    try:
+        here: GpuSpec | str = api.find_gpu("auto")
+    except WhichLoraError as error:  # one that no file describes: the list is what helps
+        here = str(error)
+    report.print_gpus(found, here=here)
 
 
 @click.command()
@@ -49,4 +55,7 @@ def models(pattern: str, as_json: bool) -> None:
         rows = [dataclasses.asdict(one) for one in found]
         click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "models": rows}, indent=1))
         return
-    report.print_models(found)
+    if found:
+        report.print_models(found)
+    else:
+        click.echo(f"no model has {pattern!r} in its name; 'whichlora models' lists all")

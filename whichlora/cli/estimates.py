@@ -111,6 +111,8 @@ def explain(
     if as_json and as_markdown:
         raise ConfigError("--json and --markdown: only one of both")
     run = one_run([model], given, command="explain")
+    if "," in gpu:
+        raise ConfigError(f"--gpu: explain takes one, got {gpu}; 'whichlora where' takes all")
     found = api.explain(run, gpu, calibration_dir=calibration_dir)
     if as_json:
         click.echo(as_json_text("explanation", found.to_dict()))

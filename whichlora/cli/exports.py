@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ def export(
     from whichlora import api, handover, report
 
     folder = Path(source)
+    if source.startswith((".", "/", "~")) and not os.path.exists(folder):
+        raise ConfigError(f"{source}: no such folder; give that of a whichlora run, or of a model")
     if folder.is_dir() and not (folder / "config.json").is_file():
         _refuse_settings(ctx)
         recipe = handover.read_recipe(folder)

@@ -219,7 +219,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
 
 
 def _folder(name: str | None, folder: Path) -> Path | None:
-    return None if name is None else Path(os.path.normpath(folder / Path(name).expanduser()))
+    return None if name is None else Path(os.path.normpath(folder / os.path.expanduser(name)))
 
 
 def _tokenizers(

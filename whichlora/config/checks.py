@@ -46,6 +46,7 @@ def check(data: Data, folder: Path) -> Iterator[Problem]:
     yield from _check_preference(data)
     yield from _check_budget(data)
     yield from _check_dataset(data, folder)
+    yield from _check_folders(data, folder)
     yield from _check_slurm(data)
 
 
@@ -61,12 +62,12 @@ def resolve_dataset(path: str, folder: Path) -> str:
     if match := _CLASS.fullmatch(path):
         source = match["source"]
         return f"{_absolute(source, folder)}:{match['name']}" if source.endswith(".py") else path
-    is_file = DatasetConfig(path=path).kind == "file" or (folder / path).exists()
+    is_file = DatasetConfig(path=path).kind == "file" or os.path.exists(folder / path)
     return _absolute(path, folder) if is_file else path
 
 
 def _absolute(path: str, folder: Path) -> str:
-    return os.path.abspath(folder / Path(path).expanduser())
+    return os.path.abspath(folder / os.path.expanduser(path))  # an unknown ~user stays
 
 
 def _section(data: Data, key: str) -> Data:
@@ -207,6 +208,14 @@ def _check_dataset(data: Data, folder: Path) -> Iterator[Problem]:
     yield from _check_text_settings(dataset)
 
 
+def _check_folders(data: Data, folder: Path) -> Iterator[Problem]:
+    """Files in the place of folders, which would be found out after the first profile."""
+    for key in ("output_dir", "calibration_dir"):
+        name = data.get(key)
+        if isinstance(name, str) and name.strip() and os.path.isfile(_absolute(name, folder)):
+            yield Problem(loc=(key,), what="is a file", accepted="a folder, there or to be made")
+
+
 def _check_slurm(data: Data) -> Iterator[Problem]:
     """What would not survive in a line of a batch script, and pretending without a place for it."""
     slurm = _section(data, "slurm")
@@ -273,13 +282,13 @@ def _check_path(path: str, dataset: Data, folder: Path) -> Iterator[Problem]:
         if match is None:
             accepted = "module:Class or path/to/file.py:Class"
             yield Problem(loc=loc, what="names no dataset class", accepted=accepted)
-        elif match["source"].endswith(".py") and not Path(resolved.rpartition(":")[0]).is_file():
+        elif match["source"].endswith(".py") and not os.path.isfile(resolved.rpartition(":")[0]):
             what = f"is not there: no file {resolved.rpartition(':')[0]}"
             yield Problem(loc=loc, what=what, accepted="a Python file, from this file's folder on")
-    elif kind == "file" and not Path(resolved).exists():
+    elif kind == "file" and not os.path.exists(resolved):
         what = f"is not there: no file {resolved}"
         yield Problem(loc=loc, what=what, accepted=f"{local_files}, from this file's folder on")
-    elif kind == "file" and not resolved.endswith(DATA_FILE_SUFFIXES) and Path(resolved).is_file():
+    elif kind == "file" and not resolved.endswith(DATA_FILE_SUFFIXES) and os.path.isfile(resolved):
         yield Problem(loc=loc, what="is not a type of file that can be read", accepted=local_files)
     elif kind == "hub" and not _HUB_ID.fullmatch(path):
         accepted = f"{local_files}, a dataset id such as org/name, or module:Class"

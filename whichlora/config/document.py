@@ -167,7 +167,9 @@ def read_document(path: Path) -> Document:
     except YAMLError as error:
         raise ConfigError(_yaml_fault(path, error)) from None
     except RecursionError:
-        raise ConfigError(f"{path}: lists or mappings are nested too deeply") from None
+        raise ConfigError(
+            f"{path}: lists or mappings are nested too deeply; no setting has five levels"
+        ) from None
     except ValueError:  # a whole number of more digits than Python converts
         raise ConfigError(f"{path}: holds a number of thousands of digits; shorten it") from None
     if root is None:

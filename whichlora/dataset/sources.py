@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,11 +86,15 @@ def _open_counts(config: DatasetConfig) -> BaseDataset:
 
 
 def _open_file(config: DatasetConfig) -> BaseDataset:
-    path = Path(config.path).expanduser()
+    path = Path(os.path.expanduser(config.path))
     held_out: Path | None = None
     if path.is_dir():
         folder = path
-        path = _split_file(folder, "train") or folder / "train.jsonl"
+        found = _split_file(folder, "train")
+        if found is None:
+            names = ", ".join(f"train{suffix}" for suffix in DATA_FILE_SUFFIXES)
+            raise DataFileError(f"{folder}: has no training file; accepted are {names}")
+        path = found
         held_out = _split_file(folder, "validation")
     rows = list(_read_rows(path, config))
     if not rows:

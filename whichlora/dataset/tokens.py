@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,8 +98,8 @@ def _estimate(texts: list[str]) -> list[int]:
 
 def _tokenizer_file(tokenizer: str, name: str, *, offline: bool) -> Path | None:
     """A file of `tokenizer`: from its folder, the Hugging Face cache, or the hub when online."""
-    local = Path(tokenizer).expanduser()
-    if local.exists():
+    local = Path(os.path.expanduser(tokenizer))
+    if os.path.exists(local):
         file = (local if local.is_dir() else local.parent) / name
         return file if file.is_file() else None
     from huggingface_hub import hf_hub_download, try_to_load_from_cache

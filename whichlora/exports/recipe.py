@@ -67,7 +67,9 @@ class Recipe:
                 target_modules=targets if isinstance(targets, str) else tuple(targets),
                 **fields,
             )
-        except (KeyError, TypeError, ConfigError) as error:
+        except KeyError as error:
+            raise DataFileError(f"{where}: has no {error}; run whichlora run again") from None
+        except (TypeError, ConfigError) as error:
             raise DataFileError(f"{where}: {error}; run whichlora run again") from None
 
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from whichlora.store.models import ModelRecord
 
 
-def print_gpus(gpus: Sequence[GpuSpec], *, here: GpuSpec) -> None:
+def print_gpus(gpus: Sequence[GpuSpec], *, here: GpuSpec | str) -> None:
+    """The catalog, and what this machine has, or why that can't be told."""
     console = open_console()
     rates = ("bf16", "fp16", "fp32")
     numbers = ("memory", "bandwidth", *(f"{rate} TFLOP/s" for rate in rates))
@@ -38,11 +39,9 @@ def print_gpus(gpus: Sequence[GpuSpec], *, here: GpuSpec) -> None:
         right=numbers,
         spare=("unverified", "name", "capability", "fp16 TFLOP/s"),
     )
-    say(
-        console,
-        f"this machine: {here.key} ({here.name}, {format_bytes(here.memory_bytes)}); "
-        "every figure's source is in calibration/<key>/gpu.json",
-    )
+    if not isinstance(here, str):
+        here = f"{here.key} ({here.name}, {format_bytes(here.memory_bytes)})"
+    say(console, f"this machine: {here}; every figure's source is in calibration/<key>/gpu.json")
 
 
 def print_models(models: Sequence[ModelRecord]) -> None:

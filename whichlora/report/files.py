@@ -8,20 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whichlora.errors import DataFileError
 from whichlora.report.answer import explanation
 from whichlora.report.rows import candidate_row, comparison_rows
+from whichlora.store.jsonfiles import write_text
 
 if TYPE_CHECKING:
     from whichlora.workflow import Answer
 
 
 def _write_text(path: Path, text: str) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DataFileError(f"{path}: can't be written ({error.strerror})") from None
+    write_text(path, text)
     return path
 
 

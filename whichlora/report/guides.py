@@ -9,9 +9,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from whichlora.errors import ConfigError, DataFileError
+from whichlora.errors import ConfigError
 from whichlora.report.terminal import open_console, print_table, say
 from whichlora.report.words import variant
+from whichlora.store.jsonfiles import write_text
 from whichlora.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -69,11 +70,7 @@ def write_guide(path: Path, rows: Sequence[GuideRow]) -> Path:
             f"--output: {path} ends with {path.suffix or 'nothing'}; accepted are "
             f"{', '.join(WRITERS)}"
         )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(WRITERS[path.suffix](rows), encoding="utf-8")
-    except OSError as error:
-        raise DataFileError(f"{path}: can't be written ({error.strerror})") from None
+    write_text(path, WRITERS[path.suffix](rows))
     return path
 
 

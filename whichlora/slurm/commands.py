@@ -18,6 +18,7 @@ from whichlora.slurm.scripts import OFFSET
 from whichlora.slurm.states import TaskState, parse_sacct, parse_scontrol, parse_squeue
 
 _TIMEOUT_S = 60.0  # a controller under load takes tens of seconds
+_UNREACHABLE = "is this a login node of the cluster? without one, use --engine local"
 _NO_ACCOUNTING = re.compile(r"accounting storage is disabled|slurmdbd", re.IGNORECASE)
 _MAX_ARRAY = re.compile(r"^MaxArraySize\s*=\s*(\d+)", re.MULTILINE)
 
@@ -153,7 +154,8 @@ def _run(command: Sequence[str], *, may_fail: str = "", with_stderr: bool = Fals
         ) from None
     if done.returncode and not (may_fail and re.search(may_fail, done.stderr)):
         fault = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise MeasurementError(f"{' '.join(command)}: {fault}")
+        hint = f"; {_UNREACHABLE}" if re.search(r"config|DNS|connect", fault) else ""
+        raise MeasurementError(f"{' '.join(command)}: {fault}{hint}")
     text = done.stdout + done.stderr if with_stderr else done.stdout
     # asked of a named cluster, the commands begin with a line that names it
     return re.sub(r"^CLUSTER: .*\n", "", text, flags=re.MULTILINE)

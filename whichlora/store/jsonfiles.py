@@ -126,6 +126,15 @@ def write_bytes(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
+def write_text(path: Path, text: str) -> None:
+    """The same for text: a reader finds the whole of it or none.
+
+    Raises:
+        DataFileError: the disk refused; the old file is untouched.
+    """
+    write_bytes(path, text.encode())
+
+
 def sync_folder(folder: Path) -> None:
     """Make new entries of `folder` survive a power cut; a file's own fsync covers only the file."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

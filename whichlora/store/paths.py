@@ -24,6 +24,6 @@ def user_calibration_folder() -> Path:
     """Where this user's own measurements go: `$WHICHLORA_CALIBRATION`, or the XDG data folder."""
     chosen = os.environ.get("WHICHLORA_CALIBRATION")
     if chosen:
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     data_home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(data_home).expanduser() / "whichlora" / "calibration"
+    return Path(os.path.expanduser(data_home)) / "whichlora" / "calibration"

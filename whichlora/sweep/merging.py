@@ -16,7 +16,7 @@ from whichlora.results import SCHEMA_VERSION
 from whichlora.search import Candidate
 from whichlora.slurm.scripts import training_script
 from whichlora.specs import RunConfig
-from whichlora.store.jsonfiles import write_object
+from whichlora.store.jsonfiles import write_object, write_text
 from whichlora.sweep.judging import Judged, spent_on, worth_profiling
 from whichlora.sweep.state import Sweep
 from whichlora.workflow import Answer, conclude, summary, write_files
@@ -135,7 +135,7 @@ def _write_training(plan: Plan, sweep: Sweep, judged: Judged, answer: Answer) ->
         python=sys.executable,
     )
     path = job.with_name("train.sbatch")
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)
     return path
 
 

@@ -15,6 +15,7 @@ from whichlora.exports.yaml import yaml_text
 from whichlora.plan import Plan
 from whichlora.slurm.discovery import GpuGroup
 from whichlora.slurm.states import TaskState
+from whichlora.store.jsonfiles import write_text
 from whichlora.sweep.engine import Place
 from whichlora.sweep.state import Array, Sweep
 
@@ -40,8 +41,7 @@ class SkyPilotEngine:
 
     def write(self, plan: Plan, sweep: Sweep, array: Array, *, limit_s: float) -> Array:
         array = replace(array, script=f"{array.group}/sky-{array.round}.yaml")
-        text = task_yaml(plan, sweep, array)
-        (sweep.run_dir / array.script).write_text(text, encoding="utf-8")
+        write_text(sweep.run_dir / array.script, task_yaml(plan, sweep, array))
         return array
 
     def submit(self, sweep: Sweep, array: Array, indices: Sequence[int]) -> Array:

@@ -11,6 +11,7 @@ from whichlora.plan import Plan
 from whichlora.slurm import commands, scripts
 from whichlora.slurm.discovery import GpuGroup, gpu_groups
 from whichlora.slurm.states import TaskState
+from whichlora.store.jsonfiles import write_text
 from whichlora.sweep.engine import Place, program
 from whichlora.sweep.state import Array, Job, Sweep, chunks
 
@@ -38,7 +39,7 @@ class SlurmEngine:
             logs=logs,
             command=program(plan),
         )
-        (sweep.run_dir / array.script).write_text(text, encoding="utf-8")
+        write_text(sweep.run_dir / array.script, text)
         for cluster in _clusters(sweep):
             text = scripts.merge_script(
                 plan.slurm,
@@ -48,7 +49,7 @@ class SlurmEngine:
                 logs=logs,
                 command=program(plan),
             )
-            _merge_file(sweep, cluster).write_text(text, encoding="utf-8")
+            write_text(_merge_file(sweep, cluster), text)
         return array
 
     def submit(self, sweep: Sweep, array: Array, indices: Sequence[int]) -> Array:

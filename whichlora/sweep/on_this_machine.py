@@ -14,6 +14,7 @@ from whichlora.plan import Plan
 from whichlora.slurm.discovery import GpuGroup
 from whichlora.slurm.states import TaskState
 from whichlora.store.gpus import find_gpu, gpus_here
+from whichlora.store.jsonfiles import write_text
 from whichlora.sweep.engine import Place, program
 from whichlora.sweep.state import Array, Job, Sweep
 from whichlora.sweep.tasks import find_records, started_file
@@ -57,7 +58,7 @@ class LocalEngine:
             numbers = " ".join(map(str, own))
             lines.append(f"{variable}{program(plan)} profile-task {tasks} {numbers} &")
         path = sweep.run_dir / array.script
-        path.write_text("\n".join([*lines, "wait", ""]), encoding="utf-8")
+        write_text(path, "\n".join([*lines, "wait", ""]))
         path.chmod(0o755)
         return array
 
