@@ -49,7 +49,7 @@ UNREADABLE = {
     ),
     "too deep": (
         b"models: " + b"[" * 5000,
-        ": lists or mappings are nested too deeply; no",
+        ": lists or mappings are nested too deeply; no setting has five levels",
     ),
     "thousands of digits": (
         b"seed: " + b"9" * 5000,

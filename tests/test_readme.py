@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,13 @@ def test_every_key_of_a_config_is_explained() -> None:
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+\.md)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).is_file(), target
+
+
+def test_the_index_names_every_page_and_every_module_of_the_rows() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages == set(re.findall(r"\]\((\w+\.md)\)", index)) & pages
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    [rows] = [one for one in settings["tool"]["importlinter"]["contracts"] if one["id"] == "rows"]
+    modules = {name.strip() for layer in rows["layers"] for name in layer.split("|")}
+    assert modules - set(re.findall(r"`(\w+)`", index)) == set()
