@@ -23,7 +23,7 @@ from whichlora.cli.runs import report, run
 )
 @click.version_option(__version__, prog_name="whichlora")
 def main() -> None:
-    """The largest model, LoRA variant and batch size that fit, before a GPU hour is spent."""
+    """The largest model, LoRA variant and batch size, before a GPU hour is spent."""
 
 
 _COMMANDS = (

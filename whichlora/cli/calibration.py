@@ -30,7 +30,7 @@ def calibrate(
     config: Path | None,
     budget: str,
 ) -> None:
-    """Fit the predictors to the recorded runs; share and merge records. Alone: fit.
+    """Fit predictors to recorded runs; share and merge records. Alone: fit.
 
     \b
     Examples:
@@ -76,7 +76,7 @@ def fit(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
 @calibration_option
 @json_option
 def show(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
-    """What is known about a device, from whom, how well, and what is distrusted.
+    """What is known about a device, how well, and from whom.
 
     \b
     Example:
@@ -97,7 +97,9 @@ def show(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
 @click.option("--skip-bad", is_flag=True, help="Leave out rows that can't be true.")
 @calibration_option
 def import_(table: Path, skip_bad: bool, calibration_dir: Path | None) -> None:
-    """Add the runs of anybody's table; docs/calibration.md has the columns.
+    """Add the runs of anybody's table.
+
+    docs/calibration.md has the columns.
 
     \b
     Example:
@@ -116,7 +118,7 @@ def import_(table: Path, skip_bad: bool, calibration_dir: Path | None) -> None:
 @gpu_option
 @calibration_option
 def export(path: Path, gpu: str | None, calibration_dir: Path | None) -> None:
-    """Write all records, or those of one accelerator, to a table or to JSON lines.
+    """Write records to a table or to JSON lines.
 
     \b
     Example:
@@ -132,7 +134,7 @@ def export(path: Path, gpu: str | None, calibration_dir: Path | None) -> None:
 @click.argument("place", metavar="FOLDER|FILE", type=click.Path(path_type=Path))
 @calibration_option
 def merge(place: Path, calibration_dir: Path | None) -> None:
-    """Add the records of another database, or of one .jsonl file; all of them or none.
+    """Add another database, or one .jsonl file: all or nothing.
 
     \b
     Example:
@@ -147,7 +149,7 @@ def merge(place: Path, calibration_dir: Path | None) -> None:
 @click.argument("url")
 @calibration_option
 def pull(url: str, calibration_dir: Path | None) -> None:
-    """Add the records of a database elsewhere: a directory, s3://, hf://datasets/….
+    """Add the records of a directory, s3:// or hf://datasets/….
 
     \b
     Example:
@@ -162,7 +164,7 @@ def pull(url: str, calibration_dir: Path | None) -> None:
 @click.argument("url")
 @calibration_option
 def push(url: str, calibration_dir: Path | None) -> None:
-    """Add your records to a database elsewhere; nothing there is changed.
+    """Add your records to a database elsewhere. Nothing there is changed.
 
     \b
     Example:

@@ -14,7 +14,7 @@ from whichlora.specs import GpuSpec
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print every field.")
 def gpus(as_json: bool) -> None:
-    """List the accelerators of the catalog, and what this machine has.
+    """List the accelerators of the catalog, and what is here.
 
     \b
     Example:
@@ -40,7 +40,7 @@ def gpus(as_json: bool) -> None:
 @click.argument("pattern", default="")
 @click.option("--json", "as_json", is_flag=True, help="Print every field.")
 def models(pattern: str, as_json: bool) -> None:
-    """List the models of the database whose name contains PATTERN.
+    """List the models whose name contains PATTERN.
 
     \b
     Example:

@@ -51,7 +51,9 @@ def slurm() -> None:
 @click.option("--fresh", is_flag=True, help="Start over, and measure again.")
 @_JSON
 def plan(config: Path, submit: bool, engine: str, fresh: bool, as_json: bool) -> None:
-    """Find the GPU types, predict for each, and write a script for what is worth profiling.
+    """Find the GPU types and write scripts for what is worth it.
+
+    Predicts for each type, and lists the candidates whose runs could change the answer.
 
     \b
     Example:
@@ -91,7 +93,7 @@ def status(run_dir: Path) -> None:
 @_RUN_DIR
 @_JSON
 def resume(run_dir: Path, as_json: bool) -> None:
-    """Go on with the sweep in RUN_DIR: submit what is open, and follow it to the answer.
+    """Go on with the sweep in RUN_DIR. Submits what is open, and follows it to the answer.
 
     \b
     Example:
@@ -109,7 +111,7 @@ def resume(run_dir: Path, as_json: bool) -> None:
 @_RUN_DIR
 @_JSON
 def merge(run_dir: Path, as_json: bool) -> None:
-    """Join what is recorded by now; the merge job of the cluster runs this.
+    """Join what is recorded by now. The merge job of the cluster runs this.
 
     \b
     Example:

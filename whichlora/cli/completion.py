@@ -23,7 +23,7 @@ _HINTS = {
 @click.argument("shell", type=click.Choice(_SHELLS))
 @click.pass_context
 def completion(ctx: click.Context, /, shell: str) -> None:
-    """Print what makes SHELL complete commands, options, models and accelerators.
+    """Print what makes SHELL complete commands and values.
 
     bash: add eval "$(whichlora completion bash)" to ~/.bashrc; zsh: the same in ~/.zshrc;
     fish: write it to ~/.config/fish/completions/whichlora.fish.

@@ -50,7 +50,7 @@ def estimate(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Peak memory and time, without a GPU and without running anything.
+    """Predict peak memory and time; nothing is run.
 
     Every list with commas makes a grid.
 
@@ -100,7 +100,7 @@ def explain(
     as_markdown: bool,
     **given: Any,
 ) -> None:
-    """Where the bytes of one run go, and what other choices would change.
+    """Where the bytes of one run go, and what would change them.
 
     \b
     Example:
@@ -131,7 +131,7 @@ def explain(
 @calibration_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
 def where(model: str, calibration_dir: Path | None, as_json: bool, **given: Any) -> None:
-    """Which accelerators of the catalog one run fits on, the smallest first.
+    """Which accelerators one run fits on, the smallest first.
 
     \b
     Example:

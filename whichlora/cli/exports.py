@@ -45,7 +45,7 @@ def export(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Write the winner of a run, or one MODEL with settings, for another training tool.
+    """Write the winner of a run, or a MODEL, for another trainer.
 
     RUN_DIR is the output folder of `whichlora run`. What changes under the tool (loss head,
     precision, preparation of a 4-bit base) is predicted again and printed.

@@ -46,7 +46,7 @@ def guide(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Print or write a parameter guide: memory, time for the data and throughput.
+    """A parameter guide: memory, time for the data, throughput.
 
     Every list with commas makes a grid.
 

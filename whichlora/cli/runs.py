@@ -25,11 +25,12 @@ ImageFormat = Literal["png", "svg"]
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def run(config: Path, fresh: bool, prefer: Prefer | None, as_json: bool) -> None:
-    """Find the largest model, variant and batch size that meet the limits of CONFIG.
+    """Find the largest model that meets the limits of CONFIG.
 
-    Predicts every candidate, profiles those that could change the answer until the winner is as
-    sure as asked or the budget is spent, and writes the table, the reasons, an HTML report and a
-    ready train.py to the output directory. An interrupted run goes on with the same command.
+    And with it the LoRA variant and the batch size. Predicts every candidate, profiles those that
+    could change the answer until the winner is as sure as asked or the budget is spent, and writes
+    the table, the reasons, an HTML report and a ready train.py to the output directory. An
+    interrupted run goes on with the same command.
 
     \b
     Example:
@@ -61,7 +62,7 @@ def run(config: Path, fresh: bool, prefer: Prefer | None, as_json: bool) -> None
     help="Each figure as a picture, too, in the folder figures of RUN_DIR (needs kaleido).",
 )
 def report(run_dir: Path, output: Path | None, image_format: ImageFormat | None) -> None:
-    """Write the answer in RUN_DIR as one HTML file that opens anywhere, offline.
+    """Write the answer in RUN_DIR as one HTML file. It opens anywhere, offline.
 
     RUN_DIR is the output directory of a `whichlora run`, here or copied from elsewhere.
 

@@ -83,7 +83,7 @@ def problems_of(error: ValidationError) -> Iterator[Problem]:
 def _phrase(schema: Mapping[str, Any]) -> str:
     """What `schema` accepts, in words."""
     if "enum" in schema:
-        return ", ".join(schema["enum"])
+        return ", ".join(map(str, schema["enum"]))
     if "anyOf" in schema:
         one, other = schema["anyOf"]
         if other.get("type") == "array":

@@ -59,6 +59,7 @@ def find_gpu(name: str) -> GpuSpec:
         here = _cpu_here()
         if here.key == key:
             return here
+        raise ConfigError(f"unknown GPU {name!r}: the CPU of this machine is {here.key}; use cpu")
     raise ConfigError(f"unknown GPU {name!r}{_suggestion(name)}; 'whichlora gpus' lists all")
 
 
