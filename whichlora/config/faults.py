@@ -173,7 +173,8 @@ def _meant_setting(loc: Loc) -> str:
 def _meant_value(value: Any, schema: Mapping[str, Any]) -> str:
     """A value that `value` looks like and that is accepted."""
     if "enum" in schema and isinstance(value, str):
-        return next(iter(difflib.get_close_matches(value.lower(), schema["enum"], n=1)), "")
+        names = [str(name) for name in schema["enum"]]
+        return next(iter(difflib.get_close_matches(value.lower(), names, n=1)), "")
     if schema.get("type") == "boolean":
         return _YAML_1_1_BOOLS.get(str(value).lower(), "")
     if schema.get("type") in {"integer", "number"} and isinstance(value, str):
