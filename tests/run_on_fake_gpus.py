@@ -7,7 +7,9 @@ one that $WHICHLORA_TEST_SLEEP names waits until the file $WHICHLORA_TEST_AWAKE 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,12 @@ from whichlora.specs import RunConfig
 H100 = ("NVIDIA H100 80GB HBM3", 85_520_809_984)
 L40S = ("NVIDIA L40S", 48_305_799_168)
 BOARDS = {"GPU-aa": H100, "GPU-bb": L40S, "GPU-cc": H100}
+COMMAND = shlex.join([sys.executable, str(Path(__file__).resolve())])
+
+
+def wait_a_little(_: float) -> None:
+    """In place of `time.sleep`, where nobody is being waited for but children."""
+    time.sleep(0.05)
 
 
 def detect_gpus() -> tuple[DetectedDevice, ...]:

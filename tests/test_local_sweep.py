@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -84,7 +83,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
         "num_batches": 3,
         "output_dir": str(folder / "out"),
         "calibration_dir": str(folder / "calibration"),
-        "slurm": {"command": shlex.join([sys.executable, str(TESTS / "run_on_fake_gpus.py")])},
+        "slurm": {"command": run_on_fake_gpus.COMMAND},
     }
     path = folder / "config.yaml"
     path.write_text(json.dumps(values | changes))  # JSON is YAML
@@ -96,10 +95,9 @@ def plan(path: Path, engine: LocalEngine | SkyPilotEngine, *, name: str = "local
 
 
 def follow(sweep: Sweep, engine: LocalEngine, progress: Silent | None = None) -> Recommendation:
-    def wait(_: float) -> None:
-        time.sleep(0.05)
-
-    return following.follow(sweep, engine, progress or Silent(), wait=wait)
+    return following.follow(
+        sweep, engine, progress or Silent(), wait=run_on_fake_gpus.wait_a_little
+    )
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

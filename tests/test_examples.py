@@ -1,0 +1,91 @@
+"""Every file under examples/ is run, or read by what it is for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_on_fake_gpus
+from fake_profiler import FakeProfiler
+
+from whichlora import workflow
+from whichlora.results import Measurement, Prediction
+from whichlora.specs import RunConfig
+from whichlora.sweep import following, rounds
+from whichlora.sweep.on_this_machine import LocalEngine
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+HERE = {"quickstart.yaml", "report.yaml", "slurm.yaml", "quickstart.jsonl"}
+ELSEWHERE = {"tour.ipynb": "test_interface.py"}
+
+Example = Callable[..., Path]
+
+
+class Silent:
+    def say(self, text: str) -> None: ...
+
+    def profiling(self, run: RunConfig, *, number: int, open_candidates: int) -> None: ...
+
+    def learned(self, measurement: Measurement, prediction: Prediction) -> None: ...
+
+    def training(self, job: Path, *, expected_s: float | None) -> None: ...
+
+    def tasks(self, statuses: Any) -> None: ...
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Example:
+    """A copy of an example, with lines of its own in place of what this machine can't do."""
+    monkeypatch.setattr("whichlora.device.profile.Profiler", FakeProfiler)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+
+    def make(name: str, lines: str = "", **replaced: str) -> Path:
+        path = tmp_path / "examples" / name
+        text = path.read_text(encoding="utf-8")
+        for old, new in replaced.items():
+            assert text.count(f"\n{old}: ") == 1
+            text = "\n".join(
+                f"{old}: {new}" if line.startswith(f"{old}: ") else line
+                for line in text.splitlines()
+            )
+        path.write_text(f"{text}\n{lines}", encoding="utf-8")
+        return path
+
+    return make
+
+
+def test_no_example_is_left_out() -> None:
+    assert {path.name for path in EXAMPLES.iterdir()} == HERE | set(ELSEWHERE)
+    for name, test in ELSEWHERE.items():
+        assert name in Path(__file__).with_name(test).read_text(encoding="utf-8")
+
+
+def test_the_quickstart_ends_with_a_measured_winner(example: Example, tmp_path: Path) -> None:
+    path = example("quickstart.yaml", f"calibration_dir: {tmp_path / 'records'}\n", train="false")
+    answer = workflow.run(path, progress=Silent())
+    assert answer.winner is not None
+    assert answer.winner.measured
+    assert (tmp_path / "runs" / "quickstart" / "train.py").is_file()
+
+
+def test_the_keys_of_the_original_report_lead_to_an_answer(example: Example) -> None:
+    dry = "gpu: a100-sxm-80gb\nprofile: none\nweights: random\n"
+    answer = workflow.run(example("report.yaml", dry), progress=Silent())
+    assert answer.winner is not None
+    assert answer.winner.run.model == "meta-llama/Llama-3.1-8B"
+
+
+def test_the_example_of_a_cluster_runs_on_the_gpus_of_one_machine(
+    example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whichlora.store.gpus.detect_gpus", run_on_fake_gpus.detect_gpus)
+    path = example("slurm.yaml", f"  command: {run_on_fake_gpus.COMMAND}\n")
+    engine = LocalEngine()
+    sweep = rounds.plan_sweep(path, engine, name="local", progress=Silent(), fresh=False)
+    found = following.follow(sweep, engine, Silent(), wait=run_on_fake_gpus.wait_a_little)
+    assert found.best is not None
+    assert (tmp_path / "runs" / "slurm" / "recommendation.json").is_file()
