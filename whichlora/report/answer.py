@@ -13,6 +13,8 @@ from whichlora.report.words import certainty, deciding, describe, reason, relaxe
 from whichlora.search import Candidate, rejected_before, relaxations
 from whichlora.units import format_bytes, format_count, format_seconds
 
+MAX_ROWS = 40  # of a stage; what was measured stands there anyway
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -94,35 +96,7 @@ def print_answer(answer: Answer) -> None:
         ("stage 1: inference", answer.inference),
         ("stage 2: fine-tuning", answer.finetune),
     ):
-        rows = []
-        for one in sorted(candidates, key=lambda one: one.rank):
-            run, total = one.run, one.total_s
-            training = run.phase == "finetune"
-            failed = bool(one.failure)
-            untimed = failed and one.measured
-            rows.append(
-                (
-                    run.model,
-                    variant(run, answer.plan),
-                    str(run.batch_size),
-                    str(run.seq_len) if training else f"{run.prompt_len}+{run.max_new_tokens}",
-                    "-" if untimed else format_bytes(one.memory_bytes.value),
-                    "-" if untimed else format_seconds(one.time_per_token_s.value),
-                    "-" if total is None or untimed else format_seconds(total.value),
-                    "measured" if one.measured else "predicted",
-                    "WINNER" if one is answer.winner else one.failure.split(":")[0] or one.verdict,
-                )
-            )
-        numbers = ("batch", "tokens", "peak", "per token", "total")
-        print_table(
-            console,
-            ("model", "variant", *numbers, "source", "verdict"),
-            rows,
-            right=numbers,
-            lift=("total", "tokens", "variant"),
-            spare=("per token", "source", "tokens"),
-            title=title,
-        )
+        _print_stage(console, answer, title, candidates)
     for line in _plane(answer, console.width):
         console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
     for line in explanation(answer):
@@ -143,6 +117,44 @@ def print_answer(answer: Answer) -> None:
 
         command = shlex.join(train_command(answer.files["job"]))
         say(console, f"start the fine-tuning with: {command}", whole=True)
+
+
+def _print_stage(
+    console: Console, answer: Answer, title: str, candidates: Sequence[Candidate]
+) -> None:
+    """The candidates of one stage, the best ranked and all that were measured."""
+    rows = []
+    ranked = sorted(candidates, key=lambda one: one.rank)
+    shown = [one for i, one in enumerate(ranked) if i < MAX_ROWS or one.measured]
+    for one in shown:
+        run, total = one.run, one.total_s
+        training = run.phase == "finetune"
+        untimed = bool(one.failure) and one.measured
+        rows.append(
+            (
+                run.model,
+                variant(run, answer.plan),
+                str(run.batch_size),
+                str(run.seq_len) if training else f"{run.prompt_len}+{run.max_new_tokens}",
+                "-" if untimed else format_bytes(one.memory_bytes.value),
+                "-" if untimed else format_seconds(one.time_per_token_s.value),
+                "-" if total is None or untimed else format_seconds(total.value),
+                "measured" if one.measured else "predicted",
+                "WINNER" if one is answer.winner else one.failure.split(":")[0] or one.verdict,
+            )
+        )
+    numbers = ("batch", "tokens", "peak", "per token", "total")
+    more = len(ranked) - len(shown)
+    print_table(
+        console,
+        ("model", "variant", *numbers, "source", "verdict"),
+        rows,
+        right=numbers,
+        lift=("total", "tokens", "variant"),
+        spare=("per token", "source", "tokens"),
+        title=title,
+        caption=f"… and {more} predicted ones, see candidates.csv" if more else "",
+    )
 
 
 def _plane(answer: Answer, width: int) -> list[str]:
