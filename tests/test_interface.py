@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import whichlora
-from whichlora import estimate, recommend, to_frame
+from whichlora import estimate, explain, recommend, to_frame, where
 from whichlora.errors import ConfigError
 from whichlora.guide import make_guide
 from whichlora.specs import RunConfig
@@ -72,6 +72,41 @@ PARTS = {
     *("activations_bytes", "logits_and_loss_bytes", "temporary_bytes", "kv_cache_bytes"),
     *("allocator_bytes", "context_bytes"),
 }
+
+
+def test_an_explanation_is_that_of_the_command_and_its_frame_adds_up() -> None:
+    found = explain(MODEL, "l4-24gb", method="qlora", seq_len=128)
+    (one,) = estimate(MODEL, "l4-24gb", method="qlora", seq_len=128)
+    assert found.prediction == one
+    frame = to_frame(found)
+    assert frame["num_bytes"].sum() == one.memory.device_used_bytes
+    assert {"part", "what", "kind", "source", "why"} <= set(frame.columns)
+
+
+def test_where_a_run_fits_starts_with_the_smallest_card() -> None:
+    found = where("Qwen/Qwen2.5-7B", method="qlora", seq_len=128)
+    fits = [one for one in found if one.prediction and one.prediction.verdict == "fits"]
+    assert found[: len(fits)] == fits
+    sizes = [one.gpu.memory_bytes for one in fits]
+    assert sizes == sorted(sizes)
+    frame = to_frame(found)
+    assert list(frame["gpu"]) == [one.gpu.key for one in found]
+    assert list(frame["largest_batch_size"][: len(fits)]) == [one.batch_size for one in fits]
+
+
+def test_a_card_that_refuses_a_run_has_a_row_with_the_reason() -> None:
+    frame = to_frame(where(MODEL, attn="flash_attention_2", seq_len=128))
+    refused = frame[frame["refusal"] != ""]
+    assert refused["refusal"].str.contains("flash_attention_2").all()
+    assert "t4-16gb" in set(refused["gpu"])
+
+
+@pytest.mark.parametrize("function", [explain, where])
+def test_one_run_is_one_value_of_each_setting(function: Any) -> None:
+    with pytest.raises(ConfigError, match=r"takes one run, these settings make 2; .* estimate"):
+        function(MODEL, batch_size=[1, 2])
+    with pytest.raises(ConfigError, match="batchsize: is not a setting"):
+        function(MODEL, batchsize=1)
 
 
 def test_a_guide_becomes_a_frame() -> None:

@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from whichlora.interface import calibrate, estimate, recommend, to_frame
+    from whichlora.interface import calibrate, estimate, explain, recommend, to_frame, where
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "calibrate", "estimate", "recommend", "to_frame"]
+__all__ = ["__version__", "calibrate", "estimate", "explain", "recommend", "to_frame", "where"]
 
 
 def __getattr__(name: str) -> Any:

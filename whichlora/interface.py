@@ -1,17 +1,21 @@
-"""`from whichlora import estimate, recommend, calibrate`: the commands as Python functions."""
+"""`from whichlora import estimate, explain, where, …`: the commands as Python functions."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from whichlora import api, databases
 from whichlora.databases import Refit
 from whichlora.errors import ConfigError
+from whichlora.explanation import Explanation
 from whichlora.guide import GuideRow
+from whichlora.itemised import Line
+from whichlora.largest import Placement
 from whichlora.report import Progress
 from whichlora.results import Prediction
 from whichlora.specs import (
@@ -27,6 +31,7 @@ from whichlora.specs import (
     Phase,
     Precision,
     Quant,
+    RunConfig,
 )
 
 if TYPE_CHECKING:
@@ -97,18 +102,53 @@ def estimate(
     Raises:
         ConfigError: an unknown name, or settings that exclude each other.
     """
-    known = RunSettings.__annotations__
-    grid: dict[str, list[Any]] = {"model": _listed(models)}
-    for name, value in settings.items():
-        if name not in known:
-            raise ConfigError(f"{name}: is not a setting; accepted are {', '.join(known)}")
-        if name == "target_modules":
-            grid[name] = [(value,) if isinstance(value, str) else tuple(value)]  # type: ignore[arg-type]
-        else:
-            grid[name] = _listed(value)
     return api.estimate(
-        api.grid(grid), _listed(gpus), calibration_dir=_path(calibration_dir), engine=engine
+        _runs(models, settings),
+        _listed(gpus),
+        calibration_dir=_path(calibration_dir),
+        engine=engine,
     )
+
+
+def explain(
+    model: str,
+    gpu: str = "auto",
+    *,
+    calibration_dir: AnyPath | None = None,
+    **settings: Unpack[RunSettings],
+) -> Explanation:
+    """Every tensor at the peak of one run, and what each other choice would change.
+
+    >>> found = explain("Qwen/Qwen2.5-7B", "rtx-4090-24gb", method="qlora", seq_len=1024)
+    >>> found.lines[0].what
+    'embeddings and head'
+
+    Args:
+        settings: fields of `RunConfig`, one value each.
+
+    Raises:
+        ConfigError: an unknown name, settings that exclude each other, or several runs.
+    """
+    run = _one_run("explain", model, settings)
+    return api.explain(run, gpu, calibration_dir=_path(calibration_dir))
+
+
+def where(
+    model: str, *, calibration_dir: AnyPath | None = None, **settings: Unpack[RunSettings]
+) -> list[Placement]:
+    """One run on every accelerator of the catalog, the smallest that fits first.
+
+    >>> where("Qwen/Qwen2.5-7B", method="qlora", seq_len=1024)[0].gpu.key
+    't4-16gb'
+
+    Args:
+        settings: fields of `RunConfig`, one value each.
+
+    Raises:
+        ConfigError: an unknown model, several runs, or settings that no accelerator can run.
+    """
+    run = _one_run("where", model, settings)
+    return api.where(run, calibration_dir=_path(calibration_dir))
 
 
 def recommend(
@@ -159,10 +199,14 @@ def calibrate(gpu: str | None = None, *, calibration_dir: AnyPath | None = None)
     return databases.calibrate_all(gpu, _path(calibration_dir))
 
 
-def to_frame(found: Iterable[Prediction | GuideRow] | Answer) -> pd.DataFrame:
-    """Predictions, rows of a guide, or all candidates of an answer as a DataFrame.
+def to_frame(
+    found: Iterable[Prediction | GuideRow | Placement] | Explanation | Answer,
+) -> pd.DataFrame:
+    """What the functions here return as a DataFrame, in bytes and seconds.
 
-    Bytes and seconds, one row each; settings that are the same everywhere stay in it.
+    One row per prediction, row of a guide, accelerator or candidate of an answer; of an
+    explanation one per line of the ledger, those of the card after them, which add up to the
+    device memory used. Settings that are the same everywhere stay in it.
     """
     import pandas as pd
 
@@ -171,8 +215,29 @@ def to_frame(found: Iterable[Prediction | GuideRow] | Answer) -> pd.DataFrame:
 
     if isinstance(found, Answer):
         return pd.DataFrame([candidate_row(one) for one in (*found.inference, *found.finetune)])
-    rows = [one.to_row() if isinstance(one, GuideRow) else _row(one) for one in found]
-    return pd.DataFrame(rows)
+    if isinstance(found, Explanation):
+        return pd.DataFrame([_line_row(line) for line in (*found.lines, *found.card)])
+    return pd.DataFrame([_row_of(one) for one in found])
+
+
+def _row_of(one: Prediction | GuideRow | Placement) -> dict[str, Any]:
+    if isinstance(one, GuideRow):
+        return one.to_row()
+    if isinstance(one, Prediction):
+        return _row(one)
+    judged = {} if one.prediction is None else _row(one.prediction)
+    return {
+        "gpu": one.gpu.key,
+        "memory_bytes": one.gpu.memory_bytes,
+        "largest_batch_size": one.batch_size,
+        "refusal": one.refusal,
+    } | judged
+
+
+def _line_row(line: Line) -> dict[str, Any]:
+    row = dataclasses.asdict(line)
+    del row["members"]
+    return row
 
 
 def _row(one: Prediction) -> dict[str, Any]:
@@ -203,6 +268,29 @@ def _row(one: Prediction) -> dict[str, Any]:
     }
 
 
+def _runs(models: str | Sequence[str], settings: Mapping[str, Any]) -> Iterator[RunConfig]:
+    known = RunSettings.__annotations__
+    grid: dict[str, list[Any]] = {"model": _listed(models)}
+    for name, value in settings.items():
+        if name not in known:
+            raise ConfigError(f"{name}: is not a setting; accepted are {', '.join(known)}")
+        if name == "target_modules":
+            grid[name] = [(value,) if isinstance(value, str) else tuple(value)]
+        else:
+            grid[name] = _listed(value)
+    return api.grid(grid)
+
+
+def _one_run(function: str, model: str, settings: Mapping[str, Any]) -> RunConfig:
+    runs = list(_runs(model, settings))
+    if len(runs) != 1:
+        raise ConfigError(
+            f"{function} takes one run, these settings make {len(runs)}; give one value of each, "
+            "or ask estimate"
+        )
+    return runs[0]
+
+
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple | set | range) else [value]
 
@@ -211,4 +299,4 @@ def _path(folder: AnyPath | None) -> Path | None:
     return None if folder is None else Path(folder)
 
 
-__all__ = ["RunSettings", "calibrate", "estimate", "recommend", "to_frame"]
+__all__ = ["RunSettings", "calibrate", "estimate", "explain", "recommend", "to_frame", "where"]

@@ -57,6 +57,13 @@ _SYNONYMS = {
     "seq_len": "sequence_length",
 }
 
+# A plan compares sizes, since the largest is not the fastest; the largest alone is a question.
+_LARGEST = {
+    "batch_size": "a list such as [1, 2, 4, 8, 16], of which the search takes the best; "
+    "`whichlora estimate --batch-size max` says the largest",
+    "sequence_length": "a length; `whichlora estimate --seq-len max` says the largest",
+}
+
 
 def problems_of(error: ValidationError) -> Iterator[Problem]:
     """Each fault that pydantic found, in our words."""
@@ -71,6 +78,8 @@ def problems_of(error: ValidationError) -> Iterator[Problem]:
         else:
             accepted = _phrase(_subschema(loc))
             hint = _meant_value(fault["input"], _subschema(loc))
+            if fault["input"] == "max":
+                hint = next((_LARGEST[part] for part in loc if part in _LARGEST), hint)
         yield Problem(
             loc=loc,
             what=_WHAT.get(kind, fault["msg"]),
