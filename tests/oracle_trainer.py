@@ -92,6 +92,8 @@ CASES = (
     Case(name="dora fp32", family="gpt_neox", adapter={"r": 8, "use_dora": True}),
     Case(name="full fp32, sgd", family="qwen2", adapter=None, args={"optim": "sgd"}),
     Case(name="full bf16", adapter=None, dtype=BF16),
+    Case(name="full fp32 under bf16 autocast", adapter=None, args={"bf16": True}),
+    Case(name="lora on fp32 under bf16 autocast", args={"bf16": True}),
     Case(name="lora fp32 and the head", adapter={"r": 8, "modules_to_save": ["lm_head"]}),
     Case(
         name="lora bf16 autocast and both embeddings",

@@ -39,10 +39,15 @@ A100 = GpuSpec(
 DEVICES = st.sampled_from((CPU, A100))
 
 
-def _with_adapter_dtype(values: dict[str, Any]) -> dict[str, Any]:
-    """bfloat16 adapters only where there is a bf16 base."""
+def _with_dtypes(values: dict[str, Any]) -> dict[str, Any]:
+    """bfloat16 adapters only where there is a bf16 base, an fp32 base where it is possible."""
     if not values["precision"].startswith("bf16"):
         values["adapter_dtype"] = "auto"
+    plain = values["method"] in ("lora", "dora") and "gpt2" not in values["model"]
+    if values["precision"] not in ("bf16", "fp16") or not plain:
+        values["base_dtype"] = "auto"
+    if values["base_dtype"] == "float32" and values["adapter_dtype"] == "bfloat16":
+        values["base_dtype"] = "auto"
     return values
 
 
@@ -56,6 +61,7 @@ def finetune_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
         "r": st.integers(1, 128),
         "lora_dropout": st.sampled_from((0.0, 0.1)),
         "precision": st.sampled_from(("bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32")),
+        "base_dtype": st.sampled_from(("auto", "auto", "float32")),
         "adapter_dtype": st.sampled_from(("auto", "float32", "bfloat16")),
         "optimizer": st.sampled_from(("adamw_torch", "adamw_torch_fused", "adamw_8bit", "sgd")),
         "gradient_checkpointing": st.booleans(),
@@ -64,7 +70,7 @@ def finetune_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
         "padding": st.sampled_from(("none", "padded")),
         "loss_head": st.sampled_from(("hf", "trl-fused", "liger", "unsloth", "raw")),
     }
-    return _runs(choices, fixed, _with_adapter_dtype)
+    return _runs(choices, fixed, _with_dtypes)
 
 
 def inference_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:

@@ -163,12 +163,6 @@ REFUSED: list[tuple[str, oracle.Case, Any, str]] = [
         "modules_to_save: 'input_layernorm' is neither the token embedding nor the head",
     ),
     (
-        "fp32 under autocast",
-        replace(PLAIN, args={"bf16": True}),
-        None,
-        "float32 with bf16 training",
-    ),
-    (
         "adapters of another dtype",
         replace(PLAIN, dtype=torch.bfloat16, args={"bf16": True}),
         narrow_adapters,

@@ -92,6 +92,7 @@ def test_every_script_compiles_and_has_no_unused_or_missing_name(tmp_path: Path)
     [
         ({"method": "full"}, ["torch.bfloat16"], ["peft", "BitsAndBytes"]),
         ({"method": "full", "precision": "fp16"}, ["torch.float32", "fp16=True"], ["bf16=True"]),
+        ({"base_dtype": "float32"}, ["torch.float32", "bf16=True"], ["bfloat16"]),
         ({"precision": "bf16-no-autocast"}, ["torch.bfloat16"], ["bf16=True"]),
         ({"precision": "bf16-pure"}, ["autocast_adapter_dtype=False"], ["bf16=True"]),
         ({"method": "dora"}, ["use_dora=True"], ["prepare_model_for_kbit_training"]),

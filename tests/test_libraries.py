@@ -78,6 +78,7 @@ def test_a_run_keeps_its_versions_as_json() -> None:
     "younger",
     [
         "modules_to_save",
+        "base_dtype",
         "adapter_dtype",
         "bias",
         "use_rslora",

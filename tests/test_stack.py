@@ -67,6 +67,25 @@ def test_the_dtype_of_adapters_is_what_parts_the_modes_without_autocast(
     assert given == stack(precision=same, method=method)
 
 
+def test_autocast_over_fp32_weights_is_what_fp16_does_to_full_fine_tuning() -> None:
+    given = stack(precision="bf16", base_dtype="float32", method="full")
+    assert given == stack(precision="fp16", method="full")
+    assert (given.base_bytes, given.stream_bytes, given.linear_out_bytes) == (4, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"precision": "bf16-pure"}, "base_dtype: .*got precision bf16-pure; use"),
+        ({"method": "qlora"}, "base_dtype: weights stored in nf4-dq .*; use"),
+        ({"adapter_dtype": "bfloat16"}, "adapter_dtype: .*got bfloat16; use"),
+    ],
+)
+def test_fp32_weights_go_with_autocast_alone(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        stack(**settings, base_dtype="float32")
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_bf16_adapters_need_a_bf16_base(precision: str) -> None:
     with pytest.raises(ConfigError, match=f"adapter_dtype: .*got {precision}; use"):

@@ -33,6 +33,7 @@ _FINETUNE_ONLY = (
     "lora_dropout",
     "target_modules",
     "modules_to_save",
+    "base_dtype",
     "adapter_dtype",
     "bias",
     "use_rslora",

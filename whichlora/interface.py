@@ -21,6 +21,7 @@ from whichlora.results import Prediction
 from whichlora.specs import (
     AdapterDtype,
     AttentionKernel,
+    BaseDtype,
     Bias,
     CacheBackend,
     Engine,
@@ -54,6 +55,7 @@ class RunSettings(TypedDict, total=False):
     lora_dropout: float | Sequence[float]
     target_modules: str | tuple[str, ...]
     modules_to_save: tuple[str, ...]
+    base_dtype: BaseDtype | Sequence[BaseDtype]
     adapter_dtype: AdapterDtype | Sequence[AdapterDtype]
     bias: Bias | Sequence[Bias]
     use_rslora: bool

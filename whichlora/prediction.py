@@ -104,13 +104,19 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
         trains_base=run.phase == "finetune" and method.trains_base,
         device_kind=gpu.kind,
     )
+    transposed = model.config.get("model_type") == "gpt2"  # Conv1D
+    if method.name == "dora" and transposed and run.lora_dropout and run.has_master_weights:
+        raise ConfigError(
+            "lora_dropout: PEFT's DoRA makes gradients of float32 Conv1D weights under dropout, "
+            f"which is not modelled, got {run.lora_dropout}; use 0, or base_dtype auto"
+        )
     if run.modules_to_save and run.precision == "fp16" and stack.embedding_bytes == 2:
         raise ConfigError(
             "modules_to_save: copies of fp16 modules can't be trained, the gradient scaler refuses "
             "fp16 gradients; use precision bf16"
         )
     if run.bias != "none" and run.phase == "finetune":
-        if run.precision == "fp16":
+        if run.precision == "fp16" and stack.base_bytes == 2:
             raise ConfigError(
                 "bias: fp16 biases can't be trained, the gradient scaler refuses fp16 gradients; "
                 "use precision bf16"

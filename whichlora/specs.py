@@ -26,11 +26,13 @@ Padding = Literal["none", "padded"]
 LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "raw"]
 Quant = Literal["none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4"]
 Bias = Literal["none", "all", "lora_only"]
+BaseDtype = Literal["auto", "float32"]
 AdapterDtype = Literal["auto", "float32", "bfloat16"]
 Engine = Literal["ledger", "trace"]
 KvCache = Literal["dynamic", "static", "quantized", "paged", "vllm"]
 CacheBackend = Literal["quanto", "hqq", "fp8"]
 
+AUTOCAST_PRECISIONS: frozenset[str] = frozenset({"bf16", "fp16"})
 FP32_PRECISIONS: frozenset[str] = frozenset({"tf32", "fp32"})  # of the tensors, not the products
 FOUR_BIT_BNB: frozenset[str] = frozenset({"nf4", "nf4-dq", "fp4"})
 BNB_QUANTS: frozenset[str] = FOUR_BIT_BNB | {"int8"}
@@ -123,6 +125,8 @@ class RunConfig:
         cache_backend, cache_nbits, cache_group_size, cache_residual_length: of kv_cache
             quantized; `backend`, `nbits`, `q_group_size` and `residual_length` in the
             `cache_config` of transformers.
+        base_dtype: of the weights that are not quantised; auto: what the precision implies;
+            float32: fp32 master weights under bf16 or fp16 autocast.
         adapter_dtype: of the trained adapters; auto: fp32 as PEFT makes them, but for bf16-pure.
         bias: which biases of the base PEFT trains beside the adapters.
         use_rslora: scale adapters by the root of the rank; the bytes and the time are LoRA's.
@@ -161,6 +165,7 @@ class RunConfig:
     use_reentrant: bool | None = None
     libraries: tuple[tuple[str, str], ...] = ()
     modules_to_save: tuple[str, ...] = ()
+    base_dtype: BaseDtype = "auto"
     adapter_dtype: AdapterDtype = "auto"
     bias: Bias = "none"
     use_rslora: bool = False
@@ -181,11 +186,27 @@ class RunConfig:
         if self.quant is not None:
             _choice("quant", self.quant, get_args(Quant))
         _choice("bias", self.bias, get_args(Bias))
+        _choice("base_dtype", self.base_dtype, get_args(BaseDtype))
+        if self.base_dtype == "float32" and self.precision not in AUTOCAST_PRECISIONS:
+            raise ConfigError(
+                f"base_dtype: float32 weights are for training under autocast, got precision "
+                f"{self.precision}; use precision bf16 or fp16, or base_dtype auto"
+            )
+        if self.base_dtype == "float32" and (self.quant or "none") != "none":
+            raise ConfigError(
+                f"base_dtype: weights stored in {self.quant} are not float32; use quant none, or "
+                "base_dtype auto"
+            )
         _choice("adapter_dtype", self.adapter_dtype, get_args(AdapterDtype))
         if self.adapter_dtype == "bfloat16" and not self.precision.startswith("bf16"):
             raise ConfigError(
                 f"adapter_dtype: bfloat16 adapters need a bf16 precision, got {self.precision}; "
                 "use precision bf16 or adapter_dtype float32"
+            )
+        if self.adapter_dtype == "bfloat16" and self.base_dtype == "float32":
+            raise ConfigError(
+                "adapter_dtype: PEFT makes adapters as wide as a float32 base, got bfloat16; use "
+                "adapter_dtype auto, or base_dtype auto"
             )
         _at_least("batch_size", self.batch_size, 1)
         _at_least("seq_len", self.seq_len, 1)
@@ -264,12 +285,16 @@ class RunConfig:
 
         Full fine-tuning in fp16 keeps fp32 weights: the gradient scaler refuses fp16 gradients.
         """
-        if self.precision in FP32_PRECISIONS:
+        if self.precision in FP32_PRECISIONS or self.has_master_weights:
             return "float32"
-        if self.precision == "fp16":
-            full = self.phase == "finetune" and self.method == "full"
-            return "float32" if full else "float16"
-        return "bfloat16"
+        return "float16" if self.precision == "fp16" else "bfloat16"
+
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether a base in fp32 is trained, or adapted, under 16-bit autocast."""
+        if self.phase == "inference":
+            return False
+        return self.base_dtype == "float32" or (self.precision == "fp16" and self.method == "full")
 
     @property
     def narrows_adapters(self) -> bool:

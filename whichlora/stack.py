@@ -93,13 +93,13 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     narrow = run.narrows_adapters
 
     # AMP with fp16 needs fp32 master weights; the Trainer refuses to unscale fp16 gradients.
-    full_amp = trains_base and precision == "fp16" and run.phase == "finetune"
-    stored = 4 if full_amp or prepared else half
+    wide_base = autocast and (run.has_master_weights or (trains_base and precision == "fp16"))
+    stored = 4 if wide_base or prepared else half
 
     mode: Mode
     if half == 4 or (prepared and not autocast):
         mode = "F"  # fp32 norms of a prepared base promote the whole stream
-    elif (prepared and autocast) or full_amp:
+    elif (prepared and autocast) or wide_base:
         mode = "Q"
     elif autocast:
         # PEFT's 4-bit layers leave the cast to autocast, so that targets share their input; so
@@ -128,8 +128,8 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
         stream_bytes=4 if wide else 2,
         compute_bytes=4 if mode == "F" else 2,
         four_bit_bytes=half,  # bnb_4bit_compute_dtype, whatever the preparation made of the rest
-        mlp_bytes=4 if wide and not full_amp else 2,
-        linear_out_bytes=4 if wide and not full_amp else 2,
+        mlp_bytes=4 if wide and not wide_base else 2,
+        linear_out_bytes=4 if wide and not wide_base else 2,
         loss_bytes=4 if autocast or mode == "F" else half,  # autocast widens cross entropy
         adapter_bytes=4 if fp32_adapters else 2,
         autocast=autocast and (mode in ("A", "Q") or (mode == "P" and fp32_adapters)),

@@ -232,6 +232,9 @@ def training_work(
         # backward reads a gradient and what was saved for each that it writes
         elementwise = elementwise + count * tokens * moved * (5 + 2 * recompute) // 2
         attention_bytes = attention_bytes + count * tokens * seq_len * pairs * (4 + 2 * recompute)
+        if stack.under_autocast and stack.base_bytes == 4 and stack.quant == "none":
+            matrices = sum(one.num_weights for one in layer.linears)
+            elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
         if stack.quant != "none":
             expanded = sum(one.num_weights for one in layer.linears if one.is_module)
             dequant = dequant + count * expanded * 2 * 2 * (2 + recompute)

@@ -103,6 +103,7 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "phase": _words(specs.Phase),
     "precision": _words(specs.Precision),
     "bias": _words(specs.Bias),
+    "base_dtype": _words(specs.BaseDtype),
     "adapter_dtype": _words(specs.AdapterDtype),
     "optimizer": _words(specs.Optimizer),
     "attn": _words(specs.AttentionKernel),

@@ -55,6 +55,12 @@ _SETTINGS = (
     ),
     choices("precision", "bf16", "Base weights, adapters and autocast", specs.Precision),
     choices(
+        "base-dtype",
+        "auto",
+        "Dtype of the base weights; auto: what the precision says; float32: under autocast",
+        specs.BaseDtype,
+    ),
+    choices(
         "adapter-dtype",
         "auto",
         "Dtype of the adapters; auto: float32, but for bf16-pure",

@@ -161,6 +161,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
             lora_dropout=settings.lora_dropout,
             target_modules=settings.target_modules,
             modules_to_save=settings.modules_to_save,
+            base_dtype=settings.base_dtype,
             adapter_dtype=settings.adapter_dtype,
             bias=settings.bias,
             use_rslora=settings.use_rslora,

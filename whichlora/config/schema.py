@@ -26,6 +26,7 @@ from whichlora.plan import Collator, Prefer, ProfilePolicy
 from whichlora.specs import (
     AdapterDtype,
     AttentionKernel,
+    BaseDtype,
     Bias,
     CacheBackend,
     KvCache,
@@ -260,6 +261,8 @@ class PlanFile(_Section):
     """Layers with an adapter: all-linear, attention, or names such as q_proj."""
     modules_to_save: Annotated[tuple[Name, ...], _OneOrMany()] = ()
     """Modules trained as a whole beside the adapters, such as embed_tokens and lm_head."""
+    base_dtype: BaseDtype = _RUN.base_dtype
+    """Dtype of the base weights: what the precision implies, or fp32 under 16-bit autocast."""
     adapter_dtype: AdapterDtype = _RUN.adapter_dtype
     """Dtype of the adapters: float32 as PEFT makes them, or the bfloat16 of the base."""
     bias: Bias = _RUN.bias

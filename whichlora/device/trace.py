@@ -83,7 +83,7 @@ def trace(
         )
     # fp16 has no CPU kernels in some places, and the bytes of bf16.
     stand_in = dataclasses.replace(run, precision=_STAND_INS.get(run.precision, run.precision))
-    weights = run if run.precision == "fp16" and _is_full(run) else stand_in
+    weights = run if run.has_master_weights else stand_in
     with ExitStack() as patches:
         if run.attn == "flash_attention_2":
             patches.enter_context(with_flash_attention())

@@ -22,7 +22,9 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what Axolotl can't do.
     """
     require_plain(recipe, "axolotl", quants=_QUANTS)
-    run, left_out = without(recipe.run, "Axolotl", "bias", "adapter_dtype", "expandable_segments")
+    run, left_out = without(
+        recipe.run, "Axolotl", "bias", "adapter_dtype", "base_dtype", "expandable_segments"
+    )
     run, notes = under_axolotl(run)
     notes += left_out
     notes += padding_note(recipe)

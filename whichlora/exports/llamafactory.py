@@ -13,7 +13,7 @@ from whichlora.methods import get_method
 from whichlora.specs import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig
 
 FILE = "llamafactory.yaml"
-_UNKNOWN = ("bias", "adapter_dtype", "expandable_segments")
+_UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "expandable_segments")
 _QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 _ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 
@@ -25,9 +25,10 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what LLaMA-Factory can't do.
     """
     require_plain(recipe, "llamafactory", quants=_QUANTS)
-    run, left_out = without(
-        recipe.run, "LLaMA-Factory", "bias", "adapter_dtype", "expandable_segments"
-    )
+    unknown: tuple[str, ...] = ("bias", "adapter_dtype", "expandable_segments")
+    if not get_method(recipe.run.method).trains_base:
+        unknown += ("base_dtype",)
+    run, left_out = without(recipe.run, "LLaMA-Factory", *unknown)
     run, notes = under_llamafactory(run)
     notes += left_out
     notes += padding_note(recipe)
@@ -111,7 +112,7 @@ def under_llamafactory(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if get_method(run.method).trains_base:
         if precision == "fp16":
             raise ConfigError("--to llamafactory: full fine-tuning in fp16 is not modelled there")
-        if precision not in (*FP32_PRECISIONS, "bf16-pure"):
+        if precision not in (*FP32_PRECISIONS, "bf16-pure") and not run.has_master_weights:
             precision = "bf16-pure"  # else it widens all weights to fp32
             notes.append(f"{run.precision} becomes pure_bf16, or it would widen all weights")
     elif precision == "bf16-no-autocast":

@@ -11,7 +11,7 @@ from whichlora.methods import get_method
 from whichlora.specs import FP32_PRECISIONS, RunConfig
 
 FILE = "train_unsloth.py"
-_UNKNOWN = ("bias", "adapter_dtype", "loraplus_lr_ratio", "expandable_segments")
+_UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "loraplus_lr_ratio", "expandable_segments")
 _QUANTS = frozenset({"none", "int8", "nf4-dq"})
 _SCRIPT = '''\
 """Fine-tune {model} with {method} under Unsloth.
@@ -83,7 +83,12 @@ def export(recipe: Recipe) -> Export:
     """
     require_plain(recipe, "unsloth", quants=_QUANTS)
     run, left_out = without(
-        recipe.run, "Unsloth", "adapter_dtype", "loraplus_lr_ratio", "expandable_segments"
+        recipe.run,
+        "Unsloth",
+        "adapter_dtype",
+        "base_dtype",
+        "loraplus_lr_ratio",
+        "expandable_segments",
     )
     run, notes = under_unsloth(run)
     notes += left_out

@@ -23,6 +23,7 @@ from whichlora.specs import (
     FOUR_BIT_BNB,
     AdapterDtype,
     AttentionKernel,
+    BaseDtype,
     GpuSpec,
     LossHead,
     Precision,
@@ -89,6 +90,7 @@ def read_job(
         seq_len=seq_len,
         padding="padded" if padded else "none",
         precision=_read_precision(model, args, autocast, quant_dtype, trains_base=not adapters),
+        base_dtype=_read_base_dtype(base, autocast, quant),
         adapter_dtype=adapter_dtype,
         quant=quant,
         prepare_kbit=quant != "none" and _dtype(_stored(base), "base weights") == "float32",
@@ -285,6 +287,13 @@ def _read_precision(
         raise ConfigError(f"{weights} weights without autocast are not modelled; bfloat16 are")
     pure = trains_base or _dtype(_adapters(model), "adapters") == "bfloat16"
     return "bf16-pure" if pure else "bf16-no-autocast"
+
+
+def _read_base_dtype(base: Any, autocast: str, quant: str) -> BaseDtype:
+    """Whether 16-bit autocast runs over fp32 weights, as a model has them that nobody narrowed."""
+    if autocast == "no" or quant != "none":
+        return "auto"
+    return "float32" if _dtype(_stored(base), "base weights") == "float32" else "auto"
 
 
 def _read_adapter_dtype(model: Any, autocast: str, loss_head: LossHead, quant: str) -> AdapterDtype:

@@ -342,7 +342,8 @@ class Code:
             narrow = self.cast(x, stack.compute_bytes) if stack.under_autocast else x
             base = tape.op([narrow], self._per_row(out), narrow.size, saves=[used])
         elif linear.bias:
-            base = tape.op([result], self._per_row(out), result.size, passes=True)
+            less_bias = max(result.size, stack.base_bytes)
+            base = tape.op([result], self._per_row(out), less_bias, passes=True)
         else:
             base = result
         less = tape.op([ratio], constant(out), ratio.size, passes=True)
