@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from strategies import A100, CPU
 
 from whichlora import families
 from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
-from whichlora.memory import facts
+from whichlora.memory import allocator, facts
 from whichlora.memory.activations import fused_qkv
 from whichlora.memory.ledger import Ledger
 from whichlora.prediction import ledger, resolve
@@ -159,14 +160,64 @@ def test_flash_attention_is_refused_with_alibi() -> None:
     assert resolve(model_of(FALCON), run, A100).run.attn == "flash_attention_2"
 
 
-def test_a_kept_block_is_larger_than_asked_by_a_quarter_mib_in_expectation() -> None:
+@pytest.mark.parametrize(
+    ("size", "remainder"),
+    [
+        (MiB, 0),  # the small pool splits everything
+        (2 * MiB, 2 * MiB // 40),  # its share of half a MiB in 20
+        (10 * MiB, MiB // 4),  # a segment of its own, rounded up to 2 MiB
+    ],
+)
+def test_a_block_is_larger_than_asked_by_what_is_not_split_off(size: int, remainder: int) -> None:
+    assert allocator.expected_remainder(size) == remainder
+    sizes = np.array([size, size], dtype=np.float64)
+    assert list(allocator.expected_remainder(sizes)) == [remainder, remainder]
+
+
+def test_each_checkpoint_of_more_than_a_mib_has_an_expected_remainder() -> None:
     settings = {"gradient_checkpointing": True, "precision": "bf16"}
     small, large = (
         part(ledger_of(LLAMA, **settings, seq_len=length), "loss_backward", facts.REMAINDERS)
         for length in (512, 1024)
     )
     assert small == 0  # checkpoints of 1 MiB are cut to size
-    assert large == 8 * MiB // 4
+    assert large == 8 * (2 * MiB // 40)
+
+
+def test_a_factor_of_the_logits_takes_a_second_gradient_of_them() -> None:
+    settings = {"loss_head": "raw", "precision": "fp32"}
+    scaled, plain = (
+        part(
+            ledger_of(LLAMA | {"model_type": kind}, **settings),
+            "loss_backward",
+            facts.LOSS_BACKWARD,
+        )
+        for kind in ("granite", "llama")
+    )
+    assert scaled - plain == 512 * 32_000 * 4
+
+
+def test_autocast_copies_no_experts() -> None:
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    settings = {"method": "full", "precision": "fp16"}
+    copied = part(ledger_of(LLAMA | experts, **settings), "loss_forward", facts.AUTOCAST_COPIES)
+    attention = 2 * 1024 * 1024 + 2 * 512 * 1024
+    assert copied == 8 * 2 * attention
+
+
+def test_a_delta_net_that_fills_up_its_last_chunk_copies_no_operands() -> None:
+    config = {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "vocab_size": 1024,
+    }
+    settings = {"precision": "fp32", "gradient_checkpointing": False}
+    whole, ragged = (
+        ledger_of(config, **settings, seq_len=length).moment_bytes("loss_backward")
+        for length in (256, 255)
+    )
+    assert ragged < 0.97 * whole  # one token in 256 less would be 0.996
 
 
 def test_on_a_cpu_no_block_has_a_remainder() -> None:

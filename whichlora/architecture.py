@@ -386,6 +386,7 @@ class ModelSpec:
             the one that makes the inputs of each layer, which `layer_input_norm` reads (Gemma 4).
         rotates_each_kind: sliding and full layers have tables of cosines and sines of their own.
         masked_head: of an encoder; not among its parameters, which are those of `AutoModel`.
+        scales_logits: the model multiplies its logits by a number (Cohere, Granite).
         other_params: parameters outside all of the above (a vision tower, a pooler).
         unloaded_params: those among them that `AutoModelForCausalLM` leaves on the disk.
         buffer_bytes: what modules keep beside parameters (a causal mask per attention).
@@ -410,6 +411,7 @@ class ModelSpec:
     head_linears: tuple[Linear, ...] = ()
     masked_head: MaskedHead | None = None
     logit_softcap: float | None = None
+    scales_logits: bool = False
     rotates_each_kind: bool = False
     other_params: int = 0
     unloaded_params: int = 0

@@ -146,12 +146,18 @@ def _cohere_style(c: Fields) -> Style:
 
 
 def _cohere(c: Fields) -> ModelSpec:
-    return decoder(c, _cohere_style(c))
+    return decoder(c, _cohere_style(c), scales_logits=True)
 
 
 def _cohere2(c: Fields) -> ModelSpec:
     types = every_nth_full(c, c.size("sliding_window_pattern"))
-    return decoder(c, _cohere_style(c), layer_types=types, has_rope=lambda i: types[i] == SLIDING)
+    return decoder(
+        c,
+        _cohere_style(c),
+        layer_types=types,
+        has_rope=lambda i: types[i] == SLIDING,
+        scales_logits=True,
+    )
 
 
 def _phi(c: Fields) -> ModelSpec:

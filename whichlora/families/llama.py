@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from whichlora.architecture import ModelSpec
 from whichlora.families.decoder import (
     FULL,
@@ -181,6 +183,10 @@ DEFAULTS = {
 def _llama(c: Fields) -> ModelSpec:
     bias = c.flag("attention_bias")
     return decoder(c, Style(qkv_bias=bias, out_bias=bias, mlp_bias=c.flag("mlp_bias")))
+
+
+def _granite(c: Fields) -> ModelSpec:
+    return replace(_llama(c), scales_logits=True)
 
 
 def _internlm3(c: Fields) -> ModelSpec:
@@ -378,7 +384,7 @@ BUILDERS = {
     "qwen2_5_vl_text": _qwen2,
     "qwen3": _qwen3,
     "qwen3_vl_text": _qwen3,
-    "granite": _llama,
+    "granite": _granite,
     "smollm3": _smollm3,
     "olmo": _olmo,
     "olmo2": _olmo2,

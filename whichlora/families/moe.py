@@ -237,6 +237,7 @@ def _granitemoe(c: Fields) -> ModelSpec:
         c,
         Style(qkv_bias=bias, out_bias=bias),
         feed_forward=experts_in_every_layer(c, shared=shared, routing="chosen"),
+        scales_logits=True,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from whichlora.memory.entries import Group, tensor_bytes
 from whichlora.memory.replay import (
+    LARGE_SEGMENT_BYTES,
     MIN_OWN_SEGMENT_BYTES,
     SEGMENT_ROUNDING_BYTES,
     SMALL_BYTES,
@@ -17,8 +18,6 @@ from whichlora.units import MiB
 
 PAGES_BYTES = (2 + 20) * MiB  # the last page of the small and of the large pool, where expandable
 SEGMENT_BYTES = 20 * MiB  # a request between 1 and 10 MiB reserves this much
-# not split with probability SMALL / ROUNDING, and then half of SMALL in the mean
-_EXPECTED_REMAINDER_BYTES = SMALL_BYTES**2 // (2 * SEGMENT_ROUNDING_BYTES)
 TYPICAL_CONTEXT_BYTES = 500 * MiB  # 250 to 600 MiB where somebody looked
 WORKSPACE_BYTES = {"9": 32 * MiB, "10": 32 * MiB, "12": 32 * MiB}  # cuBLAS, by major capability
 OLDER_WORKSPACE_BYTES = 8_519_680
@@ -37,28 +36,38 @@ def workspace_bytes(gpu: GpuSpec, *, training: bool) -> int:
     return each * (2 if training else 1)
 
 
-def remainder_bytes(
-    gpu: GpuSpec, groups: Iterable[Group], *, like: Count, expandable: bool = False
-) -> Count:
-    """What blocks of kept tensors are larger than the tensors; allocated, though nobody asked.
+def splits_all(gpu: GpuSpec, *, expandable: bool) -> bool:
+    """Whether no block is larger than what was asked, 512 bytes apart."""
+    return gpu.kind not in ("cuda", "rocm") or expandable
 
-    A block of the large pool is split only where more than 1 MiB would be left; what is less
-    belongs to the tensor. Segments are multiples of 2 MiB, so that what a request leaves of a hole
-    is taken as equally likely anywhere in 2 MiB: half of the time it is not split off, and half a
-    MiB then. Where weights lie is known: they are cut from the one block that loading warms up.
 
-    Kind: estimate, an expectation; at most 1 MiB per block of more than 1 MiB. What lies in
-    expandable segments is always split. Source: torch 2.13 `c10/cuda/CUDACachingAllocator.cpp`,
-    `should_split`, `kSmallSize`, `kRoundLarge`; `memory.replay` has the rules.
+def expected_remainder(size: Count) -> Count:
+    """What the block of a tensor of `size` bytes is larger than the tensor.
+
+    A block of more than 1 MiB is split only where more than 1 MiB would be left; what is less
+    belongs to the tensor, and counts as allocated. A segment of 20 MiB, which serves requests
+    below 10 MiB, ends in one such rest, half a MiB in the mean: a fortieth of what is in it. A
+    larger request has a segment rounded up to 2 MiB: what is left is as likely anywhere in these,
+    half of the time not split off, and half a MiB then.
+
+    Kind: estimate, an expectation; of one block at most 1 MiB, of a segment that is used again and
+    again more than one. Source: torch 2.13 `c10/cuda/CUDACachingAllocator.cpp`, `should_split`,
+    `kSmallSize`, `kLargeBuffer`, `kRoundLarge`; `memory.replay` has the rules.
     """
-    if gpu.kind not in ("cuda", "rocm") or expandable:
-        return 0 * like
-    num_blocks: Count = 0 * like
+    in_shared = (size > SMALL_BYTES) & (size < MIN_OWN_SEGMENT_BYTES)
+    shared = size * (SMALL_BYTES // 2) // LARGE_SEGMENT_BYTES
+    own = SMALL_BYTES * SMALL_BYTES // (2 * SEGMENT_ROUNDING_BYTES)
+    return in_shared * shared + (size >= MIN_OWN_SEGMENT_BYTES) * own
+
+
+def remainder_bytes(groups: Iterable[Group], *, like: Count) -> Count:
+    """Expected remainders of all tensors in `groups`."""
+    total: Count = 0 * like
     for group in groups:
         for tensor in group.tensors:
             size = tensor_bytes((tensor,), tokens=group.tokens, span=group.span)
-            num_blocks = num_blocks + group.count * (size > SMALL_BYTES)
-    return num_blocks * _EXPECTED_REMAINDER_BYTES
+            total = total + group.count * expected_remainder(size)
+    return total
 
 
 def idle_cache_bytes(

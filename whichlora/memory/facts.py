@@ -229,11 +229,11 @@ LOSS_FORWARD = Fact(
 REMAINDERS = Fact(
     part="activations",
     what="allocator: remainders of blocks that are not split",
-    shape="[1 MiB² / (2 · 2 MiB)]",
+    shape="[½ MiB of 20 MiB, or ¼ MiB of 10 MiB and more]",
     dtype="bytes",
-    count="kept tensors of more than 1 MiB",
+    count="kept and trained tensors of more than 1 MiB",
     why="what a hole has more than was asked, up to 1 MiB, stays with the block",
-    source="torch 2.13 CUDACachingAllocator should_split, kSmallSize, kRoundLarge",
+    source="torch 2.13 CUDACachingAllocator should_split, kSmallSize, kLargeBuffer, kRoundLarge",
     kind="estimate",
 )
 DECODER_CACHE = Fact(

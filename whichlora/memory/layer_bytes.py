@@ -22,7 +22,7 @@ from whichlora.memory.layer_code import (
     stream_bytes,
     working_points,
 )
-from whichlora.memory.tape import FUSED_ROWS, Kept, chunks, evaluate, most
+from whichlora.memory.tape import CHUNK, FUSED_ROWS, Kept, chunks, evaluate, most
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, is_plain, largest
 from whichlora.specs import BNB_QUANTS
@@ -100,7 +100,7 @@ def layer_bytes(
     )
     stream = stream_bytes(layer, stack, after_norm=bool(model.embedding_norms))
     before = evaluate(returned_probabilities(layer, stack), **sizes)
-    for share, masked in _masks(layer, stack, span):
+    for share, masked, ragged in _cases(layer, stack, span):
         points = layer_points(
             layer,
             model.hidden_size,
@@ -108,6 +108,7 @@ def layer_bytes(
             stack,
             method,
             masked=masked,
+            ragged=ragged,
             accumulated=accumulated,
             reentrant=reentrant,
             checkpointed=checkpointed,
@@ -176,8 +177,10 @@ def forward_bytes(
         streams = num_streams * stream * model.hidden_size * tokens
         before = returned_probabilities(layer, stack)
         streams = streams + evaluate(before, tokens=tokens, span=span, r=0)
-        for share, masked in _masks(layer, stack, span):
-            points = working_points(layer, model.hidden_size, stack, masked=masked, stream=stream)
+        for share, masked, ragged in _cases(layer, stack, span):
+            points = working_points(
+                layer, model.hidden_size, stack, masked=masked, stream=stream, ragged=ragged
+            )
             in_layer = streams + beside + most(points, tokens=tokens, span=span, r=0)
             found.append(share * in_layer)
     return largest(*found)
@@ -225,19 +228,27 @@ def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dic
     }
 
 
-def _masks(layer: Layer, stack: Stack, span: Count) -> Iterator[tuple[Count, bool]]:
-    """Whether SDPA gets a mask: each case with 1 where it holds, 0 elsewhere."""
+def _cases(layer: Layer, stack: Stack, span: Count) -> Iterator[tuple[Count, bool, bool]]:
+    """Whether SDPA gets a mask, and a delta net fills up a chunk: each with 1 where it holds."""
     attention = layer.attentions[0]
+    if attention.kind == "linear":
+        filled = 1 * (span % CHUNK > 0)
+        if is_plain(filled):
+            yield 1, stack.padded, bool(filled)
+            return
+        yield 1 - filled, stack.padded, False
+        yield filled, stack.padded, True
+        return
     always = stack.padded or (attention.always_masked and stack.attn == "sdpa")
     if always or attention.sliding_window is None:
-        yield 1, always
+        yield 1, always, False
         return
     masked = activations.is_masked(attention, stack, span)
     if is_plain(masked):
-        yield 1, bool(masked)
+        yield 1, bool(masked), False
         return
-    yield 1 - masked, False
-    yield masked, True
+    yield 1 - masked, False, False
+    yield masked, True, False
 
 
 def _listed(

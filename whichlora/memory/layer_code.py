@@ -222,7 +222,8 @@ def _fused_kernel(
         saves_result=True,
         keeps=keeps,
         inner_backward=summed,
-        joined=q.joined,
+        # values of another width rule the flash kernel out; the other one writes token by token
+        joined=q.joined and attention.v_head_dim == attention.head_dim,
         what="attention: output, log-sum-exp, additive mask",
     )
 
@@ -559,6 +560,7 @@ def layer_points(
     reentrant: bool,
     checkpointed: bool,
     stream: int,
+    ragged: bool = False,
 ) -> LayerPoints:
     """Args: `stream` as of `stream_bytes`, the others as of the ledger.
 
@@ -567,7 +569,7 @@ def layer_points(
     tapes = []
     for needs_grad in (True, False):
         tape = Tape()
-        code = Code(tape, stack, targets, method, masked, stream, checkpointed)
+        code = Code(tape, stack, targets, method, masked, stream, checkpointed, ragged=ragged)
         x = tape.input(per_token(hidden_size), stream, needs_grad=needs_grad)
         tape.hold(run_layer(code, layer, x))
         tapes.append(tape)
@@ -588,11 +590,11 @@ def layer_points(
 
 @lru_cache(maxsize=512)
 def working_points(
-    layer: Layer, hidden_size: int, stack: Stack, *, masked: bool, stream: int
+    layer: Layer, hidden_size: int, stack: Stack, *, masked: bool, stream: int, ragged: bool = False
 ) -> tuple[Form, ...]:
     """Points of a forward without gradients and adapters, the layer's input left out."""
     tape = Tape()
-    code = Code(tape, stack, (), LORA, masked, stream)
+    code = Code(tape, stack, (), LORA, masked, stream, ragged=ragged)
     x = tape.input(per_token(hidden_size), stream, needs_grad=False)
     tape.hold(run_layer(code, layer, x))
     points, _ = tape.forward(saving=False)

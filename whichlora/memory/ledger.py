@@ -143,7 +143,7 @@ def _autocast_copies(model: ModelSpec, stack: Stack, method: Method, trained: Co
     if not method.trains_base:
         return 2 * trained if stack.adapter_bytes == 4 else 0 * trained
     matrices = sum(
-        count * sum(linear.num_weights for linear in layer.linears)
+        count * sum(linear.num_weights for linear in layer.linears if linear.is_module)
         for layer, count in model.layers()
     )
     return (2 * matrices if stack.base_bytes == 4 else 0) + 0 * trained
@@ -289,10 +289,18 @@ def training_ledger(
         for number, x in enumerate(layers)
     ]
     kept = listed(fact, *groups, outside)
-    remainders = Entry(
-        facts.REMAINDERS,
-        allocator.remainder_bytes(gpu, groups, like=tokens, expandable=run.expandable_segments),
-    )
+    of_kept: Count = 0 * tokens
+    of_trained: Count = 0 * trained
+    if not allocator.splits_all(gpu, expandable=run.expandable_segments):
+        of_kept = allocator.remainder_bytes(groups, like=tokens)
+        for one in tensors:
+            block = allocator.expected_remainder(one.param_bytes * one.num_params)
+            of_trained = of_trained + one.count * block
+    # of adapters and states, the base's weights being cut from one block; and of gradients
+    lasting = int(not method.trains_base) + optimizer.num_wide_states(run.optimizer)
+    accumulates = int(run.gradient_accumulation_steps > 1)
+    remainders = Entry(facts.REMAINDERS, of_kept + (lasting + accumulates) * of_trained)
+    late_remainders = Entry(facts.REMAINDERS, (lasting + 1) * of_trained)
     kept_by_layers = listed(fact, *groups, before_layers)
 
     decoder_cache = 0 * tokens
@@ -359,12 +367,14 @@ def training_ledger(
             Entry(facts.KEPT_LOGITS, kept_logits),
             Entry(facts.LATER_LAYERS_GRADIENTS, largest(late_gradients, 0 * late_gradients)),
             listed(facts.HELD_INPUTS, *held),
+            late_remainders,
             listed(facts.AROUND_LAYERS, before_layers, Group(tensors=(masks,), **sized)),
             Entry(facts.LAYER_BACKWARD, in_first),
         ),
         "optimizer_step": (
             *static,
             Entry(facts.ALL_GRADIENTS, all_gradients),
+            late_remainders,
             Entry(
                 facts.OPTIMIZER_TEMPORARIES,
                 in_step + 0 * trained,
@@ -400,6 +410,7 @@ def training_ledger(
             *static,
             Entry(facts.KEPT_LOGITS, kept_logits),
             Entry(facts.ALL_GRADIENTS, all_gradients),
+            late_remainders,
             Entry(facts.TIED_GRADIENTS, both),
         )
     vocab = logits.logit_width(model) if run.loss_head in ("hf", "unsloth") else 0

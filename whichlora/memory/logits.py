@@ -112,6 +112,8 @@ def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_h
         entry = (8 if is_copied else stack.compute_bytes) + stack.compute_bytes
         if model.logit_softcap:  # the tanh, and where no cast makes it, a second gradient
             entry += stack.compute_bytes * (1 if is_copied else 2)
+        elif model.scales_logits and not is_copied:
+            entry += stack.compute_bytes  # the gradient before and after the factor
         # the head's backward reads the gradient of the logits: the fp32 ones are gone by then
         of_head = 0 if is_copied else hidden * stack.compute_bytes
         return tokens * (vocab * entry + of_head)

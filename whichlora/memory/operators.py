@@ -40,6 +40,7 @@ class Code:
         stream_bytes: one element of the layer's input.
         checkpointed: the layer is run again in its backward.
         num_rows: rows that matrices read; 0 for one of each token.
+        ragged: the last chunk of a delta net is filled up.
     """
 
     tape: Tape
@@ -50,6 +51,7 @@ class Code:
     stream_bytes: int = 2
     checkpointed: bool = False
     num_rows: int = 0
+    ragged: bool = False
 
     def _per_row(self, width: int) -> Form:
         return constant(self.num_rows * width) if self.num_rows else per_token(width)

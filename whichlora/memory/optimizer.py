@@ -13,6 +13,11 @@ _BLOCK = 256  # 8-bit states that share one fp32 scale
 _STATES = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}  # as wide as the parameter
 
 
+def num_wide_states(optimizer: str) -> int:
+    """States that are a tensor as large as an fp32 parameter, each."""
+    return _STATES.get(optimizer, int(optimizer == "lion"))
+
+
 def state_bytes(tensors: Iterable[Trained], *, optimizer: str, device_kind: str) -> Count:
     """Bytes of states after the first step, inside the framework's allocator.
 

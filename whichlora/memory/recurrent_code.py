@@ -142,9 +142,10 @@ def _chunked_rule(
     q, k, v = qkv
     if q.elements[0] != k_width:  # every key head serves several value heads
         q, k = (tape.op([one], per_token(k_width), size) for one in (q, k))
-    # in fp32 already they stay as they are, each head's tokens apart: products copy them first
-    apart = size == 4
-    wide = [one if apart else code.cast(one, 4) for one in (q, k, v)]
+    # in fp32 already they stay as they are, each head's tokens apart: products copy them first,
+    # unless filling up the last chunk has laid them out anew
+    apart = size == 4 and not code.ragged
+    wide = [one if size == 4 else code.cast(one, 4) for one in (q, k, v)]
     tape.hold(q, k, v)
     beta, decay = (tape.op([one], one.elements, 4, passes=True) for one in (beta, decay))
     q, k = (_normalised(code, one, per_token(heads)) for one in wide[:2])
