@@ -55,12 +55,14 @@ class Tool:
         counters: what its figure is compared with; of several the one on which it does best.
         claims: what it says its figure is, in a few of its own words.
         silent: settings of these runs that it has no argument for.
+        adds_up: what its sum holds that moves it here, in bytes where it states them.
     """
 
     counters: tuple[Quantity, ...]
     asked: str
     claims: str
     silent: str
+    adds_up: str
     dora: str = "no"
     interval: str = "no"
     limits: str = "training"
@@ -73,6 +75,7 @@ TOOLS: dict[str, Tool] = {
         claims='"process torch peak reserved", safety margin apart; nobody published that counter '
         "of a fine-tuning run, so the better of the two",
         silent="kernels but Liger's",
+        adds_up="14 bytes per logit, three copies for AdamW, and 8 % of the card as overhead",
         interval='no: a grade, "not a calibrated probability interval"',
     ),
     "fitscout": Tool(
@@ -81,6 +84,8 @@ TOOLS: dict[str, Tool] = {
         claims='"real measured peak VRAM": its calibration reads `max_memory_allocated`, its sum '
         "has 1.5 GiB of CUDA context; the better of the two",
         silent="targets, attention, optimizers but 8-bit ones, kernels",
+        adds_up="14 bytes per logit, fp32 states and an fp32 copy of all that is trained (12 bytes "
+        "per parameter, whatever its dtype), one input per layer under checkpointing",
         interval="±20 %, fixed",
     ),
     "ftuneai": Tool(
@@ -88,18 +93,23 @@ TOOLS: dict[str, Tool] = {
         asked="`Estimator(...).estimate_memory()`",
         claims='its calibration takes the "actual peak VRAM from nvidia-smi"',
         silent="targets but three sets, kernels",
+        adds_up="8 bytes per token, layer and hidden unit under checkpointing, halved by "
+        "FlashAttention and doubled by QLoRA; no logits; a fifth on top of everything",
     ),
     "fm_training_estimator": Tool(
         counters=STATED,
         asked="`sdk.estimate_memory(EstimateInput(...))`, theory",
         claims='"total memory taken by that configuration"; the better of the two',
         silent="kernels; QLoRA needs a regressor trained on one's own runs",
+        adds_up="one layer's activations with the matrix of scores, whatever the attention; with "
+        "LoRA the inputs of the adapters alone; no logits",
     ),
     "accelerate": Tool(
         counters=STATED,
         asked="the functions of `accelerate estimate-memory`",
         claims='"how much training memory is needed for a batch size of 1"; the better of the two',
         silent="method, rank, batch, length, checkpointing, attention, kernels",
+        adds_up="the weights, gradients and Adam's states of the whole model; no activations",
         limits="-",
     ),
 }
@@ -266,6 +276,8 @@ def document() -> str:
         "- They also answer what was not compared here: time, cost, several GPUs.",
         "## Who was asked what",
         facts(),
+        "What moves their sums on these runs, read in their sources:",
+        "\n".join(f"- {tool}: {one.adds_up}." for tool, one in TOOLS.items()),
         "DoRA: no source of any of them mentions it. Limits: what the search of each keeps to; "
         "canifinetune, fitscout and ftuneai choose a training configuration for a card or a sum of "
         "money, none judges serving the model afterwards. accelerate's weights in each precision "
