@@ -71,7 +71,8 @@ def config_of(model: ModelSpec, run: RunConfig) -> Arguments:
 
 def weights_dtype(run: RunConfig) -> Literal["bf16", "fp16", "fp32"]:
     """In which dtype the base is loaded: fp16 autocast of a whole model has fp32 weights."""
-    if run.precision in FP32_PRECISIONS or (run.precision, run.method) == ("fp16", "full"):
+    whole_in_fp16 = (run.precision, run.method) == ("fp16", "full")
+    if run.precision in FP32_PRECISIONS or run.has_master_weights or whole_in_fp16:
         return "fp32"
     return "fp16" if run.precision == "fp16" else "bf16"
 

@@ -171,6 +171,7 @@ def test_a_mixture_is_described_by_all_of_its_experts_and_those_a_token_sees() -
 def test_the_base_has_the_dtype_it_is_loaded_in() -> None:
     full = replace(RUN, method="full", quant="none")
     assert weights_dtype(replace(full, precision="fp16")) == "fp32"
+    assert weights_dtype(replace(full, base_dtype="float32")) == "fp32"
     assert weights_dtype(full) == "bf16"
     assert weights_dtype(replace(RUN, precision="fp16")) == "fp16"
 
