@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import run_on_fake_gpus
 from fake_profiler import FakeProfiler
 
 from whichlora import workflow
-from whichlora.errors import ConfigError
+from whichlora.errors import ConfigError, DataFileError
 from whichlora.sweep import following, rounds
 from whichlora.sweep.merging import Recommendation
 from whichlora.sweep.on_skypilot import SkyPilotEngine
@@ -116,6 +117,18 @@ def wait_until(ready: Callable[[], Any]) -> None:
     while not ready():
         assert time.monotonic() < end, "did not happen"
         time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The run directory of a sweep that is done; a test leaves it as it was."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("whichlora.store.gpus.detect_gpus", run_on_fake_gpus.detect_gpus)
+        patch.setenv("PYTHONPATH", str(TESTS.parent))
+        engine = LocalEngine()
+        follow(plan(write_config(folder), engine), engine)
+        yield folder / "out"
 
 
 def test_each_gpu_of_this_machine_gets_a_child_of_its_own(tmp_path: Path) -> None:
@@ -217,6 +230,31 @@ def test_children_that_are_gone_run_again_on_resume(
     (tmp_path / "awake").touch()
     follow(Sweep.load(sweep.run_dir), LocalEngine())
     assert Counter(one["outcome"] for one in records(tmp_path)) == {"ok": 8}
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("sweep.json", '"local"', '"pigeons"', "engine is 'pigeons', this release has"),
+        ("sweep.json", '"config"', '"konfig"', "is not the state of a sweep"),
+        (f"{L40S}/started/1-0.json", '"gpu"', '"cpu"', "has no 'gpu'; remove it, and the task"),
+        (f"{L40S}/started/1-0.json", '{', '', "is not valid JSON"),
+        (f"{L40S}/tasks-1.json", '"tasks"', '"jobs"', "is not a list of tasks"),
+        (f"{L40S}/run.json", '"run_id"', '"id"', "run_id: is missing; start over"),
+    ],
+)  # fmt: skip
+def test_broken_state_is_told_in_one_line_that_names_the_file(
+    finished: Path, file: str, old: str, new: str, message: str
+) -> None:
+    path = finished / file
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    try:
+        with pytest.raises(DataFileError, match=f"{re.escape(file)}: {re.escape(message)}"):
+            following.join(finished, Silent())
+    finally:
+        path.write_text(text)
 
 
 def test_a_budget_of_runs_holds_on_each_gpu_type_and_the_answer_says_so(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def print_status(statuses: Sequence[TaskStatus]) -> None:
 def _state(one: TaskStatus) -> str:
     """A record's outcome, or how the task stands, short enough for a table."""
     state = one.words if one.stand == "done" else f"{one.stand}: {one.words}".rstrip(": ")
-    if one.stand in ("running", "waiting"):  # RUNNING and PENDING say the same again
+    if one.stand in ("running", "waiting", "cancelled"):  # the cluster's word says the same again
         state = one.stand
     return state if len(state) <= 48 else f"{state[:47].rstrip()}…"
 
@@ -56,13 +56,14 @@ def print_sweep(sweep: Sweep) -> None:
     rows = []
     tasks = {array.group: array.num_tasks for array in sweep.arrays}
     for group in sweep.groups:
-        asked = f"--gres={group.gres}" if sweep.engine == "slurm" else "-"
-        asked += f" -C {group.constraint}" if group.constraint else ""
+        asked = f"--gres={group.gres}" + (f" -C {group.constraint}" if group.constraint else "")
         found = (group.num_nodes, group.num_gpus, tasks.get(group.name, 0))
-        rows.append((group.name, group.gpu, asked, *map(str, found)))
+        how = [asked] if sweep.engine == "slurm" else []
+        rows.append((group.name, group.gpu, *how, *map(str, found)))
+    by = ["asked for with"] if sweep.engine == "slurm" else []
     print_table(
         console,
-        ("GPU type", "taken for", "asked for with", *numbers),
+        ("GPU type", "taken for", *by, *numbers),
         rows,
         right=numbers,
         lift=("asked for with", "nodes"),

@@ -107,7 +107,7 @@ def _narrow(
 
     lifted: dict[str, str] = {}
     for name in lift:
-        if not fits() and len(set(kept[name])) == 1:
+        if not fits() and len(set(kept.get(name, ()))) == 1:
             lifted[name] = kept.pop(name)[0]
     if not fits() and "model" in kept:
         short = {model: model.rpartition("/")[2] for model in kept["model"]}

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from whichlora.config import load_plan
-from whichlora.errors import MeasurementError
+from whichlora.errors import DataFileError, MeasurementError
 from whichlora.results import Measurement
 from whichlora.session import Progress
 from whichlora.slurm.states import TaskState
-from whichlora.store.jsonfiles import read_object
 from whichlora.sweep.engine import Engine
 from whichlora.sweep.engines import ENGINES
 from whichlora.sweep.judging import judge_groups
 from whichlora.sweep.merging import Recommendation, merge
 from whichlora.sweep.rounds import next_round
 from whichlora.sweep.state import Array, Sweep
-from whichlora.sweep.tasks import TaskList, find_records, record_end, started_file
+from whichlora.sweep.tasks import TaskList, find_records, read_start, record_end, started_file
 
 MAX_ATTEMPTS = 5  # of one task that the cluster keeps taking away
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
@@ -107,8 +106,8 @@ def _status(
     node = ""
     start = started_file(tasks_file, tasks, index)
     if stand in ("running", "done") and start.exists():
-        told = read_object(start)
-        node = str(told.get("node") or told.get("host") or "")
+        told = read_start(start)
+        node = str(told["node"] or told["host"] or "")
     task = tasks.tasks[index]
     return TaskStatus(
         array=array,
@@ -204,6 +203,15 @@ def _watch(
     return sweep
 
 
+def _engine_of(sweep: Sweep) -> Engine:
+    if sweep.engine not in ENGINES:
+        raise DataFileError(
+            f"{sweep.run_dir}/sweep.json: engine is {sweep.engine!r}, this release has "
+            f"{', '.join(ENGINES)}; upgrade whichlora, or start over with --fresh"
+        )
+    return ENGINES[sweep.engine]()
+
+
 def _tasks(number: int) -> str:
     return "1 task" if number == 1 else f"{number} tasks"
 
@@ -216,7 +224,7 @@ def resume(run_dir: Path, progress: SweepProgress) -> Recommendation:
         MeasurementError: the cluster refuses, or does not answer.
     """
     sweep = Sweep.load(run_dir.absolute())
-    return follow(sweep, ENGINES[sweep.engine](), progress)
+    return follow(sweep, _engine_of(sweep), progress)
 
 
 def status(run_dir: Path) -> list[TaskStatus]:
@@ -227,7 +235,7 @@ def status(run_dir: Path) -> list[TaskStatus]:
         MeasurementError: the cluster does not answer.
     """
     sweep = Sweep.load(run_dir.absolute())
-    return statuses(sweep, ENGINES[sweep.engine]())
+    return statuses(sweep, _engine_of(sweep))
 
 
 def join(run_dir: Path, progress: SweepProgress) -> Recommendation:
@@ -237,7 +245,7 @@ def join(run_dir: Path, progress: SweepProgress) -> Recommendation:
         DataFileError: no sweep, or a disk that refuses.
     """
     sweep = Sweep.load(run_dir.absolute())
-    engine = ENGINES[sweep.engine]()
+    engine = _engine_of(sweep)
     try:
         statuses(sweep, engine)  # tasks that were killed get their records
     except MeasurementError as error:  # some clusters answer no questions on compute nodes

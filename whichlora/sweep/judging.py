@@ -14,9 +14,8 @@ from whichlora.search import MIN_CHANCE, Candidate
 from whichlora.session import Progress, Session
 from whichlora.slurm.discovery import GpuGroup
 from whichlora.specs import RunConfig
-from whichlora.store.jsonfiles import read_object
 from whichlora.sweep.state import Sweep
-from whichlora.sweep.tasks import find_records
+from whichlora.sweep.tasks import find_records, read_start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ def _met(sweep: Sweep, group: GpuGroup) -> list[str]:
     A task says so as it starts; of one that ran on another file system only the record is here.
     """
     files = sorted((sweep.run_dir / group.name / "started").glob("*.json"))
-    keys = [str(read_object(path)["gpu"]) for path in files]
+    keys = [str(read_start(path)["gpu"]) for path in files]
     for array in sweep.arrays:
         if array.group == group.name:
             keys += [record.gpu for record in find_records(sweep.tasks(array)).values()]

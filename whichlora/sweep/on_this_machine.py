@@ -114,7 +114,7 @@ class LocalEngine:
             ended = TaskState("ENDED", exit_code=max(code, 0), signal=max(-code, 0))
             return ended, TaskState("REVOKED") if begun else ended
         pid, _, started = job.id.partition("-")
-        if child is not None or _started(int(pid)) == started:
+        if child is not None or _started(pid) == started:
             return TaskState("RUNNING"), TaskState("PENDING")
         return TaskState("CANCELLED"), TaskState("CANCELLED")  # with its follower, or by hand
 
@@ -136,7 +136,7 @@ def _deal(sweep: Sweep, array: Array, indices: Sequence[int]) -> list[tuple[str,
     return [(name, own) for name, own in dealt if own]
 
 
-def _started(pid: int) -> str:
+def _started(pid: int | str) -> str:
     """When process `pid` started, in the kernel's ticks; empty where it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

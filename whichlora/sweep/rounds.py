@@ -36,7 +36,12 @@ def plan_sweep(
         )
     groups, unknown = engine.find_groups(plan)
     if not groups:
-        raise ConfigError("; ".join(unknown) or "no GPU is up in the partitions that were asked")
+        asked = ", ".join(plan.slurm.partitions)
+        raise ConfigError(
+            "; ".join(unknown)
+            or f"slurm.partition: no GPU is up in {asked or 'any partition'}; "
+            "'sinfo -o \"%R %a %t %G\"' says what the cluster has"
+        )
     sweep = Sweep(
         run_dir=run_dir,
         config=config.absolute(),

@@ -118,6 +118,20 @@ def started_file(tasks_file: Path, tasks: TaskList, index: int) -> Path:
     return tasks_file.parent / "started" / f"{tasks.round}-{index}.json"
 
 
+def read_start(path: Path) -> dict[str, Any]:
+    """What a task told in its `started_file`.
+
+    Raises:
+        DataFileError: it is broken.
+    """
+    told = read_object(path)
+    check_schema_version(told, SCHEMA_VERSION, str(path))
+    for key in ("gpu", "date", "host", "node", "job"):
+        if key not in told:
+            raise DataFileError(f"{path}: has no {key!r}; remove it, and the task runs again")
+    return told
+
+
 def find_records(tasks: TaskList) -> dict[int, Measurement]:
     """What the tasks of a list measured so far, whatever GPU they met."""
     stem = f"{tasks.run_id}-{tasks.round}-"
@@ -207,7 +221,7 @@ def record_end(
     path = started_file(tasks_file, tasks, index)
     if not path.exists():
         return None
-    start = read_object(path)
+    start = read_start(path)
     task = tasks.tasks[index]
     measurement = Measurement(
         id=uuid.uuid5(uuid.NAMESPACE_URL, tasks.name(index)).hex,
