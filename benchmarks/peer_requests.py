@@ -69,15 +69,7 @@ def config_of(model: ModelSpec, run: RunConfig) -> Arguments:
     return config
 
 
-def weights_dtype(run: RunConfig) -> Literal["bf16", "fp16", "fp32"]:
-    """In which dtype the base is loaded: fp16 autocast of a whole model has fp32 weights."""
-    whole_in_fp16 = (run.precision, run.method) == ("fp16", "full")
-    if run.precision in FP32_PRECISIONS or run.has_master_weights or whole_in_fp16:
-        return "fp32"
-    return "fp16" if run.precision == "fp16" else "bf16"
-
-
-LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SHORT_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def _method(run: RunConfig) -> str:
@@ -137,7 +129,7 @@ def canifinetune(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Arguments:
         "seq_len": run.seq_len,
         "micro_batch_size": run.batch_size,
         "gradient_accumulation_steps": run.gradient_accumulation_steps,
-        "base_dtype": weights_dtype(run),
+        "base_dtype": SHORT_NAMES[run.weight_dtype],
         "quantization": bnb.get(quant, "nf4"),  # ignored but by qlora
         "lora_rank": run.r,
         "lora_alpha": run.lora_alpha,
@@ -163,7 +155,7 @@ def fitscout(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Arguments:
             "vocab_size": model.vocab_size,
             "tie_word_embeddings": model.head_tied,
             "num_experts": shape.num_experts,
-            "dtype_bytes": 4 if weights_dtype(run) == "fp32" else 2,
+            "dtype_bytes": 4 if run.weight_dtype == "float32" else 2,
         },
         "settings": {
             "method": _method(run),
@@ -188,7 +180,7 @@ def fm_training_estimator(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Arg
         },
         "fm": {
             "technique": _method(run),
-            "torch_dtype": LONG_NAMES[weights_dtype(run)],
+            "torch_dtype": run.weight_dtype,
             "flash_attention_v2": run.attn == "flash_attention_2",
             "block_size": run.seq_len,
             "max_seq_length": run.seq_len,
@@ -221,7 +213,7 @@ def ftuneai(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Arguments:
             "intermediate_size": shape.intermediate_size,
             "vocab_size": model.vocab_size,
             "max_seq_length": max(model.max_position_embeddings or 0, run.seq_len),
-            "default_dtype": LONG_NAMES[weights_dtype(run)],
+            "default_dtype": run.weight_dtype,
             "is_moe": mixture,
             "num_experts": shape.num_experts if mixture else None,
             "num_active_experts": shape.experts_per_token if mixture else None,

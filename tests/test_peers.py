@@ -21,7 +21,6 @@ from peer_requests import (
     ftuneai,
     scope_of,
     shape_of,
-    weights_dtype,
 )
 from published_rows import model_of
 
@@ -168,12 +167,12 @@ def test_a_mixture_is_described_by_all_of_its_experts_and_those_a_token_sees() -
     assert shape_of(SANTACODER).num_key_value_heads == 1
 
 
-def test_the_base_has_the_dtype_it_is_loaded_in() -> None:
-    full = replace(RUN, method="full", quant="none")
-    assert weights_dtype(replace(full, precision="fp16")) == "fp32"
-    assert weights_dtype(replace(full, base_dtype="float32")) == "fp32"
-    assert weights_dtype(full) == "bf16"
-    assert weights_dtype(replace(RUN, precision="fp16")) == "fp16"
+def test_every_tool_learns_of_fp32_weights_under_16_bit_autocast() -> None:
+    run = replace(RUN, method="full", quant="none", base_dtype="float32")
+    assert canifinetune(MISTRAL, run, GPU)["base_dtype"] == "fp32"
+    assert fitscout(MISTRAL, run, GPU)["profile"]["dtype_bytes"] == 4
+    assert fm_training_estimator(MISTRAL, run, GPU)["fm"]["torch_dtype"] == "float32"
+    assert ftuneai(MISTRAL, run, GPU)["model"]["default_dtype"] == "float32"
 
 
 def test_a_config_without_a_limit_allows_the_length_that_was_trained() -> None:
