@@ -27,8 +27,8 @@ from whichlora.device.finetune import measure_finetune
 from whichlora.device.inference import measure_inference
 from whichlora.device.meter import Meter
 from whichlora.families import build
-from whichlora.memory import activations
 from whichlora.memory.entries import tensor_bytes
+from whichlora.memory.layer_bytes import kept_tensors
 from whichlora.specs import ALL_LINEAR, GpuSpec, RunConfig
 from whichlora.store.models import find_model
 
@@ -185,13 +185,16 @@ def predicted_saved_per_layer(one: Case) -> int:
     return sum(
         int(
             tensor_bytes(
-                activations.layer_saved(
+                kept_tensors(
                     group.layer,
+                    job.model,
                     job.targets,
                     job.stack,
                     job.method,
-                    one.run.r,
+                    job.run,
+                    tokens=tokens,
                     span=one.run.seq_len,
+                    r=one.run.r,
                 ),
                 tokens=tokens,
                 span=one.run.seq_len,

@@ -121,9 +121,11 @@ def test_a_layer_without_checkpointing_is_listed_tensor_by_tensor() -> None:
 
 def test_a_checkpointed_layer_is_listed_beside_the_peak() -> None:
     recomputed = explained(replace(LLAMA, method="lora", batch_size=1)).layer
-    assert sum(line.num_bytes for line in recomputed) == 2048 * 217_448  # a traced Llama-3 layer
+    copies = sum(one.num_bytes for one in recomputed if one.what.endswith("adapter, cast"))
+    of_tensors = sum(one.num_bytes for one in recomputed) - copies
+    assert of_tensors == 2048 * 217_448  # a traced Llama-3 layer
     by_name = {line.what: line for line in recomputed}
-    assert by_name["gated product: both factors"].numbers == "1 × 2048 × 28672 × 2 B"
+    assert by_name["up_proj: result"].numbers == "1 × 2048 × 14336 × 2 B"
     assert explained(replace(LLAMA, gradient_checkpointing=False)).layer == ()
 
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import A100, ADAPTERS, CPU, DEVICES, finetune_runs, inference_runs
+from strategies import A100, CPU, DEVICES, finetune_runs, inference_runs
 
 from whichlora import families
 from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.memory import activations, allocator, facts, kv_cache, logits, optimizer, weights
-from whichlora.memory.entries import Kind, tensor_bytes
+from whichlora.memory.entries import Kind
 from whichlora.memory.generation import inference_ledger
 from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
 from whichlora.memory.trained import Trained, trained_tensors
@@ -460,23 +460,6 @@ def test_a_saved_module_costs_its_copy_a_gradient_and_two_states(
 def test_a_module_that_the_model_lacks_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"wte.*accepted are embed_tokens, lm_head"):
         job(RunConfig(model=LLAMA_3_8B, modules_to_save=("wte",)))
-
-
-@pytest.mark.parametrize(("precision", "per_token"), [("bf16-pure", 184_680), ("bf16", 217_448)])
-def test_a_llama_3_layer_saves_what_the_trace_shows(precision: Any, per_token: int) -> None:
-    one = job(RunConfig(model="meta-llama/Meta-Llama-3-8B", precision=precision, r=16))
-    layer = one.model.groups[0].layer
-    saved = activations.layer_saved(layer, one.targets, one.stack, one.method, 16, span=2048)
-    assert tensor_bytes(saved, tokens=1, span=2048) == per_token
-
-
-@pytest.mark.parametrize("method", ADAPTERS)
-def test_layers_of_one_tensor_never_count_it_twice(method: str) -> None:
-    one = job(RunConfig(model="openai-community/gpt2", method=method, precision="bf16-pure"))
-    layer = one.model.groups[0].layer
-    saved = activations.layer_saved(layer, one.targets, one.stack, one.method, 16, span=1024)
-    labels = [entry.tensor for entry in saved if entry.tensor]
-    assert len(labels) == len(set(labels))
 
 
 def test_a_window_costs_a_mask_only_when_it_is_full() -> None:

@@ -6,10 +6,10 @@ import pytest
 
 from whichlora.architecture import Layer
 from whichlora.memory import facts
-from whichlora.memory.activations import kept_mask_bytes, layer_saved
-from whichlora.memory.layer_bytes import masked_head_saved
+from whichlora.memory.activations import kept_mask_bytes
 from whichlora.memory.layer_code import LayerPoints, layer_points
 from whichlora.memory.ledger import trained_params
+from whichlora.memory.outside import masked_head_saved
 from whichlora.memory.tape import (
     FUSED_ROWS,
     NOTHING,
@@ -157,6 +157,50 @@ def test_a_llama_layer_under_autocast_keeps_and_needs_the_closed_form() -> None:
     assert transient / 2048 == pytest.approx(6 * width + 10 * hidden, rel=0.005)
 
 
+@pytest.mark.parametrize(
+    ("settings", "dense_bytes"),
+    [
+        ({}, 0),
+        ({"lora_dropout": 0.1}, 2),  # cast for autocast
+        ({"lora_dropout": 0.1, "precision": "bf16-pure"}, 0),  # the parameter itself
+        ({"lora_dropout": 0.1, "precision": "fp32", "quant": "nf4"}, 4),  # expanded
+    ],
+    ids=str,
+)
+def test_dora_with_dropout_keeps_a_weight_that_is_no_parameter(
+    settings: dict[str, object], dense_bytes: int
+) -> None:
+    spec = find_model("TinyLlama/TinyLlama-1.1B-Chat-v1.0")
+    assert spec is not None
+    run = RunConfig(model=spec.name, method="dora", target_modules=("q_proj",), **settings)  # type: ignore[arg-type]
+    kept = points_of(spec.groups[0].layer, resolve(spec, run, GPU)).kept
+    dense = [one.form for one in kept if one.form[2] >= spec.hidden_size**2]
+    assert dense == [constant(spec.hidden_size**2 * dense_bytes)] * bool(dense_bytes)
+
+
+def test_experts_in_a_loop_keep_the_same_and_need_less_at_once() -> None:
+    spec = find_model("mistralai/Mixtral-8x7B-v0.1")
+    assert spec is not None
+    found = {}
+    for transformers in ("4.44.2", "5.23.0"):
+        run = RunConfig(
+            model=spec.name,
+            precision="bf16-pure",
+            target_modules=("attention",),
+            libraries=(("transformers", transformers),),
+        )
+        job = resolve(spec, run, GPU)
+        layer = job.model.groups[0].layer
+        assert layer.moe is not None
+        assert layer.moe.one_by_one == (transformers == "4.44.2")
+        points = points_of(layer, job)
+        saved = evaluate(points.saved, **SIZES)
+        found[transformers] = saved, most(points.backward, **SIZES) - saved
+    (looped, one), (grouped, all_at_once) = found.values()
+    assert looped == pytest.approx(grouped, rel=0.01)
+    assert one < all_at_once / 2
+
+
 def seq2seq_points(name: str, **settings: object) -> tuple[LayerPoints, LayerPoints]:
     """The padded layers of the encoder and of the decoder, in pure bf16."""
     spec = find_model(name)
@@ -235,13 +279,14 @@ def test_deberta_keeps_its_projected_positions_once_per_sequence() -> None:
     spec = find_model("microsoft/deberta-v3-base")
     assert spec is not None
     job = resolve(spec, RunConfig(model=spec.name, precision="bf16-pure"), GPU)
-    layer, rows = spec.groups[0].layer, 512
-    found = {}
-    for span in (64, 128):
-        kept = layer_saved(layer, job.targets, job.stack, job.method, 8, span=span)
-        found[span] = {one.what: one for one in kept}["projected positions, repeated"].per_token
-        assert found[span] * span == 2 * 2 * spec.hidden_size * rows
-    assert found[64] == 2 * found[128]
+    kept = points_of(spec.groups[0].layer, job).kept
+    for sequences, span in ((1, 64), (4, 64), (4, 128)):
+        repeated = sum(
+            evaluate(one.form, tokens=sequences * span, span=span, r=8)
+            for one in kept
+            if one.what == "projected positions, repeated"
+        )
+        assert repeated == sequences * 2 * 2 * spec.hidden_size * 512
 
 
 def test_zeros_of_cross_attention_are_shared_only_where_no_padding_mask_joins_them() -> None:

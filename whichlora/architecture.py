@@ -233,6 +233,7 @@ class Moe:
             where nobody has written it down.
         shared_first: the shared expert runs before the router.
         clamped: the gate is gpt-oss's, of single operators.
+        one_by_one: the experts run in a Python loop, not in grouped products.
     """
 
     num_experts: int
@@ -244,6 +245,7 @@ class Moe:
     routing: Routing | None = None
     shared_first: bool = False
     clamped: bool = False
+    one_by_one: bool = False
 
     @property
     def num_params(self) -> int:

@@ -10,8 +10,9 @@ from typing import Any
 
 from whichlora.architecture import Linear
 from whichlora.calibration import Calibration
-from whichlora.memory import activations, allocator, facts, weights
+from whichlora.memory import allocator, facts, weights
 from whichlora.memory.entries import Entry, Fact, Group
+from whichlora.memory.layer_bytes import kept_tensors
 from whichlora.memory.ledger import Ledger, trained_params
 from whichlora.prediction import ALLOCATED_PARTS, Job
 from whichlora.results import MemoryPrediction
@@ -72,12 +73,22 @@ def lines_at(
 def layer_lines(job: Job) -> tuple[Line, ...]:
     """What the layer that keeps most keeps for its own backward, largest first."""
     run = job.run
-    tokens = run.batch_size * run.seq_len
+    tokens, span = run.batch_size * run.seq_len, run.seq_len
     kept = (
-        activations.layer_saved(layer, job.targets, job.stack, job.method, run.r, span=run.seq_len)
+        kept_tensors(
+            layer,
+            job.model,
+            job.targets,
+            job.stack,
+            job.method,
+            run,
+            tokens=tokens,
+            span=span,
+            r=run.r,
+        )
         for layer, _ in job.model.layers()
     )
-    groups = [Group(tensors=tensors, tokens=tokens, span=run.seq_len) for tensors in kept]
+    groups = [Group(tensors=tensors, tokens=tokens, span=span) for tensors in kept]
     largest = max(groups, key=lambda group: int(group.num_bytes))
     return _ordered(_member(job, facts.SAVED, group) for group in _by_tensor([largest]))
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from whichlora.architecture import Attention, Layer, ModelSpec
 from whichlora.cache_work import Conversion, expanding, storing
-from whichlora.memory import activations, weights
+from whichlora.memory import weights
+from whichlora.memory.layer_bytes import kept_pair_bytes
 from whichlora.methods import lora
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, smallest
@@ -226,8 +227,7 @@ def training_work(
         # backward is two forwards, and half of one more where the kernel recomputes the scores
         halves = (6 if run.attn == "eager" else 7) + 2 * recompute
         attention_flops = attention_flops + count * forward_attention * halves // 2
-        saved = activations.layer_saved(layer, targets, stack, method, r, span=seq_len)
-        pairs = sum(one.per_token_pair for one in saved)
+        pairs = kept_pair_bytes(layer, model, targets, stack, method, run, span=seq_len)
         moved = elementwise_forward_bytes(layer, run, stack, targets, model.hidden_size)
         # backward reads a gradient and what was saved for each that it writes
         elementwise = elementwise + count * tokens * moved * (5 + 2 * recompute) // 2

@@ -52,6 +52,8 @@ def _dbrx(c: Fields) -> ModelSpec:
         experts_per_token=top_k,
         expert=expert,
         router=Linear(name="layer", in_features=hidden, out_features=num_experts, reads="mlp_in"),
+        routing="softmax",
+        one_by_one=True,
     )
     head_dim = hidden // heads
     attention = softmax_attention(

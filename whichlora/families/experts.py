@@ -42,7 +42,8 @@ def _with_expert_modules(layer: Layer) -> Layer:
         return layer
     expert = layer.moe.expert
     linears = tuple(replace(one, is_module=True, adapter_rank=1) for one in expert.linears)
-    return replace(layer, moe=replace(layer.moe, expert=replace(expert, linears=linears)))
+    looped = replace(layer.moe, expert=replace(expert, linears=linears), one_by_one=True)
+    return replace(layer, moe=looped)
 
 
 def with_adapter_ranks(spec: ModelSpec) -> ModelSpec:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.architecture import Attention, Linear
-from whichlora.memory.operators import Code
+from whichlora.memory.operators import Code, Rows
 from whichlora.memory.tape import (
     Form,
     Tensor,
@@ -76,7 +76,7 @@ def _relative_scores(
     """Queries with the positions of keys, and keys with those of queries."""
     tape = code.tape
     heads, rows = attention.num_attention_heads, attention.relative_rows
-    of_positions = replace(code, num_rows=rows)
+    of_positions = replace(code, rows=Rows(number=rows))
 
     def projected(linear: Linear) -> Tensor:
         once = code.copy(of_positions.linear(linear, table))

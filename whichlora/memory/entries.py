@@ -23,8 +23,6 @@ class Tensor:
         per_token: bytes per token of the batch.
         per_token_pair: bytes per token and per token it attends to (quadratic attention).
         constant: bytes whatever the number of tokens.
-        tensor: label of the storage; tensors with one label are one, kept by two operators.
-            Empty for a storage that only this line knows.
         dims: its dimensions beside batch_size and seq_len, in our names.
         element_bytes: width of one element; 0 where the line has tensors of several widths.
     """
@@ -33,7 +31,6 @@ class Tensor:
     per_token: Count = 0
     per_token_pair: Count = 0
     constant: Count = 0
-    tensor: str = ""
     dims: str = ""
     element_bytes: int = 0
 
@@ -43,20 +40,9 @@ class Tensor:
         return _shape(self.dims, paired=bool(self.per_token_pair), sized=bool(self.per_token))
 
 
-def per_token(
-    what: str, element_bytes: int, width: Count, dims: str, *, tensor: str = ""
-) -> Tensor:
+def per_token(what: str, element_bytes: int, width: Count, dims: str) -> Tensor:
     """A tensor of `width` elements per token."""
-    return Tensor(
-        what, element_bytes * width, tensor=tensor, dims=dims, element_bytes=element_bytes
-    )
-
-
-def per_pair(what: str, element_bytes: int, width: Count, dims: str) -> Tensor:
-    """A tensor of `width` elements per token and attended token."""
-    return Tensor(
-        what, per_token_pair=element_bytes * width, dims=dims, element_bytes=element_bytes
-    )
+    return Tensor(what, element_bytes * width, dims=dims, element_bytes=element_bytes)
 
 
 def _shape(dims: str, *, paired: bool, sized: bool) -> str:

@@ -7,6 +7,7 @@ the classes; peft 0.21.2 `ParamWrapper` for adapters of bare parameters.
 from __future__ import annotations
 
 from whichlora.architecture import Linear, Moe, Norm
+from whichlora.memory.expert_loop import run_each_expert
 from whichlora.memory.mlp_code import activate, feed_forward
 from whichlora.memory.operators import Code
 from whichlora.memory.tape import Tensor, constant, per_rank, per_token, scaled
@@ -19,7 +20,8 @@ def mix_experts(code: Code, moe: Moe, x: Tensor) -> Tensor:
     tape = code.tape
     shared = feed_forward(code, moe.shared, x) if moe.shared and moe.shared_first else None
     weights, chosen, logits = route(code, moe, x)
-    result = run_experts(code, moe, x, weights, chosen)
+    run = run_each_expert if moe.one_by_one else run_experts
+    result = run(code, moe, x, weights, chosen)
     if moe.shared and shared is None:
         shared = feed_forward(code, moe.shared, x)
     if moe.shared and shared is not None:

@@ -63,8 +63,8 @@ def one_after_the_other(
 
 def feed_both_ways(code: Code, layer: Layer, x: Tensor, y: Tensor) -> Tensor:
     """An MLP of the normalised `y`, and experts of `x` with norms of their own; their sum."""
-    assert layer.mlp is not None, "is_written"
-    assert layer.moe is not None, "is_written"
+    assert layer.mlp is not None
+    assert layer.moe is not None
     tape = code.tape
     after_mlp, before_experts, after_experts = layer.norms[4:]
     dense = feed_forward(code, layer.mlp, y)

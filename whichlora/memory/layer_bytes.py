@@ -1,8 +1,4 @@
-"""Bytes of one layer at each moment: what it keeps, and the worst points of its passes.
-
-Layers that `layer_code` can write are exact; for the others (DeBERTa, Gemma 4)
-the worst point of the backward is an estimate.
-"""
+"""Bytes of one layer at each moment: what it keeps, and the worst points of its passes."""
 
 from __future__ import annotations
 
@@ -10,22 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whichlora.architecture import Layer, ModelSpec
-from whichlora.memory import activations, weights
-from whichlora.memory.entries import Tensor, tensor_bytes
-from whichlora.memory.gemma4_code import LayerInputPoints, layer_input_points
-from whichlora.memory.head_code import masked_head_kept
+from whichlora.memory import activations
+from whichlora.memory.entries import Tensor
+from whichlora.memory.gemma4_code import layer_input_points
 from whichlora.memory.layer_code import (
     LayerPoints,
-    is_written,
     layer_points,
     returned_probabilities,
     stream_bytes,
     working_points,
 )
-from whichlora.memory.tape import CHUNK, FUSED_ROWS, Kept, chunks, evaluate, most
+from whichlora.memory.tape import CHUNK, TERMS, Kept, chunks, evaluate, most
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, is_plain, largest
-from whichlora.specs import BNB_QUANTS
+from whichlora.specs import RunConfig
 from whichlora.stack import Stack
 from whichlora.targets import adapted
 
@@ -75,11 +69,9 @@ def layer_bytes(
     r: Count,
     tokens: Count,
     span: Count,
-    accumulated: bool,
-    reentrant: bool,
-    checkpointed: bool,
+    run: RunConfig,
 ) -> LayerBytes:
-    """Args as of the ledger; `accumulated`: gradients of earlier micro-steps exist."""
+    """Args as of the ledger; `run` says how gradients are accumulated and layers checkpointed."""
     trained: Count = 0 * r
     if method.trains_base:
         trained = layer.num_params + 0 * r
@@ -87,49 +79,96 @@ def layer_bytes(
         for linear in adapted(layer, targets):
             trained = trained + method.adapter_params(linear, r)
     gradients = trained * (stack.base_bytes if method.trains_base else stack.adapter_bytes)
-    if not is_written(layer, stack):
-        return _estimated(
-            layer, count, model, targets, stack, method, r=r, tokens=tokens, span=span,
-            gradients=gradients, reentrant=reentrant,
-        )  # fmt: skip
     sizes = {"tokens": tokens, "span": span, "r": r}
     tensors: list[Tensor] = []
     held: list[Tensor] = []
     values: dict[str, Count] = dict.fromkeys(
         ("saved", "unsaved", "lent", "forward", "backward", "recomputed"), 0
     )
-    stream = stream_bytes(layer, stack, after_norm=bool(model.embedding_norms))
     before = evaluate(returned_probabilities(layer, stack), **sizes)
-    for share, masked, ragged in _cases(layer, stack, span):
-        points = layer_points(
-            layer,
-            model.hidden_size,
-            targets,
-            stack,
-            method,
-            masked=masked,
-            ragged=ragged,
-            accumulated=accumulated,
-            reentrant=reentrant,
-            checkpointed=checkpointed,
-            stream=stream,
-        )
-        tensors.extend(_listed(points.kept, share, tokens=tokens, span=span, r=r))
-        held.extend(_listed(points.held, share, tokens=tokens, span=span, r=r))
+    for share, points in _points_of(layer, model, targets, stack, method, run, span=span):
+        tensors.extend(listed_tensors(points.kept, share, tokens=tokens, span=span, r=r))
+        held.extend(listed_tensors(points.held, share, tokens=tokens, span=span, r=r))
         found = _values(points, **sizes)
         for name, value in found.items():
             values[name] = values[name] + share * value
-    if checkpointed:  # else kept anyway
+    if run.gradient_checkpointing:  # else kept anyway
         values["forward"] = values["forward"] + before
     return LayerBytes(
         count=count,
-        stream_bytes=stream,
+        stream_bytes=stream_bytes(layer, stack, after_norm=bool(model.embedding_norms)),
         tensors=tuple(tensors),
         copies=tuple(one for one in tensors if one.what.endswith(_WEIGHT_COPIES)),
-        held=tuple(held) if not (reentrant and checkpointed) else (),
+        held=() if run.gradient_checkpointing and run.use_reentrant else tuple(held),
         gradients=gradients,
         **values,
     )
+
+
+def kept_tensors(
+    layer: Layer,
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method,
+    run: RunConfig,
+    *,
+    tokens: Count,
+    span: Count,
+    r: Count,
+) -> tuple[Tensor, ...]:
+    """What one layer keeps for its backward."""
+    found: list[Tensor] = []
+    for share, points in _points_of(layer, model, targets, stack, method, run, span=span):
+        found.extend(listed_tensors(points.kept, share, tokens=tokens, span=span, r=r))
+    return tuple(found)
+
+
+def kept_pair_bytes(
+    layer: Layer,
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method,
+    run: RunConfig,
+    *,
+    span: Count,
+) -> Count:
+    """Bytes of `kept_tensors` per token and per token it attends to."""
+    total = 0 * span
+    for share, points in _points_of(layer, model, targets, stack, method, run, span=span):
+        total = total + share * points.saved[TERMS.index("tokens · span")]
+    return total
+
+
+def _points_of(
+    layer: Layer,
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method,
+    run: RunConfig,
+    *,
+    span: Count,
+) -> Iterator[tuple[Count, LayerPoints]]:
+    """The points with and without a mask: each with 1 where they hold, 0 elsewhere."""
+    for share, masked, ragged in _cases(layer, stack, span):
+        yield (
+            share,
+            layer_points(
+                layer,
+                model.hidden_size,
+                targets,
+                stack,
+                method,
+                masked=masked,
+                ragged=ragged,
+                accumulated=run.gradient_accumulation_steps > 1,
+                reentrant=bool(run.use_reentrant),
+                checkpointed=run.gradient_checkpointing,
+                stream=stream_bytes(layer, stack, after_norm=bool(model.embedding_norms)),
+            ),
+        )
 
 
 def forward_bytes(
@@ -149,7 +188,7 @@ def forward_bytes(
             run on it alone. Source: `Gemma4TextModel._maybe_slice_kv_shared_inputs`.
 
     With the looked-up embeddings and the layer's input, which the model's loop holds.
-    Kind: exact for layers that are written, an estimate for others.
+    Kind: exact.
     """
     found: list[Count] = [0 * tokens]
     beside: Count = 0 * tokens
@@ -162,15 +201,6 @@ def forward_bytes(
     if reads_last and stack.attn != "flash_attention_2":
         layers = [one for one in layers if one.attentions[0].keys_from != "earlier"]
     for layer in layers:
-        if not is_written(layer, stack):
-            working = activations.layer_forward_bytes(
-                layer, model.hidden_size, stack, tokens=tokens, span=span
-            )
-            dense = stack.four_bit_bytes * weights.largest_quantised_matrix(model, stack)
-            if stack.quant in BNB_QUANTS:  # 8 bit is multiplied as it is
-                dense = dense * (tokens > FUSED_ROWS) * (stack.quant != "int8")
-            found.append(working + dense)
-            continue
         stream = stream_bytes(layer, stack, after_norm=bool(model.embedding_norms))
         # looked-up rows, of positions too, and the layer's input
         num_streams = 3 if model.adds_positions and model.task == "causal-lm" else 2
@@ -184,36 +214,6 @@ def forward_bytes(
             in_layer = streams + beside + most(points, tokens=tokens, span=span, r=0)
             found.append(share * in_layer)
     return largest(*found)
-
-
-def layer_inputs_saved(
-    inputs: LayerInputPoints | None, *, tokens: Count, span: Count, r: Count
-) -> tuple[Tensor, ...]:
-    """The inputs of all layers, which live until the first went backward, and what made them."""
-    if inputs is None:
-        return ()
-    packed = Tensor("inputs of all layers", inputs.packed_bytes, dims="num_hidden_layers, width")
-    return packed, *_listed(inputs.kept, 1, tokens=tokens, span=span, r=r)
-
-
-def masked_head_saved(
-    model: ModelSpec, targets: tuple[str, ...], stack: Stack, method: Method, *, r: Count
-) -> tuple[Tensor, ...]:
-    """What an encoder keeps between its last layer and the logits. Kind: exact."""
-    if model.masked_head is None:
-        return ()
-    last = model.groups[-1].layer
-    after_norm = bool(model.embedding_norms) or bool(model.final_norms)
-    kept = masked_head_kept(
-        model.masked_head,
-        model.hidden_size,
-        model.vocab_size,
-        targets,
-        stack,
-        method,
-        stream=stream_bytes(last, stack, after_norm=after_norm),
-    )
-    return tuple(_listed(kept, 1, tokens=0, span=0, r=r))
 
 
 def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dict[str, Count]:
@@ -251,7 +251,7 @@ def _cases(layer: Layer, stack: Stack, span: Count) -> Iterator[tuple[Count, boo
     yield masked, True, False
 
 
-def _listed(
+def listed_tensors(
     kept: tuple[Kept, ...], share: Count, *, tokens: Count, span: Count, r: Count
 ) -> Iterator[Tensor]:
     for one in kept:
@@ -284,53 +284,3 @@ def _dims(one: Kept, width: int) -> str:
     if of_rank_token or of_rank:
         return f"{(of_rank_token or of_rank) // width} · r"
     return str((of_pair or of_token or fixed) // width)
-
-
-def _estimated(
-    layer: Layer,
-    count: int,
-    model: ModelSpec,
-    targets: tuple[str, ...],
-    stack: Stack,
-    method: Method,
-    *,
-    r: Count,
-    tokens: Count,
-    span: Count,
-    gradients: Count,
-    reentrant: bool,
-) -> LayerBytes:
-    tensors = activations.layer_saved(layer, targets, stack, method, r, span=span)
-    held = activations.distinct(activations.held_by_quantised(layer, stack))
-    saved = tensor_bytes(tensors, tokens=tokens, span=span)
-    per_token, pair = activations.layer_backward_transient(
-        layer, targets, stack, method, model.hidden_size
-    )
-    dense = stack.four_bit_bytes * weights.largest_quantised_matrix(model, stack)
-    merged = 0
-    if not method.trains_base:
-        merged = activations.merged_gradient_bytes(model, targets, stack)
-    copies: Count = 0 * r
-    if stack.autocast and not method.trains_base:
-        copies = gradients // 2 if stack.adapter_bytes == 4 else copies
-    elif stack.autocast and stack.base_bytes == 4:
-        copies = gradients // 2
-    norms = activations.method_transient_bytes(model, targets, stack, method)
-    transient = tokens * (per_token + pair * span) + dense + merged + gradients
-    tensors = (*tensors, Tensor("16-bit copies of trained weights", constant=copies))
-    forward = saved + copies + norms
-    backward = saved + copies + transient
-    return LayerBytes(
-        count=count,
-        stream_bytes=stream_bytes(layer, stack, after_norm=bool(model.embedding_norms)),
-        tensors=tensors,
-        saved=saved + copies,
-        unsaved=activations.unsaved_by_first_layer(layer, targets, stack) * tokens,
-        held=held if not reentrant else (),
-        lent=0,
-        copies=(),
-        forward=forward,
-        backward=backward,
-        recomputed=largest(forward, backward),
-        gradients=gradients,
-    )

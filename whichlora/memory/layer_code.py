@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from whichlora.architecture import Attention, Layer, Mlp
+from whichlora.architecture import Attention, Layer
 from whichlora.memory.activations import attention_kernel, fused_qkv, has_mask_per_head
 from whichlora.memory.cache_code import store
 from whichlora.memory.disentangled_code import attend_disentangled
@@ -384,7 +384,7 @@ _KERNELS = {"fused": _fused_kernel, "eager": _eager_kernel, "math": _math_kernel
 def feed(code: Code, layer: Layer, y: Tensor, x: Tensor) -> Tensor:
     """What stands between the second norm, which returns `y` for `x`, and the second sum."""
     if layer.moe is None:
-        assert layer.mlp is not None, "is_written"
+        assert layer.mlp is not None
         return feed_forward(code, layer.mlp, y)
     if layer.mlp is None:
         return mix_experts(code, layer.moe, y)
@@ -480,47 +480,6 @@ def stream_bytes(layer: Layer, stack: Stack, *, after_norm: bool) -> int:
     if (ends_in_norm or after_norm) and stack.under_autocast and stack.device_kind != "cpu":
         return 4
     return stack.stream_bytes
-
-
-def is_written(layer: Layer, stack: Stack) -> bool:
-    """Whether `run_layer` is the layer's code."""
-    if layer.scales_result:
-        return True
-    if len(layer.attentions) > 2 or not (_mixes(layer) if layer.moe else _feeds(layer.mlp)):
-        return False
-    num_norms = {(1, True): (1, 2), (1, False): (1, 2, 4)}.get(
-        (len(layer.attentions), layer.parallel or layer.post_norm), (3,)
-    )
-    return (
-        all(map(_is_attention_written, layer.attentions))
-        and layer.attentions[-1].cross == (len(layer.attentions) == 2)
-        and len(layer.norms) in num_norms
-    )
-
-
-def _is_attention_written(attention: Attention) -> bool:
-    if attention.kind != "softmax":
-        return True
-    return attention.latent is not None or _has_plain_projections(attention)
-
-
-def _has_plain_projections(attention: Attention) -> bool:
-    num_linears = 2 if fused_qkv(attention) is not None else 4
-    return len(attention.linears) == num_linears and len(attention.norms) in (0, 2)
-
-
-def _feeds(mlp: Mlp | None) -> bool:
-    if mlp is None:
-        return False
-    is_joint = mlp.linears[0].out_features == 2 * mlp.width
-    return not mlp.norms and len(mlp.linears) == (3 if mlp.gated and not is_joint else 2)
-
-
-def _mixes(layer: Layer) -> bool:
-    moe = layer.moe
-    if moe is None or moe.routing is None or layer.mlp is not None:
-        return False
-    return not any(linear.is_module for linear in moe.expert.linears)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,8 @@ from whichlora.memory.layer_bytes import (
     LayerBytes,
     forward_bytes,
     layer_bytes,
-    layer_inputs_saved,
-    masked_head_saved,
 )
+from whichlora.memory.outside import layer_inputs_saved, masked_head_saved, outside_saved
 from whichlora.memory.tape import most
 from whichlora.memory.trained import (
     gradient_bytes,
@@ -200,9 +199,7 @@ def training_ledger(
             r=r,
             tokens=tokens,
             span=seq_len,
-            accumulated=run.gradient_accumulation_steps > 1,
-            reentrant=bool(run.use_reentrant),
-            checkpointed=run.gradient_checkpointing,
+            run=run,
         )
         for layer, count in model.layers()
     ]
@@ -221,7 +218,7 @@ def training_ledger(
         Group(
             where="around the layers",
             tensors=(
-                *activations.outside_saved(
+                *outside_saved(
                     model, targets, stack, embeddings_need_grad=needs_grad, after_layers=after
                 ),
                 *(masked_head_saved(model, targets, stack, method, r=r) if after else ()),

@@ -31,6 +31,42 @@ def _before_cast(x: Tensor, size: int) -> Form:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """How many rows a matrix reads: one of each token, or a number, or a share of the chosen.
+
+    Args:
+        number: rows whatever the tokens are; 0 for rows of tokens.
+        chosen: rows of each token in all, of which the `part`-th of `parts` is read.
+    """
+
+    number: int = 0
+    chosen: int = 1
+    part: int = 0
+    parts: int = 1
+
+    def _share(self, width: int) -> int:
+        """Shares of all parts add up to the whole."""
+        before, after = (self.chosen * width * i // self.parts for i in (self.part, self.part + 1))
+        return after - before
+
+    def of(self, width: int) -> Form:
+        if self.number:
+            return constant(self.number * width)
+        return per_token(self._share(width))
+
+    def of_rank(self, multiple: int) -> Form:
+        if self.number:
+            return per_rank(self.number * multiple)
+        return per_rank_token(self._share(multiple))
+
+    def where_many(self, count: int) -> Form:
+        """`count` where a 4-bit product has too many rows; a part has as many as tokens."""
+        if self.number:
+            return constant(count * (self.number > FUSED_ROWS))
+        return where_many_rows(count)
+
+
+@dataclass(frozen=True, slots=True)
 class Code:
     """A tape, and the settings that decide which operators run on it.
 
@@ -39,7 +75,7 @@ class Code:
         masked: SDPA gets a mask tensor.
         stream_bytes: one element of the layer's input.
         checkpointed: the layer is run again in its backward.
-        num_rows: rows that matrices read; 0 for one of each token.
+        rows: how many rows matrices read.
         ragged: the last chunk of a delta net is filled up.
     """
 
@@ -50,16 +86,8 @@ class Code:
     masked: bool = False
     stream_bytes: int = 2
     checkpointed: bool = False
-    num_rows: int = 0
+    rows: Rows = Rows()
     ragged: bool = False
-
-    def _per_row(self, width: int) -> Form:
-        return constant(self.num_rows * width) if self.num_rows else per_token(width)
-
-    def _where_many_rows(self, count: int) -> Form:
-        if self.num_rows:
-            return constant(count * (self.num_rows > FUSED_ROWS))
-        return where_many_rows(count)
 
     # --- plain operators ---------------------------------------------------------------------
 
@@ -223,7 +251,7 @@ class Code:
     def _base(self, linear: Linear, x: Tensor) -> Tensor:
         """The matrix itself, frozen or trained."""
         tape, stack = self.tape, self.stack
-        elements = self._per_row(linear.active * linear.out_features)
+        elements = self.rows.of(linear.active * linear.out_features)
         weights = constant(linear.num_weights // linear.count)
         if is_quantised(linear, stack) and stack.quant in FOUR_BIT_BNB:
             narrow = self.cast(x, stack.four_bit_bytes)
@@ -235,7 +263,7 @@ class Code:
                 elements,
                 narrow.size,
                 saves=[narrow] if stack.libraries.linear4bit_keeps_input else [],
-                inner=self._where_many_rows(dense[2] + scales),
+                inner=self.rows.where_many(dense[2] + scales),
                 inner_backward=dense,
                 hidden=True,
                 what=f"{linear.name}: result",
@@ -298,13 +326,13 @@ class Code:
         own = f"{linear.name}: own copy of the input"
         narrow = self.cast(x, stack.compute_bytes, own) if stack.under_autocast else x
         width = linear.rank_multiple * linear.active
-        rank = per_rank(self.num_rows * width) if self.num_rows else per_rank_token(width)
+        rank = self.rows.of_rank(width)
         saves = [narrow, a] if x.needs_grad else [narrow]
         product = f"{linear.name}: A·x"
         inner = tape.op([narrow, a], rank, narrow.size, saves=saves, what=product)
         out = tape.op(
             [inner, b],
-            self._per_row(linear.active * linear.out_features),
+            self.rows.of(linear.active * linear.out_features),
             inner.size,
             saves=[inner, b],
             what=f"{linear.name}: B·A·x",
@@ -342,10 +370,10 @@ class Code:
         if dropped:
             used = self.cast(weight, stack.compute_bytes) if stack.under_autocast else weight
             narrow = self.cast(x, stack.compute_bytes) if stack.under_autocast else x
-            base = tape.op([narrow], self._per_row(out), narrow.size, saves=[used])
+            base = tape.op([narrow], self.rows.of(out), narrow.size, saves=[used])
         elif linear.bias:
             less_bias = max(result.size, stack.base_bytes)
-            base = tape.op([result], self._per_row(out), less_bias, passes=True)
+            base = tape.op([result], self.rows.of(out), less_bias, passes=True)
         else:
             base = result
         less = tape.op([ratio], constant(out), ratio.size, passes=True)

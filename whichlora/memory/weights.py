@@ -147,16 +147,3 @@ def rotary_table_bytes(model: ModelSpec, stack: Stack) -> int:
         if attention.position == "rope"
     )
     return 2 * stack.compute_bytes * positions * rotated
-
-
-def largest_quantised_matrix(model: ModelSpec, stack: Stack) -> int:
-    """Elements of the largest matrix that has to be expanded to 16 bit for a product."""
-    return max(
-        (
-            linear.in_features * linear.out_features
-            for layer, _ in model.layers()
-            for linear in layer.linears
-            if is_quantised(linear, stack)
-        ),
-        default=0,
-    )

@@ -40,10 +40,6 @@ class Method:
         adapter_params: trainable parameters added for rank r.
         adapter_shapes: (rows, width) of the tensors that one of the `count` matrices gets; None:
             optimizers are told of one tensor with all of its parameters.
-        saved_bytes_per_token: kept for backward beyond the input and the rank-r output, which
-            `memory.activations` counts for every low-rank method.
-        saved_bytes: kept for backward whatever the number of tokens.
-        transient_bytes: alive only while the module computes, whatever the number of tokens.
         weight_flops: products of one forward that do not grow with the tokens, for rank r.
         weight_bytes: read and written by one forward whatever the number of tokens.
         token_bytes: read and written per token beyond what LoRA does, forward and backward.
@@ -60,9 +56,6 @@ class Method:
     base_quant: Quant = "none"
     adapter_params: Callable[[Linear, Count], Count] = _no_params
     adapter_shapes: Callable[[Linear, Count], tuple[tuple[Count, Count], ...]] | None = None
-    saved_bytes_per_token: Callable[[Linear, Stack], int] = _nothing
-    saved_bytes: Callable[[Linear, Stack], int] = _nothing
-    transient_bytes: Callable[[Linear, Stack], int] = _nothing
     weight_flops: Callable[[Linear, Count], Count] = _no_params
     weight_bytes: Callable[[Linear, Stack], int] = _nothing
     token_bytes: Callable[[Linear, Stack], tuple[int, int]] = _no_bytes

@@ -22,41 +22,6 @@ def adapter_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
     return *lora.low_rank_shapes(linear, r), (1, linear.out_features)
 
 
-def saved_bytes_per_token(linear: Linear, stack: Stack) -> int:
-    """Base result and LoRA result, both needed for the magnitude's gradient.
-
-    Kind: exact. Source: saved-tensor trace of peft 0.21.2 `DoraLinearLayer.forward`.
-    """
-    both = stack.linear_out_bytes + stack.adapter_product_bytes
-    return linear.active * linear.out_features * both
-
-
-def saved_bytes(linear: Linear, stack: Stack) -> int:
-    """The norm, and the magnitude over it twice (once less 1): three fp32 vectors.
-
-    With dropout DoRA repeats the base product, and keeps the weight for it wherever that is no
-    longer the parameter itself: expanded from few bits, or cast to the adapter's dtype.
-    Kind: exact on CPU, unmeasured on CUDA with 4-bit weights. Source: as above.
-    """
-    vectors = 3 * 4 * linear.out_features * linear.count
-    is_copy = stack.quant != "none" or stack.mode in ("A", "C")
-    if stack.lora_dropout and is_copy:
-        return vectors + linear.num_weights * stack.input_bytes
-    return vectors
-
-
-def transient_bytes(linear: Linear, stack: Stack) -> int:
-    """The weight norm: an identity [in, in]; B·A, the same scaled, and the sum, all [out, in].
-
-    A weight in few or other bits is expanded besides.
-    Kind: exact in fp32, else an upper bound. Source: peft 0.21.2 `DoraLinearLayer.forward`.
-    """
-    dense = linear.in_features * linear.out_features
-    identity = linear.in_features * linear.in_features
-    is_copy = stack.quant != "none" or stack.mode in ("A", "C")
-    return (identity + (3 + is_copy) * dense) * stack.adapter_bytes
-
-
 def weight_flops(linear: Linear, r: Count) -> Count:
     """B·A as a dense matrix: an identity [in, in] is sent through both factors.
 
@@ -129,9 +94,6 @@ METHOD = replace(
     peft_config=peft_config,
     adapter_params=adapter_params,
     adapter_shapes=adapter_shapes,
-    saved_bytes_per_token=saved_bytes_per_token,
-    saved_bytes=saved_bytes,
-    transient_bytes=transient_bytes,
     weight_flops=weight_flops,
     weight_bytes=weight_bytes,
     token_bytes=token_bytes,
