@@ -165,7 +165,9 @@ def test_flash_attention_is_refused_with_alibi() -> None:
     [
         (MiB, 0),  # the small pool splits everything
         (2 * MiB, 2 * MiB // 40),  # its share of half a MiB in 20
-        (10 * MiB, MiB // 4),  # a segment of its own, rounded up to 2 MiB
+        (10 * MiB, 0),  # a segment of its own, which it fills
+        (10 * MiB + MiB // 2, 0),  # of which more than 1 MiB is split off
+        (11 * MiB + MiB // 2, MiB // 2),
     ],
 )
 def test_a_block_is_larger_than_asked_by_what_is_not_split_off(size: int, remainder: int) -> None:

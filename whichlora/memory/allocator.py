@@ -47,16 +47,17 @@ def expected_remainder(size: Count) -> Count:
     A block of more than 1 MiB is split only where more than 1 MiB would be left; what is less
     belongs to the tensor, and counts as allocated. A segment of 20 MiB, which serves requests
     below 10 MiB, ends in one such rest, half a MiB in the mean: a fortieth of what is in it. A
-    larger request has a segment rounded up to 2 MiB: what is left is as likely anywhere in these,
-    half of the time not split off, and half a MiB then.
+    larger request has a segment of its own, rounded up to 2 MiB, so that its rest is known.
 
-    Kind: estimate, an expectation; of one block at most 1 MiB, of a segment that is used again and
-    again more than one. Source: torch 2.13 `c10/cuda/CUDACachingAllocator.cpp`, `should_split`,
-    `kSmallSize`, `kLargeBuffer`, `kRoundLarge`; `memory.replay` has the rules.
+    Kind: estimate, an expectation for the shared segments; of one block at most 1 MiB, of a
+    segment that is used again and again more than one. Source: torch 2.13
+    `c10/cuda/CUDACachingAllocator.cpp`, `should_split`, `kSmallSize`, `kLargeBuffer`,
+    `kRoundLarge`; `memory.replay` has the rules.
     """
     in_shared = (size > SMALL_BYTES) & (size < MIN_OWN_SEGMENT_BYTES)
     shared = size * (SMALL_BYTES // 2) // LARGE_SEGMENT_BYTES
-    own = SMALL_BYTES * SMALL_BYTES // (2 * SEGMENT_ROUNDING_BYTES)
+    rest = -size % SEGMENT_ROUNDING_BYTES
+    own = rest * (rest <= SMALL_BYTES)
     return in_shared * shared + (size >= MIN_OWN_SEGMENT_BYTES) * own
 
 
