@@ -426,3 +426,22 @@ def test_help_shows_an_example_that_can_be_copied(command: str) -> None:
     text = CliRunner().invoke(main, [command, "--help"]).output
     example = text.split("Example:\n", 1)[1].splitlines()[0]
     assert example.startswith(f"    whichlora {command}")
+
+
+@pytest.mark.parametrize("value", ["nan", "0", "-1", "inf", "1e4", "x"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["guide", "--models", "EleutherAI/pythia-160m", "--gpus", "l4-24gb"],
+        ["export", "EleutherAI/pythia-160m", "--to", "trl", "--gpu", "l4-24gb", "--output", "job"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_epochs_are_a_number_above_zero(
+    command: list[str], value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, [*command, "--epochs", value])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())

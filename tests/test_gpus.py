@@ -4,18 +4,19 @@ import contextlib
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from whichlora import api
 from whichlora.cli import main
 from whichlora.device.detect import DetectedDevice
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.session import device_of
-from whichlora.specs import GpuSpec
+from whichlora.specs import GpuSpec, Precision, RunConfig
 from whichlora.store import gpus
 from whichlora.store.gpu_file import read_gpu, write_gpu
 from whichlora.store.gpus import build_index, find_gpu, gpu_key, list_gpus
@@ -379,3 +380,20 @@ def test_the_catalog_is_listed_where_no_file_describes_the_gpu_here(
     assert result.exit_code == 0
     assert "this machine: auto: no file describes the NVIDIA Z9" in result.stdout
     assert "h100-sxm-80gb" in result.stdout
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("precision", get_args(Precision))
+def test_every_accelerator_predicts_in_every_precision_or_says_why_not(
+    key: str, precision: Precision
+) -> None:
+    run = RunConfig(model="EleutherAI/pythia-160m", precision=precision)
+    with contextlib.suppress(ConfigError):
+        [found] = api.estimate([run], [key])
+        assert found.time.step_s is not None
+
+
+def test_a_precision_without_any_rate_names_those_that_have_one() -> None:
+    run = RunConfig(model="EleutherAI/pythia-160m", precision="fp32")
+    with pytest.raises(ConfigError, match="fp32 has no known rate on gaudi2-96gb; use one of bf16"):
+        api.estimate([run], ["gaudi2-96gb"])

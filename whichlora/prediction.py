@@ -87,6 +87,11 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
             )
     if run.precision == "tf32" and (gpu.kind != "cuda" or "tf32" not in gpu.peak_flops_per_s):
         raise ConfigError(f"precision: tf32 has no units on {gpu.key}; use fp32 or bf16")
+    if not {run.precision[:4], "fp32"} & set(gpu.peak_flops_per_s):
+        known = ", ".join(gpu.peak_flops_per_s)
+        raise ConfigError(
+            f"precision: {run.precision} has no known rate on {gpu.key}; use one of {known}"
+        )
     if run.expandable_segments and gpu.kind != "cuda":
         raise ConfigError(
             f"expandable_segments: is of the CUDA allocator, {gpu.key} has none; leave it out"

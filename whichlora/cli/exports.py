@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from whichlora.cli.options import calibration_option, json_option
+from whichlora.cli.options import Positive, calibration_option, json_option
 from whichlora.cli.settings import run_options, run_settings
 from whichlora.errors import ConfigError
 from whichlora.results import SCHEMA_VERSION
@@ -26,8 +26,16 @@ _TOOLS = ("transformers", "trl", "axolotl", "llamafactory", "unsloth", "skypilot
     help="Folder of the files; default: RUN_DIR, or this one.",
 )
 @click.option("--gpu", default="auto", show_default=True, help="Accelerator of a MODEL.")
-@click.option("--epochs", default=1.0, show_default=True, help="Passes over the data of a MODEL.")
-@click.option("--learning-rate", default=2e-4, show_default=True, help="Of a MODEL.")
+@click.option(
+    "--epochs",
+    type=Positive(1000),
+    default=1.0,
+    show_default=True,
+    help="Passes over the data of a MODEL.",
+)
+@click.option(
+    "--learning-rate", type=Positive(1), default=2e-4, show_default=True, help="Of a MODEL."
+)
 @run_options
 @calibration_option
 @json_option

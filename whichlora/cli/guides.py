@@ -7,7 +7,14 @@ from typing import Any
 
 import click
 
-from whichlora.cli.options import as_json_text, calibration_option, json_option, list_option, words
+from whichlora.cli.options import (
+    Positive,
+    as_json_text,
+    calibration_option,
+    json_option,
+    list_option,
+    words,
+)
 from whichlora.cli.settings import run_options, run_settings
 
 
@@ -23,7 +30,7 @@ from whichlora.cli.settings import run_options, run_settings
 )
 @click.option(
     "--epochs",
-    type=click.FloatRange(0, 1000, min_open=True),
+    type=Positive(1000),
     default=1.0,
     show_default=True,
     help="Passes over the data.",

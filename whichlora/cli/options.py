@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -15,6 +16,20 @@ from whichlora.results import SCHEMA_VERSION
 _MAX_COUNT = 10**9  # no batch, no length: a slipped key
 
 MAX = "max"
+
+
+class Positive(click.FloatRange):
+    """A number above 0 and at most `most`; NaN, which no bound refuses, is none."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__(0, most, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return number
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print every field as JSON.")
 calibration_option = click.option(
