@@ -236,6 +236,46 @@ def test_nothing_is_wider_than_the_window(browser: Any, tmp_path: Path, width: i
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def test_two_plots_stand_beside_each_other_or_on_a_phone_one_above_the_other(
+    browser: Any, tmp_path: Path
+) -> None:
+    path = written(tmp_path, answer_values())
+
+    def domains(width: int) -> Any:
+        opened = Opened(browser, path, viewport={"width": width, "height": 800})
+        opened.draw_all()
+        return opened.page.evaluate(
+            "() => { const { xaxis, xaxis2, yaxis, yaxis2 } ="
+            " document.getElementById('accuracy')._fullLayout;"
+            " return [xaxis, xaxis2, yaxis, yaxis2].map((axis) => axis.domain); }"
+        )
+
+    (left, right, *_), (_, _, upper, lower) = domains(1440), domains(390)
+    assert left[1] < right[0]
+    assert lower[1] < upper[0]
+
+
+def test_the_reasons_of_the_table_are_on_the_screen_of_a_laptop(
+    browser: Any, tmp_path: Path
+) -> None:
+    viewport = {"width": 1366, "height": 768}
+    opened = Opened(browser, written(tmp_path, answer_values()), viewport=viewport)
+    edges = opened.page.evaluate(
+        "() => [...document.querySelectorAll('td.why')]"
+        ".map((one) => one.getBoundingClientRect().right)"
+    )
+    assert len(edges) == 16
+    assert max(edges) <= 1366
+
+
+def test_an_interval_stands_in_the_cell_of_its_value(opened: Opened) -> None:
+    titles = opened.page.evaluate(
+        "() => [...document.querySelectorAll('#table th')].map((one) => one.textContent)"
+    )
+    assert not any("nterval" in title for title in titles)
+    assert opened.count("#table td.number small") > 0
+
+
 @pytest.mark.parametrize("image_format", ["png", "svg"])
 def test_every_figure_can_be_a_picture(tmp_path: Path, image_format: str) -> None:
     pytest.importorskip("kaleido", reason="kaleido is not installed")

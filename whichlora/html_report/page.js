@@ -126,6 +126,7 @@
   const drawn = new Set();
   const draw = (figure, printing = false) => {
     const target = byId(figure.id);
+    if (printing) target.style.height = ""; // paper has a height of its own
     const traces = figure.id === "breakdown" ? figure.data.map(withChosen) : figure.data.map(filtered);
     // plotly writes into what it is given
     Plotly.react(target, structuredClone(traces), structuredClone(themed(printing ? figure.layout : fitted(figure), printing)), { responsive: !printing, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]] });
