@@ -53,7 +53,7 @@ def test_the_ledger_stays_as_near_to_the_kept_traces_as_now() -> None:
             found = samples.predicted(RunConfig.from_dict(line["run"]))
             errors.append(abs(found["peak_allocated_bytes"] / line["peak_allocated_bytes"] - 1))
     assert len(errors) > 250
-    assert median(errors) < 0.008  # a little above what holds
+    assert median(errors) < 0.0015  # a little above what holds
 
 
 def test_a_table_counts_what_was_refused_by_reason() -> None:

@@ -350,8 +350,8 @@ class Code:
         tape.hold(eye)
         lora_weight = self.cast(product, x.size)
         weight: Tensor
+        four_bit = is_quantised(linear, stack) and stack.quant in FOUR_BIT_BNB
         if is_quantised(linear, stack):
-            four_bit = stack.quant in FOUR_BIT_BNB
             dense_bytes = stack.four_bit_bytes if four_bit else stack.compute_bytes
             expanded = tape.op([], constant(width * out), dense_bytes)
             weight = self.cast(expanded, x.size)
@@ -372,7 +372,9 @@ class Code:
             narrow = self.cast(x, stack.compute_bytes) if stack.under_autocast else x
             base = tape.op([narrow], self.rows.of(out), narrow.size, saves=[used])
         elif linear.bias:
-            less_bias = max(result.size, stack.base_bytes)
+            # a 4-bit matrix narrows its bias to the dtype of its product, for good
+            bias_bytes = stack.four_bit_bytes if four_bit else stack.base_bytes
+            less_bias = max(result.size, bias_bytes)
             base = tape.op([result], self.rows.of(out), less_bias, passes=True)
         else:
             base = result
