@@ -171,13 +171,20 @@ def far_off_reserve(compared: Sequence[Compared]) -> str:
 
 
 def by_moment(compared: Sequence[Compared]) -> str:
-    """Errors of the largest moment of each kind, also where it is not the peak."""
+    """Errors of the largest moment of each kind, also where it is not the peak.
+
+    The forward of a trace is all that is neither backward nor the optimizer's step: in full
+    fine-tuning its largest point is where the gradients are clipped, which the ledger leaves to
+    the larger step that follows.
+    """
     errors: dict[str, list[float]] = defaultdict(list)
     for one in compared:
         for moment, size in one.ledger["moments"].items():
             traced = one.line["moments"].get(moment)
             if traced:
-                errors[f"{moment}, {checkpointing(one)}"].append(size / traced - 1)
+                clipped = moment == "forward" and one.run.method == "full"
+                name = "forward, or clipping of all gradients" if clipped else moment
+                errors[f"{name}, {checkpointing(one)}"].append(size / traced - 1)
     rows = [(name, *summary(found)) for name, found in sorted(errors.items())]
     return table(("moment", "n", "median", "p95", "worst high", "worst low"), rows)
 
@@ -236,7 +243,9 @@ def document(
         "([trace.md](trace.md)). Errors are of the peak of allocated memory, predicted over "
         "traced, less one: positive is too high. Nothing was fitted.",
         *(f"## By {title}\n\n{grouped(compared, title)}" for title in GROUPS),
-        f"## Every moment\n\nAlso where it is not the peak.\n\n{by_moment(compared)}",
+        "## Every moment\n\nAlso where it is not the peak. What a trace calls forward goes on to "
+        "the optimizer's step, so that full fine-tuning clips all its gradients there; the ledger "
+        f"has them in the step.\n\n{by_moment(compared)}",
         "## Reserved by the allocator\n\nPredicted against the replay of the same traces through "
         "the caching allocator's rules on a card without end, workspaces left out; the bound is "
         "the upper end of the stated 95 % interval of a device that nobody has profiled.\n\n"

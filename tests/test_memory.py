@@ -507,3 +507,27 @@ def test_the_smallest_encoder_reserves_megabytes_not_tens_of_them() -> None:
     found = ledger(job(run, A100))
     reserved = found.peak_allocated_bytes + found.idle_bytes - found.workspace_bytes
     assert reserved == pytest.approx(48 * MiB, rel=0.05)
+
+
+def test_two_stacks_add_the_encoders_part_of_a_tied_gradient_in_place() -> None:
+    run = RunConfig(model="google-t5/t5-small", method="full", precision="fp32", seq_len=8)
+    found = ledger(job(run, CPU))
+
+    def tied(moment: str) -> int:
+        return sum(
+            int(one.num_bytes) for one in found.moments[moment] if one.fact is facts.TIED_GRADIENTS
+        )
+
+    vocabulary = 32_128 * 512 * 4
+    assert tied("decoder_embedding_backward") == 2 * vocabulary
+    assert tied("embedding_backward") == vocabulary
+
+
+def test_an_encoder_waits_while_the_decoder_goes_backward() -> None:
+    run = RunConfig(model="google-t5/t5-small", method="full", precision="fp32", seq_len=8)
+    found = ledger(job(run, CPU)).moments
+    later = {
+        name: sum(int(x.num_bytes) for x in found[name] if x.fact is facts.LATER_LAYERS_GRADIENTS)
+        for name in ("first_decoder_layer_backward", "first_layer_backward")
+    }
+    assert later["first_decoder_layer_backward"] < later["first_layer_backward"]

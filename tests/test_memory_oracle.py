@@ -93,6 +93,21 @@ def test_every_setting_moves_the_peak_as_predicted(family: str, settings: dict[s
     assert relative_error(*oracle.peak(oracle.case(family, **settings))) < 2 * STEP
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+        {"batch_size": 1, "seq_len": 8},
+    ],
+    ids=str,
+)
+def test_backward_through_two_stacks_ends_in_the_encoder(settings: dict[str, Any]) -> None:
+    one = oracle.case("t5", method="full", **settings)
+    assert relative_error(*oracle.peak(one)) < STEP
+
+
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one not in QUICKSTART])
 def test_other_families_peak_as_predicted(family: str) -> None:
     assert relative_error(*oracle.peak(oracle.case(family))) < LOOSE_STEP

@@ -203,6 +203,9 @@ def training_ledger(
         )
         for layer, count in model.layers()
     ]
+    first_stack = [
+        number for number, one in enumerate(model.groups) if one.stack == model.groups[0].stack
+    ]
     trains_embedding = any(one.is_embedding for one in copied)
     needs_grad = method.trains_base or run.gradient_checkpointing or trains_embedding
     sized = {"tokens": tokens, "span": seq_len}
@@ -214,19 +217,25 @@ def training_ledger(
         needs_grad=needs_grad,
         accumulated=run.gradient_accumulation_steps > 1,
     )
-    outside, before_layers = (
+    two_stacks = len(first_stack) < len(model.groups)
+    outside, before_layers, before_first = (
         Group(
             where="around the layers",
             tensors=(
                 *outside_saved(
-                    model, targets, stack, embeddings_need_grad=needs_grad, after_layers=after
+                    model,
+                    targets,
+                    stack,
+                    embeddings_need_grad=needs_grad,
+                    after_layers=after,
+                    in_encoder=encoding and two_stacks,
                 ),
                 *(masked_head_saved(model, targets, stack, method, r=r) if after else ()),
                 *layer_inputs_saved(inputs, r=r, **sized),
             ),
             **sized,
         )
-        for after in (True, False)
+        for after, encoding in ((True, False), (False, False), (False, True))
     )
     copies = _autocast_copies(model, stack, method, trained)
     mask_bytes, kept_mask_bytes = (
@@ -250,8 +259,11 @@ def training_ledger(
         ]
         fact = facts.CHECKPOINTS
         # what is made again takes the place of what was lent
-        in_layer = largest(*(one.recomputed - one.lent for one in layers))
-        in_first = in_layer + Group(tensors=(_checkpoint(model, layers[0]),), **sized).num_bytes
+        in_backward = [one.recomputed - one.lent for one in layers]
+        of_first = [
+            worst + Group(tensors=(_checkpoint(model, one),), **sized).num_bytes
+            for worst, one in zip(in_backward, layers, strict=True)
+        ]
         in_forward = largest(*(one.forward for one in layers))
     else:
         firsts = {group.stack: x for group, x in zip(model.groups[::-1], layers[::-1], strict=True)}
@@ -270,13 +282,16 @@ def training_ledger(
             Group(tensors=(less, once, masks), **sized),
         ]
         fact = facts.SAVED
-        in_layer = largest(*(one.backward - one.saved for one in layers))
-        in_first = largest(*(one.backward for one in layers)) - unsaved
+        in_backward = [one.backward - one.saved for one in layers]
+        of_first = [one.backward - unsaved for one in layers]
         in_forward = largest(*(one.forward - one.saved for one in layers), 0 * tokens)
         # the model's loop names the looked-up rows, the layer's input and the masks
         named = 2 * model.hidden_size * max(one.stream_bytes for one in layers)
         in_forward = in_forward + tokens * named + mask_bytes - kept_mask_bytes
         copies = 0 * copies  # each layer's are among what it keeps
+    in_layer = largest(*in_backward)
+    # backward ends in the encoder where there is one
+    in_first = largest(*(of_first[number] for number in first_stack))
     held = [
         Group(
             tensors=x.held,  # without checkpointing the first layer's are in its backward
@@ -312,15 +327,17 @@ def training_ledger(
     if method.trains_base:
         of_head = head_params * param_bytes
     head_gradient = of_head + 0 * trained
-    late_gradients = all_gradients - largest(*(one.gradients for one in layers))
+    late_gradients = all_gradients - largest(*(layers[number].gradients for number in first_stack))
     late_gradients = late_gradients - gradient_bytes(one for one in copied if one.is_embedding)
     if method.trains_base:
         embedded = sum(one.num_params for one in model.embeddings[int(model.head_tied) :])
         late_gradients = late_gradients - embedded * param_bytes
     embedding_gradient = model.hidden_size * layers[0].stream_bytes
+    waits = method.trains_base and (model.head_tied or model.task == "encoder")
     kept_gradients = head_gradient
     if run.gradient_accumulation_steps > 1:
-        kept_gradients = late_gradients = 0 * trained  # all of them are there
+        # all of them are there; of a tied head a second one waits for the embedding's
+        kept_gradients = late_gradients = head_gradient * waits
 
     before = (
         *static,
@@ -365,7 +382,7 @@ def training_ledger(
             Entry(facts.LATER_LAYERS_GRADIENTS, largest(late_gradients, 0 * late_gradients)),
             listed(facts.HELD_INPUTS, *held),
             late_remainders,
-            listed(facts.AROUND_LAYERS, before_layers, Group(tensors=(masks,), **sized)),
+            listed(facts.AROUND_LAYERS, before_first, Group(tensors=(masks,), **sized)),
             Entry(facts.LAYER_BACKWARD, in_first),
         ),
         "optimizer_step": (
@@ -378,6 +395,22 @@ def training_ledger(
             ),
         ),
     }
+    others = [number for number in range(len(layers)) if number not in first_stack]
+    first_gradients = sum((layers[n].count * layers[n].gradients for n in first_stack), 0 * trained)
+    if others:  # the decoder's first layer, while the encoder still waits
+        later = late_gradients
+        if run.gradient_accumulation_steps == 1:
+            own = largest(*(layers[number].gradients for number in others))
+            later = largest(later + layers[0].gradients - first_gradients - own, 0 * trained)
+        waiting = [groups[number] for number in first_stack]
+        moments["first_decoder_layer_backward"] = (
+            *before,
+            Entry(facts.KEPT_LOGITS, kept_logits),
+            Entry(facts.LATER_LAYERS_GRADIENTS, later),
+            remainders,
+            listed(fact, *waiting, before_layers, Group(tensors=(masks,), **sized)),
+            Entry(facts.LAYER_BACKWARD, largest(*(of_first[number] for number in others))),
+        )
     if inputs is not None and inputs.backward:
         in_inputs = most(inputs.backward, r=r, **sized)
         moments["layer_inputs_backward"] = (
@@ -399,16 +432,28 @@ def training_ledger(
             Entry(facts.HEAD_GRADIENT, head_gradient),
             Entry(facts.HEAD_COPY, head_copy + 0 * tokens),
         )
-    if method.trains_base and (model.head_tied or model.task == "encoder"):
-        # autograd holds the head's gradient until the embedding's is there; their sum is a third
-        parts = 2 + (run.gradient_accumulation_steps > 1)  # and an earlier micro-step's
-        both = parts * head_params * param_bytes + 0 * tokens
+    if waits:
+        # autograd holds the head's gradient until the embedding's is there; their sum is a third,
+        # and what earlier micro-steps summed up one more
+        of_tied = head_params * param_bytes
+        parts = 2 + (run.gradient_accumulation_steps > 1)
+        if others:  # so in the decoder; to that sum the encoder's is added in place
+            there = all_gradients - first_gradients
+            moments["decoder_embedding_backward"] = (
+                *before,
+                Entry(facts.KEPT_LOGITS, kept_logits),
+                Entry(facts.ALL_GRADIENTS, there * (run.gradient_accumulation_steps == 1)),
+                remainders,
+                listed(fact, *waiting, before_layers, Group(tensors=(masks,), **sized)),
+                Entry(facts.TIED_GRADIENTS, parts * of_tied + 0 * tokens),
+            )
+            parts -= 1
         moments["embedding_backward"] = (
             *static,
             Entry(facts.KEPT_LOGITS, kept_logits),
             Entry(facts.ALL_GRADIENTS, all_gradients),
             late_remainders,
-            Entry(facts.TIED_GRADIENTS, both),
+            Entry(facts.TIED_GRADIENTS, parts * of_tied + 0 * tokens),
         )
     vocab = logits.logit_width(model) if run.loss_head in ("hf", "unsloth") else 0
     idle = allocator.idle_after_step_bytes(

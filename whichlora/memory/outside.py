@@ -28,11 +28,13 @@ def outside_saved(
     *,
     embeddings_need_grad: bool,
     after_layers: bool = True,
+    in_encoder: bool = False,
 ) -> list[Tensor]:
     """What is kept between the embedding and the first layer, and from the last layer on.
 
     Args:
         after_layers: so long as the backward has not reached the last layer.
+        in_encoder: it is in the first of two stacks, and the decoder's tensors are gone.
         embeddings_need_grad: trained, or made to need a gradient so that checkpointing works.
 
     Kind: exact.
@@ -42,8 +44,13 @@ def outside_saved(
     norms, dropped = model.final_norms, model.final_dropouts
     if not after_layers:  # an encoder's end stands before the decoder
         norms, dropped = norms[: len(norms) // 2], dropped[: len(dropped) // 2]
+    first_norms, first_dropped = model.embedding_norms, model.embedding_dropouts
+    if in_encoder:
+        norms, dropped = (), ()
+        first_norms = first_norms[: len(first_norms) // 2]
+        first_dropped = first_dropped[: len(first_dropped) // 2]
     if embeddings_need_grad:
-        norms, dropped = norms + model.embedding_norms, dropped + model.embedding_dropouts
+        norms, dropped = norms + first_norms, dropped + first_dropped
     for norm in norms:
         saved += listed_tensors(_norm_kept(norm, stack), 1, tokens=0, span=0, r=0)
     mask_bytes = stack.stream_bytes if stack.device_kind == "cpu" else 1
@@ -56,7 +63,7 @@ def outside_saved(
         rows = stacks * model.embeddings[0].width
         saved.append(per_token("looked-up embeddings", stack.embedding_bytes, rows, "hidden_size"))
     readers = (linear for layer, _ in model.layers() for linear in layer.linears)
-    if any(
+    if not in_encoder and any(
         linear.reads == ENCODER_OUT and (stack.trains_base or linear.name in targets)
         for linear in readers
     ):
