@@ -462,6 +462,27 @@ def test_a_module_that_the_model_lacks_is_refused_by_name() -> None:
         job(RunConfig(model=LLAMA_3_8B, modules_to_save=("wte",)))
 
 
+def test_a_tower_is_quantised_and_adapted_though_no_text_passes_it() -> None:
+    run = RunConfig(model="google/gemma-4-26B-A4B", method="qlora", r=8)
+    one = job(run)
+    idle = one.model.idle_linears
+    # of the nn.Linear modules that transformers 5.23 builds
+    assert sum(linear.num_params for linear in idle) == 549_070_848
+    adapters = 8 * sum(x.count * (x.in_features + x.out_features) for x in idle) * 4
+    named = job(replace(run, target_modules=("q_proj",)))
+    texts = replace(one.model, idle_linears=())
+    for target, expected in ((one, adapters), (named, 0)):
+        static = {
+            spec is texts: sum(
+                int(entry.num_bytes)
+                for entry in ledger(replace(target, model=spec)).moments["optimizer_step"]
+                if entry.part == "adapters"
+            )
+            for spec in (target.model, texts)
+        }
+        assert static[False] - static[True] == expected
+
+
 def test_a_window_costs_a_mask_only_when_it_is_full() -> None:
     run = RunConfig(model="google/gemma-3-1b-pt", precision="bf16-pure")
     one = job(run)

@@ -386,6 +386,8 @@ class ModelSpec:
         head_tied: the head shares its weight with the token embedding.
         head_linears: projections around the stack (OPT-350M's project_in and project_out), and
             the one that makes the inputs of each layer, which `layer_input_norm` reads (Gemma 4).
+        idle_linears: matrices of a tower that no text passes, loaded and quantised as others are;
+            their parameters are among `other_params`.
         rotates_each_kind: sliding and full layers have tables of cosines and sines of their own.
         masked_head: of an encoder; not among its parameters, which are those of `AutoModel`.
         scales_logits: the model multiplies its logits by a number (Cohere, Granite).
@@ -411,6 +413,7 @@ class ModelSpec:
     head: Linear | None = None
     head_tied: bool = False
     head_linears: tuple[Linear, ...] = ()
+    idle_linears: tuple[Linear, ...] = ()
     masked_head: MaskedHead | None = None
     logit_softcap: float | None = None
     scales_logits: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whichlora.architecture import ModelSpec
+from whichlora.architecture import Linear, ModelSpec
 from whichlora.families.fields import Fields
 
 NOTE = "text tower in blocks; the vision tower counts as {:,} further parameters, no work"
@@ -102,6 +102,27 @@ def gemma4_tower(vision: Fields, text: Fields) -> int:
     )
 
 
+def gemma4_tower_linears(vision: Fields, text: Fields) -> tuple[Linear, ...]:
+    """The matrices of `Gemma4VisionModel`, clipped ones under the name of what they wrap."""
+    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
+    q_width = vision.size("num_attention_heads") * vision.size("head_dim")
+    kv_width = vision.size("num_key_value_heads") * vision.size("head_dim")
+    hidden = text.size("hidden_size")
+    shapes = [("linear", width, q_width), ("linear", q_width, width)]
+    shapes += [("linear", width, kv_width)] * 2
+    shapes += [("linear", width, wide)] * 2 + [("linear", wide, width)]
+    blocks = [
+        Linear(name=name, in_features=into, out_features=out, reads="tower", count=vision.layers())
+        for name, into, out in shapes
+    ]
+    patch = 3 * vision.size("patch_size") ** 2
+    return (
+        Linear(name="input_proj", in_features=patch, out_features=width, reads="tower"),
+        *blocks,
+        Linear(name="embedding_projection", in_features=width, out_features=hidden, reads="tower"),
+    )
+
+
 def siglip_tower(vision: Fields, text: Fields) -> int:
     """Parameters of Gemma 3's SigLIP encoder and of the projector."""
     width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
@@ -132,6 +153,7 @@ class Multimodal:
         tied: whether the head is tied where the config does not say.
         tower: vision config, text facts -> parameters outside the text tower.
         defaults: of the vision config.
+        linears: so its matrices, where they are known.
         splits: `AutoModelForCausalLM` loads the text tower alone. Source: transformers 5.23
             `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
     """
@@ -140,6 +162,7 @@ class Multimodal:
     tied: bool
     tower: Callable[[Fields, Fields], int]
     defaults: Mapping[str, Any]
+    linears: Callable[[Fields, Fields], tuple[Linear, ...]] = lambda *_: ()
     splits: bool = False
 
 
@@ -193,7 +216,13 @@ _PIXTRAL = {
 }
 TOWERS: Mapping[str, Multimodal] = {
     "gemma3": Multimodal(text="gemma3_text", tied=True, tower=siglip_tower, defaults=_SIGLIP),
-    "gemma4": Multimodal(text="gemma4_text", tied=True, tower=gemma4_tower, defaults=_GEMMA4),
+    "gemma4": Multimodal(
+        text="gemma4_text",
+        tied=True,
+        tower=gemma4_tower,
+        defaults=_GEMMA4,
+        linears=gemma4_tower_linears,
+    ),
     "mistral3": Multimodal(text="mistral", tied=True, tower=pixtral_tower, defaults=_PIXTRAL),
     "qwen2_vl": Multimodal(text="qwen2_vl_text", tied=False, tower=qwen2_tower, defaults=_QWEN2),
     "qwen2_5_vl": Multimodal(
@@ -235,14 +264,14 @@ def build_multimodal(
         "hidden_size": text.hidden_size,
         "spatial_merge_size": c.values.get("spatial_merge_size", 2),
     }
-    extra = kind.tower(
-        c.part("vision_config", defaults=kind.defaults),
-        Fields(name=c.name, values=facts, defaults={}, synonyms={}),
-    )
+    vision = c.part("vision_config", defaults=kind.defaults)
+    around = Fields(name=c.name, values=facts, defaults={}, synonyms={})
+    extra = kind.tower(vision, around)
     note = (UNLOADED if kind.splits else NOTE).format(extra)
     return replace(
         spec,
         other_params=extra,
         unloaded_params=extra if kind.splits else 0,
+        idle_linears=kind.linears(vision, around),
         notes=(*spec.notes, note),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from whichlora.architecture import ModelSpec
+from whichlora.architecture import Linear, ModelSpec
 from whichlora.memory import activations, allocator, facts, kv_cache, logits, optimizer, weights
 from whichlora.memory.entries import Entry, Group, Tensor, listed, tensor_bytes
 from whichlora.memory.gemma4_code import layer_input_points
@@ -28,7 +28,7 @@ from whichlora.memory.trained import (
 )
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, largest
-from whichlora.specs import GpuSpec, RunConfig
+from whichlora.specs import ALL_LINEAR, GpuSpec, RunConfig
 from whichlora.stack import Stack
 from whichlora.targets import adapted
 
@@ -114,6 +114,12 @@ def _checkpoint(model: ModelSpec, one: LayerBytes) -> Tensor:
     )
 
 
+def _idle_adapted(model: ModelSpec, run: RunConfig, targets: tuple[str, ...]) -> tuple[Linear, ...]:
+    """Matrices that get an adapter and no gradient, since no text passes them."""
+    everything = ALL_LINEAR in run.target_modules
+    return tuple(one for one in model.idle_linears if everything or one.name in targets)
+
+
 def _lent(one: LayerBytes) -> Tensor:
     return Tensor("keys and values that later layers read", constant=one.lent)
 
@@ -182,7 +188,8 @@ def training_ledger(
 
     static = weight_entries(model, stack, like=tokens)
     if not method.trains_base:
-        static.append(Entry(facts.ADAPTERS, trained * stack.adapter_bytes))
+        idle = sum(method.adapter_params(one, r) for one in _idle_adapted(model, run, targets))
+        static.append(Entry(facts.ADAPTERS, (trained + idle) * stack.adapter_bytes))
         static.append(Entry(facts.SAVED_MODULES, gradient_bytes(copied) + 0 * trained))
     states = optimizer.state_bytes(tensors, optimizer=run.optimizer, device_kind=gpu.kind)
     in_step = optimizer.step_temporary_bytes(tensors, optimizer=run.optimizer, device_kind=gpu.kind)

@@ -103,8 +103,9 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
             embeddings -= model.head.num_weights
     other = model.loaded_params - embeddings - sum(group.num_params for group in model.groups)
     other += masked_head_params(model)
-    other -= sum(linear.num_params for linear in model.outer_linears)
-    around = sum(linear_bytes(linear, stack) for linear in model.outer_linears)
+    outer = model.outer_linears + model.idle_linears
+    other -= sum(linear.num_params for linear in outer)
+    around = sum(linear_bytes(linear, stack) for linear in outer)
     return {
         "layers": layers,
         "embeddings": embeddings * stack.embedding_bytes,
