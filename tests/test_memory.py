@@ -18,6 +18,7 @@ from whichlora import families
 from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.memory import activations, allocator, facts, kv_cache, logits, optimizer, weights
+from whichlora.memory.depth import after
 from whichlora.memory.entries import Kind
 from whichlora.memory.generation import inference_ledger
 from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
@@ -460,6 +461,25 @@ def test_a_saved_module_costs_its_copy_a_gradient_and_two_states(
 def test_a_module_that_the_model_lacks_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"wte.*accepted are embed_tokens, lm_head"):
         job(RunConfig(model=LLAMA_3_8B, modules_to_save=("wte",)))
+
+
+def test_layers_after_a_place_are_those_that_stand_there() -> None:
+    spec = model("google/gemma-3-1b-pt")  # 26 layers, every sixth of them full
+    assert [group.positions[:2] for group in spec.groups] == [(0, 1), (5, 11)]
+    sliding, full = 1, 100
+    assert after(spec, [sliding, full], -1) == 22 * sliding + 4 * full
+    assert after(spec, [sliding, full], 5) == 17 * sliding + 3 * full
+    assert after(spec, [sliding, full], 25) == 0
+
+
+def test_the_first_layer_of_another_kind_goes_backward_under_the_gradients_after_it() -> None:
+    run = RunConfig(model="google/gemma-3-1b-pt", method="full", precision="bf16-pure")
+    moment = ledger(job(run)).moments["layer_5_backward"]
+    (left,) = (int(x.num_bytes) for x in moment if x.fact is facts.LATER_LAYERS_GRADIENTS)
+    spec = model(run.model)
+    head = spec.vocab_size * spec.hidden_size
+    sliding, full = (group.layer.num_params for group in spec.groups)
+    assert left == 2 * (head + 17 * sliding + 3 * full)
 
 
 def test_a_tower_is_quantised_and_adapted_though_no_text_passes_it() -> None:

@@ -336,10 +336,15 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """`count` equal layers of one stack; `shared` when they are one set of weights (ALBERT)."""
+    """`count` equal layers of one stack; `shared` when they are one set of weights (ALBERT).
+
+    Args:
+        positions: where in the stack they stand; empty where nobody said.
+    """
 
     layer: Layer
     count: int
+    positions: tuple[int, ...] = ()
     stack: Literal["decoder", "encoder"] = "decoder"
     shared: bool = False
 

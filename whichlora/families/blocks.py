@@ -196,14 +196,14 @@ def norms(
 def group(
     layers: Sequence[Layer], *, stack: Literal["decoder", "encoder"] = "decoder"
 ) -> tuple[LayerGroup, ...]:
-    """Equal layers counted together, in order of first appearance.
-
-    The order of interleaved layers (5 sliding, 1 full, ...) is lost; no formula depends on it.
-    """
-    counts: dict[Layer, int] = {}
-    for layer in layers:
-        counts[layer] = counts.get(layer, 0) + 1
-    return tuple(LayerGroup(layer=x, count=n, stack=stack) for x, n in counts.items())
+    """Equal layers counted together, in order of first appearance."""
+    places: dict[Layer, list[int]] = {}
+    for number, layer in enumerate(layers):
+        places.setdefault(layer, []).append(number)
+    return tuple(
+        LayerGroup(layer=layer, count=len(found), positions=tuple(found), stack=stack)
+        for layer, found in places.items()
+    )
 
 
 def causal_lm(

@@ -37,6 +37,7 @@ class LayerBytes:
         unsaved: bytes that the first layer of a stack keeps less, its input being frozen.
         held: what checkpointing does not free.
         lent: bytes of keys and values that checkpointed later layers hold.
+        gathered: so of gradients that later layers have left when its backward begins.
         copies: those of `tensors` that are autocast's copies of weights.
         forward: bytes at the worst point of a forward that keeps `saved`.
         backward: so of its backward, with the gradient of its result, `saved` included.
@@ -51,6 +52,7 @@ class LayerBytes:
     unsaved: Count
     held: tuple[Tensor, ...]
     lent: Count
+    gathered: Count
     copies: tuple[Tensor, ...]
     forward: Count
     backward: Count
@@ -83,7 +85,7 @@ def layer_bytes(
     tensors: list[Tensor] = []
     held: list[Tensor] = []
     values: dict[str, Count] = dict.fromkeys(
-        ("saved", "unsaved", "lent", "forward", "backward", "recomputed"), 0
+        ("saved", "unsaved", "lent", "gathered", "forward", "backward", "recomputed"), 0
     )
     before = evaluate(returned_probabilities(layer, stack), **sizes)
     for share, points in _points_of(layer, model, targets, stack, method, run, span=span):
@@ -222,6 +224,7 @@ def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dic
         "saved": evaluate(points.saved, **sizes),
         "unsaved": evaluate(points.unsaved, **sizes),
         "lent": evaluate(points.lent, **sizes),
+        "gathered": evaluate(points.gathered, **sizes),
         "forward": most(points.forward, **sizes),
         "backward": most(points.backward, **sizes),
         "recomputed": most(points.recomputed, **sizes),

@@ -491,6 +491,7 @@ class LayerPoints:
         unsaved: what the first layer keeps less, whose input needs no gradient.
         held: what checkpointing does not free.
         lent: keys and values that checkpointed later layers hold.
+        gathered: gradients that later layers have left when its backward begins.
         forward: alive in a forward that keeps `saved`.
         backward: alive in its backward, `saved` and the gradient of its result included.
         recomputed: alive while it is made again and goes backward, its input left out.
@@ -501,6 +502,7 @@ class LayerPoints:
     unsaved: Form
     held: tuple[Kept, ...]
     lent: Form
+    gathered: Form
     forward: tuple[Form, ...]
     backward: tuple[Form, ...]
     recomputed: tuple[Form, ...]
@@ -541,6 +543,7 @@ def layer_points(
         minus(tape.saved, first.saved),
         tape.kept(hidden=True),
         tape.lent,
+        tape.gathered,
         maximal(forward),
         maximal(tape.backward(recomputed=False, accumulated=accumulated)),
         maximal(recomputed),

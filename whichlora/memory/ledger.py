@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from whichlora.architecture import Linear, ModelSpec
 from whichlora.memory import activations, allocator, facts, kv_cache, logits, optimizer, weights
+from whichlora.memory.depth import after, has_one_order, worst_backward
 from whichlora.memory.entries import Entry, Group, Tensor, listed, tensor_bytes
 from whichlora.memory.gemma4_code import layer_input_points
 from whichlora.memory.layer_bytes import (
@@ -267,10 +268,8 @@ def training_ledger(
         fact = facts.CHECKPOINTS
         # what is made again takes the place of what was lent
         in_backward = [one.recomputed - one.lent for one in layers]
-        of_first = [
-            worst + Group(tensors=(_checkpoint(model, one),), **sized).num_bytes
-            for worst, one in zip(in_backward, layers, strict=True)
-        ]
+        each = [Group(tensors=(_checkpoint(model, one),), **sized).num_bytes for one in layers]
+        of_first = [worst + own for worst, own in zip(in_backward, each, strict=True)]
         in_forward = largest(*(one.forward for one in layers))
     else:
         firsts = {group.stack: x for group, x in zip(model.groups[::-1], layers[::-1], strict=True)}
@@ -290,15 +289,17 @@ def training_ledger(
         ]
         fact = facts.SAVED
         in_backward = [one.backward - one.saved for one in layers]
+        each = [one.saved for one in layers]
         of_first = [one.backward - unsaved for one in layers]
         in_forward = largest(*(one.forward - one.saved for one in layers), 0 * tokens)
         # the model's loop names the looked-up rows, the layer's input and the masks
         named = 2 * model.hidden_size * max(one.stream_bytes for one in layers)
         in_forward = in_forward + tokens * named + mask_bytes - kept_mask_bytes
         copies = 0 * copies  # each layer's are among what it keeps
-    in_layer = largest(*in_backward)
+    in_layer = worst_backward(model, layers, in_backward, each)
     # backward ends in the encoder where there is one
-    in_first = largest(*(of_first[number] for number in first_stack))
+    first_kinds = first_stack[:1] if has_one_order(model) else first_stack
+    in_first = largest(*(of_first[number] for number in first_kinds))
     held = [
         Group(
             tensors=x.held,  # without checkpointing the first layer's are in its backward
@@ -334,7 +335,7 @@ def training_ledger(
     if method.trains_base:
         of_head = head_params * param_bytes
     head_gradient = of_head + 0 * trained
-    late_gradients = all_gradients - largest(*(layers[number].gradients for number in first_stack))
+    late_gradients = all_gradients - largest(*(layers[number].gradients for number in first_kinds))
     late_gradients = late_gradients - gradient_bytes(one for one in copied if one.is_embedding)
     if method.trains_base:
         embedded = sum(one.num_params for one in model.embeddings[int(model.head_tied) :])
@@ -418,6 +419,18 @@ def training_ledger(
             listed(fact, *waiting, before_layers, Group(tensors=(masks,), **sized)),
             Entry(facts.LAYER_BACKWARD, largest(*(of_first[number] for number in others))),
         )
+    if method.trains_base and has_one_order(model):
+        for group, one in zip(model.groups[1:], in_backward[1:], strict=True):
+            place = group.positions[0]
+            left = after(model, [x.gradients for x in layers], place) + head_gradient
+            moments[f"layer_{place}_backward"] = (
+                *before,
+                Entry(facts.KEPT_LOGITS, kept_logits),
+                Entry(facts.LATER_LAYERS_GRADIENTS, left * (run.gradient_accumulation_steps == 1)),
+                kept_by_layers,
+                late_remainders,
+                Entry(facts.LAYER_BACKWARD, one - after(model, each, place)),
+            )
     if inputs is not None and inputs.backward:
         in_inputs = most(inputs.backward, r=r, **sized)
         moments["layer_inputs_backward"] = (

@@ -252,6 +252,11 @@ class Tape:
         """The same in a cache that is counted elsewhere, one head after the other."""
         return replace(tensor, storage=-1, edge=self._edge(), joined=True)
 
+    @property
+    def gathered(self) -> Form:
+        """Gradients that later blocks have left."""
+        return total(one.form for one in self._gathered)
+
     def op(
         self,
         reads: Sequence[Tensor],
