@@ -31,7 +31,7 @@ GPU = GpuSpec(
     kind="cuda",
     memory_bytes=2**36,
     bandwidth_bytes_per_s=1e12,
-    peak_flops_per_s={"bf16": 1e14},
+    peak_flops_per_s={"bf16": 1e14, "fp32": 1e13},
 )
 SIZES = {"tokens": 2048, "span": 2048, "r": 16}
 
