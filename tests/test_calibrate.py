@@ -355,7 +355,7 @@ def test_show_names_the_outlier_the_range_and_who_measured(root: Path) -> None:
     assert "run-3" in out
     assert "5.0" in out
     assert "left out: run-4" in out
-    assert "whichlora run a.yaml (24)" in out
+    assert "   24  whichlora run a.yaml\n" in out
     assert "torch 2.13.0 (24)" in out
     assert "1 to 4" in out
     (one,) = json.loads(done("show", "--json"))["calibrations"]

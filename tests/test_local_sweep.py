@@ -304,6 +304,13 @@ def test_a_cloud_task_says_in_yaml_what_skypilot_is_to_do(tmp_path: Path) -> Non
         engine.submit(sweep, sweep.arrays[0], [0])
 
 
+def test_an_own_setup_takes_the_place_of_the_installation(tmp_path: Path) -> None:
+    own = SKY | {"setup": ["pip install ./wheels/*.whl", "export HF_TOKEN"]}
+    sweep = plan(write_config(tmp_path, slurm=own), SkyPilotEngine(), name="skypilot")
+    task = read_yaml(sweep.run_dir / sweep.arrays[0].script)
+    assert task["setup"].splitlines() == own["setup"]
+
+
 def test_what_a_cloud_task_measured_joins_into_the_recommendation(tmp_path: Path) -> None:
     sweep = plan(write_config(tmp_path, slurm=SKY), SkyPilotEngine(), name="skypilot")
     home, commands = tmp_path / "home", tmp_path / "bin"

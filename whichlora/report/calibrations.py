@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.report.terminal import MAX_REASONS, new_table, open_console, say
+from whichlora.report.terminal import MAX_REASONS, new_table, open_console, print_table, say
 from whichlora.timing import PER_COUNT
 from whichlora.units import format_count, format_seconds
 
@@ -46,32 +46,40 @@ def print_calibration(found: CalibrationReport) -> None:
     one = found.calibration
     say(console, f"{one.gpu}: {one.num_records} records fitted{found.stale}")
     numbers = ("runs", "left-out median", "worst", "noise", "model size", "batch", "tokens")
-    table = new_table("phase", *numbers, right=numbers)
+    rows = []
     for phase in ("memory", *one.time):
         held_out, ranges = one.held_out.get(phase), one.ranges.get(phase, {})
         model = one.memory if phase == "memory" else one.time[phase]
-        table.add_row(
-            phase,
-            str(model.num_runs),
-            f"{held_out.median:.1%}" if held_out else "-",
-            f"{held_out.worst:.1%}" if held_out else "-",
-            f"{model.noise:.1%}",
-            *(_range(ranges.get(name)) for name in ("num_params", "batch_size", "tokens")),
+        rows.append(
+            (
+                phase,
+                str(model.num_runs),
+                f"{held_out.median:.1%}" if held_out else "-",
+                f"{held_out.worst:.1%}" if held_out else "-",
+                f"{model.noise:.1%}",
+                *(_range(ranges.get(name)) for name in ("num_params", "batch_size", "tokens")),
+            )
         )
-    console.print(table)
+    print_table(
+        console, ("phase", *numbers), rows, right=numbers, spare=("noise", "tokens", "batch")
+    )
     table = new_table("efficiency", *one.time, right=one.time)
     for name in next(iter(one.time.values())).mean:
         table.add_row(name, *(_efficiency(name, model.mean[name]) for model in one.time.values()))
     console.print(table)
-    factors = (f"{part} {factor:.3f}" for part, factor in one.memory.mean.items())
-    say(console, f"memory, measured over counted: {', '.join(factors)}")
-    for title, counts in (
-        ("outcomes", found.outcomes),
-        ("measured by", found.sources),
-        ("versions", found.versions),
-    ):
+    say(console, "of the rates of the datasheet, or seconds each: docs/time.md has what they mean")
+    if one.memory.num_runs:
+        factors = (f"{part} {factor:.3f}" for part, factor in one.memory.mean.items())
+        say(console, f"memory, measured over counted: {', '.join(factors)}")
+    for title, counts in (("outcomes", found.outcomes), ("versions", found.versions)):
         if counts:
             say(console, f"{title}: {_counted(counts)}")
+    if found.sources:
+        say(console, "measured by")
+        ordered = sorted(found.sources.items(), key=lambda item: (-item[1], item[0]))
+        for source, count in ordered[:MAX_REASONS]:
+            say(console, f"  {count:>5}  {source}", whole=True)
+        _print_more(console, len(ordered))
     if found.dates:
         say(console, f"dates: {found.dates[0]} to {found.dates[1]}")
     _print_distrusted(console, one)

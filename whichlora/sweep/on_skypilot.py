@@ -80,7 +80,7 @@ def task_yaml(plan: Plan, sweep: Sweep, array: Array) -> str:
         "resources": {"accelerators": f"{ACCELERATORS[group.gpu]}:1"},
         "file_mounts": {"~/whichlora/tasks": str(sweep.run_dir / array.group)},
         **({"envs": plan.slurm.environment} if plan.slurm.environment else {}),
-        "setup": _lines(["pip install 'whichlora[profile]'", *plan.slurm.setup]),
+        "setup": _lines(plan.slurm.setup or ["pip install 'whichlora[profile]'"]),
         "run": _lines(work),
     }
     return yaml_text(task, head="\n".join(head))
