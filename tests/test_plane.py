@@ -60,6 +60,14 @@ def test_the_winner_is_shown_even_where_others_share_its_place() -> None:
     assert "b" in content  # the other large one, elsewhere
 
 
+def test_the_memory_of_the_device_is_no_limit_that_anybody_set() -> None:
+    lines = plane(
+        [LARGE], None, time_limit_s=None, byte_limits=[9 * GiB, 8 * GiB], width=100,
+        device_bytes=9 * GiB,
+    )  # fmt: skip
+    assert "┄ device 9.00 GiB, ┄ limit 8.00 GiB" in lines[-1]
+
+
 def test_limits_are_lines_with_their_values_and_far_ones_are_left_out() -> None:
     lines = drawn(LARGE, SMALL)
     assert any(line.startswith("  8.00 GiB │┄┄┄") for line in lines)

@@ -167,6 +167,7 @@ def _plane(answer: Answer, width: int) -> list[str]:
         time_limit_s=limits.total_time_s if training else limits.time_per_token_s,
         byte_limits=[answer.gpu.memory_bytes, *([own_limit] if own_limit else [])],
         width=width,
+        device_bytes=answer.gpu.memory_bytes,
     )
     what = "total time of the fine-tuning" if training else "time per generated token"
     return [f"peak memory against {what}", "", *lines, ""] if lines else []

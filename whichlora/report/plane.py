@@ -43,11 +43,15 @@ def plane(
     time_limit_s: float | None,
     byte_limits: Sequence[float],
     width: int,
+    device_bytes: float | None = None,
 ) -> list[str]:
     """Lines of a plot of time against peak memory, with a legend; none without candidates.
 
     A letter is a model, capital where it was measured. Where several candidates share a cell, the
     winner is shown first, then what ran out of memory, then what was measured.
+
+    Args:
+        device_bytes: the one of `byte_limits` that nobody set.
     """
     places = [(_time_s(one), one.memory_bytes.value, one) for one in candidates]
     places = [place for place in places if place[0] > 0 and place[1] > 0]
@@ -73,7 +77,11 @@ def plane(
             letters,
             candidates,
             limits=[
-                *(f"{ACROSS}{JOINED}limit {format_bytes(limit)}" for limit in limits_bytes),
+                *(
+                    f"{ACROSS}{JOINED}{'device' if limit == device_bytes else 'limit'} "
+                    f"{format_bytes(limit)}"
+                    for limit in limits_bytes
+                ),
                 *(f"{UP}{JOINED}limit {format_seconds(limit)}" for limit in limit_s),
             ],
             cells=cells,
