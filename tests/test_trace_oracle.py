@@ -227,3 +227,28 @@ def test_a_config_that_transformers_does_not_know_is_one_line() -> None:
             model_config=TINY | {"model_type": "no-such-type"},
             target_modules="all-linear",
         )
+
+
+@pytest.mark.parametrize("shape", [(8, 512, 2), (32, 64, 40)], ids=["prompt", "decoding"])
+def test_a_quantised_cache_is_traced_as_the_ledger_has_it(shape: tuple[int, int, int]) -> None:
+    batch_size, prompt_len, max_new_tokens = shape
+    run = RunConfig(
+        model="tiny",
+        phase="inference",
+        kv_cache="quantized",
+        cache_backend="fp8",
+        batch_size=batch_size,
+        prompt_len=prompt_len,
+        max_new_tokens=max_new_tokens,
+    )
+    events = with_warm_up(trace(run, TINY, target_modules="all-linear"))
+    found = prediction.ledger(prediction.resolve(families.build(TINY, name="tiny"), run, GPU))
+    predicted = found.peak_allocated_bytes - found.workspace_bytes
+    traced = replay(one.event for one in events).peak_allocated_bytes
+    assert predicted == pytest.approx(traced, rel=0.01)
+
+
+def test_a_quantiser_that_looks_at_values_is_not_traced() -> None:
+    run = RunConfig(model="tiny", phase="inference", kv_cache="quantized", cache_backend="hqq")
+    with pytest.raises(ConfigError, match="cache_backend: hqq can't be traced"):
+        trace(run, TINY, target_modules="all-linear")
