@@ -1,0 +1,370 @@
+"""An attention on a tape: projections, positions, the kernel that runs, the output projection."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.architecture import Attention
+from whichlora.memory.activations import attention_kernel, fused_qkv, has_mask_per_head
+from whichlora.memory.cache_code import store
+from whichlora.memory.disentangled_code import attend_disentangled
+from whichlora.memory.gemma4_code import one_after_the_other
+from whichlora.memory.latent_code import latent_projections
+from whichlora.memory.operators import Code
+from whichlora.memory.recurrent_code import mix_recurrently
+from whichlora.memory.tape import (
+    NOTHING,
+    Tensor,
+    constant,
+    per_pair,
+    per_span_squared,
+    per_token,
+    plus,
+    scaled,
+)
+
+
+def rotate(
+    code: Code, x: Tensor, attention: Attention, what: str, named: list[Tensor] | None = None
+) -> Tensor:
+    """Rotary positions, of the leading part of each head.
+
+    Args:
+        named: gets what has a name of its own until attention returns.
+
+    Source: `apply_rotary_pos_emb`; with names, `StableLmAttention.forward`.
+    """
+    tape = code.tape
+    if attention.wide_rotation and x.size < 4:
+        wide = code.cast(x, 4)
+        result = rotate(code, wide, attention, what, named)
+        tape.hold(wide)
+        return result
+    heads = x.elements[0] // attention.head_dim
+    rotated = per_token(heads * attention.rotary_dim)
+    rest = per_token(heads * (attention.head_dim - attention.rotary_dim))
+    given = x
+    passed = None
+    if any(rest):
+        x, passed = tape.parts(x, (rotated, rest))
+    table = tape.weight(per_token(attention.rotary_dim), 4 if attention.wide_tables else x.size)
+    one = code.multiply_rows(x, table)
+    # two halves: the gradient of each is laid out over the whole before they are added
+    half = scaled(x.elements, x.size // 2)
+    turned = tape.op([x], x.elements, x.size, inner=half, inner_backward=scaled(x.elements, x.size))
+    two = code.multiply_rows(turned, table)
+    result = code.add(one, two, f"{what}, rotated")
+    if named is not None and attention.names_parts and passed is not None:
+        named += [given, result]
+    if attention.joins_rotation or passed is not None:
+        parts = [result] if passed is None else [result, passed]
+        result = tape.op(
+            parts,
+            given.elements,
+            result.size,
+            passes=passed is None,
+            joined=attention.joins_rotation,
+            what=f"{what}, rotated",
+        )
+    return result
+
+
+def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None = None) -> Tensor:
+    """Projections, positions, the kernel and the output projection.
+
+    Args:
+        memory: the encoder's output, which cross attention takes keys and values from.
+    """
+    if attention.kind != "softmax":
+        return mix_recurrently(code, attention, x)
+    if attention.relative_rows:
+        return attend_disentangled(code, attention, x)
+    tape, stack = code.tape, code.stack
+    read = x if memory is None else memory
+    fused = fused_qkv(attention)
+    widths = (attention.q_width, attention.k_width, attention.v_width)
+    gate = None
+    named: list[Tensor] = []  # until the end
+    if attention.latent:
+        q, k, v = latent_projections(code, attention, x)
+        out_linear = attention.linears[-1]
+    elif attention.keys_from is not None:
+        out_linear = attention.linears[-1]
+        copies = attention_kernel(attention, stack) != "fused"
+        q, k, v = one_after_the_other(code, attention, x, rotate, copies_gradient=copies)
+    elif fused is not None:
+        joint = code.linear(fused, x)
+        q, k, v = tape.parts(joint, tuple(per_token(width) for width in widths))
+        if attention.copies_parts:
+            named.append(joint)
+            q, k, v = (code.copy(one) for one in (q, k, v))
+            k, v = _repeated(code, attention, k, v)
+            attention = replace(attention, num_key_value_heads=attention.num_attention_heads)
+        out_linear = attention.linears[-1]
+    else:
+        q_linear, k_linear, v_linear, out_linear = attention.linears
+        q = code.linear(q_linear, x)
+        if attention.gated:  # per head a query and a gate, side by side
+            half = per_token(attention.q_width)
+            (q,), (gate,) = tape.parts(q, (half,)), tape.parts(q, (half,))
+            gate = code.copy(gate)
+        k = code.linear(k_linear, read)
+        v = code.linear(v_linear, read)
+        # the gradient comes back as [batch, heads, seq, head_dim]
+        q, k = tape.view(q, copies_gradient=True), tape.view(k, copies_gradient=True)
+    plain = attention.keys_from is None and not attention.latent
+    if attention.norms and plain:
+        q_norm, k_norm = attention.norms
+        q, k = code.norm(q_norm, q), code.norm(k_norm, k)
+    if attention.position == "rope" and plain:
+        before = (q, k)
+        q = rotate(code, q, attention, "query", named)
+        k = rotate(code, k, attention, "key", named)
+        turned = (q, k)
+        if not attention.wide_tables:
+            q, k = code.cast(q, before[0].size), code.cast(k, before[1].size)
+        elif not stack.training:
+            k = code.cast(k, before[1].size)  # the cache's
+        tape.hold(*before, *turned)
+    hands_out = attention.keys_from is not None or (attention.cache_elements and not stack.stores)
+    if hands_out and not stack.training:
+        tape.hold(k, v)  # until the cache has copied them, and hands out its own
+        k, v = (tape.cached(one) for one in (k, v))
+    store(code, k, v, num_heads=attention.num_key_value_heads)
+    kernel = attention_kernel(attention, stack)
+    bias = None
+    if attention.position == "relative":
+        bias = _position_bias(code, attention, size=q.size)
+    out = _KERNELS[kernel](code, attention, q, k, v, bias)
+    tape.hold(q, k, v, *([] if bias is None else [bias]))
+    if out.joined:
+        out = code.copy(out)
+    if gate is not None:
+        open_ = tape.op([gate], gate.elements, gate.size, saves_result=True, what="attention: gate")
+        out = code.multiply(out, open_)
+        tape.hold(gate)
+    result = code.linear(out_linear, out)
+    tape.hold(x, *named)
+    return result
+
+
+def _position_bias(code: Code, attention: Attention, *, size: int) -> Tensor:
+    """A bias per head and pair of positions, the same for the whole batch.
+
+    In cross attention it is zeros, which T5 makes trainable where it checkpoints.
+    Source: transformers 5.23 `T5Attention.forward`, `compute_bias`, `T5Stack.forward`.
+    """
+    tape, stack = code.tape, code.stack
+    elements = per_span_squared(attention.num_attention_heads)
+    if not attention.biases_each_layer:
+        if attention.cross:
+            return tape.shared(elements, size, needs_grad=code.checkpointed)
+        return tape.shared(elements, stack.base_bytes, needs_grad=stack.trains_base)
+    if attention.cross:
+        return tape.op([], elements, size)
+    buckets = tape.op([], per_span_squared(1), 8, inner=per_span_squared(2 * 8))
+    table = tape.weight(constant(0), stack.base_bytes, trained=stack.trains_base)
+    return tape.op(
+        [table, buckets], elements, stack.base_bytes, saves=[buckets], what="position bias"
+    )
+
+
+def _biased_mask(code: Code, attention: Attention, bias: Tensor) -> Tensor:
+    """Bias and mask in one. Source: transformers 5.23 `create_position_bias_mask`."""
+    heads = attention.num_attention_heads
+    if not code.masked and not attention.causal:
+        return bias if attention.cross else code.copy(bias)
+    elements = per_pair(heads) if code.masked else per_span_squared(heads)
+    masked_gradient = scaled(elements, bias.size)
+    found = code.tape.op(
+        [bias], elements, bias.size, inner_backward=masked_gradient, what="position bias, masked"
+    )
+    return found if attention.cross else code.copy(found)  # heads come last in a looked-up bias
+
+
+def _fused_kernel(
+    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> Tensor:
+    tape, stack = code.tape, code.stack
+    flash = stack.attn == "flash_attention_2"  # is never handed fp32
+    size = 2 if flash else stack.compute_bytes
+    heads = attention.num_attention_heads
+    inputs = [q, k, v]
+    summed = NOTHING
+    if code.masked and attention.num_key_value_heads < heads and stack.attn == "sdpa":
+        if attention.num_key_value_heads > 1:
+            inputs = [q, *_repeated(code, attention, k, v)]
+        else:  # one head is repeated by a view; its gradient comes back for every head
+            summed = per_token(heads * (attention.head_dim + attention.v_head_dim) * size)
+    if flash or stack.under_autocast:
+        inputs = [code.cast(one, size) for one in inputs]
+    keeps = [per_token(4 * heads)]
+    if bias is not None:
+        inputs.append(code.cast(_biased_mask(code, attention, bias), size))
+    elif code.masked and stack.attn == "sdpa" and not has_mask_per_head(attention):
+        keeps.append(per_pair(size))
+    return tape.op(
+        inputs,
+        per_token(attention.out_width),
+        size,
+        saves=inputs,
+        saves_result=True,
+        keeps=keeps,
+        inner_backward=summed,
+        # values of another width rule the flash kernel out; the other one writes token by token
+        joined=q.joined and attention.v_head_dim == attention.head_dim,
+        what="attention: output, log-sum-exp, additive mask",
+    )
+
+
+def _repeated(code: Code, attention: Attention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`repeat_kv`: keys and values once per query head; a single head is only looked at."""
+    heads = attention.num_attention_heads
+    if attention.num_key_value_heads == heads:
+        return k, v
+    tape = code.tape
+    if attention.num_key_value_heads == 1:
+        (k,) = tape.parts(k, (per_token(heads * attention.head_dim),))
+        (v,) = tape.parts(v, (per_token(heads * attention.v_head_dim),))
+        return replace(k, joined=False), replace(v, joined=False)
+    return (
+        tape.op(
+            [k], per_token(heads * attention.head_dim), k.size, joined=True, what="keys, repeated"
+        ),
+        tape.op(
+            [v],
+            per_token(heads * attention.v_head_dim),
+            v.size,
+            joined=True,
+            what="values, repeated",
+        ),
+    )
+
+
+def _eager_kernel(
+    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Source: `eager_attention_forward` of transformers 5.23."""
+    tape, stack = code.tape, code.stack
+    heads = attention.num_attention_heads
+    scores_shape = per_pair(heads)
+    q_size = q.size
+    k, v = _repeated(code, attention, k, v)
+    if attention.wide_scores:
+        q, k = code.cast(q, 4), code.cast(k, 4)
+    named = k, v
+    if stack.under_autocast:
+        q, k = code.cast(q, stack.compute_bytes), code.cast(k, stack.compute_bytes)
+    q, k = _by_head(code, q), _by_head(code, k)
+    product = tape.op([q, k], scores_shape, q.size, saves=[q, k])
+    scores = code.scale(product)
+    if attention.softcap is not None:
+        divided = code.scale(scores)
+        tanh = tape.op([divided], scores_shape, divided.size, saves_result=True, what="soft cap")
+        scores = code.scale(tanh)
+    if bias is not None:
+        scores = code.add(scores, bias)
+    if attention.causal or code.masked:
+        scores = code.add(scores, tape.weight(scores_shape, code.stream_bytes))
+    if attention.sinks:
+        probabilities = _softmax_with_sinks(code, attention, scores)
+    else:
+        widened = attention.wide_softmax or (stack.under_autocast and stack.device_kind != "cpu")
+        wide = code.cast(scores, 4) if widened else scores
+        softmax = tape.op([wide], scores_shape, wide.size, saves_result=True, what="softmax")
+        probabilities = softmax
+        if attention.wide_softmax:
+            probabilities = code.cast(softmax, q_size, "probabilities")
+    if not attention.wide_scores:  # GPT-J gives softmax and its cast a statement each
+        tape.hold(scores)
+    if attention.dropout and stack.training:
+        mask_bytes = probabilities.size if stack.device_kind == "cpu" else 1
+        probabilities = code.dropout(probabilities, mask_bytes=mask_bytes)
+    if stack.under_autocast:
+        probabilities = code.cast(probabilities, stack.compute_bytes)
+        v = code.cast(v, stack.compute_bytes)
+    v = _by_head(code, v)
+    out = tape.op(
+        [probabilities, v], per_token(attention.out_width), v.size, saves=[probabilities, v]
+    )
+    joined = code.copy(out)
+    tape.hold(*named)
+    tape.hold_to_end(probabilities)  # layers are given them, whether or not anybody asked
+    return joined
+
+
+def _softmax_with_sinks(code: Code, attention: Attention, scores: Tensor) -> Tensor:
+    """One more column, in the dtype of the scores. Source: gpt-oss's `eager_attention_forward`."""
+    tape, heads = code.tape, attention.num_attention_heads
+    shape = plus(per_pair(heads), per_token(heads))
+    combined = tape.op([scores], shape, scores.size)
+    lowered = tape.op([combined], shape, scores.size, passes=True)
+    softmax = tape.op([lowered], shape, scores.size, saves_result=True, what="softmax")
+    tape.hold(lowered)
+    (probabilities,) = tape.parts(softmax, (per_pair(heads),))
+    return probabilities
+
+
+def _by_head(code: Code, x: Tensor) -> Tensor:
+    """Batched products read one head after the other."""
+    return x if x.joined else code.copy(x)
+
+
+def _math_kernel(
+    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Plain operators in fp32, whose names and casts live until the result is there.
+
+    Source: torch 2.13 `_scaled_dot_product_attention_math`; it returns the probabilities too.
+    """
+    tape, stack = code.tape, code.stack
+    heads = attention.num_attention_heads
+    broadcasts = attention.sdpa == "math"  # one key for all heads, repeated by the products
+    if not broadcasts:
+        k, v = _repeated(code, attention, k, v)
+    named = k, v
+    if stack.under_autocast:
+        q, k, v = (code.cast(one, stack.compute_bytes) for one in (q, k, v))
+    size = q.size
+    wide = [code.cast(one, 4) for one in (q, k, v)]
+    scaled_q = code.scale(wide[0])
+    mask = None
+    if code.masked:
+        mask = tape.op([], per_pair(1), size)
+    elif attention.causal:
+        boolean = tape.op([], per_span_squared(1), 1)
+        mask = tape.op([boolean], per_span_squared(1), 4)
+    scaled_k, value = code.scale(wide[1]), wide[2]
+    if (
+        attention.num_key_value_heads == 1 and not broadcasts
+    ):  # an operator wrote what was looked at
+        scaled_k = replace(scaled_k, joined=True)
+        value = replace(value, joined=size != 4)
+    factors = [_by_head(code, scaled_q), scaled_k]
+    if broadcasts:
+        factors[1] = tape.op([scaled_k], per_token(heads * attention.head_dim), 4)
+    else:
+        factors[1] = _by_head(code, scaled_k)
+    shape = per_pair(heads)
+    scores = tape.op(factors, shape, 4, saves=factors)
+    if bias is not None:
+        scores = code.add(scores, bias)
+    elif mask is not None:
+        scores = code.add(scores, tape.weight(shape, 4))
+    softmax = tape.op([scores], shape, 4, saves_result=True, what="softmax")
+    if attention.dropout and stack.training:
+        softmax = code.dropout(softmax, mask_bytes=4 if stack.device_kind == "cpu" else 1)
+    returned = tape.op([softmax], shape, size, detached=True) if size != 4 else softmax
+    if broadcasts:
+        value = tape.op([value], per_token(attention.out_width), 4)
+    else:
+        value = _by_head(code, value)
+    out = tape.op([softmax, value], per_token(attention.out_width), 4, saves=[softmax, value])
+    out = code.cast(out, size)
+    tape.hold(q, k, v, *wide, scaled_q, softmax, returned, *([] if mask is None else [mask]))
+    result = code.copy(out)
+    tape.hold(*named)
+    return result
+
+
+_KERNELS = {"fused": _fused_kernel, "eager": _eager_kernel, "math": _math_kernel}
