@@ -283,3 +283,18 @@ def test_albert_copies_a_shared_weight_once_for_autocast() -> None:
     )
     # what one more layer keeps is of the tokens alone
     assert per_layer == 2 * (longest - longer)
+
+
+@pytest.mark.parametrize(("quant", "narrow"), [("nf4", True), ("int8", False)])
+def test_dora_takes_the_bias_of_a_4_bit_matrix_off_in_16_bit(quant: str, narrow: bool) -> None:
+    config = {"model_type": "distilbert", "dim": 512, "hidden_dim": 2048, "n_layers": 4}
+    found = ledger_of(config, method="dora", quant=quant, gradient_checkpointing=False)
+    saved = next(one for one in found.moments["loss_backward"] if one.fact is facts.SAVED)
+    operands = {
+        tensor.per_token
+        for group in saved.groups
+        for tensor in group.tensors
+        if tensor.what == "operand"
+    }
+    # the output projection reads 16 bit; the bias of a prepared base is fp32
+    assert (2 * 512 in operands) == narrow
