@@ -123,8 +123,7 @@ def described_norms(spec: ModelSpec) -> Counter[tuple[str, int]]:
     found: Counter[tuple[str, int]] = Counter()
     for group in spec.groups:
         layer, copies = group.layer, 1 if group.shared else group.count
-        inner = [norm for attention in layer.attentions for norm in attention.norms]
-        for norm in (*layer.norms, *inner):
+        for norm in layer.norms + layer.inner_norms:
             if norm.num_params:
                 found[norm.name, norm.num_params] += copies
     return found

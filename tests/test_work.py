@@ -360,3 +360,32 @@ def test_old_vllm_launches_kernels_beyond_its_captured_graphs() -> None:
     longest = work.VLLM_CAPTURED_TOKENS
     assert launches(longest, vllm="0.4.2") == launches(longest + 1) == 1
     assert launches(longest + 1, vllm="0.4.2") > work.VLLM_LAYER_OPS * 30
+
+
+def test_layers_that_borrow_keys_read_the_last_position_of_a_prompt_alone() -> None:
+    config = {
+        "model_type": "gemma4_text",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "vocab_size": 320,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    spec = families.build(config, name="m")
+    flops = {}
+    for attn in ("sdpa", "flash_attention_2"):
+        run = RunConfig(model="m", phase="inference", attn=attn, batch_size=2, prompt_len=64)
+        stack = resolve(spec, run, api.find_gpu("a100-sxm-80gb")).stack
+        found = work.inference_work(spec, run, stack, batch_size=2, context=64, decoding=False)
+        flops[attn] = found.product_flops
+    borrowed = sum(
+        group.count * work.active_weights(group.layer)
+        for group in spec.groups
+        if group.layer.attentions[0].keys_from == "earlier"
+    )
+    assert flops["flash_attention_2"] - flops["sdpa"] == 2 * borrowed * (2 * 64 - 2)

@@ -321,6 +321,14 @@ class Layer:
         return tuple(found)
 
     @property
+    def inner_norms(self) -> tuple[Norm, ...]:
+        """Norms beside `norms`: of its attentions, and of its input of its own."""
+        found = [norm for attention in self.attentions for norm in attention.norms]
+        if self.layer_input is not None:
+            found.append(self.layer_input.norm)
+        return tuple(found)
+
+    @property
     def num_params(self) -> int:
         extra = self.layer_input
         return (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from whichlora.architecture import Attention, Layer, ModelSpec
 from whichlora.cache_work import Conversion, expanding, storing
 from whichlora.memory import weights
-from whichlora.memory.layer_bytes import kept_pair_bytes
+from whichlora.memory.layer_bytes import kept_pair_bytes, reads_last
 from whichlora.methods import lora
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, smallest
@@ -119,9 +119,11 @@ def attention_flops_per_token(
 
 def layer_ops(layer: Layer, run: RunConfig) -> int:
     """Kernels of one layer's forward, adapters left out; experts as one pass."""
-    ops = NORM_OPS * len(layer.norms)
+    ops = NORM_OPS * len(layer.norms + layer.inner_norms)
+    if layer.layer_input is not None:  # its matrices, activation and product
+        ops += 4 + RESIDUAL_OPS // 2
     for attention in layer.attentions:
-        ops += len(attention.linears) + NORM_OPS * len(attention.norms)
+        ops += len(attention.linears)
         ops += ROPE_OPS if attention.position == "rope" else 0
         ops += EAGER_OPS if run.attn == "eager" else ATTENTION_OPS
         ops += RESIDUAL_OPS // 2
@@ -152,7 +154,7 @@ def elementwise_forward_bytes(
     narrow = stack.compute_bytes
     fused = run.loss_head in ("liger", "unsloth")
     moved = 0
-    for norm in layer.norms + tuple(one for mix in layer.attentions for one in mix.norms):
+    for norm in layer.norms + layer.inner_norms:
         in_steps = norm.kind not in ("layer", "layer_narrow") and not fused
         # widen, square, mean, scale, narrow, weight: fp32 read four times and written three times
         passes = 7 * 4 + 4 * narrow if in_steps else 2 * narrow
@@ -334,13 +336,15 @@ def inference_work(
     launches = OUTSIDE_OPS + 0 * tokens
     converted = conversion(run, stack, decoding=decoding)
     for layer, count in model.layers():
-        product_flops = product_flops + count * 2 * tokens * active_weights(layer)
-        visited = visited_weights(layer, tokens)
+        alone = decoding or (run.kv_cache in ("dynamic", "static") and reads_last(layer, stack))
+        rows = batch_size if alone else tokens
+        product_flops = product_flops + count * 2 * rows * active_weights(layer)
+        visited = visited_weights(layer, rows)
         stored = sum(weights.linear_bytes(linear, stack) for linear in layer.linears)
         all_weights = max(1, sum(linear.num_weights for linear in layer.linears))
         weight_read = weight_read + count * (visited * stored / all_weights)
-        per_token = attention_flops_per_token(layer, context, run.attn, triangular=not decoding)
-        attention_flops = attention_flops + count * tokens * per_token
+        per_token = attention_flops_per_token(layer, context, run.attn, triangular=not alone)
+        attention_flops = attention_flops + count * rows * per_token
         for attention in layer.attentions:
             cached = attention.cache_elements * context + attention.state_elements
             cached = cached + attention.recurrent_elements
@@ -351,14 +355,14 @@ def inference_work(
             elementwise = elementwise + count * batch_size * of_sequence
             launches = launches + count * converted.launches
         moved = elementwise_forward_bytes(layer, run, stack, (), model.hidden_size)
-        elementwise = elementwise + count * tokens * moved
+        elementwise = elementwise + count * rows * moved
         if stack.quant != "none":
             expanded = sum(one.num_weights for one in layer.linears if one.is_module)
-            fused = tokens <= FUSED_ROWS.get(stack.quant, 0)
+            fused = rows <= FUSED_ROWS.get(stack.quant, 0)
             # a fused kernel unpacks what it reads: one more pass over the stored bytes
             dequant = dequant + count * (fused * stored + (1 - fused) * expanded * 4)
         ops = layer_ops(layer, run) + quant_ops(layer, stack)
-        launches = launches + count * (ops + expert_ops(layer, tokens))
+        launches = launches + count * (ops + expert_ops(layer, rows))
     serving = run.kv_cache == "vllm"
     if decoding and serving:
         by_layer = VLLM_LAYER_OPS * model.num_hidden_layers + OUTSIDE_OPS

@@ -57,7 +57,7 @@ def inference_ledger(
     if stored is not None:
         reader = replace(stack, stores=stored)
     working = forward_bytes(
-        model, reader, side="encoder" if two_stacks else "", reads_last=True, **sized
+        model, reader, side="encoder" if two_stacks else "", prompt=True, **sized
     ) + activations.rotary_bytes(model, stack, span=positions)
     if model.task == "causal-lm":
         working = working + activations.kept_mask_bytes(model, reader, checkpointed=True, **sized)

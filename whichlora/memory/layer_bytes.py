@@ -173,6 +173,15 @@ def _points_of(
         )
 
 
+def reads_last(layer: Layer, stack: Stack) -> bool:
+    """Whether `generate` runs `layer` on the last position of a prompt alone: it makes no keys.
+
+    Source: transformers 5.23 `Gemma4TextModel._maybe_slice_kv_shared_inputs`.
+    """
+    borrows = any(one.keys_from == "earlier" for one in layer.attentions)
+    return borrows and stack.attn != "flash_attention_2"
+
+
 def forward_bytes(
     model: ModelSpec,
     stack: Stack,
@@ -180,14 +189,13 @@ def forward_bytes(
     tokens: Count,
     span: Count,
     side: str = "",
-    reads_last: bool = False,
+    prompt: bool = False,
 ) -> Count:
     """Alive while a forward without gradients is in the layer that needs most.
 
     Args:
         side: only the layers of this stack, "encoder" or "decoder".
-        reads_last: only the last position is scored, so that layers that make no keys of their own
-            run on it alone. Source: `Gemma4TextModel._maybe_slice_kv_shared_inputs`.
+        prompt: of `generate`, of which the last position alone is scored.
 
     With the looked-up embeddings and the layer's input, which the model's loop holds.
     Kind: exact.
@@ -200,8 +208,8 @@ def forward_bytes(
         found.append(embedded + most(inputs.forward, tokens=tokens, span=span, r=0))
         beside = inputs.packed_bytes * tokens
     layers = [group.layer for group in model.groups if side in ("", group.stack)]
-    if reads_last and stack.attn != "flash_attention_2":
-        layers = [one for one in layers if one.attentions[0].keys_from != "earlier"]
+    if prompt:
+        layers = [one for one in layers if not reads_last(one, stack)]
     for layer in layers:
         stream = stream_bytes(layer, stack, after_norm=bool(model.embedding_norms))
         # looked-up rows, of positions too, and the layer's input

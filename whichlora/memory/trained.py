@@ -90,9 +90,8 @@ def trained_biases(
                 width, each = linear.out_features, count * linear.count
                 yield Trained(rows=1, width=width, count=each, param_bytes=param_bytes)
         if bias == "all":
-            inner = [norm for one in layer.attentions for norm in one.norms]
-            inner += layer.mlp.norms if layer.mlp is not None else ()
-            yield from _of_norms((*layer.norms, *inner), count, param_bytes)
+            inner = layer.inner_norms + (layer.mlp.norms if layer.mlp is not None else ())
+            yield from _of_norms(layer.norms + inner, count, param_bytes)
     if bias == "all":
         yield from _of_norms(model.embedding_norms + model.final_norms, 1, param_bytes)
         if model.head is not None and model.head.bias:
