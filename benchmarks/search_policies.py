@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 
 import numpy as np
-from search_replay import Device, Limited, Result, judged
+from search_replay import Device, Limited, Result, judged, searching
 
 
 def exhaustive(problem: Limited) -> Result:
@@ -27,6 +27,24 @@ def random_order(problem: Limited, dice: random.Random) -> Result:
         if _has_winner(problem, device.asked):
             break
     return judged(problem, device, problem.winner)
+
+
+def ours_stopped_by_oracle(problem: Limited) -> Result:
+    """The product's search, until an oracle says that the winner is among what was measured.
+
+    That is the rule that random order and TPE are given: it asks how well runs are chosen, not
+    how well a search knows when to stop.
+    """
+    device = Device(problem)
+    search, measure, learn = searching(problem, device)
+    while not _has_winner(problem, device.asked):
+        decision = search.decide()
+        if decision.following is None:
+            break
+        search.take(decision.following, measure(decision.following, decision), learn)
+    winner = problem.winner
+    found = winner is None or _has_winner(problem, device.asked)
+    return judged(problem, device, winner if found else None)
 
 
 def _has_winner(problem: Limited, asked: list[int]) -> bool:
@@ -96,10 +114,14 @@ def _largest_fit(device: Device, positions: list[int]) -> list[int]:
     return fits
 
 
-def optuna_tpe(problem: Limited, seed: int) -> Result:
-    """A tree-structured Parzen estimator over model, variant and batch, stopped by an oracle.
+def optuna_tpe(problem: Limited, seed: int, *, patience: int | None = None) -> Result:
+    """A tree-structured Parzen estimator over model, variant and batch.
 
     A model's serving shapes are measured, the smallest batch first, when it is first proposed.
+
+    Args:
+        patience: fine-tunings in a row that are no improvement, after which it stops with the
+            best one measured; without it, an oracle stops it.
     """
     import optuna
 
@@ -121,6 +143,7 @@ def optuna_tpe(problem: Limited, seed: int) -> Result:
         for name in ("model", "variant", "batch")
     }
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+    best, unimproved = None, 0
     for _ in range(20 * len(training)):
         trial = study.ask()
         chosen = tuple(trial.suggest_categorical(name, values) for name, values in choices.items())
@@ -134,15 +157,20 @@ def optuna_tpe(problem: Limited, seed: int) -> Result:
                 break
             if not contest.training[i] and contest.model[i] == model and i not in device.asked:
                 device.measure(i)
+        cost = problem.cost[position]
         if position not in device.asked:
             device.measure(position)
-        if _has_winner(problem, device.asked):
+            unimproved += 1
+            if np.isfinite(cost) and (best is None or cost < problem.cost[best]):
+                best, unimproved = position, 0
+        if patience is None and _has_winner(problem, device.asked):
             break
-        cost = problem.cost[position]
+        if unimproved == patience:
+            break
         study.tell(trial, 100.0 if np.isinf(cost) else 10 * contest.tier[position] + cost % 1e3)
         if len(device.asked) == len(table.records):
             break
-    return judged(problem, device, problem.winner)
+    return judged(problem, device, problem.winner if patience is None else best)
 
 
 def _variant(problem: Limited, position: int) -> str:

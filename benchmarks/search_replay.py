@@ -23,7 +23,7 @@ from whichlora.fitting import fit
 from whichlora.outlook import Outlook
 from whichlora.plan import Budget
 from whichlora.policy import WORTHWHILE_GAIN, Contest, Decision, tiers
-from whichlora.pursuit import Pursuit
+from whichlora.pursuit import Learn, Measure, Pursuit
 from whichlora.results import Measurement
 
 OOM_STEPS = 1.0  # a run that does not fit dies in its first step
@@ -166,20 +166,8 @@ class Result:
 
 def ours(problem: Limited, budget: Budget, records: Sequence[Measurement] = ()) -> Result:
     """The product's search, from a calibration of `records`."""
-    table = problem.table
     device = Device(problem)
-    known = list(records)
-    start = fit(known, table.gpu, find, held_out=False) if known else prior_calibration(table.gpu)
-    search = Pursuit(problem.contest, outlook_of(table.name), start)
-
-    def learn(found: Measurement) -> Calibration:
-        known.append(found)
-        return fit(known, table.gpu, find, held_out=False)
-
-    def measure(position: int, decision: Decision | None) -> Measurement:
-        assert decision is not None
-        return device.measure(position, search.decisive_s(position, decision))
-
+    search, measure, learn = searching(problem, device, records)
     decision, reason = search.pursue(measure, learn, budget)
     return judged(
         problem,
@@ -188,6 +176,26 @@ def ours(problem: Limited, budget: Budget, records: Sequence[Measurement] = ()) 
         confidence=decision.confidence,
         certain=reason == "certain",
     )
+
+
+def searching(
+    problem: Limited, device: Device, records: Sequence[Measurement] = ()
+) -> tuple[Pursuit, Measure, Learn]:
+    """A search of the product on `device`, from a calibration of `records`."""
+    table = problem.table
+    known = list(records)
+    start = fit(known, table.gpu, find, held_out=False) if known else prior_calibration(table.gpu)
+    search = Pursuit(problem.contest, outlook_of(table.name), start)
+
+    def measure(position: int, decision: Decision | None) -> Measurement:
+        assert decision is not None
+        return device.measure(position, search.decisive_s(position, decision))
+
+    def learn(found: Measurement) -> Calibration:
+        known.append(found)
+        return fit(known, table.gpu, find, held_out=False)
+
+    return search, measure, learn
 
 
 def judged(problem: Limited, device: Device, answer: int | None, **more: object) -> Result:

@@ -1,9 +1,9 @@
 """What the search saves against measuring everything: `search_savings.py [--sets N] [--write]`.
 
 Replays searches over tables of real runs, each from an empty calibration and under a random set of
-limits. Compared are policies that know nothing of the formulas: three of them are stopped by an
-oracle the moment they have measured the true winner, which no policy can know; ours and the binary
-search stop by themselves. `--write` puts the tables into docs/search.md.
+limits. Compared are policies that know nothing of the formulas. An oracle stops a search the moment
+it has measured the true winner, which no policy can know; where nothing meets the limits, there is
+no such moment. `--write` puts the tables into docs/search.md.
 """
 
 from __future__ import annotations
@@ -24,13 +24,20 @@ from statistics import median
 import numpy as np
 import search_table
 from search_devices import Table, invented_table, measured_tables, published_table
-from search_policies import binary_search, exhaustive, optuna_tpe, random_order
+from search_policies import (
+    binary_search,
+    exhaustive,
+    optuna_tpe,
+    ours_stopped_by_oracle,
+    random_order,
+)
 from search_replay import Limited, Result, ours, replay
 
 from whichlora.plan import Budget
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "search.md"
 START, END = "<!-- search_savings.py -->", "<!-- end -->"
+PATIENCE = (5, 10, 20)  # fine-tunings after which TPE gives up
 WARM = (0, 4, 16, 64)  # records of the device before the search
 HEADER = (
     "| policy | sets | winner found | or as good | runs, median / p90 "
@@ -64,6 +71,7 @@ def policies(seed: int) -> dict[str, Callable[[Limited], Result]]:
     dice = random.Random(seed)
     found: dict[str, Callable[[Limited], Result]] = {
         "WhichLoRA": lambda problem: ours(problem, Budget()),
+        "WhichLoRA, stopped by an oracle": ours_stopped_by_oracle,
         "binary search on the batch": binary_search,
         "random order, stopped by an oracle": lambda problem: random_order(problem, dice),
         "exhaustive": exhaustive,
@@ -76,7 +84,15 @@ def policies(seed: int) -> dict[str, Callable[[Limited], Result]]:
         found["Optuna TPE, stopped by an oracle"] = lambda problem: optuna_tpe(
             problem, dice.randrange(2**31)
         )
+        for patience in PATIENCE:
+            found[f"Optuna TPE, {patience} runs without a better one"] = partial(
+                _patient_tpe, patience=patience, dice=dice
+            )
     return found
+
+
+def _patient_tpe(problem: Limited, *, patience: int, dice: random.Random) -> Result:
+    return optuna_tpe(problem, dice.randrange(2**31), patience=patience)
 
 
 def compared(tables: Sequence[Table], num_sets: int, seed: int) -> list[str]:
