@@ -94,6 +94,24 @@ def table_of(name: str, gpu: GpuSpec, records: Sequence[Measurement]) -> Table:
     return Table(name, gpu, good, outlines, {k: v.num_params for k, v in models.items()})
 
 
+def only(table: Table, models: Sequence[str]) -> Table:
+    """The runs of `models`, as a table of its own."""
+    chosen = [i for i, run in enumerate(table.runs) if run.model in models]
+    return Table(
+        name=f"{table.name}, {', '.join(models)}",
+        gpu=table.gpu,
+        records=[table.records[i] for i in chosen],
+        outlines=[table.outlines[i] for i in chosen],
+        num_params={name: table.num_params[name] for name in models},
+    )
+
+
+def halves(table: Table) -> tuple[list[str], list[str]]:
+    """Every second model by size, and the others."""
+    by_size = sorted(table.num_params, key=lambda name: table.num_params[name])
+    return by_size[::2], by_size[1::2]
+
+
 def measured_tables(folder: Path) -> Iterator[Table]:
     """One table per length of what `search_table.py` measured."""
     gpu = search_table.load_gpu(folder)

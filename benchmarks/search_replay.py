@@ -241,6 +241,11 @@ def outlook_of(name: str) -> Outlook:
     return _OUTLOOKS[name]
 
 
+def forget_outlooks() -> None:
+    """Make them anew at the next replay, since something that they are made of has changed."""
+    _OUTLOOKS.clear()
+
+
 def replay(
     table: Table, num_sets: int, policy: Callable[[Limited], Result], seed: int
 ) -> list[Result]:

@@ -1,10 +1,11 @@
-"""How alike the unexplained errors of two runs are: `search_shares.py`.
+"""How alike the unexplained errors of two runs are: `search_shares.py [--replay N]`.
 
 The shares of `whichlora.outlook` by maximum likelihood. Residuals of the logs of all training times
 around a fit of the whole table are normal with the shared parts as their correlation; shares are
 fitted to every second model by size and tested on the others, by the log-likelihood of a residual.
 Residuals are cut at three times their robust spread: a run that another process slowed down says
-nothing about the formulas.
+nothing about the formulas. `--replay` searches each half of the models under N sets of limits, with
+the shares that the other half gave and with those in use.
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import search_table
 from scipy.optimize import minimize
-from search_devices import Table, measured_tables
-from search_replay import find
+from search_devices import Table, halves, measured_tables, only
+from search_replay import Limited, Result, find, forget_outlooks, ours, replay
+from search_savings import HEADER, summary
 
 from whichlora import outlook
 from whichlora.fitting import fit
 from whichlora.outlook import Outlook
+from whichlora.plan import Budget
 
+REPLAY_SEED = 2  # of limits that no table of docs/search.md shows
 NAMES = ("MODEL_SHARE", "METHOD_SHARE", "VARIANT_SHARE", "ALIKE_PER_DOUBLING")
 NOW = (
     outlook.MODEL_SHARE,
@@ -104,13 +109,40 @@ def fitted(found: Sequence[Residuals]) -> tuple[float, ...]:
     return shares(done.x)
 
 
+def replayed(name: str, tables: Sequence[Table], shares: Sequence[float], num_sets: int) -> str:
+    """A row: searches over `tables` in the light of other shares."""
+    before = {each: getattr(outlook, each) for each in (*NAMES, "SETTINGS_SHARE")}
+    try:
+        for each, value in zip(NAMES, shares, strict=True):
+            setattr(outlook, each, value)
+        outlook.SETTINGS_SHARE = 0.0  # the table has one setting of each variant
+        forget_outlooks()
+        found = [
+            one
+            for table in tables
+            for one in replay(table, num_sets // len(tables), _search, REPLAY_SEED)
+        ]
+    finally:
+        for each, value in before.items():
+            setattr(outlook, each, value)
+        forget_outlooks()
+    return summary(name, found)
+
+
+def _search(problem: Limited) -> Result:
+    return ours(problem, Budget())
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replay", type=int, default=0)
+    options = parser.parse_args()
     tables = list(measured_tables(search_table.FOLDER))
-    by_size = sorted(tables[0].num_params, key=lambda name: tables[0].num_params[name])
-    halves = by_size[::2], by_size[1::2]
+    both = halves(tables[0])
+    rows = [HEADER]
     independent = (0.0, 0.0, 0.0, 1.0)
     print("shares: " + ", ".join(NAMES) + " (with SETTINGS_SHARE in the third)")
-    for here, there in (halves, halves[::-1]):
+    for here, there in (both, both[::-1]):
         learned = fitted([residuals(table, here) for table in tables])
         held_out = [residuals(table, there) for table in tables]
         print("fitted to " + ", ".join(name.split("/")[1] for name in here))
@@ -119,8 +151,17 @@ def main() -> None:
             print(
                 f"  {name}: {parts}; of the other half {likelihood(held_out, each):+.3f} a residual"
             )
-    everything = fitted([residuals(table, by_size) for table in tables])
+        if options.replay:
+            searched = [only(table, there) for table in tables]
+            title = " and ".join(model.split("/")[1] for model in there)
+            rows += [
+                replayed(f"{title}, shares of the others", searched, learned, options.replay),
+                replayed(f"{title}, shares in use", searched, NOW, options.replay),
+            ]
+    everything = fitted([residuals(table, both[0] + both[1]) for table in tables])
     print("fitted to all: " + " ".join(f"{share:.2f}" for share in everything))
+    if options.replay:
+        print("\n".join(rows))
 
 
 if __name__ == "__main__":

@@ -111,6 +111,7 @@ def test_a_measurement_narrows_coefficients_and_own_errors_as_one_normal_distrib
         alike,
         _Coefficients(np.ones(3), root),
         dict(zip(seen, errors.tolist(), strict=True)),
+        joint=True,
     )
     whole = work @ root @ root.T @ work.T + own
     gain = np.linalg.solve(whole[np.ix_(seen, seen)] + repeats, whole[seen]).T

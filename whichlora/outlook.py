@@ -236,7 +236,7 @@ class Outlook:
             np.zeros(len(self.jobs)),
         )
         return _conditioned(
-            np.log(total), work, noise / total, self._alike, coefficients, errors or {}
+            np.log(total), work, noise / total, self._alike, coefficients, errors or {}, joint=True
         )
 
     def run_s(self, calibration: Calibration) -> Array:
@@ -279,25 +279,31 @@ class Outlook:
         assert peak is not None, "a run that ended well has a peak"
         return math.log(peak / float(used[0]))
 
-    def memory(
-        self,
-        calibration: Calibration,
-        errors: Mapping[int, float] | None = None,
-        *,
-        before: Calibration | None = None,
-    ) -> Belief:
-        """Bytes of device memory that every candidate uses; arguments are those of `time`."""
+    def memory(self, calibration: Calibration, errors: Mapping[int, float] | None = None) -> Belief:
+        """Bytes of device memory that every candidate uses.
+
+        How alike errors are was learned from times. For peaks that says where the others lie, but
+        is not trusted to narrow the coefficients.
+
+        Args:
+            errors: log of measured over predicted bytes, by position of what was measured.
+        """
         import numpy as np
 
         model = calibration.memory
         parts, used = _at_peak(self._moments, self.jobs, model)
-        spread = (before or calibration).memory
         coefficients = _Coefficients(
-            np.array([model.mean[name] for name in PARTS]), _root(np.array(spread.covariance))
+            np.array([model.mean[name] for name in PARTS]), _root(np.array(model.covariance))
         )
         noise = np.full(len(used), model.noise)
         return _conditioned(
-            np.log(used), parts / used[:, None], noise, self._alike, coefficients, errors or {}
+            np.log(used),
+            parts / used[:, None],
+            noise,
+            self._alike,
+            coefficients,
+            errors or {},
+            joint=False,
         )
 
 
@@ -453,16 +459,19 @@ def _conditioned(
     alike: Array,
     coefficients: _Coefficients,
     errors: Mapping[int, float],
+    *,
+    joint: bool,
 ) -> Belief:
     """The belief once the errors of some candidates are known: the others err alike.
 
     What was measured is known: its own error is the one seen, without spread. A measurement shows
-    coefficients and own error together. So it narrows the coefficients by as much as own errors
-    let them be seen; and where the coefficients are worse than guessed, the own errors of it and
-    of its like are better by what is explained twice.
+    coefficients and own error together. Conditioned jointly, it narrows the coefficients by as
+    much as own errors let them be seen; and where the coefficients are worse than guessed, the own
+    errors of it and of its like are better by what is explained twice.
 
     Args:
-        coefficients: best guesses after what was measured, and their spread before.
+        coefficients: best guesses after what was measured, and their spread: before that where
+            both are conditioned jointly, after it otherwise.
     """
     import numpy as np
 
@@ -483,6 +492,10 @@ def _conditioned(
     known[seen] = log_value[seen] + wanted
     left = own - gain @ own[seen]
     left[seen] = left[:, seen] = 0.0
+    if not joint:
+        work = work.copy()
+        work[seen] = 0.0
+        return Belief(known, work, left, *coefficients)
     shown = work[seen] @ coefficients.root  # by each independent error of the coefficients
     explained = shown.T @ np.linalg.solve(shown @ shown.T + inner, shown)
     root = coefficients.root @ _root(np.eye(len(explained)) - explained)

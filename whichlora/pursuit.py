@@ -55,7 +55,7 @@ class Pursuit:
         memory_errors = {i: outlook.memory_error(i, one, calibration) for i, one in good.items()}
         return (
             outlook.time(calibration, time_errors, before=self.before),
-            outlook.memory(calibration, memory_errors, before=self.before),
+            outlook.memory(calibration, memory_errors),
         )
 
     def quantities(self, position: int) -> tuple[Quantity, Quantity]:
