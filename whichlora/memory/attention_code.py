@@ -144,7 +144,7 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
         out = code.multiply(out, open_)
         tape.hold(gate)
     result = code.linear(out_linear, out)
-    tape.hold(x, *named)
+    tape.hold(x, q, k, v, out, *named)  # names of the whole function
     return result
 
 
