@@ -5,7 +5,8 @@ tensors in the step with the longest batch, and is tried on many kinds of small 
 sum of the timed steps; a model of milliseconds would only time the interpreter, so `--time` takes
 models of 10 to 25 million parameters and mixed lengths. The callback records 8 of those runs, drawn
 with a seed (`record=True`), the predictors are fitted to them, and the others are predicted before
-their first step. Times say something on a quiet machine only.
+their first step. `--records FILE` fits to profiles instead, those of `time_accuracy.py` for one, and
+predicts every run. Times say something on a quiet machine only.
 
     python benchmarks/callback_accuracy.py
     taskset -c 0 env OMP_NUM_THREADS=1 python benchmarks/callback_accuracy.py --time
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -65,6 +67,7 @@ def time_cases() -> Iterator[oracle.Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--time", action="store_true", help="the time of larger models instead")
+    parser.add_argument("--records", type=Path, help="measurements to fit to, as JSON lines")
     parser.add_argument("--output", type=Path, help="a file instead of stdout")
     options = parser.parse_args()
 
@@ -77,10 +80,16 @@ def main() -> None:
         if options.time:
             cases = list(time_cases())
             random.Random(SEED).shuffle(cases)
-            for case in cases[:CALIBRATION_RUNS]:
-                oracle.train(case, record=True, calibration_dir=folder)
-            api.refit(api.find_gpu("cpu"), Path(folder))
-            cases = cases[CALIBRATION_RUNS:]
+            gpu = api.find_gpu("cpu")
+            if options.records:
+                kept = Path(folder) / gpu.key / "measurements"
+                kept.mkdir(parents=True)
+                shutil.copy(options.records, kept)
+            else:
+                for case in cases[:CALIBRATION_RUNS]:
+                    oracle.train(case, record=True, calibration_dir=folder)
+                cases = cases[CALIBRATION_RUNS:]
+            api.refit(gpu, Path(folder))
         for case in cases:
             trained = oracle.train(case, calibration_dir=folder)
             predicted, measured = trained.time if options.time else trained.memory
