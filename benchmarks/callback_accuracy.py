@@ -5,8 +5,8 @@ tensors in the step with the longest batch, and is tried on many kinds of small 
 sum of the timed steps; a model of milliseconds would only time the interpreter, so `--time` takes
 models of 10 to 25 million parameters and mixed lengths. The callback records 8 of those runs, drawn
 with a seed (`record=True`), the predictors are fitted to them, and the others are predicted before
-their first step. `--records FILE` fits to profiles instead, those of `time_accuracy.py` for one, and
-predicts every run. Times say something on a quiet machine only.
+their first step. `--records FILE` fits to profiles instead, such as those of `time_accuracy.py`,
+and predicts every run. Times say something on a quiet machine only.
 
     python benchmarks/callback_accuracy.py
     taskset -c 0 env OMP_NUM_THREADS=1 python benchmarks/callback_accuracy.py --time
