@@ -367,9 +367,10 @@ def time_rows(title: str) -> list[TimeSample]:
     return samples_of(chosen, phase, group)
 
 
-def held_out(title: str) -> list[HeldOut]:
+@cache
+def held_out(title: str) -> tuple[HeldOut, ...]:
     """The rows of one table of `HELD_OUT`."""
-    return list(leave_one_out(time_rows(title), HELD_OUT[title][2]))
+    return tuple(leave_one_out(time_rows(title), HELD_OUT[title][2]))
 
 
 # --- tables -------------------------------------------------------------------------------------

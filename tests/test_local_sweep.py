@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import run_on_fake_gpus
+import sweep_config
 from fake_profiler import FakeProfiler
 
 from whichlora import workflow
@@ -69,26 +70,12 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
-    rows = [{"text": "x" * (10 + index % 60)} for index in range(200)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values: dict[str, Any] = {
-        "models": "EleutherAI/pythia-160m",
-        "stage1_profile": {"batch_size": 1, "prefill_length": 16, "tokens_to_generate": 8},
-        "stage2_profile": {"batch_size": [1, 2, 4]},
-        "methods": "lora",
-        "ranks": 8,
-        "dataset": {"path": "data.jsonl", "text_column": "text"},
-        "sequence_length": 64,
-        "weights": "random",
-        "profile": "all",
-        "num_batches": 3,
+    settings: dict[str, Any] = {
         "output_dir": str(folder / "out"),
         "calibration_dir": str(folder / "calibration"),
         "slurm": {"command": run_on_fake_gpus.COMMAND},
     }
-    path = folder / "config.yaml"
-    path.write_text(json.dumps(values | changes))  # JSON is YAML
-    return path
+    return sweep_config.write_config(folder, **(settings | changes))
 
 
 def plan(path: Path, engine: LocalEngine | SkyPilotEngine, *, name: str = "local") -> Sweep:

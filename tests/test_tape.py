@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from written_layers import points_of_layer
 
-from whichlora.architecture import Layer
 from whichlora.memory import facts
 from whichlora.memory.activations import kept_mask_bytes
-from whichlora.memory.layer_code import LayerPoints, layer_points
+from whichlora.memory.layer_code import LayerPoints
 from whichlora.memory.ledger import trained_params
 from whichlora.memory.outside import masked_head_saved
 from whichlora.memory.tape import (
@@ -21,7 +21,7 @@ from whichlora.memory.tape import (
     per_token,
     where_many_rows,
 )
-from whichlora.prediction import Job, ledger, resolve
+from whichlora.prediction import ledger, resolve
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.models import find_model
 
@@ -34,21 +34,6 @@ GPU = GpuSpec(
     peak_flops_per_s={"bf16": 1e14, "fp32": 1e13},
 )
 SIZES = {"tokens": 2048, "span": 2048, "r": 16}
-
-
-def points_of(layer: Layer, job: Job, *, masked: bool = False) -> LayerPoints:
-    return layer_points(
-        layer,
-        job.model.hidden_size,
-        job.targets,
-        job.stack,
-        job.method,
-        masked=masked,
-        accumulated=False,
-        reentrant=False,
-        checkpointed=False,
-        stream=job.stack.stream_bytes,
-    )
 
 
 def bytes_of(form: tuple[int, ...]) -> int:
@@ -145,7 +130,7 @@ def test_a_llama_layer_under_autocast_keeps_and_needs_the_closed_form() -> None:
     assert spec is not None
     job = resolve(spec, RunConfig(model=spec.name), GPU)
     layer = spec.groups[0].layer
-    points = points_of(layer, job)
+    points = points_of_layer(layer, job)
     # 217,448 bytes per token, and the 16-bit copies of the adapters
     assert layer.mlp is not None
     copies = 2 * sum(one.in_features + one.out_features for one in layer.linears) * 16
@@ -173,7 +158,7 @@ def test_dora_with_dropout_keeps_a_weight_that_is_no_parameter(
     spec = find_model("TinyLlama/TinyLlama-1.1B-Chat-v1.0")
     assert spec is not None
     run = RunConfig(model=spec.name, method="dora", target_modules=("q_proj",), **settings)  # type: ignore[arg-type]
-    kept = points_of(spec.groups[0].layer, resolve(spec, run, GPU)).kept
+    kept = points_of_layer(spec.groups[0].layer, resolve(spec, run, GPU)).kept
     dense = [one.form for one in kept if one.form[2] >= spec.hidden_size**2]
     assert dense == [constant(spec.hidden_size**2 * dense_bytes)] * bool(dense_bytes)
 
@@ -193,7 +178,7 @@ def test_experts_in_a_loop_keep_the_same_and_need_less_at_once() -> None:
         layer = job.model.groups[0].layer
         assert layer.moe is not None
         assert layer.moe.one_by_one == (transformers == "4.44.2")
-        points = points_of(layer, job)
+        points = points_of_layer(layer, job)
         saved = evaluate(points.saved, **SIZES)
         found[transformers] = saved, most(points.backward, **SIZES) - saved
     (looped, one), (grouped, all_at_once) = found.values()
@@ -208,7 +193,7 @@ def seq2seq_points(name: str, **settings: object) -> tuple[LayerPoints, LayerPoi
     run = RunConfig(model=spec.name, precision="bf16-pure", **settings)  # type: ignore[arg-type]
     job = resolve(spec, run, GPU)
     encoder, decoder = spec.groups[0].layer, spec.groups[-1].layer
-    return points_of(encoder, job, masked=True), points_of(decoder, job, masked=True)
+    return points_of_layer(encoder, job, masked=True), points_of_layer(decoder, job, masked=True)
 
 
 def test_padding_masks_the_encoder_and_what_reads_it_but_not_the_decoder_itself() -> None:
@@ -279,7 +264,7 @@ def test_deberta_keeps_its_projected_positions_once_per_sequence() -> None:
     spec = find_model("microsoft/deberta-v3-base")
     assert spec is not None
     job = resolve(spec, RunConfig(model=spec.name, precision="bf16-pure"), GPU)
-    kept = points_of(spec.groups[0].layer, job).kept
+    kept = points_of_layer(spec.groups[0].layer, job).kept
     for sequences, span in ((1, 64), (4, 64), (4, 128)):
         repeated = sum(
             evaluate(one.form, tokens=sequences * span, span=span, r=8)

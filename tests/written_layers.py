@@ -1,7 +1,8 @@
-"""The worst points of one layer of a model in the database, without checkpointing."""
+"""The worst points of one layer, without checkpointing."""
 
+from whichlora.architecture import Layer
 from whichlora.memory.layer_code import LayerPoints, layer_points
-from whichlora.prediction import resolve
+from whichlora.prediction import Job, resolve
 from whichlora.specs import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model
@@ -12,13 +13,18 @@ def points_of(run: RunConfig, *, group: int) -> LayerPoints:
     model = find_model(run.model)
     assert model is not None
     job = resolve(model, run, find_gpu("h100-sxm-80gb"))
+    return points_of_layer(job.model.groups[group].layer, job)
+
+
+def points_of_layer(layer: Layer, job: Job, *, masked: bool = False) -> LayerPoints:
+    """Points of `layer` as `job` runs it."""
     return layer_points(
-        job.model.groups[group].layer,
+        layer,
         job.model.hidden_size,
         job.targets,
         job.stack,
         job.method,
-        masked=False,
+        masked=masked,
         accumulated=False,
         reentrant=False,
         checkpointed=False,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whichlora.libraries import Libraries
-from whichlora.specs import BNB_QUANTS, FP32_PRECISIONS, CacheFormat, RunConfig
+from whichlora.specs import AUTOCAST_PRECISIONS, BNB_QUANTS, FP32_PRECISIONS, CacheFormat, RunConfig
 
 # Bits per weight that each storage format needs beside its codes are in `memory.weights`.
 Mode = Literal["P", "A", "C", "Q", "F"]
@@ -89,7 +89,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     precision = run.precision
     half = 4 if precision in FP32_PRECISIONS else 2
     prepared = run.phase == "finetune" and bool(run.prepare_kbit) and quant in BNB_QUANTS
-    autocast = run.phase == "finetune" and precision in ("bf16", "fp16")
+    autocast = run.phase == "finetune" and precision in AUTOCAST_PRECISIONS
     narrow = run.narrows_adapters
 
     # AMP with fp16 needs fp32 master weights; the Trainer refuses to unscale fp16 gradients.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import sweep_config
 from cluster import Cluster
 
 HERE = Path(__file__).parent
@@ -57,34 +58,20 @@ class Bench:
         """A config whose nodes answer from the formulas, but for the tasks in `mischief`."""
         nodes = self.folder / "nodes.json"
         nodes.write_text(json.dumps({"boards": BOARDS, "mischief": mischief or {}}))
-        rows = [{"text": "x" * (10 + index % 60)} for index in range(200)]
-        (self.folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         environment = {"WHICHLORA_TEST_NODES": str(nodes), "PYTHONPATH": str(ROOT)}
-        values: dict[str, Any] = {
-            "models": "EleutherAI/pythia-160m",
-            "stage1_profile": {"batch_size": 1, "prefill_length": 16, "tokens_to_generate": 8},
-            "stage2_profile": {"batch_size": [1, 2, 4]},
-            "methods": "lora",
-            "ranks": 8,
-            "dataset": {"path": "data.jsonl", "text_column": "text"},
-            "sequence_length": 64,
-            "weights": "random",
-            "profile": "all",
-            "num_batches": 3,
+        section = {
+            "command": NODE_COMMAND,
+            "cpus_per_task": 1,
+            "memory": "1200MiB",
+            "environment": environment,
+            **slurm,
+        }
+        settings: dict[str, Any] = {
             "output_dir": "out",
             "calibration_dir": "calibration",
-            "slurm": {
-                "command": NODE_COMMAND,
-                "cpus_per_task": 1,
-                "memory": "1200MiB",
-                "environment": environment,
-                **slurm,
-            },
+            "slurm": {key: value for key, value in section.items() if value},
         }
-        values["slurm"] = {key: value for key, value in values["slurm"].items() if value}
-        path = self.folder / "config.yaml"
-        path.write_text(json.dumps(values | self.settings))  # JSON is YAML
-        return path
+        return sweep_config.write_config(self.folder, **(settings | self.settings))
 
     def write_example(self) -> Path:
         """examples/slurm.yaml as it is shipped, but for what its nodes run."""

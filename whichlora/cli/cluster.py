@@ -12,6 +12,9 @@ import click
 from whichlora.cli.faults import EXIT_NOTHING_FITS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from whichlora.report import SweepProgress
     from whichlora.sweep.merging import Recommendation
 
 _RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
@@ -99,12 +102,9 @@ def resume(run_dir: Path, as_json: bool) -> None:
     Example:
       whichlora slurm resume runs/slurm
     """
-    from whichlora import report
     from whichlora.sweep import following
 
-    with report.SweepProgress(quiet=as_json) as progress:
-        found = following.resume(run_dir, progress)
-    _show(found, as_json=as_json)
+    _conclude(following.resume, run_dir, as_json=as_json)
 
 
 @slurm.command()
@@ -117,11 +117,18 @@ def merge(run_dir: Path, as_json: bool) -> None:
     Example:
       whichlora slurm merge runs/slurm
     """
-    from whichlora import report
     from whichlora.sweep import following
 
+    _conclude(following.join, run_dir, as_json=as_json)
+
+
+def _conclude(
+    act: Callable[[Path, SweepProgress], Recommendation], run_dir: Path, *, as_json: bool
+) -> None:
+    from whichlora import report
+
     with report.SweepProgress(quiet=as_json) as progress:
-        found = following.join(run_dir, progress)
+        found = act(run_dir, progress)
     _show(found, as_json=as_json)
 
 

@@ -56,7 +56,7 @@ def expected_remainder(size: Count) -> Count:
     """
     in_shared = (size > SMALL_BYTES) & (size < MIN_OWN_SEGMENT_BYTES)
     shared = size * (SMALL_BYTES // 2) // LARGE_SEGMENT_BYTES
-    rest = -size % SEGMENT_ROUNDING_BYTES
+    rest = round_up(size, SEGMENT_ROUNDING_BYTES) - size
     own = rest * (rest <= SMALL_BYTES)
     return in_shared * shared + (size >= MIN_OWN_SEGMENT_BYTES) * own
 
