@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from whichlora import families, prediction
+from whichlora import families, prediction, resolution
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import prior_calibration
 from whichlora.errors import ConfigError
@@ -176,7 +176,7 @@ def _peaks(run: RunConfig) -> dict[str, Any]:
 
     if run.attn == "flash_attention_2" and run.padding == "padded":
         raise ConfigError("flash-attention 2 of a padded batch is not traced")
-    job = prediction.resolve(model_of(run.model), run, GPU)
+    job = resolution.resolve(model_of(run.model), run, GPU)
     alike = len({layer for layer, _ in job.model.layers()}) == 1
     events, note = whole_trace(
         job.run,
@@ -223,7 +223,7 @@ def predicted(run: RunConfig) -> dict[str, Any]:
     Raises:
         WhichLoraError: settings that exclude each other.
     """
-    job = prediction.resolve(model_of(run.model), run, replace(GPU, memory_bytes=ENDLESS))
+    job = resolution.resolve(model_of(run.model), run, replace(GPU, memory_bytes=ENDLESS))
     found = prediction.ledger(job)
     memory, _ = prediction.predict_memory(job, prior_calibration(GPU))
     peaks: dict[str, int] = {}

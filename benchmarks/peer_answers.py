@@ -21,7 +21,8 @@ from published_accuracy import gpu_of, predicted_bytes
 from published_rows import Observation, Quantity
 
 from whichlora.calibration import prior_calibration
-from whichlora.prediction import predict_memory, resolve
+from whichlora.prediction import predict_memory
+from whichlora.resolution import resolve
 
 ANSWERS = Path(__file__).with_name("peer_answers.jsonl")
 ADAPTERS = Path(__file__).with_name("peer_adapters.py")

@@ -33,10 +33,10 @@ from whichlora.prediction import (
     forward_features,
     ledger,
     predict_memory,
-    resolve,
     step_features,
 )
 from whichlora.regression import conformal_scale
+from whichlora.resolution import resolve
 from whichlora.results import Measurement
 from whichlora.samples import Sample, time_samples
 from whichlora.specs import GpuSpec

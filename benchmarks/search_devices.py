@@ -24,7 +24,7 @@ from whichlora.outlook import (
     outline_inference,
     outline_training,
 )
-from whichlora.prediction import resolve
+from whichlora.resolution import resolve
 from whichlora.results import Measurement
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.measurements import read_measurements

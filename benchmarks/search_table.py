@@ -23,7 +23,7 @@ from pathlib import Path
 
 from whichlora import api
 from whichlora.device.profile import Profiler
-from whichlora.prediction import Job, resolve
+from whichlora.resolution import Job, resolve
 from whichlora.results import SCHEMA_VERSION
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.jsonfiles import write_object

@@ -11,7 +11,8 @@ from typing import Any
 from whichlora import api
 from whichlora.calibration import prior_calibration
 from whichlora.enough import is_enough
-from whichlora.prediction import predict, predict_step, resolve
+from whichlora.prediction import predict, predict_step
+from whichlora.resolution import resolve
 from whichlora.results import Measurement, Outcome
 from whichlora.specs import RunConfig
 

@@ -21,7 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from whichlora import prediction
+from whichlora import prediction, resolution
 from whichlora.device.build import build_model
 from whichlora.device.finetune import measure_finetune
 from whichlora.device.inference import measure_inference
@@ -170,8 +170,8 @@ def case(family: str, *, config: dict[str, Any] | None = None, **settings: Any) 
     return Case(family, RunConfig(**(defaults | settings)), CONFIGS[family] | (config or {}))
 
 
-def job_of(one: Case) -> prediction.Job:
-    return prediction.resolve(build(one.model_config, name=one.family), one.run, CPU)
+def job_of(one: Case) -> resolution.Job:
+    return resolution.resolve(build(one.model_config, name=one.family), one.run, CPU)
 
 
 def predicted_peak(one: Case) -> int:

@@ -15,7 +15,8 @@ from whichlora.block import predict_block
 from whichlora.calibration import Calibration, prior_calibration
 from whichlora.errors import ConfigError
 from whichlora.memory.ledger import PARTS
-from whichlora.prediction import predict, resolve
+from whichlora.prediction import predict
+from whichlora.resolution import resolve
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.timing import FEATURES
 

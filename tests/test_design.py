@@ -14,7 +14,8 @@ import pytest
 from whichlora import api
 from whichlora.design import Option, Sight, choose
 from whichlora.fitting import fit_time
-from whichlora.prediction import resolve, step_features
+from whichlora.prediction import step_features
+from whichlora.resolution import resolve
 from whichlora.samples import Sample
 from whichlora.specs import RunConfig
 from whichlora.timing import FEATURES, TimeModel, prior, prior_model, seconds

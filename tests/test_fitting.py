@@ -16,8 +16,9 @@ from whichlora.errors import ConfigError
 from whichlora.fitting import digest, fit, fit_memory, fit_time
 from whichlora.memory.ledger import PARTS
 from whichlora.numeric import TWO_SIDED_Z
-from whichlora.prediction import predict, predict_memory, predict_step, resolve, step_features
+from whichlora.prediction import predict, predict_memory, predict_step, step_features
 from whichlora.regression import conformal_scale
+from whichlora.resolution import resolve
 from whichlora.results import Measurement
 from whichlora.samples import Sample, folds
 from whichlora.specs import RunConfig

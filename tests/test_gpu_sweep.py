@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from whichlora.calibration import prior_calibration
-from whichlora.prediction import ledger, predict, resolve
+from whichlora.prediction import ledger, predict
+from whichlora.resolution import resolve
 from whichlora.results import Measurement
 from whichlora.specs import RunConfig
 from whichlora.store.gpus import find_gpu

@@ -12,7 +12,8 @@ from whichlora.errors import ConfigError
 from whichlora.memory import allocator, facts
 from whichlora.memory.activations import fused_qkv
 from whichlora.memory.ledger import Ledger
-from whichlora.prediction import ledger, resolve
+from whichlora.prediction import ledger
+from whichlora.resolution import resolve
 from whichlora.space import blocks
 from whichlora.specs import RunConfig
 from whichlora.units import MiB

@@ -5,7 +5,8 @@ import pytest
 from whichlora import api
 from whichlora.errors import ConfigError
 from whichlora.libraries import Libraries
-from whichlora.prediction import ledger, resolve
+from whichlora.prediction import ledger
+from whichlora.resolution import resolve
 from whichlora.specs import RunConfig
 
 A100 = api.find_gpu("a100-sxm-80gb")

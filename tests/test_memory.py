@@ -23,7 +23,9 @@ from whichlora.memory.entries import Kind
 from whichlora.memory.generation import inference_ledger
 from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
 from whichlora.memory.trained import Trained, trained_tensors
-from whichlora.prediction import Job, ledger, notes, part_bytes, resolve
+from whichlora.notes import notes_on
+from whichlora.prediction import ledger, part_bytes
+from whichlora.resolution import Job, resolve
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.stack import Stack
 from whichlora.store.models import find_model
@@ -432,8 +434,8 @@ def test_rslora_and_loraplus_take_what_lora_takes_and_say_so(settings: dict[str,
     run = RunConfig(model=LLAMA_3_8B)
     plain, other = job(run), job(replace(run, **settings))
     assert ledger(other) == ledger(plain)
-    assert any("the bytes and the time of plain LoRA" in note for note in notes(other))
-    assert not any("plain LoRA" in note for note in notes(plain))
+    assert any("the bytes and the time of plain LoRA" in note for note in notes_on(other))
+    assert not any("plain LoRA" in note for note in notes_on(plain))
 
 
 def test_expandable_segments_are_of_cuda() -> None:

@@ -25,8 +25,9 @@ from whichlora.outlook import (
 )
 from whichlora.plan import Budget, Objective, Prefer
 from whichlora.policy import Contest, Decision, Known, Spent, decide, stop, tiers
-from whichlora.prediction import predict, resolve
+from whichlora.prediction import predict
 from whichlora.pursuit import Pursuit
+from whichlora.resolution import resolve
 from whichlora.specs import RunConfig
 from whichlora.timing import FEATURES
 

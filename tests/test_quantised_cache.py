@@ -17,7 +17,8 @@ from whichlora.errors import ConfigError
 from whichlora.families import build
 from whichlora.memory import facts, kv_cache
 from whichlora.memory.generation import inference_ledger
-from whichlora.prediction import Job, ledger, resolve
+from whichlora.prediction import ledger
+from whichlora.resolution import Job, resolve
 from whichlora.specs import CacheBackend, GpuSpec, RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model

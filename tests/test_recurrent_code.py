@@ -9,7 +9,7 @@ from whichlora.memory.kv_cache import cache_bytes
 from whichlora.memory.layer_code import LayerPoints
 from whichlora.memory.ledger import trained_params
 from whichlora.memory.tape import evaluate
-from whichlora.prediction import resolve
+from whichlora.resolution import resolve
 from whichlora.specs import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model

@@ -21,7 +21,8 @@ from whichlora.memory.tape import (
     per_token,
     where_many_rows,
 )
-from whichlora.prediction import ledger, resolve
+from whichlora.prediction import ledger
+from whichlora.resolution import resolve
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.models import find_model
 

@@ -9,13 +9,8 @@ from hypothesis import strategies as st
 
 from whichlora import api, timing
 from whichlora.calibration import TIME_PHASES, prior_calibration
-from whichlora.prediction import (
-    forward_features,
-    predict,
-    predict_step,
-    resolve,
-    step_features,
-)
+from whichlora.prediction import forward_features, predict, predict_step, step_features
+from whichlora.resolution import resolve
 from whichlora.specs import RunConfig
 from whichlora.timing import DEVICE_FEATURES, FEATURES
 from whichlora.work import Work

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from whichlora import api, families, prediction
+from whichlora import api, families, prediction, resolution
 from whichlora.device.trace import trace
 from whichlora.device.tracer import trace_peaks
 from whichlora.errors import ConfigError
@@ -143,7 +143,7 @@ def test_four_layers_stretched_agree_with_all_layers(settings: dict[str, Any]) -
 )
 def test_the_ledger_agrees_with_the_trace(settings: dict[str, Any]) -> None:
     config = config_of("TinyLlama/TinyLlama-1.1B-Chat-v1.0")
-    job = prediction.resolve(
+    job = resolution.resolve(
         families.build(config, name="x"), RunConfig(model="x", **settings), GPU
     )
     found = prediction.ledger(job)
@@ -200,7 +200,7 @@ def test_gemma_4_agrees_with_the_trace(fields: dict[str, Any], settings: dict[st
     config = GEMMA_4 | fields
     # in expandable segments every block is as large as its tensor
     run = RunConfig(model="x", batch_size=4, seq_len=512, expandable_segments=True, **settings)
-    job = prediction.resolve(families.build(config, name="x"), run, GPU)
+    job = resolution.resolve(families.build(config, name="x"), run, GPU)
     found = prediction.ledger(job)
     events = trace(job.run, config, target_modules="all-linear")
     traced = replay((one.event for one in events), expandable_segments=True).peak_allocated_bytes
@@ -243,7 +243,7 @@ def test_a_quantised_cache_is_traced_as_the_ledger_has_it(shape: tuple[int, int,
         max_new_tokens=max_new_tokens,
     )
     events = with_warm_up(trace(run, TINY, target_modules="all-linear"))
-    found = prediction.ledger(prediction.resolve(families.build(TINY, name="tiny"), run, GPU))
+    found = prediction.ledger(resolution.resolve(families.build(TINY, name="tiny"), run, GPU))
     predicted = found.peak_allocated_bytes - found.workspace_bytes
     traced = replay(one.event for one in events).peak_allocated_bytes
     assert predicted == pytest.approx(traced, rel=0.01)

@@ -14,7 +14,7 @@ from whichlora import api, families, work
 from whichlora.architecture import Linear
 from whichlora.memory.ledger import trained_params
 from whichlora.methods import lora
-from whichlora.prediction import Job, resolve
+from whichlora.resolution import Job, resolve
 from whichlora.specs import RunConfig
 from whichlora.work import Work
 

@@ -2,7 +2,7 @@
 
 from whichlora.architecture import Layer
 from whichlora.memory.layer_code import LayerPoints, layer_points
-from whichlora.prediction import Job, resolve
+from whichlora.resolution import Job, resolve
 from whichlora.specs import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model

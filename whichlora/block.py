@@ -21,10 +21,10 @@ from whichlora.prediction import (
     ALLOCATED_PARTS,
     MEMORY_CONFIDENCE,
     TIME_CONFIDENCE,
-    Job,
     mean_context,
     part_bytes,
 )
+from whichlora.resolution import Job
 from whichlora.timing import FEATURES, TimeModel
 
 if TYPE_CHECKING:

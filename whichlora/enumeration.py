@@ -12,7 +12,7 @@ from whichlora.dataset import Workload
 from whichlora.errors import ConfigError
 from whichlora.methods import get_method
 from whichlora.plan import Plan
-from whichlora.prediction import Job, resolve
+from whichlora.resolution import Job, resolve
 from whichlora.shortlist import Group
 from whichlora.specs import GpuSpec, Padding, RunConfig
 

@@ -18,7 +18,8 @@ from whichlora.itemised import Line, layer_lines, lines_at
 from whichlora.memory import allocator, kv_cache
 from whichlora.methods import get_method
 from whichlora.numeric import round_up
-from whichlora.prediction import ALLOCATED_PARTS, ledger, part_bytes, predict, resolve
+from whichlora.prediction import ALLOCATED_PARTS, ledger, part_bytes, predict
+from whichlora.resolution import resolve
 from whichlora.results import Prediction
 from whichlora.specs import ATTENTION, GpuSpec, KvCache, Quant, RunConfig
 

@@ -28,7 +28,7 @@ from whichlora.calibration import (
 from whichlora.errors import WhichLoraError
 from whichlora.formulas import formulas_digest
 from whichlora.memory.ledger import PARTS
-from whichlora.prediction import TIME_CONFIDENCE, resolve
+from whichlora.prediction import TIME_CONFIDENCE
 from whichlora.regression import (
     conformal_scale,
     covariance_of,
@@ -37,6 +37,7 @@ from whichlora.regression import (
     robust_weights,
     solve,
 )
+from whichlora.resolution import resolve
 from whichlora.results import Measurement
 from whichlora.samples import Sample, Table, folds, memory_samples, time_samples
 from whichlora.specs import GpuSpec

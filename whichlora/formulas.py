@@ -7,14 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 
 from whichlora import families
-from whichlora.prediction import (
-    forward_features,
-    ledger,
-    mean_context,
-    part_bytes,
-    resolve,
-    step_features,
-)
+from whichlora.prediction import forward_features, ledger, mean_context, part_bytes, step_features
+from whichlora.resolution import resolve
 from whichlora.specs import GpuSpec, RunConfig
 
 _DIGITS = 6  # that no compiler's rounding reaches

@@ -10,7 +10,7 @@ from typing import Any
 from whichlora import api
 from whichlora.errors import ConfigError
 from whichlora.exports import DATA_FILE, FORMATS, Export, Recipe
-from whichlora.prediction import resolve
+from whichlora.resolution import resolve
 from whichlora.results import Prediction
 from whichlora.specs import RunConfig
 from whichlora.store.jsonfiles import read_object, write_text

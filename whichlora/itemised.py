@@ -14,7 +14,8 @@ from whichlora.memory import allocator, facts, weights
 from whichlora.memory.entries import Entry, Fact, Group
 from whichlora.memory.layer_bytes import kept_tensors
 from whichlora.memory.ledger import Ledger, trained_params
-from whichlora.prediction import ALLOCATED_PARTS, Job
+from whichlora.prediction import ALLOCATED_PARTS
+from whichlora.resolution import Job
 from whichlora.results import MemoryPrediction
 
 _DTYPES = {1: "bool", 2: "bf16", 4: "fp32", 8: "int64"}

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import Calibration
 from whichlora.errors import ConfigError
-from whichlora.prediction import Job, judge, predict, predict_memory, resolve
+from whichlora.prediction import judge, predict, predict_memory
+from whichlora.resolution import Job, resolve
 from whichlora.results import Prediction, Verdict
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.units import format_bytes

@@ -21,13 +21,13 @@ from whichlora.memory.ledger import PARTS
 from whichlora.numeric import TWO_SIDED_Z
 from whichlora.prediction import (
     ALLOCATED_PARTS,
-    Job,
     forward_features,
     ledger,
     mean_context,
     part_bytes,
     step_features,
 )
+from whichlora.resolution import Job
 from whichlora.results import Measurement
 from whichlora.search import Quantity
 from whichlora.timing import FEATURES, TimeModel

@@ -4,131 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from whichlora import timing, work
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import Calibration, MemoryModel
-from whichlora.errors import ConfigError
-from whichlora.families.experts import with_expert_modules
 from whichlora.memory import allocator
 from whichlora.memory.generation import inference_ledger
 from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
-from whichlora.memory.quantised_cache import check_quantisable
-from whichlora.methods import Method, get_method, with_defaults
+from whichlora.notes import notes_on
 from whichlora.numeric import TWO_SIDED_Z, Count, largest
+from whichlora.resolution import Job, resolve
 from whichlora.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak, Verdict
-from whichlora.specs import ALL_LINEAR, BNB_QUANTS, FP32_PRECISIONS, GpuSpec, RunConfig
-from whichlora.stack import Stack, resolve_stack
-from whichlora.targets import all_linears, check_saved_modules, resolve_targets
+from whichlora.specs import GpuSpec, RunConfig
 
 MEMORY_CONFIDENCE = 0.95
 TIME_CONFIDENCE = 0.90
-FLASH_CAPABILITY = 8.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A run with every default resolved against its model, method and device."""
-
-    model: ModelSpec
-    run: RunConfig
-    gpu: GpuSpec
-    method: Method
-    stack: Stack
-    targets: tuple[str, ...]
-
-    @property
-    def peft_targets(self) -> str | tuple[str, ...]:
-        """What PEFT is told: its own word for all linears, which also finds experts, or names."""
-        return ALL_LINEAR if self.run.target_modules == (ALL_LINEAR,) else self.targets
-
-    @property
-    def dtype(self) -> str:
-        """Dtype of the matrix products, as the datasheet names it."""
-        return self.run.precision[:4]
-
-
-def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
-    """Fill in what the method, the model and the device decide.
-
-    Raises:
-        ConfigError: settings that exclude each other.
-    """
-    method = get_method(run.method)
-    run = with_defaults(run)
-    quant = run.quant
-    if run.phase == "finetune" and method.trains_base and quant != "none":
-        raise ConfigError(
-            f"quant: {quant!r} weights cannot be trained; use method qlora or qdora, "
-            "or quant none for full fine-tuning"
-        )
-    if method.trains_base:  # it trains every module
-        run = replace(run, modules_to_save=(), bias="none")
-    if run.use_reentrant is None:
-        run = replace(run, use_reentrant=run.versions.checkpoints_reentrant)
-    if run.versions.experts_are_modules:
-        model = with_expert_modules(model)
-    if run.attn == "flash_attention_2":
-        capability = float(gpu.compute_capability or 0) if gpu.kind == "cuda" else 0.0
-        if gpu.kind in ("cpu", "cuda") and capability < FLASH_CAPABILITY:
-            raise ConfigError(
-                f"attn: flash_attention_2 does not run on {gpu.key} (it needs compute capability "
-                "8.0 or newer); use sdpa"
-            )
-        if not all(one.flash for layer, _ in model.layers() for one in layer.attentions):
-            raise ConfigError(
-                f"attn: flash_attention_2 is not in the {model.model_type} of transformers, which "
-                "has sdpa or eager; use sdpa, which takes what there is"
-            )
-        if run.precision in FP32_PRECISIONS:
-            raise ConfigError(
-                f"attn: flash_attention_2 needs 16-bit precision; use sdpa with {run.precision}"
-            )
-    if run.precision == "tf32" and (gpu.kind != "cuda" or "tf32" not in gpu.peak_flops_per_s):
-        raise ConfigError(f"precision: tf32 has no units on {gpu.key}; use fp32 or bf16")
-    if not {run.precision[:4], "fp32"} & set(gpu.peak_flops_per_s):
-        known = ", ".join(gpu.peak_flops_per_s)
-        raise ConfigError(
-            f"precision: {run.precision} has no known rate on {gpu.key}; use one of {known}"
-        )
-    if run.expandable_segments and gpu.kind != "cuda":
-        raise ConfigError(
-            f"expandable_segments: is of the CUDA allocator, {gpu.key} has none; leave it out"
-        )
-    if quant in BNB_QUANTS and gpu.kind not in ("cuda", "cpu", "rocm"):
-        raise ConfigError(f"quant: {quant!r} needs bitsandbytes, which has no {gpu.kind} backend")
-    if run.phase == "inference" and run.cache_format is not None:
-        check_quantisable(model, run.cache_format)
-    targets: tuple[str, ...] = ()
-    if run.phase == "finetune" and not method.trains_base:
-        targets = resolve_targets(model, run.target_modules)
-        check_saved_modules(model, run.modules_to_save)
-    stack = resolve_stack(
-        run,
-        trains_base=run.phase == "finetune" and method.trains_base,
-        device_kind=gpu.kind,
-    )
-    transposed = model.config.get("model_type") == "gpt2"  # Conv1D
-    if method.name == "dora" and transposed and run.lora_dropout and run.has_master_weights:
-        raise ConfigError(
-            "lora_dropout: PEFT's DoRA makes gradients of float32 Conv1D weights under dropout, "
-            f"which is not modelled, got {run.lora_dropout}; use 0, or base_dtype auto"
-        )
-    if run.modules_to_save and run.precision == "fp16" and stack.embedding_bytes == 2:
-        raise ConfigError(
-            "modules_to_save: copies of fp16 modules can't be trained, the gradient scaler refuses "
-            "fp16 gradients; use precision bf16"
-        )
-    if run.bias != "none" and run.phase == "finetune":
-        if run.precision == "fp16" and stack.base_bytes == 2:
-            raise ConfigError(
-                "bias: fp16 biases can't be trained, the gradient scaler refuses fp16 gradients; "
-                "use precision bf16"
-            )
-        if model.task != "causal-lm":
-            raise ConfigError(f"bias: {run.bias} is modelled for decoders only; use none")
-    return Job(model=model, run=run, gpu=gpu, method=method, stack=stack, targets=targets)
 
 
 def ledger(job: Job) -> Ledger:
@@ -450,43 +341,5 @@ def predict(
         verdict=verdict,
         basis=traced_basis
         + calibration.basis(memory_runs=calibration.memory.num_runs, time_runs=time_runs),
-        notes=notes(job),
+        notes=notes_on(job),
     )
-
-
-def notes(job: Job) -> tuple[str, ...]:
-    """What a reader must know about this prediction."""
-    found = list(job.model.notes)
-    run, gpu = job.run, job.gpu
-    limit = job.model.max_position_embeddings
-    length = run.seq_len if run.phase == "finetune" else run.prompt_len + run.max_new_tokens
-    if limit and length > limit:
-        found.append(f"{length} tokens exceed the model's {limit} positions")
-    if job.dtype in ("bf16", "fp16") and job.dtype not in gpu.peak_flops_per_s:
-        found.append(f"{gpu.key} has no {job.dtype} units: time is taken from its fp32 rate")
-    if gpu.unverified:
-        found.append(f"datasheet facts of {gpu.key} not verified: {', '.join(gpu.unverified)}")
-    bare = any(
-        not one.is_module
-        for layer, _ in job.model.layers()
-        if layer.moe is not None
-        for one in layer.moe.expert.linears
-    )
-    if bare and job.stack.quant in BNB_QUANTS:
-        found.append(
-            "experts are 3-D parameters in transformers 5: bitsandbytes leaves them 16-bit"
-        )
-    adapted_experts = any(
-        one.rank_multiple and not one.is_module and one.name in job.targets
-        for one in all_linears(job.model)
-    )
-    if adapted_experts and (run.method in ("dora", "qdora") or run.lora_dropout):
-        found.append(
-            "PEFT 0.21 refuses DoRA and dropout on experts; leave them out with "
-            "target_modules attention"
-        )
-    if run.phase == "finetune" and (run.use_rslora or run.loraplus_lr_ratio != 1):
-        found.append("rsLoRA and LoRA+ take the bytes and the time of plain LoRA")
-    if job.model.task == "seq2seq-lm" and run.phase == "finetune":
-        found.append("encoder and decoder are both taken at seq_len tokens")
-    return tuple(found)

@@ -11,13 +11,13 @@ from whichlora import timing
 from whichlora.memory.ledger import PARTS
 from whichlora.prediction import (
     ALLOCATED_PARTS,
-    Job,
     forward_features,
     ledger,
     mean_context,
     part_bytes,
     step_features,
 )
+from whichlora.resolution import Job
 from whichlora.results import Measurement
 from whichlora.timing import prior_model
 

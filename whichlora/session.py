@@ -37,8 +37,9 @@ from whichlora.outlook import (
 )
 from whichlora.plan import Plan
 from whichlora.policy import Contest, Decision, tiers
-from whichlora.prediction import Job, predict, resolve, step_features
+from whichlora.prediction import predict, step_features
 from whichlora.pursuit import Pursuit
+from whichlora.resolution import Job, resolve
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.search import Candidate, Quantity, dominated, judge
 from whichlora.shortlist import MANY, Wanted, shortlist

@@ -18,7 +18,8 @@ from whichlora.calibration import Calibration
 from whichlora.numeric import TWO_SIDED_Z
 from whichlora.outlook import METHOD_SHARE, MODEL_SHARE, VARIANT_SHARE
 from whichlora.plan import Prefer
-from whichlora.prediction import MEMORY_CONFIDENCE, TIME_CONFIDENCE, Job
+from whichlora.prediction import MEMORY_CONFIDENCE, TIME_CONFIDENCE
+from whichlora.resolution import Job
 from whichlora.specs import RunConfig
 from whichlora.timing import FEATURES, deciding
 

@@ -11,7 +11,7 @@ from whichlora.architecture import ModelSpec
 from whichlora.block import BlockPrediction, axes_of, predict_block
 from whichlora.calibration import Calibration
 from whichlora.errors import ConfigError
-from whichlora.prediction import Job, resolve
+from whichlora.resolution import Job, resolve
 from whichlora.specs import GpuSpec, RunConfig
 
 if TYPE_CHECKING:

@@ -27,12 +27,11 @@ from whichlora.fitting import fit_time  # noqa: E402
 from whichlora.numeric import TWO_SIDED_Z  # noqa: E402
 from whichlora.prediction import (  # noqa: E402
     TIME_CONFIDENCE,
-    Job,
     ledger,
     predict_memory,
-    resolve,
     step_features,
 )
+from whichlora.resolution import Job, resolve  # noqa: E402
 from whichlora.results import Measurement, MemoryPrediction  # noqa: E402
 from whichlora.samples import Sample, time_samples  # noqa: E402
 from whichlora.specs import GpuSpec  # noqa: E402

@@ -15,7 +15,8 @@ from whichlora.architecture import ModelSpec
 from whichlora.calibration import prior_calibration
 from whichlora.errors import ConfigError
 from whichlora.methods import get_method
-from whichlora.prediction import predict, resolve
+from whichlora.prediction import predict
+from whichlora.resolution import resolve
 from whichlora.results import Prediction
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.models import find_model

@@ -30,7 +30,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 from designs import GROUPS, Planned, model_of, planned, predicted  # noqa: E402
 
 from whichlora.device.profile import Profiler  # noqa: E402
-from whichlora.prediction import resolve  # noqa: E402
+from whichlora.resolution import resolve  # noqa: E402
 from whichlora.results import Measurement, Prediction  # noqa: E402
 from whichlora.specs import FOUR_BIT_BNB, GpuSpec  # noqa: E402
 from whichlora.store.gpus import find_gpu  # noqa: E402

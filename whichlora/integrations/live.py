@@ -17,7 +17,7 @@ from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.libraries import Libraries
 from whichlora.memory.ledger import trained_params
-from whichlora.prediction import Job, resolve
+from whichlora.resolution import Job, resolve
 from whichlora.specs import (
     ALL_LINEAR,
     FOUR_BIT_BNB,

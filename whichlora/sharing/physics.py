@@ -9,14 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from whichlora.architecture import ModelSpec
-from whichlora.prediction import (
-    Job,
-    forward_features,
-    ledger,
-    part_bytes,
-    resolve,
-    step_features,
-)
+from whichlora.prediction import forward_features, ledger, part_bytes, step_features
+from whichlora.resolution import Job, resolve
 from whichlora.results import Measurement
 from whichlora.specs import GpuSpec
 from whichlora.units import format_bytes, format_seconds

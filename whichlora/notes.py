@@ -1,0 +1,45 @@
+"""What a reader must know about a prediction beside its numbers."""
+
+from __future__ import annotations
+
+from whichlora.resolution import Job
+from whichlora.specs import BNB_QUANTS
+from whichlora.targets import all_linears
+
+
+def notes_on(job: Job) -> tuple[str, ...]:
+    """The notes on `job`, as sentences without a full stop."""
+    found = list(job.model.notes)
+    run, gpu = job.run, job.gpu
+    limit = job.model.max_position_embeddings
+    length = run.seq_len if run.phase == "finetune" else run.prompt_len + run.max_new_tokens
+    if limit and length > limit:
+        found.append(f"{length} tokens exceed the model's {limit} positions")
+    if job.dtype in ("bf16", "fp16") and job.dtype not in gpu.peak_flops_per_s:
+        found.append(f"{gpu.key} has no {job.dtype} units: time is taken from its fp32 rate")
+    if gpu.unverified:
+        found.append(f"datasheet facts of {gpu.key} not verified: {', '.join(gpu.unverified)}")
+    bare = any(
+        not one.is_module
+        for layer, _ in job.model.layers()
+        if layer.moe is not None
+        for one in layer.moe.expert.linears
+    )
+    if bare and job.stack.quant in BNB_QUANTS:
+        found.append(
+            "experts are 3-D parameters in transformers 5: bitsandbytes leaves them 16-bit"
+        )
+    adapted_experts = any(
+        one.rank_multiple and not one.is_module and one.name in job.targets
+        for one in all_linears(job.model)
+    )
+    if adapted_experts and (run.method in ("dora", "qdora") or run.lora_dropout):
+        found.append(
+            "PEFT 0.21 refuses DoRA and dropout on experts; leave them out with "
+            "target_modules attention"
+        )
+    if run.phase == "finetune" and (run.use_rslora or run.loraplus_lr_ratio != 1):
+        found.append("rsLoRA and LoRA+ take the bytes and the time of plain LoRA")
+    if job.model.task == "seq2seq-lm" and run.phase == "finetune":
+        found.append("encoder and decoder are both taken at seq_len tokens")
+    return tuple(found)
