@@ -17,13 +17,8 @@ import search_table
 from whichlora import api
 from whichlora.calibration import prior_calibration
 from whichlora.errors import ConfigError
-from whichlora.outlook import (
-    Outline,
-    Outlook,
-    closest_counter,
-    outline_inference,
-    outline_training,
-)
+from whichlora.outline import Outline, outline_inference, outline_training
+from whichlora.outlook import Outlook, closest_counter
 from whichlora.resolution import resolve
 from whichlora.results import Measurement
 from whichlora.specs import GpuSpec, RunConfig

@@ -1,8 +1,9 @@
 """How alike the unexplained errors of two runs are: `search_shares.py [--replay N]`.
 
-The shares of `whichlora.outlook` by maximum likelihood. Residuals of the logs of all training times
-around a fit of the whole table are normal with the shared parts as their correlation; shares are
-fitted to every second model by size and tested on the others, by the log-likelihood of a residual.
+The shares of `whichlora.likeness` by maximum likelihood. Residuals of the logs of all training
+times around a fit of the whole table are normal with the shared parts as their correlation; shares
+are fitted to every second model by size and tested on the others, by the log-likelihood of a
+residual.
 Residuals are cut at three times their robust spread: a run that another process slowed down says
 nothing about the formulas. `--replay` searches each half of the models under N sets of limits, with
 the shares that the other half gave and with those in use.
@@ -25,7 +26,7 @@ from search_devices import Table, halves, measured_tables, only
 from search_replay import Limited, Result, find, forget_outlooks, ours, replay
 from search_savings import HEADER, summary
 
-from whichlora import outlook
+from whichlora import likeness
 from whichlora.fitting import fit
 from whichlora.outlook import Outlook
 from whichlora.plan import Budget
@@ -33,10 +34,10 @@ from whichlora.plan import Budget
 REPLAY_SEED = 2  # of limits that no table of docs/search.md shows
 NAMES = ("MODEL_SHARE", "METHOD_SHARE", "VARIANT_SHARE", "ALIKE_PER_DOUBLING")
 NOW = (
-    outlook.MODEL_SHARE,
-    outlook.METHOD_SHARE,
-    outlook.VARIANT_SHARE + outlook.SETTINGS_SHARE,  # the table has one setting of each variant
-    outlook.ALIKE_PER_DOUBLING,
+    likeness.MODEL_SHARE,
+    likeness.METHOD_SHARE,
+    likeness.VARIANT_SHARE + likeness.SETTINGS_SHARE,  # the table has one setting of each variant
+    likeness.ALIKE_PER_DOUBLING,
 )
 
 
@@ -111,11 +112,11 @@ def fitted(found: Sequence[Residuals]) -> tuple[float, ...]:
 
 def replayed(name: str, tables: Sequence[Table], shares: Sequence[float], num_sets: int) -> str:
     """A row: searches over `tables` in the light of other shares."""
-    before = {each: getattr(outlook, each) for each in (*NAMES, "SETTINGS_SHARE")}
+    before = {each: getattr(likeness, each) for each in (*NAMES, "SETTINGS_SHARE")}
     try:
         for each, value in zip(NAMES, shares, strict=True):
-            setattr(outlook, each, value)
-        outlook.SETTINGS_SHARE = 0.0  # the table has one setting of each variant
+            setattr(likeness, each, value)
+        likeness.SETTINGS_SHARE = 0.0  # the table has one setting of each variant
         forget_outlooks()
         found = [
             one
@@ -124,7 +125,7 @@ def replayed(name: str, tables: Sequence[Table], shares: Sequence[float], num_se
         ]
     finally:
         for each, value in before.items():
-            setattr(outlook, each, value)
+            setattr(likeness, each, value)
         forget_outlooks()
     return summary(name, found)
 

@@ -13,16 +13,10 @@ import pytest
 from strategies import CPU
 
 from whichlora import api
+from whichlora.belief import REPEATABILITY, Belief, Coefficients, conditioned
 from whichlora.calibration import prior_calibration
-from whichlora.outlook import (
-    REPEATABILITY,
-    Belief,
-    Outlook,
-    _Coefficients,
-    _conditioned,
-    outline_inference,
-    outline_training,
-)
+from whichlora.outline import outline_inference, outline_training
+from whichlora.outlook import Outlook
 from whichlora.plan import Budget, Objective, Prefer
 from whichlora.policy import Contest, Decision, Known, Spent, decide, stop, tiers
 from whichlora.prediction import predict
@@ -105,12 +99,12 @@ def test_a_measurement_narrows_coefficients_and_own_errors_as_one_normal_distrib
     repeats = REPEATABILITY**2 * np.eye(2)
     inner = own[np.ix_(seen, seen)] + repeats
     errors = np.linalg.cholesky(inner) @ [1.0, 1.0]  # as large as was expected
-    found = _conditioned(
+    found = conditioned(
         np.zeros(5),
         work,
         noise,
         alike,
-        _Coefficients(np.ones(3), root),
+        Coefficients(np.ones(3), root),
         dict(zip(seen, errors.tolist(), strict=True)),
         joint=True,
     )

@@ -1,35 +1,23 @@
-"""What is believed of all candidates at once, and how their errors hang together.
-
-Two candidates that do the same work are wrong in the same way: the coefficients that predict them
-are the same, and what the formulas leave out is alike where the model, the method or the batch is.
-So a belief is not an interval per candidate but one distribution over all of them, from which
-whole worlds are drawn.
-"""
+"""The candidates of both stages as arrays, and what is believed of their time and their memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Self
 
 from whichlora import timing
+from whichlora.belief import Belief, Coefficients, conditioned, square_root
 from whichlora.calibration import TIME_PHASES, Calibration, MemoryModel
+from whichlora.likeness import correlation_of
 from whichlora.memory import allocator
 from whichlora.memory.ledger import PARTS
-from whichlora.numeric import TWO_SIDED_Z
-from whichlora.prediction import (
-    ALLOCATED_PARTS,
-    forward_features,
-    ledger,
-    mean_context,
-    part_bytes,
-    step_features,
-)
+from whichlora.outline import Outline, Pass, num_tokens
+from whichlora.prediction import ALLOCATED_PARTS, step_features
 from whichlora.resolution import Job
 from whichlora.results import Measurement
-from whichlora.search import Quantity
 from whichlora.timing import FEATURES, TimeModel
 
 if TYPE_CHECKING:
@@ -38,146 +26,8 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-# How alike the unexplained errors of two runs are: the share of their variance that runs of one
-# model have in common, of one method, of both, and where every other setting is the same, too; the
-# last two fall with every doubling of the batch. Kind: fitted, `benchmarks/search_shares.py`, which
-# cannot tell the last two apart; what a doubling of the rank takes away is an estimate.
-MODEL_SHARE, METHOD_SHARE, VARIANT_SHARE, SETTINGS_SHARE = 0.27, 0.02, 0.52, 0.17
-ALIKE_PER_DOUBLING, ALIKE_PER_RANK_DOUBLING = 0.43, 0.9
-EXPECTED_RUNS = 2.0  # measured runs that the expected size of those errors counts for
-LARGEST_GAIN = 0.95  # a coefficient may turn out to be so much less than guessed
-REPEATABILITY = 0.02  # deviation of the log of a profile that is repeated
-UNTIMED = 2  # steps of a profile beside the timed ones: warm-up, and the one that counts bytes
 # Device seconds of a profile before its first step: building, and what the weights' bytes add.
 BUILD_S, LOAD_BYTES_PER_S = 1.0, 1e9
-
-Pass: TypeAlias = tuple[str, float, tuple[float, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """One candidate as the predictors see it, whatever the calibration.
-
-    Args:
-        moments: bytes by part at each moment that can be the peak.
-        passes: phase, how many of them, and the features of one; they add up to the time that
-            is judged: of the whole fine-tuning, or of one generated token.
-        trial: the same for one profile, which costs that time.
-    """
-
-    job: Job
-    moments: tuple[tuple[float, ...], ...]
-    passes: tuple[Pass, ...]
-    trial: tuple[Pass, ...]
-
-
-def outline_training(job: Job, steps: Mapping[int, float], *, num_batches: int) -> Outline:
-    """A fine-tuning.
-
-    Args:
-        steps: number of optimizer steps by padded length.
-        num_batches: timed in a profile.
-    """
-    passes = tuple(
-        ("finetune", count, _row(step_features(job, seq_len=length)))
-        for length, count in steps.items()
-    )
-    longest = _row(step_features(job))
-    trial = ("finetune", float(num_batches + UNTIMED), longest)
-    return Outline(job, _moments(job), passes, (trial,))
-
-
-def outline_inference(job: Job, *, num_runs: int) -> Outline:
-    """A generation.
-
-    Args:
-        num_runs: generations timed in a profile.
-    """
-    run = job.run
-    prefill = _row(forward_features(job, context=run.prompt_len, decoding=False))
-    whole: tuple[Pass, ...] = (("prefill", 1.0, prefill),)
-    if job.model.task != "encoder":
-        context = mean_context(run.prompt_len, run.max_new_tokens)
-        decode = _row(forward_features(job, context=context, decoding=True))
-        whole = (*whole, ("decode", float(run.max_new_tokens - 1), decode))
-    return Outline(
-        job,
-        _moments(job),
-        _times(whole, 1.0 / num_tokens(job)),
-        _times(whole, float(num_runs + UNTIMED)),
-    )
-
-
-def num_tokens(job: Job) -> int:
-    """What the time per token of an inference is over: generated tokens; an encoder's input."""
-    run = job.run
-    encoder = job.model.task == "encoder"
-    return run.batch_size * (run.prompt_len if encoder else run.max_new_tokens)
-
-
-def _times(passes: tuple[Pass, ...], factor: float) -> tuple[Pass, ...]:
-    return tuple((phase, factor * number, features) for phase, number, features in passes)
-
-
-def _row(features: Mapping[str, float]) -> tuple[float, ...]:
-    return tuple(float(features[name]) for name in FEATURES)
-
-
-def _moments(job: Job) -> tuple[tuple[float, ...], ...]:
-    found = ledger(job)
-    by_moment = (part_bytes(job, found, moment) for moment in found.moments)
-    return tuple(tuple(float(parts[name]) for name in PARTS) for parts in by_moment)
-
-
-@dataclass(frozen=True, slots=True)
-class Belief:
-    """One quantity of all candidates: log-normal, with shared and own errors.
-
-    Args:
-        log_value: log of the best guess, shape [num_candidates].
-        work: what a unit more of each coefficient adds to it, as a fraction of it, shape
-            [num_candidates, num_coefficients]; zero of what was measured, and less of what is
-            like it.
-        own: covariance of what the coefficients do not explain, shape [n, n].
-        coefficients: the best guess of each.
-        root: a square root of their covariance.
-    """
-
-    log_value: Array
-    work: Array
-    own: Array
-    coefficients: Array
-    root: Array
-
-    @property
-    def shared(self) -> Array:
-        """Effect of each independent error of the coefficients, shape [num_candidates, n]."""
-        return self.work @ self.root
-
-    def quantity(self, position: int) -> Quantity:
-        """What is believed of one candidate."""
-        variance = float((self.shared[position] ** 2).sum() + self.own[position, position])
-        value = math.exp(self.log_value[position])
-        confidence = 0.95
-        reach = math.exp(TWO_SIDED_Z[confidence] * math.sqrt(max(0.0, variance)))
-        return Quantity(
-            value=value,
-            low=value / reach,
-            high=value * reach,
-            measured=reach == 1.0,
-            confidence=confidence,
-        )
-
-    def draw(self, num_worlds: int, rng: np.random.Generator) -> Array:
-        """Values in `num_worlds` worlds, shape [num_worlds, num_candidates]."""
-        import numpy as np
-
-        errors = rng.standard_normal((num_worlds, self.root.shape[1])) @ self.root.T
-        # more work never takes less: no coefficient is negative, however little is known of it
-        errors = np.maximum(errors, -LARGEST_GAIN * self.coefficients)
-        own = rng.standard_normal((num_worlds, len(self.log_value))) @ _root(self.own).T
-        factor = np.maximum(1 - LARGEST_GAIN, 1 + errors @ self.work.T)
-        return np.asarray(np.exp(self.log_value + own) * factor)
 
 
 class Outlook:
@@ -195,7 +45,7 @@ class Outlook:
             self._moments[i, : len(one.moments)] = one.moments
         self._passes = _Passes.of([one.passes for one in outlines])
         self._trials = _Passes.of([one.trial for one in outlines])
-        self._alike = _alike(self.jobs)
+        self._alike = correlation_of(self.jobs)
         weights = PARTS.index("weights")
         self._build_s = BUILD_S + self._moments[:, 0, weights] / LOAD_BYTES_PER_S
 
@@ -222,9 +72,11 @@ class Outlook:
         total = sum(seconds, np.zeros(len(self.jobs)))
         models = [calibration.time[phase] for phase in by_phase]
         spread = [(before or calibration).time[phase] for phase in by_phase]
-        coefficients = _Coefficients(
+        coefficients = Coefficients(
             np.hstack([[model.mean[name] for name in FEATURES] for model in models]),
-            _blocks([model.interval_scale * _root(np.array(model.covariance)) for model in spread]),
+            _blocks(
+                [model.interval_scale * square_root(np.array(model.covariance)) for model in spread]
+            ),
         )
         work = np.hstack(list(by_phase.values())) / total[:, None]
         # one run's errors in both of its phases come from one host and one device: they add up
@@ -235,7 +87,7 @@ class Outlook:
             ),
             np.zeros(len(self.jobs)),
         )
-        return _conditioned(
+        return conditioned(
             np.log(total), work, noise / total, self._alike, coefficients, errors or {}, joint=True
         )
 
@@ -292,11 +144,11 @@ class Outlook:
 
         model = calibration.memory
         parts, used = _at_peak(self._moments, self.jobs, model)
-        coefficients = _Coefficients(
-            np.array([model.mean[name] for name in PARTS]), _root(np.array(model.covariance))
+        coefficients = Coefficients(
+            np.array([model.mean[name] for name in PARTS]), square_root(np.array(model.covariance))
         )
         noise = np.full(len(used), model.noise)
-        return _conditioned(
+        return conditioned(
             np.log(used),
             parts / used[:, None],
             noise,
@@ -305,13 +157,6 @@ class Outlook:
             errors or {},
             joint=False,
         )
-
-
-class _Coefficients(NamedTuple):
-    """Best guesses, and a square root of the covariance of what is believed of them."""
-
-    mean: Array
-    root: Array
 
 
 def _blocks(matrices: Sequence[Array]) -> Array:
@@ -405,108 +250,3 @@ def _at_peak(moments: Array, jobs: Sequence[Job], model: MemoryModel) -> tuple[A
 def _pool_bytes(job: Job) -> float:
     training = job.run.phase == "finetune"
     return 0.0 if training else float(allocator.pool_bytes(job.gpu, job.run.kv_cache))
-
-
-# Settings in which two runs of one method may differ.
-_ANY: dict[str, Any] = {
-    "model": "any",
-    "batch_size": 1,
-    "seq_len": 1,
-    "r": 1,
-    "lora_alpha": 1,
-    "prompt_len": 1,
-    "max_new_tokens": 1,
-    "padding": "none",
-}
-
-
-def _alike(jobs: Sequence[Job]) -> Array:
-    """Correlation of the unexplained errors of every two candidates, shape [n, n]."""
-    import numpy as np
-
-    model = _codes([job.run.model for job in jobs])
-    method = _codes([(job.run.phase, job.run.method) for job in jobs])
-    settings = _codes([replace(job.run, **_ANY) for job in jobs])
-    phase = _codes([job.run.phase for job in jobs])
-    doublings = np.log2([job.run.batch_size for job in jobs])
-    same_phase = phase[:, None] == phase
-    same_model = (model[:, None] == model) & same_phase
-    same_method = (method[:, None] == method) & same_phase
-    closeness = ALIKE_PER_DOUBLING ** np.abs(doublings[:, None] - doublings)
-    rank = np.log2([job.run.r for job in jobs])
-    closeness = closeness * ALIKE_PER_RANK_DOUBLING ** np.abs(rank[:, None] - rank)
-    shares = (
-        MODEL_SHARE * same_model
-        + METHOD_SHARE * same_method
-        + VARIANT_SHARE * (same_model & same_method) * closeness
-        + SETTINGS_SHARE * (same_model & (settings[:, None] == settings)) * closeness
-    )
-    np.fill_diagonal(shares, 1.0)
-    return np.asarray(shares)
-
-
-def _codes(values: Sequence[object]) -> NDArray[np.int64]:
-    import numpy as np
-
-    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
-    return np.array([numbers[value] for value in values])
-
-
-def _conditioned(
-    log_value: Array,
-    work: Array,
-    noise: Array,
-    alike: Array,
-    coefficients: _Coefficients,
-    errors: Mapping[int, float],
-    *,
-    joint: bool,
-) -> Belief:
-    """The belief once the errors of some candidates are known: the others err alike.
-
-    What was measured is known: its own error is the one seen, without spread. A measurement shows
-    coefficients and own error together. Conditioned jointly, it narrows the coefficients by as
-    much as own errors let them be seen; and where the coefficients are worse than guessed, the own
-    errors of it and of its like are better by what is explained twice.
-
-    Args:
-        coefficients: best guesses after what was measured, and their spread: before that where
-            both are conditioned jointly, after it otherwise.
-    """
-    import numpy as np
-
-    own = alike * np.outer(noise, noise)
-    if not errors:
-        return Belief(log_value, work, own, *coefficients)
-    seen = np.fromiter(errors, dtype=np.intp)
-    wanted = np.array([errors[i] for i in seen.tolist()])
-    # a measurement repeats to about this much, which also keeps the matrix regular
-    repeats = REPEATABILITY**2 * np.eye(len(seen))
-    inner = own[np.ix_(seen, seen)] + repeats
-    # the errors seen may be smaller or larger than the noise that was expected
-    size = float(wanted @ np.linalg.solve(inner, wanted))
-    own = own * (EXPECTED_RUNS + size) / (EXPECTED_RUNS + len(seen))
-    inner = own[np.ix_(seen, seen)] + repeats
-    gain = np.linalg.solve(inner, own[seen]).T  # [n, num_seen]
-    known = log_value + gain @ wanted
-    known[seen] = log_value[seen] + wanted
-    left = own - gain @ own[seen]
-    left[seen] = left[:, seen] = 0.0
-    if not joint:
-        work = work.copy()
-        work[seen] = 0.0
-        return Belief(known, work, left, *coefficients)
-    shown = work[seen] @ coefficients.root  # by each independent error of the coefficients
-    explained = shown.T @ np.linalg.solve(shown @ shown.T + inner, shown)
-    root = coefficients.root @ _root(np.eye(len(explained)) - explained)
-    work = work - gain @ work[seen]
-    work[seen] = 0.0
-    return Belief(known, work, left, coefficients.mean, root)
-
-
-def _root(matrix: Array) -> Array:
-    """A square root of a covariance, which may have lost rank: root @ root.T is the matrix."""
-    import numpy as np
-
-    values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
-    return np.asarray(vectors * np.sqrt(np.maximum(values, 0.0)))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from whichlora.outlook import Belief
+from whichlora.belief import Belief
 from whichlora.plan import Budget, Prefer
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from whichlora.belief import Belief
 from whichlora.calibration import Calibration
-from whichlora.outlook import Belief, Outlook
+from whichlora.outlook import Outlook
 from whichlora.plan import Budget
 from whichlora.policy import Contest, Decision, Known, Spent, StoppedBy, decide, stop
 from whichlora.results import Measurement

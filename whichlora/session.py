@@ -28,13 +28,8 @@ from whichlora.dataset import (
 from whichlora.enumeration import Candidates
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import list_methods
-from whichlora.outlook import (
-    Outline,
-    Outlook,
-    num_tokens,
-    outline_inference,
-    outline_training,
-)
+from whichlora.outline import Outline, num_tokens, outline_inference, outline_training
+from whichlora.outlook import Outlook
 from whichlora.plan import Plan
 from whichlora.policy import Contest, Decision, tiers
 from whichlora.prediction import predict, step_features

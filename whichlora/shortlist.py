@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.block import count, judge_block, step_features
 from whichlora.calibration import Calibration
+from whichlora.likeness import METHOD_SHARE, MODEL_SHARE, VARIANT_SHARE
 from whichlora.numeric import TWO_SIDED_Z
-from whichlora.outlook import METHOD_SHARE, MODEL_SHARE, VARIANT_SHARE
 from whichlora.plan import Prefer
 from whichlora.prediction import MEMORY_CONFIDENCE, TIME_CONFIDENCE
 from whichlora.resolution import Job

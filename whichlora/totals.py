@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
+from whichlora.belief import EXPECTED_RUNS, REPEATABILITY
 from whichlora.numeric import TWO_SIDED_Z
-from whichlora.outlook import EXPECTED_RUNS, REPEATABILITY
 from whichlora.prediction import TIME_CONFIDENCE
 from whichlora.search import Quantity
 

@@ -1,0 +1,91 @@
+"""One candidate as the predictors see it, whatever the calibration: its bytes and its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from whichlora.memory.ledger import PARTS
+from whichlora.prediction import forward_features, ledger, mean_context, part_bytes, step_features
+from whichlora.resolution import Job
+from whichlora.timing import FEATURES
+
+UNTIMED = 2  # steps of a profile beside the timed ones: warm-up, and the one that counts bytes
+
+Pass: TypeAlias = tuple[str, float, tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """One candidate as the predictors see it, whatever the calibration.
+
+    Args:
+        moments: bytes by part at each moment that can be the peak.
+        passes: phase, how many of them, and the features of one; they add up to the time that
+            is judged: of the whole fine-tuning, or of one generated token.
+        trial: the same for one profile, which costs that time.
+    """
+
+    job: Job
+    moments: tuple[tuple[float, ...], ...]
+    passes: tuple[Pass, ...]
+    trial: tuple[Pass, ...]
+
+
+def outline_training(job: Job, steps: Mapping[int, float], *, num_batches: int) -> Outline:
+    """A fine-tuning.
+
+    Args:
+        steps: number of optimizer steps by padded length.
+        num_batches: timed in a profile.
+    """
+    passes = tuple(
+        ("finetune", count, _row(step_features(job, seq_len=length)))
+        for length, count in steps.items()
+    )
+    longest = _row(step_features(job))
+    trial = ("finetune", float(num_batches + UNTIMED), longest)
+    return Outline(job, _moments(job), passes, (trial,))
+
+
+def outline_inference(job: Job, *, num_runs: int) -> Outline:
+    """A generation.
+
+    Args:
+        num_runs: generations timed in a profile.
+    """
+    run = job.run
+    prefill = _row(forward_features(job, context=run.prompt_len, decoding=False))
+    whole: tuple[Pass, ...] = (("prefill", 1.0, prefill),)
+    if job.model.task != "encoder":
+        context = mean_context(run.prompt_len, run.max_new_tokens)
+        decode = _row(forward_features(job, context=context, decoding=True))
+        whole = (*whole, ("decode", float(run.max_new_tokens - 1), decode))
+    return Outline(
+        job,
+        _moments(job),
+        _times(whole, 1.0 / num_tokens(job)),
+        _times(whole, float(num_runs + UNTIMED)),
+    )
+
+
+def num_tokens(job: Job) -> int:
+    """What the time per token of an inference is over: generated tokens; an encoder's input."""
+    run = job.run
+    encoder = job.model.task == "encoder"
+    return run.batch_size * (run.prompt_len if encoder else run.max_new_tokens)
+
+
+def _times(passes: tuple[Pass, ...], factor: float) -> tuple[Pass, ...]:
+    return tuple((phase, factor * number, features) for phase, number, features in passes)
+
+
+def _row(features: Mapping[str, float]) -> tuple[float, ...]:
+    return tuple(float(features[name]) for name in FEATURES)
+
+
+def _moments(job: Job) -> tuple[tuple[float, ...], ...]:
+    found = ledger(job)
+    by_moment = (part_bytes(job, found, moment) for moment in found.moments)
+    return tuple(tuple(float(parts[name]) for name in PARTS) for parts in by_moment)
