@@ -119,10 +119,16 @@ def test_json_keeps_every_key_that_was_ever_printed() -> None:
     assert set(one["time"]) >= {"breakdown", "confidence"}
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora", "dora", "qdora"])
-@pytest.mark.parametrize("phase", ["finetune", "inference"])
-def test_every_prediction_adds_up_and_says_what_it_rests_on(method: str, phase: str) -> None:
-    (one,) = predictions(LLAMA, "--gpu", "a100-sxm-80gb", "--method", method, "--phase", phase)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(("--method", one) for one in ("full", "lora", "qlora", "dora", "qdora")),
+        *(("--phase", "inference", "--quant", one) for one in ("none", "nf4-dq", "int8")),
+    ],
+    ids=lambda one: one[-1],
+)
+def test_every_prediction_adds_up_and_says_what_it_rests_on(settings: tuple[str, ...]) -> None:
+    (one,) = predictions(LLAMA, "--gpu", "a100-sxm-80gb", *settings)
     memory, time = one["memory"], one["time"]
     assert sum(memory["breakdown"].values()) == memory["device_used_bytes"]
     assert all(size >= 0 for size in memory["breakdown"].values())
@@ -137,8 +143,9 @@ def test_every_prediction_adds_up_and_says_what_it_rests_on(method: str, phase: 
     assert 0 < low < high
     assert time["tokens_per_s"] > 0
     assert time["time_per_token_s"] > 0
-    assert (time["step_s"] is None) == (phase == "inference")
-    assert (time["prefill_s"] is None) == (phase == "finetune")
+    serves = "inference" in settings
+    assert (time["step_s"] is None) == serves
+    assert (time["prefill_s"] is not None) == serves
     assert one["fits"] is True or one["fits"] is False
     assert one["basis"]
 
@@ -200,6 +207,20 @@ def test_a_local_config_is_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (one,) = predictions(str(tmp_path), "--gpu", "cpu", "--precision", "fp32")
     assert one["num_params"] == 320 * 64 * 2 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
+
+
+def test_a_prediction_of_inference_says_what_one_sequence_waits_for() -> None:
+    result = whichlora(
+        *("estimate", LLAMA, "--gpu", "a100-sxm-80gb", "--phase", "inference"),
+        *("--batch-size", "8"),
+    )
+    (line,) = [one for one in result.stdout.splitlines() if one.startswith("prompt pass ")]
+    assert line.endswith("the time per token is of all sequences together")
+
+
+def test_a_card_without_bf16_units_is_told_with_the_precision_that_has_some() -> None:
+    (one,) = predictions(LLAMA, "--gpu", "t4-16gb")
+    assert one["notes"][0].endswith("from its fp32 rate; precision fp16 uses its fp16 units")
 
 
 # --- the largest that fits, and where
@@ -323,6 +344,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--loss-head", "mine"), "--loss-head: 'mine' is not known; accepted are hf"),
     (("--kv-cache", "big"), "--kv-cache: 'big' is not known; accepted are dynamic"),
     (("--phase", "train"), "--phase: 'train' is not known; accepted are finetune, inference"),
+    (("--phase", "inference", "--method", "qlora"), "method: qlora is a way to train"),
     (("--quant", "int3"), "--quant: 'int3' is not known; accepted are none, nf4"),
     (("--quant", "nf4", "--method", "full"), "quant: 'nf4' weights cannot be trained"),
     (("--quant", "nf4", "--gpu", "gaudi2-96gb"), "bitsandbytes, which has no hpu backend"),
@@ -331,12 +353,12 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--gpu", "nosuch"), "unknown GPU 'nosuch'"),
     (("--gpu", "all"), "'whichlora where' judges every one"),
     (("--gpu", "rtx4099"), "unknown GPU 'rtx4099': did you mean"),
-    (("--gpu", "a100"), "a100: is ambiguous: a100-pcie-40gb, a100-pcie-80gb"),
+    (("--gpu", "a100"), "GPU 'a100' is ambiguous: a100-pcie-40gb, a100-pcie-80gb"),
     (("--gpu", ""), "--gpu: has an empty name"),
     (("--precision", "tf32", "--gpu", "cpu"), "precision: tf32 has no units on cpu"),
     (
         ("--precision", "tf32", "--gpu", "t4-16gb"),
-        "precision: tf32 has no units on t4-16gb; use fp32 or bf16",
+        "precision: tf32 has no units on t4-16gb; use fp32 or fp16",
     ),
     (("--attn", "flash_attention_2"), "attn: flash_attention_2 does not run on cpu"),
     (

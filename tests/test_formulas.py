@@ -34,6 +34,13 @@ def test_coefficients_of_other_formulas_are_fitted_anew(tmp_path: Path) -> None:
     assert slow == 100 * prior_calibration(GPU).time["finetune"].mean["products"]
 
 
+def test_coefficients_of_other_formulas_need_not_have_todays_features(tmp_path: Path) -> None:
+    payload = prior_calibration(GPU).to_dict() | {"formulas": "others"}
+    del payload["time"]["decode"]["mean"]["engine"]
+    write_coefficients(tmp_path, GPU.key, payload)
+    assert api.load_calibration(GPU, tmp_path).time == prior_calibration(GPU).time
+
+
 def test_an_estimate_says_that_it_was_fitted_anew(tmp_path: Path) -> None:
     gpu = api.find_gpu("a100-sxm-80gb")  # records of it are shipped
     payload = api.load_calibration(gpu, tmp_path).to_dict() | {"formulas": "others"}

@@ -162,7 +162,13 @@ def test_spellings_of_people_and_drivers_find_the_board(name: str, key: str) -> 
 def test_a_name_that_several_boards_share_is_refused_with_the_candidates(
     name: str, candidates: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"^{name}: is ambiguous: {candidates}; pass --gpu"):
+    with pytest.raises(ConfigError, match=f"^GPU .{name}. is ambiguous: {candidates}; pass --gpu"):
+        find_gpu(name)
+
+
+@pytest.mark.parametrize("name", ["2x4090", "2 x RTX 4090", "4090x2", "rtx-4090:4", "8*4090"])
+def test_several_gpus_are_answered_with_the_one_that_can_be_predicted(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"of one device, .* give one, such as rtx-4090-24gb"):
         find_gpu(name)
 
 
@@ -253,7 +259,7 @@ def test_the_users_file_beats_the_packaged_one(user_folder: Path) -> None:
 
 def test_an_alias_of_the_users_can_make_a_name_ambiguous(user_folder: Path) -> None:
     write_gpu(user_folder, a_gpu(aliases=("4090",)))
-    with pytest.raises(ConfigError, match="4090: is ambiguous: dgx-spark-128gb, rtx-4090-24gb"):
+    with pytest.raises(ConfigError, match="GPU '4090' is ambiguous: dgx-spark-128gb, rtx"):
         find_gpu("4090")
 
 

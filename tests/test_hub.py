@@ -35,6 +35,11 @@ def test_a_missing_path_is_not_looked_up_on_the_hub() -> None:
         load_model("./nothing/here")
 
 
+def test_the_page_of_a_model_is_answered_with_its_hub_id() -> None:
+    with pytest.raises(ConfigError, match=r"is a page; give the hub id, 'Qwen/Qwen2\.5-7B'"):
+        load_model("https://huggingface.co/Qwen/Qwen2.5-7B")
+
+
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json; give the folder"):
         load_model(str(tmp_path))

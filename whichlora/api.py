@@ -15,6 +15,7 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.explanation import Explanation
 from whichlora.formulas import formulas_digest
 from whichlora.largest import Placement, Size, largest_that_fits, place, smallest_first, with_size
+from whichlora.methods import get_method
 from whichlora.prediction import predict
 from whichlora.results import Measurement, Prediction, TracedPeak
 from whichlora.specs import ALL_LINEAR, Engine, GpuSpec, RunConfig
@@ -99,9 +100,8 @@ def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calib
     payload = record_store.read_coefficients(roots, gpu.key)
     if payload is None:
         return prior_calibration(gpu)
-    stored = Calibration.from_dict(payload, source=f"calibration/{gpu.key}/coefficients.json")
-    if stored.formulas == formulas_digest():
-        return stored
+    if payload.get("formulas") == formulas_digest():  # others may lack what today's have
+        return Calibration.from_dict(payload, source=f"{gpu.key}/coefficients.json")
     from whichlora.fitting import fit
 
     return fit(record_store.read_measurements(roots, gpu.key), gpu, model_of, held_out=False)
@@ -149,6 +149,7 @@ def grid(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
     Raises:
         ConfigError: a value that is not accepted.
     """
+    _check_storage_is_told(settings)
     seen: set[RunConfig] = set()
     for phase in settings.get("phase", ("finetune",)):
         unread = _INFERENCE_ONLY if phase == "finetune" else _FINETUNE_ONLY
@@ -161,6 +162,19 @@ def grid(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
             if run not in seen:
                 seen.add(run)
                 yield run
+
+
+def _check_storage_is_told(settings: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse inference alone "with QLoRA": 16-bit weights are not what was meant."""
+    if set(settings.get("phase", ())) != {"inference"} or any(settings.get("quant", ())):
+        return
+    for name in settings.get("method", ()):
+        if (stored := get_method(name).base_quant) != "none":
+            raise ConfigError(
+                f"method: {name} is a way to train, and inference serves its adapter merged into "
+                f"16-bit weights; leave it out for that, or give quant {stored} to serve a 4-bit "
+                "base"
+            )
 
 
 def estimate(

@@ -187,7 +187,8 @@ class Calibration:
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataFileError(
-                f"{source}: {error}: is missing or wrong; rebuild it with whichlora calibrate"
+                f"{source}: {error}: is missing or wrong; rebuild it with "
+                f"whichlora calibrate --gpu {payload.get('gpu')}"
             ) from error
 
 

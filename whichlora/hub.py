@@ -14,6 +14,7 @@ from whichlora.store.models import find_model, near_matches
 from whichlora.store.online import why_offline
 
 _FILE = "config.json"
+_PAGE = "https://huggingface.co/"
 
 
 def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = False) -> ModelSpec:
@@ -82,6 +83,8 @@ def _hub_config(name: str, *, offline: bool) -> dict[str, Any]:
         ConfigError: not there, not allowed, or not reachable.
         DataFileError: what the hub sent is no JSON object.
     """
+    if name.startswith(_PAGE):
+        raise ConfigError(f"{name}: is a page; give the hub id, {name.removeprefix(_PAGE)!r}")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(f"{name}: no such file or folder; check the path")
     from huggingface_hub import hf_hub_download

@@ -16,7 +16,10 @@ def notes_on(job: Job) -> tuple[str, ...]:
     if limit and length > limit:
         found.append(f"{length} tokens exceed the model's {limit} positions")
     if job.dtype in ("bf16", "fp16") and job.dtype not in gpu.peak_flops_per_s:
-        found.append(f"{gpu.key} has no {job.dtype} units: time is taken from its fp32 rate")
+        found.append(
+            f"{gpu.key} has no {job.dtype} units: time is taken from its fp32 rate"
+            + ("; precision fp16 uses its fp16 units" if "fp16" in gpu.peak_flops_per_s else "")
+        )
     if gpu.unverified:
         found.append(f"datasheet facts of {gpu.key} not verified: {', '.join(gpu.unverified)}")
     bare = any(

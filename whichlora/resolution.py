@@ -93,7 +93,8 @@ def _check_attention(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
 def _check_device(run: RunConfig, gpu: GpuSpec) -> None:
     """Refuse settings that the device has no units, no allocator or no library for."""
     if run.precision == "tf32" and (gpu.kind != "cuda" or "tf32" not in gpu.peak_flops_per_s):
-        raise ConfigError(f"precision: tf32 has no units on {gpu.key}; use fp32 or bf16")
+        usable = [one for one in ("fp32", "bf16", "fp16") if one in gpu.peak_flops_per_s]
+        raise ConfigError(f"precision: tf32 has no units on {gpu.key}; use {' or '.join(usable)}")
     if not {run.precision[:4], "fp32"} & set(gpu.peak_flops_per_s):
         known = ", ".join(gpu.peak_flops_per_s)
         raise ConfigError(

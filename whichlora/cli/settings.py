@@ -207,4 +207,6 @@ def one_run(models: Sequence[str], given: Mapping[str, Any], *, command: str) ->
             raise ConfigError(
                 f"{flag}: {command} takes one value, got {shown}; 'whichlora estimate' takes lists"
             )
-    return RunConfig(**{name: values[0] for name, values in settings.items()})
+    from whichlora import api
+
+    return next(api.grid(settings))

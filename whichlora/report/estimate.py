@@ -84,6 +84,13 @@ def _print_breakdown(console: Console, one: Prediction) -> None:
     _print_counters(console, one.memory)
     low, high = one.time.interval_s
     what = "step" if one.run.phase == "finetune" else "token"
+    if one.time.prefill_s is not None and one.time.decode_s_per_token:
+        say(
+            console,
+            f"prompt pass {format_seconds(one.time.prefill_s)}, then "
+            f"{format_seconds(one.time.decode_s_per_token)} until every sequence has its next "
+            "token; the time per token is of all sequences together",
+        )
     say(
         console,
         f"time per {what}: 90 % between {format_seconds(low)} and {format_seconds(high)}; "

@@ -23,6 +23,8 @@ from whichlora.units import format_bytes
 _SAME_BOARD_FRACTION = 0.1
 _AMD_DRIVER = Path("/dev/kfd")
 
+# "2x4090", "8 x H100", "t4x2", "a100:4"
+_SEVERAL = re.compile(r"\d{1,3} ?[x*] ?(?P<after>.+)|(?P<before>.+?) ?[x*:] ?\d{1,3}")
 _VENDOR_WORDS = re.compile(
     r"\b(nvidia|amd|instinct|tesla|quadro|geforce|graphics|generation|edition|corporation)\b"
     r"|\((r|tm)\)"
@@ -51,7 +53,9 @@ def find_gpu(name: str) -> GpuSpec:
         return spec
     keys = _keys_named(name)
     if len(keys) > 1:
-        raise ConfigError(f"{name}: is ambiguous: {', '.join(keys)}; pass --gpu with one of these")
+        raise ConfigError(
+            f"GPU {name!r} is ambiguous: {', '.join(keys)}; pass --gpu with one of these"
+        )
     spec = _load(keys[0]) if keys else None
     if spec is not None:
         return spec
@@ -60,6 +64,13 @@ def find_gpu(name: str) -> GpuSpec:
         if here.key == key:
             return here
         raise ConfigError(f"unknown GPU {name!r}: the CPU of this machine is {here.key}; use cpu")
+    several = _SEVERAL.fullmatch(key)
+    single = _keys_named(several["before"] or several["after"]) if several else []
+    if single:
+        raise ConfigError(
+            f"unknown GPU {name!r}: predictions are of one device, since training on several is "
+            f"not modelled; give one, such as {single[0]}"
+        )
     raise ConfigError(f"unknown GPU {name!r}{_suggestion(name)}; 'whichlora gpus' lists all")
 
 
