@@ -64,14 +64,18 @@ def test_what_needs_no_gradient_is_not_kept() -> None:
         assert bytes_of(tape.saved) == kept
 
 
-def test_two_gradients_of_one_tensor_are_summed_out_of_place() -> None:
+@pytest.mark.parametrize(
+    ("reshapes", "points"), [(False, [2, 42, 60, 60]), (True, [2, 42, 60, 60, 60])]
+)
+def test_a_gradient_is_added_to_the_one_that_waits_unless_that_is_a_view(
+    reshapes: bool, points: list[int]
+) -> None:
     tape = Tape()
     x = tape.input(per_token(10), 2, needs_grad=True)
-    y, z = tape.op([x], per_token(10), 2), tape.op([x], per_token(10), 2)
+    y, z = (tape.op([x], per_token(10), 2, reshapes=reshapes) for _ in range(2))
     tape.op([y, z], per_token(1), 2)
-    # 2 of the result, then 20 of each branch, then the first two together and their sum
-    points = [bytes_of(one) for one in tape.backward(recomputed=False)]
-    assert points == [2, 42, 60, 60, 60]
+    # 2 of the result, 20 of each branch, each turned into one of x; a sum of its own is a third
+    assert [bytes_of(one) for one in tape.backward(recomputed=False)] == points
 
 
 def test_recomputation_stops_at_the_last_tensor_that_is_asked_for_with_its_names_held() -> None:

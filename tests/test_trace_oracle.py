@@ -1,14 +1,18 @@
 """The tracer against itself, the ledger and the figures of docs/memory.md; needs torch."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from whichlora import api, families, prediction, resolution
-from whichlora.device.trace import trace
+from whichlora.device.trace import Recorder, trace
 from whichlora.device.tracer import trace_peaks
 from whichlora.errors import ConfigError
 from whichlora.memory.replay import replay
@@ -206,6 +210,36 @@ def test_gemma_4_agrees_with_the_trace(fields: dict[str, Any], settings: dict[st
     traced = replay((one.event for one in events), expandable_segments=True).peak_allocated_bytes
     predicted = int(found.peak_allocated_bytes) - found.workspace_bytes
     assert predicted == pytest.approx(traced, rel=0.005)
+
+
+def test_autograd_sums_in_place_where_the_gradient_that_waits_is_no_view() -> None:
+    def sums(run: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        recorder = Recorder([], RunConfig(model="x"))
+        with FakeTensorMode(), recorder:
+            run(torch.empty(2, 8, 64, requires_grad=True).tanh()).sum().backward()
+        born = [one for one in recorder.events if one.num_bytes is not None]
+        return sum(one.operator == "aten.add.Tensor" for one in born)
+
+    def product(h: torch.Tensor) -> torch.Tensor:
+        return h @ torch.empty(64, 64)
+
+    assert sums(lambda h: h.sin() * h.exp() * h.cos()) == 0
+    # the first sum starts from a view of a product's rows, the second from the first
+    assert sums(lambda h: product(h) * product(h) * product(h)) == 1
+
+
+def test_a_tied_embedding_waits_for_the_sum_of_its_gradients() -> None:
+    config = TINY | {"tie_word_embeddings": True, "num_hidden_layers": 2}
+    run = RunConfig(
+        model="x", method="full", precision="fp32", optimizer="sgd", batch_size=1, seq_len=64
+    )
+    job = resolution.resolve(families.build(config, name="x"), run, GPU)
+    live = max(one for _, one in live_bytes(trace(job.run, config, target_modules="all-linear")))
+    found = prediction.ledger(job)
+    expected = found.peak_allocated_bytes - found.workspace_bytes
+    assert live == pytest.approx(expected, rel=0.005)
+    embedding = 4 * 32_000 * 512
+    assert live > 4 * embedding  # itself, both parts of its gradient and their sum
 
 
 def test_a_family_that_the_ledger_does_not_know_is_traced_and_says_so(tmp_path: Any) -> None:

@@ -131,6 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._layer_task = -1  # the backward pass in which `_layer` was entered
         self._in_model = self._num_forwards = 0
         self._last_owner: int | None = None
+        self._sum: tuple[int, int] | None = None  # storages of a sum just made, of what it adds to
         self._closed = False
         self._global_hooks: tuple[Any, ...] = ()
 
@@ -230,8 +231,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:
             return result  # `torch.tensor(1.0)`: stays on the host
+        self._sum = None
         if isinstance(result, torch.Tensor):
             self._note(result, func, args, -1)
+            self._note_sum(result, func, args)
         elif isinstance(result, list | tuple):
             for index, one in enumerate(result):
                 if isinstance(one, torch.Tensor):
@@ -294,8 +297,39 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         )
         return number
 
+    def _note_sum(self, result: torch.Tensor, func: Any, args: Any) -> None:
+        """Remember a sum of two gradients; see `_added_in_place`."""
+        in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        if not in_backward or func is not torch.ops.aten.add.Tensor:
+            return
+        first = args[0]
+        if not isinstance(first, torch.Tensor) or first._is_view() or first.dtype != result.dtype:
+            return  # a view's base holds its storage, too
+        made, read = (one.untyped_storage()._cdata for one in (result, first))
+        if made in self._live and read in self._live:
+            self._sum = made, read
+
+    def _added_in_place(self, key: int) -> bool:
+        """Whether the storage that dies is one that autograd would have gone on in.
+
+        Autograd adds a gradient to the one that waits, in place where nobody else holds that one;
+        but never to a fake tensor. So a sum whose first part dies at once was made in that part.
+        Source: torch 2.13 `InputBuffer::accumulate`.
+        """
+        if self._sum is None or self._sum[1] != key:
+            return False
+        made, _ = self._sum
+        number, _, reference = self._live[made]
+        if self.events[-1].storage != number:
+            return False
+        self.events.pop()
+        old_number, owner, _ = self._live.pop(key)
+        self._live[made] = old_number, owner, reference
+        self._sum = None
+        return True
+
     def _died(self, key: int, _: Any) -> None:
-        if self._closed:
+        if self._closed or self._added_in_place(key):
             return
         number, owner, _ = self._live.pop(key)
         self._write_death(number, owner)

@@ -303,6 +303,7 @@ class Code:
             saves=saves,
             inner=dense,
             inner_backward=dense,
+            reshapes=not is_quantised(linear, stack),
             what=result,
         )
         tape.hold(x)
@@ -329,12 +330,13 @@ class Code:
         rank = self.rows.of_rank(width)
         saves = [narrow, a] if x.needs_grad else [narrow]
         product = f"{linear.name}: A·x"
-        inner = tape.op([narrow, a], rank, narrow.size, saves=saves, what=product)
+        inner = tape.op([narrow, a], rank, narrow.size, saves=saves, reshapes=True, what=product)
         out = tape.op(
             [inner, b],
             self.rows.of(linear.active * linear.out_features),
             inner.size,
             saves=[inner, b],
+            reshapes=True,
             what=f"{linear.name}: B·A·x",
         )
         return out, (a, b)
@@ -370,7 +372,7 @@ class Code:
         if dropped:
             used = self.cast(weight, stack.compute_bytes) if stack.under_autocast else weight
             narrow = self.cast(x, stack.compute_bytes) if stack.under_autocast else x
-            base = tape.op([narrow], self.rows.of(out), narrow.size, saves=[used])
+            base = tape.op([narrow], self.rows.of(out), narrow.size, saves=[used], reshapes=True)
         elif linear.bias:
             # a 4-bit matrix narrows its bias to the dtype of its product, for good
             bias_bytes = stack.four_bit_bytes if four_bit else stack.base_bytes

@@ -180,6 +180,7 @@ class _Node:
     passes: bool
     inner: Form
     hidden: bool = False
+    reshapes: bool = False
 
 
 @dataclass(slots=True)
@@ -271,6 +272,7 @@ class Tape:
         inner_backward: Form = NOTHING,
         detached: bool = False,
         hidden: bool = False,
+        reshapes: bool = False,
         joined: bool = False,
         what: str = "",
     ) -> Tensor:
@@ -285,6 +287,8 @@ class Tape:
             inner_backward: so for the backward, beside the gradients it returns.
             detached: no gradient flows.
             hidden: what it saves is outside of autograd's hooks, so checkpointing can't see it.
+            reshapes: the gradients it returns are views, as those of a product of matrices are that
+                reads its input as rows.
             what: its name, for what is kept of it.
         """
         result = Tensor(len(self._forms), elements, size, self._edge(), joined=joined)
@@ -303,7 +307,9 @@ class Tape:
             packs = bool(saves or saves_result or keeps) and not hidden
             step = len(self._steps)
             self._nodes.append(
-                _Node(step, (result,), inputs, kept, packs, passes, inner_backward, hidden)
+                _Node(
+                    step, (result,), inputs, kept, packs, passes, inner_backward, hidden, reshapes
+                )
             )
         self._steps.append(_Step([one.storage for one in reads if one.storage >= 0], made, inner))
         return result
@@ -440,6 +446,7 @@ class _Backward:
         result = tape._nodes[-1].results[0]
         self._shares: dict[int, int] = {}  # holders of one gradient's storage
         self._sizes: dict[int, Form] = {}
+        self._views: set[int] = set()
         self._next = 0
         self._given = self._new(result.form)
         self._buffers: dict[int, int] = {result.edge: self._given}
@@ -491,8 +498,11 @@ class _Backward:
                 self._shares[given[0]] += 1
                 made.append((one, given[0]))
             else:
-                made.append((one, self._new(one.form)))
+                gradient = self._new(one.form)
+                made.append((one, gradient))
                 self.live = plus(self.live, one.form)
+                if node.reshapes:
+                    self._views.add(gradient)
         self.points.append(plus(self.live, node.inner))
         for storage in set(node.saved):
             self._holders[storage] -= 1
@@ -512,6 +522,10 @@ class _Backward:
         before = self._buffers.get(tensor.edge)
         if before is None:
             self._buffers[tensor.edge] = gradient
+            return
+        # Source: torch 2.13 `InputBuffer::accumulate`; a view's base holds the storage, too.
+        if self._shares[before] == 1 and before not in self._views:
+            self._release(gradient)
             return
         form = tensor.form
         self._buffers[tensor.edge] = self._new(form)
