@@ -12,7 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from whichlora import api, families, prediction, resolution
-from whichlora.device.trace import Recorder, trace
+from whichlora.device.recorder import Recorder
+from whichlora.device.trace import trace
 from whichlora.device.tracer import trace_peaks
 from whichlora.errors import ConfigError
 from whichlora.memory.replay import replay

@@ -73,7 +73,7 @@ def meta_model(run: RunConfig, model_config: Mapping[str, Any], *, device: str) 
         MeasurementError: a quantisation that needs calibrated weights.
     """
     dtype = getattr(torch, run.weight_dtype)
-    config = _model_config(model_config)
+    config = config_object(model_config)
     auto_class = auto_class_of(config)
     # SDPA is what transformers takes by itself, wherever the architecture has it.
     attn = None if run.attn == "sdpa" else run.attn
@@ -112,7 +112,7 @@ def auto_class_of(config: PretrainedConfig) -> Any:
     return AutoModelForMaskedLM if masked else AutoModelForSequenceClassification
 
 
-def _model_config(model_config: Mapping[str, Any]) -> PretrainedConfig:
+def config_object(model_config: Mapping[str, Any]) -> PretrainedConfig:
     values = dict(model_config)
     # How the checkpoint is stored; the run decides how its weights are held.
     for key in ("quantization_config", "torch_dtype", "dtype", "transformers_version"):
@@ -144,7 +144,7 @@ def _quantizer(run: RunConfig, dtype: torch.dtype) -> Any | None:
 def _materialise(model: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Give every meta tensor of `model` a place on `device` and a value."""
     pattern = _random_pattern(dtype, device)
-    fp32_names = _fp32_names(model, dtype)
+    fp32_names = names_kept_wide(model, dtype)
     placed: dict[int, nn.Parameter] = {}  # by id of the meta tensor, so that tied weights stay tied
     for module_name, module in model.named_modules():
         for name, meta in list(module._parameters.items()):
@@ -197,7 +197,7 @@ def _fill(tensor: torch.Tensor, pattern: torch.Tensor) -> None:
     flat[whole:].copy_(pattern[: flat.numel() - whole])
 
 
-def _fp32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+def names_kept_wide(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
     """Parameters that transformers keeps in fp32 whatever is asked for (T5's `wo` in fp16)."""
     keys = list(model._get_dtype_plan(dtype))
     if not keys:
