@@ -20,7 +20,7 @@ from whichlora.prediction import predict, predict_memory, predict_step, step_fea
 from whichlora.regression import conformal_scale
 from whichlora.resolution import resolve
 from whichlora.results import Measurement
-from whichlora.samples import Sample, folds
+from whichlora.samples import Sample, Table, folds
 from whichlora.specs import RunConfig
 from whichlora.store.measurements import read_measurements
 from whichlora.timing import FEATURES, prior_model, seconds
@@ -377,7 +377,7 @@ def test_more_equal_runs_are_never_less_certain() -> None:
 
 def test_no_memory_sample_leaves_the_start() -> None:
     start = prior_calibration(GPU).memory
-    assert fit_memory([], start) is start
+    assert fit_memory(Table.of([], PARTS), start) is start
     assert set(start.mean) == set(PARTS)
 
 

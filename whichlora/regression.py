@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PRIOR_WEIGHT = 4.0  # runs that the prior's noise counts for when residuals are few
 # Huber 1964: 95 % as efficient as least squares where all errors are normal.
 HUBER = 1.345
+MAX_ROUNDS = 12  # of coefficients and weights, which settle in three or four
 _MIN_NOISE = 0.02
 _MAD_TO_DEVIATION = 1.4826  # median absolute to standard deviation of a normal distribution
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Self
@@ -95,6 +95,28 @@ def folds(samples: Sequence[Sample]) -> list[list[int]]:
     for i, sample in enumerate(samples):
         found[fold_of[sample.group]].append(i)
     return found
+
+
+def held_out_rows(table: Table, judge: Callable[[Table, Table], Array]) -> Array:
+    """What `judge` says of samples left out of the fit that predicts them, a row for each.
+
+    Where some were measured on the current versions, those alone are left out and judged.
+
+    Args:
+        judge: of the kept and the held samples, numbers by row of the latter.
+    """
+    import numpy as np
+
+    judged = table.judged()
+    found: list[Array] = []
+    order: list[int] = []
+    everything = np.arange(len(table.samples))
+    for chosen in folds([table.samples[i] for i in judged.tolist()]):
+        held = judged[chosen]
+        kept = np.delete(everything, held)
+        found.append(judge(table.take(kept), table.take(held)))
+        order += chosen
+    return np.asarray(np.concatenate(found)[np.argsort(order)])
 
 
 def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:

@@ -1,0 +1,13 @@
+"""Measurements become coefficients: `samples` of runs, through `regression`, per phase and device.
+
+Coefficients of the time phases and factors on the parts of the ledger are fitted alike. Every fit
+reports the error on runs it was not fitted to.
+"""
+
+from __future__ import annotations
+
+from whichlora.fitting.device import FindModel, digest, fit
+from whichlora.fitting.memory_parts import fit_memory
+from whichlora.fitting.time_phases import fit_time, regress
+
+__all__ = ["FindModel", "digest", "fit", "fit_memory", "fit_time", "regress"]

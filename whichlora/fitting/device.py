@@ -1,0 +1,172 @@
+"""All coefficients of one device, from all of its records."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+from whichlora.architecture import ModelSpec
+from whichlora.calibration import (
+    TIME_PHASES,
+    Calibration,
+    HeldOut,
+    Outlier,
+    digest_of,
+    prior_calibration,
+)
+from whichlora.errors import WhichLoraError
+from whichlora.fitting.memory_parts import fit_memory, held_out_errors, memory_errors
+from whichlora.fitting.time_phases import fit_phase, sharpened, time_errors
+from whichlora.formulas import formulas_digest
+from whichlora.memory.ledger import PARTS
+from whichlora.regression import held_out_noise, robust_weights
+from whichlora.resolution import resolve
+from whichlora.results import Measurement
+from whichlora.samples import Sample, Table, memory_samples, time_samples
+from whichlora.specs import GpuSpec
+from whichlora.timing import FEATURES, TimeModel
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+FindModel = Callable[[Measurement], ModelSpec]
+
+REPORTED_WEIGHT = 0.25  # an error 2.7 times the ordinary, which one normal run in 150 has
+
+
+def _summary(errors: Array) -> HeldOut:
+    sizes = sorted(abs(math.expm1(error)) for error in errors.tolist())
+    return HeldOut(num_runs=len(sizes), median=median(sizes), worst=sizes[-1])
+
+
+def _outliers(table: Table, phase: str, errors: Array, prior_noise: float) -> Iterator[Outlier]:
+    """The samples that the fit with these log errors listened to less, farthest first."""
+    import numpy as np
+
+    weights = robust_weights(errors, prior_noise)
+    for i in np.argsort(weights, kind="stable"):
+        if weights[i] >= REPORTED_WEIGHT:
+            return
+        yield Outlier(
+            record=table.samples[i].record,
+            phase=phase,
+            weight=float(weights[i]),
+            ratio=math.exp(errors[i]),
+        )
+
+
+def _ranges(
+    samples: Sequence[Sample], num_params: Mapping[str, int]
+) -> dict[str, tuple[float, float]]:
+    groups = {sample.group for sample in samples}
+    columns: dict[str, list[float]] = {"num_params": [num_params[group] for group in groups]}
+    for sample in samples:
+        for name, value in sample.shape.items():
+            columns.setdefault(name, []).append(float(value))
+    return {name: (min(values), max(values)) for name, values in columns.items()}
+
+
+def digest(measurements: Iterable[Measurement]) -> str:
+    """Names the set of records, whatever their order."""
+    return digest_of(measurement.id for measurement in measurements)
+
+
+def _gather(
+    measurements: Iterable[Measurement], gpu: GpuSpec, find_model: FindModel
+) -> tuple[dict[str, list[Sample]], dict[str, int], dict[str, str]]:
+    """Samples by "memory" and time phase, parameters by model, why a record has no sample."""
+    found: dict[str, list[Sample]] = {phase: [] for phase in ("memory", *TIME_PHASES)}
+    num_params: dict[str, int] = {}
+    left_out: dict[str, str] = {}
+    models: dict[tuple[object, str], ModelSpec | WhichLoraError] = {}
+    for measurement in measurements:
+        if measurement.outcome != "ok":
+            continue
+        key = (measurement.config.get("model"), json.dumps(measurement.model_config))
+        if key not in models:
+            try:
+                models[key] = find_model(measurement)
+            except WhichLoraError as error:
+                models[key] = error
+        try:
+            model = models[key]
+            if isinstance(model, WhichLoraError):
+                raise model
+            job = resolve(model, measurement.run, gpu)
+        except WhichLoraError as error:  # of a newer release, or a model whose config is not here
+            left_out[measurement.id] = str(error)
+            continue
+        if job.run.model not in num_params:
+            num_params[job.run.model] = model.num_params
+        for phase, samples in time_samples(job, measurement).items():
+            found[phase].extend(samples)
+        if not job.run.libraries:
+            found["memory"].extend(memory_samples(job, measurement))
+    return found, num_params, left_out
+
+
+def fit(
+    measurements: Sequence[Measurement],
+    gpu: GpuSpec,
+    find_model: FindModel,
+    *,
+    held_out: bool = True,
+) -> Calibration:
+    """Calibrate the predictors of `gpu` to `measurements`; failures teach nothing here yet.
+
+    Nor do runs on other library versions teach memory: its formulas know the versions, and what
+    is left over differs between them.
+
+    Args:
+        find_model: architecture of a measurement; one that it can't name is left out. It is
+            asked once per model.
+        held_out: also measure the error on left-out runs, and take the noise from it. During a
+            search the fit is repeated after every run and the residuals must do.
+    """
+    start = prior_calibration(gpu)
+    found, num_params, left_out = _gather(measurements, gpu, find_model)
+    summaries: dict[str, HeldOut] = {}
+    cold: dict[str, HeldOut] = {}
+    outliers: list[Outlier] = []
+    time: dict[str, TimeModel] = {}
+    for phase in TIME_PHASES:
+        before, table = start.time[phase], Table.of(found[phase], FEATURES)
+        model = fit_phase(table, gpu, phase)
+        if found[phase]:
+            cold[phase] = _summary(time_errors(before, table.take(table.judged())))
+            outliers += _outliers(table, phase, time_errors(model, table), before.noise)
+        if held_out and len(table.judged()) >= 3:
+            model, errors = sharpened(model, table, gpu, phase)
+            summaries[phase] = _summary(errors)
+        time[phase] = model
+    table = Table.of(found["memory"], PARTS)
+    memory = fit_memory(table, start.memory)
+    if found["memory"]:
+        cold["memory"] = _summary(memory_errors(start.memory, table))
+        errors = memory_errors(memory, table)
+        outliers += _outliers(table, "memory", errors, start.memory.noise)
+    if held_out and len(found["memory"]) >= 3:
+        errors = held_out_errors(table, start.memory)
+        summaries["memory"] = _summary(errors)
+        memory = replace(memory, noise=held_out_noise(errors, start.memory.noise))
+    return Calibration(
+        gpu=gpu.key,
+        memory=memory,
+        time=time,
+        num_records=len(measurements),
+        held_out=summaries,
+        cold=cold,
+        ranges={phase: _ranges(samples, num_params) for phase, samples in found.items() if samples},
+        outliers=tuple(outliers),
+        left_out=left_out,
+        digest=digest(measurements),
+        formulas=formulas_digest(),
+        num_older=sum(bool(one.config.get("libraries")) for one in measurements),
+    )
