@@ -27,8 +27,8 @@ from whichlora.errors import ConfigError
 from whichlora.results import Measurement
 from whichlora.sharing.physics import impossible
 from whichlora.store.gpus import find_gpu
-from whichlora.store.measurements import encode_record
 from whichlora.store.models import find_model
+from whichlora.store.record import encode_record
 
 CALIBRATION = Path(__file__).parent.parent / "calibration"
 ENOUGH = 20

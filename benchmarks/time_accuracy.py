@@ -56,7 +56,8 @@ from whichlora.results import Measurement  # noqa: E402
 from whichlora.samples import time_samples  # noqa: E402
 from whichlora.sharing.union import gpus_with_records  # noqa: E402
 from whichlora.specs import RunConfig  # noqa: E402
-from whichlora.store.measurements import encode_record, read_measurements, read_records  # noqa: E402
+from whichlora.store.measurements import read_measurements, read_records  # noqa: E402
+from whichlora.store.record import encode_record  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "accuracy_time.md"
 CALIBRATION_RUNS = 8

@@ -28,8 +28,9 @@ from whichlora.sharing import remote, union
 from whichlora.sharing.physics import impossible
 from whichlora.sharing.table import format_table, read_table
 from whichlora.specs import RunConfig
-from whichlora.store.measurements import MAX_LINE_BYTES, MeasurementLog, read_measurements
+from whichlora.store.measurements import MeasurementLog, read_measurements
 from whichlora.store.paths import data_folder
+from whichlora.store.record import MAX_LINE_BYTES
 
 GPU = "a100-sxm-80gb"
 MODEL = "meta-llama/Llama-3.1-8B"

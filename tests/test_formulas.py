@@ -10,7 +10,7 @@ import pytest
 from whichlora import api, formulas, work
 from whichlora.calibration import prior_calibration
 from whichlora.specs import RunConfig
-from whichlora.store.measurements import write_coefficients
+from whichlora.store.coefficients import write_coefficients
 
 GPU = api.find_gpu("h100-sxm-80gb")
 

@@ -17,16 +17,10 @@ from hypothesis import strategies as st
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.results import Measurement
 from whichlora.specs import RunConfig
+from whichlora.store.coefficients import read_coefficients, write_coefficients
 from whichlora.store.compiled import parse_record
-from whichlora.store.measurements import (
-    MAX_LINE_BYTES,
-    MeasurementLog,
-    _measurement,
-    read_coefficients,
-    read_measurements,
-    record_ids,
-    write_coefficients,
-)
+from whichlora.store.measurements import MeasurementLog, read_measurements, record_ids
+from whichlora.store.record import MAX_LINE_BYTES, check_record
 
 GPU = "t4-16gb"
 
@@ -119,7 +113,7 @@ def test_a_gpu_without_records_has_none(tmp_path: Path) -> None:
 def test_compiled_checks_accept_a_good_record_unchanged(record: Measurement) -> None:
     line = json.dumps(record.to_dict()).encode()
     assume(b"NaN" not in line and b"Infinity" not in line)  # as a text: for the slow checks
-    assert parse_record(line) == _measurement(line, "") == record
+    assert parse_record(line) == check_record(line, "") == record
 
 
 def test_compiled_checks_accept_every_setting_that_is_accepted() -> None:
@@ -140,7 +134,7 @@ def test_compiled_checks_accept_nothing_that_the_others_refuse(data: st.DataObje
     line = json.dumps(values).encode()
     accepted = parse_record(line)
     if accepted is not None and key not in ("id", "gpu", "date"):  # the reader looks at these
-        assert accepted == _measurement(line, "")
+        assert accepted == check_record(line, "")
 
 
 def test_ids_are_found_without_reading_the_rest(tmp_path: Path) -> None:

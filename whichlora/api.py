@@ -20,8 +20,9 @@ from whichlora.prediction import predict
 from whichlora.results import Measurement, Prediction, TracedPeak
 from whichlora.specs import ALL_LINEAR, Engine, GpuSpec, RunConfig
 from whichlora.store import gpus as gpu_store
-from whichlora.store import measurements as record_store
 from whichlora.store import models as model_store
+from whichlora.store.coefficients import read_coefficients, write_coefficients
+from whichlora.store.measurements import read_measurements, record_ids
 from whichlora.store.paths import data_folder, user_calibration_folder
 from whichlora.targets import resolve_targets
 
@@ -97,14 +98,14 @@ def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calib
         DataFileError: a coefficients file that cannot be read.
     """
     roots = calibration_roots(calibration_dir)
-    payload = record_store.read_coefficients(roots, gpu.key)
+    payload = read_coefficients(roots, gpu.key)
     if payload is None:
         return prior_calibration(gpu)
     if payload.get("formulas") == formulas_digest():  # others may lack what today's have
         return Calibration.from_dict(payload, source=f"{gpu.key}/coefficients.json")
     from whichlora.fitting import fit
 
-    return fit(record_store.read_measurements(roots, gpu.key), gpu, model_of, held_out=False)
+    return fit(read_measurements(roots, gpu.key), gpu, model_of, held_out=False)
 
 
 def refit(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
@@ -116,10 +117,10 @@ def refit(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
     from whichlora.fitting import fit
 
     roots = calibration_roots(calibration_dir)
-    records = record_store.read_measurements(roots, gpu.key)
+    records = read_measurements(roots, gpu.key)
     calibration = fit(records, gpu, model_of)
     if records:
-        record_store.write_coefficients(roots[0], gpu.key, calibration.to_dict())
+        write_coefficients(roots[0], gpu.key, calibration.to_dict())
     return calibration
 
 
@@ -302,13 +303,13 @@ def stale_note(calibration: Calibration, calibration_dir: Path | None) -> str:
     """
     roots = calibration_roots(calibration_dir)
     try:
-        ids = record_store.record_ids(roots, calibration.gpu)
+        ids = record_ids(roots, calibration.gpu)
     except DataFileError as error:
         return f"; its records can't be read: {error}"
     if not ids and not calibration.digest:
         return ""
     if digest_of(ids) == calibration.digest:
-        payload = record_store.read_coefficients(roots, calibration.gpu) or {}
+        payload = read_coefficients(roots, calibration.gpu) or {}
         if payload.get("formulas", "") == calibration.formulas:
             return ""
         return (

@@ -27,15 +27,11 @@ from whichlora.sharing.physics import impossible
 from whichlora.sharing.table import format_table, read_table
 from whichlora.sharing.union import Merged, Source, add, gpus_with_records, read_source
 from whichlora.specs import GpuSpec
+from whichlora.store.coefficients import read_coefficients
 from whichlora.store.jsonfiles import write_bytes
-from whichlora.store.measurements import (
-    encode_record,
-    read_coefficients,
-    read_measurements,
-    read_records,
-    record_files,
-)
+from whichlora.store.measurements import read_measurements, read_records, record_files
 from whichlora.store.models import find_model
+from whichlora.store.record import encode_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from whichlora.errors import ConfigError, DataFileError, WhichLoraError
 from whichlora.results import Measurement
 from whichlora.sharing.physics import impossible
 from whichlora.specs import GpuSpec, RunConfig
-from whichlora.store.measurements import MAX_LINE_BYTES, encode_record
+from whichlora.store.record import MAX_LINE_BYTES, encode_record
 from whichlora.units import parse_bytes
 
 MAX_ROWS = 1_000_000

@@ -18,13 +18,8 @@ from whichlora.errors import DataFileError
 from whichlora.results import Measurement
 from whichlora.store.gpu_file import read_gpu
 from whichlora.store.jsonfiles import is_slug, write_bytes
-from whichlora.store.measurements import (
-    encode_record,
-    read_measurements,
-    read_records,
-    record_files,
-    union,
-)
+from whichlora.store.measurements import read_measurements, read_records, record_files, union
+from whichlora.store.record import encode_record
 
 MAX_FILES = 10_000
 MAX_TOTAL_BYTES = 1 << 30  # of one source: a million records, and what fits a laptop's memory

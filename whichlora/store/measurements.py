@@ -1,35 +1,19 @@
-"""Measured runs, append-only, and what was fitted to them: `calibration/<gpu>/`."""
+"""Measured runs, append-only: `calibration/<gpu>/measurements/`, one file per profiling run."""
 
 from __future__ import annotations
 
 import errno
 import gc
-import json
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
 
-from whichlora.errors import ConfigError, DataFileError
-from whichlora.results import SCHEMA_VERSION, Measurement, Outcome
-from whichlora.specs import RunConfig
-from whichlora.store.compiled import MAX_BYTES, MAX_SECONDS, parse_record
-from whichlora.store.jsonfiles import (
-    check_schema_version,
-    parse_object,
-    read_object,
-    require_slug,
-    sync_folder,
-    write_object,
-)
-
-COEFFICIENTS_SCHEMA_VERSION = 1
-MAX_LINE_BYTES = 1 << 20
-_ID = re.compile(rb'\{"schema_version": \d+, "id": "([ !#-\[\]-~]+)"')  # as our writer begins
+from whichlora.errors import DataFileError
+from whichlora.results import Measurement
+from whichlora.store.jsonfiles import parse_object, require_slug, sync_folder
+from whichlora.store.record import MAX_LINE_BYTES, decode_record, encode_record, id_of_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,25 +145,12 @@ def read_records(path: Path, *, gpu: str | None = None) -> Iterator[tuple[Measur
         DataFileError: a broken line or record.
     """
     for line, where in _lines(path):
-        found = _checked(line, where)
+        found = decode_record(line, where)
         if gpu is not None and found.gpu != gpu:
             raise DataFileError(
                 f"{where}: gpu: is {found.gpu!r} in the folder of {gpu!r}; move the record"
             )
         yield found, where
-
-
-def _checked(line: bytes, where: str) -> Measurement:
-    """The record in `line`: compiled checks accept it, or those in Python decide and explain.
-
-    Raises:
-        DataFileError: starting with `where` and the key.
-    """
-    found = parse_record(line)
-    if found is None or not _is_name(found.id) or not _is_date(found.date):
-        found = _measurement(line, where)
-    _check_plausible(found, where)
-    return found
 
 
 def union(records: Iterable[tuple[Measurement, str]]) -> tuple[Measurement, ...]:
@@ -207,32 +178,11 @@ def record_ids(roots: Iterable[Path], gpu: str) -> set[str]:
         ConfigError: `gpu` can't name a folder.
         DataFileError: a line that is no record.
     """
-    ids = set()
-    for path in record_files(roots, gpu):
-        for line, where in _lines(path):
-            match = _ID.match(line)
-            found = match[1].decode() if match else parse_object(line, where).get("id")
-            if not isinstance(found, str):
-                raise DataFileError(f"{where}: id: missing; must be {_CHECKS['id'][0]}")
-            ids.add(found)
-    return ids
-
-
-def encode_record(measurement: Measurement, where: str) -> bytes:
-    """The line of one record.
-
-    Raises:
-        DataFileError: a reader would refuse it; starting with `where` and the key.
-    """
-    line = json.dumps(measurement.to_dict()).encode()
-    # What can't be read back must not be written; this also refuses NaN.
-    _checked(line, where)
-    if len(line) >= MAX_LINE_BYTES:
-        raise DataFileError(
-            f"{where}: has {len(line) + 1} bytes, at most {MAX_LINE_BYTES} are accepted; "
-            "shorten its detail or environment"
-        )
-    return line + b"\n"
+    return {
+        id_of_record(line, where)
+        for path in record_files(roots, gpu)
+        for line, where in _lines(path)
+    }
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, str]]:
@@ -250,170 +200,3 @@ def _lines(path: Path) -> Iterator[tuple[bytes, str]]:
                 yield line, f"{path}:{number}"
     except OSError as error:
         raise DataFileError(f"{path}: can't be read ({error.strerror}); check the file") from None
-
-
-def _measurement(line: bytes, where: str) -> Measurement:
-    """The record in `line`, every field checked, and explained where it is wrong.
-
-    Raises:
-        DataFileError: starting with `where` and the key.
-    """
-    values = parse_object(line, where)
-    check_schema_version(values, SCHEMA_VERSION, where)
-    del values["schema_version"]
-    for key, value in values.items():
-        check = _CHECKS.get(key)
-        if check is None:
-            raise DataFileError(
-                f"{where}: {key}: is not a field; known are {', '.join(_CHECKS)}; "
-                "remove it, or upgrade whichlora"
-            )
-        accepted, is_valid = check
-        if not is_valid(value):
-            raise DataFileError(
-                f"{where}: {key}: got {_shortened(value)}; must be {accepted}; remove the record"
-            )
-        if type(value) is list:
-            values[key] = tuple(value)
-    for key in _REQUIRED:
-        if key not in values:
-            raise DataFileError(f"{where}: {key}: missing; must be {_CHECKS[key][0]}")
-    measurement = Measurement(**values)
-    try:
-        RunConfig.from_dict(measurement.config)
-    except (ConfigError, TypeError) as error:
-        raise DataFileError(f"{where}: config: {error}") from None
-    return measurement
-
-
-def _check_plausible(measurement: Measurement, where: str) -> None:
-    allocated, reserved = measurement.peak_allocated_bytes, measurement.peak_reserved_bytes
-    counted = (allocated, reserved, measurement.device_used_bytes)
-    if measurement.outcome == "ok" and 0 in counted:
-        raise DataFileError(
-            f"{where}: peak_allocated_bytes, peak_reserved_bytes, device_used_bytes: a run that "
-            "ended ok used more than 0 bytes; write null where nothing was counted"
-        )
-    if allocated is not None and reserved is not None and allocated > reserved:
-        raise DataFileError(
-            f"{where}: peak_allocated_bytes: {allocated} is more than the {reserved} that the "
-            "allocator had reserved; remove the record"
-        )
-
-
-def read_coefficients(roots: Iterable[Path], gpu: str) -> dict[str, Any] | None:
-    """What was fitted for `gpu`, from the first of `roots` that has it; None where none has.
-
-    Raises:
-        ConfigError: `gpu` can't name a folder.
-        DataFileError: the file is broken, or newer than this release.
-    """
-    require_slug("gpu", gpu)
-    paths = (root / gpu / "coefficients.json" for root in roots)
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        return None
-    values = read_object(path)
-    check_schema_version(values, COEFFICIENTS_SCHEMA_VERSION, str(path))
-    return values
-
-
-def write_coefficients(root: Path, gpu: str, payload: Mapping[str, Any]) -> Path:
-    """Replace the coefficients of `gpu` below `root` in one step; the path they are at.
-
-    Raises:
-        ConfigError: `gpu` can't name a folder.
-    """
-    path = root / require_slug("gpu", gpu) / "coefficients.json"
-    write_object(path, {**payload, "schema_version": COEFFICIENTS_SCHEMA_VERSION})
-    return path
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
-
-
-def _is_date(value: object) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        datetime.fromisoformat(value)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_seconds(value: object) -> bool:
-    # By type, since bool is an int in Python; the comparison refuses NaN.
-    return type(value) in (int, float) and 0 <= value <= MAX_SECONDS  # type: ignore[operator]
-
-
-def _are_seconds(value: object) -> bool:
-    return type(value) is list and all(map(_is_seconds, value))
-
-
-def _are_durations(value: object) -> bool:
-    return _are_seconds(value) and 0 not in value  # type: ignore[operator]
-
-
-def _are_lengths(value: object) -> bool:
-    return type(value) is list and all(type(item) is int and 0 < item < 10**9 for item in value)
-
-
-def _is_bytes_or_null(value: object) -> bool:
-    return value is None or (type(value) is int and 0 <= value < MAX_BYTES)
-
-
-def _are_bytes(value: object) -> bool:
-    return type(value) is list and all(
-        item is not None and _is_bytes_or_null(item) for item in value
-    )
-
-
-def _are_bytes_by_name(value: object) -> bool:
-    return isinstance(value, dict) and _are_bytes(list(value.values()))
-
-
-_SECONDS = f"from 0 to {MAX_SECONDS} seconds"
-_BYTES = f"a whole number of bytes from 0 to below {MAX_BYTES}, or null"
-_COUNTS = f"whole numbers of bytes from 0 to below {MAX_BYTES}"
-
-# What each field of a record must hold, in words and as a check.
-_CHECKS: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "id": ("a printable text of 1 to 200 characters", _is_name),
-    "gpu": ("the name of the folder", _is_name),
-    "date": ("a date in ISO 8601", _is_date),
-    "config": ("an object", _is_object),
-    "outcome": (f"one of {', '.join(get_args(Outcome))}", get_args(Outcome).__contains__),
-    "model_config": ("an object, or null", lambda value: value is None or _is_object(value)),
-    "detail": ("a text", lambda value: isinstance(value, str)),
-    "step_s": (f"a list of numbers {_SECONDS}, none of them 0", _are_durations),
-    "batch_seq_len": ("a list of whole numbers above 0", _are_lengths),
-    "generate_s": (f"a list of numbers {_SECONDS}, none of them 0", _are_durations),
-    "prefill_s": (f"a list of numbers {_SECONDS}", _are_seconds),
-    "decode_s_per_token": (f"a list of numbers {_SECONDS}", _are_seconds),
-    "peak_allocated_bytes": (_BYTES, _is_bytes_or_null),
-    "peak_reserved_bytes": (_BYTES, _is_bytes_or_null),
-    "device_used_bytes": (_BYTES, _is_bytes_or_null),
-    "moment_peak_bytes": (f"an object of {_COUNTS}", _are_bytes_by_name),
-    "largest_blocks_bytes": (f"a list of {_COUNTS}", _are_bytes),
-    "device_s": (f"a number {_SECONDS}", _is_seconds),
-    "warm_up_s": (f"a number {_SECONDS}", _is_seconds),
-    "environment": ("an object", _is_object),
-    "provenance": ("an object", _is_object),
-}
-_REQUIRED = tuple(
-    field.name
-    for field in fields(Measurement)
-    if field.default is MISSING and field.default_factory is MISSING
-)
-assert set(_CHECKS) == {field.name for field in fields(Measurement)}

@@ -16,7 +16,8 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.results import SCHEMA_VERSION, Measurement, Outcome
 from whichlora.specs import RunConfig
 from whichlora.store.jsonfiles import check_schema_version, read_object, write_bytes, write_object
-from whichlora.store.measurements import MeasurementLog, encode_record, read_records
+from whichlora.store.measurements import MeasurementLog, read_records
+from whichlora.store.record import encode_record
 
 _ENDED = "-ended"  # file of a task that the cluster ended
 

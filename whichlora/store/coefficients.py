@@ -1,0 +1,39 @@
+"""What was fitted to the measurements of one accelerator: `calibration/<gpu>/coefficients.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from whichlora.store.jsonfiles import check_schema_version, read_object, require_slug, write_object
+
+COEFFICIENTS_SCHEMA_VERSION = 1
+
+
+def read_coefficients(roots: Iterable[Path], gpu: str) -> dict[str, Any] | None:
+    """What was fitted for `gpu`, from the first of `roots` that has it; None where none has.
+
+    Raises:
+        ConfigError: `gpu` can't name a folder.
+        DataFileError: the file is broken, or newer than this release.
+    """
+    require_slug("gpu", gpu)
+    paths = (root / gpu / "coefficients.json" for root in roots)
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return None
+    values = read_object(path)
+    check_schema_version(values, COEFFICIENTS_SCHEMA_VERSION, str(path))
+    return values
+
+
+def write_coefficients(root: Path, gpu: str, payload: Mapping[str, Any]) -> Path:
+    """Replace the coefficients of `gpu` below `root` in one step; the path they are at.
+
+    Raises:
+        ConfigError: `gpu` can't name a folder.
+    """
+    path = root / require_slug("gpu", gpu) / "coefficients.json"
+    write_object(path, {**payload, "schema_version": COEFFICIENTS_SCHEMA_VERSION})
+    return path
