@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from whichlora.device import detect
 from whichlora.device.cpu_prior import cpu_spec
 from whichlora.device.detect import DetectedDevice, detect_cpu, detect_gpus
 from whichlora.errors import MeasurementError
@@ -161,6 +162,7 @@ def fake_nvml(
         NVMLError=NVMLError,
         NVML_ERROR_DRIVER_NOT_LOADED=9,
         NVML_ERROR_LIBRARY_NOT_FOUND=12,
+        NVML_ERROR_NOT_SUPPORTED=3,
         NVML_DEVICE_MIG_ENABLE=1,
         nvmlInit=init,
         nvmlShutdown=lambda: None,
@@ -250,6 +252,28 @@ def test_a_machine_without_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch, va
     assert detect_gpus() == ()
 
 
+def test_a_gpu_that_shares_the_hosts_memory_has_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shared(_: Any) -> None:
+        raise NVMLError(3, "Not Supported")
+
+    gb10 = a_gpu("NVIDIA GB10", memory_bytes=0, cc=(12, 1), uuid="GPU-0")
+    nvml = fake_nvml([gb10])
+    nvml.nvmlDeviceGetMemoryInfo = shared
+    install(monkeypatch, nvml)
+    monkeypatch.setattr(detect, "_PROC", a_host(tmp_path, cpuinfo="", total_kb=120 << 20))
+    assert [device.memory_bytes for device in detect_gpus()] == [120 * GiB]
+
+    nvml.nvmlDeviceGetMemoryInfo = lambda _: lost(0)
+    with pytest.raises(MeasurementError, match="GPU is lost"):
+        detect_gpus()
+
+
+def lost(_: int) -> None:
+    raise NVMLError(15, "GPU is lost")
+
+
 def test_a_machine_without_the_nvml_binding_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, None)
     assert detect_gpus() == ()
@@ -264,9 +288,6 @@ def test_a_driver_that_does_not_answer_is_an_error_not_a_cpu(
     install(monkeypatch, fake_nvml(init=init))
     with pytest.raises(MeasurementError, match=r"version mismatch.*nvidia-smi"):
         detect_gpus()
-
-    def lost(_: int) -> None:
-        raise NVMLError(15, "GPU is lost")
 
     nvml = fake_nvml([T4])
     nvml.nvmlDeviceGetHandleByIndex = lost

@@ -26,6 +26,7 @@ from whichlora.units import GiB, MiB
 
 PACKAGED = data_folder("calibration")
 KEYS = sorted(path.parent.name for path in PACKAGED.glob("*/gpu.json"))
+NO_MATRIX_UNITS = tuple(key for key in KEYS if key.startswith(("p4", "p100", "gtx-10")))
 FACTS = (
     "memory_bytes",
     "bandwidth_bytes_per_s",
@@ -65,16 +66,22 @@ def test_every_accelerator_states_facts_that_agree_with_each_other(key: str) -> 
         confirmed = fact in spec.sources or fact in spec.unverified
         assert confirmed == (getattr(spec, fact) is not None), fact
     peaks = spec.peak_flops_per_s
+    if key in NO_MATRIX_UNITS:
+        assert not {"bf16", "fp16", "tf32"} & peaks.keys()
+        return
     assert peaks.get("bf16", peaks.get("fp16", 0)) > peaks.get("fp32", 0)
-    if "bf16" in peaks and "fp16" in peaks:
+    if "bf16" in peaks and "fp16" in peaks and key != "mi100-32gb":  # its bf16 is half as fast
         assert peaks["bf16"] == peaks["fp16"]
-    if "int8" in peaks and "bf16" in peaks and spec.kind == "cuda":
+    blackwell_ultra = spec.compute_capability == "10.3"  # gave int8 up
+    if "int8" in peaks and "bf16" in peaks and spec.kind == "cuda" and not blackwell_ultra:
         # Dense int8 is twice dense bf16, four times the halved bf16 of GeForce boards; any other
         # ratio means that one of the two is a sparse figure.
         assert round(peaks["int8"] / peaks["bf16"]) == (4 if "GeForce" in spec.name else 2)
 
 
-@pytest.mark.parametrize("key", [k for k in KEYS if k.startswith(("v100", "t4", "rtx-20"))])
+@pytest.mark.parametrize(
+    "key", [k for k in KEYS if k.startswith(("v100", "t4", "rtx-2080", "titan")) or "turing" in k]
+)
 def test_volta_and_turing_have_no_bf16_and_no_tf32(key: str) -> None:
     assert not {"bf16", "tf32"} & find_gpu(key).peak_flops_per_s.keys()
 
@@ -88,6 +95,11 @@ def test_volta_and_turing_have_no_bf16_and_no_tf32(key: str) -> None:
         ("h100-sxm-80gb", "bf16", 989.4),
         ("rtx-6000-ada-48gb", "bf16", 364.2),
         ("a10g-24gb", "bf16", 70),
+        ("rtx-4070-ti-12gb", "bf16", 80.2),
+        ("l20-48gb", "bf16", 119.5),
+        ("a16-16gb", "bf16", 18),
+        ("gb200-186gb", "bf16", 2500),
+        ("p4-8gb", "fp32", 5.5),
         ("mi250x-gcd-64gb", "bf16", 191.5),
     ],
 )
@@ -107,7 +119,11 @@ def test_the_index_agrees_with_the_files() -> None:
 def test_a_driver_name_means_one_board_and_only_memory_tells_the_exceptions_apart() -> None:
     index = json.loads((PACKAGED / "index.json").read_text(encoding="utf-8"))
     shared = {name: keys for name, keys in index["names"].items() if len(keys) > 1}
-    assert shared == {"nvidia geforce rtx 4060 ti": ["rtx-4060-ti-16gb", "rtx-4060-ti-8gb"]}
+    assert shared == {
+        "nvidia geforce rtx 3080": ["rtx-3080-10gb", "rtx-3080-12gb"],
+        "nvidia geforce rtx 4060 ti": ["rtx-4060-ti-16gb", "rtx-4060-ti-8gb"],
+        "nvidia geforce rtx 5060 ti": ["rtx-5060-ti-16gb", "rtx-5060-ti-8gb"],
+    }
 
 
 # --- names
@@ -228,14 +244,14 @@ def test_a_name_costs_one_gpu_file_however_many_there_are(monkeypatch: pytest.Mo
 
 def a_gpu(**changes: Any) -> GpuSpec:
     spec = GpuSpec(
-        key="dgx-spark-128gb",
-        name="NVIDIA DGX Spark",
+        key="dgx-comet-128gb",
+        name="NVIDIA DGX Comet",
         kind="cuda",
         memory_bytes=120 * GiB,
         bandwidth_bytes_per_s=273e9,
         peak_flops_per_s={"bf16": 62e12},
-        aliases=("spark",),
-        names=("NVIDIA GB10",),
+        aliases=("comet",),
+        names=("NVIDIA GB12",),
         sources={"bandwidth_bytes_per_s": "https://example.org"},
         unverified=("memory_bytes", "peak_flops_per_s.bf16"),
     )
@@ -244,10 +260,10 @@ def a_gpu(**changes: Any) -> GpuSpec:
 
 def test_a_user_adds_an_accelerator(user_folder: Path) -> None:
     path = write_gpu(user_folder, a_gpu())
-    assert path == user_folder / "dgx-spark-128gb" / "gpu.json"
-    for name in ("dgx-spark-128gb", "Spark", "NVIDIA GB10", "gb10"):
+    assert path == user_folder / "dgx-comet-128gb" / "gpu.json"
+    for name in ("dgx-comet-128gb", "Comet", "NVIDIA GB12", "gb12"):
         assert find_gpu(name) == a_gpu()
-    assert [spec.key for spec in list_gpus()] == sorted([*KEYS, "dgx-spark-128gb"])
+    assert [spec.key for spec in list_gpus()] == sorted([*KEYS, "dgx-comet-128gb"])
 
 
 def test_the_users_file_beats_the_packaged_one(user_folder: Path) -> None:
@@ -259,7 +275,7 @@ def test_the_users_file_beats_the_packaged_one(user_folder: Path) -> None:
 
 def test_an_alias_of_the_users_can_make_a_name_ambiguous(user_folder: Path) -> None:
     write_gpu(user_folder, a_gpu(aliases=("4090",)))
-    with pytest.raises(ConfigError, match="GPU '4090' is ambiguous: dgx-spark-128gb, rtx"):
+    with pytest.raises(ConfigError, match="GPU '4090' is ambiguous: dgx-comet-128gb, rtx"):
         find_gpu("4090")
 
 
@@ -268,7 +284,7 @@ def test_an_alias_of_the_users_can_make_a_name_ambiguous(user_folder: Path) -> N
     [
         ("schema_version", 2, "schema_version is 2, this release reads 1 to 1; upgrade whichlora"),
         ("schema_version", None, "schema_version: must be a whole number from 1 to 1, got None"),
-        ("key", "other", "key: is 'other', the folder is 'dgx-spark-128gb'; rename one"),
+        ("key", "other", "key: is 'other', the folder is 'dgx-comet-128gb'; rename one"),
         ("key", "../x", "key: got '../x'; must be the name of the folder"),
         ("kind", "tpu", "kind: got 'tpu'; must be one of cuda, rocm, hpu, cpu; correct it"),
         ("memory_bytes", "24GiB", "memory_bytes: got '24GiB'; must be a whole number above 0"),
@@ -279,7 +295,7 @@ def test_an_alias_of_the_users_can_make_a_name_ambiguous(user_folder: Path) -> N
         ("bandwidth_bytes_per_s", 10**400, "bandwidth_bytes_per_s: got 1000"),
         ("peak_flops_per_s", {}, "peak_flops_per_s: got {}; must be an object of numbers"),
         ("peak_flops_per_s", {"bfloat16": 1}, "peak_flops_per_s: got {'bfloat16': 1}"),
-        ("aliases", "spark", "aliases: got 'spark'; must be a list of texts"),
+        ("aliases", "comet", "aliases: got 'comet'; must be a list of texts"),
         ("sources", {"colour": "x"}, "sources or unverified: 'colour' is no field of this file"),
         ("unverified", ["peak_flops_per_s.fp8"], "'peak_flops_per_s.fp8' is no field of this file"),
         ("colour", "red", "colour: is not a field; known are schema_version, key"),
@@ -292,7 +308,7 @@ def test_a_broken_file_is_refused_with_path_and_key(
     values = json.loads(path.read_text()) | {field: value}
     path.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
     with pytest.raises(DataFileError) as caught:
-        find_gpu("dgx-spark-128gb")
+        find_gpu("dgx-comet-128gb")
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
 
@@ -336,6 +352,11 @@ def see(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, int]) -> None:
     ("name", "mib", "key"),
     [
         ("NVIDIA H100 80GB HBM3", 81559, "h100-sxm-80gb"),
+        ("Tesla P100-PCIE-16GB", 16276, "p100-pcie-16gb"),
+        ("Tesla P4", 7606, "p4-8gb"),
+        ("NVIDIA GB10", 122570, "gb10-128gb"),
+        ("NVIDIA GeForce RTX 3080", 10240, "rtx-3080-10gb"),
+        ("NVIDIA GeForce RTX 3080", 12288, "rtx-3080-12gb"),
         ("NVIDIA GeForce RTX 4060 Ti", 8188, "rtx-4060-ti-8gb"),
         ("NVIDIA GeForce RTX 4060 Ti", 16380, "rtx-4060-ti-16gb"),
         ("NVIDIA L40S", 49140, "l40s-48gb"),  # ECC off
@@ -351,7 +372,7 @@ def test_auto_is_the_first_gpu_here_and_memory_tells_twins_apart(
 @pytest.mark.parametrize(
     ("name", "mib"),
     [
-        ("NVIDIA GeForce RTX 3080", 12288),
+        ("NVIDIA GeForce RTX 3080", 20480),
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 40192),
         ("NVIDIA Z9", 1),
     ],
@@ -403,3 +424,63 @@ def test_a_precision_without_any_rate_names_those_that_have_one() -> None:
     run = RunConfig(model="EleutherAI/pythia-160m", precision="fp32")
     with pytest.raises(ConfigError, match="fp32 has no known rate on gaudi2-96gb; use one of bf16"):
         api.estimate([run], ["gaudi2-96gb"])
+
+
+@pytest.mark.parametrize("key", NO_MATRIX_UNITS)
+def test_a_gpu_before_tensor_cores_multiplies_at_its_fp32_rate_and_says_so(key: str) -> None:
+    runs = [
+        RunConfig(model="EleutherAI/pythia-160m", method=method, precision=precision)
+        for method in ("lora", "qlora")
+        for precision in ("bf16", "fp16")
+    ]
+    for found in api.estimate(runs, [key]):
+        units = [note for note in found.notes if "matrix units" in note]
+        assert units == [
+            f"{key} has no {found.run.precision} matrix units: time is taken from its fp32 rate"
+        ]
+        wheels = [note for note in found.notes if "CUDA 12.6 wheels only" in note]
+        assert len(wheels) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "torch", "told"),
+    [
+        ("p100-pcie-16gb", "2.7.1", False),
+        ("p100-pcie-16gb", "2.8.0", True),
+        ("v100-pcie-16gb", "2.10.0", False),
+        ("v100-pcie-16gb", "2.11.0", True),
+        ("t4-16gb", "2.13.0", False),
+    ],
+)
+def test_a_gpu_that_newer_wheels_dropped_is_told_which_it_needs(
+    key: str, torch: str, told: bool
+) -> None:
+    run = RunConfig(model="EleutherAI/pythia-160m", libraries=(("torch", torch),))
+    [found] = api.estimate([run], [key])
+    assert any("CUDA 12.6 wheels" in note for note in found.notes) == told
+
+
+@pytest.mark.parametrize(
+    ("key", "settings", "message"),
+    [
+        ("p100-pcie-16gb", {"quant": "int8"}, "quant: int8 does not run on p100-pcie-16gb (bitsan"),
+        ("v100-sxm2-32gb", {"quant": "int8"}, "needs compute capability 7.5 or newer); use nf4"),
+        ("p40-24gb", {"loss_head": "liger"}, "loss_head: liger does not run on p40-24gb (Triton"),
+        ("p4-8gb", {"phase": "inference", "kv_cache": "vllm"}, "(vLLM needs compute capability 7"),
+        ("gtx-1080-ti-11gb", {"attn": "flash_attention_2"}, "flash_attention_2 does not run on"),
+        ("p4-8gb", {"precision": "tf32"}, "precision: tf32 has no units on p4-8gb"),
+    ],
+)
+def test_a_library_without_kernels_for_an_old_gpu_is_refused(
+    key: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        api.estimate([RunConfig(model="EleutherAI/pythia-160m", **settings)], [key])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    modern = {"quant": "none", "loss_head": "hf", "kv_cache": "dynamic", "attn": "sdpa"}
+    works = {name: modern.get(name, value) for name, value in settings.items()} | {
+        "precision": "fp16"
+    }
+    [found] = api.estimate([RunConfig(model="EleutherAI/pythia-160m", **works)], [key])
+    assert found.memory.device_used_bytes > 0

@@ -6,6 +6,10 @@ from whichlora.resolution import Job
 from whichlora.specs import BNB_QUANTS
 from whichlora.targets import all_linears
 
+# Compute capability below which PyTorch's wheels for CUDA 12.8 and later have no kernels, since
+# which version. Source: release notes of 2.8; github.com/pytorch/pytorch, issue 172352.
+_DROPPED = ((7.0, "2.8"), (7.5, "2.11"))
+
 
 def notes_on(job: Job) -> tuple[str, ...]:
     """The notes on `job`, as sentences without a full stop."""
@@ -17,9 +21,17 @@ def notes_on(job: Job) -> tuple[str, ...]:
         found.append(f"{length} tokens exceed the model's {limit} positions")
     if job.dtype in ("bf16", "fp16") and job.dtype not in gpu.peak_flops_per_s:
         found.append(
-            f"{gpu.key} has no {job.dtype} units: time is taken from its fp32 rate"
+            f"{gpu.key} has no {job.dtype} matrix units: time is taken from its fp32 rate"
             + ("; precision fp16 uses its fp16 units" if "fp16" in gpu.peak_flops_per_s else "")
         )
+    if gpu.kind == "cuda" and gpu.compute_capability is not None:
+        capability = float(gpu.compute_capability)
+        since = next((torch for least, torch in _DROPPED if capability < least), None)
+        if since is not None and not run.versions.older("torch", since):
+            found.append(
+                f"PyTorch has kernels for compute capability {gpu.compute_capability} in its "
+                "CUDA 12.6 wheels only"
+            )
     if gpu.unverified:
         found.append(f"datasheet facts of {gpu.key} not verified: {', '.join(gpu.unverified)}")
     bare = any(

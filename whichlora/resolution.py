@@ -14,6 +14,15 @@ from whichlora.stack import Stack, resolve_stack
 from whichlora.targets import check_saved_modules, resolve_targets
 
 FLASH_CAPABILITY = 8.0
+# Setting, value, what computes it, and the least compute capability that has kernels for.
+# Source: installation pages of bitsandbytes 0.50 and vLLM; README of Triton, the language of
+# Liger's and unsloth's kernels.
+_LEAST_CAPABILITY = (
+    ("quant", "int8", "bitsandbytes' LLM.int8()", 7.5, "nf4"),
+    ("loss_head", "liger", "Triton", 7.0, "hf"),
+    ("loss_head", "unsloth", "Triton", 7.0, "hf"),
+    ("kv_cache", "vllm", "vLLM", 7.0, "dynamic"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +117,14 @@ def _check_device(run: RunConfig, gpu: GpuSpec) -> None:
         raise ConfigError(
             f"quant: {run.quant!r} needs bitsandbytes, which has no {gpu.kind} backend"
         )
+    if gpu.kind != "cuda" or gpu.compute_capability is None:
+        return
+    for setting, value, library, least, instead in _LEAST_CAPABILITY:
+        if getattr(run, setting) == value and float(gpu.compute_capability) < least:
+            raise ConfigError(
+                f"{setting}: {value} does not run on {gpu.key} ({library} needs compute capability "
+                f"{least} or newer); use {instead}"
+            )
 
 
 def _check_trained(model: ModelSpec, run: RunConfig, stack: Stack) -> None:

@@ -114,7 +114,12 @@ def _mig_instances(pynvml: Any, gpu: Any) -> list[Any]:
 
 def _describe(pynvml: Any, handle: Any, gpu: Any, driver: str) -> DetectedDevice:
     name = pynvml.nvmlDeviceGetName(handle)
-    memory_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    try:
+        memory_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    except pynvml.NVMLError as error:
+        if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:
+            raise
+        memory_bytes = _installed_memory_bytes(_PROC)  # GB10: processor and GPU share it
     if handle is not gpu and " MIG " not in name:
         # Some drivers print the whole GPU's name; the profile is "<slices>g.<GB, rounded up>gb".
         slices = pynvml.nvmlDeviceGetAttributes(handle).gpuInstanceSliceCount
@@ -196,8 +201,7 @@ def _fields(block: str) -> dict[str, str]:
 
 def _usable_memory_bytes(proc: Path, cgroup: Path) -> int:
     """Installed memory, or the tightest control-group limit on this process if that is less."""
-    meminfo = _fields((proc / "meminfo").read_text(encoding="ascii"))
-    limits = [int(meminfo["MemTotal"].removesuffix("kB")) * 1024]
+    limits = [_installed_memory_bytes(proc)]
     try:
         groups = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -217,6 +221,11 @@ def _usable_memory_bytes(proc: Path, cgroup: Path) -> int:
             if folder.is_relative_to(root):
                 limits.extend(_limit_bytes(folder / file))
     return min(limits)
+
+
+def _installed_memory_bytes(proc: Path) -> int:
+    meminfo = _fields((proc / "meminfo").read_text(encoding="ascii"))
+    return int(meminfo["MemTotal"].removesuffix("kB")) * 1024
 
 
 def _limit_bytes(file: Path) -> list[int]:
