@@ -4,10 +4,11 @@
 
 Part a calibrates on at most `CALIBRATION_RUNS` runs chosen by `whichlora.design`, predicts all
 others, which are measured then, some of them twice; and trains `TRAININGS` for real, each twice,
-against the total predicted from a profile of five batches. What was measured is kept in `--folder`,
-so that an interrupted run goes on; `--limit N` tries N runs of each kind. Part b is the held-out
-tables of `published_accuracy.py`, part c the GPU records of this repository that are not published
-ones. `--write` stores the tables in `docs/accuracy_time.md`.
+against the total predicted from a profile of five batches; and shows what no prediction can beat,
+how far the same work done again and again on this core is from itself. What was measured is kept in
+`--folder`, so that an interrupted run goes on; `--limit N` tries N runs of each kind. Part b is the
+held-out tables of `published_accuracy.py`, part c the GPU records of this repository that are not
+published ones. `--write` stores the tables in `docs/accuracy_time.md`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import platform
 import random
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -54,16 +56,19 @@ from whichlora.prediction import TIME_CONFIDENCE, step_features  # noqa: E402
 from whichlora.resolution import Job, resolve  # noqa: E402
 from whichlora.results import Measurement  # noqa: E402
 from whichlora.samples import time_samples  # noqa: E402
+from whichlora.search import Quantity  # noqa: E402
 from whichlora.sharing.union import gpus_with_records  # noqa: E402
 from whichlora.specs import RunConfig  # noqa: E402
 from whichlora.store.measurements import read_measurements, read_records  # noqa: E402
 from whichlora.store.record import encode_record  # noqa: E402
+from whichlora.totals import profiled_total  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "accuracy_time.md"
 CALIBRATION_RUNS = 8
 TWICE = 10  # runs that are measured a second time, for the noise
 NUM_BATCHES = 5
 START_S = 3.0  # building a small model
+NOISE_S = 300.0  # of the same work, done again and again
 TIMEOUT_S = 300.0
 
 _SIZES = {"vocab_size": 8192, "num_attention_heads": 8, "max_position_embeddings": 2048}
@@ -263,8 +268,8 @@ def noise(bench: Bench, runs: Sequence[RunConfig]) -> list[float]:
 
 def trained(
     bench: Bench, calibration: Calibration, run: RunConfig, *, repetition: int
-) -> tuple[float, float, int]:
-    """Seconds of a real training predicted from a profile of its batches; measured; its steps."""
+) -> tuple[Quantity, float, int]:
+    """A real training's seconds predicted from a profile of its batches; measured; its steps."""
     rng = random.Random(run.model + run.method)
     texts = [
         "".join(rng.choices("abcdefgh ", k=rng.choice((24, 48, 96, 160, 240))))
@@ -282,8 +287,12 @@ def trained(
         return float(timing.seconds(model, step_features(job, seq_len=width))[0])
 
     profile = bench.measure(run, seq_lens=load.profile_lengths(NUM_BATCHES), repetition=repetition)
-    total = sum(count * seconds(width) for width, count in load.widths.items())
-    total *= sum(profile.step_s) / sum(map(seconds, profile.batch_seq_len))
+    total = profiled_total(
+        load.widths,
+        {width: seconds(width) for width in load.widths},
+        list(zip(profile.batch_seq_len, profile.step_s, strict=True)),
+        warm_up_s=profile.warm_up_s or 0.0,
+    )
     folder = bench.folder / f"train-{run.model}-{run.method}-{run.batch_size}-{repetition}"
     result = folder / "output" / "result.json"
     if not result.exists():
@@ -304,6 +313,35 @@ def trained(
         print(f"trained {run.model} {run.method}")
     measured = json.loads(result.read_text())
     return total, float(measured["train_s"]), int(measured["num_steps"])
+
+
+def same_work(folder: Path, *, seconds: float) -> list[float]:
+    """Seconds of the same work, a step of some 7 ms: products in the cache, sums in memory."""
+    path = folder / "same_work.json"
+    if not path.exists():
+        import numpy as np
+
+        square, vector = np.ones((512, 512), np.float32), np.ones(8_000_000, np.float32)
+        took, end = [], time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            for _ in range(4):
+                square @ square
+            vector += square[0, 0]
+            took.append(time.perf_counter() - start)
+        path.write_text(json.dumps(took))
+    return [float(one) for one in json.loads(path.read_text())]
+
+
+def best_possible(took: Sequence[float], *, profile_s: float, training_s: float) -> list[float]:
+    """Relative errors of a profile of `took` as the speed of what follows it."""
+    found = []
+    each = sum(took) / len(took)
+    few, many = round(profile_s / each), round(training_s / each)
+    for start in range(0, len(took) - few - many, few):
+        profiled, trained = took[start : start + few], took[start + few : start + few + many]
+        found.append(fmean(profiled) / fmean(trained) - 1)
+    return found
 
 
 # --- tables -------------------------------------------------------------------------------------
@@ -358,10 +396,30 @@ def live_section(bench: Bench, limit: int | None) -> str:
         for repetition in range(2):
             predicted, measured, steps = trained(bench, calibration, run, repetition=repetition)
             what = f"{run.model}, {run.method}, batch {run.batch_size}"
-            error = f"{100 * (predicted / measured - 1):+.1f} %"
-            lines.append((what, str(steps), f"{predicted:.1f} s", f"{measured:.1f} s", error))
-    titles = ("training, each twice", "steps", "predicted after 5 batches", "measured", "error")
-    return "\n\n".join([*parts, _table(titles, lines)])
+            error = f"{100 * (predicted.value / measured - 1):+.1f} %"
+            interval = f"{predicted.low:.1f} to {predicted.high:.1f} s"
+            seconds = (f"{predicted.value:.1f} s", interval, f"{measured:.1f} s")
+            lines.append((what, str(steps), *seconds, error))
+    titles = ("training, each twice", "steps", "after 5 batches", "90 %", "measured", "error")
+    parts.append(_table(titles, lines))
+    bench.close()  # the same work needs the core to itself
+    took = same_work(bench.folder, seconds=NOISE_S if limit is None else 3.0)
+    rows = []
+    for profile_s, training_s in ((2.0, 12.0), (2.0, 40.0), (10.0, 40.0), (10.0, 80.0)):
+        errors = best_possible(took, profile_s=profile_s, training_s=training_s)
+        if errors:
+            inside = sum(abs(error) <= 0.03 for error in errors) / len(errors)
+            what = f"{profile_s:.0f} s for the {training_s:.0f} s that follow"
+            rows.append((what, *summary(errors).cells(), f"{100 * inside:.0f} %"))
+    if rows:
+        head = ("the core's own speed over", "n", "median", "p90", "worst", "within 3 %")
+        parts.append(
+            f"The same work, a step of {1e3 * fmean(took):.0f} ms, done again and again for "
+            f"{sum(took):.0f} s. A profile that knew everything but the core's state would miss "
+            "the training that follows it by:"
+        )
+        parts.append(_table(head, rows))
+    return "\n\n".join(parts)
 
 
 def records_section() -> str:
