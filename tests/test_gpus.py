@@ -15,7 +15,7 @@ from whichlora import api
 from whichlora.cli import main
 from whichlora.device.detect import DetectedDevice
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.session import device_of
+from whichlora.profiling import device_of
 from whichlora.specs import GpuSpec, Precision, RunConfig
 from whichlora.store import gpus
 from whichlora.store.gpu_file import read_gpu, write_gpu

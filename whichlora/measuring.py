@@ -10,8 +10,9 @@ from whichlora.config import load_plan
 from whichlora.databases import Refit, calibrate
 from whichlora.design import Option, Sight, choose
 from whichlora.prediction import forward_features, mean_context, predict, step_features
+from whichlora.profiling import device_of
 from whichlora.results import Measurement
-from whichlora.session import Progress, Session, device_of
+from whichlora.session import Progress, Session
 from whichlora.specs import RunConfig
 
 START_S = 10.0  # guess of what building a model takes, until one was built here
@@ -81,7 +82,7 @@ def _sights(session: Session, run: RunConfig) -> tuple[Sight, ...]:
     """The times that a profile of `run` shows: every width, or prompt pass and decoding step."""
     job = session.job(run)
     if run.phase == "finetune":
-        load = session.workload(run.model, run.batch_size)
+        load = session.data.workload(run.model, run.batch_size)
         widths = dict.fromkeys(load.profile_lengths(session.plan.num_batches))
         return tuple(Sight("finetune", step_features(job, seq_len=width)) for width in widths)
     prompt = forward_features(job, context=run.prompt_len, decoding=False)

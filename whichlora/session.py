@@ -5,26 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from whichlora import api, timing
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import Calibration, prior_calibration
-from whichlora.dataset import (
-    BYTE_LEVEL,
-    BaseDataset,
-    TokenLengths,
-    Workload,
-    count_tokens,
-    open_dataset,
-    workload,
-)
+from whichlora.dataset import TokenLengths
 from whichlora.enumeration import Candidates
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import list_methods
@@ -33,19 +24,22 @@ from whichlora.outlook import Outlook
 from whichlora.plan import Plan
 from whichlora.policy import Contest, Decision, tiers
 from whichlora.prediction import predict, step_features
+from whichlora.profiling import open_profiler
 from whichlora.pursuit import Pursuit
 from whichlora.resolution import Job, resolve
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.search import Candidate, Quantity, dominated, judge
 from whichlora.shortlist import MANY, Wanted, shortlist
 from whichlora.specs import GpuSpec, RunConfig
-from whichlora.store.gpus import gpus_here
 from whichlora.store.jsonfiles import read_object, write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
 from whichlora.totals import profiled_total
+from whichlora.training_data import TrainingData
+
+if TYPE_CHECKING:
+    from whichlora.device.profile import Profiler
 
 SIDE_BY_SIDE_RANKS = (4, 8, 16, 32, 64)
-_UNCUT = 10**9  # tokens, more than any text has
 
 
 class Progress(Protocol):
@@ -85,11 +79,8 @@ class Session:
             name: api.load_model(name, trust_remote_code=plan.trust_remote_code)
             for name in plan.models
         }
-        self.asked = Candidates(plan, self.models, gpu, self.workload)
-        self.dataset: BaseDataset = open_dataset(plan.dataset)
-        # by tokenizer; sessions of the same data on other devices share it
-        self._lengths: dict[str, TokenLengths] = {} if lengths is None else lengths
-        self._workloads: dict[tuple[str, int], Workload] = {}
+        self.data = TrainingData(plan, lengths)
+        self.asked = Candidates(plan, self.models, gpu, self.data.workload)
         self._features: dict[tuple[RunConfig, int], dict[str, float]] = {}
         self._jobs: dict[RunConfig, Job] = {}
         self._outlines: dict[RunConfig, Outline] = {}
@@ -106,41 +97,9 @@ class Session:
             for record in self._records
             if record.provenance.get("run_id") == self.run_id
         }
-        self._profiler: Any = None
+        self._profiler: Profiler | None = None
 
     # --- candidates
-
-    def tokenizer(self, model: str) -> str:
-        if self.plan.weights == "random":
-            return BYTE_LEVEL
-        return self.plan.tokenizers.get(model, model)
-
-    def lengths(self, model: str) -> TokenLengths:
-        """Token lengths of the data as the tokenizer of `model` cuts them."""
-        tokenizer = self.tokenizer(model)
-        joins = self.plan.collator == "packed"  # before it cuts
-        if tokenizer not in self._lengths:
-            self._lengths[tokenizer] = count_tokens(
-                self.dataset,
-                tokenizer=tokenizer,
-                offline=self.plan.weights == "random",
-                max_length=_UNCUT if joins else self.plan.finetune.seq_len,
-            )
-        return self._lengths[tokenizer]
-
-    def workload(self, model: str, batch_size: int) -> Workload:
-        key = (self.tokenizer(model), batch_size)
-        if key not in self._workloads:
-            self._workloads[key] = workload(
-                self.lengths(model),
-                collator=self.plan.collator,
-                batch_size=batch_size,
-                seq_len=self.plan.finetune.seq_len,
-                accumulation=self.plan.finetune.gradient_accumulation_steps,
-                epochs=self.plan.epochs,
-                seed=self.plan.seed,
-            )
-        return self._workloads[key]
 
     @cached_property
     def is_large(self) -> bool:
@@ -250,7 +209,7 @@ class Session:
         job = self.job(run)
         if run.phase == "inference":
             return outline_inference(job, num_runs=self.plan.num_runs)
-        widths = self.workload(run.model, run.batch_size).widths
+        widths = self.data.workload(run.model, run.batch_size).widths
         steps = {width: n / run.gradient_accumulation_steps for width, n in widths.items()}
         return outline_training(job, steps, num_batches=self.plan.num_batches)
 
@@ -292,7 +251,7 @@ class Session:
 
     def _measured_total(self, run: RunConfig, measurement: Measurement) -> Quantity:
         """Seconds of the whole training: every width's step time, times how often it comes."""
-        load = self.workload(run.model, run.batch_size)
+        load = self.data.workload(run.model, run.batch_size)
         profile = list(zip(measurement.batch_seq_len, measurement.step_s, strict=True))
         widths = {*load.widths, *measurement.batch_seq_len}
         return profiled_total(
@@ -311,14 +270,14 @@ class Session:
         if decision is not None:
             left = int((decision.chance_to_win > 0).sum())
         self.progress.profiling(run, number=len(pursuit.measured) + 1, open_candidates=left)
-        load = self.workload(run.model, run.batch_size) if run.phase == "finetune" else None
+        load = self.data.workload(run.model, run.batch_size) if run.phase == "finetune" else None
         training = load is not None
         number = self.plan.num_batches if training else self.plan.num_runs
         lengths = load.profile_lengths(number) if load else (run.prompt_len,)
         decisive_s: Sequence[float] = ()
         if decision is not None:
             decisive_s = self._per_batch(run, lengths, pursuit.decisive_s(position, decision))
-        measurement: Measurement = self._device().measure(
+        measurement = self._device().measure(
             run,
             model_config=self.models[run.model].config,
             target_modules=self.job(run).peft_targets,
@@ -342,7 +301,7 @@ class Session:
         """
         if run.phase == "inference":
             return [whole_s * num_tokens(self.job(run))]
-        widths = self.workload(run.model, run.batch_size).widths
+        widths = self.data.workload(run.model, run.batch_size).widths
         number = {width: n / run.gradient_accumulation_steps for width, n in widths.items()}
         predicted_s = sum(n * self._seconds(run, width) for width, n in number.items())
         return [whole_s * self._seconds(run, width) / predicted_s for width in lengths]
@@ -368,46 +327,15 @@ class Session:
         self.calibration = fit(self._records, self.gpu, api.model_of, held_out=False)
         return self.calibration
 
-    def _device(self) -> Any:
+    def _device(self) -> Profiler:
         if self._profiler is None:
-            from whichlora.device.profile import Profiler
-
-            self._profiler = Profiler(
-                gpu=self.gpu.key,
-                device=device_of(self.gpu),
-                provenance={
-                    "run_id": self.run_id,
-                    "command": " ".join(["whichlora", *sys.argv[1:]]),
-                    "config": str(self.plan.source),
-                },
-                memory_limit_bytes=self.gpu.memory_bytes if self.gpu.kind == "cpu" else None,
-                log_path=self.plan.output_dir / "profile.log",
-            )
+            self._profiler = open_profiler(self.plan, self.gpu, self.run_id)
         return self._profiler
 
     def close(self) -> None:
         if self._profiler is not None:
             self._profiler.close()
             self._profiler = None
-
-
-def device_of(gpu: GpuSpec) -> str:
-    """The framework's device for `gpu`, if this machine has it.
-
-    Raises:
-        ConfigError: it has not; profiling is impossible here.
-    """
-    if gpu.kind == "cpu":
-        return "cpu"
-    here = gpus_here()
-    for index, (_, spec) in enumerate(here):
-        if spec.key == gpu.key:
-            return f"cuda:{index}"
-    found = ", ".join(device.name for device, _ in here) or "no GPU"
-    raise ConfigError(
-        f"gpu: {gpu.key} is not in this machine (it has {found}), so nothing can be profiled; "
-        "run this on a machine that has it, or set profile: none for predictions alone"
-    )
 
 
 def _run_id(folder: Path, *, fresh: bool) -> str:

@@ -16,10 +16,11 @@ from whichlora.html_report import write_report
 from whichlora.plan import Plan, Prefer
 from whichlora.policy import Decision, StoppedBy
 from whichlora.prediction import predict
+from whichlora.profiling import device_of
 from whichlora.pursuit import Pursuit
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.search import Candidate, accepted, kept_models, predicted_winner
-from whichlora.session import Progress, Session, device_of
+from whichlora.session import Progress, Session
 from whichlora.space import pareto
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.jsonfiles import read_object, write_object, write_text
@@ -196,15 +197,15 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
         )
         for measurement, one, before in session.compared
     ]
-    methods = dict.fromkeys(session.lengths(model).method for model in plan.models)
-    lengths = session.lengths(plan.models[0])
+    methods = dict.fromkeys(session.data.lengths(model).method for model in plan.models)
+    lengths = session.data.lengths(plan.models[0])
     tokens = (
         f"{lengths.num_sequences()} sequences, {lengths.total_tokens()} tokens an epoch, "
         f"longest {lengths.longest()} (for {plan.models[0]}), counted by {'; '.join(methods)}"
     )
     shown = best or min(finetune, key=lambda one: (-one.chance, one.rank), default=None)
     if best is not None:
-        load = session.workload(best.run.model, best.run.batch_size)
+        load = session.data.workload(best.run.model, best.run.batch_size)
         tokens += (
             f"; {load.num_steps} steps over {load.padded_tokens} tokens, "
             f"{100 * load.padding_fraction:.1f} % of them padding ({load.collator}), longest batch "
@@ -324,9 +325,9 @@ def write_files(session: Session, answer: Answer) -> dict[str, Path]:
     job = session.job(best)
     data = (
         write_jsonl(
-            session.dataset,
+            session.data.dataset,
             folder,
-            tokenizer=session.tokenizer(best.model),
+            tokenizer=session.data.tokenizer(best.model),
             offline=plan.weights == "random",
         )
         if plan.dataset.kind != "counts"

@@ -122,7 +122,7 @@ def _task(plan: Plan, session: Session, candidate: Candidate) -> Task:
     run = candidate.run
     training = run.phase == "finetune"
     number = plan.num_batches if training else plan.num_runs
-    load = session.workload(run.model, run.batch_size) if training else None
+    load = session.data.workload(run.model, run.batch_size) if training else None
     upper_s = _upper_s(candidate) * (number + 1)  # and one to warm up
     return Task(
         what=describe(run),
