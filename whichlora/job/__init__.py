@@ -1,0 +1,176 @@
+"""Run → a stand-alone `train.py` that performs exactly the fine-tuning that was predicted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import indent
+from typing import Any, Literal
+
+from whichlora.errors import ConfigError
+from whichlora.job.lines import (
+    RANDOM_CHECKPOINT_LINES,
+    adapter_lines,
+    allocator_lines,
+    argument_lines,
+    is_loraplus,
+    model_lines,
+    optimizer_lines,
+    tokenizer_lines,
+)
+from whichlora.job.templates import (
+    BYTE_TOKENIZER,
+    HEAD,
+    RANDOM_MODEL,
+    READ_ROWS,
+    READ_TEXTS,
+    TAIL,
+)
+from whichlora.methods import with_defaults
+from whichlora.plan import Collator
+from whichlora.python_source import Code, import_lines, literal
+from whichlora.specs import RunConfig
+
+Weights = Literal["pretrained", "random"]
+
+_IMPORTABLE = {
+    "peft": ("LoraConfig", "get_peft_config", "get_peft_model", "prepare_model_for_kbit_training"),
+    "peft.optimizers": ("create_loraplus_optimizer",),
+    "tokenizers": ("Tokenizer", "decoders", "models", "pre_tokenizers"),
+    "transformers": (
+        "AutoConfig",
+        "AutoModelForCausalLM",
+        "AutoModelForMaskedLM",
+        "AutoTokenizer",
+        "BitsAndBytesConfig",
+        "DataCollatorForLanguageModeling",
+        "PreTrainedTokenizerFast",
+        "Trainer",
+        "TrainingArguments",
+        "set_seed",
+    ),
+}
+
+
+def train_command(path: Path) -> list[str]:
+    """The command that runs the script at `path`."""
+    return [sys.executable, str(path)]
+
+
+def train_script(
+    run: RunConfig,
+    *,
+    target_modules: Sequence[str] | str,
+    epochs: float = 1.0,
+    learning_rate: float = 2e-4,
+    seed: int = 0,
+    tokenizer: str | None = None,
+    weights: Weights = "pretrained",
+    model_config: Mapping[str, Any] | None = None,
+    batching: Collator | None = None,
+    masked_lm: bool = False,
+    max_steps: int | None = None,
+    trust_remote_code: bool = False,
+) -> str:
+    """The source of a script that fine-tunes `run` on the `train.jsonl` beside it.
+
+    It evaluates on `validation.jsonl` if there is one, and writes the adapter (or the model) and
+    `result.json` to `output/`. Only the lines that the settings need are in it.
+
+    Args:
+        target_modules: leaf names that get an adapter, or "all-linear".
+        tokenizer: hub id or path; None takes the model's own.
+        weights: "random" needs `model_config`, downloads no weights and, unless `tokenizer` is
+            given, takes bytes for tokens.
+        batching: as `Plan.collator`. None follows `run.padding`: packed without padding, longest
+            with it.
+        masked_lm: an encoder, trained to fill in masked tokens.
+        max_steps: stop after so many optimizer steps instead of `epochs`.
+
+    Raises:
+        ConfigError: a run that the script can't perform.
+    """
+    run = with_defaults(run)
+    _check(run, weights, model_config)
+    random_config = model_config if weights == "random" else None
+    takes_bytes = random_config is not None and tokenizer is None
+    model_class = "AutoModelForMaskedLM" if masked_lm else "AutoModelForCausalLM"
+    hub = {"trust_remote_code": True} if trust_remote_code else {}
+    constants = {
+        "MODEL": run.model if random_config is None else Code('HERE / "random-weights"'),
+        "TOKENIZER": tokenizer,
+        "OUTPUT": Code('HERE / "output"'),
+        "SEQ_LEN": run.seq_len,
+        "BATCH_SIZE": run.batch_size,
+        "GRADIENT_ACCUMULATION_STEPS": run.gradient_accumulation_steps,
+        "EPOCHS": epochs if max_steps is None else None,
+        "MAX_STEPS": max_steps,
+        "LEARNING_RATE": learning_rate,
+        "SEED": seed,
+        "MODEL_CONFIG": _without_quantisation(random_config),
+    }
+    reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
+    main = [
+        *allocator_lines(run),
+        "set_seed(SEED)",
+        *tokenizer_lines(tokenizer, takes_bytes, hub),
+        *RANDOM_CHECKPOINT_LINES * (random_config is not None),
+        *model_lines(run, model_class, hub),
+        *adapter_lines(run, target_modules),
+        *argument_lines(run, limited=max_steps is not None, grouped=reader == "grouped"),
+        *optimizer_lines(run),
+    ]
+    body = "".join(
+        [
+            RANDOM_MODEL.format(model_class=model_class, dtype=run.weight_dtype)
+            if random_config is not None
+            else "",
+            BYTE_TOKENIZER if takes_bytes else "",
+            READ_ROWS[reader].format(read_texts=READ_TEXTS),
+            "def main():\n",
+            indent("\n".join(main) + "\n", "    "),
+            TAIL.format(
+                masked_lm=masked_lm,
+                optimizer="        optimizers=(optimizer, None),\n" if is_loraplus(run) else "",
+            ),
+        ]
+    )
+    return _head(run, body, constants) + body
+
+
+def _head(run: RunConfig, body: str, constants: Mapping[str, Any]) -> str:
+    """The docstring, the imports that `body` needs, and the constants that are set."""
+    return HEAD.format(
+        model=run.model,
+        method=run.method,
+        os="import os\n" if "os.environ" in body else "",
+        bisect="from bisect import bisect_left, insort\n" if "insort(" in body else "",
+        imports=import_lines(body, _IMPORTABLE),
+        constants="\n".join(
+            f"{name} = {literal(value)}" for name, value in constants.items() if value is not None
+        ),
+    )
+
+
+def _check(run: RunConfig, weights: Weights, model_config: Mapping[str, Any] | None) -> None:
+    if run.phase != "finetune":
+        raise ConfigError(f"phase: {run.phase} has nothing to train; a job needs finetune")
+    if run.loss_head not in ("hf", "liger"):
+        raise ConfigError(
+            f"loss_head: {run.loss_head} can't be trained by the job; accepted are hf and liger"
+        )
+    if weights == "random" and model_config is None:
+        raise ConfigError("weights: random needs the config of the model")
+    if model_config is not None and model_config.get("is_encoder_decoder"):
+        raise ConfigError(
+            f"model: {run.model} is an encoder-decoder, which needs pairs of texts; the job "
+            "trains on single texts"
+        )
+
+
+def _without_quantisation(model_config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The config without what it says of the published checkpoint's storage."""
+    if model_config is None:
+        return None
+    return {name: value for name, value in model_config.items() if name != "quantization_config"}
