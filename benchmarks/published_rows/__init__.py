@@ -1,0 +1,70 @@
+"""Runs that others measured and published, as our settings: each cell of `published/` becomes an
+`Observation` to compare a prediction with, or `LeftOut` with the reason.
+
+What a source means by its columns is in `published/README.md`.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+from published_rows.cells import MEMORY, Found, LeftOut, Line, Observation, Quantity
+from published_rows.fms_acceleration import fms
+from published_rows.models import model_of
+from published_rows.neusight_labels import neusight
+from published_rows.optimum_benchmark import optimum
+from published_rows.others import fsdp_qlora, glm4, not_ours, torchtune
+from published_rows.qwen import qwen1_finetune, qwen1_inference, qwen_speed
+
+FOLDER = Path(__file__).parent.parent / "published"
+
+SOURCES: dict[str, Callable[[Line], Iterator[Found]]] = {
+    "autoawq_readme": not_ours("AutoAWQ's fused modules and preallocated cache"),
+    "axolotl_examples": not_ours("counter and GPU not stated, printed as approximate"),
+    "chatglm2_readme": not_ours("counter not stated, remote code"),
+    "chatglm_finetuning_readme": not_ours("counter not stated, rounded to whole G, DeepSpeed"),
+    "fms_acceleration_bench": fms,
+    "fsdp_qlora": fsdp_qlora,
+    "github_issues": not_ours("targets and quantisation not stated, or a loss kernel alone"),
+    "glm4": glm4,
+    "misc_docs": not_ours("compiled static-cache decode, lengths not stated"),
+    "ms_swift_benchmark": not_ours("lengths mixed up to a limit: neither mean nor order is stated"),
+    "neusight_labels": neusight,
+    "optimum_benchmark": optimum,
+    "qwen15_hf_infer": qwen_speed,
+    "qwen1_inference": qwen1_inference,
+    "qwen25_speed": qwen_speed,
+    "qwen2_speed": qwen_speed,
+    "qwen_readme_finetune": qwen1_finetune,
+    "torchtune_docs": torchtune,
+}
+
+
+def read(source: str) -> Iterator[Found]:
+    """Every cell of one file."""
+    with (FOLDER / f"{source}.csv").open(encoding="utf-8", newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), start=2):
+            yield from SOURCES[source](Line(source, number, row))
+
+
+@cache
+def read_all() -> tuple[Found, ...]:
+    """Every cell of every file, in the order of the files."""
+    return tuple(found for source in SOURCES for found in read(source))
+
+
+__all__ = [
+    "FOLDER",
+    "MEMORY",
+    "SOURCES",
+    "Found",
+    "LeftOut",
+    "Observation",
+    "Quantity",
+    "model_of",
+    "read",
+    "read_all",
+]

@@ -1,0 +1,114 @@
+"""Architectures as the sources call them, also of models that the database does not have."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+
+from whichlora import families
+from whichlora.architecture import Layer, ModelSpec
+from whichlora.store.models import find_model
+
+POWERLM_3B = {  # ibm/PowerLM-3b config.json
+    "model_type": "granite",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 36,
+    "num_key_value_heads": 36,
+    "vocab_size": 49152,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+FSDP_QLORA_1B = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "vocab_size": 32000,
+    "torch_dtype": "bfloat16",
+}
+_QWEN1 = {  # hidden, layers, heads, half of the remote code's intermediate_size, vocabulary
+    "1_8B": (2048, 24, 16, 5504, 151936),
+    "7B": (4096, 32, 32, 11008, 151936),
+    "14B": (5120, 40, 40, 13696, 152064),
+    "72B": (8192, 80, 64, 24576, 152064),
+}
+_ELSEWHERE = {
+    "TheBloke/Mistral-7B-v0.1-GPTQ": "mistralai/Mistral-7B-v0.1",
+    "ybelkada/test-mistral-7b-v0.1-awq": "mistralai/Mistral-7B-v0.1",
+    "TheBloke/Mixtral-8x7B-Instruct-v0.1-GPTQ": "mistralai/Mixtral-8x7B-v0.1",
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": "mistralai/Mixtral-8x7B-v0.1",
+    "TheBloke/Llama-2-7B-GPTQ": "meta-llama/Llama-2-7b-hf",
+    "NousResearch/Llama-2-7b-hf": "meta-llama/Llama-2-7b-hf",
+    "TheBloke/LLaMa-7B-GPTQ": "huggyllama/llama-7b",
+    "TheBloke/vicuna-7B-v1.5-GPTQ": "meta-llama/Llama-2-7b-hf",
+    "IlyasMoutawwakil/vicuna-7b-v1.5-awq-gemv": "meta-llama/Llama-2-7b-hf",
+    "IlyasMoutawwakil/vicuna-7b-v1.5-awq-gemm": "meta-llama/Llama-2-7b-hf",
+    "OpenBuddy/openbuddy-zephyr-7b-v14.1": "mistralai/Mistral-7B-v0.1",
+    "GLM-4-32B-0414": "zai-org/GLM-4-32B-0414",
+    "GLM-4-9B-0414": "zai-org/GLM-4-9B-0414",
+}
+
+
+def _qwen1_layer(layer: Layer) -> Layer:
+    """Qwen2's layer with the matrices that Qwen's first code has: q, k and v in one."""
+    attention, mlp = layer.attentions[0], layer.mlp
+    assert mlp is not None
+    query, output = attention.linears[0], attention.linears[-1]
+    fused = replace(query, name="c_attn", out_features=3 * query.out_features)
+    gate, up, down = mlp.linears
+    return replace(
+        layer,
+        attentions=(replace(attention, linears=(fused, replace(output, name="c_proj"))),),
+        mlp=replace(
+            mlp,
+            linears=(
+                replace(gate, name="w2"),
+                replace(up, name="w1"),
+                replace(down, name="c_proj"),
+            ),
+        ),
+    )
+
+
+def _qwen1(size: str) -> ModelSpec:
+    hidden, layers, heads, width, vocab = _QWEN1[size]
+    spec = families.build(
+        {
+            "model_type": "qwen2",
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "intermediate_size": width,
+            "vocab_size": vocab,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": False,
+        },
+        name=f"Qwen/Qwen-{size}",
+    )
+    return replace(
+        spec,
+        groups=tuple(replace(group, layer=_qwen1_layer(group.layer)) for group in spec.groups),
+    )
+
+
+@cache
+def model_of(label: str) -> ModelSpec | None:
+    """The architecture that a source calls `label`; None where neither file nor facts have it."""
+    if label == "ibm/PowerLM-3b":
+        return families.build(POWERLM_3B, name=label)
+    if label.startswith("random Llama 1B"):
+        return families.build(FSDP_QLORA_1B, name="random-llama-1b")
+    first = re.fullmatch(r"Qwen/Qwen-(1_8B|7B|14B|72B)(-Chat)?(-Int[48])?", label)
+    if first:
+        return _qwen1(first[1])
+    name = _ELSEWHERE.get(label) or re.sub(r"-(GPTQ-Int[48]|AWQ)$", "", label)
+    spec = find_model(name)
+    if spec and label.startswith("Qwen/Qwen2-"):  # the database has the base models' 131,072
+        return replace(spec, max_position_embeddings=32_768)
+    return spec
