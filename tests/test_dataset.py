@@ -344,11 +344,13 @@ def test_byte_lengths_are_cut_and_counted() -> None:
     lengths = count_bytes(Rows("abc", "é", "x" * 20), max_length=10)
     assert lengths.lengths["train"] == (3, 2, 10)
     assert (lengths.num_truncated, lengths.method) == (1, "bytes")
+    assert f", 1 rows are cut to {lengths.max_length} tokens" in lengths.describe()
 
 
 def test_rows_without_text_are_left_out_and_counted() -> None:
     lengths = count_bytes(Rows("abc", "", " \n"))
     assert (lengths.lengths["train"], lengths.num_empty) == ((3,), 2)
+    assert lengths.describe().endswith("longest 3, 2 rows without text are left out")
     with pytest.raises(ConfigError, match="has no text in its split train"):
         count_bytes(Rows("", " "))
 

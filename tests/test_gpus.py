@@ -178,7 +178,7 @@ def test_spellings_of_people_and_drivers_find_the_board(name: str, key: str) -> 
 def test_a_name_that_several_boards_share_is_refused_with_the_candidates(
     name: str, candidates: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"^GPU .{name}. is ambiguous: {candidates}; pass --gpu"):
+    with pytest.raises(ConfigError, match=f"^GPU .{name}. is ambiguous: {candidates}; give one"):
         find_gpu(name)
 
 

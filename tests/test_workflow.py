@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from fake_profiler import FakeProfiler
 from rich.console import Console
 
 from whichlora import report, workflow
+from whichlora.cli import main
 from whichlora.errors import ConfigError
 from whichlora.specs import RunConfig
 
@@ -303,6 +305,26 @@ def test_the_answer_fits_a_terminal_with_numbers_and_words_whole(
     assert [one for one in lines if len(one) > width and str(tmp_path) not in one] == []
     verdicts = re.findall(r" (WINNER|meets|misses|undecided) *$", text.getvalue(), re.MULTILINE)
     assert len(verdicts) == len(answer.inference) + len(answer.finetune)
+
+
+def test_a_training_that_fails_costs_nobody_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = [sys.executable, "-c", "raise OSError('no weights here')"]
+    monkeypatch.setattr("whichlora.job.train_command", lambda _: failing)
+    config = write_config(tmp_path, profile="none")
+    config.write_text(config.read_text() + "train: true\n")
+    result = CliRunner().invoke(main, ["run", str(config)])
+    assert result.exit_code == 2
+    last = result.stderr.splitlines()[-1]
+    assert "train.py: ended with exit code 1: OSError: no weights here" in last
+    assert "Winner: Qwen/Qwen2.5-0.5B" in result.stdout
+    assert "start the fine-tuning with: " in result.stdout
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert (
+        "no weights"
+        in json.loads((tmp_path / "out" / "answer.json").read_text())["training"]["error"]
+    )
 
 
 def test_a_run_ends_with_a_report_that_is_made_from_its_files_alone(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from whichlora import api
 from whichlora.calibration import Calibration
 from whichlora.config import load_plan
-from whichlora.errors import MeasurementError
 from whichlora.html_report import write_report
 from whichlora.plan import Plan, Prefer
 from whichlora.policy import Decision, StoppedBy
@@ -80,7 +79,7 @@ class Answer:
         side_by_side: the best candidate with every method and rank, whatever the plan asked for.
         dataset: sequences, tokens and epochs that the total times are for.
         files: what was written, by purpose.
-        training: what the winning job reported, where it was run.
+        training: what the winning job reported, where it was run, or the `error` it ended with.
     """
 
     plan: Plan
@@ -197,13 +196,10 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
         )
         for measurement, one, before in session.compared
     ]
-    methods = dict.fromkeys(session.data.lengths(model).method for model in plan.models)
-    lengths = session.data.lengths(plan.models[0])
-    tokens = (
-        f"{lengths.num_sequences()} sequences, {lengths.total_tokens()} tokens an epoch, "
-        f"longest {lengths.longest()} (for {plan.models[0]}), counted by {'; '.join(methods)}"
-    )
     shown = best or min(finetune, key=lambda one: (-one.chance, one.rank), default=None)
+    model = plan.models[0] if shown is None else shown.run.model
+    lengths = session.data.lengths(model)
+    tokens = f"{lengths.describe()} (for {model})"
     if best is not None:
         load = session.data.workload(best.run.model, best.run.batch_size)
         tokens += (
@@ -211,6 +207,10 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
             f"{100 * load.padding_fraction:.1f} % of them padding ({load.collator}), longest batch "
             f"{best.run.batch_size} x {load.longest}"
         )
+    tokens += f"; lengths: {lengths.method}"
+    others = [session.data.lengths(name).method for name in plan.models if name != model]
+    if guessed := sum(method.startswith("estimated") for method in others):
+        tokens += f"; estimated for {guessed} of the other models, too"
     return Answer(
         plan=plan,
         gpu=session.gpu,
@@ -355,7 +355,7 @@ def write_files(session: Session, answer: Answer) -> dict[str, Path]:
 
 
 def _train(session: Session, answer: Answer) -> dict[str, Any]:
-    """Run the winning job and say what it measured beside what was predicted."""
+    """Run the winning job: what it reported, or why it failed, which costs nobody the answer."""
     from whichlora.job import train_command
 
     session.close()  # the job needs the device to itself
@@ -366,7 +366,12 @@ def _train(session: Session, answer: Answer) -> dict[str, Any]:
     with (folder / "train.log").open("wb") as log:
         done = subprocess.run(train_command(job), stdout=log, stderr=subprocess.STDOUT)
     if done.returncode != 0:
-        raise MeasurementError(
-            f"{job}: ended with exit code {done.returncode}; its output is in {folder}/train.log"
-        )
+        log_file = folder / "train.log"
+        lines = log_file.read_text(encoding="utf-8", errors="replace").split("\n")
+        raised = (line for line in reversed(lines) if "Error" in line.partition(":")[0])
+        why = next(raised, "it says why at the end of its output")[:300]
+        return {
+            "error": f"{job}: ended with exit code {done.returncode}: {why}; its whole output is "
+            f"in {log_file}"
+        }
     return read_object(folder / "output" / "result.json") | {"output": str(folder / "output")}

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import click
 
 from whichlora.cli.faults import EXIT_NOTHING_FITS
+from whichlora.errors import MeasurementError
 from whichlora.plan import Prefer
 
 ImageFormat = Literal["png", "svg"]
@@ -44,6 +45,8 @@ def run(config: Path, fresh: bool, prefer: Prefer | None, as_json: bool) -> None
         click.echo(json.dumps(answer.to_dict(), indent=1))
     else:
         report.print_answer(answer)
+    if answer.training is not None and "error" in answer.training:
+        raise MeasurementError(answer.training["error"])
     if answer.winner is None:
         sys.exit(EXIT_NOTHING_FITS)
 

@@ -46,16 +46,16 @@ class Document:
     data: dict[Any, Any]
 
     def render(self, problem: Problem) -> str:
-        """`problem` as one line: place, key, fault, value, what is accepted, what was meant."""
+        """`problem` as one line: place, key, fault, value, what was meant, what is accepted."""
         found, name, node = self._locate(problem.loc)
         line, column = problem.place or found
         text = f"{self.path}:{line}:{column}: {name or 'the file'}: {problem.what}"
         if problem.show_value:
             text += f" (got {_describe(node)})"
+        if problem.hint:  # first: what is accepted may be a long list
+            text += f"; did you mean {problem.hint}"
         if problem.accepted:
             text += f"; accepted: {problem.accepted}"
-        if problem.hint:
-            text += f"; did you mean {problem.hint}"
         return text
 
     def error(self, problems: list[Problem]) -> ConfigError:

@@ -57,6 +57,18 @@ _SYNONYMS = {
     "seq_len": "sequence_length",
 }
 
+# What other tools call our values.
+_VALUE_SYNONYMS = {
+    "adam": "adamw_torch_fused",
+    "adamw": "adamw_torch_fused",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "flash": "flash_attention_2",
+    "4bit": "nf4-dq",
+    "8bit": "int8",
+}
+
 # A plan compares sizes, since the largest is not the fastest; the largest alone is a question.
 _LARGEST = {
     "batch_size": "a list such as [1, 2, 4, 8, 16], of which the search takes the best; "
@@ -183,7 +195,9 @@ def _meant_value(value: Any, schema: Mapping[str, Any]) -> str:
     """A value that `value` looks like and that is accepted."""
     if "enum" in schema and isinstance(value, str):
         names = [str(name) for name in schema["enum"]]
-        return next(iter(difflib.get_close_matches(value.lower(), names, n=1)), "")
+        meant = _VALUE_SYNONYMS.get(value.lower(), "")
+        near = difflib.get_close_matches(value.lower(), names, n=1)
+        return meant if meant in names else next(iter(near), "")
     if schema.get("type") == "boolean":
         return _YAML_1_1_BOOLS.get(str(value).lower(), "")
     if schema.get("type") in {"integer", "number"} and isinstance(value, str):

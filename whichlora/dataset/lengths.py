@@ -48,6 +48,18 @@ class TokenLengths:
     def longest(self, split: Split = "train") -> int:
         return max(self.lengths[split])
 
+    def describe(self) -> str:
+        """How much there is to train on, and what of the data is not trained on."""
+        words = [
+            f"{self.num_sequences()} sequences, {self.total_tokens()} tokens an epoch, "
+            f"longest {self.longest()}"
+        ]
+        if self.num_truncated:
+            words.append(f"{self.num_truncated} rows are cut to {self.max_length} tokens")
+        if self.num_empty:
+            words.append(f"{self.num_empty} rows without text are left out")
+        return ", ".join(words)
+
     def quantile(self, fraction: float, split: Split = "train") -> int:
         """The smallest length that `fraction` of the sequences do not exceed."""
         ordered = sorted(self.lengths[split])

@@ -108,11 +108,12 @@ def print_answer(answer: Answer) -> None:
         _print_errors(console, compared)
     say(console, f"data: {answer.tokens}")
     say(console, f"basis: {answer.basis}")
-    if answer.training is not None:
+    trained = answer.training is not None and "error" not in answer.training
+    if trained:
         _print_training(console, answer)
     for purpose, path in answer.files.items():
         say(console, f"{purpose}: {path}", whole=True)
-    if "job" in answer.files and answer.training is None:
+    if "job" in answer.files and not trained:
         from whichlora.job import train_command
 
         command = shlex.join(train_command(answer.files["job"]))

@@ -53,9 +53,7 @@ def find_gpu(name: str) -> GpuSpec:
         return spec
     keys = _keys_named(name)
     if len(keys) > 1:
-        raise ConfigError(
-            f"GPU {name!r} is ambiguous: {', '.join(keys)}; pass --gpu with one of these"
-        )
+        raise ConfigError(f"GPU {name!r} is ambiguous: {', '.join(keys)}; give one of these")
     spec = _load(keys[0]) if keys else None
     if spec is not None:
         return spec
