@@ -7,6 +7,7 @@ ledger is always asked anew.
     python benchmarks/memory_accuracy.py --no-trace        the tables of what is there, in seconds
     python benchmarks/memory_accuracy.py --slice 0:100     only these runs (also 0:400:2)
     python benchmarks/memory_accuracy.py --only mixtral --retrace
+    python benchmarks/memory_accuracy.py --later                  types that came after the draws
     python benchmarks/memory_accuracy.py --no-trace --write       docs/accuracy_ledger.md
 """
 
@@ -229,6 +230,20 @@ def second_draw(num_drawn: int) -> str:
     return f"{SECOND_TEXT}\n\n{now}\n\n{far_off(compared)}".replace("%\n", " %\n")
 
 
+def later_types() -> str:
+    """Runs of the types that came after both draws, by type."""
+    drawn = list(enumerate(samples.later_runs()))
+    found = lines_of(drawn, path=samples.LATER_TRACES, trace=False, retrace=False)
+    compared = [
+        Compared(index, run, line, samples.predicted(run))
+        for index, run, line in found
+        if "refused" not in line
+    ]
+    if not compared:
+        return "None is traced yet."
+    return f"{grouped(compared, 'family')}\n\n{far_off(compared)}".replace("%\n", " %\n")
+
+
 def document(
     compared: Sequence[Compared], lines: Sequence[dict[str, Any]], *, seed: int, num_drawn: int
 ) -> str:
@@ -252,6 +267,7 @@ def document(
         f"{reserved(compared)}\n\n{far_off_reserve(compared)}",
         f"## Runs further off than {FAR_OFF:.0%}\n\n{far_off(compared)}".replace("%\n", " %\n"),
         f"## A second draw\n\n{second_draw(num_drawn)}",
+        f"## Types that came later\n\n{later_types()}",
         f"## Left out\n\n{left_out(lines)}",
     ]
     return "\n\n".join(parts) + "\n"
@@ -282,11 +298,15 @@ def main() -> None:
     parser.add_argument("--no-trace", action="store_true", help="only what was traced before")
     parser.add_argument("--retrace", action="store_true", help="also what was traced before")
     parser.add_argument("--traces", type=Path, default=samples.TRACES)
+    parser.add_argument("--later", action="store_true", help="the types that came after the draws")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     options = parser.parse_args()
 
     wanted = slice(*(int(part) if part else None for part in options.slice.split(":")))
-    drawn = [(index, samples.draw(options.seed, index)) for index in range(options.runs)][wanted]
+    drawn = [(index, samples.draw(options.seed, index)) for index in range(options.runs)]
+    if options.later:
+        drawn, options.traces = list(enumerate(samples.later_runs())), samples.LATER_TRACES
+    drawn = drawn[wanted]
     if options.only:
         drawn = [
             (index, run)

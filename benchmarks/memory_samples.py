@@ -31,6 +31,8 @@ from whichlora.store.gpus import find_gpu
 GPU = find_gpu("h100-sxm-80gb")
 ENDLESS = 2**60  # a full card gives idle segments back, an endless one never
 TRACES = Path(__file__).resolve().parent / "traces.jsonl"
+LATER_TRACES = TRACES.with_name("traces_later.jsonl")
+RUNS_OF_LATER = 4  # of each type
 MAX_LAYERS = 8  # where layers differ all are traced, which takes a second or so each
 MAX_SECONDS = 200
 
@@ -43,12 +45,35 @@ INVENTED = {  # for types without a model in the database; Llama's names, the re
     "num_key_value_heads": 8,
     "head_dim": 96,
 }
+_BART = {"encoder_layers": 6, "decoder_layers": 6, "d_model": 1024}
+_NO_LAYERDROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}  # chance can't be traced
 OTHER_NAMES = {  # types that have their own names for some of these, or leave them out
+    "blenderbot": _BART,
+    "blenderbot-small": _BART,
     "codegen": {"n_inner": 4096},
+    "m2m_100": _BART | _NO_LAYERDROP,
+    "marian": _BART | {"pad_token_id": 0, "decoder_start_token_id": 0},
+    "mvp": _BART,
+    "pegasus": _BART,
     "persimmon": {"num_key_value_heads": 16},
+    "plbart": _BART,
     "umt5": {"d_ff": 4096, "d_kv": 96, "num_decoder_layers": 12},
 }
 NO_AUTO_CLASS = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # never a model by themselves
+FIRST_TYPES = (
+    *("albert", "apertus", "arcee", "bart", "bert", "bloom", "camembert", "codegen", "cohere"),
+    *("cohere2", "cwm", "dbrx", "deberta-v2", "deepseek_v2", "deepseek_v3", "distilbert"),
+    *("electra", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "gemma4"),
+    *("gemma4_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"),
+    *("gpt_oss", "gptj", "granite", "granitemoe", "granitemoeshared", "helium"),
+    *("hunyuan_v1_dense", "internlm3", "jais2", "lfm2", "llama", "mbart", "ministral"),
+    *("ministral3", "mistral", "mixtral", "modernbert", "mpt", "mt5", "nemotron", "olmo", "olmo2"),
+    *("olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe"),
+    *("qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe"),
+    *("qwen3_next", "roberta", "seed_oss", "smollm3", "stablelm", "starcoder2", "t5", "umt5"),
+    *("vaultgemma", "xlm-roberta", "youtu"),
+)
+"""The types that seeds 0 and 1 were drawn from; a type that came later has draws of its own."""
 METHODS = ("full", "lora", "lora", "qlora", "qlora", "dora", "qdora")
 QUANTS = (None, None, None, None, "int8", "nf4", "fp4")
 PRECISIONS = ("bf16", "bf16", "bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32")
@@ -91,11 +116,27 @@ def model_of(name: str) -> ModelSpec:
 
 
 def draw(seed: int, index: int) -> RunConfig:
-    """Run number `index`: families take turns, everything else is drawn."""
-    types = sorted(models_by_type())
+    """Run number `index`: the first families take turns, everything else is drawn."""
+    types = list(FIRST_TYPES)
     random.Random(seed).shuffle(types)
-    rng = random.Random(f"{seed} {index}")
-    model = model_of(rng.choice(models_by_type()[types[index % len(types)]]))
+    return _drawn(types[index % len(types)], random.Random(f"{seed} {index}"))
+
+
+def draw_later(model_type: str, number: int) -> RunConfig:
+    """Run `number` of a type that is none of the first; it depends on no other type."""
+    return _drawn(model_type, random.Random(f"{model_type} {number}"))
+
+
+def later_types() -> tuple[str, ...]:
+    return tuple(sorted(set(models_by_type()) - set(FIRST_TYPES)))
+
+
+def later_runs() -> list[RunConfig]:
+    return [draw_later(name, number) for name in later_types() for number in range(RUNS_OF_LATER)]
+
+
+def _drawn(model_type: str, rng: random.Random) -> RunConfig:
+    model = model_of(rng.choice(models_by_type()[model_type]))
     longest = min(8192, model.max_position_embeddings or 8192)
     if rng.random() < 0.25:
         precision = rng.choice(("bf16", "bf16", "fp16", "fp32"))

@@ -369,7 +369,8 @@ def test_every_causal_type_has_a_tiny_variant() -> None:
     bare = {x for x in known_types() if x in FAMILIES}
     others = {
         *("internlm3", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),  # Llama, Qwen
-        *("t5", "mt5", "umt5", "bart", "mbart"),
+        *("t5", "mt5", "umt5", "bart", "mbart", "plbart", "mvp", "m2m_100", "pegasus", "marian"),
+        *("blenderbot", "blenderbot-small"),
         *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert"),
         *("deberta-v2", "modernbert"),
     }
@@ -417,6 +418,13 @@ def test_the_cache_holds_the_described_elements(variant: str) -> None:
         {"model_type": "umt5", "d_model": 64, "num_layers": 3},
         {"model_type": "mbart", "d_model": 64, "encoder_layers": 2, "decoder_layers": 3},
         {"model_type": "bart", "d_model": 64, "encoder_layers": 2, "decoder_layers": 3},
+        {"model_type": "plbart"},
+        {"model_type": "mvp", "d_model": 64, "encoder_layers": 2, "decoder_layers": 3},
+        {"model_type": "m2m_100", "d_model": 64, "encoder_layers": 2, "decoder_layers": 3},
+        {"model_type": "pegasus", "d_model": 64, "encoder_layers": 2, "decoder_layers": 3},
+        {"model_type": "marian", "d_model": 64, "encoder_layers": 2, "decoder_layers": 3},
+        {"model_type": "blenderbot", "d_model": 64, "decoder_layers": 3},
+        {"model_type": "blenderbot-small", "encoder_layers": 2, "decoder_layers": 3},
         {"model_type": "camembert", "num_hidden_layers": 2},
         {"model_type": "electra", "num_hidden_layers": 2},
         {"model_type": "albert", "num_hidden_groups": 2, "inner_group_num": 2, "hidden_size": 64},
@@ -440,7 +448,10 @@ def test_encoders_and_encoder_decoders_with_other_sizes(config: dict[str, Any]) 
     spec = build(config, name="tiny")
     model = module(config, spec.task)
     assert described_linears(spec) == real_linears(model)
+    assert described_norms(spec) == real_norms(model)
     assert spec.num_params == sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert spec.trainable_params == trained  # Pegasus and Marian freeze their positions
 
 
 @pytest.mark.parametrize(

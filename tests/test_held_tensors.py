@@ -12,6 +12,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory import allocator, facts
 from whichlora.memory.activations import fused_qkv
 from whichlora.memory.ledger import Ledger
+from whichlora.memory.weights import weight_bytes
 from whichlora.prediction import ledger
 from whichlora.resolution import resolve
 from whichlora.space import blocks
@@ -59,6 +60,43 @@ def test_inputs_of_8_bit_matrices_live_until_the_first_layer_has_gone_backward()
     assert part(ledger_of(LLAMA), "first_layer_backward", facts.HELD_INPUTS) == 0
     reentrant = ledger_of(LLAMA, quant="int8", use_reentrant=True)
     assert part(reentrant, "first_layer_backward", facts.HELD_INPUTS) == 0
+
+
+def test_an_input_that_an_8_bit_matrix_holds_is_no_second_checkpoint() -> None:
+    # BERT's queries read the layer's input itself, so that it is both held and checkpointed
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    found = ledger_of({"model_type": "bert", **sizes}, quant="int8")
+    names = [
+        one.what
+        for entry in found.moments["loss_backward"]
+        for group in entry.groups
+        if entry.fact is facts.CHECKPOINTS and not group.where
+        for one in group.tensors
+    ]
+    assert names.count("layer input") == 1
+
+
+def test_sines_are_weights_without_gradients_or_no_weights_at_all() -> None:
+    frozen, buffer = (
+        families.build({"model_type": name, "vocab_size": 1000}, name=name)
+        for name in ("pegasus", "m2m_100")
+    )
+    assert frozen.num_params - frozen.trainable_params == 2 * 1024 * 1024
+    assert buffer.num_params == buffer.trainable_params
+    job = resolve(buffer, RunConfig(model="m", phase="inference"), A100)
+    assert weight_bytes(buffer, job.stack)["buffers"] == 2 * 2 * (1024 + 2) * 1024
+
+
+def test_mvp_gives_no_probabilities_back() -> None:
+    inference = {"phase": "inference", "attn": "eager", "prompt_len": 256}
+    sizes = {"d_model": 256, "vocab_size": 1000}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_ffn_dim": 4096, f"{side}_attention_heads": 8}
+    plbart, mvp = (
+        ledger_of({"model_type": name, **sizes}, **inference).moment_bytes("prefill")
+        for name in ("plbart", "mvp")
+    )
+    assert plbart - mvp == 256 * 256 * 8 * 2  # alive while the MLP runs
 
 
 def test_a_prepared_base_without_autocast_multiplies_4_bit_in_the_compute_dtype() -> None:

@@ -23,10 +23,17 @@ def test_a_run_depends_on_the_seed_and_its_number_only() -> None:
 
 
 def test_families_take_turns() -> None:
-    types = samples.models_by_type()
+    types = samples.FIRST_TYPES
     drawn = {samples.model_type(samples.draw(0, index)) for index in range(len(types))}
     assert drawn == set(types)
-    assert set(families.FAMILIES) <= set(types) | samples.NO_AUTO_CLASS
+
+
+def test_types_that_came_later_have_runs_of_their_own() -> None:
+    drawn = {samples.model_type(run) for run in samples.later_runs()}
+    assert drawn == set(samples.later_types())
+    assert not drawn & set(samples.FIRST_TYPES)
+    known = drawn | set(samples.FIRST_TYPES) | samples.NO_AUTO_CLASS
+    assert set(families.FAMILIES) <= known
 
 
 def test_a_line_gives_its_run_back() -> None:

@@ -15,6 +15,7 @@ Task = Literal["causal-lm", "seq2seq-lm", "encoder"]
 NormKind = Literal[
     "rms", "rms_offset", "rms_power", "rms_mixed", "layer", "layer_steps", "layer_narrow"
 ]
+PositionKind = Literal["learned", "frozen", "buffer"]
 Routing = Literal[
     "softmax", "softmax_wide", "softmax_fp32", "sigmoid", "chosen", "sparse_mixer", "scaled"
 ]
@@ -130,6 +131,8 @@ class Attention:
             values to every query head (Falcon's new architecture, CodeGen).
         names_parts: rotated and unrotated parts of the heads have names of their own until the
             attention returns (StableLM, Phi, GPT-J).
+        scales_queries: eager code scales queries, not scores (MVP).
+        returns_probabilities: eager attention's are given to the layer, whose code names them.
         always_masked: the model makes a mask whatever the batch, with ALiBi one per head (Falcon).
         keys_from: of Gemma 4, which makes queries, then keys, then values, each with a norm: two
             projections of its own, "one" for both, or the keys and values of an "earlier" layer.
@@ -168,6 +171,8 @@ class Attention:
     wide_softmax: bool = True
     copies_parts: bool = False
     names_parts: bool = False
+    scales_queries: bool = False
+    returns_probabilities: bool = True
     always_masked: bool = False
     keys_from: Literal["two", "one", "earlier"] | None = None
     keeps_keys: bool = False
@@ -363,15 +368,32 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding:
-    """A lookup table of `rows` vectors of `width` elements."""
+    """A lookup table of `rows` vectors of `width` elements.
+
+    Args:
+        kind: "learned", a "frozen" parameter that never gets a gradient, or no parameter but a
+            "buffer" (the sines of Pegasus and of M2M100).
+        per_sequence: looked up for every sequence, not once for the whole batch.
+    """
 
     name: str
     rows: int
     width: int
+    kind: PositionKind = "learned"
+    per_sequence: bool = True
+
+    @property
+    def num_elements(self) -> int:
+        return self.rows * self.width
 
     @property
     def num_params(self) -> int:
-        return self.rows * self.width
+        return 0 if self.kind == "buffer" else self.num_elements
+
+    @property
+    def trains(self) -> bool:
+        """Whether full fine-tuning changes it."""
+        return self.kind == "learned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -473,6 +495,11 @@ class ModelSpec:
     def loaded_params(self) -> int:
         """Parameters that are on the device. Kind: exact."""
         return self.num_params - self.unloaded_params
+
+    @property
+    def trainable_params(self) -> int:
+        """Those among them that full fine-tuning changes. Kind: exact."""
+        return self.loaded_params - sum(one.num_params for one in self.embeddings if not one.trains)
 
     @property
     def adds_positions(self) -> bool:

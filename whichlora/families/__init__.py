@@ -10,6 +10,7 @@ from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.families import (
     alibi,
+    bart,
     bert,
     dbrx,
     deepseek,
@@ -40,6 +41,7 @@ _MODULES = (
     alibi,
     dbrx,
     seq2seq,
+    bart,
     bert,
 )
 _DEFAULTS: dict[str, Mapping[str, Any]] = {

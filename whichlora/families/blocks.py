@@ -98,6 +98,7 @@ def mlp(
     act: str = "mlp_act",
     extra: tuple[Linear, ...] = (),
     norms: tuple[Norm, ...] = (),
+    dropout: bool = False,
 ) -> Mlp:
     """A feed-forward block: gated with three names (or two and `fused`), plain with two."""
     *inputs, down = names
@@ -116,6 +117,7 @@ def mlp(
             *extra,
         ),
         norms=norms,
+        dropout=dropout,
     )
 
 
@@ -236,6 +238,29 @@ def causal_lm(
         vocab_size=vocab,
         groups=group(layers),
         final_norms=final_norms,
+        dtype=c.dtype,
+        config=c.values,
+        **spec,
+    )
+
+
+def encoder_decoder(
+    c: Fields, encoder: Sequence[Layer], decoder: Sequence[Layer], *, tied: bool, **rest: Any
+) -> ModelSpec:
+    """Two stacks with one head; `rest` are further fields of `ModelSpec`."""
+    hidden, vocab = c.size("hidden_size"), c.size("vocab_size")
+    spec: dict[str, Any] = {
+        "head": Linear(name="lm_head", in_features=hidden, out_features=vocab, reads="head_in"),
+        **rest,
+    }
+    return ModelSpec(
+        name=c.name,
+        model_type=c.text("model_type"),
+        task="seq2seq-lm",
+        hidden_size=hidden,
+        vocab_size=vocab,
+        groups=group(encoder, stack="encoder") + group(decoder, stack="decoder"),
+        head_tied=tied,
         dtype=c.dtype,
         config=c.values,
         **spec,

@@ -1,12 +1,12 @@
-"""Encoder-decoders: T5 and its variants, BART and mBART."""
+"""Encoder-decoders with relative positions: T5 and its variants."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from whichlora.architecture import Attention, Embedding, Layer, Linear, Mlp, ModelSpec
-from whichlora.families.blocks import group, mlp, norms, softmax_attention
+from whichlora.architecture import Attention, Embedding, Layer, ModelSpec
+from whichlora.families.blocks import encoder_decoder, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
 
 _T5: dict[str, Any] = {
@@ -28,26 +28,10 @@ _MT5 = _T5 | {
     "num_attention_heads": 6,
     "feed_forward_proj": "gated-gelu",
 }
-_BART: dict[str, Any] = {
-    "vocab_size": 50265,
-    "hidden_size": 1024,
-    "encoder_layers": 12,
-    "encoder_ffn_dim": 4096,
-    "encoder_attention_heads": 16,
-    "decoder_layers": 12,
-    "decoder_ffn_dim": 4096,
-    "decoder_attention_heads": 16,
-    "activation_function": "gelu",
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-    "dropout": 0.1,
-}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "t5": _T5,
     "mt5": _MT5,
     "umt5": _MT5,
-    "bart": _BART,
-    "mbart": _BART,
 }
 _T5_KEYS = {
     "hidden_size": ("d_model",),
@@ -59,29 +43,7 @@ SYNONYMS = {
     "t5": _T5_KEYS,
     "mt5": _T5_KEYS,
     "umt5": _T5_KEYS,
-    "bart": {"hidden_size": ("d_model",)},
-    "mbart": {"hidden_size": ("d_model",)},
 }
-POSITION_OFFSET = 2  # BartLearnedPositionalEmbedding keeps two rows for padding
-
-
-def _model(
-    c: Fields, encoder: list[Layer], decoder: list[Layer], *, tied: bool, **rest: Any
-) -> ModelSpec:
-    hidden, vocab = c.size("hidden_size"), c.size("vocab_size")
-    return ModelSpec(
-        name=c.name,
-        model_type=c.text("model_type"),
-        task="seq2seq-lm",
-        hidden_size=hidden,
-        vocab_size=vocab,
-        groups=group(encoder, stack="encoder") + group(decoder, stack="decoder"),
-        head=Linear(name="lm_head", in_features=hidden, out_features=vocab, reads="head_in"),
-        head_tied=tied,
-        dtype=c.dtype,
-        config=c.values,
-        **rest,
-    )
 
 
 def _t5(c: Fields) -> ModelSpec:
@@ -144,7 +106,7 @@ def _t5(c: Fields) -> ModelSpec:
             f"counted with the head tied, as transformers builds it; a released checkpoint with "
             f"its own lm_head holds {vocab * hidden} more parameters",
         )
-    return _model(
+    return encoder_decoder(
         c,
         [layer(i, causal=False) for i in range(num_encoder)],
         [layer(i, causal=True) for i in range(num_decoder)],
@@ -157,70 +119,4 @@ def _t5(c: Fields) -> ModelSpec:
     )
 
 
-def _bart(c: Fields) -> ModelSpec:
-    hidden, vocab = c.size("hidden_size"), c.size("vocab_size")
-
-    def feed_forward(side: str) -> Mlp:
-        return mlp(
-            hidden=hidden,
-            width=c.size(f"{side}_ffn_dim"),
-            activation=c.text("activation_function"),
-            names=("fc1", "fc2"),
-            bias=True,
-        )
-
-    def attention(side: str, *, cross: bool = False) -> Attention:
-        heads, decodes = c.size(f"{side}_attention_heads"), side == "decoder"
-        return softmax_attention(
-            hidden=hidden,
-            heads=heads,
-            kv_heads=heads,
-            head_dim=hidden // heads,
-            out_name="out_proj",
-            qkv_bias=True,
-            out_bias=True,
-            position="none",
-            causal=decodes and not cross,
-            cross=cross,
-            cached=decodes,
-            dropout=c.probability("attention_dropout"),
-            wide_softmax=False,
-        )
-
-    def layer(side: str) -> Layer:
-        blocks, names = [attention(side)], ["self_attn_layer_norm"]
-        if side == "decoder":
-            blocks.append(attention(side, cross=True))
-            names.append("encoder_attn_layer_norm")
-        return Layer(
-            attentions=tuple(blocks),
-            mlp=feed_forward(side),
-            norms=norms((*names, "final_layer_norm"), width=hidden, kind="layer", bias=True),
-            post_norm=c.text("model_type") == "bart",
-            dropouts=(hidden,) * (len(names) + 1) if c.probability("dropout") else (),
-        )
-
-    positions = c.size("max_position_embeddings")
-    rows = positions + POSITION_OFFSET
-    both = norms(["layernorm_embedding"] * 2, width=hidden, kind="layer", bias=True)
-    spec = _model(
-        c,
-        [layer("encoder")] * c.layers("encoder_layers"),
-        [layer("decoder")] * c.layers("decoder_layers"),
-        tied=c.flag("tie_word_embeddings"),
-        embeddings=(
-            Embedding(name="shared", rows=vocab, width=hidden),
-            Embedding(name="embed_positions", rows=rows, width=hidden),
-            Embedding(name="embed_positions", rows=rows, width=hidden),
-        ),
-        embedding_norms=both,
-        embedding_dropouts=(hidden,) * 2 if c.probability("dropout") else (),
-        max_position_embeddings=positions,
-    )
-    if c.text("model_type") == "mbart":  # pre-norm, so each stack ends with a norm
-        last = norms(["layer_norm"] * 2, width=hidden, kind="layer", bias=True)
-        spec = replace(spec, final_norms=last)
-    return spec
-
-
-BUILDERS = {"t5": _t5, "mt5": _t5, "umt5": _t5, "bart": _bart, "mbart": _bart}
+BUILDERS = {"t5": _t5, "mt5": _t5, "umt5": _t5}

@@ -255,9 +255,12 @@ def _eager_kernel(
     named = k, v
     if stack.under_autocast:
         q, k = code.cast(q, stack.compute_bytes), code.cast(k, stack.compute_bytes)
+    if attention.scales_queries:
+        q = code.scale(q)
     q, k = _by_head(code, q), _by_head(code, k)
-    product = tape.op([q, k], scores_shape, q.size, saves=[q, k])
-    scores = code.scale(product)
+    scores = tape.op([q, k], scores_shape, q.size, saves=[q, k])
+    if not attention.scales_queries:
+        scores = code.scale(scores)
     if attention.softcap is not None:
         divided = code.scale(scores)
         tanh = tape.op([divided], scores_shape, divided.size, saves_result=True, what="soft cap")
@@ -289,7 +292,10 @@ def _eager_kernel(
     )
     joined = code.copy(out)
     tape.hold(*named)
-    tape.hold_to_end(probabilities)  # layers are given them, whether or not anybody asked
+    if attention.returns_probabilities:  # layers are given them, whether or not anybody asked
+        tape.hold_to_end(probabilities)
+    else:
+        tape.hold(probabilities)
     return joined
 
 

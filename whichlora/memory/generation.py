@@ -156,8 +156,7 @@ def inference_ledger(
         bias = activations.kept_mask_bytes(
             model, stack, tokens=0 * prompt_tokens, span=prompt_len, side="encoder"
         )
-        learned = any("position" in one.name for one in model.embeddings)  # BART names both
-        positions = prompt_tokens * model.hidden_size * element_bytes * learned
+        positions = _named_positions(model, tokens=prompt_tokens, span=prompt_len) * element_bytes
         moments |= {
             "prefill": (*static, Entry(facts.PROMPT_FORWARD, working + bias + positions)),
             "first_token": (
@@ -203,6 +202,14 @@ def inference_ledger(
         gpu, forward_bytes=working, cache_bytes=prompt_cache * (not two_stacks)
     )
     return replace(found, idle_bytes=largest(idle, after_prompt - found.peak_allocated_bytes))
+
+
+def _named_positions(model: ModelSpec, *, tokens: Count, span: Count) -> Count:
+    """Elements of the looked-up positions, which BART's encoder names beside the tokens."""
+    found = [one for one in model.embeddings if "position" in one.name]
+    if not found:
+        return 0 * tokens
+    return found[0].width * (tokens if found[0].per_sequence else span)
 
 
 def _largest_cross(model: ModelSpec) -> int:

@@ -20,7 +20,7 @@ from whichlora.memory.layer_bytes import (
     layer_bytes,
 )
 from whichlora.memory.outside import layer_inputs_saved, masked_head_saved, outside_saved
-from whichlora.memory.tape import most
+from whichlora.memory.tape import LAYER_INPUT, most
 from whichlora.memory.trained import (
     gradient_bytes,
     saved_modules,
@@ -88,7 +88,7 @@ def trained_params(
 ) -> Count:
     """Trainable parameters: all of them, or adapters and copied modules. Kind: exact."""
     if method.trains_base:
-        return model.loaded_params + weights.masked_head_params(model) + 0 * r
+        return model.trainable_params + weights.masked_head_params(model) + 0 * r
     total: Count = 0 * r
     for saved in saved_modules(model, modules_to_save, param_bytes=0):
         total = total + saved.num_params
@@ -108,11 +108,16 @@ def trained_params(
 def _checkpoint(model: ModelSpec, one: LayerBytes) -> Tensor:
     """The input of a checkpointed layer."""
     return Tensor(
-        "layer input",
+        LAYER_INPUT,
         one.stream_bytes * model.hidden_size,
         dims="hidden_size",
         element_bytes=one.stream_bytes,
     )
+
+
+def _holds_input(one: LayerBytes) -> bool:
+    """Whether its first matrix, quantised to 8 bit, holds the very tensor that is checkpointed."""
+    return any(held.what == LAYER_INPUT for held in one.held)
 
 
 def _idle_adapted(model: ModelSpec, run: RunConfig, targets: tuple[str, ...]) -> tuple[Linear, ...]:
@@ -260,6 +265,7 @@ def training_ledger(
             *(
                 Group(tensors=(_checkpoint(model, one),), count=one.count, **sized)
                 for one in layers
+                if not _holds_input(one)
             ),
             Group(tensors=(masks,), **sized),
             *(Group(tensors=x.held, count=x.count, **sized) for x in layers),
@@ -338,7 +344,8 @@ def training_ledger(
     late_gradients = all_gradients - largest(*(layers[number].gradients for number in first_kinds))
     late_gradients = late_gradients - gradient_bytes(one for one in copied if one.is_embedding)
     if method.trains_base:
-        embedded = sum(one.num_params for one in model.embeddings[int(model.head_tied) :])
+        looked_up = model.embeddings[int(model.head_tied) :]
+        embedded = sum(one.num_params for one in looked_up if one.trains)
         late_gradients = late_gradients - embedded * param_bytes
     embedding_gradient = model.hidden_size * layers[0].stream_bytes
     waits = method.trains_base and (model.head_tied or model.task == "encoder")

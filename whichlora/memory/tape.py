@@ -28,6 +28,7 @@ Form = tuple[int, int, int, int, int, int, int, int, int]
 """Bytes or elements per each of `TERMS`."""
 
 NOTHING: Form = (0, 0, 0, 0, 0, 0, 0, 0, 0)
+LAYER_INPUT = "layer input"
 CHUNK = 64  # tokens that a gated delta net takes at once, the last ones padded
 FUSED_ROWS = 1536  # of a 4-bit product; bitsandbytes 0.50 expands the weight first for more
 
@@ -230,7 +231,7 @@ class Tape:
 
     def input(self, elements: Form, size: int, *, needs_grad: bool) -> Tensor:
         """What the block is given, storage 0 being the hidden state."""
-        self._add(scaled(elements, size), "layer input", size)
+        self._add(scaled(elements, size), LAYER_INPUT, size)
         return Tensor(len(self._forms) - 1, elements, size, self._edge(), needs_grad)
 
     def shared(self, elements: Form, size: int, *, needs_grad: bool) -> Tensor:

@@ -156,6 +156,8 @@ def _of_base(model: ModelSpec, param_bytes: int) -> Iterator[Trained]:
     )
     for embedding in model.embeddings:
         around -= embedding.num_params
+        if not embedding.trains:
+            continue
         yield Trained(
             rows=embedding.rows, width=embedding.width, param_bytes=param_bytes, is_embedding=True
         )

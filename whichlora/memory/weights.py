@@ -106,11 +106,14 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
     outer = model.outer_linears + model.idle_linears
     other -= sum(linear.num_params for linear in outer)
     around = sum(linear_bytes(linear, stack) for linear in outer)
+    tables = sum(one.num_elements for one in model.embeddings if one.kind == "buffer")
     return {
         "layers": layers,
         "embeddings": embeddings * stack.embedding_bytes,
         "other": other * stack.base_bytes + around,
-        "buffers": model.buffer_bytes + rotary_table_bytes(model, stack),
+        "buffers": model.buffer_bytes
+        + tables * stack.compute_bytes
+        + rotary_table_bytes(model, stack),
     }
 
 
