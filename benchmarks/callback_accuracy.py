@@ -30,6 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import oracle_trainer as oracle  # noqa: E402
+from markdown_tables import markdown_table, row  # noqa: E402
 from memory_on_cpu import environment  # noqa: E402
 from time_accuracy import CALIBRATION_RUNS, MODELS  # noqa: E402
 
@@ -72,9 +73,7 @@ def main() -> None:
     options = parser.parse_args()
 
     counter, unit = ("time", "s") if options.time else ("memory", "MiB")
-    lines = [f"| run | model | {counter} predicted | measured | error |"]
-    lines.append("| --- | --- | ---: | ---: | ---: |")
-    errors = []
+    errors, rows = [], []
     with tempfile.TemporaryDirectory() as folder:
         cases = list(oracle.CASES)
         if options.time:
@@ -95,19 +94,19 @@ def main() -> None:
             predicted, measured = trained.time if options.time else trained.memory
             scale = 1 if options.time else 2**20
             errors.append(100 * (predicted / measured - 1))
-            cells = [case.name, case.family, f"{predicted / scale:.2f} {unit}"]
-            cells += [f"{measured / scale:.2f} {unit}", f"{errors[-1]:+.2f} %"]
-            lines.append(f"| {' | '.join(cells)} |")
-            print(lines[-1], file=sys.stderr, flush=True)
+            sizes = (f"{predicted / scale:.2f} {unit}", f"{measured / scale:.2f} {unit}")
+            rows.append((case.name, case.family, *sizes, f"{errors[-1]:+.2f} %"))
+            print(row(rows[-1]), file=sys.stderr, flush=True)
     found = sorted(map(abs, errors))
     p90 = found[min(len(found) - 1, round(0.9 * len(found)))]
-    lines += [
-        "",
+    head = ("run", "model", f"{counter} predicted", "measured", "error")
+    whole = (
         f"{counter}: {len(found)} runs, median {statistics.median(found):.2f} %, "
-        f"90th percentile {p90:.2f} %, worst {found[-1]:.2f} %",
-    ]
+        f"90th percentile {p90:.2f} %, worst {found[-1]:.2f} %"
+    )
     command = " ".join(["python", "benchmarks/callback_accuracy.py", *sys.argv[1:]])
-    text = f"{environment()}. Made by `{command}`.\n\n" + "\n".join(lines) + "\n"
+    table = markdown_table(head, rows, first_figure=2)
+    text = f"{environment()}. Made by `{command}`.\n\n{table}\n\n{whole}\n"
     if options.output is None:
         print(text)
     else:

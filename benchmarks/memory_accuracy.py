@@ -38,6 +38,7 @@ for name, value in (
     os.environ.setdefault(name, value)
 
 import memory_samples as samples  # noqa: E402
+from markdown_tables import markdown_table  # noqa: E402
 
 from whichlora.specs import RunConfig  # noqa: E402
 from whichlora.units import GiB  # noqa: E402
@@ -105,11 +106,6 @@ GROUPS: dict[str, Callable[[Compared], str]] = {
 }
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    rule = ["---"] + ["---:"] * (len(head) - 1)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
-
-
 def summary(errors: Sequence[float]) -> tuple[str, ...]:
     """n, median and 95th percentile of the sizes, worst high and worst low."""
     sizes = sorted(map(abs, errors))
@@ -125,7 +121,9 @@ def grouped(compared: Sequence[Compared], title: str) -> str:
         errors[GROUPS[title](one)].append(one.error)
     rows = [("**all**", *summary([one.error for one in compared]))]
     rows += [(name, *summary(found)) for name, found in sorted(errors.items())]
-    return table((title, "n", "median", "p95", "worst high", "worst low"), rows)
+    return markdown_table(
+        (title, "n", "median", "p95", "worst high", "worst low"), rows, first_figure=1
+    )
 
 
 def reserved(compared: Sequence[Compared]) -> str:
@@ -150,7 +148,7 @@ def reserved(compared: Sequence[Compared]) -> str:
         for name, found in [("**all**", list(compared)), *sorted(groups.items())]
     ]
     head = ("runs", "n", "median", "p95", "worst high", "worst low", "within the bound")
-    return table(head, rows)
+    return markdown_table(head, rows, first_figure=1)
 
 
 def far_off_reserve(compared: Sequence[Compared]) -> str:
@@ -168,7 +166,7 @@ def far_off_reserve(compared: Sequence[Compared]) -> str:
         for one in found
     ]
     head = ("run", "error", "replayed GiB", "of it allocated", "ledger's moment", "settings")
-    return table(head, rows)
+    return markdown_table(head, rows, first_figure=1)
 
 
 def by_moment(compared: Sequence[Compared]) -> str:
@@ -187,7 +185,9 @@ def by_moment(compared: Sequence[Compared]) -> str:
                 name = "forward, or clipping of all gradients" if clipped else moment
                 errors[f"{name}, {checkpointing(one)}"].append(size / traced - 1)
     rows = [(name, *summary(found)) for name, found in sorted(errors.items())]
-    return table(("moment", "n", "median", "p95", "worst high", "worst low"), rows)
+    return markdown_table(
+        ("moment", "n", "median", "p95", "worst high", "worst low"), rows, first_figure=1
+    )
 
 
 def far_off(compared: Sequence[Compared]) -> str:
@@ -206,12 +206,17 @@ def far_off(compared: Sequence[Compared]) -> str:
         )
         for one in found
     ]
-    return table(("run", "error", "traced GiB", "ledger's moment", "family", "settings"), rows)
+    return markdown_table(
+        ("run", "error", "traced GiB", "ledger's moment", "family", "settings"),
+        rows,
+        first_figure=1,
+    )
 
 
 def left_out(lines: Iterable[dict[str, Any]]) -> str:
     reasons = Counter(line["refused"] for line in lines if "refused" in line)
-    return table(("n", "why"), [(str(n), reason) for reason, n in reasons.most_common()])
+    rows = [(n, reason) for reason, n in reasons.most_common()]
+    return markdown_table(("n", "why"), rows, first_figure=1)
 
 
 def second_draw(num_drawn: int) -> str:
@@ -224,8 +229,10 @@ def second_draw(num_drawn: int) -> str:
         if "refused" not in line
     ]
     row = ("**all**", *summary([one.error for one in compared]))
-    now = table(
-        (f"seed {SECOND_SEED}, today", "n", "median", "p95", "worst high", "worst low"), [row]
+    now = markdown_table(
+        (f"seed {SECOND_SEED}, today", "n", "median", "p95", "worst high", "worst low"),
+        [row],
+        first_figure=1,
     )
     return f"{SECOND_TEXT}\n\n{now}\n\n{far_off(compared)}".replace("%\n", " %\n")
 

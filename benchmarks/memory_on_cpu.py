@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import oracle_memory as oracle  # noqa: E402
+from markdown_tables import markdown_table  # noqa: E402
 
 from whichlora.errors import WhichLoraError  # noqa: E402
 
@@ -96,37 +97,35 @@ def measured_rows(cases: Iterable[tuple[str, str, oracle.Case]]) -> list[tuple[s
 
 def summary(rows: list[tuple[str, str, int, int]], column: int, title: str) -> str:
     """One line per setting (column 0) or model (column 1), and one for all."""
-    lines = [
-        f"| {title} | runs | median | p95 | worst |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
     groups: dict[str, list[float]] = {}
     for row in rows:
         error = 100 * abs(row[3] / row[2] - 1)
         groups.setdefault(str(row[column]), []).append(error)
         groups.setdefault("**all**", []).append(error)
     groups["**all**"] = groups.pop("**all**")  # last
+    cells = []
     for name, errors in groups.items():
         errors.sort()
         p95 = errors[min(len(errors) - 1, round(0.95 * len(errors)))]
-        lines.append(
-            f"| {name} | {len(errors)} | {statistics.median(errors):.2f} % "
-            f"| {p95:.2f} % | {errors[-1]:.2f} % |"
-        )
-    return "\n".join(lines)
+        sizes = (statistics.median(errors), p95, errors[-1])
+        cells.append((name, len(errors), *(f"{size:.2f} %" for size in sizes)))
+    return markdown_table((title, "runs", "median", "p95", "worst"), cells, first_figure=1)
 
 
 def full_table(rows: list[tuple[str, str, int, int]]) -> str:
-    lines = [
-        "| setting | model | measured | predicted | error |",
-        "| --- | --- | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {setting} | {model} | {measured / 2**20:.1f} MiB | {predicted / 2**20:.1f} MiB "
-        f"| {100 * (predicted / measured - 1):+.2f} % |"
+    cells = (
+        (
+            setting,
+            model,
+            f"{measured / 2**20:.1f} MiB",
+            f"{predicted / 2**20:.1f} MiB",
+            f"{100 * (predicted / measured - 1):+.2f} %",
+        )
         for setting, model, measured, predicted in rows
-    ]
-    return "\n".join(lines)
+    )
+    return markdown_table(
+        ("setting", "model", "measured", "predicted", "error"), cells, first_figure=2
+    )
 
 
 def environment() -> str:

@@ -12,10 +12,11 @@ import argparse
 import datetime
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from markdown_tables import markdown_table, summary
 from peer_answers import (
     OURS,
     Answer,
@@ -29,7 +30,6 @@ from peer_answers import (
     theirs,
     version_of,
 )
-from published_accuracy import summary
 from published_rows import Observation, Quantity
 
 from whichlora.prediction import MEMORY_CONFIDENCE
@@ -143,10 +143,6 @@ def _too_low(found: Sequence[Answer]) -> tuple[str, str]:
 # --- tables --------------------------------------------------------------------------------------
 
 
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(one)} |" for one in (head, ["---"] * len(head), *lines))
-
-
 def headline() -> str:
     """One line per tool, the one that README shows."""
     lines = []
@@ -163,7 +159,7 @@ def headline() -> str:
         cells = (name, SHORT[quantity], f"{len(found)} of {total}", *sizes, *_too_low(found))
         lines.append((*cells, *facts))
     head = ("tool", "counter", "rows", "median", "p90", "worst", "too low", "by over 5 %")
-    return _table((*head, "DoRA", "interval", "limits on"), lines)
+    return markdown_table((*head, "DoRA", "interval", "limits on"), lines)
 
 
 def comparison(chosen: Choice) -> str:
@@ -182,7 +178,7 @@ def comparison(chosen: Choice) -> str:
         share = f"{len(found)} of {total}"
         lines.append((tool, share, *sizes, *_too_low(found), median, p90))
     head = ("tool", "rows", "median", "p90", "worst", "too low", "by over 5 %")
-    return _table((*head, f"{OURS} on its rows: median", "p90"), lines)
+    return markdown_table((*head, f"{OURS} on its rows: median", "p90"), lines)
 
 
 def _stock(quantity: Quantity) -> Choice:
@@ -205,7 +201,7 @@ def by_method(quantity: Quantity) -> str:
             ]
             cells.append(f"{summary(found).cells()[1]} ({len(found)})" if found else "-")
         lines.append(cells)
-    return _table(("tool", "full", "LoRA", "QLoRA"), lines)
+    return markdown_table(("tool", "full", "LoRA", "QLoRA"), lines)
 
 
 def intervals() -> Iterator[str]:
@@ -224,7 +220,7 @@ def unanswered() -> str:
         (tool, reason) for tool in TOOLS for reason in theirs(tool) if isinstance(reason, str)
     )
     lines = [(tool, str(n), reason) for (tool, reason), n in reasons.most_common()]
-    return _table(("tool", "rows", "what it says"), sorted(lines))
+    return markdown_table(("tool", "rows", "what it says"), sorted(lines))
 
 
 def facts() -> str:
@@ -233,7 +229,7 @@ def facts() -> str:
         for tool, one in TOOLS.items()
     ]
     head = ("tool", "version", "asked by", "what its figure is", "no argument for", "interval")
-    return _table(head, lines)
+    return markdown_table(head, lines)
 
 
 SETUP = """\

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import median
 
 import published_records
 import published_rows
+from markdown_tables import markdown_table, percent, summary
 from published_rows import MEMORY, LeftOut, Observation, Quantity
 
 from whichlora import timing
@@ -376,36 +376,6 @@ def held_out(title: str) -> tuple[HeldOut, ...]:
 # --- tables -------------------------------------------------------------------------------------
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:+.1f} %"
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Sizes of relative errors: how many, the median, the 90th percentile, the worst one signed."""
-
-    count: int
-    median: float
-    p90: float
-    worst: float
-
-    def cells(self) -> tuple[str, ...]:
-        sizes = (f"{100 * self.median:.1f} %", f"{100 * self.p90:.1f} %")
-        return (str(self.count), *sizes, _percent(self.worst))
-
-
-def summary(errors: Iterable[float]) -> Summary:
-    by_size = sorted(errors, key=abs)
-    sizes = [abs(error) for error in by_size]
-    p90 = sizes[math.ceil(0.9 * len(sizes)) - 1]
-    return Summary(len(sizes), median(sizes), p90, by_size[-1])
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _memory_table(found: Sequence[Compared]) -> str:
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     for one in found:
@@ -416,7 +386,7 @@ def _memory_table(found: Sequence[Compared]) -> str:
         groups[one.observation.source, label].append(one.error)
     rows = [(source, label, *summary(errors).cells()) for (source, label), errors in groups.items()]
     everything = summary([one.error for one in found])
-    return _table(
+    return markdown_table(
         ("source", "model, run", "n", "median", "p90", "worst"),
         [("**all**", "", *everything.cells()), *sorted(rows)],
     )
@@ -432,7 +402,7 @@ def _far_off(found: Sequence[Compared]) -> str:
     text = [f"{len(far)} of {len(found)} rows are off by more than 10 %:", ""]
     for reason, rows in sorted(by_reason.items(), key=lambda item: -len(item[1])):
         cells = ", ".join(
-            f"{one.observation.source}:{one.observation.line} {_percent(one.error)}"
+            f"{one.observation.source}:{one.observation.line} {percent(one.error)}"
             f" ({one.observation.value / GiB:.1f} GiB)"
             for one in sorted(rows, key=lambda one: -abs(one.error))
         )
@@ -474,7 +444,7 @@ def cold_section() -> str:
         covered = sum(inside for _, inside in errors) / len(errors)
         rows.append((quantity, source, *cells, f"{100 * covered:.0f} %"))
     head = ("what", "source", "n", "median", "p90", "worst", "inside the 90 % interval")
-    return f"{_table(head, rows)}\n\n{_never_measured()}"
+    return f"{markdown_table(head, rows)}\n\n{_never_measured()}"
 
 
 def _never_measured() -> str:
@@ -487,9 +457,11 @@ def _never_measured() -> str:
             share = sum(map(is_inside, here)) / len(here)
             scale = f"{pooled_scale(phase, gpu):.2f}"
             rows.append((phase, gpu or "**all**", str(len(here)), scale, f"{100 * share:.0f} %"))
-    table = _table(("phase", "GPU left out", "n", "scale", "inside the 90 % interval"), rows)
+    scales = markdown_table(
+        ("phase", "GPU left out", "n", "scale", "inside the 90 % interval"), rows
+    )
     return (
-        f"The scale of each interval is the conformal quantile of the other GPUs:\n\n{table}\n\n"
+        f"The scale of each interval is the conformal quantile of the other GPUs:\n\n{scales}\n\n"
         "Decoding was published for one GPU; its scale is 1. The constant of vLLM's host was set "
         "by the rows under vLLM in this table."
     )
@@ -524,7 +496,7 @@ def held_out_section(title: str) -> str:
         (one.group, *summary(math.expm1(error) for error in one.errors).cells()) for one in found
     ]
     whole = summary(math.expm1(error) for error in errors)
-    table = _table(
+    table = markdown_table(
         ("left out", "n", "median", "p90", "worst"), [("**all**", *whole.cells()), *rows]
     )
     covered = f"The stated 90 % interval holds {_share_inside(found)} of them."
@@ -595,7 +567,9 @@ def shipped_section() -> str:
             inside = sum(abs(one.calibrated) <= one.half_width for one in chosen) / len(chosen)
             rows.append((phase, left_out, *cold, *now[1:], f"{100 * inside:.0f} %"))
     head = ("phase", "left out", "n", "median cold", "p90", "worst")
-    return _table((*head, "median calibrated", "p90", "worst", "inside the 90 % interval"), rows)
+    return markdown_table(
+        (*head, "median calibrated", "p90", "worst", "inside the 90 % interval"), rows
+    )
 
 
 def left_out_section() -> str:
@@ -605,7 +579,7 @@ def left_out_section() -> str:
         if isinstance(one, LeftOut)
     )
     rows = [(source, what, str(n), reason) for (source, what, reason), n in sorted(reasons.items())]
-    return _table(("source", "cell", "n", "why"), rows)
+    return markdown_table(("source", "cell", "n", "why"), rows)
 
 
 def document() -> str:

@@ -16,6 +16,7 @@ from statistics import mean, median
 
 import numpy as np
 import search_table
+from markdown_tables import markdown_table
 from search_devices import Table, measured_tables
 from search_replay import ended_early
 
@@ -30,13 +31,17 @@ def times_of(record: Measurement) -> tuple[float, ...]:
     return record.step_s or record.generate_s
 
 
-def early_ends(tables: Sequence[Table]) -> list[str]:
+def early_ends(tables: Sequence[Table]) -> str:
     """A Markdown table, a row for each stage."""
-    rows = [
-        "| batches | robust spread of one | made, of those of a profile | device time spared "
-        "| profiles ended early | of them on the other side |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    head = (
+        "batches",
+        "robust spread of one",
+        "made, of those of a profile",
+        "device time spared",
+        "profiles ended early",
+        "of them on the other side",
+    )
+    rows = []
     rng = np.random.default_rng(0)
     for phase, name in NAMES.items():
         records = [one for table in tables for one in table.records if one.run.phase == phase]
@@ -53,12 +58,11 @@ def early_ends(tables: Sequence[Table]) -> list[str]:
                     wrong.append((mean(times_s) > decisive_s) != (whole_s > decisive_s))
         number = len(times_of(records[0]))
         spread = 1.4826 * median(scatter) * (number / (number - 1)) ** 0.5
-        rows.append(
-            f"| {name} | {spread:.3f} | {mean(made):.2f} of {number} | {mean(spared):.0%} "
-            f"| {len(wrong) / len(made):.0%} | {mean(wrong):.2%} |"
-        )
-    return rows
+        made_of = f"{mean(made):.2f} of {number}"
+        shares = (f"{mean(spared):.0%}", f"{len(wrong) / len(made):.0%}", f"{mean(wrong):.2%}")
+        rows.append((name, f"{spread:.3f}", made_of, *shares))
+    return markdown_table(head, rows)
 
 
 if __name__ == "__main__":
-    print("\n".join(early_ends(list(measured_tables(search_table.FOLDER)))))
+    print(early_ends(list(measured_tables(search_table.FOLDER))))

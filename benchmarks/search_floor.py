@@ -16,10 +16,10 @@ import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 import numpy as np
 import search_table
+from markdown_tables import markdown_table, median_and_p90
 from search_devices import Table, measured_tables
 from search_replay import Device, Limited, find, limited, ours, outlook_of, replay
 
@@ -112,7 +112,7 @@ def floor(problem: Limited, confidence: float) -> tuple[float, float, int]:
     return answer_s / total_s, oracle.device.device_s / total_s, len(oracle.device.asked)
 
 
-def floors(tables: Sequence[Table], num_sets: int, seed: int) -> list[str]:
+def floors(tables: Sequence[Table], num_sets: int, seed: int) -> str:
     """A Markdown table: of the same limits, the floors and the search."""
     answers, certain, runs, searched = [], [], [], []
     for table in tables:
@@ -125,19 +125,17 @@ def floors(tables: Sequence[Table], num_sets: int, seed: int) -> list[str]:
             answers.append(alone)
             certain.append(sure)
             runs.append(number)
-    shares = [one.share for one in searched]
 
-    def row(name: str, values: Sequence[float], number: Sequence[int] | None) -> str:
-        count = "2" if number is None else f"{median(number):g} / {np.quantile(number, 0.9):g}"
-        return f"| {name} | {count} | {median(values):.1%} / {np.quantile(values, 0.9):.1%} |"
-
-    return [
-        "| what is measured | runs, median / p90 | share, median / p90 |",
-        "| --- | --- | --- |",
-        row("the winner and one run that serves, which an oracle chooses", answers, None),
-        row("and what an oracle chooses to be 95 % sure of it", certain, runs),
-        row("WhichLoRA", shares, [one.runs for one in searched]),
-    ]
+    num_searched = median_and_p90([one.runs for one in searched])
+    rows = (
+        ("the winner and one run that serves, which an oracle chooses", "2", answers),
+        ("and what an oracle chooses to be 95 % sure of it", median_and_p90(runs), certain),
+        ("WhichLoRA", num_searched, [one.share for one in searched]),
+    )
+    return markdown_table(
+        ("what is measured", "runs, median / p90", "share, median / p90"),
+        ((name, number, median_and_p90(shares, ".1%")) for name, number, shares in rows),
+    )
 
 
 if __name__ == "__main__":
@@ -146,4 +144,4 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     tables = list(measured_tables(search_table.FOLDER))
-    print("\n".join(floors(tables, options.sets, options.seed)))
+    print(floors(tables, options.sets, options.seed))

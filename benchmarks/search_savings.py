@@ -19,10 +19,10 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import search_table
+from markdown_tables import markdown_table, median_and_p90
 from search_devices import Table, invented_table, measured_tables, published_table
 from search_policies import (
     binary_search,
@@ -39,31 +39,35 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "search.md"
 START, END = "<!-- search_savings.py -->", "<!-- end -->"
 PATIENCE = (5, 10, 20)  # fine-tunings after which TPE gives up
 WARM = (0, 4, 16, 64)  # records of the device before the search
-HEADER = (
-    "| policy | sets | winner found | or as good | runs, median / p90 "
-    "| share of the exhaustive device time, median / p90 | out of memory per search "
-    "| right where 95 % sure, or as good |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
+HEAD = (
+    "policy",
+    "sets",
+    "winner found",
+    "or as good",
+    "runs, median / p90",
+    "share of the exhaustive device time, median / p90",
+    "out of memory per search",
+    "right where 95 % sure, or as good",
 )
 
 
-def summary(name: str, results: Sequence[Result]) -> str:
+def summary(name: str, results: Sequence[Result]) -> tuple[object, ...]:
     """One row of the table."""
     shares = [one.share for one in results]
     runs = [one.runs for one in results]
     sure = [one for one in results if one.certain is True]
     right = f"{np.mean([one.right for one in sure]):.1%}" if sure else "-"
     near = f"{np.mean([one.near for one in sure]):.1%}" if sure else "-"
-    cells = (
+    return (
         name,
         len(results),
         f"{np.mean([one.right for one in results]):.1%}",
         f"{np.mean([one.near for one in results]):.1%}",
-        f"{median(runs):g} / {np.quantile(runs, 0.9):g}",
-        f"{median(shares):.1%} / {np.quantile(shares, 0.9):.1%}",
+        median_and_p90(runs),
+        median_and_p90(shares, ".1%"),
         f"{np.mean([one.num_oom for one in results]):.2f}",
         f"{right} / {near}",
     )
-    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def policies(seed: int) -> dict[str, Callable[[Limited], Result]]:
@@ -95,15 +99,15 @@ def _patient_tpe(problem: Limited, *, patience: int, dice: random.Random) -> Res
     return optuna_tpe(problem, dice.randrange(2**31), patience=patience)
 
 
-def compared(tables: Sequence[Table], num_sets: int, seed: int) -> list[str]:
+def compared(tables: Sequence[Table], num_sets: int, seed: int) -> str:
     """The table of all policies, over the same limits."""
-    rows = [HEADER]
+    rows = []
     for name, policy in policies(seed).items():
         found: list[Result] = []
         for table in tables:
             found += replay(table, num_sets // len(tables), policy, seed)
         rows.append(summary(name, found))
-    return rows
+    return markdown_table(HEAD, rows)
 
 
 def _warm(problem: Limited, *, num_records: int, dice: random.Random) -> Result:
@@ -111,10 +115,10 @@ def _warm(problem: Limited, *, num_records: int, dice: random.Random) -> Result:
     return ours(problem, Budget(), dice.sample(records, min(num_records, len(records))))
 
 
-def warmed(tables: Sequence[Table], num_sets: int, seed: int) -> list[str]:
+def warmed(tables: Sequence[Table], num_sets: int, seed: int) -> str:
     """What records of earlier runs on the device spare: the same limits, ever more records."""
-    rows = ["| records before | runs, median / p90 | share, median / p90 | winner found |"]
-    rows.append("| --- | --- | --- | --- |")
+    head = ("records before", "runs, median / p90", "share, median / p90", "winner found")
+    rows = []
     for num_records in WARM:
         dice = random.Random(seed)
         found: list[Result] = []
@@ -122,12 +126,9 @@ def warmed(tables: Sequence[Table], num_sets: int, seed: int) -> list[str]:
             policy = partial(_warm, num_records=num_records, dice=dice)
             found += replay(table, num_sets // len(tables), policy, seed)
         runs, shares = [one.runs for one in found], [one.share for one in found]
-        rows.append(
-            f"| {num_records} | {median(runs):g} / {np.quantile(runs, 0.9):g} "
-            f"| {median(shares):.1%} / {np.quantile(shares, 0.9):.1%} "
-            f"| {np.mean([one.right for one in found]):.1%} |"
-        )
-    return rows
+        right = f"{np.mean([one.right for one in found]):.1%}"
+        rows.append((num_records, median_and_p90(runs), median_and_p90(shares, ".1%"), right))
+    return markdown_table(head, rows)
 
 
 def report(options: argparse.Namespace) -> list[str]:
@@ -153,8 +154,8 @@ def report(options: argparse.Namespace) -> list[str]:
         lines += ["", f"### {title}", "", f"Tables: {len(tables)} ({sizes}).", ""]
         # two models and no inference: more limits would ask the same few questions again
         sets = min(options.sets, options.warm_sets) if "Published" in title else options.sets
-        lines += compared(tables, sets, options.seed)
-        lines += ["", *warmed(tables, min(options.sets, options.warm_sets), options.seed)]
+        lines.append(compared(tables, sets, options.seed))
+        lines += ["", warmed(tables, min(options.sets, options.warm_sets), options.seed)]
     return lines
 
 

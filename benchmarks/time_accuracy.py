@@ -36,12 +36,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from markdown_tables import markdown_table, summary  # noqa: E402
 from published_accuracy import (  # noqa: E402
     HELD_OUT,
     held_out_section,
     never_measured_line,
     shipped_section,
-    summary,
 )
 
 from whichlora import api, families, timing  # noqa: E402
@@ -347,10 +347,6 @@ def best_possible(took: Sequence[float], *, profile_s: float, training_s: float)
 # --- tables -------------------------------------------------------------------------------------
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
-
-
 def _grouped(
     found: Sequence[tuple[RunConfig, str, float, bool]],
     by: Callable[[RunConfig, str], str],
@@ -385,7 +381,7 @@ def live_section(bench: Bench, limit: int | None) -> str:
     parts = [
         f"Calibrated on {len(chosen)} runs chosen by `whichlora.design`, {len(others)} others "
         "predicted and then measured. Relative errors; positive is too slow.",
-        _table(head, rows),
+        markdown_table(head, rows),
         f"Datasheet alone, same runs: {', '.join(summary(cold).cells()[1:])}.",
     ]
     if twice:
@@ -401,7 +397,7 @@ def live_section(bench: Bench, limit: int | None) -> str:
             seconds = (f"{predicted.value:.1f} s", interval, f"{measured:.1f} s")
             lines.append((what, str(steps), *seconds, error))
     titles = ("training, each twice", "steps", "after 5 batches", "90 %", "measured", "error")
-    parts.append(_table(titles, lines))
+    parts.append(markdown_table(titles, lines))
     bench.close()  # the same work needs the core to itself
     took = same_work(bench.folder, seconds=NOISE_S if limit is None else 3.0)
     rows = []
@@ -418,7 +414,7 @@ def live_section(bench: Bench, limit: int | None) -> str:
             f"{sum(took):.0f} s. A profile that knew everything but the core's state would miss "
             "the training that follows it by:"
         )
-        parts.append(_table(head, rows))
+        parts.append(markdown_table(head, rows))
     return "\n\n".join(parts)
 
 
@@ -438,7 +434,7 @@ def records_section() -> str:
             rows.append((key, phase, *cells))
     if not rows:
         return "The repository holds no GPU records but published ones."
-    return _table(("accelerator", "phase", "n", "median", "worst"), rows)
+    return markdown_table(("accelerator", "phase", "n", "median", "worst"), rows)
 
 
 def document(live: str) -> str:

@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
+from markdown_tables import Summary, summary
 from published_accuracy import (
     HELD_OUT,
     HeldOut,
-    Summary,
     TimeSample,
     gpu_of,
     leave_one_out,
-    summary,
     time_rows,
     timed_parts,
 )

@@ -15,7 +15,8 @@ import published_accuracy
 import published_records
 import published_rows
 import time_forms
-from published_accuracy import compared_memory, explanation, held_out, summary
+from markdown_tables import summary
+from published_accuracy import compared_memory, explanation, held_out
 from published_rows import FOLDER, SOURCES, LeftOut, Observation, read, read_all
 
 from whichlora import timing

@@ -18,7 +18,9 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from markdown_tables import markdown_table, percent  # noqa: E402
 
 from whichlora import timing  # noqa: E402
 from whichlora.api import model_of  # noqa: E402
@@ -125,7 +127,7 @@ def facts_of(path: Path) -> str:
     rows = [
         (name, f"{value:,}" if isinstance(value, int) else value) for name, value in facts.items()
     ]
-    return table(("device", "measured"), rows)
+    return markdown_table(("device", "measured"), rows)
 
 
 # --- memory -------------------------------------------------------------------------------------
@@ -157,7 +159,8 @@ def memory_section(judged: Sequence[Judged]) -> Iterator[str]:
             (group, *summary(errors[one.record.id] for one in chosen if one.group == group))
             for group in dict.fromkeys(one.group for one in chosen)
         ]
-        yield f"### {title}\n\n{table(('group', 'n', 'median', 'p90', 'lowest', 'highest'), rows)}"
+        head = ("group", "n", "median", "p90", "lowest", "highest")
+        yield f"### {title}\n\n{markdown_table(head, rows)}"
         far = [one for one in chosen if abs(errors[one.record.id]) > FAR_OFF]
         lines = [
             f"- {percent(errors[one.record.id])}, {name_of(one)}, peak at {one.memory.moment}"
@@ -192,7 +195,7 @@ def moments_section(judged: Sequence[Judged]) -> str:
         return ""
     rows = [(moment, *summary(values)) for moment, values in errors.items()]
     head = ("moment", "n", "median", "p90", "lowest", "highest")
-    return f"### Each moment of the ledger\n\n{table(head, rows)}"
+    return f"### Each moment of the ledger\n\n{markdown_table(head, rows)}"
 
 
 # --- time ---------------------------------------------------------------------------------------
@@ -226,7 +229,7 @@ def time_section(gpu: GpuSpec, judged: Sequence[Judged]) -> Iterator[str]:
                 chosen = [pair for pair in pairs if pair[1].group == model]
                 rows.append((f"· {model}", *time_cells(chosen)))
         head = ("fit", "n", "median", "p90", "lowest", "highest", "inside the 90 % interval")
-        yield f"### {phase}\n\n{table(head, rows)}"
+        yield f"### {phase}\n\n{markdown_table(head, rows)}"
 
 
 def spread_out(samples: Sequence[Sample], count: int) -> list[Sample]:
@@ -284,7 +287,7 @@ def real_section(gpu: GpuSpec, judged: Sequence[Judged]) -> str:
             )
         )
     head = ("run", "steps", "measured", "predicted", "error", "peak of 5 batches / of the run")
-    return table(head, rows) if rows else "Not measured yet."
+    return markdown_table(head, rows) if rows else "Not measured yet."
 
 
 # --- the rest -----------------------------------------------------------------------------------
@@ -305,7 +308,7 @@ def boundary_section(records: Sequence[Measurement]) -> str:
     if not rows:
         return "Not measured yet."
     head = ("run", "predicted at 95 %", "outcome", "as predicted")
-    return f"{table(head, rows)}\n\n{kept} of {len(rows)} as predicted."
+    return f"{markdown_table(head, rows)}\n\n{kept} of {len(rows)} as predicted."
 
 
 def noise_section(judged: Sequence[Judged]) -> str:
@@ -355,17 +358,6 @@ def summary(errors: Iterable[float]) -> tuple[str, ...]:
         percent(p90).lstrip("+"),
         percent(min(found)),
         percent(max(found)),
-    )
-
-
-def percent(fraction: float) -> str:
-    return f"{100 * fraction:+.1f} %"
-
-
-def table(head: Sequence[str], rows: Iterable[Row]) -> str:
-    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
-    return "\n".join(
-        ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |", *lines]
     )
 
 

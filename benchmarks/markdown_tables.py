@@ -1,0 +1,53 @@
+"""Markdown tables, and the summaries of relative errors that stand in their cells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+
+def row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def markdown_table(
+    head: Sequence[str], rows: Iterable[Iterable[object]], *, first_figure: int | None = None
+) -> str:
+    """A Markdown table; columns from `first_figure` on are aligned to the right."""
+    left = len(head) if first_figure is None else first_figure
+    rule = ["---"] * left + ["---:"] * (len(head) - left)
+    return "\n".join(row(cells) for cells in (head, rule, *rows))
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:+.1f} %"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Sizes of relative errors: how many, the median, the 90th percentile, the worst one signed."""
+
+    count: int
+    median: float
+    p90: float
+    worst: float
+
+    def cells(self) -> tuple[str, ...]:
+        sizes = (f"{100 * self.median:.1f} %", f"{100 * self.p90:.1f} %")
+        return (str(self.count), *sizes, percent(self.worst))
+
+
+def summary(errors: Iterable[float]) -> Summary:
+    by_size = sorted(errors, key=abs)
+    sizes = [abs(error) for error in by_size]
+    p90 = sizes[math.ceil(0.9 * len(sizes)) - 1]
+    return Summary(len(sizes), median(sizes), p90, by_size[-1])
+
+
+def median_and_p90(values: Sequence[float], form: str = "g") -> str:
+    """Both in one cell, the 90th percentile interpolated."""
+    return f"{median(values):{form}} / {np.quantile(values, 0.9):{form}}"
