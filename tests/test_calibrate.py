@@ -28,6 +28,7 @@ from whichlora.sharing import remote, union
 from whichlora.sharing.physics import impossible
 from whichlora.sharing.table import format_table, read_table
 from whichlora.specs import RunConfig
+from whichlora.store import measurements
 from whichlora.store.measurements import MeasurementLog, read_measurements
 from whichlora.store.paths import data_folder
 from whichlora.store.record import MAX_LINE_BYTES
@@ -295,6 +296,17 @@ def test_an_exported_table_is_read_back_as_the_same_records(tmp_path: Path) -> N
     table = read_table(path, find_model=api.load_model, find_gpu=api.find_gpu)
     assert table.refused == []
     assert list(table.records) == records
+
+
+def test_every_shipped_record_is_possible_and_comes_back_from_a_table(tmp_path: Path) -> None:
+    records = read_measurements([data_folder("calibration")], GPU)
+    path = tmp_path / "shipped.csv"
+    path.write_text(format_table(records), encoding="utf-8")
+    table = read_table(path, find_model=api.load_model, find_gpu=api.find_gpu)
+    assert table.refused == []
+    # a table names the settings that older records lack: still the same records
+    both = [(one, "shipped") for one in records] + [(one, "table") for one in table.records]
+    assert measurements.union(both) == records
 
 
 def test_a_record_with_its_own_model_survives_a_table(tmp_path: Path) -> None:

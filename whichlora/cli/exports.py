@@ -74,6 +74,8 @@ def export(
         runs = list(api.grid(run_settings([source], given)))
         if len(runs) != 1:
             raise ConfigError(f"export writes one fine-tuning, these settings make {len(runs)}")
+        if runs[0].phase != "finetune":
+            raise ConfigError("--phase: export writes a fine-tuning, got inference; leave it out")
         recipe = handover.make_recipe(runs[0], gpu, epochs=epochs, learning_rate=learning_rate)
         folder = Path()
     done = handover.hand_over(recipe, to, output or folder, calibration_dir=calibration_dir)

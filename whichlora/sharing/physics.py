@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from whichlora.architecture import ModelSpec
-from whichlora.prediction import forward_features, ledger, part_bytes, step_features
+from whichlora.memory.weights import weight_bytes
+from whichlora.prediction import forward_features, step_features
 from whichlora.resolution import Job, resolve
 from whichlora.results import Measurement
 from whichlora.specs import GpuSpec
@@ -36,8 +37,9 @@ def impossible(measurement: Measurement, model: ModelSpec, gpu: GpuSpec) -> str:
 
 
 def _faults(job: Job, measurement: Measurement) -> Iterator[str]:
-    found = ledger(job)
-    weights = int(part_bytes(job, found, found.peak_moment)["weights"])
+    parts = weight_bytes(job.model, job.stack)
+    # tables of positions are as long as the config says, and an alias may have fewer
+    weights = sum(parts.values()) - parts["buffers"]
     if _has_quantised_experts(job):
         # whether the experts are quantised too depends on versions that a table rarely states
         weights = job.model.loaded_params * _code_bits(job.stack.quant) // 8

@@ -41,7 +41,7 @@ def pull(
     """
     with _fetched(url) as source:
         if source is None:
-            raise DataFileError(f"{url}: holds no records")
+            raise DataFileError(f"{url}: holds no records, or is not there; check the address")
         return add(roots, source, impossible=impossible, is_known=is_known)
 
 
@@ -85,6 +85,8 @@ def _connect(url: str) -> tuple[Any, str]:
         raise ConfigError(f"{protocol}://: its library is not installed ({error})") from None
     except ValueError as error:
         raise ConfigError(f"{url}: {error}") from None
+    except OSError as error:  # some protocols connect here
+        raise DataFileError(f"{url}: can't be reached ({error}); check the address") from None
     return system, str(root)
 
 

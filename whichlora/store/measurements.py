@@ -7,7 +7,7 @@ import gc
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whichlora.errors import DataFileError
@@ -162,13 +162,20 @@ def union(records: Iterable[tuple[Measurement, str]]) -> tuple[Measurement, ...]
     found: dict[str, tuple[Measurement, str]] = {}
     for measurement, where in records:
         known, first = found.setdefault(measurement.id, (measurement, where))
-        if known is not measurement and known != measurement:
+        if known is not measurement and not _agree(known, measurement):
             raise DataFileError(
                 f"{where}: id: {measurement.id!r} is another record at {first}; "
                 "records never change, so remove the wrong one"
             )
     each = (measurement for measurement, _ in found.values())
     return tuple(sorted(each, key=lambda record: (record.date, record.id)))
+
+
+def _agree(one: Measurement, other: Measurement) -> bool:
+    """Whether both say the same; what came by a table names settings that an older record lacks."""
+    if one == other:
+        return True
+    return replace(one, config=one.run.to_dict()) == replace(other, config=other.run.to_dict())
 
 
 def record_ids(roots: Iterable[Path], gpu: str) -> set[str]:
