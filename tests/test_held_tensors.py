@@ -203,7 +203,10 @@ def test_flash_attention_is_refused_with_alibi() -> None:
     ("size", "remainder"),
     [
         (MiB, 0),  # the small pool splits everything
-        (2 * MiB, 2 * MiB // 40),  # its share of half a MiB in 20
+        (3 * MiB, 3 * MiB // 20),  # its share of a MiB in 20
+        (2 * MiB, 0),  # ten of them fill a segment
+        (5 * MiB // 2, 0),
+        (8 * MiB, 0),  # 4 MiB are left, which are split off
         (10 * MiB, 0),  # a segment of its own, which it fills
         (10 * MiB + MiB // 2, 0),  # of which more than 1 MiB is split off
         (11 * MiB + MiB // 2, MiB // 2),
@@ -215,14 +218,15 @@ def test_a_block_is_larger_than_asked_by_what_is_not_split_off(size: int, remain
     assert list(allocator.expected_remainder(sizes)) == [remainder, remainder]
 
 
-def test_each_checkpoint_of_more_than_a_mib_has_an_expected_remainder() -> None:
+def test_each_checkpoint_that_does_not_divide_a_segment_has_an_expected_remainder() -> None:
     settings = {"gradient_checkpointing": True, "precision": "bf16"}
-    small, large = (
+    small, odd, even = (
         part(ledger_of(LLAMA, **settings, seq_len=length), "loss_backward", facts.REMAINDERS)
-        for length in (512, 1024)
+        for length in (512, 768, 1024)
     )
     assert small == 0  # checkpoints of 1 MiB are cut to size
-    assert large == 8 * (2 * MiB // 40)
+    assert odd == 8 * (3 * MiB // 2 // 20)
+    assert even == 0
 
 
 def test_a_factor_of_the_logits_takes_a_second_gradient_of_them() -> None:

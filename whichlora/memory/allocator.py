@@ -45,20 +45,23 @@ def expected_remainder(size: Count) -> Count:
     """What the block of a tensor of `size` bytes is larger than the tensor.
 
     A block of more than 1 MiB is split only where more than 1 MiB would be left; what is less
-    belongs to the tensor, and counts as allocated. A segment of 20 MiB, which serves requests
-    below 10 MiB, ends in one such rest, half a MiB in the mean: a fortieth of what is in it. A
-    larger request has a segment of its own, rounded up to 2 MiB, so that its rest is known.
+    belongs to the tensor, and counts as allocated. A segment of 20 MiB serves requests below
+    10 MiB. Sizes that divide it without such a rest, multiples of 2 or of 1.25 MiB, leave none;
+    others leave one of up to 1 MiB at its end, and further ones where it is used again and again:
+    1 MiB is counted for each segment, a twentieth of what is in it. A larger request has a segment
+    of its own, rounded up to 2 MiB, so that its rest is known.
 
-    Kind: estimate, an expectation for the shared segments; of one block at most 1 MiB, of a
-    segment that is used again and again more than one. Source: torch 2.13
-    `c10/cuda/CUDACachingAllocator.cpp`, `should_split`, `kSmallSize`, `kLargeBuffer`,
+    Kind: estimate. 177 replays of fine-tuning without checkpointing hold less in 73 % of the runs;
+    it is 0.1 % of the peak in the median and 3.3 % at most, of models below 1 GiB. Source: torch
+    2.13 `c10/cuda/CUDACachingAllocator.cpp`, `should_split`, `kSmallSize`, `kLargeBuffer`,
     `kRoundLarge`; `memory.replay` has the rules.
     """
-    in_shared = (size > SMALL_BYTES) & (size < MIN_OWN_SEGMENT_BYTES)
-    shared = size * (SMALL_BYTES // 2) // LARGE_SEGMENT_BYTES
+    divides = (size % (2 * MiB) == 0) | (size % (5 * MiB // 4) == 0)
+    is_shared = (size > SMALL_BYTES) & (size < MIN_OWN_SEGMENT_BYTES)
+    shared = size * SMALL_BYTES // LARGE_SEGMENT_BYTES * (1 - divides)
     rest = round_up(size, SEGMENT_ROUNDING_BYTES) - size
     own = rest * (rest <= SMALL_BYTES)
-    return in_shared * shared + (size >= MIN_OWN_SEGMENT_BYTES) * own
+    return is_shared * shared + (size >= MIN_OWN_SEGMENT_BYTES) * own
 
 
 def remainder_bytes(groups: Iterable[Group], *, like: Count) -> Count:
