@@ -19,6 +19,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
+from devices import CPU
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whichlora import prediction, resolution
@@ -29,17 +30,9 @@ from whichlora.device.meter import Meter
 from whichlora.families import build
 from whichlora.memory.entries import tensor_bytes
 from whichlora.memory.layer_bytes import kept_tensors
-from whichlora.specs import ALL_LINEAR, GpuSpec, RunConfig
+from whichlora.specs import ALL_LINEAR, RunConfig
 from whichlora.store.models import find_model
 
-CPU = GpuSpec(
-    key="cpu",
-    name="CPU",
-    kind="cpu",
-    memory_bytes=2**34,
-    bandwidth_bytes_per_s=1e10,
-    peak_flops_per_s={"fp32": 1e11},
-)
 # Every width differs from every other, so that a formula cannot be right by accident.
 VOCAB = 2048
 _DECODER: dict[str, Any] = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from devices import A100, CPU
 from hypothesis import strategies as st
 
-from whichlora.specs import GpuSpec, RunConfig
+from whichlora.specs import RunConfig
 
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M",
@@ -19,23 +20,6 @@ MODELS = (
     "google-bert/bert-base-uncased",
 )
 ADAPTERS = ("lora", "qlora", "dora", "qdora")
-CPU = GpuSpec(
-    key="cpu",
-    name="CPU",
-    kind="cpu",
-    memory_bytes=16 * 2**30,
-    bandwidth_bytes_per_s=2e10,
-    peak_flops_per_s={"fp32": 1e11},
-)
-A100 = GpuSpec(
-    key="a100",
-    name="A100",
-    kind="cuda",
-    memory_bytes=80 * 2**30,
-    bandwidth_bytes_per_s=2e12,
-    peak_flops_per_s={"bf16": 3.12e14, "fp32": 1.95e13},
-    compute_capability="8.0",
-)
 DEVICES = st.sampled_from((CPU, A100))
 
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from devices import CPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import CPU, finetune_runs, inference_runs
+from strategies import finetune_runs, inference_runs
 
 from whichlora import api
 from whichlora.block import predict_block

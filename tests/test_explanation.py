@@ -6,9 +6,10 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from devices import A100
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import A100, DEVICES, finetune_runs, inference_runs
+from strategies import DEVICES, finetune_runs, inference_runs
 
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import Calibration, prior_calibration

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from strategies import A100, CPU
+from devices import A100, CPU
 
 from whichlora import families
 from whichlora.architecture import ModelSpec

@@ -4,9 +4,10 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from devices import A100, CPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import A100, CPU, finetune_runs, inference_runs
+from strategies import finetune_runs, inference_runs
 
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import prior_calibration

@@ -10,9 +10,10 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from devices import A100, CPU
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import A100, CPU, DEVICES, finetune_runs, inference_runs
+from strategies import DEVICES, finetune_runs, inference_runs
 
 from whichlora import families
 from whichlora.architecture import ModelSpec

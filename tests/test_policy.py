@@ -10,7 +10,7 @@ from statistics import mean
 
 import numpy as np
 import pytest
-from strategies import CPU
+from devices import CPU
 
 from whichlora import api
 from whichlora.belief import REPEATABILITY, Belief, Coefficients, conditioned

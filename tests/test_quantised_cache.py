@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from devices import CPU
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,14 +26,6 @@ from whichlora.store.models import find_model
 
 RECORDED = json.loads((Path(__file__).parent / "golden/quantised_cache.json").read_text("utf-8"))
 GPU = find_gpu("a100-sxm-80gb")
-CPU = GpuSpec(
-    key="cpu",
-    name="CPU",
-    kind="cpu",
-    memory_bytes=2**34,
-    bandwidth_bytes_per_s=1e10,
-    peak_flops_per_s={"fp32": 1e11},
-)
 LLAMA = "meta-llama/Meta-Llama-3-8B"
 
 

@@ -7,9 +7,9 @@ import os
 import tracemalloc
 
 import numpy as np
+from devices import CPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import CPU
 
 from whichlora import api
 from whichlora.block import predict_block
