@@ -17,8 +17,8 @@ from typing import Any
 
 import published_rows
 from peer_requests import REQUESTS, Arguments, NoArgumentError
-from published_accuracy import gpu_of, predicted_bytes
-from published_rows import Observation, Quantity
+from published_memory import predicted_bytes
+from published_rows import Observation, Quantity, gpu_of
 
 from whichlora.calibration import prior_calibration
 from whichlora.prediction import predict_memory

@@ -17,16 +17,15 @@ from pathlib import Path
 from statistics import mean, median
 
 from markdown_tables import Summary, summary
-from published_accuracy import (
+from published_rows import Observation, gpu_of
+from published_time import (
     HELD_OUT,
     HeldOut,
     TimeSample,
-    gpu_of,
     leave_one_out,
     time_rows,
     timed_parts,
 )
-from published_rows import Observation
 
 from whichlora import timing
 from whichlora.fitting import regress

@@ -14,10 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import published_accuracy
 import published_records
 import published_rows
+import published_time
 import time_forms
 from markdown_tables import summary
-from published_accuracy import compared_memory, explanation, held_out
+from published_memory import compared_memory, explanation
 from published_rows import FOLDER, SOURCES, LeftOut, Observation, read, read_all
+from published_time import held_out
 
 from whichlora import timing
 from whichlora.fitting import fit_time
@@ -151,7 +153,7 @@ SHIPPED_BOUNDS = {
 
 @pytest.mark.parametrize("left_out", SHIPPED_BOUNDS)
 def test_the_shipped_calibration_predicts_what_it_has_not_seen(left_out: str) -> None:
-    found = list(published_accuracy.shipped(published_accuracy.SHIPPED[left_out]))
+    found = list(published_time.shipped(published_time.SHIPPED[left_out]))
     for phase, most in SHIPPED_BOUNDS[left_out].items():
         chosen = [one for one in found if one.phase == phase]
         assert median(abs(math.expm1(one.calibrated)) for one in chosen) <= most
@@ -180,20 +182,20 @@ def test_a_group_never_measured_is_predicted_as_well_as_now(title: str) -> None:
 
 def test_the_scale_of_intervals_is_the_quantile_over_the_published_gpus() -> None:
     for phase, stated in timing.POOLED_SCALE.items():
-        assert published_accuracy.pooled_scale(phase) == pytest.approx(stated, rel=0.02), phase
+        assert published_time.pooled_scale(phase) == pytest.approx(stated, rel=0.02), phase
 
 
 @pytest.mark.parametrize("phase", ["finetune", "prefill"])
 def test_intervals_hold_what_they_state_on_gpus_whose_runs_they_never_saw(phase: str) -> None:
-    chosen = [one for one in published_accuracy.cold_runs() if one.phase == phase]
-    inside = [published_accuracy.is_inside(one) for one in chosen]
+    chosen = [one for one in published_time.cold_runs() if one.phase == phase]
+    inside = [published_time.is_inside(one) for one in chosen]
     assert len(inside) > 150
     assert 0.85 <= sum(inside) / len(inside) <= 0.95
 
 
 def test_the_compared_forms_hold_the_one_that_is_used() -> None:
-    samples = published_accuracy.time_rows("Forward and backward in fp32, a GPU never measured")
-    gpu = published_accuracy.gpu_of("v100-pcie-32gb")
+    samples = published_time.time_rows("Forward and backward in fp32, a GPU never measured")
+    gpu = published_rows.gpu_of("v100-pcie-32gb")
     used = fit_time([one.sample for one in samples], gpu, "finetune")
     means = [time_forms.fitted(form, samples, "finetune", gpu).mean for form in time_forms.FORMS]
     assert [mean == used.mean for mean in means] == [False, True, True, False, False, False]

@@ -18,6 +18,9 @@ from published_rows.neusight_labels import neusight
 from published_rows.optimum_benchmark import optimum
 from published_rows.others import fsdp_qlora, glm4, not_ours, torchtune
 from published_rows.qwen import qwen1_finetune, qwen1_inference, qwen_speed
+from whichlora.store.gpus import find_gpu
+
+gpu_of = cache(find_gpu)
 
 FOLDER = Path(__file__).parent.parent / "published"
 
@@ -64,6 +67,7 @@ __all__ = [
     "LeftOut",
     "Observation",
     "Quantity",
+    "gpu_of",
     "model_of",
     "read",
     "read_all",

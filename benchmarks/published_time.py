@@ -1,0 +1,276 @@
+"""Published times beside ours: cold, and by fits to the other groups.
+
+No fit sees the group that it predicts, nor does the scale of its interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import published_records
+import published_rows
+from published_rows import MEMORY, Observation, Quantity, gpu_of
+
+from whichlora import timing
+from whichlora.api import model_of
+from whichlora.fitting import fit_time
+from whichlora.numeric import TWO_SIDED_Z
+from whichlora.prediction import TIME_CONFIDENCE, forward_features, step_features
+from whichlora.regression import conformal_scale
+from whichlora.resolution import resolve
+from whichlora.results import Measurement
+from whichlora.samples import Sample, time_samples
+from whichlora.specs import GpuSpec
+from whichlora.timing import TimeModel
+
+Timed = tuple[str, dict[str, float], int]  # phase, features, how often it runs
+
+
+def timed_parts(one: Observation, gpu: GpuSpec | None = None) -> list[Timed]:
+    """The phases whose seconds add up to what was measured, on `gpu` instead of its own."""
+    gpu = gpu or gpu_of(one.gpu)
+    if one.quantity in ("step_s", "forward_backward_s"):
+        return [("finetune", step_features(resolve(one.model, one.run, gpu)), 1)]
+    run = one.run
+    if one.quantity == "forward_s":
+        run = replace(run, phase="inference", prompt_len=run.seq_len, max_new_tokens=1)
+    job = resolve(one.model, run, gpu)
+    prefill = ("prefill", forward_features(job, context=run.prompt_len, decoding=False), 1)
+    steps = run.max_new_tokens - 1
+    if one.quantity != "generate_s" or not steps:
+        return [prefill]
+    context = run.prompt_len + max(1, steps // 2)
+    return [prefill, ("decode", forward_features(job, context=context, decoding=True), steps)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """A published run beside datasheet and priors; error and stated deviation as logs.
+
+    Args:
+        phase: the last part, which takes nearly all of the time.
+        deviation: before any scale.
+    """
+
+    observation: Observation
+    phase: str
+    error: float
+    deviation: float
+
+
+@cache
+def cold_runs() -> tuple[Cold, ...]:
+    """Every published time beside what is predicted without any run."""
+    found = []
+    for one in timed_observations():
+        total = spread = 0.0
+        phase = ""
+        for phase, features, times in timed_parts(one):
+            model = replace(timing.prior_model(gpu_of(one.gpu), phase), interval_scale=1.0)
+            seconds = times * float(timing.seconds(model, features)[0])
+            spread += seconds * timing.log_deviation(model, features, seconds / times)
+            total += seconds
+        found.append(Cold(one, phase, math.log(total / one.value), spread / total))
+    return tuple(found)
+
+
+@cache
+def pooled_scale(phase: str, without: str = "") -> float:
+    """Scale of cold intervals of `phase`, from all GPUs but one; 1 where fewer than two are left.
+
+    What `timing.POOLED_SCALE` states is that of all GPUs.
+    """
+    chosen = [one for one in cold_runs() if one.phase == phase and one.observation.gpu != without]
+    if len({one.observation.gpu for one in chosen}) < 2:
+        return 1.0
+    return _scale([one.error for one in chosen], [one.deviation for one in chosen])
+
+
+def _scale(errors: Sequence[float], deviations: Sequence[float]) -> float:
+    found = conformal_scale(np.array(errors), np.array(deviations), TIME_CONFIDENCE)
+    assert found is not None, "too few errors"
+    return found
+
+
+def is_inside(one: Cold) -> bool:
+    """Whether the interval holds `one`, its scale taken from the other GPUs."""
+    scale = pooled_scale(one.phase, one.observation.gpu)
+    return abs(one.error) <= TWO_SIDED_Z[TIME_CONFIDENCE] * scale * one.deviation
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSample:
+    observation: Observation
+    group: str
+    sample: Sample
+
+
+def samples_of(
+    observations: Iterable[Observation], phase: str, group: Callable[[Observation], str]
+) -> list[TimeSample]:
+    """One sample per observation; the prompt pass of a generation, a few per cent, is inside."""
+    return [
+        TimeSample(one, group(one), Sample(one.model.name, features, one.value / times))
+        for one in observations
+        for found, features, times in timed_parts(one)
+        if found == phase
+    ]
+
+
+Fit = Callable[[Sequence[TimeSample], str, GpuSpec], TimeModel]
+
+
+def _shipped_form(kept: Sequence[TimeSample], phase: str, gpu: GpuSpec) -> TimeModel:
+    return fit_time([one.sample for one in kept], gpu, phase)
+
+
+def _errors(model: TimeModel, held: Sequence[TimeSample]) -> list[tuple[float, float]]:
+    """Log errors of `held` and the deviations stated for them, before any scale."""
+    model = replace(model, interval_scale=1.0)
+    found = []
+    for one in held:
+        seconds = float(timing.seconds(model, one.sample.features)[0])
+        deviation = timing.log_deviation(model, one.sample.features, seconds)
+        found.append((math.log(seconds / one.sample.value), deviation))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Errors of one group that no fit saw, and the intervals stated for it, both as logs."""
+
+    group: str
+    errors: tuple[float, ...]
+    half_widths: tuple[float, ...]
+
+
+def leave_one_out(
+    samples: Sequence[TimeSample], phase: str, fit: Fit = _shipped_form
+) -> Iterator[HeldOut]:
+    """Each group predicted from all others; its interval from how they predict each other."""
+    groups = sorted({one.group for one in samples})
+    for group in groups:
+        held = [one for one in samples if one.group == group]
+        kept = [one for one in samples if one.group != group]
+        gpu = gpu_of(held[0].observation.gpu)
+        inner = [
+            pair
+            for other in groups
+            if other != group
+            for pair in _errors(
+                fit([one for one in kept if one.group != other], phase, gpu),
+                [one for one in kept if one.group == other],
+            )
+        ]
+        reach = TWO_SIDED_Z[TIME_CONFIDENCE] * _scale(*zip(*inner, strict=True))
+        errors, deviations = zip(*_errors(fit(kept, phase, gpu), held), strict=True)
+        yield HeldOut(group, errors, tuple(reach * one for one in deviations))
+
+
+def _short(one: Observation) -> str:
+    return one.model.name.rpartition("/")[2]
+
+
+def _gpu(one: Observation) -> str:
+    return one.gpu
+
+
+HELD_OUT: dict[str, tuple[tuple[Quantity, ...], str, str, Callable[[Observation], str]]] = {
+    "Training step on A100, a model never measured": (("step_s",), "a100", "finetune", _short),
+    "Prompt pass on A100, a model never measured": (("prefill_s",), "a100", "prefill", _short),
+    "Decoding with transformers on A100, a model never measured": (
+        ("generate_s",),
+        "a100",
+        "decode",
+        _short,
+    ),
+    "Forward and backward in fp32, a GPU never measured": (
+        ("forward_backward_s",),
+        "",
+        "finetune",
+        _gpu,
+    ),
+    "Forward in fp32, a GPU never measured": (("forward_s",), "", "prefill", _gpu),
+}
+
+
+def timed_observations() -> list[Observation]:
+    return [
+        one
+        for one in published_rows.read_all()
+        if isinstance(one, Observation) and one.quantity not in MEMORY
+    ]
+
+
+def time_rows(title: str) -> list[TimeSample]:
+    """What one table of `HELD_OUT` is about."""
+    quantities, gpu, phase, group = HELD_OUT[title]
+    chosen = [
+        one
+        for one in timed_observations()
+        if one.quantity in quantities and one.gpu.startswith(gpu) and one.run.kv_cache != "vllm"
+    ]
+    return samples_of(chosen, phase, group)
+
+
+@cache
+def held_out(title: str) -> tuple[HeldOut, ...]:
+    """The rows of one table of `HELD_OUT`."""
+    return tuple(leave_one_out(time_rows(title), HELD_OUT[title][2]))
+
+
+def _versions(measurement: Measurement) -> str:
+    return f"{measurement.provenance['table']} {measurement.config['libraries']}"
+
+
+SHIPPED: dict[str, Callable[[Measurement], str]] = {
+    "model": lambda measurement: str(measurement.config["model"]),
+    "library versions": _versions,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One published run: log errors of datasheet and calibration, and the latter's half width."""
+
+    phase: str
+    cold: float
+    calibrated: float
+    half_width: float
+
+
+@cache
+def _shipped_samples() -> tuple[tuple[Measurement, str, Sample], ...]:
+    return tuple(
+        (one, phase, sample)
+        for key, records in published_records.records()[0].items()
+        for one in records
+        for phase, samples in time_samples(
+            resolve(model_of(one), one.run, gpu_of(key)), one
+        ).items()
+        for sample in samples
+    )
+
+
+def shipped(group: Callable[[Measurement], str]) -> Iterator[Judged]:
+    """Each record of the shipped databases, predicted by a calibration to the other groups."""
+    grouped = [(one.gpu, phase, group(one), sample) for one, phase, sample in _shipped_samples()]
+    for key, phase, name in sorted({row[:3] for row in grouped}):
+        here = [row for row in grouped if row[:2] == (key, phase)]
+        cold = timing.prior_model(gpu_of(key), phase)
+        kept = [sample for _, _, other, sample in here if other != name]
+        model = fit_time(kept, gpu_of(key), phase, held_out=len(kept) >= 3)
+        for sample in (sample for _, _, other, sample in here if other == name):
+            seconds = float(timing.seconds(model, sample.features)[0])
+            alone = float(timing.seconds(cold, sample.features)[0])
+            deviation = timing.log_deviation(model, sample.features, seconds)
+            yield Judged(
+                phase,
+                math.log(alone / sample.value),
+                math.log(seconds / sample.value),
+                TWO_SIDED_Z[TIME_CONFIDENCE] * deviation,
+            )
