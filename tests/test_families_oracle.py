@@ -15,6 +15,7 @@ import pytest
 from whichlora.architecture import ModelSpec
 from whichlora.families import FAMILIES, build, known_types
 from whichlora.memory.ledger import trained_params
+from whichlora.memory.weights import masked_head_params
 from whichlora.methods import get_method
 from whichlora.specs import ALL_LINEAR
 from whichlora.store.models import list_models
@@ -372,7 +373,9 @@ def test_every_causal_type_has_a_tiny_variant() -> None:
         *("t5", "mt5", "umt5", "bart", "mbart", "plbart", "mvp", "m2m_100", "pegasus", "marian"),
         *("blenderbot", "blenderbot-small"),
         *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert"),
-        *("deberta-v2", "modernbert"),
+        *("deberta-v2", "modernbert", "data2vec-text", "ernie", "layoutlm", "mpnet", "rembert"),
+        *("roberta-prelayernorm", "xlm-roberta-xl", "megatron-bert", "nomic_bert", "gte"),
+        "eurobert",
     }
     assert bare - others == described
 
@@ -429,6 +432,17 @@ def test_the_cache_holds_the_described_elements(variant: str) -> None:
         {"model_type": "electra", "num_hidden_layers": 2},
         {"model_type": "albert", "num_hidden_groups": 2, "inner_group_num": 2, "hidden_size": 64},
         {"model_type": "modernbert", "norm_bias": True, "mlp_bias": True, "attention_bias": True},
+        {"model_type": "data2vec-text", "num_hidden_layers": 2},
+        {"model_type": "ernie", "num_hidden_layers": 2, "use_task_id": True},
+        {"model_type": "layoutlm", "num_hidden_layers": 2},
+        {"model_type": "mpnet", "num_hidden_layers": 2},
+        {"model_type": "roberta-prelayernorm", "num_hidden_layers": 2},
+        {"model_type": "xlm-roberta-xl", "num_hidden_layers": 2},
+        {"model_type": "megatron-bert", "num_hidden_layers": 2},
+        {"model_type": "rembert", "num_hidden_layers": 2},
+        {"model_type": "nomic_bert", "num_hidden_layers": 2},
+        {"model_type": "gte", "num_hidden_layers": 2},
+        {"model_type": "eurobert", "num_hidden_layers": 2, "num_key_value_heads": 3},
         {"model_type": "deberta-v2", "num_hidden_layers": 2},
         {
             "model_type": "deberta-v2",
@@ -484,7 +498,9 @@ def test_a_multimodal_config_with_the_text_at_the_top_is_the_same_model() -> Non
 
 
 @pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - NO_AUTO_CLASS))
-def test_flash_attention_is_described_as_the_class_has_it(model_type: str) -> None:
+def test_flash_attention_and_checkpointing_are_described_as_the_class_has_them(
+    model_type: str,
+) -> None:
     transformers = pytest.importorskip("transformers")
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     names = (
@@ -494,4 +510,22 @@ def test_flash_attention_is_described_as_the_class_has_it(model_type: str) -> No
     )
     spec = build({"model_type": model_type, "num_experts_per_tok": 2}, name=model_type)
     described = all(one.flash for layer, _ in spec.layers() for one in layer.attentions)
-    assert described == bool(getattr(transformers, names[model_type])._supports_flash_attn)
+    cls = getattr(transformers, names[model_type])
+    assert described == bool(cls._supports_flash_attn)
+    assert spec.supports_checkpointing == bool(cls.supports_gradient_checkpointing)
+
+
+MASKED = ("bert", "electra", "layoutlm", "mpnet", "rembert", "eurobert", "gte", "megatron-bert")
+
+
+@pytest.mark.parametrize("model_type", MASKED)
+def test_the_head_of_masked_words_is_counted_with_what_it_keeps(model_type: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    spec = build({"model_type": model_type}, name=model_type)
+    with torch.device("meta"):
+        model = transformers.AutoModelForMaskedLM.from_config(
+            transformers.AutoConfig.for_model(model_type)
+        )
+    counted = spec.num_params + masked_head_params(spec)
+    assert counted == sum(p.numel() for p in model.parameters())

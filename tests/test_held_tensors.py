@@ -10,7 +10,7 @@ from whichlora import families
 from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator, facts
-from whichlora.memory.activations import fused_qkv
+from whichlora.memory.activations import fused_qkv, sequence_bias_bytes
 from whichlora.memory.ledger import Ledger
 from whichlora.memory.weights import weight_bytes
 from whichlora.prediction import ledger
@@ -85,6 +85,15 @@ def test_sines_are_weights_without_gradients_or_no_weights_at_all() -> None:
     assert buffer.num_params == buffer.trainable_params
     job = resolve(buffer, RunConfig(model="m", phase="inference"), A100)
     assert weight_bytes(buffer, job.stack)["buffers"] == 2 * 2 * (1024 + 2) * 1024
+
+
+def test_mpnet_has_no_checkpointing_and_a_bias_for_every_sequence() -> None:
+    mpnet = {"model_type": "mpnet", "num_hidden_layers": 2}
+    with pytest.raises(ConfigError, match="gradient_checkpointing: true, but the mpnet"):
+        ledger_of(mpnet)
+    job = resolve(model_of(mpnet), RunConfig(model="m", phase="inference"), A100)
+    found = sequence_bias_bytes(job.model, job.stack, tokens=1024, span=512)
+    assert found == 2 * 12 * 1024 * 512
 
 
 def test_mvp_gives_no_probabilities_back() -> None:

@@ -101,6 +101,8 @@ class Attention:
         head_dim: width of one query or key head; `v_head_dim` of one value head.
         position: how positions enter: "rope", "alibi", "relative" (a bias per head) or "none"
             (learned absolute embeddings belong to the embeddings).
+        biases_each_sequence: the bias of "relative" is one for all layers, written out for every
+            sequence, and added in place (MPNet).
         biases_each_layer: every layer makes the bias of "relative" anew (UMT5); else the first of
             a stack hands its own on.
         rotary_dim: leading part of each head that is rotated.
@@ -165,6 +167,7 @@ class Attention:
     joins_rotation: bool = False
     wide_scores: bool = False
     biases_each_layer: bool = False
+    biases_each_sequence: bool = False
     relative_rows: int = 0
     wide_rotation: bool = False
     wide_tables: bool = False
@@ -289,6 +292,7 @@ class Layer:
         parallel: attention and MLP read the layer's input, each through a norm or one for both.
         post_norm: no norm reads the layer's input (BERT, OLMo 2).
         dropouts: widths of the tensors that training drops values of, outside the MLP.
+        drops_mlp: what the MLP returns is dropped, too, where there are `dropouts`.
         names_attention: the block's code holds what attention returned until its end (GPT-2).
         names_norm: so what the first norm returned (StableLM).
         returns_probabilities: eager attention's are part of what the block returns, which the
@@ -303,6 +307,7 @@ class Layer:
     parallel: bool = False
     post_norm: bool = False
     dropouts: tuple[int, ...] = ()
+    drops_mlp: bool = True
     names_attention: bool = False
     names_norm: bool = False
     returns_probabilities: bool = False
@@ -398,16 +403,25 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedHead:
-    """What an encoder gains when it is loaded to fill masked words, the tied projection aside.
+    """What an encoder gains when it is loaded to fill masked words.
 
     Args:
-        linear, activation, norm: the transform, in forward order.
+        width: of what the projection to the words reads.
+        linear, activation, norm: the transform before it, in forward order; None where it reads
+            the last hidden states themselves (EuroBERT).
+        tied: the projection is the token embedding.
+        keeps_pooler: the model has its pooler beside this head (LayoutLM).
+        bias: one value per word.
         widens_logits: the loss casts the logits to fp32 by itself.
     """
 
-    linear: Linear
-    activation: str
-    norm: Norm
+    width: int
+    linear: Linear | None = None
+    activation: str = ""
+    norm: Norm | None = None
+    tied: bool = True
+    keeps_pooler: bool = False
+    bias: bool = True
     widens_logits: bool = False
 
 
@@ -425,6 +439,8 @@ class ModelSpec:
             their parameters are among `other_params`.
         rotates_each_kind: sliding and full layers have tables of cosines and sines of their own.
         masked_head: of an encoder; not among its parameters, which are those of `AutoModel`.
+        supports_checkpointing: the class has gradient checkpointing; the Trainer refuses one that
+            has not.
         scales_logits: the model multiplies its logits by a number (Cohere, Granite).
         other_params: parameters outside all of the above (a vision tower, a pooler).
         unloaded_params: those among them that `AutoModelForCausalLM` leaves on the disk.
@@ -453,6 +469,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     scales_logits: bool = False
     rotates_each_kind: bool = False
+    supports_checkpointing: bool = True
     other_params: int = 0
     unloaded_params: int = 0
     buffer_bytes: int = 0
@@ -470,8 +487,8 @@ class ModelSpec:
     @property
     def outer_linears(self) -> tuple[Linear, ...]:
         """Matrices outside of the layers that can take an adapter."""
-        masked = () if self.masked_head is None else (self.masked_head.linear,)
-        return self.head_linears + masked
+        transform = None if self.masked_head is None else self.masked_head.linear
+        return self.head_linears + (() if transform is None else (transform,))
 
     @property
     def num_params(self) -> int:

@@ -63,6 +63,11 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
         )
     if method.trains_base:  # it trains every module
         run = replace(run, modules_to_save=(), bias="none")
+    if training and run.gradient_checkpointing and not model.supports_checkpointing:
+        raise ConfigError(
+            f"gradient_checkpointing: true, but the {model.model_type} of transformers has none, "
+            "so that the Trainer refuses it; use false"
+        )
     if run.versions.experts_are_modules:
         model = with_expert_modules(model)
     _check_attention(model, run, gpu)

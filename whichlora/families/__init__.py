@@ -14,6 +14,7 @@ from whichlora.families import (
     bert,
     dbrx,
     deepseek,
+    encoders,
     gemma,
     gpt,
     layernorm,
@@ -43,6 +44,7 @@ _MODULES = (
     seq2seq,
     bart,
     bert,
+    encoders,
 )
 _DEFAULTS: dict[str, Mapping[str, Any]] = {
     key: value for module in _MODULES for key, value in module.DEFAULTS.items()

@@ -20,7 +20,7 @@ from whichlora.errors import ConfigError
 from whichlora.families.blocks import group, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
 
-_BERT: dict[str, Any] = {
+BERT: dict[str, Any] = {
     "vocab_size": 30522,
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -33,19 +33,19 @@ _BERT: dict[str, Any] = {
     "attention_probs_dropout_prob": 0.1,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "bert": _BERT,
-    "roberta": _BERT | {"vocab_size": 50265},
-    "xlm-roberta": _BERT,
-    "camembert": _BERT,
-    "electra": _BERT
+    "bert": BERT,
+    "roberta": BERT | {"vocab_size": 50265},
+    "xlm-roberta": BERT,
+    "camembert": BERT,
+    "electra": BERT
     | {
         "embedding_size": 128,
         "hidden_size": 256,
         "intermediate_size": 1024,
         "num_attention_heads": 4,
     },
-    "distilbert": _BERT | {"type_vocab_size": 0},
-    "albert": _BERT
+    "distilbert": BERT | {"type_vocab_size": 0},
+    "albert": BERT
     | {
         "vocab_size": 30000,
         "embedding_size": 128,
@@ -58,7 +58,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_groups": 1,
         "inner_group_num": 1,
     },
-    "deberta-v2": _BERT
+    "deberta-v2": BERT
     | {
         "vocab_size": 128100,
         "hidden_size": 1536,
@@ -73,7 +73,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "share_att_key": False,
         "norm_rel_ebd": "none",
     },
-    "modernbert": _BERT
+    "modernbert": BERT
     | {
         "vocab_size": 50368,
         "intermediate_size": 1152,
@@ -102,11 +102,14 @@ SYNONYMS = {
 }
 
 
-def _attention(
+def self_attention(
     c: Fields, names: Sequence[str] = ("query", "key", "value"), out: str = "dense", **rest: Any
 ) -> Attention:
+    """Attention over a whole text; `rest` are further fields of `Attention`, or its widths."""
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
     fields: dict[str, Any] = {
+        "kv_heads": heads,
+        "head_dim": hidden // heads,
         "position": "none",
         "qkv_bias": True,
         "out_bias": True,
@@ -117,8 +120,6 @@ def _attention(
     return softmax_attention(
         hidden=hidden,
         heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
         names=names,
         out_name=out,
         causal=False,
@@ -127,7 +128,7 @@ def _attention(
     )
 
 
-def _layer(
+def encoder_layer(
     c: Fields,
     attention: Attention,
     *,
@@ -151,7 +152,7 @@ def _layer(
     )
 
 
-def _masked_head(
+def masked_head(
     c: Fields,
     width: int,
     *,
@@ -164,6 +165,7 @@ def _masked_head(
     """Source: `BertPredictionHeadTransform` and its kin in transformers 5.23."""
     linear, norm = names
     return MaskedHead(
+        width=width,
         linear=Linear(
             name=linear,
             in_features=c.size("hidden_size"),
@@ -177,7 +179,7 @@ def _masked_head(
     )
 
 
-def _encoder(
+def encoder(
     c: Fields,
     layers: Sequence[Layer],
     *,
@@ -203,8 +205,7 @@ def _encoder(
         **rest,
     }
     if "masked_head" not in spec:
-        spec["masked_head"] = _masked_head(c, width)
-    spec |= {}
+        spec["masked_head"] = masked_head(c, width)
     return ModelSpec(
         name=c.name,
         model_type=c.text("model_type"),
@@ -219,8 +220,8 @@ def _encoder(
 
 
 def _bert(c: Fields) -> ModelSpec:
-    layer = _layer(c, _attention(c))
-    return _encoder(c, [layer] * c.layers(), pooler=True)
+    layer = encoder_layer(c, self_attention(c))
+    return encoder(c, [layer] * c.layers(), pooler=True)
 
 
 def _widened(width: int, hidden: int, name: str) -> tuple[Linear, ...]:
@@ -232,36 +233,36 @@ def _widened(width: int, hidden: int, name: str) -> tuple[Linear, ...]:
 
 def _electra(c: Fields) -> ModelSpec:
     width, hidden = c.size("embedding_size"), c.size("hidden_size")
-    layer = _layer(c, _attention(c))
+    layer = encoder_layer(c, self_attention(c))
     around = () if width == hidden else _widened(width, hidden, "embeddings_project")
-    head = _masked_head(c, width, activation="gelu")
-    return _encoder(c, [layer] * c.layers(), width=width, head_linears=around, masked_head=head)
+    head = masked_head(c, width, activation="gelu")
+    return encoder(c, [layer] * c.layers(), width=width, head_linears=around, masked_head=head)
 
 
 def _distilbert(c: Fields) -> ModelSpec:
-    layer = _layer(
+    layer = encoder_layer(
         c,
-        _attention(c, ("q_lin", "k_lin", "v_lin"), "out_lin"),
+        self_attention(c, ("q_lin", "k_lin", "v_lin"), "out_lin"),
         mlp_names=("lin1", "lin2"),
         norm_names=("sa_layer_norm", "output_layer_norm"),
     )
-    head = _masked_head(c, c.size("hidden_size"), names=("vocab_transform", "vocab_layer_norm"))
-    return _encoder(c, [layer] * c.layers(), masked_head=head)
+    head = masked_head(c, c.size("hidden_size"), names=("vocab_transform", "vocab_layer_norm"))
+    return encoder(c, [layer] * c.layers(), masked_head=head)
 
 
 def _albert(c: Fields) -> ModelSpec:
     width, hidden = c.size("embedding_size"), c.size("hidden_size")
     num_groups, per_group = c.layers("num_hidden_groups"), c.layers("inner_group_num")
-    layer = _layer(
+    layer = encoder_layer(
         c,
-        _attention(c),
+        self_attention(c),
         mlp_names=("ffn", "ffn_output"),
         norm_names=("LayerNorm", "full_layer_layer_norm"),
     )
     # Each group's weights run several times; groups are equal in shape, so their split is even.
     runs = c.layers() // num_groups
     groups = (LayerGroup(layer=layer, count=runs, stack="encoder", shared=True),)
-    return _encoder(
+    return encoder(
         c,
         (),
         width=width,
@@ -277,7 +278,7 @@ def _deberta(c: Fields) -> ModelSpec:
     embeddings_norm = norms(("LayerNorm",), width=hidden, kind="layer", bias=True)
     reach = c.size_or_none("max_relative_positions") or c.size("max_position_embeddings")
     rows = 2 * (c.size_or_none("position_buckets") or reach)
-    attention = _attention(
+    attention = self_attention(
         c,
         ("query_proj", "key_proj", "value_proj"),
         position="relative",
@@ -286,14 +287,14 @@ def _deberta(c: Fields) -> ModelSpec:
         relative_rows=rows,
     )
     if not c.flag("relative_attention"):
-        attention = _attention(c, ("query_proj", "key_proj", "value_proj"), flash=False)
+        attention = self_attention(c, ("query_proj", "key_proj", "value_proj"), flash=False)
     elif not c.flag("share_att_key"):
         raise ConfigError(
             f"{c.name}: share_att_key is false; only DeBERTa with shared keys (v3 and v2-xlarge) "
             "is described"
         )
-    layer = _layer(c, attention)
-    spec = _encoder(c, [layer] * c.layers(), positions=c.flag("position_biased_input"))
+    layer = encoder_layer(c, attention)
+    spec = encoder(c, [layer] * c.layers(), positions=c.flag("position_biased_input"))
     if c.flag("relative_attention"):
         extra = (Embedding(name="rel_embeddings", rows=rows, width=hidden),)
     if "layer_norm" in str(c.get("norm_rel_ebd")):
@@ -331,7 +332,7 @@ def _modernbert(c: Fields) -> ModelSpec:
     )
     layers = []
     for number, kind in enumerate(types):
-        attention = _attention(
+        attention = self_attention(
             c,
             ("Wqkv",),
             "Wo",
@@ -358,14 +359,14 @@ def _modernbert(c: Fields) -> ModelSpec:
     def norm(name: str) -> tuple[Norm, ...]:
         return norms((name,), width=hidden, kind="layer", bias=norm_bias)
 
-    return _encoder(
+    return encoder(
         c,
         layers,
         embeddings=(Embedding(name="tok_embeddings", rows=c.size("vocab_size"), width=hidden),),
         embedding_norms=norm("norm"),
         final_norms=norm("final_norm"),
         rotates_each_kind=True,
-        masked_head=_masked_head(
+        masked_head=masked_head(
             c,
             hidden,
             names=("dense", "norm"),

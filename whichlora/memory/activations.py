@@ -91,6 +91,8 @@ def kept_mask_bytes(
             if attention.relative_rows:  # products of positions, and the distances
                 masks[key] = 4 * (1 + 0 * span)
                 biases[key[:2]] = _INDEX_BYTES
+            elif attention.biases_each_sequence:
+                continue
             elif attention.position == "relative" and not attention.biases_each_layer:
                 size = stack.linear_out_bytes if attention.cross else stack.base_bytes
                 fused = attention_kernel(attention, stack) == "fused"
@@ -98,9 +100,23 @@ def kept_mask_bytes(
                     biases[key[:2]] = size * attention.num_attention_heads
     total = sum(biases.values()) * span * span
     if checkpointed:
+        total = total + sequence_bias_bytes(model, stack, tokens=tokens, span=span)
         for one in masks.values():
             total = total + one * tokens * span
     return total
+
+
+def sequence_bias_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, span: Count) -> Count:
+    """The position bias of MPNet, one for all layers and written out for every sequence.
+
+    Kind: exact. Source: transformers 5.23 `MPNetEncoder.compute_position_bias`.
+    """
+    heads = max(
+        attention.num_attention_heads * attention.biases_each_sequence
+        for layer, _ in model.layers()
+        for attention in layer.attentions
+    )
+    return stack.base_bytes * heads * tokens * span
 
 
 def rotary_bytes(model: ModelSpec, stack: Stack, *, span: Count) -> Count:

@@ -156,6 +156,8 @@ def _position_bias(code: Code, attention: Attention, *, size: int) -> Tensor:
     """
     tape, stack = code.tape, code.stack
     elements = per_span_squared(attention.num_attention_heads)
+    if attention.biases_each_sequence:
+        elements = per_pair(attention.num_attention_heads)
     if not attention.biases_each_layer:
         if attention.cross:
             return tape.shared(elements, size, needs_grad=code.checkpointed)
@@ -265,7 +267,10 @@ def _eager_kernel(
         divided = code.scale(scores)
         tanh = tape.op([divided], scores_shape, divided.size, saves_result=True, what="soft cap")
         scores = code.scale(tanh)
-    if bias is not None:
+    if attention.biases_each_sequence:
+        assert bias is not None
+        scores = tape.in_place(scores, bias)
+    elif bias is not None:
         scores = code.add(scores, bias)
     if attention.causal or code.masked:
         scores = code.add(scores, tape.weight(scores_shape, code.stream_bytes))

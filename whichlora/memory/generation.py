@@ -62,6 +62,7 @@ def inference_ledger(
     if model.task == "causal-lm":
         working = working + activations.kept_mask_bytes(model, reader, checkpointed=True, **sized)
     if model.task == "encoder":
+        working = working + activations.sequence_bias_bytes(model, reader, **sized)
         every = logits.encoder_bytes(model, tokens=prompt_tokens, compute_bytes=element_bytes)
         row_bytes = prompt_tokens * element_bytes
         found = Ledger(

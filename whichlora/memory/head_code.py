@@ -15,10 +15,14 @@ from whichlora.stack import Stack
 def run_masked_head(code: Code, head: MaskedHead, x: Tensor, *, vocab_size: int) -> Tensor:
     """The transform of an encoder's last hidden states, and the projection to the words."""
     tape, stack = code.tape, code.stack
-    y = code.norm(head.norm, activate(code, head.activation, code.linear(head.linear, x)))
+    y = x
+    if head.linear is not None:
+        y = activate(code, head.activation, code.linear(head.linear, x))
+    if head.norm is not None:
+        y = code.norm(head.norm, y)
     narrow = code.cast(y, stack.compute_bytes) if stack.under_autocast else y
     words = tape.weight(
-        constant(vocab_size * head.norm.width), stack.base_bytes, trained=stack.trains_base
+        constant(vocab_size * head.width), stack.base_bytes, trained=stack.trains_base
     )
     saves = [narrow] if stack.trains_base else []
     return tape.op([narrow, words], per_token(vocab_size), narrow.size, saves=saves)

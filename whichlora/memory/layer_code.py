@@ -42,7 +42,7 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
     tape, stack = code.tape, code.stack
     drops = bool(layer.dropouts) and stack.training
 
-    def dropped(y: Tensor) -> Tensor:
+    def dropped(y: Tensor, drops: bool = drops) -> Tensor:
         if not drops:
             return y
         return code.dropout(y, mask_bytes=y.size if stack.device_kind == "cpu" else 1)
@@ -71,7 +71,7 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
             for cross in layer.attentions[1:]:
                 mixed = dropped(attend(code, cross, middle, memory=memory))
                 middle = code.norm(norms[1], code.add(mixed, middle))
-            fed = dropped(feed(code, layer, middle, middle))
+            fed = dropped(feed(code, layer, middle, middle), drops and layer.drops_mlp)
             return code.norm(norms[-1], code.add(fed, middle))
         middle = code.add(x, code.norm(norms[0], mixed))
         fed = feed(code, layer, middle, middle)
@@ -96,7 +96,7 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
         x = result
     y = code.norm(norms.pop(0), x)
     mixed = feed(code, layer, y, x)
-    y = dropped(mixed)
+    y = dropped(mixed, drops and layer.drops_mlp)
     if sandwich:
         y = code.norm(norms.pop(0), y)
     result = code.add(x, y)

@@ -336,7 +336,9 @@ def training_ledger(
     head_copy = logits.head_copy_bytes(model, stack)
     loss_forward = logits.loss_forward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
     loss_backward = logits.loss_backward_bytes(model, stack, tokens=tokens, loss_head=run.loss_head)
-    head_params = model.embeddings[0].width * logits.logit_width(model)
+    masked = model.masked_head
+    head_width = model.embeddings[0].width if masked is None else masked.width
+    head_params = head_width * logits.logit_width(model)
     of_head = gradient_bytes(one for one in copied if not one.is_embedding)
     if method.trains_base:
         of_head = head_params * param_bytes
@@ -348,7 +350,8 @@ def training_ledger(
         embedded = sum(one.num_params for one in looked_up if one.trains)
         late_gradients = late_gradients - embedded * param_bytes
     embedding_gradient = model.hidden_size * layers[0].stream_bytes
-    waits = method.trains_base and (model.head_tied or model.task == "encoder")
+    is_tied = model.head_tied or (masked is not None and masked.tied)
+    waits = method.trains_base and is_tied
     kept_gradients = head_gradient
     if run.gradient_accumulation_steps > 1:
         # all of them are there; of a tied head a second one waits for the embedding's

@@ -170,8 +170,8 @@ def head_copy_bytes(model: ModelSpec, stack: Stack) -> int:
     """The 16-bit copy of an fp32 head that autocast makes and backward needs (mode Q)."""
     if stack.mode != "Q" or stack.embedding_bytes == 2:
         return 0
-    if model.task == "encoder":  # the projection to the words is the embedding
-        return 2 * model.vocab_size * model.embeddings[0].width
+    if model.masked_head is not None:
+        return 2 * model.vocab_size * model.masked_head.width
     if model.head is None:
         return 0
     return 2 * model.head.num_weights

@@ -164,6 +164,12 @@ def _of_base(model: ModelSpec, param_bytes: int) -> Iterator[Trained]:
     if model.head is not None and not model.head_tied:
         around -= model.head.num_weights
         yield _weight(model.head, 1, param_bytes)
+    if model.masked_head is not None and not model.masked_head.tied:
+        words = Trained(
+            rows=model.vocab_size, width=model.masked_head.width, param_bytes=param_bytes
+        )
+        around -= model.vocab_size * model.masked_head.width
+        yield words
     for linear in model.outer_linears:
         around -= linear.num_weights
         yield _weight(linear, 1, param_bytes)

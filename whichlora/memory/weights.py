@@ -69,16 +69,18 @@ def linear_bytes(linear: Linear, stack: Stack) -> int:
 def masked_head_params(model: ModelSpec) -> int:
     """What an encoder gains when it is loaded to fill masked words, less the pooler it loses.
 
-    A matrix, a norm and one bias per word; the projection to the words is tied.
-    Source: transformers 5.23 `BertOnlyMLMHead`, `RobertaLMHead`.
+    A matrix, a norm and one bias per word; the projection to the words unless it is tied.
+    Source: transformers 5.23 `BertOnlyMLMHead`, `RobertaLMHead`, `EuroBertForMaskedLM`.
     """
     head = model.masked_head
     if head is None:
         return 0
     hidden = model.hidden_size
     pooler = hidden * hidden + hidden
-    lost = pooler if model.other_params == pooler else 0
-    return head.linear.num_params + head.norm.num_params + model.vocab_size - lost
+    lost = pooler if model.other_params == pooler and not head.keeps_pooler else 0
+    transform = sum(one.num_params for one in (head.linear, head.norm) if one is not None)
+    words = model.vocab_size * (head.bias + (0 if head.tied else head.width))
+    return transform + words - lost
 
 
 def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
