@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
 import subprocess
@@ -604,6 +605,15 @@ def test_an_empty_split_leaves_no_file_and_removes_an_old_one(tmp_path: Path) ->
     (tmp_path / "validation.jsonl").write_text("old")
     assert list(write_jsonl(Rows("a"), tmp_path)) == ["train"]
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataFileError, match=r"train\.jsonl: can't be written \(No space left on"):
+        write_jsonl(Rows("a"), tmp_path)
 
 
 def test_a_failed_write_leaves_the_old_file_whole(tmp_path: Path) -> None:

@@ -50,6 +50,10 @@ for line in sys.stdin:
             ok()
         case "exit":
             sys.exit("last words")
+        case "linger":  # as a process does that unloads a driver
+            os.close(1)
+            time.sleep(1.5)
+            os._exit(1)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "segfault":
@@ -143,6 +147,7 @@ def test_an_error_of_the_libraries_keeps_the_worker(profiler: Profiler) -> None:
         ("oom", "oom", "12 GiB"),
         ("unclean", "ok", ""),
         ("exit", "crashed", "exit code 1: last words"),
+        ("linger", "crashed", "exit code 1: "),
         ("segfault", "crashed", "SIGSEGV"),
         ("kill", "killed", "out-of-memory killer"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from whichlora.dataset.base import BaseDataset, checked_splits, row_texts
 from whichlora.dataset.tokens import with_chat_template
+from whichlora.errors import DataFileError
 
 
 def write_jsonl(
@@ -24,6 +25,9 @@ def write_jsonl(
 
     Returns:
         The files by split; a split without text has none.
+
+    Raises:
+        DataFileError: a file can't be written.
     """
     dataset = with_chat_template(dataset, tokenizer, offline=offline)
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,6 +46,10 @@ def write_jsonl(
                 files[split] = file
             else:
                 file.unlink(missing_ok=True)  # of an earlier run that had such a split
+        except OSError as error:
+            raise DataFileError(
+                f"{file}: can't be written ({error.strerror}); check the folder and the disk"
+            ) from None
         finally:
             partial.unlink(missing_ok=True)
     return files

@@ -27,6 +27,7 @@ from whichlora.specs import RunConfig
 # Importing the libraries from a cold network file system takes minutes; measuring never counts it.
 _START_TIMEOUT_S = 600.0
 _EXIT_GRACE_S = 1.0
+_HUNG_UP_S = 30.0  # a process that closed its pipe is ending, libraries and drivers included
 _LOG_TAIL_BYTES = 8192
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -176,6 +177,7 @@ class _Worker:
         self._log = _open_log(log_path)  # closed by `kill`, with the pipes
         self._log_start = self._log.seek(0, os.SEEK_END)
         self._buffer = b""
+        self._hung_up = False
         self._process = subprocess.Popen(
             [python, "-m", "whichlora.device.worker", device.partition(":")[0]],
             stdin=subprocess.PIPE,
@@ -206,6 +208,7 @@ class _Worker:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
+            self._hung_up = True
             return self._end()
         message = self._next_message(deadline)
         if message is None:
@@ -240,6 +243,7 @@ class _Worker:
                 return None
             chunk = os.read(pipe, 1 << 16)
             if not chunk:
+                self._hung_up = True
                 return None
             self._buffer += chunk
 
@@ -247,8 +251,10 @@ class _Worker:
         """The outcome of a worker that gave no answer; it is dead afterwards."""
         try:
             # Its pipe closes a moment before the process can be waited for.
-            code = self._process.wait(timeout=_EXIT_GRACE_S)
+            code = self._process.wait(timeout=_HUNG_UP_S if self._hung_up else _EXIT_GRACE_S)
         except subprocess.TimeoutExpired:
+            if self._hung_up:
+                return {"outcome": "crashed", "detail": f"hung up: {self._last_log_line()}"}
             return {"outcome": "timeout", "detail": f"no answer within {timeout_s:g} s"}
         if code == -signal.SIGKILL:
             return {
