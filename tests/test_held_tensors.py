@@ -316,6 +316,20 @@ def test_the_last_matrix_of_an_olmo_with_a_tied_head_is_not_quantised() -> None:
     assert sizes[True] - sizes[False] == 4096 * 1024 * 2 - (4096 * 1024 + 4 * 1024)
 
 
+def test_autocast_keeps_a_copy_of_the_matrix_that_is_not_quantised() -> None:
+    run = {"method": "qlora", "precision": "bf16", "gradient_checkpointing": False}
+    run |= {"target_modules": ("attention",), "expandable_segments": True}
+    kept = {
+        tied: part(
+            ledger_of(LLAMA | {"model_type": "olmo", "tie_word_embeddings": tied}, **run),
+            "loss_backward",
+            facts.SAVED,
+        )
+        for tied in (True, False)
+    }
+    assert kept[True] - kept[False] == 2 * 4096 * 1024
+
+
 def test_albert_copies_a_shared_weight_once_for_autocast() -> None:
     config = {"model_type": "albert", "hidden_size": 512, "intermediate_size": 2048}
     settings = {"method": "full", "precision": "fp16", "gradient_checkpointing": False}

@@ -289,9 +289,13 @@ def training_ledger(
             if group.shared:  # autocast copies a weight once, however many layers read it
                 again = again + (x.count - 1) * tensor_bytes(x.copies, **sized)
         once = Tensor("weights of shared layers, copied once", constant=-again)
+        whole = Tensor(
+            "copy of the matrix that is not quantised",
+            constant=weights.unconverted_copy_bytes(model, stack),
+        )
         groups = [
             *(Group(tensors=x.tensors, count=x.count, **sized) for x in layers),
-            Group(tensors=(less, once, masks), **sized),
+            Group(tensors=(less, once, whole, masks), **sized),
         ]
         fact = facts.SAVED
         in_backward = [one.backward - one.saved for one in layers]

@@ -119,8 +119,8 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
     }
 
 
-def unconverted_bytes(model: ModelSpec, stack: Stack) -> int:
-    """What the last matrix takes beyond its quantised bytes, where it is left as it is.
+def unconverted(model: ModelSpec, stack: Stack) -> Linear | None:
+    """The matrix in the last layer that is left as it is while all others are quantised.
 
     transformers converts neither the head nor the module of the last parameter. A norm comes last
     otherwise; OLMo's has no weight, so that with a tied head it is the last layer's projection.
@@ -130,12 +130,26 @@ def unconverted_bytes(model: ModelSpec, stack: Stack) -> int:
     last = layer.linears[-1]
     ends_in_layer = model.head is not None and model.head_tied and not model.head.bias
     if not ends_in_layer or any(norm.num_params for norm in (*model.final_norms, *layer.norms)):
-        return 0
-    if not is_quantised(last, stack):
+        return None
+    return last if is_quantised(last, stack) else None
+
+
+def unconverted_bytes(model: ModelSpec, stack: Stack) -> int:
+    """What the `unconverted` matrix takes beyond its quantised bytes."""
+    last = unconverted(model, stack)
+    if last is None:
         return 0
     return last.num_weights * stack.base_bytes - (
         linear_bytes(last, stack) - last.bias * last.count * last.out_features * stack.base_bytes
     )
+
+
+def unconverted_copy_bytes(model: ModelSpec, stack: Stack) -> int:
+    """Autocast's copy of the `unconverted` matrix of an fp32 base, which backward reads."""
+    last = unconverted(model, stack)
+    if last is None or not stack.under_autocast or stack.base_bytes == stack.compute_bytes:
+        return 0
+    return last.num_weights * stack.compute_bytes
 
 
 def rotary_table_bytes(model: ModelSpec, stack: Stack) -> int:
