@@ -23,6 +23,7 @@ from whichlora.memory.depth import after
 from whichlora.memory.entries import Kind
 from whichlora.memory.generation import inference_ledger
 from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
+from whichlora.memory.replay import MIN_BLOCK_BYTES
 from whichlora.memory.trained import Trained, trained_tensors
 from whichlora.notes import notes_on
 from whichlora.prediction import ledger, part_bytes
@@ -298,7 +299,8 @@ def test_the_fused_optimizer_never_needs_more(run: RunConfig, gpu: GpuSpec) -> N
 @given(run=finetune_runs(method="lora", precision="fp32", padding="none", attn="sdpa"), gpu=DEVICES)
 def test_a_mask_never_makes_a_step_smaller(run: RunConfig, gpu: GpuSpec) -> None:
     assume(run.seq_len > 1)  # one token has nothing beside it to mask
-    assert peak(replace(run, padding="padded"), gpu) >= peak(run, gpu)
+    # T5 keeps zeros where it has no mask to add: 128 bytes of two tokens
+    assert peak(replace(run, padding="padded"), gpu) + MIN_BLOCK_BYTES >= peak(run, gpu)
 
 
 # --- single formulas ------------------------------------------------------------------------
