@@ -114,6 +114,13 @@ def test_a_recipe_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert handover.read_recipe(tmp_path) == one
 
 
+@pytest.mark.parametrize("to", ["trl", "axolotl", "llamafactory", "unsloth"])
+def test_a_tool_without_bias_training_says_so_and_is_predicted_without(to: str) -> None:
+    made = FORMATS[to](recipe(replace(RUN, method="lora", quant="none", bias="all")))
+    assert made.run.bias == "none"
+    assert any("has no bias: all is left out" in note for note in made.notes)
+
+
 def test_a_folder_without_a_winner_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no recipe.json; give the folder of a whichlora"):
         handover.read_recipe(tmp_path)

@@ -11,6 +11,7 @@ from whichlora.methods import get_method
 from whichlora.specs import BNB_QUANTS, FP32_PRECISIONS, RunConfig
 
 FILE = "axolotl.yaml"
+_UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "expandable_segments")
 # It has one kind of 4 bits for adapters: NF4 with double quantisation.
 _QUANTS = frozenset({"none", "int8", "nf4-dq"})
 
@@ -22,9 +23,7 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what Axolotl can't do.
     """
     require_plain(recipe, "axolotl", quants=_QUANTS)
-    run, left_out = without(
-        recipe.run, "Axolotl", "bias", "adapter_dtype", "base_dtype", "expandable_segments"
-    )
+    run, left_out = without(recipe.run, "Axolotl", *_UNKNOWN)
     run, notes = under_axolotl(run)
     notes += left_out
     notes += padding_note(recipe)

@@ -13,7 +13,7 @@ from whichlora.methods import get_method
 from whichlora.specs import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig
 
 FILE = "llamafactory.yaml"
-_UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "expandable_segments")
+_UNKNOWN: tuple[str, ...] = ("bias", "adapter_dtype", "expandable_segments")
 _QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 _ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 
@@ -25,7 +25,7 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what LLaMA-Factory can't do.
     """
     require_plain(recipe, "llamafactory", quants=_QUANTS)
-    unknown: tuple[str, ...] = ("bias", "adapter_dtype", "expandable_segments")
+    unknown = _UNKNOWN
     if not get_method(recipe.run.method).trains_base:
         unknown += ("base_dtype",)
     run, left_out = without(recipe.run, "LLaMA-Factory", *unknown)

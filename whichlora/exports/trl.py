@@ -23,9 +23,7 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what TRL can't do.
     """
     require_plain(recipe, "trl", quants=_QUANTS)
-    run, left_out = without(
-        recipe.run, "TRL", "adapter_dtype", "loraplus_lr_ratio", "expandable_segments"
-    )
+    run, left_out = without(recipe.run, "TRL", *_UNKNOWN)
     run, notes = under_trl(run)
     notes += left_out
     notes += padding_note(recipe, "packed", "grouped")

@@ -82,14 +82,7 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what Unsloth can't do.
     """
     require_plain(recipe, "unsloth", quants=_QUANTS)
-    run, left_out = without(
-        recipe.run,
-        "Unsloth",
-        "adapter_dtype",
-        "base_dtype",
-        "loraplus_lr_ratio",
-        "expandable_segments",
-    )
+    run, left_out = without(recipe.run, "Unsloth", *_UNKNOWN)
     run, notes = under_unsloth(run)
     notes += left_out
     notes += padding_note(recipe)
