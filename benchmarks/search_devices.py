@@ -18,7 +18,7 @@ from whichlora import api
 from whichlora.calibration import prior_calibration
 from whichlora.errors import ConfigError
 from whichlora.outline import Outline, outline_inference, outline_training
-from whichlora.outlook import Outlook, closest_counter
+from whichlora.outlook import Outlook
 from whichlora.resolution import resolve
 from whichlora.results import Measurement
 from whichlora.specs import GpuSpec, RunConfig
@@ -49,7 +49,7 @@ class Table:
 
     @property
     def num_bytes(self) -> np.ndarray:
-        return np.array([float(closest_counter(one) or 0) for one in self.records])
+        return np.array([float(one.closest_peak_bytes or 0) for one in self.records])
 
     @property
     def training(self) -> np.ndarray:

@@ -81,7 +81,7 @@ class FakeProfiler:
             number = _made("inference", [whole] * num_batches, list(decisive_s) * num_batches)
             values = {
                 "prefill_s": (prefill,) * number,
-                "decode_s_per_token": (decode,) * number,
+                "decode_s_per_token": (decode,) * number if decode else (),
                 "generate_s": (whole,) * number,
                 "peak_allocated_bytes": peak,
             }

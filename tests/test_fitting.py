@@ -20,7 +20,7 @@ from whichlora.prediction import predict, predict_memory, predict_step, step_fea
 from whichlora.regression import conformal_scale
 from whichlora.resolution import resolve
 from whichlora.results import Measurement
-from whichlora.samples import Sample, Table, folds
+from whichlora.samples import Sample, Table, folds, time_samples
 from whichlora.specs import RunConfig
 from whichlora.store.measurements import read_measurements
 from whichlora.timing import FEATURES, prior_model, seconds
@@ -282,6 +282,21 @@ def test_memory_is_not_taught_by_other_versions() -> None:
         for run in runs()
     ]
     assert fit(records, GPU, api.model_of).memory == prior_calibration(GPU).memory
+
+
+def test_the_forward_of_an_encoder_teaches_no_decoding() -> None:
+    run = RunConfig(model="google-bert/bert-base-uncased", phase="inference", precision="fp32")
+    job = resolve(api.load_model(run.model), run, CPU)
+    record = Measurement(
+        id="one",
+        gpu=CPU.key,
+        date="2026-11-21T00:00:00+00:00",
+        config=job.run.to_dict(),
+        outcome="ok",
+        generate_s=(100.0,),
+        prefill_s=(100.0,),
+    )
+    assert set(time_samples(job, record)) == {"prefill"}
 
 
 def test_a_generation_alone_teaches_decoding() -> None:

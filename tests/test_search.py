@@ -122,6 +122,14 @@ def test_measured_time_per_token_is_of_all_generated_tokens() -> None:
     assert judged.verdict == "meets"
 
 
+def test_an_encoder_is_timed_by_the_tokens_it_reads() -> None:
+    run = replace(SERVE, batch_size=2, prompt_len=50)
+    predicted = prediction(run)
+    reads = replace(predicted, time=replace(predicted.time, decode_s_per_token=None))
+    found = judge(reads, Limits(), measurement=measurement(run, generate_s=1.0))
+    assert found.time_per_token_s.value == pytest.approx(1.0 / 100)
+
+
 @pytest.mark.parametrize("outcome", ["oom", "crashed", "killed", "timeout", "error"])
 def test_a_run_that_failed_misses_and_says_how(outcome: str) -> None:
     failed = measurement(TRAIN, outcome=outcome, detail="one line")  # type: ignore[arg-type]

@@ -79,16 +79,20 @@ def _may_fit(session: Session, run: RunConfig) -> bool:
 
 
 def _sights(session: Session, run: RunConfig) -> tuple[Sight, ...]:
-    """The times that a profile of `run` shows: every width, or prompt pass and decoding step."""
+    """The times that a profile of `run` shows: every width, or prompt pass and decoding step.
+
+    An encoder decodes nothing.
+    """
     job = session.job(run)
     if run.phase == "finetune":
         load = session.data.workload(run.model, run.batch_size)
         widths = dict.fromkeys(load.profile_lengths(session.plan.num_batches))
         return tuple(Sight("finetune", step_features(job, seq_len=width)) for width in widths)
-    prompt = forward_features(job, context=run.prompt_len, decoding=False)
+    prompt = Sight("prefill", forward_features(job, context=run.prompt_len, decoding=False))
+    if job.model.task == "encoder":
+        return (prompt,)
     context = mean_context(run.prompt_len, run.max_new_tokens)
-    step = forward_features(job, context=context, decoding=True)
-    return Sight("prefill", prompt), Sight("decode", step)
+    return prompt, Sight("decode", forward_features(job, context=context, decoding=True))
 
 
 def _timed_s(session: Session, sights: tuple[Sight, ...], run: RunConfig) -> float:
@@ -101,7 +105,7 @@ def _timed_s(session: Session, sights: tuple[Sight, ...], run: RunConfig) -> flo
     plan = session.plan
     if run.phase == "finetune":
         return (plan.num_batches + _UNTIMED) * each["finetune"]
-    whole = each["prefill"] + (run.max_new_tokens - 1) * each["decode"]
+    whole = each["prefill"] + (run.max_new_tokens - 1) * each.get("decode", 0.0)
     return (plan.num_runs + _UNTIMED) * whole
 
 

@@ -112,7 +112,7 @@ class Outlook:
                 for phase, number, row in self._outlines[position].passes
             )
             return math.log(seconds / predicted)
-        lengths = measured.batch_seq_len or (job.run.seq_len,) * len(measured.step_s)
+        lengths = measured.step_lengths
         by_length = {
             length: float(timing.seconds(time["finetune"], step_features(job, seq_len=length))[0])
             for length in set(lengths)
@@ -127,7 +127,7 @@ class Outlook:
             self.jobs[position : position + 1],
             calibration.memory,
         )
-        peak = closest_counter(measured)
+        peak = measured.closest_peak_bytes
         assert peak is not None, "a run that ended well has a peak"
         return math.log(peak / float(used[0]))
 
@@ -209,16 +209,6 @@ class _Passes:
             )
             for position, phase in enumerate(TIME_PHASES)
         }
-
-
-def closest_counter(measured: Measurement) -> int | None:
-    """The measured peak that is closest to the card."""
-    counters = (
-        measured.device_used_bytes,
-        measured.peak_reserved_bytes,
-        measured.peak_allocated_bytes,
-    )
-    return next((value for value in counters if value is not None), None)
 
 
 def _deciding(model: TimeModel, features: Array) -> Array:

@@ -65,10 +65,11 @@ class TimePrediction:
     Args:
         step_s: one optimizer step (fine-tuning), all accumulation micro-steps included.
         tokens_per_s: fine-tuning: trained tokens, padding included; inference: generated
-            tokens of all sequences.
-        prefill_s, decode_s_per_token: one prompt pass, one decoding step of the whole batch.
+            tokens of all sequences, or what an encoder reads.
+        prefill_s, decode_s_per_token: one prompt pass, one decoding step of the whole batch; an
+            encoder has no decoding.
         time_per_token_s: as in the original report: fine-tuning, step time over tokens;
-            inference, whole generation over generated tokens of all sequences.
+            inference, whole generation over the same tokens.
         interval_s: bounds of `step_s`, or of `time_per_token_s` for inference.
         breakdown: seconds by feature; adds up to the point estimate (`step_s`, or the time of
             the whole generation).
@@ -105,6 +106,12 @@ class Prediction:
     verdict: Verdict
     basis: str
     notes: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_generation(self) -> int:
+        """What the time per token of an inference is over; an encoder generates none, it reads."""
+        reads = self.time.decode_s_per_token is None
+        return self.run.batch_size * (self.run.prompt_len if reads else self.run.max_new_tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON shape of `whichlora estimate --json`: a contract, extended but never broken."""
@@ -177,6 +184,17 @@ class Measurement:
     @property
     def run(self) -> RunConfig:
         return RunConfig.from_dict(self.config)
+
+    @property
+    def closest_peak_bytes(self) -> int | None:
+        """The peak of the counter closest to the card, of those that the device has."""
+        peaks = (self.device_used_bytes, self.peak_reserved_bytes, self.peak_allocated_bytes)
+        return next((peak for peak in peaks if peak is not None), None)
+
+    @property
+    def step_lengths(self) -> tuple[int, ...]:
+        """Padded length of the batches of each step; a record without them had its run's own."""
+        return self.batch_seq_len or (self.run.seq_len,) * len(self.step_s)
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema_version": SCHEMA_VERSION} | dataclasses.asdict(self)

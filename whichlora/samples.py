@@ -128,9 +128,8 @@ def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:
         found.setdefault(phase, []).append(sample)
 
     if measurement.step_s:
-        lengths = measurement.batch_seq_len or (job.run.seq_len,) * len(measurement.step_s)
         by_length: dict[int, list[float]] = {}
-        for length, step_s in zip(lengths, measurement.step_s, strict=True):
+        for length, step_s in zip(measurement.step_lengths, measurement.step_s, strict=True):
             by_length.setdefault(length, []).append(step_s)
         for length, times in by_length.items():
             add("finetune", step_features(job, seq_len=length), times, length)
@@ -142,7 +141,7 @@ def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:
         context = mean_context(prompt, job.run.max_new_tokens)
         features = forward_features(job, context=context, decoding=True)
         add("decode", features, list(measurement.decode_s_per_token), context)
-    elif measurement.generate_s and job.run.max_new_tokens > 1:
+    elif measurement.generate_s and job.run.max_new_tokens > 1 and job.model.task != "encoder":
         context, steps = mean_context(prompt, job.run.max_new_tokens), job.run.max_new_tokens - 1
         whole = median(measurement.generate_s)
         first = _first_token_s(job)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Literal
 
 from whichlora.numeric import TWO_SIDED_Z
@@ -180,15 +181,8 @@ def judge(
 
 
 def _memory(prediction: Prediction, measurement: Measurement | None) -> Quantity:
-    if measurement is not None:
-        # the counter closest to the card that the device has
-        for value in (
-            measurement.device_used_bytes,
-            measurement.peak_reserved_bytes,
-            measurement.peak_allocated_bytes,
-        ):
-            if value is not None:
-                return _exactly(value)
+    if measurement is not None and measurement.closest_peak_bytes is not None:
+        return _exactly(measurement.closest_peak_bytes)
     memory = prediction.memory
     low, high = memory.interval_bytes
     return Quantity(
@@ -203,12 +197,9 @@ def _memory(prediction: Prediction, measurement: Measurement | None) -> Quantity
 def _time_per_token(prediction: Prediction, measurement: Measurement | None) -> Quantity:
     run = prediction.run
     if measurement is not None and measurement.generate_s:
-        times = sorted(measurement.generate_s)
-        generated = run.batch_size * run.max_new_tokens
-        return _exactly(times[len(times) // 2] / generated)
+        return _exactly(median(measurement.generate_s) / prediction.tokens_per_generation)
     if measurement is not None and measurement.step_s:
-        lengths = measurement.batch_seq_len or (run.seq_len,) * len(measurement.step_s)
-        tokens = sum(lengths) * run.batch_size * run.gradient_accumulation_steps
+        tokens = sum(measurement.step_lengths) * run.batch_size * run.gradient_accumulation_steps
         return _exactly(sum(measurement.step_s) / tokens)
     time = prediction.time
     scale = 1.0
@@ -230,8 +221,6 @@ def _exactly(value: float) -> Quantity:
 
 def dominated(run: RunConfig, failed: Iterable[RunConfig]) -> RunConfig | None:
     """The failed run that `run` asks more of in every dimension, else being equal."""
-    from dataclasses import replace
-
     for other in failed:
         more = (
             run.batch_size >= other.batch_size

@@ -61,13 +61,9 @@ def times(prediction: Prediction, measurement: Measurement) -> list[tuple[str, f
     time = prediction.time
     found: list[tuple[str, float, float]] = []
     if measurement.step_s and time.step_s:
-        longest = max(measurement.batch_seq_len, default=prediction.run.seq_len)
-        lengths = measurement.batch_seq_len or (longest,) * len(measurement.step_s)
-        at_longest = [
-            step
-            for width, step in zip(lengths, measurement.step_s, strict=True)
-            if width == longest
-        ]
+        lengths = measurement.step_lengths
+        steps = zip(lengths, measurement.step_s, strict=True)
+        at_longest = [step_s for length, step_s in steps if length == max(lengths)]
         found.append(("step", time.step_s, median(at_longest)))
     if measurement.prefill_s and time.prefill_s:
         found.append(("prefill", time.prefill_s, median(measurement.prefill_s)))

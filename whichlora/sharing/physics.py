@@ -74,9 +74,8 @@ def _code_bits(quant: str) -> int:
 def _times(job: Job, measurement: Measurement) -> Iterator[tuple[str, float, float]]:
     """Name, shortest measured time and the datasheet's time of every quantity."""
     run = job.run
-    lengths = measurement.batch_seq_len or (run.seq_len,) * len(measurement.step_s)
     shortest: dict[int, float] = {}
-    for length, seconds in zip(lengths, measurement.step_s, strict=False):
+    for length, seconds in zip(measurement.step_lengths, measurement.step_s, strict=False):
         shortest[length] = min(seconds, shortest.get(length, seconds))
     for length, seconds in shortest.items():
         yield "step", seconds, step_features(job, seq_len=length)["products"]

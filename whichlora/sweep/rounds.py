@@ -137,8 +137,10 @@ def _task(plan: Plan, session: Session, candidate: Candidate) -> Task:
 
 def _upper_s(candidate: Candidate) -> float:
     """Seconds of one step, or of one generation, at the upper end of the interval."""
-    run, high = candidate.run, candidate.prediction.time.interval_s[1]
-    return high if run.phase == "finetune" else high * run.batch_size * run.max_new_tokens
+    prediction = candidate.prediction
+    high = prediction.time.interval_s[1]
+    training = prediction.run.phase == "finetune"
+    return high if training else high * prediction.tokens_per_generation
 
 
 def _is_under_way(run_dir: Path) -> bool:
