@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from whichlora.architecture import Linear
 from whichlora.memory.ledger import trained_params
 from whichlora.methods import lora
 from whichlora.resolution import Job, resolve
-from whichlora.specs import RunConfig
+from whichlora.specs import Precision, RunConfig
 from whichlora.work import Work
 
 LLAMA = "HuggingFaceTB/SmolLM2-135M"
@@ -141,6 +142,61 @@ def test_flops_are_those_that_pytorch_counts(
     assert done.product_flops == pytest.approx(products, rel=tolerance)
     if method == "full" and not gradient_checkpointing:
         assert done.product_flops == products
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("precision", "fused"), [("fp32", 0), ("bf16-pure", 8)])
+def test_score_matrices_move_the_bytes_that_pytorch_moves(precision: Precision, fused: int) -> None:
+    """CUDA's softmax widens 16-bit scores itself, the CPU's reads and writes 8 bytes more."""
+    torch = pytest.importorskip("torch")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    batch, heads, seq_len = 2, 3, 16
+    pairs = batch * heads * seq_len**2
+
+    class Counter(TorchDispatchMode):
+        moved = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = function(*args, **(kwargs or {}))
+            if not (function.is_view or "view" in function.__name__):
+                for one in tree_leaves((args, kwargs or {}, out)):
+                    if isinstance(one, torch.Tensor) and one.numel() == pairs:
+                        self.moved += one.element_size()
+            return out
+
+    job = job_of(replace(RUN, method="full", attn="eager", precision=precision))
+    dtype = getattr(torch, job.run.weight_dtype)
+    shape = (batch, heads, seq_len, 8)  # no other tensor has as many elements as there are pairs
+    q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
+    mask = torch.zeros(batch, 1, seq_len, seq_len, dtype=dtype)
+    module = SimpleNamespace(num_key_value_groups=1, training=True)
+    with Counter() as forward:
+        out, _ = llama.eager_attention_forward(module, q, k, v, mask, scaling=0.3, dropout=0.0)
+    gradient = torch.ones_like(out)
+    with Counter() as backward:
+        out.backward(gradient)
+    layer, _ = next(iter(job.model.layers()))
+    (attention,) = layer.attentions
+    counted_bytes = work.score_bytes(attention, job.stack)
+    per_head = [each / attention.num_attention_heads for each in counted_bytes]
+    assert [forward.moved - fused, backward.moved - fused] == per_head
+
+
+def test_only_attention_that_writes_its_scores_moves_them() -> None:
+    def growth(run: RunConfig) -> float:
+        """Bytes of four times the tokens over four times the bytes."""
+        short, long = (inference(run, context=context, decoding=False) for context in (512, 2048))
+        trained = [training(job_of(run), seq_len=seq_len) for seq_len in (512, 2048)]
+        forward = long.elementwise_bytes / (4 * short.elementwise_bytes)
+        step = trained[1].elementwise_bytes / (4 * trained[0].elementwise_bytes)
+        assert (forward > 1.05) == (step > 1.05)
+        return float(forward)
+
+    assert growth(replace(RUN, attn="sdpa")) == pytest.approx(1, abs=0.01)
+    assert growth(replace(RUN, attn="eager")) > 1.5
 
 
 def moved_bytes(job: Job, *, use_dora: bool, num_rows: int) -> tuple[int, int]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from whichlora.architecture import Attention, Layer, ModelSpec
 from whichlora.cache_work import Conversion, expanding, storing
 from whichlora.memory import weights
-from whichlora.memory.layer_bytes import kept_pair_bytes, reads_last
+from whichlora.memory.activations import attention_kernel
+from whichlora.memory.layer_bytes import reads_last
 from whichlora.methods import lora
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, smallest
@@ -60,8 +61,9 @@ class Work:
         product_flops: matrix products, adapters included (multiply and add are two).
         weight_read_bytes: stored weights read by all passes.
         attention_flops: scores and weighted values.
-        attention_bytes: keys and values read while decoding; score matrices in eager attention.
-        elementwise_bytes: norms, activations, residuals, casts, loss: read and written.
+        attention_bytes: the cache, read and written while decoding.
+        elementwise_bytes: norms, activations, residuals, casts, loss, and the score matrices of
+            eager attention: read and written.
         dequant_bytes: quantised weights expanded to 16 bit and read back, all passes.
         optimizer_bytes: parameters, gradients and states read and written.
         launches: kernels.
@@ -115,6 +117,25 @@ def attention_flops_per_token(
         per_key = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
         flops = flops + per_key * seen * (1 if half else 2)
     return flops
+
+
+def score_bytes(attention: Attention, stack: Stack) -> tuple[int, int]:
+    """Bytes per query and key of matrices of scores, read and written: forward and backward.
+
+    Kind: counted per operator; masks of few bytes left out.
+    Source: transformers 5.23 `eager_attention_forward`: the scores' product, scaling, mask,
+    softmax (in fp32), narrowing, the values' product, and the backward of each.
+    """
+    if attention.kind != "softmax" or attention_kernel(attention, stack) == "fused":
+        return 0, 0
+    narrow = stack.compute_bytes
+    wide = 4 if attention.wide_softmax else narrow
+    casts = wide + narrow if wide > narrow else 0
+    forward = narrow + 2 * narrow + 2 * narrow + (narrow + wide) + casts + narrow
+    # the values' product reads probabilities and writes their gradient; softmax reads both
+    backward = 2 * narrow + casts + (2 * wide + narrow) + 2 * narrow + 2 * narrow
+    heads = attention.num_attention_heads
+    return heads * forward, heads * backward
 
 
 def layer_ops(layer: Layer, run: RunConfig) -> int:
@@ -214,7 +235,6 @@ def training_work(
     product_flops = 2 * tokens * (head + extra_head) * passes
     weight_read = head * stack.embedding_bytes * passes + 0 * tokens
     attention_flops = 0 * tokens
-    attention_bytes = 0 * tokens
     elementwise = 0 * tokens
     dequant = 0 * tokens
     launches = 0 * tokens + OUTSIDE_OPS + LOSS_OPS
@@ -229,11 +249,13 @@ def training_work(
         # backward is two forwards, and half of one more where the kernel recomputes the scores
         halves = (6 if run.attn == "eager" else 7) + 2 * recompute
         attention_flops = attention_flops + count * forward_attention * halves // 2
-        pairs = kept_pair_bytes(layer, model, targets, stack, method, run, span=seq_len)
         moved = elementwise_forward_bytes(layer, run, stack, targets, model.hidden_size)
         # backward reads a gradient and what was saved for each that it writes
         elementwise = elementwise + count * tokens * moved * (5 + 2 * recompute) // 2
-        attention_bytes = attention_bytes + count * tokens * seq_len * pairs * (4 + 2 * recompute)
+        for attention in layer.attentions:
+            forward_scores, backward_scores = score_bytes(attention, stack)
+            per_pair = forward_scores * (1 + recompute) + backward_scores
+            elementwise = elementwise + count * tokens * seq_len * per_pair
         if stack.under_autocast and stack.base_bytes == 4 and stack.quant == "none":
             matrices = sum(one.num_weights for one in layer.linears)
             elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
@@ -270,7 +292,7 @@ def training_work(
         product_flops=product_flops * steps,
         weight_read_bytes=weight_read * steps,
         attention_flops=attention_flops * steps,
-        attention_bytes=attention_bytes * steps,
+        attention_bytes=0 * tokens,
         elementwise_bytes=elementwise * steps,
         dequant_bytes=dequant * steps,
         optimizer_bytes=num_trained * 7 * param_bytes,
@@ -351,6 +373,7 @@ def inference_work(
             passes = cache_passes(attention, run, stack) if decoding else 1
             moved_bytes = cached * stack.compute_bytes * passes
             attention_bytes = attention_bytes + count * batch_size * moved_bytes
+            elementwise = elementwise + count * rows * context * score_bytes(attention, stack)[0]
             of_sequence = converted.element_bytes * attention.cache_elements * context
             elementwise = elementwise + count * batch_size * of_sequence
             launches = launches + count * converted.launches

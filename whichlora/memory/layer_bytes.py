@@ -16,7 +16,7 @@ from whichlora.memory.layer_code import (
     stream_bytes,
     working_points,
 )
-from whichlora.memory.tape import CHUNK, TERMS, Kept, chunks, evaluate, most
+from whichlora.memory.tape import CHUNK, Kept, chunks, evaluate, most
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, is_plain, largest
 from whichlora.specs import RunConfig
@@ -124,23 +124,6 @@ def kept_tensors(
     for share, points in _points_of(layer, model, targets, stack, method, run, span=span):
         found.extend(listed_tensors(points.kept, share, tokens=tokens, span=span, r=r))
     return tuple(found)
-
-
-def kept_pair_bytes(
-    layer: Layer,
-    model: ModelSpec,
-    targets: tuple[str, ...],
-    stack: Stack,
-    method: Method,
-    run: RunConfig,
-    *,
-    span: Count,
-) -> Count:
-    """Bytes of `kept_tensors` per token and per token it attends to."""
-    total = 0 * span
-    for share, points in _points_of(layer, model, targets, stack, method, run, span=span):
-        total = total + share * points.saved[TERMS.index("tokens · span")]
-    return total
 
 
 def _points_of(
