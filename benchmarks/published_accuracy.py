@@ -26,7 +26,6 @@ from published_time import (
     cold_runs,
     held_out,
     is_inside,
-    pooled_scale,
     shipped,
 )
 
@@ -121,22 +120,20 @@ def cold_section() -> str:
 
 
 def _never_measured() -> str:
-    """How much the interval holds of each GPU, whose runs its scale never saw."""
+    """How much the interval holds of each GPU."""
     rows = []
     for phase in ("finetune", "prefill"):
         chosen = [one for one in cold_runs() if one.phase == phase]
         for gpu in ("", *sorted({one.observation.gpu for one in chosen})):
             here = [one for one in chosen if one.observation.gpu == gpu or not gpu]
             share = sum(map(is_inside, here)) / len(here)
-            scale = f"{pooled_scale(phase, gpu):.2f}"
-            rows.append((phase, gpu or "**all**", str(len(here)), scale, f"{100 * share:.0f} %"))
-    scales = markdown_table(
-        ("phase", "GPU left out", "n", "scale", "inside the 90 % interval"), rows
-    )
+            errors = summary(math.expm1(one.error) for one in here).cells()
+            rows.append((phase, gpu or "**all**", *errors, f"{100 * share:.0f} %"))
+    head = ("phase", "GPU", "n", "median", "p90", "worst", "inside the 90 % interval")
     return (
-        f"The scale of each interval is the conformal quantile of the other GPUs:\n\n{scales}\n\n"
-        "Decoding was published for one GPU; its scale is 1. The constant of vLLM's host was set "
-        "by the rows under vLLM in this table."
+        f"By GPU:\n\n{markdown_table(head, rows)}\n\n"
+        "Decoding was published for one GPU. The constant of vLLM's host was set by the rows under "
+        "vLLM in this table."
     )
 
 

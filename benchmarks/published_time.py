@@ -53,7 +53,7 @@ class Cold:
 
     Args:
         phase: the last part, which takes nearly all of the time.
-        deviation: before any scale.
+        deviation: as the priors state it; no published run scaled it.
     """
 
     observation: Observation
@@ -70,24 +70,12 @@ def cold_runs() -> tuple[Cold, ...]:
         total = spread = 0.0
         phase = ""
         for phase, features, times in timed_parts(one):
-            model = replace(timing.prior_model(gpu_of(one.gpu), phase), interval_scale=1.0)
+            model = timing.prior_model(gpu_of(one.gpu), phase)
             seconds = times * float(timing.seconds(model, features)[0])
             spread += seconds * timing.log_deviation(model, features, seconds / times)
             total += seconds
         found.append(Cold(one, phase, math.log(total / one.value), spread / total))
     return tuple(found)
-
-
-@cache
-def pooled_scale(phase: str, without: str = "") -> float:
-    """Scale of cold intervals of `phase`, from all GPUs but one; 1 where fewer than two are left.
-
-    What `timing.POOLED_SCALE` states is that of all GPUs.
-    """
-    chosen = [one for one in cold_runs() if one.phase == phase and one.observation.gpu != without]
-    if len({one.observation.gpu for one in chosen}) < 2:
-        return 1.0
-    return _scale([one.error for one in chosen], [one.deviation for one in chosen])
 
 
 def _scale(errors: Sequence[float], deviations: Sequence[float]) -> float:
@@ -97,9 +85,8 @@ def _scale(errors: Sequence[float], deviations: Sequence[float]) -> float:
 
 
 def is_inside(one: Cold) -> bool:
-    """Whether the interval holds `one`, its scale taken from the other GPUs."""
-    scale = pooled_scale(one.phase, one.observation.gpu)
-    return abs(one.error) <= TWO_SIDED_Z[TIME_CONFIDENCE] * scale * one.deviation
+    """Whether the interval that the priors state holds `one`."""
+    return abs(one.error) <= TWO_SIDED_Z[TIME_CONFIDENCE] * one.deviation
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ FACTS = (
     "memory_bytes",
     "bandwidth_bytes_per_s",
     "peak_flops_per_s",
+    "power_w",
     "num_multiprocessors",
     "l2_bytes",
     "compute_capability",
@@ -65,6 +66,7 @@ def test_every_accelerator_states_facts_that_agree_with_each_other(key: str) -> 
     for fact in FACTS:
         confirmed = fact in spec.sources or fact in spec.unverified
         assert confirmed == (getattr(spec, fact) is not None), fact
+    assert spec.power_w is None or 40 <= spec.power_w <= 1400
     peaks = spec.peak_flops_per_s
     if key in NO_MATRIX_UNITS:
         assert not {"bf16", "fp16", "tf32"} & peaks.keys()
@@ -295,6 +297,7 @@ def test_an_alias_of_the_users_can_make_a_name_ambiguous(user_folder: Path) -> N
         ("bandwidth_bytes_per_s", 10**400, "bandwidth_bytes_per_s: got 1000"),
         ("peak_flops_per_s", {}, "peak_flops_per_s: got {}; must be an object of numbers"),
         ("peak_flops_per_s", {"bfloat16": 1}, "peak_flops_per_s: got {'bfloat16': 1}"),
+        ("power_w", "300 W", "power_w: got '300 W'; must be a number above 0"),
         ("aliases", "comet", "aliases: got 'comet'; must be a list of texts"),
         ("sources", {"colour": "x"}, "sources or unverified: 'colour' is no field of this file"),
         ("unverified", ["peak_flops_per_s.fp8"], "'peak_flops_per_s.fp8' is no field of this file"),

@@ -51,6 +51,7 @@ class GpuSpec:
         kind: "cuda", "rocm", "hpu" or "cpu".
         memory_bytes: total that the driver reports to the framework.
         bandwidth_bytes_per_s: peak memory bandwidth.
+        power_w: what the board may draw, memory included; None where not known.
         peak_flops_per_s: dense peak per dtype ("bf16", "fp16", "tf32", "fp32", "int8");
             a dtype without hardware support is absent.
         context_bytes: memory a process takes outside the framework's allocator, None where
@@ -66,6 +67,7 @@ class GpuSpec:
     memory_bytes: int
     bandwidth_bytes_per_s: float
     peak_flops_per_s: Mapping[str, float]
+    power_w: float | None = None
     num_multiprocessors: int | None = None
     l2_bytes: int | None = None
     compute_capability: str | None = None

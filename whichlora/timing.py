@@ -44,6 +44,15 @@ class TimeModel:
     interval_scale: float = 1.0
 
 
+# Watts per TFLOP/s of peak from which a board's power no longer limits its products, and the share
+# of the peak that they reach then, by dtype; TF32 is taken to need twice the energy of 16 bit.
+# Kind: fitted, robust least squares on the best PyTorch products of 34 boards in 16 bit and of 38
+# in fp32 (github.com/zzc0721/torch-performance-test-data).
+_FULL_POWER = {"bf16": (2.6, 1.04), "fp16": (2.6, 1.04), "tf32": (5.2, 1.04), "fp32": (18.0, 0.92)}
+# The same share, in 16 bit, of the boards that the prior of the products comes from: the geometric
+# mean of A100, H100 and A40.
+_USUAL_SHARE = 0.81
+
 # Mean and relative standard deviation of every coefficient before any run on the device.
 # Products, bytes: 72 % and 80 % efficiency, refitted from public operator profiles of three
 # GPUs (`docs/time.md`). Launch: eager PyTorch on current hosts. CPU: libraries reach about half
@@ -74,10 +83,6 @@ _CPU_PRIOR = {
 # kernels are launched by autograd, which takes 6 to 8.
 _FORWARD_LAUNCH_S = 22e-6
 _STEADY_CONSTANT = {"finetune": 1.0, "prefill": 0.3, "decode": 0.03}
-# Scale of the intervals of an accelerator that nobody measured. Kind: fitted, the conformal
-# quantile over the published runs of all GPUs (`benchmarks/published_accuracy.py`, 259 steps on 7
-# GPUs, 165 prompt passes on 7). Decoding was published for one GPU, which says nothing of others.
-POOLED_SCALE = {"finetune": 0.95, "prefill": 2.0, "decode": 1.0}
 PRIOR_NOISE = {"accelerator": 0.2, "cpu": 0.35}
 
 
@@ -106,7 +111,6 @@ def prior_model(gpu: GpuSpec, phase: str) -> TimeModel:
         noise=PRIOR_NOISE[kind],
         num_runs=0,
         overlaps=gpu.kind != "cpu",
-        interval_scale=1.0 if gpu.kind == "cpu" else POOLED_SCALE[phase],
     )
 
 
@@ -115,12 +119,29 @@ def product_rate(gpu: GpuSpec, dtype: str) -> float:
     return gpu.peak_flops_per_s.get(dtype) or gpu.peak_flops_per_s["fp32"]
 
 
+def power_factor(gpu: GpuSpec, dtype: str) -> float:
+    """How much more of its peak rate a board's power sustains than the prior's boards do.
+
+    A board that may draw less than its peak needs lowers clock and voltage together. Power goes
+    with the clock times the square of the voltage, so the rate goes with the cube root of the
+    power. One where the power is not known, and for a CPU.
+
+    Kind: fitted (`_FULL_POWER`).
+    """
+    if gpu.kind == "cpu" or gpu.power_w is None:
+        return 1.0
+    full_watts, share = _FULL_POWER[dtype if dtype in gpu.peak_flops_per_s else "fp32"]
+    watts = gpu.power_w / (product_rate(gpu, dtype) / 1e12)
+    return share / _USUAL_SHARE * min(1.0, math.cbrt(watts / full_watts))
+
+
 def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
     """Datasheet seconds by kind of work; "launch" is a count and "constant" is one."""
     rate = product_rate(gpu, dtype)
+    sustained = rate * power_factor(gpu, dtype)
     bandwidth = gpu.bandwidth_bytes_per_s
     return {
-        "products": largest(work.product_flops / rate, work.weight_read_bytes / bandwidth),
+        "products": largest(work.product_flops / sustained, work.weight_read_bytes / bandwidth),
         "attention": largest(work.attention_flops / rate, work.attention_bytes / bandwidth),
         "elementwise": work.elementwise_bytes / bandwidth,
         "dequant": work.dequant_bytes / bandwidth,

@@ -11,11 +11,14 @@ from whichlora.architecture import ModelSpec
 from whichlora.specs import RunConfig
 
 _NEUSIGHT_GPUS = {
+    "AMD Instinct MI100": "mi100-32gb",
     "AMD Instinct MI210": "mi210-64gb",
     "AMD Instinct MI250": "mi250x-gcd-64gb",
     "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
     "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
     "NVIDIA L4": "l4-24gb",
+    "Tesla P100-PCIE-16GB": "p100-pcie-16gb",
+    "Tesla P4": "p4-8gb",
     "Tesla V100-PCIE-32GB": "v100-pcie-32gb",
 }
 
