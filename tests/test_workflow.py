@@ -22,7 +22,7 @@ from rich.console import Console
 
 from whichlora import report, workflow
 from whichlora.cli import main
-from whichlora.errors import ConfigError
+from whichlora.errors import ConfigError, DataFileError
 from whichlora.specs import RunConfig
 
 MODELS = ("HuggingFaceTB/SmolLM2-135M", "EleutherAI/pythia-160m", "Qwen/Qwen2.5-0.5B")
@@ -325,6 +325,17 @@ def test_a_training_that_fails_costs_nobody_the_answer(
         "no weights"
         in json.loads((tmp_path / "out" / "answer.json").read_text())["training"]["error"]
     )
+
+
+def test_a_record_that_could_not_be_kept_is_not_measured(
+    tmp_path: Path, fake_device: type[FakeProfiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(
+        DataFileError, match=r"Permission denied\); set calibration_dir, or \$WHICH"
+    ):
+        workflow.run(write_config(tmp_path), progress=Silent())
+    assert fake_device.calls == []
 
 
 def test_a_run_ends_with_a_report_that_is_made_from_its_files_alone(tmp_path: Path) -> None:

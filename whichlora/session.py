@@ -329,6 +329,7 @@ class Session:
 
     def _device(self) -> Profiler:
         if self._profiler is None:
+            self.log.prepare()
             self._profiler = open_profiler(self.plan, self.gpu, self.run_id)
         return self._profiler
 

@@ -39,6 +39,23 @@ class MeasurementLog:
     def path(self) -> Path:
         return self.root / self.gpu / "measurements" / f"{self.run_id}.jsonl"
 
+    def prepare(self) -> None:
+        """Make the folder, before device time is spent on what could not be kept.
+
+        Raises:
+            DataFileError: it can't be made or written.
+        """
+        folder = self.path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise DataFileError(
+                f"{folder}: can't be written ({error.strerror}); set calibration_dir, or "
+                "$WHICHLORA_CALIBRATION, to a folder of yours"
+            ) from None
+
     def append(self, measurement: Measurement) -> None:
         """Add one record; when this returns, it is on the disk, whole.
 
