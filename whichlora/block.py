@@ -9,20 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from whichlora import timing, work
+from whichlora import timing
 from whichlora.calibration import Calibration, MemoryModel
 from whichlora.memory import allocator
-from whichlora.memory.generation import inference_ledger
-from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
+from whichlora.memory.ledger import PARTS
 from whichlora.numeric import TWO_SIDED_Z, Count, Real
 from whichlora.prediction import (
     ALLOCATED_PARTS,
     MEMORY_CONFIDENCE,
     TIME_CONFIDENCE,
+    forward_features,
+    ledger,
     mean_context,
     part_bytes,
+    size_names,
+    step_features,
 )
 from whichlora.resolution import Job
 from whichlora.timing import FEATURES, TimeModel
@@ -33,9 +36,9 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-_FINETUNE_AXES = ("batch_size", "seq_len", "r")
-_INFERENCE_AXES = ("batch_size", "prompt_len", "max_new_tokens")
 _LIVE = (*ALLOCATED_PARTS, "context")
+
+Features: TypeAlias = Mapping[str, Mapping[str, Real]]  # by phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class Counts:
     job: Job
     shape: tuple[int, ...]
     moments: tuple[Mapping[str, Count], ...]
-    features: Mapping[str, Mapping[str, Real]]
+    features: Features
     tokens: Count
     steps: Count
 
@@ -77,11 +80,6 @@ class BlockPrediction:
     high_s: Array
 
 
-def axes_of(job: Job) -> tuple[str, str, str]:
-    """Settings that may be arrays."""
-    return _FINETUNE_AXES if job.run.phase == "finetune" else _INFERENCE_AXES
-
-
 def count(job: Job, axes: Mapping[str, Count]) -> Counts:
     """Bytes and work of every run of a block.
 
@@ -90,89 +88,41 @@ def count(job: Job, axes: Mapping[str, Count]) -> Counts:
     """
     import numpy as np
 
-    values = [np.asarray(axes.get(name, getattr(job.run, name))) for name in axes_of(job)]
-    shape = np.broadcast_shapes(*(value.shape for value in values))
-    batch_size, length, last = (np.asarray(value, dtype=np.float64) for value in values)
-    if job.run.phase == "finetune":
-        return _count_training(job, shape, batch_size, length, last)
-    return _count_inference(job, shape, batch_size, length, last)
-
-
-def step_features(job: Job, axes: Mapping[str, Count]) -> Mapping[str, Real]:
-    """Time features of one optimizer step of every run of a block; no bytes are counted.
-
-    Args:
-        axes: arrays of batch size, length and rank that broadcast.
-    """
-    parts = (job.model, job.run, job.stack, job.method)
-    trained = trained_params(
-        job.model,
-        job.targets,
-        job.method,
-        axes["r"],
-        modules_to_save=job.run.modules_to_save,
-        bias=job.run.bias,
+    values = [np.asarray(axes.get(name, getattr(job.run, name))) for name in size_names(job)]
+    floats = (np.asarray(value, dtype=np.float64) for value in values)
+    sizes = dict(zip(size_names(job), floats, strict=True))
+    found = ledger(job, **sizes)
+    features, tokens, steps = (
+        _training(job, sizes) if job.run.phase == "finetune" else _inference(job, sizes)
     )
-    done = work.training_work(*parts, job.targets, **axes, num_trained=trained)
-    return timing.features(done, job.gpu, dtype=job.dtype)
-
-
-def _count_training(
-    job: Job, shape: tuple[int, ...], batch_size: Count, seq_len: Count, r: Count
-) -> Counts:
-    parts = (job.model, job.run, job.stack, job.method)
-    lengths = {"batch_size": batch_size, "seq_len": seq_len, "r": r}
-    found = training_ledger(*parts, job.gpu, job.targets, **lengths)
     return Counts(
         job=job,
-        shape=shape,
-        moments=_moments(job, found),
-        features={"finetune": step_features(job, lengths)},
-        tokens=batch_size * seq_len * job.run.gradient_accumulation_steps,
-        steps=0,
+        shape=np.broadcast_shapes(*(value.shape for value in values)),
+        moments=tuple(part_bytes(job, found, moment) for moment in found.moments),
+        features=features,
+        tokens=tokens,
+        steps=steps,
     )
 
 
-def _count_inference(
-    job: Job, shape: tuple[int, ...], batch_size: Count, prompt_len: Count, new_tokens: Count
-) -> Counts:
-    found = inference_ledger(
-        job.model,
-        job.run,
-        job.stack,
-        job.gpu,
-        batch_size=batch_size,
-        prompt_len=prompt_len,
-        max_new_tokens=new_tokens,
-    )
+def _training(job: Job, sizes: Mapping[str, Count]) -> tuple[Features, Count, Count]:
+    """Time features by phase, tokens and decoding steps."""
+    tokens = sizes["batch_size"] * sizes["seq_len"] * job.run.gradient_accumulation_steps
+    return {"finetune": step_features(job, **sizes)}, tokens, 0
+
+
+def _inference(job: Job, sizes: Mapping[str, Count]) -> tuple[Features, Count, Count]:
+    """The same of a generation."""
+    batch_size, prompt_len, new_tokens = (sizes[name] for name in size_names(job))
 
     def forward(context: Count, *, decoding: bool) -> dict[str, Real]:
-        done = work.inference_work(
-            job.model,
-            job.run,
-            job.stack,
-            batch_size=batch_size,
-            context=context,
-            decoding=decoding,
-        )
-        return timing.features(done, job.gpu, dtype=job.dtype)
+        return forward_features(job, context=context, decoding=decoding, batch_size=batch_size)
 
-    features = {"prefill": forward(prompt_len, decoding=False)}
-    encoder = job.model.task == "encoder"
-    if not encoder:
-        features["decode"] = forward(mean_context(prompt_len, new_tokens), decoding=True)
-    return Counts(
-        job=job,
-        shape=shape,
-        moments=_moments(job, found),
-        features=features,
-        tokens=batch_size * (prompt_len if encoder else new_tokens),
-        steps=new_tokens - 1,
-    )
-
-
-def _moments(job: Job, found: Ledger) -> tuple[Mapping[str, Count], ...]:
-    return tuple(part_bytes(job, found, moment) for moment in found.moments)
+    prefill = {"prefill": forward(prompt_len, decoding=False)}
+    if job.model.task == "encoder":
+        return prefill, batch_size * prompt_len, new_tokens - 1
+    decode = {"decode": forward(mean_context(prompt_len, new_tokens), decoding=True)}
+    return prefill | decode, batch_size * new_tokens, new_tokens - 1
 
 
 def judge_block(counts: Counts, calibration: Calibration) -> BlockPrediction:

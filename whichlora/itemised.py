@@ -13,8 +13,8 @@ from whichlora.calibration import Calibration
 from whichlora.memory import allocator, facts, weights
 from whichlora.memory.entries import Entry, Fact, Group
 from whichlora.memory.layer_bytes import kept_tensors
-from whichlora.memory.ledger import Ledger, trained_params
-from whichlora.prediction import ALLOCATED_PARTS
+from whichlora.memory.ledger import Ledger
+from whichlora.prediction import ALLOCATED_PARTS, num_trained
 from whichlora.resolution import Job
 from whichlora.results import MemoryPrediction
 
@@ -114,14 +114,7 @@ def _sizes(job: Job) -> dict[str, int]:
     }
     if training:
         sizes["seq_len"] = run.seq_len
-        sizes["trained_params"] = trained_params(
-            model,
-            job.targets,
-            job.method,
-            run.r,
-            modules_to_save=run.modules_to_save,
-            bias=run.bias,
-        )
+        sizes["trained_params"] = num_trained(job)
     attentions = [one for layer, _ in model.layers() for one in layer.attentions]
     for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
         values = {getattr(one, name) for one in attentions}

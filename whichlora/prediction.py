@@ -13,7 +13,7 @@ from whichlora.memory import allocator
 from whichlora.memory.generation import inference_ledger
 from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
 from whichlora.notes import notes_on
-from whichlora.numeric import TWO_SIDED_Z, Count, largest
+from whichlora.numeric import TWO_SIDED_Z, Count, Real, largest
 from whichlora.resolution import Job, resolve
 from whichlora.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak, Verdict
 from whichlora.specs import GpuSpec, RunConfig
@@ -22,29 +22,46 @@ MEMORY_CONFIDENCE = 0.95
 TIME_CONFIDENCE = 0.90
 
 
-def ledger(job: Job) -> Ledger:
-    """The moments of `job`."""
-    run = job.run
-    if run.phase == "inference":
-        return inference_ledger(
-            job.model,
-            run,
-            job.stack,
-            job.gpu,
-            batch_size=run.batch_size,
-            prompt_len=run.prompt_len,
-            max_new_tokens=run.max_new_tokens,
-        )
+def size_names(job: Job) -> tuple[str, str, str]:
+    """Settings that may be arrays, so that many runs are counted at once."""
+    if job.run.phase == "finetune":
+        return ("batch_size", "seq_len", "r")
+    return ("batch_size", "prompt_len", "max_new_tokens")
+
+
+def _sizes(job: Job, given: Mapping[str, Count]) -> dict[str, Count]:
+    return {name: given.get(name, getattr(job.run, name)) for name in size_names(job)}
+
+
+def ledger(job: Job, **sizes: Count) -> Ledger:
+    """The moments of `job`.
+
+    Args:
+        sizes: of `size_names`, in place of the run's own; arrays broadcast.
+    """
+    if job.run.phase == "inference":
+        return inference_ledger(job.model, job.run, job.stack, job.gpu, **_sizes(job, sizes))
     return training_ledger(
         job.model,
-        run,
+        job.run,
         job.stack,
         job.method,
         job.gpu,
         job.targets,
-        batch_size=run.batch_size,
-        seq_len=run.seq_len,
-        r=run.r,
+        **_sizes(job, sizes),
+    )
+
+
+def num_trained(job: Job, r: Count | None = None) -> Count:
+    """Parameters that `job` trains, at rank `r` where it is not the run's own."""
+    run = job.run
+    return trained_params(
+        job.model,
+        job.targets,
+        job.method,
+        run.r if r is None else r,
+        modules_to_save=run.modules_to_save,
+        bias=run.bias,
     )
 
 
@@ -134,37 +151,38 @@ def judge(memory: MemoryPrediction, least: int, gpu: GpuSpec) -> Verdict:
     return "fails" if least > gpu.memory_bytes else "undecided"
 
 
-def step_features(job: Job, *, seq_len: int | None = None) -> dict[str, float]:
-    """Time features of one optimizer step of `job`, at `seq_len` where it is not the run's own."""
-    run = job.run
+def step_features(job: Job, **sizes: Count) -> dict[str, Real]:
+    """Time features of one optimizer step of `job`.
+
+    Args:
+        sizes: of `size_names`, in place of the run's own; arrays broadcast.
+    """
+    counts = _sizes(job, sizes)
     done = work.training_work(
         job.model,
-        run,
+        job.run,
         job.stack,
         job.method,
         job.targets,
-        batch_size=run.batch_size,
-        seq_len=seq_len or run.seq_len,
-        r=run.r,
-        num_trained=trained_params(
-            job.model,
-            job.targets,
-            job.method,
-            run.r,
-            modules_to_save=run.modules_to_save,
-            bias=run.bias,
-        ),
+        **counts,
+        num_trained=num_trained(job, counts["r"]),
     )
     return timing.features(done, job.gpu, dtype=job.dtype)
 
 
-def forward_features(job: Job, *, context: int, decoding: bool) -> dict[str, float]:
-    """Time features of one forward: the prompt pass, or one decoding step."""
+def forward_features(
+    job: Job, *, context: Count, decoding: bool, batch_size: Count | None = None
+) -> dict[str, Real]:
+    """Time features of one forward: the prompt pass, or one decoding step.
+
+    Args:
+        batch_size: in place of the run's own.
+    """
     done = work.inference_work(
         job.model,
         job.run,
         job.stack,
-        batch_size=job.run.batch_size,
+        batch_size=job.run.batch_size if batch_size is None else batch_size,
         context=context,
         decoding=decoding,
     )
@@ -188,10 +206,11 @@ def predict_step(
     """Time of one optimizer step."""
     run = job.run
     model = calibration.time["finetune"]
-    found = step_features(job, seq_len=seq_len)
+    length = seq_len or run.seq_len
+    found = step_features(job, seq_len=length)
     step_s, parts = timing.seconds(model, found)
     low, high = time_interval(step_s, timing.log_deviation(model, found, step_s))
-    tokens = run.batch_size * (seq_len or run.seq_len) * run.gradient_accumulation_steps
+    tokens = run.batch_size * length * run.gradient_accumulation_steps
     return TimePrediction(
         step_s=step_s,
         tokens_per_s=tokens / step_s,
@@ -317,16 +336,7 @@ def predict(
         time_runs = calibration.time["decode"].num_runs
     verdict = judge(memory, least, gpu)
     num_params = model.num_params
-    trained = 0
-    if training:
-        trained = trained_params(
-            model,
-            job.targets,
-            job.method,
-            job.run.r,
-            modules_to_save=job.run.modules_to_save,
-            bias=job.run.bias,
-        )
+    trained = num_trained(job) if training else 0
     if traced is not None:
         num_params, trained = traced.num_params, traced.num_trainable_params
     return Prediction(

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from whichlora.block import count, judge_block, step_features
+from whichlora.block import count, judge_block
 from whichlora.calibration import Calibration
 from whichlora.likeness import METHOD_SHARE, MODEL_SHARE, VARIANT_SHARE
 from whichlora.numeric import TWO_SIDED_Z
 from whichlora.plan import Prefer
-from whichlora.prediction import MEMORY_CONFIDENCE, TIME_CONFIDENCE
+from whichlora.prediction import MEMORY_CONFIDENCE, TIME_CONFIDENCE, step_features
 from whichlora.resolution import Job
 from whichlora.specs import RunConfig
 from whichlora.timing import FEATURES, deciding
@@ -207,7 +207,7 @@ def _whole_training(group: Group, calibration: Calibration) -> Array:
         "seq_len": widths[None].astype(np.float64),
         "r": group.axes["r"].astype(np.float64),
     }
-    found = deciding(calibration.time["finetune"], step_features(group.job, axes))
+    found = deciding(calibration.time["finetune"], step_features(group.job, **axes))
     shape = np.broadcast_shapes(*(each.shape for each in axes.values()))
     columns = np.stack([np.broadcast_to(found[name], shape) for name in FEATURES], axis=-1)
     times = np.zeros((len(batches), len(pairs)))

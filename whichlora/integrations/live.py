@@ -16,7 +16,7 @@ from whichlora import families
 from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.libraries import Libraries
-from whichlora.memory.ledger import trained_params
+from whichlora.prediction import num_trained
 from whichlora.resolution import Job, resolve
 from whichlora.specs import (
     ALL_LINEAR,
@@ -351,16 +351,7 @@ def _check_dtypes(job: Job, model: Any, base: Any) -> None:
 
 def _check_counts(job: Job, model: Any, base: Any) -> None:
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    expected = int(
-        trained_params(
-            job.model,
-            job.targets,
-            job.method,
-            job.run.r,
-            modules_to_save=job.run.modules_to_save,
-            bias=job.run.bias,
-        )
-    )
+    expected = int(num_trained(job))
     if abs(trained - expected) > _COUNT_TOLERANCE * expected:
         raise ConfigError(
             f"{trained:,} parameters are trained, its settings describe {expected:,}; "
