@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from devices import A100
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,9 @@ from whichlora.architecture import Linear
 from whichlora.errors import ConfigError
 from whichlora.methods import Method, get_method, list_methods
 from whichlora.methods.base import Method as BaseMethod
+from whichlora.resolution import resolve
 from whichlora.specs import RunConfig
+from whichlora.store.models import find_model
 
 SIZES = st.integers(1, 2**14)
 
@@ -119,3 +122,15 @@ def test_an_entry_point_must_load_a_method(installed: list[Point]) -> None:
     installed.append(Point("a string"))
     with pytest.raises(ConfigError, match="is not a whichlora"):
         list_methods()
+
+
+def test_a_foreign_method_that_trains_the_base_in_fp16_needs_master_weights(
+    installed: list[Point],
+) -> None:
+    installed.append(Point(replace(get_method("full"), name="badam")))
+    model = find_model("HuggingFaceTB/SmolLM2-135M")
+    assert model is not None
+    run = RunConfig(model=model.name, method="badam", precision="fp16")
+    with pytest.raises(ConfigError, match=r"badam can't train fp16 weights.*base_dtype float32"):
+        resolve(model, run, A100)
+    assert resolve(model, replace(run, base_dtype="float32"), A100).stack.base_bytes == 4

@@ -134,6 +134,11 @@ def _check_device(run: RunConfig, gpu: GpuSpec) -> None:
 
 def _check_trained(model: ModelSpec, run: RunConfig, stack: Stack) -> None:
     """Refuse what the libraries can't train beside, or within, the adapters."""
+    if stack.trains_base and run.precision == "fp16" and stack.base_bytes == 2:
+        raise ConfigError(
+            f"precision: {run.method} can't train fp16 weights, the gradient scaler refuses fp16 "
+            "gradients; use precision bf16, or base_dtype float32"
+        )
     transposed = model.config.get("model_type") == "gpt2"  # Conv1D
     if run.method == "dora" and transposed and run.lora_dropout and run.has_master_weights:
         raise ConfigError(

@@ -92,8 +92,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     autocast = run.phase == "finetune" and precision in AUTOCAST_PRECISIONS
     narrow = run.narrows_adapters
 
-    # AMP with fp16 needs fp32 master weights; the Trainer refuses to unscale fp16 gradients.
-    wide_base = autocast and (run.has_master_weights or (trains_base and precision == "fp16"))
+    wide_base = run.has_master_weights  # which are of training under autocast alone
     stored = 4 if wide_base or prepared else half
 
     mode: Mode
