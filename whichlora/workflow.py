@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from whichlora import api
 from whichlora.calibration import Calibration
@@ -23,6 +23,8 @@ from whichlora.session import Progress, Session
 from whichlora.space import pareto
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.jsonfiles import read_object, write_object, write_text
+
+Ending: TypeAlias = StoppedBy | Literal["everything measured", "not measured", "under way"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class Search:
     """
 
     confidence: float
-    stopped_by: StoppedBy | Literal["everything measured", "not measured", "under way"]
+    stopped_by: Ending
     runs: int
     device_s: float
     chance_to_win: Mapping[RunConfig, float]
@@ -245,7 +247,7 @@ def _pursue(session: Session, pursuit: Pursuit) -> tuple[Pursuit, Search, int | 
     from whichlora.report import describe
 
     plan = session.plan
-    stopped_by: StoppedBy | Literal["everything measured", "not measured", "under way"]
+    stopped_by: Ending
 
     def measure(position: int, decision: Decision | None) -> Measurement:
         return session.measure(pursuit, position, decision)
@@ -274,7 +276,7 @@ def _pursue(session: Session, pursuit: Pursuit) -> tuple[Pursuit, Search, int | 
 def summary(
     pursuit: Pursuit,
     decision: Decision,
-    stopped_by: StoppedBy | Literal["everything measured", "not measured", "under way"],
+    stopped_by: Ending,
 ) -> Search:
     """How sure `decision` is, and what it cost."""
     return Search(
@@ -303,10 +305,8 @@ def _front(candidates: Sequence[Candidate]) -> list[Candidate]:
 def write_files(session: Session, answer: Answer) -> dict[str, Path]:
     """The table as CSV, the comparison of predictions and measurements, and the job."""
     from whichlora import report
-    from whichlora.dataset import write_jsonl
 
-    plan = session.plan
-    folder = plan.output_dir
+    folder = session.plan.output_dir
     files = {
         "table": report.write_candidates(folder / "candidates.csv", answer),
         "answer": folder / "answer.json",
@@ -316,42 +316,46 @@ def write_files(session: Session, answer: Answer) -> dict[str, Path]:
         comparison = folder / "predicted_vs_measured.csv"
         files["comparison"] = report.write_comparison(comparison, answer)
         files["measurements"] = session.log.path
-    if answer.winner is None:
-        return files
+    if answer.winner is not None:
+        files |= _write_job(session, answer.winner.run)
+    return files
+
+
+def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
+    """The training script of `best`, the recipe for other tools, and the data that both read."""
+    from whichlora.dataset import write_jsonl
     from whichlora.exports import FORMATS, Recipe
     from whichlora.handover import RECIPE_FILE
 
-    best = answer.winner.run
-    job = session.job(best)
-    data = (
-        write_jsonl(
+    plan, model = session.plan, session.models[best.model]
+    folder = plan.output_dir
+    data = {}
+    if plan.dataset.kind != "counts":
+        data = write_jsonl(
             session.data.dataset,
             folder,
             tokenizer=session.data.tokenizer(best.model),
             offline=plan.weights == "random",
         )
-        if plan.dataset.kind != "counts"
-        else {}
-    )
     recipe = Recipe(
         run=best,
         gpu=session.gpu.key,
-        target_modules=job.peft_targets,
+        target_modules=session.job(best).peft_targets,
         epochs=plan.epochs,
         learning_rate=plan.learning_rate,
         seed=plan.seed,
         tokenizer=None if plan.weights == "random" else plan.tokenizers.get(best.model),
         weights=plan.weights,
-        model_config=dict(session.models[best.model].config),
+        model_config=dict(model.config),
         batching=plan.collator,  # what the total time was summed over
-        masked_lm=session.models[best.model].task == "encoder",
+        masked_lm=model.task == "encoder",
         trust_remote_code=plan.trust_remote_code,
     )
     write_object(folder / RECIPE_FILE, recipe.to_dict())
     script = FORMATS["transformers"](recipe)
     path = folder / "train.py"
     write_text(path, script.files[path.name])
-    return files | {"job": path} | {f"data_{split}": file for split, file in data.items()}
+    return {"job": path} | {f"data_{split}": file for split, file in data.items()}
 
 
 def _train(session: Session, answer: Answer) -> dict[str, Any]:

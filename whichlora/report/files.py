@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from whichlora.report.answer import explanation
 from whichlora.report.rows import candidate_row, comparison_rows
+from whichlora.report.sheet import as_csv
 from whichlora.store.jsonfiles import write_text
 
 if TYPE_CHECKING:
@@ -21,24 +19,15 @@ def _write_text(path: Path, text: str) -> Path:
     return path
 
 
-def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return text.getvalue()
-
-
 def write_candidates(path: Path, answer: Answer) -> Path:
     """The whole table of both stages as CSV; bytes and seconds."""
     everyone = [*answer.inference, *answer.finetune]
-    return _write_text(path, _csv([candidate_row(one) for one in everyone]))
+    return _write_text(path, as_csv([candidate_row(one) for one in everyone]))
 
 
 def write_comparison(path: Path, answer: Answer) -> Path:
     """Predicted against measured for every profiled candidate, as CSV."""
-    return _write_text(path, _csv(comparison_rows(answer.compared)))
+    return _write_text(path, as_csv(comparison_rows(answer.compared)))
 
 
 def write_summary(path: Path, answer: Answer) -> Path:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whichlora.errors import ConfigError
+from whichlora.report.sheet import as_csv
 from whichlora.report.terminal import open_console, print_table, say
-from whichlora.report.words import variant
+from whichlora.report.words import VERDICTS, variant
 from whichlora.store.jsonfiles import write_text
 from whichlora.units import format_bytes, format_count, format_seconds
 
@@ -87,13 +86,7 @@ def _markdown(rows: Sequence[GuideRow]) -> str:
 
 def _csv(rows: Sequence[GuideRow]) -> str:
     """In base units, for programs."""
-    text = io.StringIO()
-    found = [row.to_row() for row in rows]
-    if found:
-        writer = csv.DictWriter(text, fieldnames=list(found[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
-    return text.getvalue()
+    return as_csv([row.to_row() for row in rows])
 
 
 def _html(rows: Sequence[GuideRow]) -> str:
@@ -136,7 +129,7 @@ def _cells(row: GuideRow) -> tuple[str, ...]:
         str(run.seq_len),
         format_bytes(one.memory.device_used_bytes),
         f"{format_bytes(low)} - {format_bytes(high)}",
-        {"fits": "yes", "fails": "no", "undecided": "maybe"}[one.verdict],
+        VERDICTS[one.verdict],
         format_seconds(row.total_s),
         f"{format_seconds(low_s)} - {format_seconds(high_s)}",
         format_count(one.time.tokens_per_s),

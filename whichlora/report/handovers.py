@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from whichlora.report.terminal import new_table, open_console, say
-from whichlora.report.words import describe
+from whichlora.report.words import VERDICTS, describe
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def print_handover(done: Handover) -> None:
             format_bytes(one.memory.device_used_bytes),
             f"{format_bytes(low)} - {format_bytes(high)}",
             format_seconds(one.time.step_s or 0),
-            {"fits": "yes", "fails": "no", "undecided": "maybe"}[one.verdict],
+            VERDICTS[one.verdict],
         )
     console.print(table)
     for name, (then, now) in done.changes.items():

@@ -1,10 +1,12 @@
-"""One table as rows of text, shown on a terminal or written as Markdown."""
+"""One table as rows of text, shown on a terminal or written as Markdown; rows as CSV."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from whichlora.report.terminal import new_table
 
@@ -43,3 +45,13 @@ def as_markdown(sheet: Sheet) -> str:
     lines = [sheet.columns, rule, *sheet.rows]
     table = "\n".join(f"| {' | '.join(cell.strip() for cell in line)} |" for line in lines)
     return f"## {sheet.title}\n\n{table}\n"
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """`rows`, which have the same columns, below their names; empty without rows."""
+    text = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return text.getvalue()

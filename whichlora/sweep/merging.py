@@ -6,11 +6,11 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from whichlora.html_report import write_report
 from whichlora.plan import Plan
-from whichlora.policy import StoppedBy, exhausted
+from whichlora.policy import exhausted
 from whichlora.report import candidate_row, describe
 from whichlora.results import SCHEMA_VERSION
 from whichlora.search import Candidate
@@ -19,7 +19,7 @@ from whichlora.specs import RunConfig
 from whichlora.store.jsonfiles import write_object, write_text
 from whichlora.sweep.judging import Judged, spent_on, worth_profiling
 from whichlora.sweep.state import Sweep
-from whichlora.workflow import Answer, conclude, summary, write_files
+from whichlora.workflow import Answer, Ending, conclude, summary, write_files
 
 _TRAINING_MARGIN = 1.5  # of the time limit over the expected time: a killed training is lost
 
@@ -109,7 +109,7 @@ def _conclude(plan: Plan, sweep: Sweep, judged: Judged) -> GroupAnswer:
 
 def _stopped_by(
     plan: Plan, judged: Judged, left: Sequence[Candidate], asked: Collection[RunConfig]
-) -> StoppedBy | Literal["everything measured", "not measured", "under way"]:
+) -> Ending:
     if plan.profile == "none":
         return "not measured"
     if left:
