@@ -45,7 +45,8 @@ Made by `python benchmarks/cli_page.py`; `whichlora COMMAND --help` prints the s
 | --- | --- |
 | 0 | done |
 | 1 | nothing meets the limits; the closest candidate is printed |
-| 2 | bad request: one line on stderr says what was wrong, what is accepted and what to do |
+| 2 | bad request, or what it needs failed: one line on stderr says what, and what to do |
+| 130 | interrupted; `whichlora run` and `slurm resume` go on with what was measured |
 
 A traceback is a bug: please report it.
 """

@@ -64,6 +64,12 @@ def test_every_file_is_read() -> None:
     assert {path.stem for path in FOLDER.glob("*.csv")} == set(SOURCES)
 
 
+def test_the_readme_says_how_many_values_are_compared() -> None:
+    compared = sum(isinstance(one, Observation) for one in read_all())
+    readme = (FOLDER.parent.parent / "README.md").read_text(encoding="utf-8")
+    assert f", {compared:,} published values" in readme
+
+
 def test_a_value_is_in_bytes_or_seconds() -> None:
     for one in read_all():
         if isinstance(one, Observation):
