@@ -45,7 +45,7 @@ INVENTED = {  # for types without a model in the database; Llama's names, the re
     "num_key_value_heads": 8,
     "head_dim": 96,
 }
-_BART = {"encoder_layers": 6, "decoder_layers": 6, "d_model": 1024}
+_BART = {"hidden_size": 1024, "num_hidden_layers": 6, "encoder_layers": 6, "decoder_layers": 6}
 _NO_LAYERDROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}  # chance can't be traced
 OTHER_NAMES = {  # types that have their own names for some of these, or leave them out
     "blenderbot": _BART,
@@ -57,7 +57,7 @@ OTHER_NAMES = {  # types that have their own names for some of these, or leave t
     "mvp": _BART,
     "pegasus": _BART,
     "persimmon": {"num_key_value_heads": 16},
-    "plbart": _BART,
+    "plbart": _BART | {"decoder_attention_heads": 16},
     "umt5": {"d_ff": 4096, "d_kv": 96, "num_decoder_layers": 12},
 }
 NO_AUTO_CLASS = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # never a model by themselves

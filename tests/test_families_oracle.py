@@ -375,7 +375,7 @@ def test_every_causal_type_has_a_tiny_variant() -> None:
         *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert"),
         *("deberta-v2", "modernbert", "data2vec-text", "ernie", "layoutlm", "mpnet", "rembert"),
         *("roberta-prelayernorm", "xlm-roberta-xl", "megatron-bert", "nomic_bert", "gte"),
-        "eurobert",
+        *("eurobert", "esm", "t5gemma"),
     }
     assert bare - others == described
 
@@ -434,6 +434,21 @@ def test_the_cache_holds_the_described_elements(variant: str) -> None:
         {"model_type": "modernbert", "norm_bias": True, "mlp_bias": True, "attention_bias": True},
         {"model_type": "data2vec-text", "num_hidden_layers": 2},
         {"model_type": "ernie", "num_hidden_layers": 2, "use_task_id": True},
+        {"model_type": "esm", "vocab_size": 33, "pad_token_id": 1, "num_hidden_layers": 2},
+        {
+            "model_type": "esm",
+            "vocab_size": 33,
+            "pad_token_id": 1,
+            "num_hidden_layers": 2,
+            "position_embedding_type": "rotary",
+            "emb_layer_norm_before": True,
+        },
+        {
+            "model_type": "t5gemma",
+            "vocab_size": 96,
+            "encoder": TINY | {"pad_token_id": 0},
+            "decoder": TINY | {"pad_token_id": 0, "num_hidden_layers": 3},
+        },
         {"model_type": "layoutlm", "num_hidden_layers": 2},
         {"model_type": "mpnet", "num_hidden_layers": 2},
         {"model_type": "roberta-prelayernorm", "num_hidden_layers": 2},
@@ -508,7 +523,8 @@ def test_flash_attention_and_checkpointing_are_described_as_the_class_has_them(
         | auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
         | auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
-    spec = build({"model_type": model_type, "num_experts_per_tok": 2}, name=model_type)
+    smallest = {"vocab_size": 96, "num_experts_per_tok": 2}  # ESM has no size of its own
+    spec = build({"model_type": model_type, **smallest}, name=model_type)
     described = all(one.flash for layer, _ in spec.layers() for one in layer.attentions)
     cls = getattr(transformers, names[model_type])
     assert described == bool(cls._supports_flash_attn)

@@ -12,6 +12,9 @@ from whichlora.errors import ConfigError
 from whichlora.memory import allocator, facts
 from whichlora.memory.activations import fused_qkv, sequence_bias_bytes
 from whichlora.memory.ledger import Ledger
+from whichlora.memory.mlp_code import activate
+from whichlora.memory.operators import Code
+from whichlora.memory.tape import Tape, per_token
 from whichlora.memory.weights import weight_bytes
 from whichlora.prediction import ledger
 from whichlora.resolution import resolve
@@ -94,6 +97,30 @@ def test_mpnet_has_no_checkpointing_and_a_bias_for_every_sequence() -> None:
     job = resolve(model_of(mpnet), RunConfig(model="m", phase="inference"), A100)
     found = sequence_bias_bytes(job.model, job.stack, tokens=1024, span=512)
     assert found == 2 * 12 * 1024 * 512
+
+
+def test_t5gemma_needs_stacks_of_one_width() -> None:
+    narrow, wide = {"hidden_size": 512}, {"hidden_size": 1024}
+    with pytest.raises(ConfigError, match="the encoder is 1024 wide and the decoder 512"):
+        model_of({"model_type": "t5gemma", "encoder": wide, "decoder": narrow})
+
+
+def test_each_stack_of_t5gemma_has_an_embedding_of_its_own() -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024}
+    t5gemma = {"model_type": "t5gemma", "encoder": sizes, "decoder": sizes}
+    found = ledger_of(t5gemma, method="full")
+    assert "decoder_embedding_backward" in found.moments
+    assert "embedding_backward" not in found.moments
+
+
+def test_esm_keeps_three_factors_of_its_gelu() -> None:
+    job = resolve(
+        model_of({"model_type": "bert"}), RunConfig(model="m", precision="bf16-pure"), A100
+    )
+    tape = Tape()
+    x = tape.input(per_token(100), 2, needs_grad=True)
+    activate(Code(tape, job.stack, (), job.method), "erf_gelu", x)
+    assert tape.saved == per_token(3 * 2 * 100)
 
 
 def test_mvp_gives_no_probabilities_back() -> None:

@@ -114,6 +114,7 @@ class Attention:
             `recurrent_elements` of one that is in fp32 whatever the model is.
         other_params: bare parameters: sinks, convolution kernels, decay vectors.
         dropout: probability that a trained model drops an attention weight.
+        scales_queries_first: queries are scaled before they are rotated (ESM).
         sdpa: what a request for SDPA ends in: the "fused" kernel, "math" where the shapes rule
             that out (Falcon's broadcast key head), "eager" where the class has no SDPA.
         flash: the class takes flash-attention 2; transformers refuses to load one that does not.
@@ -175,6 +176,7 @@ class Attention:
     copies_parts: bool = False
     names_parts: bool = False
     scales_queries: bool = False
+    scales_queries_first: bool = False
     returns_probabilities: bool = True
     always_masked: bool = False
     keys_from: Literal["two", "one", "earlier"] | None = None
@@ -410,7 +412,7 @@ class MaskedHead:
         linear, activation, norm: the transform before it, in forward order; None where it reads
             the last hidden states themselves (EuroBERT).
         tied: the projection is the token embedding.
-        keeps_pooler: the model has its pooler beside this head (LayoutLM).
+        lost_params: those of `AutoModel` that a model with this head lacks: its pooler.
         bias: one value per word.
         widens_logits: the loss casts the logits to fp32 by itself.
     """
@@ -420,7 +422,7 @@ class MaskedHead:
     activation: str = ""
     norm: Norm | None = None
     tied: bool = True
-    keeps_pooler: bool = False
+    lost_params: int = 0
     bias: bool = True
     widens_logits: bool = False
 
@@ -439,6 +441,9 @@ class ModelSpec:
             their parameters are among `other_params`.
         rotates_each_kind: sliding and full layers have tables of cosines and sines of their own.
         masked_head: of an encoder; not among its parameters, which are those of `AutoModel`.
+        splits_embeddings: each of two stacks has a table of tokens of its own (T5Gemma).
+        embeds_in_steps: looked-up rows are multiplied by something before they are the stream.
+        widens_logits: the loss of an encoder-decoder casts its logits to fp32 itself (T5Gemma).
         supports_checkpointing: the class has gradient checkpointing; the Trainer refuses one that
             has not.
         scales_logits: the model multiplies its logits by a number (Cohere, Granite).
@@ -469,6 +474,9 @@ class ModelSpec:
     logit_softcap: float | None = None
     scales_logits: bool = False
     rotates_each_kind: bool = False
+    splits_embeddings: bool = False
+    embeds_in_steps: bool = False
+    widens_logits: bool = False
     supports_checkpointing: bool = True
     other_params: int = 0
     unloaded_params: int = 0

@@ -24,6 +24,7 @@ from whichlora.families import (
     opt,
     qwen_hybrid,
     seq2seq,
+    t5gemma,
 )
 from whichlora.families.experts import with_adapter_ranks
 from whichlora.families.fields import Fields
@@ -45,6 +46,7 @@ _MODULES = (
     bart,
     bert,
     encoders,
+    t5gemma,
 )
 _DEFAULTS: dict[str, Mapping[str, Any]] = {
     key: value for module in _MODULES for key, value in module.DEFAULTS.items()

@@ -206,6 +206,8 @@ def encoder(
     }
     if "masked_head" not in spec:
         spec["masked_head"] = masked_head(c, width)
+    if pooler:
+        spec["masked_head"] = replace(spec["masked_head"], lost_params=spec["other_params"])
     return ModelSpec(
         name=c.name,
         model_type=c.text("model_type"),

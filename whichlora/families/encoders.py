@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from whichlora.architecture import Attention, Embedding, Layer, Linear, MaskedHead, ModelSpec
+from whichlora.architecture import Attention, Embedding, Layer, Linear, MaskedHead, ModelSpec, Norm
 from whichlora.families.bert import BERT, encoder, encoder_layer, masked_head, self_attention
 from whichlora.families.blocks import mlp, norms
 from whichlora.families.fields import Fields
@@ -15,6 +15,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "data2vec-text": BERT,
     "ernie": BERT | {"use_task_id": False, "task_type_vocab_size": 3},
     "layoutlm": BERT | {"max_2d_position_embeddings": 1024},
+    "esm": _NO_TYPES
+    | {
+        "max_position_embeddings": 1026,
+        "position_embedding_type": "absolute",
+        "emb_layer_norm_before": None,
+        "token_dropout": False,
+    },
     "mpnet": _NO_TYPES | {"vocab_size": 30527, "relative_attention_num_buckets": 32},
     "roberta-prelayernorm": BERT | {"vocab_size": 50265},
     "xlm-roberta-xl": BERT
@@ -123,7 +130,7 @@ def _layoutlm(c: Fields) -> ModelSpec:
         spec,
         embeddings=(*spec.embeddings, *places),
         idle_linears=(pooler,),  # its result is read by nobody who fills masked words
-        masked_head=replace(spec.masked_head, keeps_pooler=True),
+        masked_head=replace(spec.masked_head, lost_params=0),
     )
 
 
@@ -150,6 +157,46 @@ def _mpnet(c: Fields) -> ModelSpec:
         width=c.size("num_attention_heads"),
     )
     return replace(spec, embeddings=(*spec.embeddings, buckets))
+
+
+def _esm(c: Fields) -> ModelSpec:
+    """Proteins as text: a stack whose attention scales queries before it rotates them."""
+    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
+    rotates = c.text("position_embedding_type") == "rotary"
+    rotation: dict[str, Any] = {}
+    if rotates:
+        rotation = {
+            "position": "rope",
+            "rotary_dim": hidden // heads,
+            "wide_rotation": True,
+        }
+    c = replace(c, values={**c.values, "hidden_act": "erf_gelu"})  # the class has no other
+    attention = self_attention(c, scales_queries_first=True, **rotation)
+    layer = replace(encoder_layer(c, attention), post_norm=False)
+    contacts = Linear(
+        name="regression",
+        in_features=c.layers() * heads,
+        out_features=1,
+        reads="probabilities",
+        bias=True,
+    )
+
+    def norm(name: str) -> tuple[Norm, ...]:
+        return norms((name,), width=hidden, kind="layer", bias=True)
+
+    spec = encoder(
+        c,
+        [layer] * c.layers(),
+        pooler=True,
+        positions=not rotates,
+        embedding_norms=norm("layer_norm") if c.flag("emb_layer_norm_before") else (),
+        final_norms=norm("emb_layer_norm_after"),
+        embedding_dropouts=(),
+        embeds_in_steps=True,  # times the padding mask
+        idle_linears=(contacts,),  # read attention's probabilities when contacts are asked for
+        masked_head=masked_head(c, hidden, names=("dense", "layer_norm")),
+    )
+    return replace(spec, other_params=spec.other_params + contacts.num_params)
 
 
 def _before_each(
@@ -282,6 +329,7 @@ BUILDERS = {
     "data2vec-text": _data2vec,
     "ernie": _ernie,
     "layoutlm": _layoutlm,
+    "esm": _esm,
     "mpnet": _mpnet,
     "roberta-prelayernorm": _roberta_prelayernorm,
     "xlm-roberta-xl": _xlm_roberta_xl,

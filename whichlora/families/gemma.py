@@ -16,7 +16,7 @@ _SANDWICH = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-_GEMMA2: dict[str, Any] = {
+GEMMA2: dict[str, Any] = {
     "vocab_size": 256000,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -34,7 +34,7 @@ _GEMMA2: dict[str, Any] = {
 }
 _NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma": _GEMMA2
+    "gemma": GEMMA2
     | _NO_CAPS
     | {
         "hidden_size": 3072,
@@ -44,16 +44,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 16,
         "sliding_window": None,
     },
-    "gemma2": _GEMMA2,
-    "vaultgemma": _GEMMA2,
-    "gemma3_text": _GEMMA2
+    "gemma2": GEMMA2,
+    "vaultgemma": GEMMA2,
+    "gemma3_text": GEMMA2
     | _NO_CAPS
     | {
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
         "sliding_window_pattern": 6,
     },
-    "gemma4_text": _GEMMA2
+    "gemma4_text": GEMMA2
     | _NO_CAPS
     | {
         "vocab_size": 262144,

@@ -110,6 +110,8 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
             gate = code.copy(gate)
         k = code.linear(k_linear, read)
         v = code.linear(v_linear, read)
+        if attention.scales_queries_first:
+            q = code.scale(q)
         # the gradient comes back as [batch, heads, seq, head_dim]
         q, k = tape.view(q, copies_gradient=True), tape.view(k, copies_gradient=True)
     plain = attention.keys_from is None and not attention.latent

@@ -482,13 +482,14 @@ def training_ledger(
                 Entry(facts.TIED_GRADIENTS, parts * of_tied + 0 * tokens),
             )
             parts -= 1
-        moments["embedding_backward"] = (
-            *static,
-            Entry(facts.KEPT_LOGITS, kept_logits),
-            Entry(facts.ALL_GRADIENTS, all_gradients),
-            late_remainders,
-            Entry(facts.TIED_GRADIENTS, parts * of_tied + 0 * tokens),
-        )
+        if not model.splits_embeddings:  # else the encoder's is not summed with them
+            moments["embedding_backward"] = (
+                *static,
+                Entry(facts.KEPT_LOGITS, kept_logits),
+                Entry(facts.ALL_GRADIENTS, all_gradients),
+                late_remainders,
+                Entry(facts.TIED_GRADIENTS, parts * of_tied + 0 * tokens),
+            )
     vocab = logits.logit_width(model) if run.loss_head in ("hf", "unsloth") else 0
     idle = allocator.idle_after_step_bytes(
         gpu,

@@ -94,7 +94,8 @@ def _fused_temporaries(
 def loss_element_bytes(model: ModelSpec, stack: Stack) -> int:
     """One entry of the loss: decoders widen their logits, T5 and BERT leave that to autocast."""
     masked = model.masked_head
-    widens = model.task == "causal-lm" or (masked is not None and masked.widens_logits)
+    widens = model.task == "causal-lm" or model.widens_logits
+    widens = widens or (masked is not None and masked.widens_logits)
     return 4 if widens else stack.loss_bytes
 
 

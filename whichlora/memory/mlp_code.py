@@ -29,6 +29,11 @@ def _activated(code: Code, activation: str, x: Tensor) -> Tensor:
         tanh = tape.op([inside], x.elements, inside.size, saves_result=True, what="tanh")
         more = tape.op([tanh], x.elements, tanh.size, passes=True)
         return code.multiply(half, more)
+    if activation == "erf_gelu":  # 0.5 * x * (1 + erf(x / √2)), so written in ESM
+        half, inside = code.scale(x), code.scale(x)
+        inner = scaled(x.elements, 4 * x.size)  # of one expression: square, minus, exp, factor
+        erf = tape.op([inside], x.elements, x.size, saves=[inside], inner_backward=inner)
+        return code.multiply(half, tape.op([erf], x.elements, x.size, passes=True))
     if activation == "relu2":
         rectified = tape.op([x], x.elements, x.size, saves_result=True, what="rectified")
         widened = code.stack.under_autocast and code.stack.device_kind != "cpu"

@@ -76,7 +76,7 @@ def _embeds_in_steps(model: ModelSpec) -> bool:
 
     A norm of the rows keeps them anyway, unless positions are added first.
     """
-    return model.adds_positions or bool(model.embedding_dropouts)
+    return model.embeds_in_steps or model.adds_positions or bool(model.embedding_dropouts)
 
 
 @lru_cache(maxsize=512)

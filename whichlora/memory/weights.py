@@ -75,12 +75,9 @@ def masked_head_params(model: ModelSpec) -> int:
     head = model.masked_head
     if head is None:
         return 0
-    hidden = model.hidden_size
-    pooler = hidden * hidden + hidden
-    lost = pooler if model.other_params == pooler and not head.keeps_pooler else 0
     transform = sum(one.num_params for one in (head.linear, head.norm) if one is not None)
     words = model.vocab_size * (head.bias + (0 if head.tied else head.width))
-    return transform + words - lost
+    return transform + words - head.lost_params
 
 
 def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
