@@ -267,6 +267,13 @@ def test_where_lists_every_accelerator_the_smallest_that_fits_first() -> None:
     assert gaudi["refusal"] == "quant: 'nf4-dq' needs bitsandbytes, which has no hpu backend"
 
 
+def test_where_says_which_cards_lack_units_and_what_has_some() -> None:
+    notes = [one for one in whichlora("where", MODEL).stdout.splitlines() if one[:5] == "note:"]
+    (slow,) = [one for one in notes if "t4-16gb" in one and "bf16" in one]
+    assert slow.endswith("precision fp16 uses its fp16 units")
+    assert "rtx-4090-24gb" not in slow
+
+
 def test_where_nothing_fits_the_exit_code_says_so() -> None:
     result = whichlora("where", LLAMA, "--method", "full", "--batch-size", "512")
     assert result.exit_code == 1

@@ -8,8 +8,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from whichlora import api
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.hub import load_model
+from whichlora.specs import Quant, RunConfig
 from whichlora.store.online import why_offline
 
 TINY = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
@@ -114,3 +116,33 @@ def test_a_config_in_the_hub_s_cache_is_found_offline(
         huggingface_hub, "hf_hub_download", lambda *_, **__: str(folder / "config.json")
     )
     assert load_model("org/new-model", offline=True).name == "org/new-model"
+
+
+@pytest.mark.parametrize(
+    ("stored", "quant", "note"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 64},
+            None,
+            "stored as gptq-int4, counted is 16-bit: give quant gptq-int4 and quant_group_size 64",
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq-int4", ""),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            None,
+            "stored as nf4, counted is 16-bit: give quant nf4",
+        ),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8", ""),
+        ({"quant_method": "fp8"}, None, "stored as fp8, which is not modelled: counted as 16-bit"),
+    ],
+)
+def test_a_checkpoint_that_is_quantised_says_how_to_count_it(
+    folder: Path, stored: dict[str, object], quant: Quant | None, note: str
+) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
+    run = RunConfig(model=str(folder), phase="inference", quant=quant)
+    (found,) = api.estimate([run], ["rtx-4090-24gb"])
+    assert [one for one in found.notes if "checkpoint" in one] == (
+        [f"the checkpoint is {note}"] if note else []
+    )

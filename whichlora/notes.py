@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from whichlora.resolution import Job
 from whichlora.specs import BNB_QUANTS
 from whichlora.targets import all_linears
@@ -32,6 +35,8 @@ def notes_on(job: Job) -> tuple[str, ...]:
                 f"PyTorch has kernels for compute capability {gpu.compute_capability} in its "
                 "CUDA 12.6 wheels only"
             )
+    if stored := _stored(job):
+        found.append(stored)
     if gpu.unverified:
         found.append(f"datasheet facts of {gpu.key} not verified: {', '.join(gpu.unverified)}")
     bare = any(
@@ -58,3 +63,36 @@ def notes_on(job: Job) -> tuple[str, ...]:
     if job.model.task == "seq2seq-lm" and run.phase == "finetune":
         found.append("encoder and decoder are both taken at seq_len tokens")
     return tuple(found)
+
+
+def _stored(job: Job) -> str:
+    """What a checkpoint's own quantisation changes; empty where the run counts it as it is."""
+    config = job.model.config.get("quantization_config")
+    if not isinstance(config, Mapping):
+        return ""
+    quant = _quant_of(config)
+    counted = "16-bit" if job.stack.quant == "none" else job.stack.quant
+    if quant is None:
+        method = config.get("quant_method", "an unknown format")
+        return f"the checkpoint is stored as {method}, which is not modelled: counted as {counted}"
+    group = config.get("group_size") if quant.startswith(("gptq", "awq")) else None
+    grouped = isinstance(group, int) and group > 0 and group != job.run.quant_group_size
+    if quant == job.stack.quant and not grouped:
+        return ""
+    size = f" and quant_group_size {group}" if grouped else ""
+    return f"the checkpoint is stored as {quant}, counted is {counted}: give quant {quant}{size}"
+
+
+def _quant_of(config: Mapping[str, Any]) -> str | None:
+    """Our name of a `quantization_config`, where there is one."""
+    match config:
+        case {"quant_method": "gptq", "bits": (4 | 8) as bits}:
+            return f"gptq-int{bits}"
+        case {"quant_method": "awq", "bits": 4}:
+            return "awq-int4"
+        case {"quant_method": "bitsandbytes", "load_in_8bit": True}:
+            return "int8"
+        case {"quant_method": "bitsandbytes", "load_in_4bit": True}:
+            kind = str(config.get("bnb_4bit_quant_type", "fp4"))
+            return f"{kind}-dq" if config.get("bnb_4bit_use_double_quant") else kind
+    return None

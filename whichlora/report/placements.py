@@ -25,6 +25,14 @@ def print_placements(placements: Sequence[Placement]) -> None:
             refusals.setdefault(one.refusal.replace(one.gpu.key, "it"), []).append(one.gpu.key)
     for reason, keys in refusals.items():
         say(console, f"left out: {', '.join(keys)}: {reason}")
+    notes: dict[str, list[str]] = {}
+    for one in judged:
+        for text in () if one.prediction is None else one.prediction.notes:
+            if not text.startswith("datasheet facts"):  # the stars say so
+                notes.setdefault(text.replace(one.gpu.key, "it"), []).append(one.gpu.key)
+    for text, keys in notes.items():
+        of_all = len(keys) == len(judged)
+        say(console, f"note: {text}" if of_all else f"note: {', '.join(keys)}: {text}")
     if any(one.gpu.unverified for one in judged):
         say(console, "* a fact of its datasheet is not verified: whichlora gpus")
     bases = {one.prediction.basis for one in judged if one.prediction is not None}
