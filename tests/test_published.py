@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import board_power
 import published_accuracy
 import published_records
 import published_rows
@@ -23,6 +24,7 @@ from published_time import held_out
 
 from whichlora.fitting import fit_time
 from whichlora.results import Measurement
+from whichlora.store.gpus import find_gpu
 from whichlora.store.measurements import read_records
 from whichlora.store.paths import data_folder
 
@@ -199,3 +201,21 @@ def test_the_compared_forms_hold_the_one_that_is_used() -> None:
     used = fit_time([one.sample for one in samples], gpu, "finetune")
     means = [time_forms.fitted(form, samples, "finetune", gpu).mean for form in time_forms.FORMS]
     assert [mean == used.mean for mean in means] == [False, True, True, False, False, False]
+
+
+def test_the_law_of_power_is_found_in_products_that_follow_it() -> None:
+    """A table as the public one, with a board that is not in the catalog and an empty cell."""
+    keys = ("l4-24gb", "h100-pcie-80gb", "a100-sxm-80gb", "a40-48gb", "rtx-4090-24gb", "t4-16gb")
+    rows = ["| device | fp32 | tf32 | fp16 | bf16 |", "| NVIDIA Z9 | 1 | | | 1 |"]
+    for key in keys:
+        gpu = find_gpu(key)
+        dtype = "bf16" if "bf16" in gpu.peak_flops_per_s else "fp16"
+        peak = gpu.peak_flops_per_s[dtype] / 1e12
+        assert gpu.power_w is not None
+        reached = 0.9 * peak * min(1.0, (gpu.power_w / peak / 2) ** (1 / 3))
+        rows.append(f"| {gpu.names[0]} | | N/A | {reached} | {reached} |")
+    found = board_power.boards("\n".join(rows), ("bf16", "fp16"))
+    assert len(found) == len(keys)
+    law = board_power.fitted(found, board_power.LAW)
+    assert (law.full_watts, law.share) == (pytest.approx(2, rel=0.01), pytest.approx(0.9, rel=0.01))
+    assert board_power.fitted(found, None).exponent == pytest.approx(1 / 3, abs=0.01)

@@ -45,13 +45,13 @@ class TimeModel:
 
 
 # Watts per TFLOP/s of peak from which a board's power no longer limits its products, and the share
-# of the peak that they reach then, by dtype; TF32 is taken to need twice the energy of 16 bit.
-# Kind: fitted, robust least squares on the best PyTorch products of 34 boards in 16 bit and of 38
-# in fp32 (github.com/zzc0721/torch-performance-test-data).
-_FULL_POWER = {"bf16": (2.6, 1.04), "fp16": (2.6, 1.04), "tf32": (5.2, 1.04), "fp32": (18.0, 0.92)}
+# of the peak that they reach then, by dtype; TF32 is taken to need twice the power of 16 bit.
+# Kind: fitted, to the best PyTorch products of 31 boards in 16 bit and of 35 in fp32, which
+# github.com/zzc0721/torch-performance-test-data lists (`benchmarks/board_power.py`).
+_FULL_POWER = {"bf16": (2.5, 1.05), "fp16": (2.5, 1.05), "tf32": (5.0, 1.05), "fp32": (17.6, 0.91)}
 # The same share, in 16 bit, of the boards that the prior of the products comes from: the geometric
 # mean of A100, H100 and A40.
-_USUAL_SHARE = 0.81
+_USUAL_SHARE = 0.83
 
 # Mean and relative standard deviation of every coefficient before any run on the device.
 # Products, bytes: 72 % and 80 % efficiency, refitted from public operator profiles of three
