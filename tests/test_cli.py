@@ -264,7 +264,7 @@ def test_where_lists_every_accelerator_the_smallest_that_fits_first() -> None:
     assert sizes == sorted(sizes)
     assert all(one["largest_batch_size"] >= 1 for one in fitting)
     (gaudi,) = (one for one in placements if one["gpu"] == "gaudi2-96gb")
-    assert gaudi["refusal"] == "quant: 'nf4-dq' needs bitsandbytes, which has no hpu backend"
+    assert gaudi["refusal"].startswith("quant: 'nf4-dq' needs bitsandbytes, which has no hpu")
 
 
 def test_where_says_which_cards_lack_units_and_what_has_some() -> None:

@@ -129,7 +129,11 @@ def test_splits_share_no_row_and_lose_none(
 
 
 BROKEN = {
-    "not JSON": ("t.jsonl", '{"text": "a"}\n{"text": }\n', ":2: is not JSON: Expecting value"),
+    "not JSON": (
+        "t.jsonl",
+        '{"text": "a"}\n{"text": }\n',
+        ":2: is not JSON: Expecting value; correct the line",
+    ),
     "no object": (
         "t.jsonl",
         '["a"]\n',
@@ -159,10 +163,14 @@ BROKEN = {
         ":2: is not UTF-8 text (byte 0xe9); save the file as UTF-8",
     ),
     "JSON text": ("t.json", "{}", ": is not a JSON list of objects; one row is one object"),
-    "broken JSON": ("t.json", '[{"text":\n}]', ":2: is not JSON: Expecting value"),
-    "short CSV row": ("t.csv", "text,id\na,1\nb\n", ":3: has 1 values for the 2 columns text, id"),
+    "broken JSON": ("t.json", '[{"text":\n}]', ":2: is not JSON: Expecting value; correct it"),
+    "short CSV row": (
+        "t.csv",
+        "text,id\na,1\nb\n",
+        ":3: has 1 values for the 2 columns text, id; quote a value that holds the delimiter",
+    ),
     "CSV header only": ("t.csv", "text\n", ": has no rows; give at least one"),
-    "open CSV quote": ("t.csv", 'text\n"a\n', ":2: is not CSV: unexpected end of data"),
+    "open CSV quote": ("t.csv", 'text\n"a\n', ":2: is not CSV: unexpected end of data; correct it"),
     "unknown type": (
         "t.xlsx",
         "a",

@@ -137,7 +137,10 @@ def model_of(measurement: Measurement) -> ModelSpec:
         return build(measurement.model_config, name=name)
     found = model_store.find_model(name)
     if found is None:
-        raise ConfigError(f"record {measurement.id}: model {name!r} is not in the database")
+        raise ConfigError(
+            f"record {measurement.id}: model {name!r} is not in the database; give the record its "
+            "config as model_config"
+        )
     return found
 
 

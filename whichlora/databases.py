@@ -181,7 +181,7 @@ def import_table(
         )
     if not table.records:
         first = f": {table.refused[0]}" if table.refused else ""
-        raise DataFileError(f"{path}: holds no run that can be used{first}")
+        raise DataFileError(f"{path}: holds no run that can be used{first}; add a row for each run")
     placed = [(record, str(path)) for record in table.records]
     merged = add(
         calibration_roots(calibration_dir),
@@ -207,7 +207,10 @@ def export_records(
     keys = [find_gpu(gpu).key] if gpu else calibrated_gpus(calibration_dir)
     records = [one for key in keys for one in read_measurements(roots, key)]
     if not records:
-        raise CalibrationError(f"no record of {', '.join(keys)} to export")
+        raise CalibrationError(
+            f"no record of {', '.join(keys)} to export; 'whichlora calibrate show' lists what "
+            "there is"
+        )
     if path.suffix == ".csv":
         data = format_table(records).encode()
     else:

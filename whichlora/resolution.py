@@ -120,7 +120,8 @@ def _check_device(run: RunConfig, gpu: GpuSpec) -> None:
         )
     if run.quant in BNB_QUANTS and gpu.kind not in ("cuda", "cpu", "rocm"):
         raise ConfigError(
-            f"quant: {run.quant!r} needs bitsandbytes, which has no {gpu.kind} backend"
+            f"quant: {run.quant!r} needs bitsandbytes, which has no {gpu.kind} backend; use quant "
+            "none, or a method on 16-bit weights"
         )
     if gpu.kind != "cuda" or gpu.compute_capability is None:
         return

@@ -29,7 +29,9 @@ def resolve_targets(model: ModelSpec, target_modules: tuple[str, ...]) -> tuple[
         if linear.rank_multiple
     }
     if not candidates:
-        raise ConfigError(f"target_modules: {model.name} has no linear layer that can be adapted")
+        raise ConfigError(
+            f"target_modules: {model.name} has no linear layer that can be adapted; use method full"
+        )
     names: set[str] = set()
     for target in target_modules:
         if target == ALL_LINEAR:

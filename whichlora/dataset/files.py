@@ -27,7 +27,9 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
     try:
         yield from reader(path)
     except OSError as error:
-        raise DataFileError(f"{path}: can't be read ({error.strerror or error})") from None
+        raise DataFileError(
+            f"{path}: can't be read ({error.strerror or error}); check the path"
+        ) from None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -50,7 +52,9 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
             row = json.loads(line)
         except ValueError as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise DataFileError(f"{path}:{number}: is not JSON: {reason}") from None
+            raise DataFileError(
+                f"{path}:{number}: is not JSON: {reason}; correct the line"
+            ) from None
         if not isinstance(row, dict):
             raise DataFileError(
                 f"{path}:{number}: is not a JSON object, got {type(row).__name__}; "
@@ -63,7 +67,9 @@ def _read_json(path: Path) -> Iterator[tuple[int, Row]]:
     try:
         rows = json.loads("".join(line for _, line in _lines(path)))
     except json.JSONDecodeError as error:
-        raise DataFileError(f"{path}:{error.lineno}: is not JSON: {error.msg}") from None
+        raise DataFileError(
+            f"{path}:{error.lineno}: is not JSON: {error.msg}; correct it"
+        ) from None
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise DataFileError(f"{path}: is not a JSON list of objects; one row is one object")
     yield from enumerate(rows, start=1)
@@ -82,12 +88,13 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Row]]:
             if values and len(values) != len(columns):
                 raise DataFileError(
                     f"{path}:{reader.line_num}: has {len(values)} values for the "
-                    f"{len(columns)} columns {', '.join(columns)}"
+                    f"{len(columns)} columns {', '.join(columns)}; quote a value that holds the "
+                    "delimiter"
                 )
             if values:
                 yield reader.line_num, dict(zip(columns, values, strict=True))
     except csv.Error as error:
-        raise DataFileError(f"{path}:{reader.line_num}: is not CSV: {error}") from None
+        raise DataFileError(f"{path}:{reader.line_num}: is not CSV: {error}; correct it") from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
@@ -101,7 +108,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
     try:
         rows = parquet.read_table(path).to_pylist()
     except ValueError as error:  # pyarrow.ArrowInvalid
-        raise DataFileError(f"{path}: is not Parquet: {error}") from None
+        raise DataFileError(f"{path}: is not Parquet: {error}; write it again") from None
     yield from enumerate(rows, start=1)
 
 

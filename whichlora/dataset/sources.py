@@ -141,7 +141,9 @@ def _open_hub(config: DatasetConfig) -> BaseDataset:
             "config_name, split and the connection, or give a local file"
         ) from error
     if not len(rows):
-        raise ConfigError(f"dataset.split: {config.split!r} of {config.path} has no rows")
+        raise ConfigError(
+            f"dataset.split: {config.split!r} of {config.path} has no rows; give another"
+        )
     render, messages_column = rendering(config, rows.column_names)
     if held_out is None:
         train, validation = _hold_out(len(rows), config.validation_fraction)

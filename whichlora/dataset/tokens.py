@@ -82,7 +82,7 @@ def _encoder(tokenizer: str | None, *, offline: bool) -> tuple[Encode, str]:
     except ImportError:
         return _estimate, f"{_ESTIMATE}, as the library tokenizers is not installed"
     except Exception as error:  # the library raises plain Exception
-        raise DataFileError(f"{file}: is not a tokenizer: {error}") from None
+        raise DataFileError(f"{file}: is not a tokenizer: {error}; download it again") from None
     fast.no_truncation()
     fast.no_padding()
 
@@ -136,7 +136,9 @@ def with_chat_template(
         loaded = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local_only)
     except Exception as error:  # the library raises whatever lies below it
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"tokenizers: {tokenizer} can't be loaded: {reason}") from error
+        raise ConfigError(
+            f"tokenizers: {tokenizer} can't be loaded: {reason}; check its files"
+        ) from error
     if loaded.chat_template is None:
         return dataset
     # A first token that tokenizing adds anyway must not stand in the text as well.

@@ -111,7 +111,9 @@ def under_llamafactory(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     precision = run.precision
     if get_method(run.method).trains_base:
         if precision == "fp16":
-            raise ConfigError("--to llamafactory: full fine-tuning in fp16 is not modelled there")
+            raise ConfigError(
+                "--to llamafactory: full fine-tuning in fp16 is not modelled there; use bf16"
+            )
         if precision not in (*FP32_PRECISIONS, "bf16-pure") and not run.has_master_weights:
             precision = "bf16-pure"  # else it widens all weights to fp32
             notes.append(f"{run.precision} becomes pure_bf16, or it would widen all weights")

@@ -103,7 +103,8 @@ def require_plain(recipe: Recipe, tool: str, *, quants: frozenset[str]) -> None:
         )
     if (recipe.model_config or {}).get("is_encoder_decoder"):
         raise ConfigError(
-            f"--to {tool}: {recipe.run.model} is an encoder-decoder, which needs pairs of texts"
+            f"--to {tool}: {recipe.run.model} is an encoder-decoder, which needs pairs of texts; "
+            "the exports are of single texts, so give a decoder"
         )
     if recipe.weights == "random":
         raise ConfigError(

@@ -33,7 +33,7 @@ def write_images(place: Path, image_format: str, folder: Path | None = None) -> 
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataFileError(f"{folder}: can't be made ({error.strerror})") from None
+        raise DataFileError(f"{folder}: can't be made ({error.strerror}); check the path") from None
     figures = build_figures(source)
     paths = [folder / f"{figure['id']}.{image_format}" for figure in figures]
     drawn = [Figure({"data": one["data"], "layout": _still(one)}) for one in figures]

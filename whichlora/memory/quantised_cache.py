@@ -29,7 +29,9 @@ def check_quantisable(model: ModelSpec, stored: CacheFormat) -> None:
     """
     attentions = [attention for layer, _ in model.layers() for attention in layer.attentions]
     if model.task != "causal-lm":
-        raise ConfigError(f"kv_cache: quantized is for decoders only, {model.name} is none")
+        raise ConfigError(
+            f"kv_cache: quantized is for decoders only, {model.name} is none; use dynamic"
+        )
     if any(one.sliding_window is not None or one.kind != "softmax" for one in attentions):
         raise ConfigError(
             f"kv_cache: quantized needs full attention in every layer, {model.name} has sliding "

@@ -31,9 +31,13 @@ def list_methods() -> dict[str, Method]:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         method = point.load()
         if not isinstance(method, Method):
-            raise ConfigError(f"entry point {point.value!r}: is not a whichlora.methods.Method")
+            raise ConfigError(
+                f"entry point {point.value!r}: is not a whichlora.methods.Method; uninstall it"
+            )
         if method.name in methods:
-            raise ConfigError(f"entry point {point.value!r}: method {method.name!r} exists already")
+            raise ConfigError(
+                f"entry point {point.value!r}: method {method.name!r} exists already; rename it"
+            )
         methods[method.name] = method
     return methods
 

@@ -107,7 +107,9 @@ def read_table(path: Path, *, find_model: FindModel, find_gpu: FindGpu) -> Table
             if fault:
                 raise ConfigError(fault)
             if records.setdefault(record.id, record) != record:
-                raise ConfigError(f"id: {record.id!r} is another record further up")
+                raise ConfigError(
+                    f"id: {record.id!r} is another record further up; give each run its own"
+                )
         except WhichLoraError as error:
             text = str(error)
             refused.append(text if text.startswith(where) else f"{where}: {text}")
@@ -182,7 +184,9 @@ def _columns(header: Sequence[str], where: str) -> list[Column]:
 def _row(columns: Sequence[Column], cells: Sequence[str]) -> dict[str, str]:
     """The cells that hold something, by column name."""
     if len(cells) != len(columns):
-        raise ConfigError(f"has {len(cells)} cells, the header names {len(columns)} columns")
+        raise ConfigError(
+            f"has {len(cells)} cells, the header names {len(columns)} columns; correct it"
+        )
     row = {column.name: cell for column, cell in zip(columns, cells, strict=True) if cell}
     needed = [*_REQUIRED, *_REQUIRED_IN.get(row.get("phase", ""), ())]
     if "method" in row and row["method"] != "full":
@@ -207,7 +211,7 @@ def _record(row: Mapping[str, str], columns: Sequence[Column], gpu: GpuSpec) -> 
     }
     if "tokens_per_s" in row:
         if run.phase != "finetune" or "step_s" in values:
-            raise ConfigError("tokens_per_s: is for fine-tuning, in place of step")
+            raise ConfigError("tokens_per_s: is for fine-tuning, in place of step; leave it out")
         tokens = run.batch_size * run.seq_len * run.gradient_accumulation_steps
         values["step_s"] = tuple(tokens / rate for rate in _numbers("tokens_per_s", row))
     if "batch_seq_len" in row:

@@ -72,7 +72,7 @@ def read_source(place: Path) -> Source:
         gpu = folder.parent.name if folder.name == "measurements" else None
         for record, where in read_records(path, gpu=gpu):
             if not is_slug(record.gpu):
-                raise DataFileError(f"{where}: gpu: {record.gpu!r} can't name a folder")
+                raise DataFileError(f"{where}: gpu: {record.gpu!r} can't name a folder; correct it")
             records.append((record, where))
     if not records:
         raise DataFileError(f"{place}: holds no records; give a folder or a file of .jsonl")

@@ -55,7 +55,9 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataFileError(f"{where}: is not valid JSON ({error}); repair or remove it") from None
     if not isinstance(value, dict):
-        raise DataFileError(f"{where}: must hold a JSON object, got {type(value).__name__}")
+        raise DataFileError(
+            f"{where}: must hold a JSON object, got {type(value).__name__}; correct it"
+        )
     return value
 
 
