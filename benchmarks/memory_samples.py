@@ -46,18 +46,35 @@ INVENTED = {  # for types without a model in the database; Llama's names, the re
     "head_dim": 96,
 }
 _BART = {"hidden_size": 1024, "num_hidden_layers": 6, "encoder_layers": 6, "decoder_layers": 6}
+_STACK = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 512,
+}
 _NO_LAYERDROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}  # chance can't be traced
 OTHER_NAMES = {  # types that have their own names for some of these, or leave them out
     "blenderbot": _BART,
     "blenderbot-small": _BART,
     "codegen": {"n_inner": 4096},
     "m2m_100": _BART | _NO_LAYERDROP,
+    "esm": {
+        "vocab_size": 33,
+        "pad_token_id": 1,
+        "mask_token_id": 32,
+        "position_embedding_type": "rotary",
+        "token_dropout": True,
+    },
     "eurobert": {"pad_token_id": 0},
     "marian": _BART | {"pad_token_id": 0, "decoder_start_token_id": 0},
     "mvp": _BART,
     "pegasus": _BART,
     "persimmon": {"num_key_value_heads": 16},
     "plbart": _BART | {"decoder_attention_heads": 16},
+    "t5gemma": {"encoder": _STACK, "decoder": _STACK},
     "umt5": {"d_ff": 4096, "d_kv": 96, "num_decoder_layers": 12},
 }
 NO_AUTO_CLASS = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # never a model by themselves

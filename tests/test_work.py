@@ -61,6 +61,35 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
+_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+}
+_STACKS = {"vocab_size": 320, "d_model": 64, "encoder_layers": 3, "decoder_layers": 3}
+_STACKS |= {f"{side}_ffn_dim": 160 for side in ("encoder", "decoder")}
+_STACKS |= {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
+_SMALL_IDS = {"pad_token_id": 0, "decoder_start_token_id": 0}
+_GEMMA = _TEXT | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16}
+# Encoders fill masked words, encoder-decoders read and write as many tokens.
+TINY_ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": _TEXT,
+    "electra": _TEXT | {"embedding_size": 32},
+    "megatron-bert": _TEXT,
+    "rembert": _TEXT | {"input_embedding_size": 32, "output_embedding_size": 96},
+    "gte": _TEXT,
+    "eurobert": _TEXT | {"pad_token_id": 0},
+    "esm": _TEXT | {"pad_token_id": 0, "position_embedding_type": "rotary"},
+    "m2m_100": _STACKS | {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    "pegasus": _STACKS,
+    "marian": _STACKS | _SMALL_IDS,
+    "mvp": _STACKS,
+    "t5gemma": {"vocab_size": 320, "encoder": _GEMMA, "decoder": _GEMMA},
+}
+
+
 def job_of(run: RunConfig, config: dict[str, Any] | None = None) -> Job:
     model = families.build(config, name="tiny") if config else api.load_model(run.model)
     return resolve(model, run, api.find_gpu("h100-sxm-80gb"))
@@ -91,13 +120,18 @@ def counted(config: dict[str, Any], job: Job) -> tuple[int, int]:
 
     run = job.run
     arguments = {key: value for key, value in config.items() if key != "model_type"}
-    model = transformers.AutoModelForCausalLM.from_config(
+    auto, task = {
+        "causal-lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
+        "seq2seq-lm": ("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
+        "encoder": ("AutoModelForMaskedLM", None),
+    }[job.model.task]
+    model = getattr(transformers, auto).from_config(
         transformers.AutoConfig.for_model(config["model_type"], **arguments),
         attn_implementation="eager",  # the fused CPU kernel is not counted
     )
     keywords = job.method.peft_config(run)
     if keywords is not None:
-        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **keywords))
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type=task, **keywords))
     model.train()
     if run.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -142,6 +176,44 @@ def test_flops_are_those_that_pytorch_counts(
     assert done.product_flops == pytest.approx(products, rel=tolerance)
     if method == "full" and not gradient_checkpointing:
         assert done.product_flops == products
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("model_type", TINY_ENCODERS)
+@pytest.mark.parametrize(("method", "tolerance"), [("full", 0), ("lora", 0.05)])
+def test_flops_of_encoders_and_of_two_stacks_are_those_that_pytorch_counts(
+    model_type: str, method: str, tolerance: float
+) -> None:
+    config = TINY_ENCODERS[model_type] | {"model_type": model_type}
+    run = RunConfig(
+        model="tiny",
+        method=method,
+        batch_size=3,
+        seq_len=48,
+        r=8,
+        precision="fp32",
+        attn="eager",
+        gradient_checkpointing=False,
+    )
+    job = job_of(run, config)
+    products, attention = counted(config, job)
+    done = training(job)
+    assert done.attention_flops == attention
+    assert done.product_flops == pytest.approx(products, rel=tolerance)
+
+
+def test_a_decoder_reads_the_prompt_once_and_its_encoder_never_again() -> None:
+    config = TINY_ENCODERS["m2m_100"] | {"model_type": "m2m_100"}
+    job = job_of(RunConfig(model="tiny", phase="inference", precision="fp32"), config)
+    sizes = {"batch_size": 1, "context": 100}
+    prompt, token = (
+        work.inference_work(job.model, job.run, job.stack, decoding=decoding, **sizes).product_flops
+        for decoding in (False, True)
+    )
+    square, wide, head = 64 * 64, 2 * 64 * 160, 320 * 64
+    in_encoder, once = 3 * (4 * square + wide), 3 * (6 * square + wide)
+    assert prompt == 2 * (100 * (in_encoder + 3 * 2 * square) + once + head)
+    assert token == 2 * (once + head)
 
 
 @pytest.mark.oracle

@@ -13,6 +13,7 @@ from whichlora.cache_work import Conversion, expanding, storing
 from whichlora.memory import weights
 from whichlora.memory.activations import attention_kernel
 from whichlora.memory.layer_bytes import reads_last
+from whichlora.memory.outside import ENCODER_OUT
 from whichlora.methods import lora
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, smallest
@@ -94,6 +95,24 @@ def visited_weights(layer: Layer, tokens: Count) -> Count:
         visited = smallest(linear.count, tokens * linear.active) if linear.count > 1 else 1
         total = total + visited * linear.in_features * linear.out_features
     return total
+
+
+def head_weights(model: ModelSpec) -> tuple[int, int]:
+    """Elements of the projection to the words, and of other matrices around the layers.
+
+    An encoder is trained, and asked, to fill masked words.
+    """
+    around = sum(linear.num_weights for linear in model.head_linears)
+    masked = model.masked_head
+    if masked is not None:
+        transform = 0 if masked.linear is None else masked.linear.num_weights
+        return model.vocab_size * masked.width, around + transform
+    return (model.head.num_weights if model.head is not None else 0), around
+
+
+def encoder_reading_weights(layer: Layer) -> int:
+    """Elements of the matrices that make keys and values of the encoder's output."""
+    return sum(one.num_weights for one in layer.linears if one.reads == ENCODER_OUT)
 
 
 def attention_flops_per_token(
@@ -229,10 +248,9 @@ def training_work(
     tokens = batch_size * seq_len
     recompute = 1 if run.gradient_checkpointing else 0
     passes = 3 if method.trains_base else 2
-    head = model.head.num_weights if model.head is not None else 0
-    extra_head = sum(linear.num_weights for linear in model.head_linears)
+    head, around = head_weights(model)
 
-    product_flops = 2 * tokens * (head + extra_head) * passes
+    product_flops = 2 * tokens * (head + around) * passes
     weight_read = head * stack.embedding_bytes * passes + 0 * tokens
     attention_flops = 0 * tokens
     elementwise = 0 * tokens
@@ -281,7 +299,7 @@ def training_work(
         launches = launches + (count * base_ops * BACKWARD_RATIO)
     if not method.trains_base:
         product_flops = product_flops + (6 + 2 * recompute) * tokens * num_trained
-    vocab = model.vocab_size if model.head is not None else 0
+    vocab = model.vocab_size if head else 0
     loss_passes = LOSS_PASSES[run.loss_head]
     elementwise = elementwise + loss_passes * vocab * tokens
 
@@ -344,11 +362,16 @@ def inference_work(
 ) -> Work:
     """One forward: the prompt pass over `context` tokens, or one decoding step that sees them.
 
-    The head sees the last position only.
+    The head sees the last position only, an encoder's every one. Of two stacks the first reads the
+    prompt, and the second begins with one token.
     """
     tokens = batch_size if decoding else batch_size * context
-    head = model.head.num_weights if model.head is not None else 0
-    scored = tokens if stack.libraries.scores_whole_prompt else batch_size
+    head, around = head_weights(model)
+    two_stacks = model.task == "seq2seq-lm"
+    scores_all = stack.libraries.scores_whole_prompt or model.task == "encoder"
+    scored = tokens if scores_all else batch_size
+    if model.task == "encoder":
+        head = head + around
     product_flops = 2 * scored * head
     weight_read = head * stack.embedding_bytes + 0 * tokens
     attention_flops = 0 * tokens
@@ -357,11 +380,20 @@ def inference_work(
     dequant = 0 * tokens
     launches = OUTSIDE_OPS + 0 * tokens
     converted = conversion(run, stack, decoding=decoding)
-    for layer, count in model.layers():
-        alone = decoding or (run.kv_cache in ("dynamic", "static") and reads_last(layer, stack))
+    for group in model.groups:
+        layer, count = group.layer, group.count
+        if two_stacks and decoding and group.stack == "encoder":
+            continue
+        reads_one = two_stacks and group.stack == "decoder"
+        alone = decoding or reads_one
+        alone = alone or (run.kv_cache in ("dynamic", "static") and reads_last(layer, stack))
         rows = batch_size if alone else tokens
-        product_flops = product_flops + count * 2 * rows * active_weights(layer)
-        visited = visited_weights(layer, rows)
+        of_encoder = encoder_reading_weights(layer)  # once, over the whole prompt
+        in_rows = active_weights(layer) - of_encoder
+        product_flops = product_flops + count * 2 * rows * in_rows
+        if not decoding:
+            product_flops = product_flops + count * 2 * tokens * of_encoder
+        visited = visited_weights(layer, rows) - of_encoder * decoding
         stored = sum(weights.linear_bytes(linear, stack) for linear in layer.linears)
         all_weights = max(1, sum(linear.num_weights for linear in layer.linears))
         weight_read = weight_read + count * (visited * stored / all_weights)
