@@ -304,3 +304,28 @@ def test_what_a_caller_holds_lives_to_the_end_of_a_forward() -> None:
         found, _ = tape.forward(saving=False)
         points.append(found[-1])
     assert points == [per_token(2 + 10), per_token(2 + 10 + 20)]
+
+
+def test_a_name_that_is_bound_again_lets_go_of_what_it_held() -> None:
+    tape = Tape()
+    x = tape.input(per_token(1), 2, needs_grad=False)
+    for width in (100, 50):
+        weights = tape.op([x], per_token(width), 2)
+        tape.op([weights], per_token(5), 2)
+        tape.hold_to_end(weights, name="attention weights")
+    tape.op([x], per_token(10), 2)
+    points, _ = tape.forward(saving=False)
+    # 200 wait for the second 100, which live to the end
+    assert [bytes_of(one) for one in points] == [200, 210, 300, 310, 300, 120]
+
+
+def test_what_dropout_makes_of_wide_attention_weights_lives_as_long_as_its_name() -> None:
+    spec = find_model("google-t5/t5-base")
+    assert spec is not None
+    run = RunConfig(model=spec.name, attn="eager", batch_size=4, seq_len=1536, r=8)
+    decoder = points_of_layer(spec.groups[-1].layer, resolve(spec, run, GPU), masked=False)
+    sizes = {"tokens": 4 * 1536, "span": 1536, "r": 8}
+    scores = 4 * 12 * 1536**2
+    # both attentions: softmax 4, what dropout made of it 4, its mask 1, the 16-bit copy 2
+    recomputed = most(decoder.recomputed, **sizes)
+    assert 22 * scores < recomputed < 26 * scores

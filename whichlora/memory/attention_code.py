@@ -137,7 +137,7 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
     bias = None
     if attention.position == "relative":
         bias = _position_bias(code, attention, size=q.size)
-    out = _KERNELS[kernel](code, attention, q, k, v, bias)
+    out, weights = _KERNELS[kernel](code, attention, q, k, v, bias)
     tape.hold(q, k, v, *([] if bias is None else [bias]))
     if out.joined:
         out = code.copy(out)
@@ -147,6 +147,8 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
         tape.hold(gate)
     result = code.linear(out_linear, out)
     tape.hold(x, q, k, v, out, *named)  # names of the whole function
+    if weights is not None:  # layers are given them, whether or not anybody asked
+        tape.hold_to_end(weights, name="attention weights")
     return result
 
 
@@ -188,7 +190,7 @@ def _biased_mask(code: Code, attention: Attention, bias: Tensor) -> Tensor:
 
 def _fused_kernel(
     code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     tape, stack = code.tape, code.stack
     flash = stack.attn == "flash_attention_2"  # is never handed fp32
     size = 2 if flash else stack.compute_bytes
@@ -207,7 +209,7 @@ def _fused_kernel(
         inputs.append(code.cast(_biased_mask(code, attention, bias), size))
     elif code.masked and stack.attn == "sdpa" and not has_mask_per_head(attention):
         keeps.append(per_pair(size))
-    return tape.op(
+    out = tape.op(
         inputs,
         per_token(attention.out_width),
         size,
@@ -219,6 +221,7 @@ def _fused_kernel(
         joined=q.joined and attention.v_head_dim == attention.head_dim,
         what="attention: output, log-sum-exp, additive mask",
     )
+    return out, None
 
 
 def _repeated(code: Code, attention: Attention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,7 +250,7 @@ def _repeated(code: Code, attention: Attention, k: Tensor, v: Tensor) -> tuple[T
 
 def _eager_kernel(
     code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """Source: `eager_attention_forward` of transformers 5.23."""
     tape, stack = code.tape, code.stack
     heads = attention.num_attention_heads
@@ -290,6 +293,7 @@ def _eager_kernel(
     if attention.dropout and stack.training:
         mask_bytes = probabilities.size if stack.device_kind == "cpu" else 1
         probabilities = code.dropout(probabilities, mask_bytes=mask_bytes)
+    returned = probabilities
     if stack.under_autocast:
         probabilities = code.cast(probabilities, stack.compute_bytes)
         v = code.cast(v, stack.compute_bytes)
@@ -299,11 +303,10 @@ def _eager_kernel(
     )
     joined = code.copy(out)
     tape.hold(*named)
-    if attention.returns_probabilities:  # layers are given them, whether or not anybody asked
-        tape.hold_to_end(probabilities)
-    else:
-        tape.hold(probabilities)
-    return joined
+    if attention.returns_probabilities:
+        return joined, returned
+    tape.hold(returned)
+    return joined, None
 
 
 def _softmax_with_sinks(code: Code, attention: Attention, scores: Tensor) -> Tensor:
@@ -325,7 +328,7 @@ def _by_head(code: Code, x: Tensor) -> Tensor:
 
 def _math_kernel(
     code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """Plain operators in fp32, whose names and casts live until the result is there.
 
     Source: torch 2.13 `_scaled_dot_product_attention_math`; it returns the probabilities too.
@@ -377,7 +380,7 @@ def _math_kernel(
     tape.hold(q, k, v, *wide, scaled_q, softmax, returned, *([] if mask is None else [mask]))
     result = code.copy(out)
     tape.hold(*named)
-    return result
+    return result, None
 
 
 _KERNELS = {"fused": _fused_kernel, "eager": _eager_kernel, "math": _math_kernel}

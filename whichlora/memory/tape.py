@@ -212,7 +212,8 @@ class Tape:
         self._steps: list[_Step] = []
         self._nodes: list[_Node] = []
         self._num_edges = 0
-        self._returned: list[int] = []
+        self._returned: set[int] = set()
+        self._bound: dict[str, int] = {}
         self._names: list[tuple[str, int]] = []
         self._gathered: list[Tensor] = []
         self._lent: list[Tensor] = []
@@ -353,10 +354,20 @@ class Tape:
         """A name still holds `tensors` here."""
         self._steps.append(_Step([one.storage for one in tensors if one.storage >= 0], (), NOTHING))
 
-    def hold_to_end(self, tensor: Tensor) -> None:
-        """A name of the block's caller, or of the block itself, holds `tensor` until it returns."""
+    def hold_to_end(self, tensor: Tensor, *, name: str = "") -> None:
+        """A name of the block's caller, or of the block itself, holds `tensor` until it returns.
+
+        Args:
+            name: one that is used again: what it was bound to before lives until here.
+        """
+        before = self._bound.get(name)
+        if before is not None:
+            self._returned.discard(before)
+            self._steps.append(_Step([before], (), NOTHING))
         if tensor.storage >= 0:
-            self._returned.append(tensor.storage)
+            self._returned.add(tensor.storage)
+            if name:
+                self._bound[name] = tensor.storage
 
     def kept(self, *, hidden: bool = False) -> tuple[Kept, ...]:
         """What stays for backward, each storage once, the input among it if it is kept.
