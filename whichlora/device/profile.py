@@ -196,7 +196,7 @@ class _Worker:
             self.kill()
             raise MeasurementError(
                 f"the profiling worker did not start ({outcome['detail']}); install "
-                "whichlora[profile], or predict without profiling"
+                "whichlora[profile], or set profile: none for predictions alone"
             )
         self.environment: Mapping[str, Any] = hello["environment"]
 
