@@ -263,6 +263,23 @@ def test_the_answer_prints_both_stages_and_marks_the_winner(
     assert "basis: made up" in text
 
 
+def test_what_holds_for_every_candidate_or_for_the_winner_is_noted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def noted(one: Candidate, *notes: str) -> Candidate:
+        return replace(one, prediction=replace(one.prediction, notes=notes))
+
+    best = noted(candidate(TRAIN), "slow units", "about the winner")
+    other = replace(TRAIN, model="org/large")
+    large = noted(candidate(other, size=9, used=40 * GiB), "slow units", "about another")
+    report.print_answer(answer(best, large, winner=best))
+    lines = capsys.readouterr().out.splitlines()
+    assert [one for one in lines if one.startswith("note: ")] == [
+        "note: slow units",
+        "note: about the winner",
+    ]
+
+
 def test_progress_goes_to_stderr_and_can_be_silent(capsys: pytest.CaptureFixture[str]) -> None:
     for quiet in (False, True):
         with report.Progress(quiet=quiet) as progress:

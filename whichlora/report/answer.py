@@ -108,6 +108,8 @@ def print_answer(answer: Answer) -> None:
         _print_errors(console, compared)
     say(console, f"data: {answer.tokens}")
     say(console, f"basis: {answer.basis}")
+    for note in answer_notes(answer):
+        say(console, f"note: {note}")
     trained = answer.training is not None and "error" not in answer.training
     if trained:
         _print_training(console, answer)
@@ -118,6 +120,17 @@ def print_answer(answer: Answer) -> None:
 
         command = shlex.join(train_command(answer.files["job"]))
         say(console, f"start the fine-tuning with: {command}", whole=True)
+
+
+def answer_notes(answer: Answer) -> list[str]:
+    """What must be known about the winner, and about every candidate: the device, say."""
+    each = [one.prediction.notes for one in (*answer.inference, *answer.finetune)]
+    of_all = [note for note in (each[0] if each else ()) if all(note in one for one in each)]
+    of_winner = () if answer.winner is None else answer.winner.prediction.notes
+    found = dict.fromkeys((*of_winner, *of_all))
+    if answer.compared:  # what was measured has taken the datasheet's place
+        return [note for note in found if not note.startswith("datasheet facts")]
+    return list(found)
 
 
 def _print_stage(
