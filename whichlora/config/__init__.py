@@ -115,63 +115,22 @@ def _well_formed(data: dict[Any, Any]) -> dict[Any, Any]:
 
 def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
     from whichlora.config.checks import resolve_model
-    from whichlora.store.gpus import find_gpu
 
     folder = path.parent
     stage1, stage2 = settings.stage1_profile, settings.stage2_profile
     names = settings.models or stage1.model_names or DEFAULT_MODELS
     models = tuple(resolve_model(name, folder) for name in names)
-    shared: dict[str, Any] = {
-        "model": models[0],
-        "precision": settings.precision,
-        "attn": settings.attn[0],
-        "quant": settings.quant,
-        "quant_group_size": settings.quant_group_size,
-        "expandable_segments": settings.expandable_segments,
-        "kv_cache": settings.kv_cache,
-        "cache_backend": settings.cache_backend,
-        "cache_nbits": settings.cache_nbits,
-        "cache_group_size": settings.cache_group_size,
-        "cache_residual_length": settings.cache_residual_length,
-    }
     return Plan(
         source=path,
         output_dir=_folder(settings.output_dir, folder) or Path("runs") / path.stem,
         gpu=settings.gpu,
         models=models,
         tokenizers=_tokenizers(stage1.tokenizers, names, folder),
-        inference=RunConfig(
-            **shared,
-            phase="inference",
-            batch_size=stage1.batch_size[0],
-            prompt_len=stage1.prefill_length[0],
-            max_new_tokens=stage1.tokens_to_generate[0],
-        ),
+        inference=_inference(settings, models[0]),
         inference_batch_sizes=stage1.batch_size,
         prompt_lens=stage1.prefill_length,
         max_new_tokens=stage1.tokens_to_generate,
-        finetune=RunConfig(
-            **shared,
-            phase="finetune",
-            method=settings.methods[0],
-            batch_size=stage2.batch_size[0],
-            seq_len=settings.sequence_length,
-            r=settings.ranks[0],
-            lora_alpha=settings.lora_alpha or 2 * settings.ranks[0],
-            lora_dropout=settings.lora_dropout,
-            target_modules=settings.target_modules,
-            modules_to_save=settings.modules_to_save,
-            base_dtype=settings.base_dtype,
-            adapter_dtype=settings.adapter_dtype,
-            bias=settings.bias,
-            use_rslora=settings.use_rslora,
-            loraplus_lr_ratio=settings.loraplus_lr_ratio,
-            optimizer=settings.optimizer[0],
-            gradient_checkpointing=settings.gradient_checkpointing[0],
-            gradient_accumulation_steps=settings.gradient_accumulation_steps,
-            padding=settings.padding,
-            loss_head=settings.loss_head,
-        ),
+        finetune=_finetune(settings, models[0]),
         methods=settings.methods,
         ranks=settings.ranks,
         lora_alpha=settings.lora_alpha,
@@ -180,22 +139,8 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         attn=settings.attn,
         optimizers=settings.optimizer,
         limits=_limits(settings),
-        gpu_limits={
-            find_gpu(name).key: Limits(
-                time_per_token_s=own.time_per_token,
-                inference_bytes=own.inference_memory,
-                total_time_s=own.total_time,
-                finetune_bytes=own.finetune_memory,
-            )
-            for name, own in (settings.gpu_limits or {}).items()
-        },
-        objective=Objective(
-            prefer=settings.prefer,
-            order=models,
-            price_per_hour={
-                find_gpu(name).key: price for name, price in (settings.gpu_prices or {}).items()
-            },
-        ),
+        gpu_limits=_gpu_limits(settings),
+        objective=_objective(settings, models),
         budget=Budget(
             confidence=settings.confidence,
             runs=settings.max_profile_runs,
@@ -216,6 +161,70 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         calibration_dir=_folder(settings.calibration_dir, folder),
         slurm=_slurm(settings.slurm),
         raw=data,
+    )
+
+
+def _shared(settings: PlanFile, model: str) -> dict[str, Any]:
+    """What the runs of both stages have in common; of what is a list, the first."""
+    return {
+        "model": model,
+        "precision": settings.precision,
+        "attn": settings.attn[0],
+        "quant": settings.quant,
+        "quant_group_size": settings.quant_group_size,
+        "expandable_segments": settings.expandable_segments,
+        "kv_cache": settings.kv_cache,
+        "cache_backend": settings.cache_backend,
+        "cache_nbits": settings.cache_nbits,
+        "cache_group_size": settings.cache_group_size,
+        "cache_residual_length": settings.cache_residual_length,
+    }
+
+
+def _inference(settings: PlanFile, model: str) -> RunConfig:
+    stage = settings.stage1_profile
+    return RunConfig(
+        **_shared(settings, model),
+        phase="inference",
+        batch_size=stage.batch_size[0],
+        prompt_len=stage.prefill_length[0],
+        max_new_tokens=stage.tokens_to_generate[0],
+    )
+
+
+def _finetune(settings: PlanFile, model: str) -> RunConfig:
+    return RunConfig(
+        **_shared(settings, model),
+        phase="finetune",
+        method=settings.methods[0],
+        batch_size=settings.stage2_profile.batch_size[0],
+        seq_len=settings.sequence_length,
+        r=settings.ranks[0],
+        lora_alpha=settings.lora_alpha or 2 * settings.ranks[0],
+        lora_dropout=settings.lora_dropout,
+        target_modules=settings.target_modules,
+        modules_to_save=settings.modules_to_save,
+        base_dtype=settings.base_dtype,
+        adapter_dtype=settings.adapter_dtype,
+        bias=settings.bias,
+        use_rslora=settings.use_rslora,
+        loraplus_lr_ratio=settings.loraplus_lr_ratio,
+        optimizer=settings.optimizer[0],
+        gradient_checkpointing=settings.gradient_checkpointing[0],
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        padding=settings.padding,
+        loss_head=settings.loss_head,
+    )
+
+
+def _objective(settings: PlanFile, models: tuple[str, ...]) -> Objective:
+    from whichlora.store.gpus import find_gpu
+
+    prices = (settings.gpu_prices or {}).items()
+    return Objective(
+        prefer=settings.prefer,
+        order=models,
+        price_per_hour={find_gpu(name).key: price for name, price in prices},
     )
 
 
@@ -246,6 +255,21 @@ def _limits(settings: PlanFile) -> Limits:
         total_time_s=_either(stage2.total_time, stage2.total_time_mins, 60.0),
         finetune_bytes=_bytes(stage2.peak_memory, stage2.peak_memory_gb),
     )
+
+
+def _gpu_limits(settings: PlanFile) -> dict[str, Limits]:
+    """By the key of the device."""
+    from whichlora.store.gpus import find_gpu
+
+    return {
+        find_gpu(name).key: Limits(
+            time_per_token_s=own.time_per_token,
+            inference_bytes=own.inference_memory,
+            total_time_s=own.total_time,
+            finetune_bytes=own.finetune_memory,
+        )
+        for name, own in (settings.gpu_limits or {}).items()
+    }
 
 
 def _slurm(given: Slurm) -> SlurmConfig:
