@@ -27,36 +27,12 @@ def export(recipe: Recipe) -> Export:
     run, notes = under_axolotl(run)
     notes += left_out
     notes += padding_note(recipe)
-    method = get_method(run.method)
-    quant = run.quant or "none"
     settings: dict[str, Any] = {"base_model": run.model, "attn_implementation": run.attn}
     if recipe.tokenizer is not None:
         settings["tokenizer_config"] = recipe.tokenizer
     if recipe.trust_remote_code:
         settings["trust_remote_code"] = True
-    adapter = method.peft_config(run)
-    if adapter is not None:
-        targets = recipe.target_modules
-        settings |= {
-            "adapter": "qlora" if quant == "nf4-dq" else "lora",
-            "load_in_4bit": quant == "nf4-dq",
-            "load_in_8bit": quant == "int8",
-            "lora_r": run.r,
-            "lora_alpha": run.lora_alpha,
-            "lora_dropout": run.lora_dropout,
-            **(
-                {"lora_target_linear": True}
-                if isinstance(targets, str)
-                else {"lora_target_modules": list(targets)}
-            ),
-            **({"peft_use_rslora": True} if run.use_rslora else {}),
-            **({"loraplus_lr_ratio": run.loraplus_lr_ratio} if run.loraplus_lr_ratio != 1 else {}),
-            "peft_use_dora": bool(adapter.get("use_dora")),
-            **({"lora_modules_to_save": list(run.modules_to_save)} if run.modules_to_save else {}),
-            "lora_mlp_kernel": False,
-            "lora_qkv_kernel": False,
-            "lora_o_kernel": False,
-        }
+    settings |= _adapter(recipe, run)
     settings |= {
         "datasets": [{"path": DATA_FILE, "ds_type": "json", "type": "completion", "field": "text"}],
         "val_set_size": 0.0,
@@ -86,6 +62,34 @@ def export(recipe: Recipe) -> Export:
     return Export(
         files={FILE: yaml_text(settings, head=head)}, command=command, run=run, notes=notes
     )
+
+
+def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
+    """What it is told of the adapters; nothing for full fine-tuning."""
+    adapter = get_method(run.method).peft_config(run)
+    if adapter is None:
+        return {}
+    targets, quant = recipe.target_modules, run.quant or "none"
+    return {
+        "adapter": "qlora" if quant == "nf4-dq" else "lora",
+        "load_in_4bit": quant == "nf4-dq",
+        "load_in_8bit": quant == "int8",
+        "lora_r": run.r,
+        "lora_alpha": run.lora_alpha,
+        "lora_dropout": run.lora_dropout,
+        **(
+            {"lora_target_linear": True}
+            if isinstance(targets, str)
+            else {"lora_target_modules": list(targets)}
+        ),
+        **({"peft_use_rslora": True} if run.use_rslora else {}),
+        **({"loraplus_lr_ratio": run.loraplus_lr_ratio} if run.loraplus_lr_ratio != 1 else {}),
+        "peft_use_dora": bool(adapter.get("use_dora")),
+        **({"lora_modules_to_save": list(run.modules_to_save)} if run.modules_to_save else {}),
+        "lora_mlp_kernel": False,
+        "lora_qkv_kernel": False,
+        "lora_o_kernel": False,
+    }
 
 
 def under_axolotl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:

@@ -32,8 +32,6 @@ def export(recipe: Recipe) -> Export:
     run, notes = under_llamafactory(run)
     notes += left_out
     notes += padding_note(recipe)
-    method = get_method(run.method)
-    quant = run.quant or "none"
     settings: dict[str, Any] = {
         "model_name_or_path": run.model,
         "flash_attn": _ATTENTION[run.attn],
@@ -42,30 +40,7 @@ def export(recipe: Recipe) -> Export:
     }
     if recipe.trust_remote_code:
         settings["trust_remote_code"] = True
-    if quant != "none":
-        settings |= {"quantization_method": "bnb", "quantization_bit": 8 if quant == "int8" else 4}
-    if quant in FOUR_BIT_BNB:
-        settings |= {
-            "quantization_type": quant.removesuffix("-dq"),
-            "double_quantization": quant.endswith("-dq"),
-        }
-    settings |= {"stage": "pt", "do_train": True}
-    adapter = method.peft_config(run)
-    if adapter is None:
-        settings["finetuning_type"] = "full"
-    else:
-        targets = recipe.target_modules
-        settings |= {
-            "finetuning_type": "lora",
-            "lora_rank": run.r,
-            "lora_alpha": run.lora_alpha,
-            "lora_dropout": run.lora_dropout,
-            "lora_target": "all" if isinstance(targets, str) else ",".join(targets),
-            "use_dora": bool(adapter.get("use_dora")),
-            **({"use_rslora": True} if run.use_rslora else {}),
-            **({"loraplus_lr_ratio": run.loraplus_lr_ratio} if run.loraplus_lr_ratio != 1 else {}),
-            **({"additional_target": ",".join(run.modules_to_save)} if run.modules_to_save else {}),
-        }
+    settings |= _quantisation(run) | {"stage": "pt", "do_train": True} | _adapter(recipe, run)
     settings |= {
         "dataset": "train",
         "dataset_dir": ".",
@@ -99,6 +74,39 @@ def export(recipe: Recipe) -> Export:
         run=run,
         notes=notes,
     )
+
+
+def _quantisation(run: RunConfig) -> dict[str, Any]:
+    quant = run.quant or "none"
+    if quant == "none":
+        return {}
+    if quant == "int8":
+        return {"quantization_method": "bnb", "quantization_bit": 8}
+    return {
+        "quantization_method": "bnb",
+        "quantization_bit": 4,
+        "quantization_type": quant.removesuffix("-dq"),
+        "double_quantization": quant.endswith("-dq"),
+    }
+
+
+def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
+    """Which fine-tuning, and what it is told of the adapters."""
+    adapter = get_method(run.method).peft_config(run)
+    if adapter is None:
+        return {"finetuning_type": "full"}
+    targets = recipe.target_modules
+    return {
+        "finetuning_type": "lora",
+        "lora_rank": run.r,
+        "lora_alpha": run.lora_alpha,
+        "lora_dropout": run.lora_dropout,
+        "lora_target": "all" if isinstance(targets, str) else ",".join(targets),
+        "use_dora": bool(adapter.get("use_dora")),
+        **({"use_rslora": True} if run.use_rslora else {}),
+        **({"loraplus_lr_ratio": run.loraplus_lr_ratio} if run.loraplus_lr_ratio != 1 else {}),
+        **({"additional_target": ",".join(run.modules_to_save)} if run.modules_to_save else {}),
+    }
 
 
 def under_llamafactory(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:

@@ -27,34 +27,12 @@ def export(recipe: Recipe) -> Export:
     run, notes = under_trl(run)
     notes += left_out
     notes += padding_note(recipe, "packed", "grouped")
-    method = get_method(run.method)
-    quant = run.quant or "none"
     settings: dict[str, Any] = {
         "model_name_or_path": run.model,
         "dtype": run.weight_dtype,
         "attn_implementation": run.attn,
     }
-    if quant in FOUR_BIT_BNB:
-        settings |= {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": quant.removesuffix("-dq"),
-            "use_bnb_nested_quant": quant.endswith("-dq"),
-        }
-    elif quant == "int8":
-        settings["load_in_8bit"] = True
-    adapter = method.peft_config(run)
-    if adapter is not None:
-        targets = recipe.target_modules
-        settings |= {
-            "use_peft": True,
-            "lora_r": run.r,
-            "lora_alpha": run.lora_alpha,
-            "lora_dropout": run.lora_dropout,
-            "lora_target_modules": targets if isinstance(targets, str) else list(targets),
-            **({"use_rslora": True} if run.use_rslora else {}),
-            "use_dora": bool(adapter.get("use_dora")),
-            **({"lora_modules_to_save": list(run.modules_to_save)} if run.modules_to_save else {}),
-        }
+    settings |= _quantisation(run) | _adapter(recipe, run)
     settings |= {
         "datasets": [{"path": "json", "data_files": DATA_FILE}],
         "dataset_text_field": "text",
@@ -85,6 +63,35 @@ def export(recipe: Recipe) -> Export:
     return Export(
         files={FILE: yaml_text(settings, head=head)}, command=command, run=run, notes=notes
     )
+
+
+def _quantisation(run: RunConfig) -> dict[str, Any]:
+    quant = run.quant or "none"
+    if quant in FOUR_BIT_BNB:
+        return {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": quant.removesuffix("-dq"),
+            "use_bnb_nested_quant": quant.endswith("-dq"),
+        }
+    return {"load_in_8bit": True} if quant == "int8" else {}
+
+
+def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
+    """What it is told of the adapters; nothing for full fine-tuning."""
+    adapter = get_method(run.method).peft_config(run)
+    if adapter is None:
+        return {}
+    targets = recipe.target_modules
+    return {
+        "use_peft": True,
+        "lora_r": run.r,
+        "lora_alpha": run.lora_alpha,
+        "lora_dropout": run.lora_dropout,
+        "lora_target_modules": targets if isinstance(targets, str) else list(targets),
+        **({"use_rslora": True} if run.use_rslora else {}),
+        "use_dora": bool(adapter.get("use_dora")),
+        **({"lora_modules_to_save": list(run.modules_to_save)} if run.modules_to_save else {}),
+    }
 
 
 def under_trl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
