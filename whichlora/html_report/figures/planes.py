@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any
+from typing import Any, TypeAlias
 
 from whichlora.html_report import axes
 from whichlora.html_report.figures.frame import (
@@ -23,6 +23,8 @@ from whichlora.html_report.marks import (
 )
 from whichlora.html_report.source import Estimate, Point, Source
 from whichlora.units import format_bytes, format_seconds
+
+TimeOf: TypeAlias = Callable[[Point], Estimate | None]
 
 
 def finetune_plane(source: Source, marks: Marks) -> Figure | None:
@@ -63,7 +65,7 @@ def _plane(
     *,
     name: str,
     title: str,
-    time: Callable[[Point], Estimate | None],
+    time: TimeOf,
     time_title: str,
     time_limit: float | None,
     byte_limit: float | None,
@@ -73,42 +75,9 @@ def _plane(
         return None
     points = source.points
     bars = len(shown) <= MAX_ERROR_BARS
-    data = _front(source, shown, time)
-    for model in dict.fromkeys(points[i].model for i in shown):
-        own = [i for i in shown if points[i].model == model]
-        times = [estimate for i in own if (estimate := time(points[i])) is not None]
-        peaks = [points[i].peak_bytes for i in own]
-        trace: dict[str, Any] = {
-            "type": "scatter",
-            "mode": "markers",
-            "name": escape(marks.labels[model], quote=False),
-            "legendgroup": model,
-            "showlegend": False,  # its first point may be a cross; the legend shows the colour
-            "x": [one.value for one in times],
-            "y": [one.value for one in peaks],
-            "customdata": own,
-            "marker": marks.markers([points[i] for i in own]),
-        }
-        if bars:
-            trace |= {"error_x": error_bars(times), "error_y": error_bars(peaks)}
-        data.append(trace)
+    data = _front(source, shown, time) + _clouds(source, marks, shown, time, bars=bars)
     if source.winner in shown:
-        best = points[source.winner]
-        best_time = time(best)
-        assert best_time is not None  # it is one of those shown
-        ring = {"symbol": "circle-open", "size": 20, "color": "#C03028", "line": {"width": 2.5}}
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "winner",
-                "x": [best_time.value],
-                "y": [best.peak_bytes.value],
-                "customdata": [source.winner],
-                "marker": ring,
-                "hoverinfo": "skip",
-            }
-        )
+        data.append(_ring(source, source.winner, time))
     data += colour_legend(marks, [points[i] for i in shown])
     data += shape_legend(marks, [points[i] for i in shown])
     known_times = shown_values([one for i in shown if (one := time(points[i])) is not None])
@@ -136,9 +105,56 @@ def _plane(
     )
 
 
-def _front(
-    source: Source, shown: Sequence[int], time: Callable[[Point], Estimate | None]
+def _clouds(
+    source: Source, marks: Marks, shown: Sequence[int], time: TimeOf, *, bars: bool
 ) -> list[dict[str, Any]]:
+    """The candidates, those of one model in one trace."""
+    points = source.points
+    traces = []
+    for model in dict.fromkeys(points[i].model for i in shown):
+        own = [i for i in shown if points[i].model == model]
+        times = [estimate for i in own if (estimate := time(points[i])) is not None]
+        peaks = [points[i].peak_bytes for i in own]
+        trace: dict[str, Any] = {
+            "type": "scatter",
+            "mode": "markers",
+            "name": escape(marks.labels[model], quote=False),
+            "legendgroup": model,
+            "showlegend": False,  # its first point may be a cross; the legend shows the colour
+            "x": [one.value for one in times],
+            "y": [one.value for one in peaks],
+            "customdata": own,
+            "marker": marks.markers([points[i] for i in own]),
+        }
+        if bars:
+            trace |= {"error_x": error_bars(times), "error_y": error_bars(peaks)}
+        traces.append(trace)
+    return traces
+
+
+def _ring(source: Source, winner: int, time: TimeOf) -> dict[str, Any]:
+    """A ring around the winner, which is one of those shown."""
+    best = source.points[winner]
+    best_time = time(best)
+    assert best_time is not None
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "winner",
+        "x": [best_time.value],
+        "y": [best.peak_bytes.value],
+        "customdata": [winner],
+        "marker": {
+            "symbol": "circle-open",
+            "size": 20,
+            "color": "#C03028",
+            "line": {"width": 2.5},
+        },
+        "hoverinfo": "skip",
+    }
+
+
+def _front(source: Source, shown: Sequence[int], time: TimeOf) -> list[dict[str, Any]]:
     """A step line through the candidates that none beats in both time and memory."""
     ends = [(i, one) for i in source.front if i in shown and (one := time(source.points[i]))]
     if len(ends) < 2:
