@@ -502,6 +502,25 @@ def test_a_multimodal_model_counts_its_vision_tower(config: dict[str, Any]) -> N
     model = module(config, spec.task)
     assert spec.num_params == sum(p.numel() for p in model.parameters())
     assert described_linears(spec) == real_linears(model)
+    assert idle_linears(spec) == tower_linears(model)
+
+
+def idle_linears(spec: ModelSpec) -> Counter[tuple[str, int, int, bool]]:
+    found: Counter[tuple[str, int, int, bool]] = Counter()
+    for x in spec.idle_linears:
+        found[x.name, x.in_features, x.out_features, x.bias] += x.count
+    return found
+
+
+def tower_linears(model: Any) -> Counter[tuple[str, int, int, bool]]:
+    """Every matrix module that no text passes."""
+    from torch import nn
+
+    return Counter(
+        (name.rpartition(".")[2], leaf.in_features, leaf.out_features, leaf.bias is not None)
+        for name, leaf in model.named_modules()
+        if isinstance(leaf, nn.Linear) and "language_model" not in name and "lm_head" not in name
+    )
 
 
 def test_a_multimodal_config_with_the_text_at_the_top_is_the_same_model() -> None:

@@ -448,6 +448,8 @@ class ModelSpec:
             has not.
         scales_logits: the model multiplies its logits by a number (Cohere, Granite).
         other_params: parameters outside all of the above (a vision tower, a pooler).
+        idle_params: those among them that no text passes: fully trained, they get no gradient and
+            the optimizer keeps no states of them.
         unloaded_params: those among them that `AutoModelForCausalLM` leaves on the disk.
         buffer_bytes: what modules keep beside parameters (a causal mask per attention).
         embedding_dropouts, final_dropouts: widths of the tensors that training drops values of
@@ -479,6 +481,7 @@ class ModelSpec:
     widens_logits: bool = False
     supports_checkpointing: bool = True
     other_params: int = 0
+    idle_params: int = 0
     unloaded_params: int = 0
     buffer_bytes: int = 0
     embedding_dropouts: tuple[int, ...] = ()
@@ -523,8 +526,9 @@ class ModelSpec:
 
     @property
     def trainable_params(self) -> int:
-        """Those among them that full fine-tuning changes. Kind: exact."""
-        return self.loaded_params - sum(one.num_params for one in self.embeddings if not one.trains)
+        """Those among them that full fine-tuning on text changes. Kind: exact."""
+        frozen = sum(one.num_params for one in self.embeddings if not one.trains)
+        return self.loaded_params - frozen - self.idle_params
 
     @property
     def adds_positions(self) -> bool:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from whichlora.architecture import Linear, ModelSpec
 from whichlora.families.fields import Fields
 
-NOTE = "text tower in blocks; the vision tower counts as {:,} further parameters, no work"
+NOTE = (
+    "text tower in blocks; the vision tower counts as {:,} further parameters, stored and adapted "
+    "as its matrices are, but no image passes it: no activations, no work"
+)
 UNLOADED = "text tower, as AutoModelForCausalLM loads it, without the {:,} of the vision tower"
 TEXT_ONLY = "text tower only: the config describes no vision tower"
+
+
+def _matrices(
+    shapes: Iterable[tuple[str, int, int]], *, count: int = 1, bias: bool = True
+) -> tuple[Linear, ...]:
+    """Matrices of a tower by name, input and output, `count` of each."""
+    return tuple(
+        Linear(name=name, in_features=into, out_features=out, reads="tower", count=count, bias=bias)
+        for name, into, out in shapes
+    )
 
 
 def _norm(width: int) -> int:
@@ -41,6 +54,61 @@ def qwen2_tower(vision: Fields, text: Fields) -> int:
     block += _dense(width, wide) + _dense(wide, width)
     merger = _qwen_merger(vision, width, vision.size("hidden_size"), norm=_norm(width))
     return _qwen_patch(vision) * width + vision.layers("depth") * block + merger
+
+
+def qwen2_linears(vision: Fields, text: Fields) -> tuple[Linear, ...]:
+    """The matrices of `Qwen2VisionTransformerPretrainedModel`; its patches go through a kernel."""
+    width = vision.size("embed_dim")
+    wide = int(width * (vision.number_or_none("mlp_ratio") or 4))
+    block = [("qkv", width, 3 * width), ("proj", width, width)]
+    block += [("fc1", width, wide), ("fc2", wide, width)]
+    merged = width * vision.size("spatial_merge_size") ** 2
+    merger = [("0", merged, merged), ("2", merged, vision.size("hidden_size"))]
+    return _matrices(block, count=vision.layers("depth")) + _matrices(merger)
+
+
+def qwen2_5_linears(vision: Fields, text: Fields) -> tuple[Linear, ...]:
+    """The matrices of `Qwen2_5_VisionTransformerPretrainedModel`."""
+    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
+    block = [("qkv", width, 3 * width), ("proj", width, width)]
+    block += [("gate_proj", width, wide), ("up_proj", width, wide), ("down_proj", wide, width)]
+    merged = width * vision.size("spatial_merge_size") ** 2
+    merger = [("0", merged, merged), ("2", merged, vision.size("out_hidden_size"))]
+    return _matrices(block, count=vision.layers("depth")) + _matrices(merger)
+
+
+def qwen3_linears(vision: Fields, text: Fields) -> tuple[Linear, ...]:
+    """The matrices of `Qwen3VLVisionModel`, one merger after the last block and some between."""
+    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
+    block = [("qkv", width, 3 * width), ("proj", width, width)]
+    block += [("linear_fc1", width, wide), ("linear_fc2", wide, width)]
+    merged = width * vision.size("spatial_merge_size") ** 2
+    mergers = 1 + len(vision.indices("deepstack_visual_indexes"))
+    merger = [("linear_fc1", merged, merged)]
+    merger += [("linear_fc2", merged, vision.size("out_hidden_size"))]
+    return _matrices(block, count=vision.layers("depth")) + _matrices(merger, count=mergers)
+
+
+def pixtral_linears(vision: Fields, text: Fields) -> tuple[Linear, ...]:
+    """The matrices of `PixtralVisionModel` and of Mistral 3's projector."""
+    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
+    out, merge = text.size("hidden_size"), text.size("spatial_merge_size")
+    block = [(f"{name}_proj", width, width) for name in "qkvo"]
+    block += [("gate_proj", width, wide), ("up_proj", width, wide), ("down_proj", wide, width)]
+    around = [("merging_layer", merge**2 * width, width)]
+    around += [("linear_1", width, out), ("linear_2", out, out)]
+    return _matrices(block, count=vision.layers(), bias=False) + _matrices(around, bias=False)
+
+
+def siglip_linears(vision: Fields, text: Fields) -> tuple[Linear, ...]:
+    """The matrices of Gemma 3's SigLIP encoder; the projection to the text is a parameter."""
+    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
+    block = [(f"{name}_proj", width, width) for name in ("k", "v", "q", "out")]
+    block += [("fc1", width, wide), ("fc2", wide, width)]
+    head: tuple[Linear, ...] = ()
+    if vision.flag("vision_use_head"):
+        head = _matrices([("out_proj", width, width), ("fc1", width, wide), ("fc2", wide, width)])
+    return _matrices(block, count=vision.layers()) + head
 
 
 def qwen2_5_tower(vision: Fields, text: Fields) -> int:
@@ -153,7 +221,7 @@ class Multimodal:
         tied: whether the head is tied where the config does not say.
         tower: vision config, text facts -> parameters outside the text tower.
         defaults: of the vision config.
-        linears: so its matrices, where they are known.
+        linears: so its matrices, which PEFT's all-linear and bitsandbytes reach.
         splits: `AutoModelForCausalLM` loads the text tower alone. Source: transformers 5.23
             `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
     """
@@ -215,7 +283,13 @@ _PIXTRAL = {
     "patch_size": 14,
 }
 TOWERS: Mapping[str, Multimodal] = {
-    "gemma3": Multimodal(text="gemma3_text", tied=True, tower=siglip_tower, defaults=_SIGLIP),
+    "gemma3": Multimodal(
+        text="gemma3_text",
+        tied=True,
+        tower=siglip_tower,
+        defaults=_SIGLIP,
+        linears=siglip_linears,
+    ),
     "gemma4": Multimodal(
         text="gemma4_text",
         tied=True,
@@ -223,16 +297,33 @@ TOWERS: Mapping[str, Multimodal] = {
         defaults=_GEMMA4,
         linears=gemma4_tower_linears,
     ),
-    "mistral3": Multimodal(text="mistral", tied=True, tower=pixtral_tower, defaults=_PIXTRAL),
-    "qwen2_vl": Multimodal(text="qwen2_vl_text", tied=False, tower=qwen2_tower, defaults=_QWEN2),
+    "mistral3": Multimodal(
+        text="mistral",
+        tied=True,
+        tower=pixtral_tower,
+        defaults=_PIXTRAL,
+        linears=pixtral_linears,
+    ),
+    "qwen2_vl": Multimodal(
+        text="qwen2_vl_text",
+        tied=False,
+        tower=qwen2_tower,
+        defaults=_QWEN2,
+        linears=qwen2_linears,
+    ),
     "qwen2_5_vl": Multimodal(
-        text="qwen2_5_vl_text", tied=False, tower=qwen2_5_tower, defaults=_QWEN2_5
+        text="qwen2_5_vl_text",
+        tied=False,
+        tower=qwen2_5_tower,
+        defaults=_QWEN2_5,
+        linears=qwen2_5_linears,
     ),
     "qwen3_vl": Multimodal(
         text="qwen3_vl_text",
         tied=False,
         tower=qwen3_tower,
         defaults=_QWEN3 | {"deepstack_visual_indexes": [8, 16, 24]},
+        linears=qwen3_linears,
     ),
     "qwen3_5": Multimodal(
         text="qwen3_5_text", tied=False, tower=qwen3_tower, defaults=_QWEN3, splits=True
@@ -271,6 +362,7 @@ def build_multimodal(
     return replace(
         spec,
         other_params=extra,
+        idle_params=0 if kind.splits else extra,
         unloaded_params=extra if kind.splits else 0,
         idle_linears=kind.linears(vision, around),
         notes=(*spec.notes, note),

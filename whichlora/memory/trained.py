@@ -151,6 +151,7 @@ def _of_base(model: ModelSpec, param_bytes: int) -> Iterator[Trained]:
         yield Trained(rows=1, width=rest, count=count, param_bytes=param_bytes)
     around = (
         model.loaded_params
+        - model.idle_params
         + masked_head_params(model)
         - sum(group.num_params for group in model.groups)
     )
