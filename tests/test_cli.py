@@ -407,7 +407,7 @@ def test_a_bad_argument_gets_one_clear_line(args: tuple[str, ...], said: str) ->
         ),
         (
             ("explain", MODEL, "--gpu", "cpu", "--batch-size", "max"),
-            "--batch-size: explain takes a number; 'whichlora estimate' finds max",
+            "--batch-size: explain takes numbers; 'whichlora estimate' finds max",
         ),
         (("explain", MODEL, "--gpu", "nosuch"), "unknown GPU 'nosuch'"),
         (("explain", MODEL, "--gpu", "cpu", "--json", "--markdown"), "--json and --markdown"),

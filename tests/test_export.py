@@ -220,6 +220,7 @@ def test_what_a_run_leaves_is_enough_to_export_it(tmp_path: Path) -> None:
     [
         ((MODEL, "--to", "trl", "--gpu", GPU, "--r", "8,16"), "these settings make 2"),
         ((MODEL, "--to", "trl", "--gpu", GPU, "--phase", "inference"), "writes a fine-tuning"),
+        ((MODEL, "--to", "trl", "--gpu", GPU, "--seq-len", "max"), "--seq-len: export takes num"),
         ((MODEL, "--to", "torchtune"), "'torchtune' is not one of"),
         ((".", "--to", "trl"), "has no recipe.json"),
         ((".", "--to", "trl", "--batch-size", "2"), "--batch-size: is for a MODEL"),

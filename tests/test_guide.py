@@ -71,6 +71,10 @@ def test_markdown_csv_and_html_say_the_same(tmp_path: Path) -> None:
     [
         (("--output", "guide.xlsx"), "ends with .xlsx; accepted are .md, .csv, .html"),
         (("--phase", "inference"), "a guide is of fine-tuning"),
+        (
+            ("--batch-size", "max"),
+            "--batch-size: guide takes numbers; 'whichlora estimate' finds max",
+        ),
         (("--samples", "0"), "'--samples': 0 is not in the range"),
     ],
 )

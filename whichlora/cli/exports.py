@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from whichlora.cli.options import Positive, calibration_option, json_option
-from whichlora.cli.settings import run_options, run_settings
+from whichlora.cli.settings import plain_settings, run_options
 from whichlora.errors import ConfigError
 from whichlora.results import SCHEMA_VERSION
 
@@ -71,7 +71,7 @@ def export(
         _refuse_settings(ctx)
         recipe = handover.read_recipe(folder)
     else:
-        runs = list(api.grid(run_settings([source], given)))
+        runs = list(api.grid(plain_settings([source], given, command="export")))
         if len(runs) != 1:
             raise ConfigError(f"export writes one fine-tuning, these settings make {len(runs)}")
         if runs[0].phase != "finetune":

@@ -15,7 +15,7 @@ from whichlora.cli.options import (
     list_option,
     words,
 )
-from whichlora.cli.settings import run_options, run_settings
+from whichlora.cli.settings import plain_settings, run_options
 
 
 @click.command()
@@ -66,7 +66,7 @@ def guide(
     from whichlora.guide import make_guide
 
     rows = make_guide(
-        api.grid(run_settings(models, given)),
+        api.grid(plain_settings(models, given, command="guide")),
         gpus,
         num_samples=samples,
         epochs=epochs,

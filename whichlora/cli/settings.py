@@ -191,17 +191,36 @@ def maximised(settings: dict[str, Any]) -> Size | None:
     return asked[0]
 
 
+def plain_settings(
+    models: Sequence[str], given: Mapping[str, Any], *, command: str
+) -> dict[str, list[Any]]:
+    """`run_settings` for a command that looks for no largest size.
+
+    Raises:
+        ConfigError: a size is max, or a value is not accepted.
+    """
+    settings = run_settings(models, given)
+    for name in _SIZES:
+        if settings[name] == MAX:
+            raise ConfigError(
+                f"{_flag(name)}: {command} takes numbers; 'whichlora estimate' finds max"
+            )
+    return settings
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def one_run(models: Sequence[str], given: Mapping[str, Any], *, command: str) -> RunConfig:
     """The run that the options describe, for a command that takes one.
 
     Raises:
         ConfigError: several values, or a value that is not accepted.
     """
-    settings: dict[str, Any] = run_settings(models, given)
+    settings = plain_settings(models, given, command=command)
     for name, values in settings.items():
-        flag = name if name == "model" else f"--{name.replace('_', '-')}"
-        if values == MAX:
-            raise ConfigError(f"{flag}: {command} takes a number; 'whichlora estimate' finds max")
+        flag = name if name == "model" else _flag(name)
         if len(values) > 1:
             shown = ",".join(map(str, values))
             raise ConfigError(
