@@ -199,7 +199,7 @@ def plain_settings(
     Raises:
         ConfigError: a size is max, or a value is not accepted.
     """
-    settings = run_settings(models, given)
+    settings: dict[str, Any] = run_settings(models, given)
     for name in _SIZES:
         if settings[name] == MAX:
             raise ConfigError(
