@@ -24,7 +24,6 @@ from whichlora.prediction import (
     ledger,
     mean_context,
     part_bytes,
-    size_names,
     step_features,
 )
 from whichlora.resolution import Job
@@ -88,9 +87,9 @@ def count(job: Job, axes: Mapping[str, Count]) -> Counts:
     """
     import numpy as np
 
-    values = [np.asarray(axes.get(name, getattr(job.run, name))) for name in size_names(job)]
+    values = [np.asarray(axes.get(name, getattr(job.run, name))) for name in job.size_names]
     floats = (np.asarray(value, dtype=np.float64) for value in values)
-    sizes = dict(zip(size_names(job), floats, strict=True))
+    sizes = dict(zip(job.size_names, floats, strict=True))
     found = ledger(job, **sizes)
     features, tokens, steps = (
         _training(job, sizes) if job.run.phase == "finetune" else _inference(job, sizes)
@@ -113,7 +112,7 @@ def _training(job: Job, sizes: Mapping[str, Count]) -> tuple[Features, Count, Co
 
 def _inference(job: Job, sizes: Mapping[str, Count]) -> tuple[Features, Count, Count]:
     """The same of a generation."""
-    batch_size, prompt_len, new_tokens = (sizes[name] for name in size_names(job))
+    batch_size, prompt_len, new_tokens = (sizes[name] for name in job.size_names)
 
     def forward(context: Count, *, decoding: bool) -> dict[str, Real]:
         return forward_features(job, context=context, decoding=decoding, batch_size=batch_size)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 from whichlora import families
+from whichlora.numeric import Real
 from whichlora.prediction import forward_features, ledger, mean_context, part_bytes, step_features
 from whichlora.resolution import resolve
 from whichlora.specs import GpuSpec, RunConfig
@@ -70,7 +71,6 @@ def _answers() -> Iterator[str]:
             )
 
 
-def _lines(values: object) -> Iterator[str]:
-    assert isinstance(values, dict)
+def _lines(values: Mapping[str, Real]) -> Iterator[str]:
     for name, value in values.items():
         yield f"{name} {float(value):.{_DIGITS}g}"

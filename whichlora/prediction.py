@@ -22,22 +22,15 @@ MEMORY_CONFIDENCE = 0.95
 TIME_CONFIDENCE = 0.90
 
 
-def size_names(job: Job) -> tuple[str, str, str]:
-    """Settings that may be arrays, so that many runs are counted at once."""
-    if job.run.phase == "finetune":
-        return ("batch_size", "seq_len", "r")
-    return ("batch_size", "prompt_len", "max_new_tokens")
-
-
 def _sizes(job: Job, given: Mapping[str, Count]) -> dict[str, Count]:
-    return {name: given.get(name, getattr(job.run, name)) for name in size_names(job)}
+    return {name: given.get(name, getattr(job.run, name)) for name in job.size_names}
 
 
 def ledger(job: Job, **sizes: Count) -> Ledger:
     """The moments of `job`.
 
     Args:
-        sizes: of `size_names`, in place of the run's own; arrays broadcast.
+        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
     """
     if job.run.phase == "inference":
         return inference_ledger(job.model, job.run, job.stack, job.gpu, **_sizes(job, sizes))
@@ -155,7 +148,7 @@ def step_features(job: Job, **sizes: Count) -> dict[str, Real]:
     """Time features of one optimizer step of `job`.
 
     Args:
-        sizes: of `size_names`, in place of the run's own; arrays broadcast.
+        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
     """
     counts = _sizes(job, sizes)
     done = work.training_work(

@@ -42,6 +42,13 @@ class Job:
         return ALL_LINEAR if self.run.target_modules == (ALL_LINEAR,) else self.targets
 
     @property
+    def size_names(self) -> tuple[str, str, str]:
+        """Settings that formulas also take as arrays, so that many runs are counted at once."""
+        if self.run.phase == "finetune":
+            return ("batch_size", "seq_len", "r")
+        return ("batch_size", "prompt_len", "max_new_tokens")
+
+    @property
     def dtype(self) -> str:
         """Dtype of the matrix products, as the datasheet names it."""
         return self.run.precision[:4]

@@ -165,7 +165,7 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.forecast is not None and len(self._steps) > max(1, self._num_said):
             self._num_said = len(self._steps)
-            self._say(self._progress())
+            self._say(self._progress(self.forecast))
         self._forget_pause()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -180,8 +180,8 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
             self._hook = None
         if self.forecast is None or not self._steps:
             return
-        self._say(self._summary())
-        self.measurement = self._measured()
+        self._say(self._summary(self.forecast))
+        self.measurement = self._measured(self.forecast)
         if self._record:
             self._keep(self.measurement)
 
@@ -246,10 +246,9 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
         if self.forecast is not None and self._hook is not None:
             self._mark_s = self._meter.now()
 
-    def _like(self) -> list[_Step]:
+    def _like(self, forecast: Forecast) -> list[_Step]:
         """Timed steps whose batches are whole and of one width each."""
-        assert self.forecast is not None
-        run = self.forecast.job.run
+        run = forecast.job.run
         return [
             step
             for step in self._steps
@@ -258,67 +257,61 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
             and set(step.shapes) == {(run.batch_size, step.width)}
         ]
 
-    def _peak(self) -> tuple[int, int] | None:
+    def _peak(self, forecast: Forecast) -> tuple[int, int] | None:
         """Peak of live tensors so far, and its prediction at the widest batch it has seen."""
-        assert self.forecast is not None
         bytes_now = self._meter.peaks()["peak_allocated_bytes"]
         if not bytes_now:
             return None
         width, padded = self._peak_width()
-        predicted = self.forecast.at(width, padded=padded).memory.peak_allocated_bytes
+        predicted = forecast.at(width, padded=padded).memory.peak_allocated_bytes
         return bytes_now, predicted
 
     def _peak_width(self) -> tuple[int, bool]:
         steps = self._steps if self._peak_step is None else [self._peak_step]
         return max(step.width for step in steps), any(step.padded for step in steps)
 
-    def _progress(self) -> str:
-        assert self.forecast is not None
+    def _progress(self, forecast: Forecast) -> str:
         timed = [step for step in self._steps if step.timed]
-        parts = [f"step {len(self._steps)} of {self.forecast.num_steps}"]
+        parts = [f"step {len(self._steps)} of {forecast.num_steps}"]
         if timed:
             actual = sum(step.seconds for step in timed)
-            predicted = sum(self.forecast.step_s(step.width) for step in timed)
+            predicted = sum(forecast.step_s(step.width) for step in timed)
             parts.append(
                 f"{format_seconds(actual / len(timed))} a step "
                 f"(predicted {format_seconds(predicted / len(timed))}, {_off(predicted, actual)})"
             )
-            left = 1 - len(self._steps) / self.forecast.num_steps
-            parts.append(
-                f"{format_seconds(self.forecast.total_s * actual / predicted * left)} left"
-            )
-        peak = self._peak()
+            left = 1 - len(self._steps) / forecast.num_steps
+            parts.append(f"{format_seconds(forecast.total_s * actual / predicted * left)} left")
+        peak = self._peak(forecast)
         if peak:
             parts.append(f"peak {_compared(*peak)}")
         return ", ".join(parts)
 
-    def _summary(self) -> str:
-        assert self.forecast is not None
+    def _summary(self, forecast: Forecast) -> str:
         actual = time.perf_counter() - self._begin_s
-        predicted = self.forecast.total_s
+        predicted = forecast.total_s
         text = (
             f"{len(self._steps)} steps in {format_seconds(actual)}, everything between them "
             f"included (predicted {format_seconds(predicted)}, {_off(predicted, actual)})"
         )
-        peak = self._peak()
+        peak = self._peak(forecast)
         if peak:
             text += f"; peak at {self._peak_width()[0]} tokens {_compared(*peak)}"
         return text
 
-    def _measured(self) -> Measurement:
+    def _measured(self, forecast: Forecast) -> Measurement:
         """The run as an ordinary record."""
-        assert self.forecast is not None
         width, padded = self._peak_width()
-        run = self.forecast.at(width, padded=padded).run
-        steps = self._like()[:MAX_RECORDED_STEPS]
+        run = forecast.at(width, padded=padded).run
+        steps = self._like(forecast)[:MAX_RECORDED_STEPS]
         peaks: dict[str, Any] = self._meter.peaks()
         return Measurement(
             id=uuid.uuid4().hex,
-            gpu=self.forecast.job.gpu.key,
+            gpu=forecast.job.gpu.key,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             config=run.to_dict(),
             outcome="ok",
-            model_config=dict(self.forecast.job.model.config),
+            model_config=dict(forecast.job.model.config),
             step_s=tuple(step.seconds for step in steps),
             batch_seq_len=tuple(step.width for step in steps),
             device_s=time.perf_counter() - self._begin_s,
