@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from whichlora.architecture import Attention, Linear, ModelSpec
+from whichlora.architecture import Attention, Layer, Linear, ModelSpec
 from whichlora.numeric import Count
 from whichlora.stack import Stack
 
@@ -104,6 +104,21 @@ def kept_mask_bytes(
         for one in masks.values():
             total = total + one * tokens * span
     return total
+
+
+def remade_zeros_bytes(layer: Layer, stack: Stack, *, span: Count) -> Count:
+    """Zeros that the first checkpointed layer of T5's decoder makes again in its backward.
+
+    It made them for the cross attention of all layers, and those of the forward wait for their
+    gradient. The looked-up bias that it makes again takes the place of the forward's, which nobody
+    holds by then. Kind: exact. Source: transformers 5.23 `T5Attention.forward`.
+    """
+    sizes = [
+        attention.num_attention_heads * stack.linear_out_bytes
+        for attention in layer.attentions
+        if attention.cross and attention.position == "relative" and not attention.biases_each_layer
+    ]
+    return sum(sizes) * span * span
 
 
 def sequence_bias_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, span: Count) -> Count:

@@ -425,13 +425,18 @@ def training_ledger(
             own = largest(*(layers[number].gradients for number in others))
             later = largest(later + layers[0].gradients - first_gradients - own, 0 * trained)
         waiting = [groups[number] for number in first_stack]
+        in_first_of_decoder = largest(*(of_first[number] for number in others))
+        if run.gradient_checkpointing:
+            layer = model.groups[others[0]].layer
+            zeros = activations.remade_zeros_bytes(layer, stack, span=seq_len)
+            in_first_of_decoder = in_first_of_decoder + zeros
         moments["first_decoder_layer_backward"] = (
             *before,
             Entry(facts.KEPT_LOGITS, kept_logits),
             Entry(facts.LATER_LAYERS_GRADIENTS, later),
             remainders,
             listed(fact, *waiting, before_layers, Group(tensors=(masks,), **sized)),
-            Entry(facts.LAYER_BACKWARD, largest(*(of_first[number] for number in others))),
+            Entry(facts.LAYER_BACKWARD, in_first_of_decoder),
         )
     if method.trains_base and has_one_order(model):
         for group, one in zip(model.groups[1:], in_backward[1:], strict=True):
