@@ -205,3 +205,16 @@ def test_an_interrupt_is_neither_done_nor_nothing_fits(monkeypatch: pytest.Monke
     monkeypatch.setattr("whichlora.workflow.run", interrupt)
     result = CliRunner().invoke(main, ["run", "any.yaml"])
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+
+
+def test_a_locale_without_our_signs_gets_the_answer_all_the_same() -> None:
+    command = ["estimate", "HuggingFaceTB/SmolLM2-135M", "--gpu", "h100-sxm-80gb"]
+    done = subprocess.run(
+        [sys.executable, "-m", "whichlora", *command, "--phase", "inference", "--batch-size", "64"],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert " ?s /token" in done.stdout  # µs

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import click
 
 from whichlora import __version__
@@ -24,6 +27,9 @@ from whichlora.cli.runs import report, run
 @click.version_option(__version__, prog_name="whichlora")
 def main() -> None:
     """The largest model, LoRA variant and batch size, before a GPU hour is spent."""
+    for stream in (sys.stdout, sys.stderr):  # an old locale lacks µ and lines, not the answer
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 _COMMANDS = (
