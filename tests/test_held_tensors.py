@@ -123,6 +123,37 @@ def test_esm_keeps_three_factors_of_its_gelu() -> None:
     assert tape.saved == per_token(3 * 2 * 100)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_dora_over_an_fp32_conv1d_makes_gradients_of_frozen_weights(precision: str) -> None:
+    gpt2 = {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4}
+    settings = {"method": "dora", "precision": precision, "base_dtype": "float32"}
+    if precision == "fp32":
+        settings.pop("base_dtype")
+    dropped, whole = (
+        part(
+            ledger_of(gpt2, **settings, lora_dropout=dropout),
+            "first_layer_backward",
+            facts.LATER_LAYERS_GRADIENTS,
+        )
+        for dropout in (0.05, 0.0)
+    )
+    of_layer = 4 * 256 * (3 * 256 + 256 + 2 * 4 * 256)
+    assert dropped - whole == 3 * of_layer
+    narrow = ledger_of(gpt2, method="dora", lora_dropout=0.05)
+    assert part(narrow, "first_layer_backward", facts.LATER_LAYERS_GRADIENTS) < of_layer
+
+
+def test_full_fine_tuning_gives_a_tower_no_gradients() -> None:
+    text = {"hidden_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+    gemma = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 128}}
+    gemma["vision_config"] |= {"num_attention_heads": 4, "num_hidden_layers": 2}
+    spec = model_of(gemma)
+    assert spec.idle_params == spec.other_params > 0
+    found = ledger_of(gemma, method="full")
+    gradients = part(found, "optimizer_step", facts.ALL_GRADIENTS)
+    assert gradients == 2 * (spec.num_params - spec.other_params)
+
+
 def test_mvp_gives_no_probabilities_back() -> None:
     inference = {"phase": "inference", "attn": "eager", "prompt_len": 256}
     sizes = {"d_model": 256, "vocab_size": 1000}

@@ -34,6 +34,7 @@ class Linear:
             False for a slice of a 3-D expert parameter or of any other bare parameter.
         quantisable: bitsandbytes converts it; False for a subclass of `nn.Linear` (Falcon) and
             for what transformers keeps in fp32 (T5's `wo`).
+        transposed: a `Conv1D`, whose weight is [in, out] (GPT-2).
         adapter_rank: how many times the asked rank its adapter gets from PEFT, 0 for none; None
             for the rule: 1 for a module, 0 for a bare parameter.
     """
@@ -46,6 +47,7 @@ class Linear:
     count: int = 1
     active: int = 1
     is_module: bool = True
+    transposed: bool = False
     adapter_rank: int | None = None
     quantisable: bool = True
 

@@ -147,12 +147,6 @@ def _check_trained(model: ModelSpec, run: RunConfig, stack: Stack) -> None:
             f"precision: {run.method} can't train fp16 weights, the gradient scaler refuses fp16 "
             "gradients; use precision bf16, or base_dtype float32"
         )
-    transposed = model.config.get("model_type") == "gpt2"  # Conv1D
-    if run.method == "dora" and transposed and run.lora_dropout and run.has_master_weights:
-        raise ConfigError(
-            "lora_dropout: PEFT's DoRA makes gradients of float32 Conv1D weights under dropout, "
-            f"which is not modelled, got {run.lora_dropout}; use 0, or base_dtype auto"
-        )
     if run.modules_to_save and run.precision == "fp16" and stack.embedding_bytes == 2:
         raise ConfigError(
             "modules_to_save: copies of fp16 modules can't be trained, the gradient scaler refuses "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from whichlora.architecture import Embedding, Layer, ModelSpec
+from whichlora.architecture import Embedding, Layer, Linear, ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
@@ -80,6 +81,11 @@ SYNONYMS = {
 }
 
 
+def _transposed(linears: Sequence[Linear]) -> tuple[Linear, ...]:
+    """As `Conv1D` holds them; GPT-BigCode has plain matrices."""
+    return tuple(replace(one, transposed=True) for one in linears)
+
+
 def _gpt2(c: Fields) -> ModelSpec:
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
     one_kv_head = c.flag("multi_query")  # gpt_bigcode only
@@ -102,6 +108,9 @@ def _gpt2(c: Fields) -> ModelSpec:
         names=("c_fc", "c_proj"),
         bias=True,
     )
+    if c.text("model_type") == "gpt2":
+        attention = replace(attention, linears=_transposed(attention.linears))
+        block = replace(block, linears=_transposed(block.linears))
     layer = Layer(
         attentions=(attention,),
         mlp=block,

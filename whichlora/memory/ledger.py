@@ -26,6 +26,7 @@ from whichlora.memory.trained import (
     saved_modules,
     trained_biases,
     trained_tensors,
+    unwanted_gradient_bytes,
 )
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, largest
@@ -360,6 +361,9 @@ def training_ledger(
     if run.gradient_accumulation_steps > 1:
         # all of them are there; of a tied head a second one waits for the embedding's
         kept_gradients = late_gradients = head_gradient * waits
+    for number, (layer, count) in enumerate(model.layers()):
+        unwanted = unwanted_gradient_bytes(layer, targets, method, stack)
+        late_gradients = late_gradients + (count - (number == 0)) * unwanted
 
     before = (
         *static,

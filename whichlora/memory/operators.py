@@ -66,6 +66,16 @@ class Rows:
         return where_many_rows(count)
 
 
+def trains_transposed(linear: Linear, method: Method, stack: Stack) -> bool:
+    """Whether DoRA makes a gradient of a frozen weight: of an fp32 Conv1D under dropout.
+
+    PEFT turns the transposed weight into a parameter, which asks for one; what is cast or expanded
+    first is none. Source: peft 0.21.2 `utils.other.transpose`, `DoraLinearLayer.forward`.
+    """
+    wide = stack.base_bytes == stack.adapter_bytes == 4 and not is_quantised(linear, stack)
+    return method.name == "dora" and linear.transposed and bool(stack.lora_dropout) and wide
+
+
 @dataclass(frozen=True, slots=True)
 class Code:
     """A tape, and the settings that decide which operators run on it.
@@ -372,7 +382,12 @@ class Code:
         if dropped:
             used = self.cast(weight, stack.compute_bytes) if stack.under_autocast else weight
             narrow = self.cast(x, stack.compute_bytes) if stack.under_autocast else x
-            base = tape.op([narrow], self.rows.of(out), narrow.size, saves=[used], reshapes=True)
+            reads, saves = [narrow], [used]
+            if trains_transposed(linear, self.method, stack):
+                trained = tape.weight(constant(width * out), stack.base_bytes, trained=True)
+                used = self.cast(trained, stack.compute_bytes) if stack.under_autocast else trained
+                reads, saves = [narrow, used], [used, narrow]
+            base = tape.op(reads, self.rows.of(out), narrow.size, saves=saves, reshapes=True)
         elif linear.bias:
             # a 4-bit matrix narrows its bias to the dtype of its product, for good
             bias_bytes = stack.four_bit_bytes if four_bit else stack.base_bytes

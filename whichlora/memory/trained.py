@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from whichlora.architecture import Linear, ModelSpec, Norm
+from whichlora.architecture import Layer, Linear, ModelSpec, Norm
+from whichlora.memory.operators import trains_transposed
 from whichlora.memory.weights import masked_head_params
 from whichlora.methods.base import Method
 from whichlora.numeric import Count
@@ -107,6 +108,17 @@ def _of_norms(norms: Iterable[Norm], count: int, param_bytes: int) -> Iterator[T
 def gradient_bytes(tensors: Iterable[Trained]) -> Count:
     """A gradient is as wide as its parameter; also the bytes of the parameters themselves."""
     return sum(one.param_bytes * one.num_params * one.count for one in tensors)
+
+
+def unwanted_gradient_bytes(
+    layer: Layer, targets: tuple[str, ...], method: Method, stack: Stack
+) -> int:
+    """Gradients of frozen weights of one layer, which live as long as the graph. Kind: exact."""
+    return stack.base_bytes * sum(
+        linear.num_weights
+        for linear in adapted(layer, targets)
+        if trains_transposed(linear, method, stack)
+    )
 
 
 def _of_adapters(
