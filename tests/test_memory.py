@@ -191,6 +191,8 @@ def test_more_of_a_size_never_needs_less_to_train(
 ) -> None:
     # a tensor that reaches 4,096 parameters gets 8-bit states: more rank, fewer bytes
     assume(not (setting == "r" and run.optimizer == "adamw_8bit"))
+    # the rests of blocks are left out: a block that divides its segment leaves none
+    run = replace(run, expandable_segments=gpu.kind == "cuda")
     larger = replace(run, **{setting: getattr(run, setting) + more})
     assert peak(larger, gpu) >= peak(run, gpu)
 
