@@ -104,6 +104,8 @@ def read_rows(path, tokenizer):
 
 '''
 TAIL = """\
+    # As planned: the Trainer would spread each batch over every GPU that it sees.
+    args._n_gpu = min(args.n_gpu, 1)
     trainer = Trainer(
         model=model,
         args=args,
