@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from written_layers import points_of_layer
 
@@ -33,6 +35,7 @@ GPU = GpuSpec(
     memory_bytes=2**36,
     bandwidth_bytes_per_s=1e12,
     peak_flops_per_s={"bf16": 1e14, "fp32": 1e13},
+    compute_capability="8.0",
 )
 SIZES = {"tokens": 2048, "span": 2048, "r": 16}
 
@@ -329,3 +332,16 @@ def test_what_dropout_makes_of_wide_attention_weights_lives_as_long_as_its_name(
     # both attentions: softmax 4, what dropout made of it 4, its mask 1, the 16-bit copy 2
     recomputed = most(decoder.recomputed, **sizes)
     assert 22 * scores < recomputed < 26 * scores
+
+
+def test_one_key_head_of_falcon_is_copied_out_of_the_projection_that_backward_then_spares() -> None:
+    spec = find_model("tiiuae/falcon-7b")
+    assert spec is not None
+    run = RunConfig(
+        model=spec.name, attn="flash_attention_2", precision="bf16-pure", r=8, seq_len=1024
+    )
+    run = replace(run, gradient_checkpointing=False)
+    layer = points_of_layer(spec.groups[-1].layer, resolve(spec, run, GPU), masked=False)
+    sizes = {one.what: bytes_of(one.form) for one in layer.kept}
+    assert "query_key_value: result" not in sizes
+    assert sizes["copy"] == 2 * 64  # the value's head; the key's is rotated

@@ -132,8 +132,9 @@ class Attention:
         wide_rotation: queries and keys are rotated in fp32 (ModernBERT).
         wide_tables: the tables of positions are fp32 and widen what they rotate (CodeGen).
         wide_softmax: eager code asks for a softmax in fp32.
-        copies_parts: queries, keys and values are copied out of the fused projection, keys and
-            values to every query head (Falcon's new architecture, CodeGen).
+        copies_parts: what is copied out of the fused projection: "all", keys and values to every
+            query head (Falcon's new architecture, CodeGen); "keys", these and values as they are
+            (Falcon with one key head).
         names_parts: rotated and unrotated parts of the heads have names of their own until the
             attention returns (StableLM, Phi, GPT-J).
         scales_queries: eager code scales queries, not scores (MVP).
@@ -175,7 +176,7 @@ class Attention:
     wide_rotation: bool = False
     wide_tables: bool = False
     wide_softmax: bool = True
-    copies_parts: bool = False
+    copies_parts: Literal["all", "keys"] | None = None
     names_parts: bool = False
     scales_queries: bool = False
     scales_queries_first: bool = False

@@ -124,7 +124,7 @@ def _falcon(c: Fields) -> ModelSpec:
         rotary_dim=head_dim if position == "rope" else 0,
         # FalconAttention copies grouped keys and values to every head before it caches them.
         cache_elements=2 * hidden if new else 2 * kv_heads * head_dim,
-        copies_parts=new,
+        copies_parts="all" if new else "keys" if kv_heads < heads else None,
         flash=position != "alibi",
         always_masked=True,
         # The old architecture hands SDPA one key head to broadcast: no fused kernel takes that.

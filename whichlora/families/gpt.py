@@ -189,7 +189,7 @@ def _gptj(c: Fields) -> ModelSpec:
         rotary_dim=c.size("rotary_dim", fallback=hidden // heads),
         sdpa="eager",
         flash=not fused,  # GPT-J does, CodeGen does not
-        copies_parts=fused,
+        copies_parts="all" if fused else None,
         wide_tables=fused,
         names_parts=True,
         wide_scores=True,

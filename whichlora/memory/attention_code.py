@@ -95,7 +95,9 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
     elif fused is not None:
         joint = code.linear(fused, x)
         q, k, v = tape.parts(joint, tuple(per_token(width) for width in widths))
-        if attention.copies_parts:
+        if attention.copies_parts == "keys":
+            k, v = code.copy(k), code.copy(v)
+        elif attention.copies_parts == "all":
             named.append(joint)
             q, k, v = (code.copy(one) for one in (q, k, v))
             k, v = _repeated(code, attention, k, v)
