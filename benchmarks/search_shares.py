@@ -21,10 +21,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import search_table
+from markdown_tables import markdown_table
 from scipy.optimize import minimize
 from search_devices import Table, halves, measured_tables, only
 from search_replay import Limited, Result, find, forget_outlooks, ours, replay
-from search_savings import HEADER, summary
+from search_savings import HEAD, summary
 
 from whichlora import likeness
 from whichlora.fitting import fit
@@ -110,7 +111,9 @@ def fitted(found: Sequence[Residuals]) -> tuple[float, ...]:
     return shares(done.x)
 
 
-def replayed(name: str, tables: Sequence[Table], shares: Sequence[float], num_sets: int) -> str:
+def replayed(
+    name: str, tables: Sequence[Table], shares: Sequence[float], num_sets: int
+) -> tuple[object, ...]:
     """A row: searches over `tables` in the light of other shares."""
     before = {each: getattr(likeness, each) for each in (*NAMES, "SETTINGS_SHARE")}
     try:
@@ -140,7 +143,7 @@ def main() -> None:
     options = parser.parse_args()
     tables = list(measured_tables(search_table.FOLDER))
     both = halves(tables[0])
-    rows = [HEADER]
+    rows: list[tuple[object, ...]] = []
     independent = (0.0, 0.0, 0.0, 1.0)
     print("shares: " + ", ".join(NAMES) + " (with SETTINGS_SHARE in the third)")
     for here, there in (both, both[::-1]):
@@ -162,7 +165,7 @@ def main() -> None:
     everything = fitted([residuals(table, both[0] + both[1]) for table in tables])
     print("fitted to all: " + " ".join(f"{share:.2f}" for share in everything))
     if options.replay:
-        print("\n".join(rows))
+        print(markdown_table(HEAD, rows))
 
 
 if __name__ == "__main__":
