@@ -15,6 +15,7 @@ from whichlora.html_report.source import Estimate, Point, Source
 COLOURS = (
     "#1F83C1", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9",
     "#8C6BB1", "#7A8B00", "#A6611A", "#708090",
+    "#9900FF", "#00B300", "#E622B8", "#0066FF", "#FF0077", "#CC77FF",  # of large plans
 )  # fmt: skip
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "star", "hexagon")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
