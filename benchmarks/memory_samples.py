@@ -73,7 +73,7 @@ OTHER_NAMES = {  # types that have their own names for some of these, or leave t
     "mvp": _BART,
     "pegasus": _BART,
     "persimmon": {"num_key_value_heads": 16},
-    "plbart": _BART | {"decoder_attention_heads": 16},
+    "plbart": _BART | {"encoder_attention_heads": 16, "decoder_attention_heads": 16},
     "t5gemma": {"encoder": _STACK, "decoder": _STACK},
     "umt5": {"d_ff": 4096, "d_kv": 96, "num_decoder_layers": 12},
 }

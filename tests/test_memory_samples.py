@@ -63,6 +63,17 @@ def test_the_ledger_stays_as_near_to_the_kept_traces_as_now() -> None:
     assert median(errors) < 0.0015  # a little above what holds
 
 
+def test_the_ledger_stays_near_to_the_traces_of_types_that_came_later() -> None:
+    errors = []
+    for line in samples.read_lines(samples.LATER_TRACES):
+        if "refused" not in line:
+            found = samples.predicted(RunConfig.from_dict(line["run"]))
+            errors.append(found["peak_allocated_bytes"] / line["peak_allocated_bytes"] - 1)
+    assert len(errors) > 60
+    assert median(map(abs, errors)) < 0.003
+    assert -0.015 < min(errors) < max(errors) < 0.04
+
+
 def test_a_table_counts_what_was_refused_by_reason() -> None:
     lines = [{"run": {}, "refused": "no kernel"}, {"run": {}, "refused": "no kernel"}, {"run": {}}]
     assert "| 2 | no kernel |" in memory_accuracy.left_out(lines)

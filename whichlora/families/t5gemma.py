@@ -69,7 +69,7 @@ def _layers(c: Fields, side: str, *, dropout: float, attention_dropout: float) -
 
 def _t5gemma(c: Fields) -> ModelSpec:
     encoder, decoder = (c.part(side, defaults=GEMMA2) for side in ("encoder", "decoder"))
-    hidden, vocab = decoder.size("hidden_size"), c.size("vocab_size")
+    hidden, vocab = decoder.size("hidden_size"), decoder.size("vocab_size")
     if encoder.size("hidden_size") != hidden:
         raise ConfigError(
             f"{c.name}: the encoder is {encoder.size('hidden_size')} wide and the decoder "
@@ -80,12 +80,12 @@ def _t5gemma(c: Fields) -> ModelSpec:
         _layers(one, side, dropout=dropout, attention_dropout=of_attention)
         for one, side in ((encoder, "encoder"), (decoder, "decoder"))
     ]
-    return encoder_decoder(
-        replace(c, defaults={**c.defaults, "hidden_size": hidden}),
+    spec = encoder_decoder(
+        replace(c, values={**c.values, "hidden_size": hidden, "vocab_size": vocab}),
         *stacks,
         tied=c.flag("tie_word_embeddings"),
         embeddings=(
-            Embedding(name="embed_tokens", rows=decoder.size("vocab_size"), width=hidden),
+            Embedding(name="embed_tokens", rows=vocab, width=hidden),
             Embedding(name="embed_tokens", rows=encoder.size("vocab_size"), width=hidden),
         ),
         head=Linear(name="out_proj", in_features=hidden, out_features=vocab, reads="head_in"),
@@ -98,6 +98,7 @@ def _t5gemma(c: Fields) -> ModelSpec:
         embeds_in_steps=True,
         widens_logits=True,
     )
+    return replace(spec, config=c.values)
 
 
 BUILDERS = {"t5gemma": _t5gemma}

@@ -481,14 +481,18 @@ def training_ledger(
         of_tied = head_params * param_bytes
         parts = 2 + (run.gradient_accumulation_steps > 1)
         if others:  # so in the decoder; to that sum the encoder's is added in place
+            # the head's, cast back from autocast's copy, is no view: summed in place
+            is_cast = stack.under_autocast and param_bytes == 4
             there = all_gradients - first_gradients
+            if model.splits_embeddings:
+                there = there - model.embeddings[1].num_params * param_bytes
             moments["decoder_embedding_backward"] = (
                 *before,
                 Entry(facts.KEPT_LOGITS, kept_logits),
                 Entry(facts.ALL_GRADIENTS, there * (run.gradient_accumulation_steps == 1)),
                 remainders,
                 listed(fact, *waiting, before_layers, Group(tensors=(masks,), **sized)),
-                Entry(facts.TIED_GRADIENTS, parts * of_tied + 0 * tokens),
+                Entry(facts.TIED_GRADIENTS, (parts - is_cast) * of_tied + 0 * tokens),
             )
             parts -= 1
         if not model.splits_embeddings:  # else the encoder's is not summed with them
