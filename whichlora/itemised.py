@@ -240,7 +240,8 @@ def _matrices(job: Job, fact: Fact) -> Iterator[Line]:
 def _embeddings(job: Job, fact: Fact) -> Iterator[Line]:
     """The tables, and the head where it is not one of them."""
     model, width = job.model, job.stack.embedding_bytes
-    shapes = [(one.name, [one.rows, one.width], one.num_params) for one in model.embeddings]
+    tables = [one for one in model.embeddings if one.kind != "buffer"]
+    shapes = [(one.name, [one.rows, one.width], one.num_params) for one in tables]
     head = model.head
     if head is not None and not model.head_tied:
         shapes.append((head.name, [head.out_features, head.in_features], head.num_params))
