@@ -142,7 +142,10 @@ def draw(seed: int, index: int) -> RunConfig:
 
 def draw_later(model_type: str, number: int) -> RunConfig:
     """Run `number` of a type that is none of the first; it depends on no other type."""
-    return _drawn(model_type, random.Random(f"{model_type} {number}"))
+    run = _drawn(model_type, random.Random(f"{model_type} {number}"))
+    if run.phase == "finetune" and not model_of(run.model).supports_checkpointing:
+        run = replace(run, gradient_checkpointing=False)
+    return run
 
 
 def later_types() -> tuple[str, ...]:
@@ -181,7 +184,7 @@ def _drawn(model_type: str, rng: random.Random) -> RunConfig:
         target_modules=(rng.choice((ALL_LINEAR, ALL_LINEAR, ATTENTION)),),
         precision=precision,
         optimizer=rng.choice(OPTIMIZERS),
-        gradient_checkpointing=rng.random() < 0.5 and model.supports_checkpointing,
+        gradient_checkpointing=rng.random() < 0.5,
         use_reentrant=rng.choice((None, None, False, True)),
         gradient_accumulation_steps=rng.choice((1, 1, 1, 2, 3)),
         attn=rng.choice(KERNELS if precision != "fp32" else KERNELS[:3]),
