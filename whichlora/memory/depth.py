@@ -19,13 +19,18 @@ def has_one_order(model: ModelSpec) -> bool:
 
 
 def worst_backward(
-    model: ModelSpec, layers: Sequence[LayerBytes], own: Sequence[Count], kept: Sequence[Count]
+    model: ModelSpec,
+    layers: Sequence[LayerBytes],
+    own: Sequence[Count],
+    kept: Sequence[Count],
+    left: Sequence[Count],
 ) -> Count:
     """Bytes of the worst backward beside what all layers keep.
 
     Args:
         own: of one layer of each kind, the gradients that later layers gathered included.
         kept: what one layer of each kind keeps until its backward is done.
+        left: gradients of its parameters, which it leaves then.
     """
     if not has_one_order(model):
         return largest(*own)
@@ -36,7 +41,7 @@ def worst_backward(
             if place == last:  # no later layer has gathered anything yet
                 found.append(one - layer.gathered)
             else:
-                found.append(one - after(model, kept, place))
+                found.append(one - after(model, kept, place) + after(model, left, place))
     return largest(*found)
 
 

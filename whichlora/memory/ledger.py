@@ -307,7 +307,9 @@ def training_ledger(
         named = 2 * model.hidden_size * max(one.stream_bytes for one in layers)
         in_forward = in_forward + tokens * named + mask_bytes - kept_mask_bytes
         copies = 0 * copies  # each layer's are among what it keeps
-    in_layer = worst_backward(model, layers, in_backward, each)
+    # in later micro-steps all gradients are there already
+    left = [one.gradients if run.gradient_accumulation_steps == 1 else 0 for one in layers]
+    in_layer = worst_backward(model, layers, in_backward, each, left)
     # backward ends in the encoder where there is one
     first_kinds = first_stack[:1] if has_one_order(model) else first_stack
     in_first = largest(*(of_first[number] for number in first_kinds))
