@@ -56,10 +56,49 @@ _STACK = {
     "sliding_window": 512,
 }
 _NO_LAYERDROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}  # chance can't be traced
-OTHER_NAMES = {  # types that have their own names for some of these, or leave them out
+_SIX = {"num_hidden_layers": 6}
+_EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 640}
+_ROUTED = {
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 640,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+_NARROW = {"num_experts": 16, "intermediate_size": 640}
+_MAMBA = {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "head_dim": None}
+OTHER_NAMES: dict[str, dict[str, Any]] = {  # types that name some otherwise; None leaves one out
     "blenderbot": _BART,
     "blenderbot-small": _BART,
     "codegen": {"n_inner": 4096},
+    "cohere2_moe": _SIX | _NARROW | {"num_shared_experts": 1, "sliding_window": 1024},
+    "dots1": _SIX | _ROUTED,
+    "ernie4_5_moe": _SIX | {"moe_num_experts": 16, "moe_k": 4, "moe_intermediate_size": 640},
+    "exaone_moe": _SIX | _EXPERTS | {"sliding_window": 1024},
+    "flex_olmo": _NARROW | {"head_dim": None, "pad_token_id": 1, "eos_token_id": 2},
+    "glm4_moe_lite": _SIX
+    | _ROUTED
+    | {
+        "head_dim": None,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": 128,
+        "q_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 96,
+    },
+    "granitemoehybrid": _SIX
+    | _MAMBA
+    | {
+        "intermediate_size": 640,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 4,
+        "layer_types": ["mamba", "mamba", "attention"] * 2,
+    },
+    "hunyuan_v1_moe": _NARROW | {"moe_topk": 4},
+    "lfm2_moe": _SIX
+    | _EXPERTS
+    | {"head_dim": None, "layer_types": ["conv", "conv", "full_attention"] * 2},
     "m2m_100": _BART | _NO_LAYERDROP,
     "esm": {
         "vocab_size": 33,
@@ -70,10 +109,13 @@ OTHER_NAMES = {  # types that have their own names for some of these, or leave t
     },
     "eurobert": {"pad_token_id": 0},
     "marian": _BART | {"pad_token_id": 0, "decoder_start_token_id": 0},
+    "mellum": _SIX | _EXPERTS | {"layer_types": ["sliding_attention", "full_attention"] * 3},
+    "minimax_m2": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 640},
     "mvp": _BART,
     "pegasus": _BART,
     "persimmon": {"num_key_value_heads": 16},
     "plbart": _BART | {"encoder_attention_heads": 16, "decoder_attention_heads": 16},
+    "solar_open": _SIX | _ROUTED,
     "t5gemma": {"encoder": _STACK, "decoder": _STACK},
     "umt5": {"d_ff": 4096, "d_kv": 96, "num_decoder_layers": 12},
 }
@@ -124,7 +166,8 @@ def models_by_type() -> dict[str, tuple[str, ...]]:
 def model_of(name: str) -> ModelSpec:
     """The architecture; one whose layers differ has only its first `MAX_LAYERS`."""
     if name in families.FAMILIES:
-        config = INVENTED | OTHER_NAMES.get(name, {}) | {"model_type": name}
+        wanted = INVENTED | OTHER_NAMES.get(name, {}) | {"model_type": name}
+        config = {key: value for key, value in wanted.items() if value is not None}
         return families.build(config, name=name)
     found = model_store.find_model(name)
     assert found is not None
@@ -142,10 +185,7 @@ def draw(seed: int, index: int) -> RunConfig:
 
 def draw_later(model_type: str, number: int) -> RunConfig:
     """Run `number` of a type that is none of the first; it depends on no other type."""
-    run = _drawn(model_type, random.Random(f"{model_type} {number}"))
-    if run.phase == "finetune" and not model_of(run.model).supports_checkpointing:
-        run = replace(run, gradient_checkpointing=False)
-    return run
+    return _drawn(model_type, random.Random(f"{model_type} {number}"))
 
 
 def later_types() -> tuple[str, ...]:
@@ -184,7 +224,7 @@ def _drawn(model_type: str, rng: random.Random) -> RunConfig:
         target_modules=(rng.choice((ALL_LINEAR, ALL_LINEAR, ATTENTION)),),
         precision=precision,
         optimizer=rng.choice(OPTIMIZERS),
-        gradient_checkpointing=rng.random() < 0.5,
+        gradient_checkpointing=rng.random() < 0.5 and model.supports_checkpointing,
         use_reentrant=rng.choice((None, None, False, True)),
         gradient_accumulation_steps=rng.choice((1, 1, 1, 2, 3)),
         attn=rng.choice(KERNELS if precision != "fp32" else KERNELS[:3]),

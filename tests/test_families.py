@@ -181,13 +181,20 @@ def test_any_other_wrong_value_names_its_key(config: dict[str, Any], key: str) -
         build(config, name="tiny")
 
 
+NO_DEFAULT: dict[str, dict[str, int]] = {  # in the order in which they are asked for
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+}
+
+
 @pytest.mark.parametrize("model_type", known_types())
 def test_a_bare_type_has_the_defaults_of_its_class(model_type: str) -> None:
     config: dict[str, Any] = {"model_type": model_type}
-    if model_type == "deepseek_v2":  # whose class has no default for it
-        with pytest.raises(ConfigError, match="bare: num_experts_per_tok is missing"):
+    needed = NO_DEFAULT.get(model_type, {})
+    for key, value in needed.items():
+        with pytest.raises(ConfigError, match=f"bare: {key} is missing"):
             build(config, name="bare")
-        config["num_experts_per_tok"] = 6
+        config[key] = value
     assert build(config, name="bare").num_params > 0
 
 

@@ -205,6 +205,13 @@ ROUTED = {
     "n_group": 1,
     "topk_group": 1,
 }
+MAMBA = {
+    "layer_types": ["mamba", "mamba", "attention"] * 2,
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "mistral": {"model_type": "mistral", "sliding_window": 8},
@@ -306,6 +313,64 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **EXPERTS,
     },
     "lfm2": {"model_type": "lfm2", "full_attn_idxs": [1, 4], "conv_bias": True},
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention"] * 3,
+        **EXPERTS,
+    },
+    "iquestcoder": {"model_type": "iquestcoder"},
+    "hyperclovax": {"model_type": "hyperclovax", "attention_bias": True, "mlp_bias": True},
+    "hyperclovax-plain": {"model_type": "hyperclovax", "use_post_norm": False},
+    "nanochat": {"model_type": "nanochat", "attention_bias": True},
+    "dots1": {"model_type": "dots1", "n_shared_experts": 1, "first_k_dense_replace": 2, **ROUTED},
+    "exaone_moe": {"model_type": "exaone_moe", "sliding_window": 8, **EXPERTS},
+    "solar_open": {"model_type": "solar_open", "attention_bias": True, **ROUTED},
+    "mellum": {
+        "model_type": "mellum",
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "mlp_layer_types": ["dense", "sparse"] * 3,
+        **EXPERTS,
+    },
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        "use_bias": True,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_layer_interval": 2,
+        "moe_layer_end_index": 3,
+    },
+    "glm4_moe_lite": {"model_type": "glm4_moe_lite", **LATENT, **ROUTED, "q_lora_rank": 20},
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        "rotary_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "hunyuan_v1_moe": {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": 2},
+    "flex_olmo": {
+        "model_type": "flex_olmo",
+        "attention_bias": True,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "cohere2_moe": {
+        "model_type": "cohere2_moe",
+        "sliding_window": 8,
+        "first_k_dense_replace": 2,
+        "prefix_dense_intermediate_size": 56,
+        "num_shared_experts": 2,
+        "num_experts": 4,
+    },
+    "granitemoehybrid": {"model_type": "granitemoehybrid", "num_local_experts": 4, **MAMBA},
+    "granitemoehybrid-dense": {
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "mamba_proj_bias": True,
+        **MAMBA,
+    },
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4},
     "gpt_bigcode": {"model_type": "gpt_bigcode", "n_embd": 64, "n_layer": 2, "n_head": 4},
     "gpt_bigcode-heads": {
@@ -360,8 +425,8 @@ def tiny(variant: str) -> dict[str, Any]:
     if model_type == "bloom":
         return {"vocab_size": 96, "hidden_size": 64, **chosen}
     base = dict(TINY)
-    if model_type == "falcon":
-        del base["head_dim"]  # a property there
+    if model_type in ("falcon", "flex_olmo", "granitemoehybrid", "lfm2_moe"):
+        del base["head_dim"]  # a property there, or not read
     return {**base, **chosen}
 
 
@@ -542,13 +607,13 @@ def test_flash_attention_and_checkpointing_are_described_as_the_class_has_them(
         | auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
         | auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
-    smallest = {"vocab_size": 96, "num_experts_per_tok": 2}  # ESM has no size of its own
-    spec = build({"model_type": model_type, **smallest}, name=model_type)
+    # ESM and dots.llm1 have no sizes of their own for some of these
+    needed = {"vocab_size": 96, "num_experts_per_tok": 2, "n_routed_experts": 8}
+    spec = build({"model_type": model_type, **needed}, name=model_type)
     described = all(one.flash for layer, _ in spec.layers() for one in layer.attentions)
     cls = getattr(transformers, names[model_type])
     assert described == bool(cls._supports_flash_attn)
-    if model_type != "albert":  # it has none, and is estimated with it all the same
-        assert spec.supports_checkpointing == bool(cls.supports_gradient_checkpointing)
+    assert spec.supports_checkpointing == bool(cls.supports_gradient_checkpointing)
 
 
 MASKED = ("bert", "electra", "layoutlm", "mpnet", "rembert", "eurobert", "gte", "megatron-bert")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-from written_layers import points_of
+from typing import Any
 
+import pytest
+from written_layers import points_of, points_of_layer
+
+from whichlora.errors import ConfigError
+from whichlora.families import build
 from whichlora.memory.kv_cache import cache_bytes
 from whichlora.memory.layer_code import LayerPoints
 from whichlora.memory.ledger import trained_params
@@ -58,6 +62,46 @@ def test_a_short_convolution_keeps_its_tail() -> None:
     hidden, longer = 2048, 2
     (convolved,) = (one.form for one in points.kept if one.what == "convolution: result")
     assert evaluate(convolved, tokens=64, span=32, r=0) == 2 * hidden * (64 + 2 * longer)
+
+
+SCAN: dict[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "hidden_size": 512,
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "mamba", "attention"],
+    "num_attention_heads": 8,
+    "num_local_experts": 0,
+    "mamba_n_heads": 16,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 128,
+}
+
+
+def scan_points(**fields: Any) -> LayerPoints:
+    run = RunConfig(model="scan", precision="bf16-pure", target_modules=("attention",))
+    job = resolve(build(SCAN | fields, name="scan"), run, find_gpu("h100-sxm-80gb"))
+    return points_of_layer(job.model.groups[0].layer, job)
+
+
+def test_a_scan_fills_up_chunks_of_the_length_that_the_config_says() -> None:
+    points = scan_points()
+    by_length = {span: kept(points, tokens=span, span=span) for span in (128, 129, 255, 256)}
+    pairs = 3 * 4 * 16 * 128 * 128  # scores, decays and their product in each head of a chunk
+    assert by_length[129] - by_length[128] > pairs
+    assert by_length[256] - by_length[255] < pairs / 10
+
+
+def test_longer_chunks_keep_more_pairs_and_fewer_states() -> None:
+    short, long = (
+        kept(scan_points(mamba_chunk_size=size), tokens=1024, span=1024) for size in (64, 256)
+    )
+    of_pairs = 3 * 4 * 16 * 1024 * (256 - 64)
+    assert of_pairs / 2 < long - short < of_pairs
+
+
+def test_heads_of_a_scan_have_to_fill_its_width() -> None:
+    with pytest.raises(ConfigError, match="mamba_n_heads 16 times mamba_d_head 60"):
+        scan_points(mamba_d_head=60)
 
 
 def test_the_tower_that_is_not_loaded_takes_no_memory() -> None:

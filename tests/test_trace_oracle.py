@@ -244,15 +244,15 @@ def test_a_tied_embedding_waits_for_the_sum_of_its_gradients() -> None:
 
 
 def test_a_family_that_the_ledger_does_not_know_is_traced_and_says_so(tmp_path: Any) -> None:
-    unknown = TINY | {"model_type": "nanochat", "head_dim": 64}
+    unknown = TINY | {"model_type": "bitnet"}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(unknown))
     run = RunConfig(model=str(path), seq_len=128)
-    with pytest.raises(ConfigError, match="nanochat"):
+    with pytest.raises(ConfigError, match="bitnet"):
         api.estimate([run], [GPU.key])
     (found,) = api.estimate([run], [GPU.key], engine="trace")
     assert "traced" in found.basis
-    assert any("nanochat" in note for note in found.notes)
+    assert any("bitnet" in note for note in found.notes)
     assert sum(found.memory.breakdown.values()) == found.memory.device_used_bytes
 
 

@@ -17,7 +17,16 @@ NormKind = Literal[
 ]
 PositionKind = Literal["learned", "frozen", "buffer"]
 Routing = Literal[
-    "softmax", "softmax_wide", "softmax_fp32", "sigmoid", "chosen", "sparse_mixer", "scaled"
+    "softmax",
+    "softmax_wide",
+    "softmax_fp32",
+    "softmax_exact",
+    "sigmoid",
+    "sigmoid_wide",
+    "sigmoid_narrow",
+    "chosen",
+    "sparse_mixer",
+    "scaled",
 ]
 
 
@@ -97,8 +106,9 @@ class Attention:
     """One mixing block: softmax attention, or a recurrent / convolutional replacement of it.
 
     Args:
-        kind: "softmax", "linear" (gated delta net and relatives: a state of fixed size) or
-            "conv" (short convolution).
+        kind: "softmax", "linear" (gated delta net: a state of fixed size), "mamba2" (so the
+            state space of Mamba 2, whose groups of heads share one key) or "conv" (short
+            convolution).
         linears: its projections, in the order the forward applies them.
         head_dim: width of one query or key head; `v_head_dim` of one value head.
         position: how positions enter: "rope", "alibi", "relative" (a bias per head) or "none"
@@ -114,6 +124,7 @@ class Attention:
         cache_elements: elements per token that a KV cache keeps for this layer.
         state_elements: elements per sequence of a cache of fixed size (convolutions);
             `recurrent_elements` of one that is in fp32 whatever the model is.
+        chunk_size: tokens that a block with such a state takes at once.
         other_params: bare parameters: sinks, convolution kernels, decay vectors.
         dropout: probability that a trained model drops an attention weight.
         scales_queries_first: queries are scaled before they are rotated (ESM).
@@ -145,7 +156,7 @@ class Attention:
         keeps_keys: later layers read its keys and values.
     """
 
-    kind: Literal["softmax", "linear", "conv"] = "softmax"
+    kind: Literal["softmax", "linear", "mamba2", "conv"] = "softmax"
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -161,6 +172,7 @@ class Attention:
     cache_elements: int = 0
     state_elements: int = 0
     recurrent_elements: int = 0
+    chunk_size: int = 64
     other_params: int = 0
     dropout: float = 0.0
     sdpa: Literal["fused", "math", "eager"] = "fused"
@@ -241,9 +253,11 @@ class Moe:
         routing: how the router's product becomes weights of the chosen experts: "softmax" over
             all, narrowed to the dtype of the product (Qwen) or left in fp32 ("softmax_wide",
             Mixtral); a product in fp32 before it ("softmax_fp32", DeepSeek V2; "sigmoid",
-            DeepSeek V3); softmax over the "chosen" ones (gpt-oss, Granite); "sparse_mixer"
-            (Phi); "scaled", of normalised inputs and with a weight of each expert (Gemma 4). None
-            where nobody has written it down.
+            DeepSeek V3), autocast switched off for it and weights narrowed ("softmax_exact",
+            ERNIE); a sigmoid without that, in fp32 ("sigmoid_wide", MiniMax M2) or in the dtype
+            of the product ("sigmoid_narrow", LFM2); softmax over the "chosen" ones (gpt-oss,
+            Granite); "sparse_mixer" (Phi); "scaled", of normalised inputs and with a weight of
+            each expert (Gemma 4). None where nobody has written it down.
         shared_first: the shared expert runs before the router.
         clamped: the gate is gpt-oss's, of single operators.
         one_by_one: the experts run in a Python loop, not in grouped products.
@@ -303,6 +317,7 @@ class Layer:
         returns_probabilities: eager attention's are part of what the block returns, which the
             model's loop names until the next block has returned (GPT-J, BLOOM).
         scales_result: the result is multiplied by a number, in place (Gemma 4).
+        scales_sums: so is what is added to the hidden state, before it is (Granite).
     """
 
     attentions: tuple[Attention, ...]
@@ -318,6 +333,7 @@ class Layer:
     returns_probabilities: bool = False
     layer_input: LayerInput | None = None
     scales_result: bool = False
+    scales_sums: bool = False
     other_params: int = 0
 
     @property
@@ -532,6 +548,11 @@ class ModelSpec:
         """Those among them that full fine-tuning on text changes. Kind: exact."""
         frozen = sum(one.num_params for one in self.embeddings if not one.trains)
         return self.loaded_params - frozen - self.idle_params
+
+    @property
+    def starts_in_layer_norm(self) -> bool:
+        """Whether a LayerNorm stands before the first layer; autocast widens what it returns."""
+        return any(norm.kind == "layer" for norm in self.embedding_norms)
 
     @property
     def adds_positions(self) -> bool:

@@ -17,6 +17,7 @@ from whichlora.memory.outside import ENCODER_OUT
 from whichlora.methods import lora
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, smallest
+from whichlora.scan_work import SCAN_OPS, scan_bytes, scan_flops_per_token
 from whichlora.specs import RunConfig
 from whichlora.stack import Stack
 from whichlora.targets import adapted
@@ -165,7 +166,10 @@ def layer_ops(layer: Layer, run: RunConfig) -> int:
     for attention in layer.attentions:
         ops += len(attention.linears)
         ops += ROPE_OPS if attention.position == "rope" else 0
-        ops += EAGER_OPS if run.attn == "eager" else ATTENTION_OPS
+        if attention.kind == "mamba2":
+            ops += SCAN_OPS
+        else:
+            ops += EAGER_OPS if run.attn == "eager" else ATTENTION_OPS
         ops += RESIDUAL_OPS // 2
     if layer.mlp is not None:
         ops += len(layer.mlp.linears) + (2 if layer.mlp.gated else 1) + RESIDUAL_OPS // 2
@@ -205,6 +209,7 @@ def elementwise_forward_bytes(
         if attention.position == "rope":  # two products, a half negated, both joined, their sum
             moved += (2 if fused else 10) * narrow * (q + k)
         moved += 2 * narrow * (q + k + v)  # read by the kernel, or laid out for it
+    moved += scan_bytes(layer)
     active = 1
     mlp = layer.mlp
     if layer.moe is not None:
@@ -267,6 +272,8 @@ def training_work(
         # backward is two forwards, and half of one more where the kernel recomputes the scores
         halves = (6 if run.attn == "eager" else 7) + 2 * recompute
         attention_flops = attention_flops + count * forward_attention * halves // 2
+        scanned = tokens * scan_flops_per_token(layer, seq_len, decoding=False)
+        attention_flops = attention_flops + count * scanned * (3 + recompute)
         moved = elementwise_forward_bytes(layer, run, stack, targets, model.hidden_size)
         # backward reads a gradient and what was saved for each that it writes
         elementwise = elementwise + count * tokens * moved * (5 + 2 * recompute) // 2
@@ -398,6 +405,7 @@ def inference_work(
         all_weights = max(1, sum(linear.num_weights for linear in layer.linears))
         weight_read = weight_read + count * (visited * stored / all_weights)
         per_token = attention_flops_per_token(layer, context, run.attn, triangular=not alone)
+        per_token = per_token + scan_flops_per_token(layer, context, decoding=alone)
         attention_flops = attention_flops + count * rows * per_token
         for attention in layer.attentions:
             cached = attention.cache_elements * context + attention.state_elements

@@ -28,6 +28,7 @@ class Style:
         post_norm: the layer's input is normalised by no norm of its own.
         joins_rotation: heads are put together after the rotation even if all of each rotates.
         names_parts: so of `Attention`, where only a part of each head is rotated.
+        wide_rotation: so of `Attention`.
     """
 
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -50,6 +51,7 @@ class Style:
     post_norm: bool = False
     joins_rotation: bool = False
     names_parts: bool = False
+    wide_rotation: bool = False
     activation: str = "hidden_act"
 
 
@@ -130,6 +132,7 @@ def decoder(
             # SDPA's kernels have neither a soft cap nor sinks
             sdpa="fused" if softcap is None and not sinks else "eager",
             names_parts=style.names_parts,
+            wide_rotation=rope and style.wide_rotation,
             joins_rotation=rope and (style.joins_rotation or rotary_dim < head_dim),
         )
         block, experts = feed_forward(number) if feed_forward else (dense, None)
@@ -168,7 +171,16 @@ def _qk_norms(style: Style, *, heads: int, kv_heads: int, head_dim: int) -> tupl
             width, count = head_dim, rows
         else:  # "per_head" holds as many weights as one norm over the whole width
             width, count = rows * head_dim, 1
-        found.append(Norm(name=name, kind=kind, width=width, rows=count, bias=style.qk_norm_bias))
+        found.append(
+            Norm(
+                name=name,
+                kind=kind,
+                width=width,
+                rows=count,
+                weight=style.norm_weight,
+                bias=style.qk_norm_bias,
+            )
+        )
     return tuple(found)
 
 

@@ -39,6 +39,23 @@ DEFAULTS = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 2048,
     },
+    "glm4_moe_lite": MLA
+    | {
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "max_position_embeddings": 202752,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+    },
     "youtu": MLA
     | {
         "vocab_size": 128256,
@@ -146,4 +163,9 @@ def _dense(c: Fields) -> ModelSpec:
     return _model(c, lambda _: (block, None))
 
 
-BUILDERS = {"deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "youtu": _dense}
+BUILDERS = {
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "glm4_moe_lite": _deepseek,
+    "youtu": _dense,
+}

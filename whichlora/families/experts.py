@@ -12,15 +12,26 @@ from dataclasses import replace
 
 from whichlora.architecture import Layer, Linear, Mlp, ModelSpec, Moe
 
+_MIXTRAL = frozenset({"gate", "w1", "w2", "w3"})
 _PROJECTIONS = frozenset({"gate", "gate_proj", "up_proj", "down_proj"})
 TRANSLATED: dict[str, frozenset[str]] = {
-    "mixtral": frozenset({"gate", "w1", "w2", "w3"}),
+    "mixtral": _MIXTRAL,
+    "minimax_m2": _MIXTRAL,
+    "cohere2_moe": _PROJECTIONS,
     "deepseek_v2": _PROJECTIONS,
     "deepseek_v3": _PROJECTIONS,
+    "dots1": _PROJECTIONS,
+    "ernie4_5_moe": _PROJECTIONS,
+    "exaone_moe": _PROJECTIONS,
+    "flex_olmo": _PROJECTIONS,
     "glm4_moe": _PROJECTIONS,
+    "glm4_moe_lite": _PROJECTIONS,
+    "hunyuan_v1_moe": _PROJECTIONS,
+    "mellum": _PROJECTIONS,
     "olmoe": _PROJECTIONS,
     "qwen3_moe": _PROJECTIONS,
     "qwen3_next": _PROJECTIONS,
+    "solar_open": _PROJECTIONS,
 }
 """Model type to the module names that PEFT takes for the experts' and the router's."""
 

@@ -1,12 +1,13 @@
-"""LFM2: short convolutions with an attention layer now and then."""
+"""LFM2: short convolutions with an attention layer now and then, also with experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from whichlora.architecture import Attention, Layer, Linear, ModelSpec, Norm
-from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
+from whichlora.families.blocks import causal_lm, mlp, moe, norms, softmax_attention
 from whichlora.families.fields import Fields
+from whichlora.families.moe import FeedForward
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "lfm2": {
@@ -23,13 +24,30 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "block_multiple_of": 256,
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": True,
-    }
+    },
+    "lfm2_moe": {
+        "vocab_size": 65536,
+        "hidden_size": 2048,
+        "intermediate_size": 7168,
+        "moe_intermediate_size": 1792,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128000,
+        "tie_word_embeddings": True,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "num_dense_layers": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+    },
 }
 SYNONYMS = {
     "lfm2": {
         "intermediate_size": ("block_ff_dim",),
         "tie_word_embeddings": ("tie_embedding",),
-    }
+    },
+    "lfm2_moe": {"tie_word_embeddings": ("tie_embedding",)},
 }
 
 
@@ -73,6 +91,25 @@ def _convolution(c: Fields) -> Attention:
     )
 
 
+def _feed_forward(c: Fields) -> FeedForward:
+    """One MLP everywhere; with experts, only in the first `num_dense_layers`."""
+    hidden, names = c.size("hidden_size"), ("w1", "w3", "w2")
+    if c.text("model_type") == "lfm2":
+        block = mlp(hidden=hidden, width=_width(c), activation="silu", names=names)
+        return lambda _: (block, None)
+    dense = mlp(hidden=hidden, width=c.size("intermediate_size"), activation="silu", names=names)
+    sparse = moe(
+        hidden=hidden,
+        width=c.size("moe_intermediate_size"),
+        activation="silu",
+        num_experts=c.size("num_experts"),
+        experts_per_token=c.size("num_experts_per_tok"),
+        routing="sigmoid_narrow",
+    )
+    first = c.count("num_dense_layers")
+    return lambda number: (dense, None) if number < first else (None, sparse)
+
+
 def _lfm2(c: Fields) -> ModelSpec:
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
     kv_heads, head_dim = c.size("num_key_value_heads", fallback=heads), hidden // heads
@@ -89,21 +126,24 @@ def _lfm2(c: Fields) -> ModelSpec:
         rotary_dim=head_dim,
     )
     convolution = _convolution(c)
-    block = mlp(hidden=hidden, width=_width(c), activation="silu", names=("w1", "w3", "w2"))
+    feed_forward = _feed_forward(c)
     count = c.layers()
     types = c.items("layer_types", length=count)
     if types is None:
         full = c.indices("full_attn_idxs") if c.get("full_attn_idxs") is not None else range(count)
         types = ["full_attention" if i in full else "conv" for i in range(count)]
-    layers = [
-        Layer(
-            attentions=(attention if kind == "full_attention" else convolution,),
-            mlp=block,
-            norms=norms(("operator_norm", "ffn_norm"), width=hidden, kind="rms"),
+    layers = []
+    for number, kind in enumerate(types):
+        block, experts = feed_forward(number)
+        layers.append(
+            Layer(
+                attentions=(attention if kind == "full_attention" else convolution,),
+                mlp=block,
+                moe=experts,
+                norms=norms(("operator_norm", "ffn_norm"), width=hidden, kind="rms"),
+            )
         )
-        for kind in types
-    ]
     return causal_lm(c, layers, final_norms=norms(("embedding_norm",), width=hidden, kind="rms"))
 
 
-BUILDERS = {"lfm2": _lfm2}
+BUILDERS = {"lfm2": _lfm2, "lfm2_moe": _lfm2}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from whichlora.architecture import ModelSpec
 from whichlora.families.decoder import (
     FULL,
+    PRE_NORM,
     SLIDING,
     Style,
     decoder,
@@ -165,6 +167,28 @@ DEFAULTS = {
         "attention_out_bias": False,
     },
     "hunyuan_v1_dense": LLAMA | {"vocab_size": 290943},
+    "iquestcoder": LLAMA
+    | {
+        "vocab_size": 76800,
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+    },
+    "hyperclovax": LLAMA | {"use_post_norm": True},
+    "nanochat": LLAMA
+    | {
+        "vocab_size": 50304,
+        "hidden_size": 768,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 6,
+        "hidden_act": "relu2",
+        "final_logit_softcapping": 15.0,
+    },
     "cwm": LLAMA
     | {
         "vocab_size": 128256,
@@ -180,13 +204,21 @@ DEFAULTS = {
 }
 
 
-def _llama(c: Fields) -> ModelSpec:
+GRANITE: dict[str, Any] = {
+    "scales_logits": True,
+    "embeds_in_steps": True,
+    "layer_fields": {"scales_sums": True},
+}
+
+
+def _llama(c: Fields, **spec: Any) -> ModelSpec:
     bias = c.flag("attention_bias")
-    return decoder(c, Style(qkv_bias=bias, out_bias=bias, mlp_bias=c.flag("mlp_bias")))
+    style = Style(qkv_bias=bias, out_bias=bias, mlp_bias=c.flag("mlp_bias"))
+    return decoder(c, style, **spec)
 
 
 def _granite(c: Fields) -> ModelSpec:
-    return replace(_llama(c), scales_logits=True)
+    return _llama(c, **GRANITE)
 
 
 def _internlm3(c: Fields) -> ModelSpec:
@@ -367,6 +399,32 @@ def _hunyuan(c: Fields) -> ModelSpec:
     )
 
 
+def _hyperclovax(c: Fields) -> ModelSpec:
+    bias = c.flag("attention_bias")
+    names = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+    style = Style(
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=c.flag("mlp_bias"),
+        layer_norms=names if c.flag("use_post_norm") else PRE_NORM,
+    )
+    return decoder(c, style, **GRANITE)
+
+
+def _nanochat(c: Fields) -> ModelSpec:
+    bias = c.flag("attention_bias")
+    style = Style(
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_names=("fc1", "fc2"),
+        norm_kind="rms_offset",
+        norm_weight=False,
+        qk_norm="head",
+    )
+    spec = decoder(c, style)
+    return replace(spec, embedding_norms=spec.final_norms)  # the same before the layers
+
+
 def _cwm(c: Fields) -> ModelSpec:
     count = c.layers()
     listed = c.items("layer_types", length=count)
@@ -400,4 +458,7 @@ BUILDERS = {
     "seed_oss": _seed_oss,
     "hunyuan_v1_dense": _hunyuan,
     "cwm": _cwm,
+    "iquestcoder": _llama,
+    "hyperclovax": _hyperclovax,
+    "nanochat": _nanochat,
 }

@@ -8,7 +8,7 @@ from whichlora.architecture import Linear, Mlp, ModelSpec, Moe, Routing
 from whichlora.families.blocks import mlp, moe
 from whichlora.families.decoder import Style, decoder, every_nth_full, late_sliding
 from whichlora.families.fields import Fields
-from whichlora.families.llama import LLAMA, MISTRAL, QWEN2
+from whichlora.families.llama import GRANITE, LLAMA, MISTRAL, QWEN2
 
 QWEN_MOE = QWEN2 | {
     "hidden_size": 2048,
@@ -166,12 +166,19 @@ def qwen_feed_forward(c: Fields, *, shared_expert: bool) -> FeedForward:
 
 
 def deepseek_feed_forward(c: Fields, routing: Routing = "sigmoid") -> FeedForward:
-    """`first_k_dense_replace` layers with an MLP, then routed experts beside shared ones."""
+    """`first_k_dense_replace` layers with an MLP, then routed experts beside shared ones.
+
+    Where there is a list of `mlp_layer_types`, that says which layers are dense.
+    """
     hidden, activation = c.size("hidden_size"), c.text("hidden_act")
-    first = c.count("first_k_dense_replace")
+    first, count = c.count("first_k_dense_replace"), c.layers()
+    kinds = c.items("mlp_layer_types", length=count)
+    is_dense = [
+        number < first if kinds is None else kinds[number] == "dense" for number in range(count)
+    ]
     dense = (
         mlp(hidden=hidden, width=c.size("intermediate_size"), activation=activation)
-        if first
+        if any(is_dense)
         else None
     )
     width, num_shared = c.size("moe_intermediate_size"), c.size_or_none("n_shared_experts")
@@ -189,7 +196,7 @@ def deepseek_feed_forward(c: Fields, routing: Routing = "sigmoid") -> FeedForwar
         shared=shared,
         routing=routing,
     )
-    return lambda number: (dense, None) if number < first else (None, sparse)
+    return lambda number: (dense, None) if is_dense[number] else (None, sparse)
 
 
 def _mixtral(c: Fields) -> ModelSpec:
@@ -237,7 +244,7 @@ def _granitemoe(c: Fields) -> ModelSpec:
         c,
         Style(qkv_bias=bias, out_bias=bias),
         feed_forward=experts_in_every_layer(c, shared=shared, routing="chosen"),
-        scales_logits=True,
+        **GRANITE,
     )
 
 

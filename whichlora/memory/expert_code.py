@@ -63,13 +63,16 @@ def _multiplied(code: Code, x: Tensor, weight: Tensor, elements: int, what: str)
     return code.tape.op([x, weight], per_token(elements), x.size, saves=saves, what=what)
 
 
-def _logits(code: Code, router: Linear, x: Tensor, *, in_fp32: bool) -> Tensor:
+def _logits(code: Code, moe: Moe, x: Tensor) -> Tensor:
+    router, in_fp32 = moe.router, moe.routing in ("softmax_fp32", "softmax_exact", "sigmoid")
+    if in_fp32:
+        x = code.cast(x, 4)
     if router.is_module:
         return code.linear(router, x)
     weight = _weight(code, router)
     if in_fp32:
-        x, weight = code.cast(x, 4), code.cast(weight, 4, "router: fp32 weight")
-    if code.stack.under_autocast:
+        weight = code.cast(weight, 4, "router: fp32 weight")
+    if code.stack.under_autocast and moe.routing != "softmax_exact":
         size = code.stack.compute_bytes
         x, weight = code.cast(x, size), code.cast(weight, size, "router: weight, cast")
     return _multiplied(code, x, weight, router.out_features, "router: logits")
@@ -77,10 +80,10 @@ def _logits(code: Code, router: Linear, x: Tensor, *, in_fp32: bool) -> Tensor:
 
 def route(code: Code, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Weights and numbers of the chosen experts, and the logits, which the caller's name holds."""
-    tape = code.tape
+    tape, given = code.tape, x
     if moe.routing == "scaled":
         x = _scaled(code, moe, x)
-    logits = _logits(code, moe.router, x, in_fp32=moe.routing in ("softmax_fp32", "sigmoid"))
+    logits = _logits(code, moe, x)
     every, few = per_token(moe.num_experts), per_token(moe.experts_per_token)
     chosen = tape.op([], few, _INDEX)
     if moe.routing == "chosen":
@@ -95,17 +98,23 @@ def route(code: Code, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         again = tape.op([logits], every, size, saves_result=True, what="router: probabilities")
         weights = tape.op([scores, again], few, size, keeps=[scaled(few, _INDEX + size)])
         return weights, chosen, logits
+    is_sigmoid = moe.routing in ("sigmoid", "sigmoid_narrow")  # it asks for no dtype
+    size = logits.size if is_sigmoid else 4
     scores = tape.op(
-        [code.cast(logits, 4)], every, 4, saves_result=True, what="router: probabilities"
+        [code.cast(logits, size)], every, size, saves_result=True, what="router: probabilities"
     )
-    top = tape.op([scores], few, 4, saves=[chosen])
-    weights = tape.op([top], few, 4, keeps=[scaled(few, 4)], what="router: weights")
+    top = tape.op([scores], few, size, saves=[chosen])
+    if moe.routing == "sigmoid_narrow" and code.stack.under_autocast:
+        size = 4  # divided by their sum, which autocast widens
+    weights = tape.op([top], few, size, keeps=[scaled(few, 4)], what="router: weights")
     if moe.routing == "scaled":
         scale = code.stack.base_bytes
         own = tape.op([chosen], few, scale, what="router: scales of the chosen")
         return code.multiply(weights, own), chosen, scores
     if moe.routing == "softmax":
         weights = code.cast(weights, logits.size)
+    elif moe.routing == "softmax_exact":
+        weights = code.cast(weights, given.size)
     return weights, chosen, logits
 
 

@@ -16,7 +16,7 @@ from whichlora.memory.layer_code import (
     stream_bytes,
     working_points,
 )
-from whichlora.memory.tape import CHUNK, Kept, chunks, evaluate, most
+from whichlora.memory.tape import Kept, chunks, evaluate, most
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, is_plain, largest
 from whichlora.specs import RunConfig
@@ -98,7 +98,7 @@ def layer_bytes(
         values["forward"] = values["forward"] + before
     return LayerBytes(
         count=count,
-        stream_bytes=stream_bytes(layer, stack, after_norm=bool(model.embedding_norms)),
+        stream_bytes=stream_bytes(layer, stack, after_norm=model.starts_in_layer_norm),
         tensors=tuple(tensors),
         copies=tuple(one for one in tensors if one.what.endswith(_WEIGHT_COPIES)),
         held=() if run.gradient_checkpointing and run.use_reentrant else tuple(held),
@@ -151,7 +151,7 @@ def _points_of(
                 accumulated=run.gradient_accumulation_steps > 1,
                 reentrant=bool(run.use_reentrant),
                 checkpointed=run.gradient_checkpointing,
-                stream=stream_bytes(layer, stack, after_norm=bool(model.embedding_norms)),
+                stream=stream_bytes(layer, stack, after_norm=model.starts_in_layer_norm),
             ),
         )
 
@@ -194,7 +194,7 @@ def forward_bytes(
     if prompt:
         layers = [one for one in layers if not reads_last(one, stack)]
     for layer in layers:
-        stream = stream_bytes(layer, stack, after_norm=bool(model.embedding_norms))
+        stream = stream_bytes(layer, stack, after_norm=model.starts_in_layer_norm)
         # looked-up rows, of positions too, and the layer's input
         num_streams = 3 if model.adds_positions and model.task == "causal-lm" else 2
         streams = num_streams * stream * model.hidden_size * tokens
@@ -223,10 +223,10 @@ def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dic
 
 
 def _cases(layer: Layer, stack: Stack, span: Count) -> Iterator[tuple[Count, bool, bool]]:
-    """Whether SDPA gets a mask, and a delta net fills up a chunk: each with 1 where it holds."""
+    """Whether SDPA gets a mask, and a scan fills up a chunk: each with 1 where it holds."""
     attention = layer.attentions[0]
-    if attention.kind == "linear":
-        filled = 1 * (span % CHUNK > 0)
+    if attention.kind in ("linear", "mamba2"):
+        filled = 1 * (span % attention.chunk_size > 0)
         if is_plain(filled):
             yield 1, stack.padded, bool(filled)
             return
@@ -249,16 +249,15 @@ def listed_tensors(
     kept: tuple[Kept, ...], share: Count, *, tokens: Count, span: Count, r: Count
 ) -> Iterator[Tensor]:
     for one in kept:
-        of_token, of_pair, fixed, of_rank_token, of_rank, of_square, _, of_chunk, of_sequence = (
-            one.form
-        )
+        of_token, of_pair, fixed, of_rank_token, of_rank, of_square, _ = one.form[:7]
+        of_chunk, of_sequence, size = one.form[7:]
         constant: Count = fixed
         if of_rank:
             constant = constant + of_rank * r
         if of_square:
             constant = constant + of_square * span * span
         if of_chunk or of_sequence:
-            constant = constant + tokens // span * (of_sequence + of_chunk * chunks(span))
+            constant = constant + tokens // span * (of_sequence + of_chunk * chunks(span, size))
         per_token: Count = of_token
         if of_rank_token:
             per_token = per_token + of_rank_token * r

@@ -91,16 +91,20 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
             tape.hold_to_end(y)
         if sandwich:
             y = code.norm(norms.pop(0), y)
-        result = code.add(x, y)
+        result = code.add(x, code.scale(y) if layer.scales_sums else y)
         tape.hold(x, *([mixed] if names_both else []))
+        if layer.scales_sums:
+            tape.hold(y)
         x = result
     y = code.norm(norms.pop(0), x)
     mixed = feed(code, layer, y, x)
     y = dropped(mixed, drops and layer.drops_mlp)
     if sandwich:
         y = code.norm(norms.pop(0), y)
-    result = code.add(x, y)
+    result = code.add(x, code.scale(y) if layer.scales_sums else y)
     tape.hold(x, *([mixed] if names_both else []))
+    if layer.scales_sums:
+        tape.hold(y)
     if layer.layer_input is not None:
         result = add_layer_input(code, layer.layer_input, result)
     return tape.in_place(result) if layer.scales_result else result

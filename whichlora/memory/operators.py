@@ -14,6 +14,7 @@ from whichlora.memory.tape import (
     constant,
     per_rank,
     per_rank_token,
+    per_sequence,
     per_token,
     plus,
     scaled,
@@ -86,7 +87,7 @@ class Code:
         stream_bytes: one element of the layer's input.
         checkpointed: the layer is run again in its backward.
         rows: how many rows matrices read.
-        ragged: the last chunk of a delta net is filled up.
+        ragged: the last chunk of a scan is filled up.
     """
 
     tape: Tape
@@ -144,6 +145,19 @@ class Code:
     def dropout(self, x: Tensor, *, mask_bytes: int) -> Tensor:
         mask = scaled(x.elements, mask_bytes)
         return self.tape.op([x], x.elements, x.size, keeps=[mask], what="dropout: result, mask")
+
+    def convolve(self, x: Tensor, channels: int, kernel: int) -> Tensor:
+        """A depthwise convolution, padded on both sides; its backward has input and weight."""
+        tape, stack = self.tape, self.stack
+        x = self.cast(x, stack.base_bytes)
+        weight = tape.weight(
+            constant(channels * kernel), stack.base_bytes, trained=stack.trains_base
+        )
+        if stack.under_autocast:
+            x = self.cast(x, stack.compute_bytes, "convolution: input, cast")
+            weight = self.cast(weight, stack.compute_bytes)
+        padded = plus(per_token(channels), per_sequence(channels * (kernel - 1)))
+        return tape.op([x, weight], padded, x.size, saves=[x, weight], what="convolution: result")
 
     # --- norms -------------------------------------------------------------------------------
 

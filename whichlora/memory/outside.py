@@ -57,7 +57,7 @@ def outside_saved(
     saved += [per_token("dropout mask", mask_bytes, width, "hidden_size") for width in dropped]
     if stack.trains_base and after_layers and model.masked_head is None:
         saved.append(per_token("head: input", stack.compute_bytes, hidden, "hidden_size"))
-    elif not stack.trains_base and embeddings_need_grad and _embeds_in_steps(model):
+    elif not stack.trains_base and embeddings_need_grad and _embeds_in_steps(model, stack):
         # the looked-up rows are what was made to need a gradient: a leaf lives as long as the graph
         stacks = len({group.stack for group in model.groups})
         rows = stacks * model.embeddings[0].width
@@ -71,11 +71,13 @@ def outside_saved(
     return saved
 
 
-def _embeds_in_steps(model: ModelSpec) -> bool:
+def _embeds_in_steps(model: ModelSpec, stack: Stack) -> bool:
     """Whether the first layer reads something else than the looked-up rows themselves.
 
-    A norm of the rows keeps them anyway, unless positions are added first.
+    A norm of the rows keeps them anyway, unless positions are added or it widens them first.
     """
+    if model.embedding_norms and not model.starts_in_layer_norm and stack.embedding_bytes < 4:
+        return True
     return model.embeds_in_steps or model.adds_positions or bool(model.embedding_dropouts)
 
 

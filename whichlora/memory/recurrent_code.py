@@ -7,12 +7,12 @@ Source: transformers 5.23 `Qwen3_5GatedDeltaNet`, `Qwen3NextGatedDeltaNet`, `Lfm
 from __future__ import annotations
 
 from whichlora.architecture import Attention
+from whichlora.memory.mamba_code import mix_by_states
 from whichlora.memory.operators import Code
 from whichlora.memory.tape import (
     CHUNK,
     Form,
     Tensor,
-    constant,
     minus,
     per_chunk,
     per_sequence,
@@ -27,23 +27,13 @@ _CHUNKS = per_chunk(1).index(1)
 
 def mix_recurrently(code: Code, attention: Attention, x: Tensor) -> Tensor:
     """The block in the place of an attention."""
+    given = x
     if code.stack.padded:  # padding tokens are set to nothing
         x = code.tape.op([x], x.elements, x.size)
-    return _BLOCKS[attention.kind](code, attention, x)
-
-
-def _convolve(code: Code, x: Tensor, channels: int, kernel: int) -> Tensor:
-    """A depthwise convolution, padded on both sides; its backward has input and weight."""
-    stack = code.stack
-    x = code.cast(x, stack.base_bytes)
-    weight = code.tape.weight(
-        constant(channels * kernel), stack.base_bytes, trained=stack.trains_base
-    )
-    if stack.under_autocast:
-        x = code.cast(x, stack.compute_bytes, "convolution: input, cast")
-        weight = code.cast(weight, stack.compute_bytes)
-    padded = plus(per_token(channels), per_sequence(channels * (kernel - 1)))
-    return code.tape.op([x, weight], padded, x.size, saves=[x, weight], what="convolution: result")
+    result = _BLOCKS[attention.kind](code, attention, x)
+    if attention.kind == "mamba2":
+        code.tape.hold(given)  # the caller's name
+    return result
 
 
 def _short_convolution(code: Code, attention: Attention, x: Tensor) -> Tensor:
@@ -54,7 +44,7 @@ def _short_convolution(code: Code, attention: Attention, x: Tensor) -> Tensor:
     one, gate, other = tape.parts(joint, (per_token(hidden),) * 3)
     product = code.multiply(one, other)
     kernel = attention.state_elements // hidden
-    convolved = code.cast(_convolve(code, product, hidden, kernel), product.size)
+    convolved = code.cast(code.convolve(product, hidden, kernel), product.size)
     (convolved,) = tape.parts(convolved, (per_token(hidden),))
     y = code.multiply(gate, convolved)
     copied = code.copy(y)
@@ -87,7 +77,7 @@ def _delta_net(code: Code, attention: Attention, x: Tensor) -> Tensor:
         names = [z]
     num_channels = 2 * k_width + v_width
     kernel = attention.state_elements // num_channels
-    convolved = _convolve(code, mixed, num_channels, kernel)
+    convolved = code.convolve(mixed, num_channels, kernel)
     active = tape.op([convolved], mixed.elements, convolved.size, saves=[convolved])
     tape.hold(convolved)
     active = code.cast(active, mixed.size)
@@ -252,4 +242,4 @@ def _but_one(form: Form) -> Form:
     return minus(form, per_sequence(form[_CHUNKS]))
 
 
-_BLOCKS = {"linear": _delta_net, "conv": _short_convolution}
+_BLOCKS = {"linear": _delta_net, "mamba2": mix_by_states, "conv": _short_convolution}

@@ -24,10 +24,10 @@ TERMS = (
     "chunks",
     "sequences",
 )
-Form = tuple[int, int, int, int, int, int, int, int, int]
-"""Bytes or elements per each of `TERMS`."""
+Form = tuple[int, int, int, int, int, int, int, int, int, int]
+"""Bytes or elements per each of `TERMS`, and last how many tokens a chunk has."""
 
-NOTHING: Form = (0, 0, 0, 0, 0, 0, 0, 0, 0)
+NOTHING: Form = (0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 LAYER_INPUT = "layer input"
 CHUNK = 64  # tokens that a gated delta net takes at once, the last ones padded
 FUSED_ROWS = 1536  # of a 4-bit product; bitsandbytes 0.50 expands the weight first for more
@@ -35,7 +35,7 @@ FUSED_ROWS = 1536  # of a 4-bit product; bitsandbytes 0.50 expands the weight fi
 
 def _term(index: int, count: int) -> Form:
     a, b, c, d, e, f, g, h, i = (count if index == number else 0 for number in range(len(TERMS)))
-    return (a, b, c, d, e, f, g, h, i)
+    return (a, b, c, d, e, f, g, h, i, 0)
 
 
 def per_token(count: int) -> Form:
@@ -67,9 +67,12 @@ def where_many_rows(count: int) -> Form:
     return _term(6, count)
 
 
-def per_chunk(count: int) -> Form:
-    """Per `CHUNK` tokens of one sequence, a part of them counted as a whole."""
-    return _term(7, count)
+def per_chunk(count: int, size: int = CHUNK) -> Form:
+    """Per `size` tokens of one sequence, a part of them counted as a whole.
+
+    The chunks of one layer are all of one size.
+    """
+    return (0, 0, 0, 0, 0, 0, 0, count, 0, size)
 
 
 def per_sequence(count: int) -> Form:
@@ -77,15 +80,16 @@ def per_sequence(count: int) -> Form:
 
 
 def scaled(form: Form, factor: int) -> Form:
-    a, b, c, d, e, f, g, h, i = form
+    a, b, c, d, e, f, g, h, i, size = form
     k = factor
-    return (a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k)
+    return (a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k, size)
 
 
 def plus(one: Form, other: Form) -> Form:
-    a, b, c, d, e, f, g, h, i = one
-    p, q, r, s, t, u, v, w, x = other
-    return (a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x)
+    a, b, c, d, e, f, g, h, i, size = one
+    p, q, r, s, t, u, v, w, x, other_size = other
+    size = size or other_size
+    return (a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x, size)
 
 
 def minus(one: Form, other: Form) -> Form:
@@ -101,9 +105,8 @@ def total(forms: Iterable[Form]) -> Form:
 
 def evaluate(form: Form, *, tokens: Count, span: Count, r: Count) -> Count:
     """The number, or array of numbers, that `form` stands for."""
-    of_token, of_pair, fixed, of_rank_token, of_rank, of_square, of_many, of_chunk, of_sequence = (
-        form
-    )
+    of_token, of_pair, fixed, of_rank_token, of_rank, of_square, of_many = form[:7]
+    of_chunk, of_sequence, size = form[7:]
     result: Count = 0 * tokens + fixed
     if of_token or of_pair or of_rank_token:
         each = of_token
@@ -120,13 +123,13 @@ def evaluate(form: Form, *, tokens: Count, span: Count, r: Count) -> Count:
         result = result + of_many * (tokens > FUSED_ROWS)
     if of_chunk or of_sequence:
         sequences = tokens // span
-        result = result + sequences * (of_sequence + of_chunk * chunks(span))
+        result = result + sequences * (of_sequence + of_chunk * chunks(span, size))
     return result
 
 
-def chunks(span: Count) -> Count:
-    """How many chunks a sequence of `span` tokens has."""
-    return -(-span // CHUNK)
+def chunks(span: Count, size: int) -> Count:
+    """How many chunks of `size` tokens a sequence of `span` has."""
+    return -(-span // max(1, size))
 
 
 def most(forms: Iterable[Form], *, tokens: Count, span: Count, r: Count) -> Count:
