@@ -148,6 +148,7 @@ class Attention:
             (Falcon with one key head).
         names_parts: rotated and unrotated parts of the heads have names of their own until the
             attention returns (StableLM, Phi, GPT-J).
+        names_steps: eager code names what each product reads and makes until it returns (BLOOM).
         scales_queries: eager code scales queries, not scores (MVP).
         returns_probabilities: eager attention's are given to the layer, whose code names them.
         always_masked: the model makes a mask whatever the batch, with ALiBi one per head (Falcon).
@@ -190,6 +191,7 @@ class Attention:
     wide_softmax: bool = True
     copies_parts: Literal["all", "keys"] | None = None
     names_parts: bool = False
+    names_steps: bool = False
     scales_queries: bool = False
     scales_queries_first: bool = False
     returns_probabilities: bool = True

@@ -76,6 +76,7 @@ def _bloom(c: Fields) -> ModelSpec:
         position="alibi",
         sdpa="eager",
         flash=False,
+        names_steps=True,
         dropout=c.probability("attention_dropout"),
     )
     block = mlp(

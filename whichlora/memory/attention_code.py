@@ -139,7 +139,7 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
     bias = None
     if attention.position == "relative":
         bias = _position_bias(code, attention, size=q.size)
-    out, weights = _KERNELS[kernel](code, attention, q, k, v, bias)
+    out, weights, steps = _KERNELS[kernel](code, attention, q, k, v, bias)
     tape.hold(q, k, v, *([] if bias is None else [bias]))
     if out.joined:
         out = code.copy(out)
@@ -148,10 +148,14 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
         out = code.multiply(out, open_)
         tape.hold(gate)
     result = code.linear(out_linear, out)
-    tape.hold(x, q, k, v, out, *named)  # names of the whole function
+    tape.hold(x, q, k, v, out, *named, *steps)  # names of the whole function
     if weights is not None:  # layers are given them, whether or not anybody asked
         tape.hold_to_end(weights, name="attention weights")
     return result
+
+
+Attended = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
+"""What a kernel returns: its output, the weights that the layer is given, and further names."""
 
 
 def _position_bias(code: Code, attention: Attention, *, size: int) -> Tensor:
@@ -192,7 +196,7 @@ def _biased_mask(code: Code, attention: Attention, bias: Tensor) -> Tensor:
 
 def _fused_kernel(
     code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+) -> Attended:
     tape, stack = code.tape, code.stack
     flash = stack.attn == "flash_attention_2"  # is never handed fp32
     size = 2 if flash else stack.compute_bytes
@@ -223,7 +227,7 @@ def _fused_kernel(
         joined=q.joined and attention.v_head_dim == attention.head_dim,
         what="attention: output, log-sum-exp, additive mask",
     )
-    return out, None
+    return out, None, ()
 
 
 def _repeated(code: Code, attention: Attention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,7 +256,7 @@ def _repeated(code: Code, attention: Attention, k: Tensor, v: Tensor) -> tuple[T
 
 def _eager_kernel(
     code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+) -> Attended:
     """Source: `eager_attention_forward` of transformers 5.23."""
     tape, stack = code.tape, code.stack
     heads = attention.num_attention_heads
@@ -268,7 +272,8 @@ def _eager_kernel(
         q = code.scale(q)
     q, k = _by_head(code, q), _by_head(code, k)
     scores = tape.op([q, k], scores_shape, q.size, saves=[q, k])
-    if not attention.scales_queries:
+    steps = (q, k, scores) if attention.names_steps else ()
+    if not attention.scales_queries and not attention.names_steps:
         scores = code.scale(scores)
     if attention.softcap is not None:
         divided = code.scale(scores)
@@ -306,9 +311,9 @@ def _eager_kernel(
     joined = code.copy(out)
     tape.hold(*named)
     if attention.returns_probabilities:
-        return joined, returned
+        return joined, returned, steps
     tape.hold(returned)
-    return joined, None
+    return joined, None, steps
 
 
 def _softmax_with_sinks(code: Code, attention: Attention, scores: Tensor) -> Tensor:
@@ -330,7 +335,7 @@ def _by_head(code: Code, x: Tensor) -> Tensor:
 
 def _math_kernel(
     code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+) -> Attended:
     """Plain operators in fp32, whose names and casts live until the result is there.
 
     Source: torch 2.13 `_scaled_dot_product_attention_math`; it returns the probabilities too.
@@ -382,7 +387,7 @@ def _math_kernel(
     tape.hold(q, k, v, *wide, scaled_q, softmax, returned, *([] if mask is None else [mask]))
     result = code.copy(out)
     tape.hold(*named)
-    return result, None
+    return result, None, ()
 
 
 _KERNELS = {"fused": _fused_kernel, "eager": _eager_kernel, "math": _math_kernel}
