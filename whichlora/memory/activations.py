@@ -78,7 +78,7 @@ def kept_mask_bytes(
     biases: dict[tuple[str, bool], int] = {}
     for group in (one for one in model.groups if side in ("", one.stack)):
         for attention in group.layer.attentions:
-            eager = stack.attn == "eager" or attention.sdpa == "eager"
+            eager = attention_kernel(attention, stack) == "eager"
             decodes = len(group.layer.attentions) > 1 and not attention.cross  # never padded
             masked = 0 * span if decodes else is_masked(attention, stack, span)
             key = (group.stack, attention.cross, attention.sliding_window)
