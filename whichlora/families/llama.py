@@ -156,6 +156,8 @@ DEFAULTS = {
     },
     "seed_oss": LLAMA
     | {
+        "attention_dropout": 0.1,
+        "residual_dropout": 0.1,
         "vocab_size": 155136,
         "intermediate_size": 27648,
         "num_hidden_layers": 64,
