@@ -17,12 +17,20 @@ def _activated(code: Code, activation: str, x: Tensor) -> Tensor:
     tape = code.tape
     if activation in ("relu",):
         return tape.op([x], x.elements, x.size, saves_result=True, what="activation: result")
-    if activation in ("gelu_new", "gelu_fast"):
+    if activation == "gelu_fast":
+        # 0.5 * x * (1 + tanh(x * c * (1 + 0.044715 * x * x))), a tensor for each operator
+        half, outer = code.scale(x), code.scale(x)
+        squared = code.multiply(code.scale(x), x)
+        shifted = tape.op([squared], x.elements, x.size, passes=True)
+        inside = code.multiply(outer, shifted)
+        tanh = tape.op([inside], x.elements, x.size, saves_result=True, what="tanh")
+        return code.multiply(half, tape.op([tanh], x.elements, x.size, passes=True))
+    if activation == "gelu_new":
         # 0.5 * x * (1 + tanh(c * (x + 0.044715 * x³))), a tensor for each operator
         stack = code.stack
         half = code.scale(x)
-        widened = activation == "gelu_new" and stack.under_autocast
-        base = code.cast(x, 4) if widened and stack.device_kind != "cpu" else x
+        widened = stack.under_autocast and stack.device_kind != "cpu"
+        base = code.cast(x, 4) if widened else x
         inner = scaled(base.elements, 2 * base.size)
         cubed = tape.op([base], base.elements, base.size, saves=[base], inner_backward=inner)
         inside = code.scale(code.add(x, code.scale(cubed)))
