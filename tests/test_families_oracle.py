@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from whichlora.architecture import ModelSpec
+from whichlora.errors import ConfigError
 from whichlora.families import FAMILIES, build, known_types
 from whichlora.memory.ledger import trained_params
 from whichlora.memory.weights import masked_head_params
@@ -630,3 +631,21 @@ def test_the_head_of_masked_words_is_counted_with_what_it_keeps(model_type: str)
         )
     counted = spec.num_params + masked_head_params(spec)
     assert counted == sum(p.numel() for p in model.parameters())
+
+
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - NO_AUTO_CLASS))
+def test_a_config_that_names_no_dropout_has_that_of_its_class(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(model_type).get_text_config().to_dict()
+    try:
+        spec = build({"model_type": model_type}, name=model_type)
+    except ConfigError:
+        pytest.skip("a bare config is no model")
+    named = [float(theirs[key]) for key in _ATTENTION_DROPOUT if theirs.get(key) is not None]
+    ours = {one.dropout for layer, _ in spec.layers() for one in layer.attentions}
+    if named:
+        assert ours == {named[0]}

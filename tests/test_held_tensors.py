@@ -436,3 +436,35 @@ def test_the_first_layer_of_a_checkpointed_t5_decoder_makes_its_zeros_again() ->
         )
         own = 4 * 512 * 2048  # the first layer's input, which others count among the checkpoints
         assert first - others == pytest.approx(more, abs=2 * own)
+
+
+def test_flash_attention_of_gemma_2_makes_no_mask_where_sdpa_would_be_eager() -> None:
+    config = {"model_type": "gemma2", "hidden_size": 512, "vocab_size": 1024}
+    run = {"phase": "inference", "kv_cache": "static", "prompt_len": 512, "batch_size": 8}
+    flash, eager = (
+        part(ledger_of(config, **run, attn=attn), "prefill", facts.PROMPT_FORWARD)
+        for attn in ("flash_attention_2", "eager")
+    )
+    mask = 2 * 8 * 512**2  # of one kind of layer, in 16 bit
+    assert flash + 2 * mask < eager
+
+
+def test_a_reentrant_backward_is_given_zeros_for_probabilities_that_nobody_used() -> None:
+    config = {"model_type": "gptj", "n_embd": 512, "n_head": 8, "n_layer": 4, "vocab_size": 1024}
+    size = {"seq_len": 1024, "precision": "bf16-pure"}
+    zeros = 8 * 1024**2 * 2
+    reentrant, not_so = (
+        part(ledger_of(config, **size, use_reentrant=one), "layer_backward", facts.LAYER_BACKWARD)
+        for one in (True, False)
+    )
+    assert reentrant - not_so >= zeros
+
+
+def test_bloom_holds_its_first_scores_beside_the_masked_ones() -> None:
+    config = {"model_type": "bloom", "hidden_size": 512, "n_head": 8, "vocab_size": 1024}
+    run = {"phase": "inference", "prompt_len": 1024, "batch_size": 4, "precision": "bf16"}
+    prefill = part(ledger_of(config, **run), "prefill", facts.PROMPT_FORWARD)
+    scores = 4 * 8 * 1024**2
+    # the scores and the masked ones in 16 bit, in fp32 before and after softmax, and the weights
+    # of the layer before
+    assert prefill > (2 + 2 + 4 + 4 + 2) * scores

@@ -345,3 +345,21 @@ def test_one_key_head_of_falcon_is_copied_out_of_the_projection_that_backward_th
     sizes = {one.what: bytes_of(one.form) for one in layer.kept}
     assert "query_key_value: result" not in sizes
     assert sizes["copy"] == 2 * 64  # the value's head; the key's is rotated
+
+
+@pytest.mark.parametrize(("activation", "kept"), [("gelu_new", 4), ("gelu_fast", 7)])
+def test_a_gelu_keeps_what_its_python_code_multiplies(activation: str, kept: int) -> None:
+    spec = find_model("EleutherAI/gpt-neox-20b")
+    assert spec is not None
+    run = RunConfig(
+        model=spec.name, precision="bf16-pure", target_modules=("attention",), r=8, seq_len=1024
+    )
+    job = resolve(spec, run, GPU)
+    layer = spec.groups[-1].layer
+    assert layer.mlp is not None
+    layer = replace(layer, mlp=replace(layer.mlp, activation=activation))
+    width = 2 * layer.mlp.width
+    found = sum(
+        bytes_of(one.form) == width for one in points_of_layer(layer, job, masked=False).kept
+    )
+    assert found == kept

@@ -96,6 +96,8 @@ def layer_bytes(
             values[name] = values[name] + share * value
     if run.gradient_checkpointing:  # else kept anyway
         values["forward"] = values["forward"] + before
+        if run.use_reentrant:  # its backward is given zeros for what nobody used of its results
+            values["recomputed"] = values["recomputed"] + before
     return LayerBytes(
         count=count,
         stream_bytes=stream_bytes(layer, stack, after_norm=model.starts_in_layer_norm),
