@@ -270,6 +270,7 @@ def _albert(c: Fields) -> ModelSpec:
         width=width,
         pooler=True,
         groups=groups * (num_groups * per_group),
+        supports_checkpointing=False,
         head_linears=_widened(width, hidden, "embedding_hidden_mapping_in"),
     )
 
