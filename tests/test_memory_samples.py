@@ -64,8 +64,8 @@ def test_the_ledger_stays_as_near_to_the_kept_traces_as_now() -> None:
 
 
 def test_the_ledger_stays_near_to_the_traces_of_types_that_came_later() -> None:
-    # prompts that the ledger misses by more than the others: +9.3 %, -5.1 % and -2.7 %
-    missed_prompts = {"cohere2_moe", "glm4_moe_lite", "solar_open"}
+    # prompts that the ledger misses by more than the others: +9.3 % and -2.7 %
+    missed_prompts = {"cohere2_moe", "solar_open"}
     errors, missed = [], []
     for line in samples.read_lines(samples.LATER_TRACES):
         if "refused" not in line:
@@ -76,7 +76,7 @@ def test_the_ledger_stays_near_to_the_traces_of_types_that_came_later() -> None:
     assert len(errors) > 60
     assert median(map(abs, errors)) < 0.003
     assert -0.015 < min(errors) < max(errors) < 0.04
-    assert len(missed) == 3
+    assert len(missed) == 2
     assert max(map(abs, missed)) < 0.1
 
 

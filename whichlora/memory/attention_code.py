@@ -86,7 +86,7 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
     gate = None
     named: list[Tensor] = []  # until the end
     if attention.latent:
-        q, k, v = latent_projections(code, attention, x)
+        q, k, v = latent_projections(code, attention, x, named)
         out_linear = attention.linears[-1]
     elif attention.keys_from is not None:
         out_linear = attention.linears[-1]
@@ -130,7 +130,10 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
         elif not stack.training:
             k = code.cast(k, before[1].size)  # the cache's
         tape.hold(*before, *turned)
-    hands_out = attention.keys_from is not None or (attention.cache_elements and not stack.stores)
+    expands = attention.latent and attention.cache_elements < attention.k_width  # what it cached
+    hands_out = attention.keys_from is not None or (
+        attention.cache_elements and not stack.stores and not expands
+    )
     if hands_out and not stack.training:
         tape.hold(k, v)  # until the cache has copied them, and hands out its own
         k, v = (tape.cached(one) for one in (k, v))

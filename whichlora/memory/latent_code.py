@@ -11,9 +11,13 @@ from whichlora.memory.tape import Tensor, per_token, plus, scaled
 
 
 def latent_projections(
-    code: Code, attention: Attention, x: Tensor
+    code: Code, attention: Attention, x: Tensor, named: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys as they are multiplied, values as part of what they are projected with."""
+    """Queries and keys as they are multiplied, values as part of what they are projected with.
+
+    Args:
+        named: gets what has a name until the attention returns.
+    """
     tape = code.tape
     *q_linears, kv_down, kv_up, _ = attention.linears
     *q_norms, kv_norm = attention.norms
@@ -43,7 +47,7 @@ def latent_projections(
         inner_backward=scaled(width, expanded.size),
         what="key",
     )
-    tape.hold(q, compressed, latent, q_turned, k_turned)
+    named += [q, compressed, latent, q_turned, k_turned]
     return query, key, value
 
 
