@@ -232,14 +232,14 @@ def _saved(one: Case) -> Counter[str]:
     model = load(one)
     if one.run.method == "full":
         model.train()
-    before = {t.untyped_storage().data_ptr() for t in _tensors()}
+    held = list(_tensors())  # an address must not be used again while we count
+    before = {t.untyped_storage().data_ptr() for t in held}
     found: dict[int, tuple[str, int]] = {}
-    held: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in before and storage.data_ptr() not in found:
-            held.append(tensor.detach())  # an address must not be used again while we count
+            held.append(tensor.detach())
             found[storage.data_ptr()] = (_label(tensor), storage.nbytes())
         # Nothing goes into the graph: a tensor packed into its own node would never be freed.
 

@@ -14,7 +14,6 @@ from whichlora.resolution import Job, resolve
 from whichlora.specs import GpuSpec, RunConfig
 
 LLAMA = "HuggingFaceTB/SmolLM2-135M"
-GPT2 = "openai-community/gpt2"
 BERT = "google-bert/bert-base-uncased"
 T4 = replace(A100, key="t4", compute_capability="7.5")
 GAUDI = replace(A100, key="gaudi", kind="hpu", compute_capability=None)
@@ -71,10 +70,6 @@ REFUSED: dict[str, tuple[GpuSpec, str, dict[str, Any], str]] = {
     ),
     "bitsandbytes without a backend": (
         GAUDI, LLAMA, {"method": "qlora"}, r"which has no hpu backend; use quant none",
-    ),
-    "DoRA's gradients of Conv1D": (
-        A100, GPT2, {"method": "dora", "lora_dropout": 0.1, "base_dtype": "float32"},
-        r"lora_dropout: PEFT's DoRA .*got 0.1; use 0",
     ),
     "copies in fp16": (
         A100, LLAMA, {"precision": "fp16", "modules_to_save": ("embed_tokens",)},
