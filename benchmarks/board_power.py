@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from markdown_tables import markdown_table
+from markdown_tables import markdown_table, write_between
 
 from whichlora.errors import ConfigError
 from whichlora.specs import GpuSpec
@@ -147,9 +147,7 @@ def main() -> None:
     text = table(Path(paths[0]).read_text(encoding="utf-8"))
     print(text)
     if "--write" in sys.argv[1:]:
-        before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
-        _, _, after = rest.partition(END)
-        DOCUMENT.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+        write_between(DOCUMENT, BEGIN, END, text)
 
 
 if __name__ == "__main__":

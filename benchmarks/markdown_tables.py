@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -21,6 +22,13 @@ def markdown_table(
     left = len(head) if first_figure is None else first_figure
     rule = ["---"] * left + ["---:"] * (len(head) - left)
     return "\n".join(row(cells) for cells in (head, rule, *rows))
+
+
+def write_between(document: Path, begin: str, end: str, text: str) -> None:
+    """Put `text` between two marks that each stand once in `document`."""
+    before, rest = document.read_text(encoding="utf-8").split(begin)
+    _, after = rest.split(end)
+    document.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
 
 
 def percent(fraction: float) -> str:

@@ -242,16 +242,20 @@ def left_out(lines: Iterable[dict[str, Any]]) -> str:
     return markdown_table(("n", "why"), rows, first_figure=1)
 
 
+def kept(drawn: Sequence[tuple[int, RunConfig]], path: Path) -> list[Compared]:
+    """The runs of `drawn` that were traced, by their lines in `path`."""
+    return [
+        Compared(index, run, line, samples.predicted(run))
+        for index, run, line in lines_of(drawn, path=path, trace=False, retrace=False)
+        if "refused" not in line
+    ]
+
+
 def later_draw(seed: int, file_name: str, text: str, num_drawn: int) -> str:
     """What the formulas said of another draw before they were mended by it, and what they say."""
     drawn = [(index, samples.draw(seed, index)) for index in range(num_drawn)]
     path = ROOT / "benchmarks" / file_name
-    found = lines_of(drawn, path=path, trace=False, retrace=False)
-    compared = [
-        Compared(index, run, line, samples.predicted(run))
-        for index, run, line in found
-        if "refused" not in line
-    ]
+    compared = kept(drawn, path)
     row = ("**all**", *summary([one.error for one in compared]))
     now = markdown_table(
         (f"seed {seed}, today", "n", "median", "p95", "worst high", "worst low"),
@@ -264,12 +268,7 @@ def later_draw(seed: int, file_name: str, text: str, num_drawn: int) -> str:
 def later_types() -> str:
     """Runs of the types that came after both draws, by type."""
     drawn = list(enumerate(samples.later_runs()))
-    found = lines_of(drawn, path=samples.LATER_TRACES, trace=False, retrace=False)
-    compared = [
-        Compared(index, run, line, samples.predicted(run))
-        for index, run, line in found
-        if "refused" not in line
-    ]
+    compared = kept(drawn, samples.LATER_TRACES)
     if not compared:
         return "None is traced yet."
     return f"{grouped(compared, 'family')}\n\n{far_off(compared)}".replace("%\n", " %\n")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import search_table
-from markdown_tables import markdown_table, median_and_p90
+from markdown_tables import markdown_table, median_and_p90, write_between
 from search_devices import Table, invented_table, measured_tables, published_table
 from search_policies import (
     binary_search,
@@ -171,11 +171,7 @@ def main() -> None:
     lines = report(options)
     print("\n".join(lines))
     if options.write:
-        text = DOCUMENT.read_text(encoding="utf-8")
-        before, rest = text.split(START)
-        _, after = rest.split(END)
-        new = "\n".join([before + START, "", *lines, "", END + after])
-        DOCUMENT.write_text(new, encoding="utf-8")
+        write_between(DOCUMENT, START, END, "\n".join(lines))
 
 
 if __name__ == "__main__":

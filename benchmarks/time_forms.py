@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
-from markdown_tables import Summary, summary
+from markdown_tables import Summary, markdown_table, summary, write_between
 from published_rows import Observation, gpu_of
 from published_time import (
     HELD_OUT,
@@ -34,7 +34,7 @@ from whichlora.specs import GpuSpec
 from whichlora.timing import DEVICE_FEATURES, FEATURES, TimeModel
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "time.md"
-BEGIN, END = "<!-- time_forms.py -->\n", "<!-- end of time_forms.py -->"
+BEGIN, END = "<!-- time_forms.py -->", "<!-- end of time_forms.py -->"
 ENDLESS = 1e30  # a rate at which work takes no time
 DEVICE_ROUNDS = 4  # of coefficients and devices' factors in turn
 TABLES = {
@@ -143,21 +143,15 @@ def _cell(found: Sequence[HeldOut]) -> str:
 
 def document() -> str:
     """The table as Markdown."""
-    lines = [
-        ["form", *TABLES.values()],
-        ["---"] * (len(TABLES) + 1),
-        *([form.name, *(_cell(judged(title, form)) for title in TABLES)] for form in FORMS),
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    rows = ([form.name, *(_cell(judged(title, form)) for title in TABLES)] for form in FORMS)
+    return markdown_table(["form", *TABLES.values()], rows)
 
 
 def main() -> None:
     text = document()
     print(text)
     if "--write" in sys.argv[1:]:
-        before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
-        _, _, after = rest.partition(END)
-        DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        write_between(DOCUMENT, BEGIN, END, text)
 
 
 if __name__ == "__main__":

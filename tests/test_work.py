@@ -168,6 +168,19 @@ def counted(config: dict[str, Any], job: Job) -> tuple[int, int]:
     return flops["products"], flops["attention"]
 
 
+def tiny_run(method: str, *, gradient_checkpointing: bool) -> RunConfig:
+    return RunConfig(
+        model="tiny",
+        method=method,
+        batch_size=3,
+        seq_len=48,
+        r=8,
+        precision="fp32",
+        attn="eager",
+        gradient_checkpointing=gradient_checkpointing,
+    )
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("model_type", TINY)
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
@@ -182,17 +195,7 @@ def test_flops_are_those_that_pytorch_counts(
     model_type: str, gradient_checkpointing: bool, method: str, tolerance: float
 ) -> None:
     config = TINY[model_type] | {"model_type": model_type}
-    run = RunConfig(
-        model="tiny",
-        method=method,
-        batch_size=3,
-        seq_len=48,
-        r=8,
-        precision="fp32",
-        attn="eager",
-        gradient_checkpointing=gradient_checkpointing,
-    )
-    job = job_of(run, config)
+    job = job_of(tiny_run(method, gradient_checkpointing=gradient_checkpointing), config)
     products, attention = counted(config, job)
     done = training(job)
     assert done.attention_flops == pytest.approx(attention, rel=1e-12)
@@ -208,17 +211,7 @@ def test_flops_of_encoders_and_of_two_stacks_are_those_that_pytorch_counts(
     model_type: str, method: str, tolerance: float
 ) -> None:
     config = TINY_ENCODERS[model_type] | {"model_type": model_type}
-    run = RunConfig(
-        model="tiny",
-        method=method,
-        batch_size=3,
-        seq_len=48,
-        r=8,
-        precision="fp32",
-        attn="eager",
-        gradient_checkpointing=False,
-    )
-    job = job_of(run, config)
+    job = job_of(tiny_run(method, gradient_checkpointing=False), config)
     products, attention = counted(config, job)
     done = training(job)
     assert done.attention_flops == attention

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from published_rows.models import model_of
 from whichlora.architecture import ModelSpec
@@ -14,7 +14,7 @@ from whichlora.units import GiB, MiB
 
 A100 = "a100-sxm-80gb"
 
-Quantity = Literal[
+MemoryQuantity = Literal[
     "peak_allocated",
     "peak_reserved",
     "device_used",
@@ -22,21 +22,11 @@ Quantity = Literal[
     "perhaps_device_used",
     "allocated_between_steps",
     "allocated_after_forward",
-    "step_s",
-    "forward_s",
-    "forward_backward_s",
-    "prefill_s",
-    "generate_s",
 ]
-MEMORY: tuple[Quantity, ...] = (
-    "peak_allocated",
-    "peak_reserved",
-    "device_used",
-    "perhaps_allocated",
-    "perhaps_device_used",
-    "allocated_between_steps",
-    "allocated_after_forward",
+Quantity = (
+    MemoryQuantity | Literal["step_s", "forward_s", "forward_backward_s", "prefill_s", "generate_s"]
 )
+MEMORY: tuple[MemoryQuantity, ...] = get_args(MemoryQuantity)
 Row = Mapping[str, str]
 
 

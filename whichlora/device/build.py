@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -144,23 +144,33 @@ def _quantizer(run: RunConfig, dtype: torch.dtype) -> Any | None:
 def _materialise(model: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Give every meta tensor of `model` a place on `device` and a value."""
     pattern = _random_pattern(dtype, device)
-    fp32_names = names_kept_wide(model, dtype)
-    placed: dict[int, nn.Parameter] = {}  # by id of the meta tensor, so that tied weights stay tied
-    for module_name, module in model.named_modules():
-        for name, meta in list(module._parameters.items()):
-            if meta is None:
-                continue
-            if id(meta) not in placed:
-                keep_fp32 = fp32_names is not None and fp32_names.search(f"{module_name}.{name}")
-                placed[id(meta)] = _placed(
-                    meta, pattern, device, torch.float32 if keep_fp32 else None
-                )
-            module._parameters[name] = placed[id(meta)]
+    replace_parameters(
+        model,
+        dtype,
+        lambda meta, is_wide: _placed(meta, pattern, device, torch.float32 if is_wide else None),
+    )
+    for module in model.modules():
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device=device)
     # What is not marked as initialised (norms, biases, rotary frequencies) gets its usual values.
     model.initialize_weights()
+
+
+def replace_parameters(
+    model: Any, dtype: torch.dtype, made: Callable[[nn.Parameter, bool], nn.Parameter]
+) -> None:
+    """Put `made(meta, stays_fp32)` in the place of every parameter; tied ones stay tied."""
+    fp32_names = names_kept_wide(model, dtype)
+    placed: dict[int, nn.Parameter] = {}  # by id of the meta tensor
+    for module_name, module in model.named_modules():
+        for name, meta in list(module._parameters.items()):
+            if meta is None:
+                continue
+            if id(meta) not in placed:
+                is_wide = fp32_names is not None and fp32_names.search(f"{module_name}.{name}")
+                placed[id(meta)] = made(meta, bool(is_wide))
+            module._parameters[name] = placed[id(meta)]
 
 
 def _placed(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from whichlora.device.build import names_kept_wide
+from whichlora.device.build import replace_parameters
 
 
 def place_fake(model: Any, dtype: torch.dtype) -> None:
@@ -16,21 +16,14 @@ def place_fake(model: Any, dtype: torch.dtype) -> None:
     `Params4bit` can't hold a fake tensor: a plain parameter with the same attributes takes its
     place, which is all that bitsandbytes' and PEFT's layers ask of it.
     """
-    fp32_names = names_kept_wide(model, dtype)
-    placed: dict[int, nn.Parameter] = {}  # by id of the meta tensor, so that tied weights stay tied
-    for module_name, module in model.named_modules():
-        for name, meta in list(module._parameters.items()):
-            if meta is None:
-                continue
-            if id(meta) not in placed:
-                placed[id(meta)] = _fake_parameter(meta, dtype, f"{module_name}.{name}", fp32_names)
-            module._parameters[name] = placed[id(meta)]
+    replace_parameters(model, dtype, lambda meta, is_wide: _fake_parameter(meta, dtype, is_wide))
+    for module in model.modules():
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
-def _fake_parameter(meta: Any, dtype: torch.dtype, name: str, fp32_names: Any) -> nn.Parameter:
+def _fake_parameter(meta: Any, dtype: torch.dtype, is_wide: bool) -> nn.Parameter:
     kind = type(meta).__name__
     if kind == "Params4bit":
         return _fake_4bit(meta, dtype)
@@ -39,8 +32,7 @@ def _fake_parameter(meta: Any, dtype: torch.dtype, name: str, fp32_names: Any) -
         weight.CB, weight.SCB = weight.data, torch.empty(meta.shape[0])
         weight.has_fp16_weights = False
         return weight
-    wide = fp32_names is not None and fp32_names.search(name)
-    value = torch.empty(meta.shape, dtype=torch.float32 if wide else meta.dtype, device="cpu")
+    value = torch.empty(meta.shape, dtype=torch.float32 if is_wide else meta.dtype, device="cpu")
     return nn.Parameter(value, requires_grad=meta.requires_grad)
 
 
