@@ -17,11 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whichlora.config import load_plan
+from whichlora.data_format import ALPACA_CHAT_TEMPLATE, DataFormat
 from whichlora.dataset import (
     BYTE_LEVEL,
     BaseDataset,
     TokenLengths,
     count_tokens,
+    data_format,
     open_dataset,
     write_jsonl,
 )
@@ -45,7 +47,7 @@ class Rows(BaseDataset):
 
 
 def texts_of(dataset: BaseDataset, split: str = "train") -> list[str]:
-    return [dataset.to_text(row) for row in dataset.splits()[split]]
+    return [dataset.to_example(row)["text"] for row in dataset.splits()[split]]
 
 
 def open_file(path: Path, content: str | bytes, **settings: Any) -> BaseDataset:
@@ -93,11 +95,14 @@ def test_a_column_named_text_needs_no_setting(tmp_path: Path) -> None:
     assert texts_of(dataset) == ["hi"]
 
 
-def test_chat_without_a_template_is_roles_and_contents(tmp_path: Path) -> None:
+def test_chat_stays_messages_and_parts_are_joined(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts}]
     dataset = open_file(tmp_path / "t.jsonl", json.dumps({"messages": messages}))
-    assert texts_of(dataset) == ["user: Hi\n\nassistant: Hello"]
+    expected = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert data_format(dataset) == DataFormat(kind="messages", conversational=True)
+    files = write_jsonl(dataset, tmp_path / "out")
+    assert json.loads(files["train"].read_text()) == {"messages": expected}
 
 
 def test_a_folder_gives_both_splits(tmp_path: Path) -> None:
@@ -277,7 +282,7 @@ def test_a_class_that_is_no_dataset_is_told(
     ("name", "message"),
     [
         ("Careless", "Careless.splits() must return a mapping with the key 'train', got list"),
-        ("Silent", "row 0 of train: Silent.to_text() must return text, got NoneType"),
+        ("Silent", "row 0 of train: Silent: a row of text must hold text in each"),
     ],
 )
 def test_what_a_class_returns_is_checked(tmp_path: Path, name: str, message: str) -> None:
@@ -395,7 +400,9 @@ def test_a_tokenizer_in_a_folder_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-def test_chat_is_counted_and_written_with_the_template_of_the_tokenizer(tmp_path: Path) -> None:
+def test_chat_is_counted_with_the_template_of_the_tokenizer_and_written_as_messages(
+    tmp_path: Path,
+) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"<unk>": 0, "<s>": 1}, unk_token="<unk>")
@@ -419,8 +426,8 @@ def test_chat_is_counted_and_written_with_the_template_of_the_tokenizer(tmp_path
     dataset = open_file(tmp_path / "t.jsonl", json.dumps({"messages": messages}))
     lengths = count_tokens(dataset, tokenizer=str(tmp_path), offline=True, max_length=99)
     assert lengths.lengths["train"] == (1 + 4,)  # <s> once, not twice
-    files = write_jsonl(dataset, tmp_path / "out", tokenizer=str(tmp_path))
-    assert json.loads(files["train"].read_text())["text"] == "[user] Hi [assistant] Hello "
+    files = write_jsonl(dataset, tmp_path / "out")
+    assert json.loads(files["train"].read_text()) == {"messages": messages}
 
 
 def test_counts_stand_for_lengths() -> None:
@@ -432,6 +439,104 @@ def test_counts_stand_for_lengths() -> None:
     assert (cut.total_tokens(), cut.num_truncated) == (20, 5)
     with pytest.raises(ConfigError, match="gives only counts"):
         dataset.splits()
+
+
+USER = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "Hello"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "conversational"),
+    [
+        ({"text": "a"}, "text", False),
+        ({"messages": [USER]}, "messages", True),
+        ({"prompt": "a", "completion": "b"}, "prompt-completion", False),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, "prompt-completion", True),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference", False),
+        ({"chosen": [USER, ASSISTANT], "rejected": [USER]}, "preference", True),
+    ],
+)
+def test_a_row_tells_its_format(row: dict[str, Any], kind: str, conversational: bool) -> None:
+    found = DataFormat.of(row)
+    assert (found.kind, found.conversational) == (kind, conversational)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a", "id": 1}, "a row has the columns text, id; accepted are text; messages;"),
+        ({"prompt": "a", "completion": [ASSISTANT]}, "in each, got list, str"),
+        ({"messages": "a"}, "messages can't have conversational False; accepted is True"),
+        ({"text": [USER]}, "text can't have conversational True; accepted is False"),
+    ],
+)
+def test_a_row_of_no_format_is_told(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataFormat.of(row)
+
+
+class Examples(BaseDataset):
+    """A user's rows that are examples already."""
+
+    def __init__(self, *rows: Mapping[str, Any]) -> None:
+        self.rows = rows
+
+    def splits(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        return {"train": self.rows}
+
+    def to_example(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return row
+
+
+def test_a_class_may_give_examples_of_any_format(tmp_path: Path) -> None:
+    rows = [{"prompt": "ab", "completion": "c"}, {"prompt": "a", "completion": " "}]
+    lengths = count_bytes(Examples(*rows))
+    assert (lengths.lengths["train"], lengths.num_empty) == ((3,), 1)
+    files = write_jsonl(Examples(*rows), tmp_path)
+    assert [json.loads(line) for line in files["train"].read_text().splitlines()] == rows[:1]
+
+
+def test_rows_of_two_formats_are_told() -> None:
+    with pytest.raises(ConfigError, match="row 1 of train: has messages as messages, and the rows"):
+        count_bytes(Examples({"text": "a"}, {"messages": [USER]}))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (
+            [USER, ASSISTANT],
+            "<s>Below is an instruction that describes a task. Write a response that "
+            "appropriately completes the request.\n\n### Instruction:\nHi\n\n### Response:\n"
+            "Hello</s>\n\n",
+        ),
+        (
+            [SYSTEM, USER, ASSISTANT, USER],
+            "<s>Be brief.\n\n### Instruction:\nHi\n\n### Response:\nHello</s>\n\n"
+            "### Instruction:\nHi\n\n",
+        ),
+    ],
+)
+def test_the_alpaca_chat_template_renders_the_prompt_of_stanford_alpaca(
+    messages: list[dict[str, str]], expected: str
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1})),
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+    template = ALPACA_CHAT_TEMPLATE
+    text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert text == expected
+    asked = tokenizer.apply_chat_template(
+        messages[:-1], chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    if messages[-1]["role"] == "assistant":  # what is trained starts where generation does
+        assert text.startswith(asked)
 
 
 # -- export --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 from whichlora import api
 from whichlora.calibration import Calibration
 from whichlora.config import load_plan
+from whichlora.data_format import TEXT_ROWS
 from whichlora.html_report import write_report
 from whichlora.plan import Plan, Prefer
 from whichlora.policy import Decision, StoppedBy
@@ -323,20 +324,17 @@ def write_files(session: Session, answer: Answer) -> dict[str, Path]:
 
 def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
     """The training script of `best`, the recipe for other tools, and the data that both read."""
-    from whichlora.dataset import write_jsonl
+    from whichlora.dataset import data_format, write_jsonl
     from whichlora.exports import FORMATS, Recipe
     from whichlora.handover import RECIPE_FILE
 
     plan, model = session.plan, session.models[best.model]
     folder = plan.output_dir
     data = {}
+    rows = TEXT_ROWS
     if plan.dataset.kind != "counts":
-        data = write_jsonl(
-            session.data.dataset,
-            folder,
-            tokenizer=session.data.tokenizer(best.model),
-            offline=plan.weights == "random",
-        )
+        data = write_jsonl(session.data.dataset, folder)
+        rows = data_format(session.data.dataset)
     recipe = Recipe(
         run=best,
         gpu=session.gpu.key,
@@ -350,6 +348,7 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
         batching=plan.collator,  # what the total time was summed over
         masked_lm=model.task == "encoder",
         trust_remote_code=plan.trust_remote_code,
+        data_format=rows,
     )
     write_object(folder / RECIPE_FILE, recipe.to_dict())
     script = FORMATS["transformers"](recipe)

@@ -1,8 +1,8 @@
-"""Training data → texts, token lengths and the batches that a Trainer makes of them."""
+"""Training data → examples, token lengths and the batches that a Trainer makes of them."""
 
 from __future__ import annotations
 
-from whichlora.dataset.base import BaseDataset
+from whichlora.dataset.base import BaseDataset, data_format
 from whichlora.dataset.export import write_jsonl
 from whichlora.dataset.lengths import TokenLengths
 from whichlora.dataset.sources import open_dataset
@@ -15,6 +15,7 @@ __all__ = [
     "TokenLengths",
     "Workload",
     "count_tokens",
+    "data_format",
     "open_dataset",
     "workload",
     "write_jsonl",

@@ -1,4 +1,4 @@
-"""What a dataset is: rows in splits, and how a row becomes text."""
+"""What a dataset is: rows in splits, and what of a row is trained on."""
 
 from __future__ import annotations
 
@@ -6,26 +6,38 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from whichlora.data_format import DataFormat
 from whichlora.errors import ConfigError
 
 Row = Mapping[str, Any]
+Example = Mapping[str, Any]
 Split = Literal["train", "validation"]
 
 
 class BaseDataset(ABC):
-    """Rows, and how a row becomes the text to train on; subclass it for your own data.
+    """Rows, and what of a row is trained on; subclass it for your own data.
 
     A subclass is named in the config as `module:Class` or `path/to/file.py:Class`, and is made
-    without arguments.
+    without arguments. It has `to_text`, or `to_example` where a row is more than one text.
     """
 
     @abstractmethod
     def splits(self) -> Mapping[str, Sequence[Row]]:
         """The rows under "train", and under "validation" where there are any."""
 
-    @abstractmethod
     def to_text(self, row: Row) -> str:
         """The text of `row`; rows without text are left out of training."""
+        raise ConfigError(
+            f"dataset: {type(self).__name__} has neither to_text nor to_example; write one of them"
+        )
+
+    def to_example(self, row: Row) -> Example:
+        """What is trained on, in the columns of one `DataFormat`, the same for every row.
+
+        {"text": …}, {"messages": [{"role": …, "content": …}, …]}, {"prompt": …, "completion": …}
+        or {"prompt": …, "chosen": …, "rejected": …}.
+        """
+        return {"text": self.to_text(row)}
 
 
 def checked_splits(dataset: BaseDataset) -> dict[Split, Sequence[Row]]:
@@ -39,19 +51,75 @@ def checked_splits(dataset: BaseDataset) -> dict[Split, Sequence[Row]]:
     return {"train": splits["train"], "validation": splits.get("validation") or ()}
 
 
-def row_texts(dataset: BaseDataset, split: str, rows: Sequence[Row]) -> Iterator[str]:
-    """The text of each row, "" where there is none."""
+def data_format(dataset: BaseDataset) -> DataFormat:
+    """The format of the rows that are trained on, which the first one tells.
+
+    Raises:
+        ConfigError: no row to train on, or one of no known format.
+    """
+    for example in examples(dataset, "train", checked_splits(dataset)["train"]):
+        if example is not None:
+            return DataFormat.of(example)
+    raise ConfigError("dataset: has no text in its split train; give at least one row")
+
+
+def examples(
+    dataset: BaseDataset,
+    split: Split,
+    rows: Sequence[Row],
+    *,
+    expected: DataFormat | None = None,
+) -> Iterator[Example | None]:
+    """What is trained on of each row, None where a row holds no text.
+
+    Args:
+        expected: the format that every row must have; without it, that of the first.
+
+    Raises:
+        ConfigError: a row of no known format, or of another one, with its number.
+    """
     for index, row in enumerate(rows):
-        text = dataset.to_text(row)
-        if not isinstance(text, str):
-            raise ConfigError(
-                f"dataset: row {index} of {split}: {type(dataset).__name__}.to_text() must "
-                f"return text, got {type(text).__name__}"
-            )
         try:
-            text.encode()
+            example = dataset.to_example(row)
+            found = DataFormat.of(example)
+            texts = [text for value in example.values() for text in texts_of(value)]
+            "".join(texts).encode()
+        except ConfigError as error:
+            name = type(dataset).__name__
+            raise ConfigError(f"dataset: row {index} of {split}: {name}: {error}") from None
         except UnicodeEncodeError:  # JSON can spell half a character, as "\\ud83d"
             raise ConfigError(
                 f"dataset: row {index} of {split}: holds half of a surrogate pair; remove it"
             ) from None
-        yield text if text.strip() else ""
+        expected = expected or found
+        if found != expected:
+            raise ConfigError(
+                f"dataset: row {index} of {split}: has {found.describe()}, and the rows before it "
+                f"have {expected.describe()}; give every row the same columns"
+            )
+        yield example if any(text.strip() for text in texts_of(trained(example))) else None
+
+
+def trained(example: Example) -> Any:
+    """What the model is to learn to write; a row without it is left out."""
+    return next(
+        example[name] for name in ("text", "messages", "completion", "chosen") if name in example
+    )
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """The texts of a column that holds a text or messages.
+
+    Raises:
+        ConfigError: a message without role and text.
+    """
+    if isinstance(value, str):
+        yield value
+        return
+    for message in value:
+        if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
+            raise ConfigError("a message must have role and content")
+        if not isinstance(message["content"], str):
+            got = type(message["content"]).__name__
+            raise ConfigError(f"the content of a message must be text, got {got}")
+        yield message["content"]

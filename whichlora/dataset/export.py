@@ -6,22 +6,19 @@ import json
 import os
 from pathlib import Path
 
-from whichlora.dataset.base import BaseDataset, checked_splits, row_texts
-from whichlora.dataset.tokens import with_chat_template
+from whichlora.dataset.base import BaseDataset, checked_splits, data_format, examples
 from whichlora.errors import DataFileError
 
 
-def write_jsonl(
-    dataset: BaseDataset, folder: Path, *, tokenizer: str | None = None, offline: bool = True
-) -> dict[str, Path]:
-    """Write each split as `<split>.jsonl` with one {"text": …} per line, whole or not at all.
+def write_jsonl(dataset: BaseDataset, folder: Path) -> dict[str, Path]:
+    """Write each split as `<split>.jsonl`, whole or not at all.
+
+    A line is an example in the columns of `data_format(dataset)`. Messages stay messages: the job
+    renders them with the chat template of the model that it trains.
 
     Args:
         dataset: what to write.
         folder: made if it is missing.
-        tokenizer: the one that `count_tokens` was given, whose chat template then makes the
-            text of chat messages.
-        offline: never ask the hub.
 
     Returns:
         The files by split; a split without text has none.
@@ -29,19 +26,20 @@ def write_jsonl(
     Raises:
         DataFileError: a file can't be written.
     """
-    dataset = with_chat_template(dataset, tokenizer, offline=offline)
+    expected = data_format(dataset)
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, Path] = {}
     for split, rows in checked_splits(dataset).items():
         file = folder / f"{split}.jsonl"
         partial = file.with_suffix(f".{os.getpid()}.tmp")
         try:
-            num_texts = 0
+            num_examples = 0
             with partial.open("w", encoding="utf-8") as out:
-                for text in filter(None, row_texts(dataset, split, rows)):
-                    out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-                    num_texts += 1
-            if num_texts:
+                for example in examples(dataset, split, rows, expected=expected):
+                    if example is not None:
+                        out.write(json.dumps(example, ensure_ascii=False) + "\n")
+                        num_examples += 1
+            if num_examples:
                 partial.replace(file)
                 files[split] = file
             else:

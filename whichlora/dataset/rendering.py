@@ -1,30 +1,28 @@
-"""A row of columns → text: a template, a text column or chat messages."""
+"""A row of columns → what is trained on: a template, a text column or chat messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from whichlora.dataset.base import Row
+from whichlora.dataset.base import Example, Row
 from whichlora.errors import ConfigError
 from whichlora.plan import DatasetConfig
 
 
-def rendering(
-    config: DatasetConfig, columns: Sequence[str]
-) -> tuple[Callable[[Row], str], str | None]:
-    """What makes text of a row with `columns`, and the column of chat messages if there is one."""
+def rendering(config: DatasetConfig, columns: Sequence[str]) -> Callable[[Row], Example]:
+    """What makes an example of a row with `columns`."""
     if config.template is not None:
         template, names = config.template, config.template_columns
-        return lambda row: _fill(template, names, row), None
+        return lambda row: {"text": _fill(template, names, row)}
     text_column, messages_column = config.text_column, config.messages_column
     if text_column is None and messages_column is None:
         text_column = "text" if "text" in columns else None
         messages_column = "messages" if text_column is None and "messages" in columns else None
     if text_column is not None:
-        return lambda row: _cell(row, text_column, str, "text"), None
+        return lambda row: {"text": _cell(row, text_column, str, "text")}
     if messages_column is not None:
-        return lambda row: plain_chat(messages_of(row, messages_column)), messages_column
+        return lambda row: {"messages": messages_of(row, messages_column)}
     example = " ".join(f"{{{column}}}" for column in columns[:2])
     raise ConfigError(
         f"dataset: has columns {', '.join(columns)}, and none is named text or messages; "
@@ -61,8 +59,3 @@ def messages_of(row: Row, column: str) -> list[dict[str, str]]:
             content = "".join(str(part.get("text") or "") for part in content)
         messages.append({"role": str(message["role"]), "content": str(content or "")})
     return messages
-
-
-def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:
-    """Chat as text where no chat template is at hand: "role: content", a blank line between."""
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from whichlora.dataset.base import BaseDataset, Row, Split
+from whichlora.dataset.base import BaseDataset, Example, Row, Split
 from whichlora.dataset.files import read_rows
 from whichlora.dataset.lengths import TokenLengths
 from whichlora.dataset.rendering import rendering
@@ -31,21 +31,16 @@ def open_dataset(config: DatasetConfig) -> BaseDataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableDataset(BaseDataset):
-    """Rows of columns, and one function that makes text of them.
-
-    Args:
-        messages_column: holds chat messages, whose text is up to the tokenizer's chat template.
-    """
+    """Rows of columns, and one function that makes an example of each."""
 
     train: Sequence[Row]
     validation: Sequence[Row]
-    render: Callable[[Row], str]
-    messages_column: str | None = None
+    render: Callable[[Row], Example]
 
     def splits(self) -> Mapping[str, Sequence[Row]]:
         return {"train": self.train, "validation": self.validation}
 
-    def to_text(self, row: Row) -> str:
+    def to_example(self, row: Row) -> Example:
         return self.render(row)
 
 
@@ -60,9 +55,6 @@ class CountedDataset(BaseDataset):
         raise ConfigError(
             "dataset: gives only counts of tokens and samples; give dataset.path to train on data"
         )
-
-    def to_text(self, row: Row) -> str:
-        raise NotImplementedError  # there are no rows
 
     def lengths(self, max_length: int) -> TokenLengths:
         """Sequences as equal as whole numbers allow, with the total that the user gave."""
@@ -99,7 +91,7 @@ def _open_file(config: DatasetConfig) -> BaseDataset:
     rows = list(_read_rows(path, config))
     if not rows:
         raise DataFileError(f"{path}: has no rows; give at least one")
-    render, messages_column = rendering(config, list(rows[0]))
+    render = rendering(config, list(rows[0]))
     train, validation = _hold_out(len(rows), 0.0 if held_out else config.validation_fraction)
     return TableDataset(
         train=[rows[index] for index in train],
@@ -109,7 +101,6 @@ def _open_file(config: DatasetConfig) -> BaseDataset:
             else [rows[index] for index in validation]
         ),
         render=render,
-        messages_column=messages_column,
     )
 
 
@@ -144,13 +135,11 @@ def _open_hub(config: DatasetConfig) -> BaseDataset:
         raise ConfigError(
             f"dataset.split: {config.split!r} of {config.path} has no rows; give another"
         )
-    render, messages_column = rendering(config, rows.column_names)
+    render = rendering(config, rows.column_names)
     if held_out is None:
         train, validation = _hold_out(len(rows), config.validation_fraction)
         rows, held_out = rows.select(train), rows.select(validation)
-    return TableDataset(
-        train=rows, validation=held_out, render=render, messages_column=messages_column
-    )
+    return TableDataset(train=rows, validation=held_out, render=render)
 
 
 def _open_class(config: DatasetConfig) -> BaseDataset:
@@ -196,10 +185,10 @@ _OPENERS: dict[str, Callable[[DatasetConfig], BaseDataset]] = {
 
 
 def _read_rows(path: Path, config: DatasetConfig) -> Iterator[Row]:
-    """Rows of `path` that are known to make text."""
-    render: Callable[[Row], str] | None = None
+    """Rows of `path` that are known to make examples."""
+    render: Callable[[Row], Example] | None = None
     for line, row in read_rows(path):
-        render = render or rendering(config, list(row))[0]
+        render = render or rendering(config, list(row))
         try:
             render(row)
         except ConfigError as error:

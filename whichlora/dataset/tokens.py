@@ -1,28 +1,38 @@
-"""Texts → numbers of tokens, by the model's tokenizer where it is at hand."""
+"""Examples → numbers of tokens, by the model's tokenizer where it is at hand."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from whichlora.dataset.base import BaseDataset, Row, checked_splits, row_texts
+from whichlora.data_format import ALPACA_CHAT_TEMPLATE, DataFormat
+from whichlora.dataset.base import (
+    BaseDataset,
+    Example,
+    checked_splits,
+    data_format,
+    examples,
+    texts_of,
+    trained,
+)
 from whichlora.dataset.lengths import TokenLengths
-from whichlora.dataset.rendering import messages_of
-from whichlora.dataset.sources import CountedDataset, TableDataset
+from whichlora.dataset.sources import CountedDataset
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.store.online import why_offline
 
 Encode = Callable[[list[str]], list[int]]  # texts to their numbers of tokens
+Count = Callable[[Sequence[Example]], list[int]]  # examples to their numbers of tokens
+Messages = Sequence[dict[str, Any]]
 
 BYTE_LEVEL = "bytes"
 """Stands for the tokenizer of a job with random weights: one token per UTF-8 byte."""
 
 _BYTES_PER_TOKEN = 4  # of English text under today's vocabularies; said wherever it is used
 _ESTIMATE = f"estimated: 1 token per {_BYTES_PER_TOKEN} UTF-8 bytes"
-_CHUNK = 1024  # texts handed to the tokenizer at once
+_CHUNK = 1024  # examples handed to the tokenizer at once
 
 
 def count_tokens(
@@ -40,24 +50,25 @@ def count_tokens(
         max_length: longer sequences are cut to this.
 
     Raises:
-        ConfigError: nothing to train on, or text can't be made of a row.
+        ConfigError: nothing to train on, or an example can't be made of a row.
     """
     if isinstance(dataset, CountedDataset):
         return dataset.lengths(max_length)
-    encode, method = _encoder(tokenizer, offline=offline)
-    dataset = with_chat_template(dataset, tokenizer, offline=offline)
+    expected = data_format(dataset)
+    count, method = _counter(tokenizer, expected, offline=offline)
     lengths: dict[str, tuple[int, ...]] = {}
     num_truncated = num_empty = 0
     for split, rows in checked_splits(dataset).items():
-        texts = [text for text in row_texts(dataset, split, rows) if text]
-        num_empty += len(rows) - len(texts)
+        every = list(examples(dataset, split, rows, expected=expected))
+        whole = [example for example in every if example is not None]
+        num_empty += len(every) - len(whole)
         counts = [
-            count
-            for start in range(0, len(texts), _CHUNK)
-            for count in encode(texts[start : start + _CHUNK])
+            number
+            for start in range(0, len(whole), _CHUNK)
+            for number in count(whole[start : start + _CHUNK])
         ]
-        num_truncated += sum(count > max_length for count in counts)
-        lengths[split] = tuple(min(count, max_length) for count in counts)
+        num_truncated += sum(number > max_length for number in counts)
+        lengths[split] = tuple(min(number, max_length) for number in counts)
     return TokenLengths(
         lengths=lengths,
         max_length=max_length,
@@ -67,8 +78,32 @@ def count_tokens(
     )
 
 
+def _counter(tokenizer: str | None, expected: DataFormat, *, offline: bool) -> tuple[Count, str]:
+    """What counts the tokens of examples in the `expected` format, and its name."""
+    encode, method = _encoder(tokenizer, offline=offline)
+    if not expected.conversational:
+        return lambda chunk: encode(["".join(_trained_texts(example)) for example in chunk]), method
+    render = _chat_renderer(tokenizer, offline=offline)
+    if render is not None:
+        return lambda chunk: encode([render(_messages(example)) for example in chunk]), method
+
+    def count(chunk: Sequence[Example]) -> list[int]:
+        return [sum(encode(list(_trained_texts(example)))) for example in chunk]
+
+    return count, f"{method}, without the chat template"
+
+
+def _messages(example: Example) -> Messages:
+    """All messages of a conversation that is trained on, the prompt first."""
+    return [*example.get("prompt", ()), *trained(example)]
+
+
+def _trained_texts(example: Example) -> Sequence[str]:
+    return [*texts_of(example.get("prompt", "")), *texts_of(trained(example))]
+
+
 def _encoder(tokenizer: str | None, *, offline: bool) -> tuple[Encode, str]:
-    """What counts tokens, and its name."""
+    """What counts the tokens of texts, and its name."""
     if tokenizer == BYTE_LEVEL:
         return lambda texts: [len(text.encode()) for text in texts], BYTE_LEVEL
     if tokenizer is None:
@@ -115,21 +150,17 @@ def _tokenizer_file(tokenizer: str, name: str, *, offline: bool) -> Path | None:
         return None
 
 
-def with_chat_template(
-    dataset: BaseDataset, tokenizer: str | None, *, offline: bool
-) -> BaseDataset:
-    """`dataset` with the chat template of `tokenizer`, if it holds chat and that is at hand."""
-    if not isinstance(dataset, TableDataset) or dataset.messages_column is None:
-        return dataset
+def _chat_renderer(tokenizer: str | None, *, offline: bool) -> Callable[[Messages], str] | None:
+    """The chat template of `tokenizer`, None where it is not at hand."""
     if tokenizer is None or tokenizer == BYTE_LEVEL:
-        return dataset
+        return None
     file = _tokenizer_file(tokenizer, "tokenizer_config.json", offline=offline)
     if file is None:
-        return dataset
+        return None
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
-        return dataset
+        return None
     # By its name when online: a template in a file of its own may not be in the cache yet.
     source, local_only = (file.parent, True) if offline else (tokenizer, False)
     try:
@@ -139,15 +170,21 @@ def with_chat_template(
         raise ConfigError(
             f"tokenizers: {tokenizer} can't be loaded: {reason}; check its files"
         ) from error
-    if loaded.chat_template is None:
-        return dataset
+    template = None if loaded.chat_template else ALPACA_CHAT_TEMPLATE
     # A first token that tokenizing adds anyway must not stand in the text as well.
     adds_first = loaded.bos_token and loaded("").input_ids[:1] == [loaded.bos_token_id]
     first = loaded.bos_token if adds_first else ""
-    column = dataset.messages_column
 
-    def render(row: Row) -> str:
-        text: str = loaded.apply_chat_template(messages_of(row, column), tokenize=False)
+    def render(messages: Messages) -> str:
+        try:
+            text: str = loaded.apply_chat_template(messages, chat_template=template, tokenize=False)
+        except Exception as error:  # a template raises what it likes
+            reason = " ".join(str(error).split())[:200]
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ConfigError(
+                f"dataset: the chat template of {tokenizer} refuses messages of {roles}: {reason}; "
+                "correct the rows, or choose another model"
+            ) from None
         return text.removeprefix(first)
 
-    return dataclasses.replace(dataset, render=render)
+    return render

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from whichlora.data_format import TEXT_ROWS, DataFormat
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.job import Weights
 from whichlora.plan import Collator
 from whichlora.specs import RunConfig
 
 RECIPE_SCHEMA_VERSION = 1
-DATA_FILE = "train.jsonl"  # beside the exported files, one {"text": …} a line
+DATA_FILE = "train.jsonl"  # beside the exported files, rows of `Recipe.data_format`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class Recipe:
         tokenizer: hub id or path; None takes the model's own.
         model_config: the Hugging Face config.
         masked_lm: an encoder, trained to fill in masked tokens.
+        data_format: what a row of `train.jsonl` and `validation.jsonl` looks like.
     """
 
     run: RunConfig
@@ -41,10 +43,15 @@ class Recipe:
     masked_lm: bool = False
     trust_remote_code: bool = False
     batching: Collator | None = None
+    data_format: DataFormat = TEXT_ROWS
 
     def to_dict(self) -> dict[str, Any]:
         fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        return {"schema_version": RECIPE_SCHEMA_VERSION} | fields | {"run": self.run.to_dict()}
+        return (
+            {"schema_version": RECIPE_SCHEMA_VERSION}
+            | fields
+            | {"run": self.run.to_dict(), "data_format": dataclasses.asdict(self.data_format)}
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str) -> Self:
@@ -64,6 +71,7 @@ class Recipe:
             targets = fields.pop("target_modules")
             return cls(
                 run=RunConfig.from_dict(fields.pop("run")),
+                data_format=DataFormat(**fields.pop("data_format", {})),
                 target_modules=targets if isinstance(targets, str) else tuple(targets),
                 **fields,
             )
@@ -105,6 +113,11 @@ def require_plain(recipe: Recipe, tool: str, *, quants: frozenset[str]) -> None:
         raise ConfigError(
             f"--to {tool}: {recipe.run.model} is an encoder-decoder, which needs pairs of texts; "
             "the exports are of single texts, so give a decoder"
+        )
+    if recipe.data_format != TEXT_ROWS:
+        raise ConfigError(
+            f"--to {tool}: the rows of {DATA_FILE} are {recipe.data_format.describe()}, and this "
+            "export is of single texts; use --to transformers"
         )
     if recipe.weights == "random":
         raise ConfigError(

@@ -26,5 +26,6 @@ def export(recipe: Recipe) -> Export:
         batching=recipe.batching,
         masked_lm=recipe.masked_lm,
         trust_remote_code=recipe.trust_remote_code,
+        data_format=recipe.data_format,
     )
     return Export(files={FILE: script}, command=f"python {FILE}", run=recipe.run)

@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any, Literal
 
+from whichlora.data_format import ALPACA_CHAT_TEMPLATE, TEXT_ROWS, DataFormat
 from whichlora.errors import ConfigError
 from whichlora.job.lines import (
     RANDOM_CHECKPOINT_LINES,
@@ -25,6 +26,7 @@ from whichlora.job.templates import (
     RANDOM_MODEL,
     READ_ROWS,
     READ_TEXTS,
+    RENDER_CHATS,
     TAIL,
 )
 from whichlora.methods import with_defaults
@@ -72,6 +74,7 @@ def train_script(
     masked_lm: bool = False,
     max_steps: int | None = None,
     trust_remote_code: bool = False,
+    data_format: DataFormat = TEXT_ROWS,
 ) -> str:
     """The source of a script that fine-tunes `run` on the `train.jsonl` beside it.
 
@@ -87,6 +90,7 @@ def train_script(
             with it.
         masked_lm: an encoder, trained to fill in masked tokens.
         max_steps: stop after so many optimizer steps instead of `epochs`.
+        data_format: what a row of `train.jsonl` looks like.
 
     Raises:
         ConfigError: a run that the script can't perform.
@@ -109,6 +113,7 @@ def train_script(
         "LEARNING_RATE": learning_rate,
         "SEED": seed,
         "MODEL_CONFIG": _without_quantisation(random_config),
+        "CHAT_TEMPLATE": ALPACA_CHAT_TEMPLATE if data_format.conversational else None,
     }
     reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
     main = [
@@ -127,7 +132,9 @@ def train_script(
             if random_config is not None
             else "",
             BYTE_TOKENIZER if takes_bytes else "",
-            READ_ROWS[reader].format(read_texts=READ_TEXTS),
+            READ_ROWS[reader].format(
+                read_texts=RENDER_CHATS if data_format.conversational else READ_TEXTS
+            ),
             "def main():\n",
             indent("\n".join(main) + "\n", "    "),
             TAIL.format(

@@ -50,6 +50,19 @@ READ_TEXTS = """\
     with path.open(encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]
 """
+RENDER_CHATS = """\
+    with path.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    template = tokenizer.chat_template or CHAT_TEMPLATE
+    # Tokenizing adds a first token by itself.
+    first = tokenizer.bos_token if tokenizer("")["input_ids"] else ""
+    texts = [
+        tokenizer.apply_chat_template(
+            row["messages"], chat_template=template, tokenize=False
+        ).removeprefix(first or "")
+        for row in rows
+    ]
+"""
 READ_ROWS = {
     "longest": '''\
 def read_rows(path, tokenizer):

@@ -1,0 +1,98 @@
+"""What a row of training data looks like, in the types and formats of TRL's data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from whichlora.errors import ConfigError
+
+DataKind = Literal["text", "messages", "prompt-completion", "preference"]
+
+COLUMNS: Mapping[DataKind, tuple[str, ...]] = {
+    "text": ("text",),
+    "messages": ("messages",),
+    "prompt-completion": ("prompt", "completion"),
+    "preference": ("prompt", "chosen", "rejected"),  # prompt may be left out
+}
+"""Columns of each kind of row, as `train.jsonl` has them. Source: TRL 1.16, dataset formats."""
+
+ALPACA_CHAT_TEMPLATE = (
+    "{{ bos_token or '' }}"
+    "{% if messages[0]['role'] != 'system' %}"
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ message['content'] }}\n\n"
+    "{% elif message['role'] == 'assistant' %}"
+    "### Response:\n{{ message['content'] }}{{ eos_token }}\n\n"
+    "{% else %}### Instruction:\n{{ message['content'] }}\n\n{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}### Response:\n{% endif %}"
+)
+"""For a tokenizer without a chat template, as those of most base models are.
+
+Source: the prompt of Stanford Alpaca, with turns as in LLaMA-Factory 0.9.5, `data/template.py`,
+template "alpaca". Tokenize what it renders without adding special tokens.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFormat:
+    """The columns of every row, and whether they hold text or messages.
+
+    Args:
+        kind: which columns there are, see `COLUMNS`.
+        conversational: the columns hold messages of role and content, which the tokenizer's
+            chat template renders where the model is trained.
+
+    Raises:
+        ConfigError: text as messages, or messages as text.
+    """
+
+    kind: DataKind = "text"
+    conversational: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in COLUMNS:
+            raise ConfigError(
+                f"data format: kind is {self.kind!r}; accepted are {', '.join(COLUMNS)}"
+            )
+        fixed = {"text": False, "messages": True}
+        if self.conversational is not fixed.get(self.kind, bool(self.conversational)):
+            raise ConfigError(
+                f"data format: {self.kind} can't have conversational {self.conversational!r}; "
+                f"accepted is {fixed.get(self.kind, 'true or false')}"
+            )
+
+    def describe(self) -> str:
+        """In words, for a message."""
+        columns = ", ".join(COLUMNS[self.kind])
+        return f"{columns} as {'messages' if self.conversational else 'text'}"
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Self:
+        """The format of `row`, as it stands in `train.jsonl`.
+
+        Raises:
+            ConfigError: columns of no format, or text and messages mixed.
+        """
+        for kind, columns in COLUMNS.items():
+            optional = {"prompt"} if kind == "preference" else set()
+            if set(columns) - optional <= set(row) <= set(columns):
+                types = {type(row[column]) for column in columns if column in row}
+                if types == {str}:
+                    return cls(kind=kind)
+                if types == {list}:
+                    return cls(kind=kind, conversational=True)
+                raise ConfigError(
+                    f"a row of {', '.join(row)} must hold text in each, or a list of messages in "
+                    f"each, got {', '.join(sorted(one.__name__ for one in types))}"
+                )
+        accepted = "; ".join(", ".join(columns) for columns in COLUMNS.values())
+        raise ConfigError(f"a row has the columns {', '.join(row)}; accepted are {accepted}")
+
+
+TEXT_ROWS = DataFormat()
