@@ -37,6 +37,10 @@ class FakeProfiler:
         self._gpu = api.find_gpu(gpu)
         self._provenance = dict(provenance)
 
+    @staticmethod
+    def require_libraries() -> None:
+        """None: the formulas need neither torch nor the fit."""
+
     def close(self) -> None:
         pass
 

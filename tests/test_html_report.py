@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,15 @@ def test_five_thousand_candidates_make_a_page_of_a_few_megabytes(tmp_path: Path)
 def test_the_side_by_side_table_has_counts_shares_bytes_and_hours(tmp_path: Path) -> None:
     text = re.sub(r"\s+", " ", page_of(tmp_path, answer_values()).text)
     assert "lora r=410M (0.143 %)6.00 GiB16 min 40 s" in text
+
+
+def test_the_plotly_in_the_page_is_the_one_that_its_source_names() -> None:
+    folder = files("whichlora.html_report") / "plotlyjs"
+    source = json.loads((folder / "source.json").read_text())
+    script = (folder / "plotly.min.js").read_bytes()
+    assert hashlib.sha256(script).hexdigest() == source["sha256"]
+    assert f"plotly.js v{source['version']}\n".encode() in script[:100]
+    assert "MIT License" in (folder / "LICENSE").read_text()
 
 
 # --- old and broken answers ---------------------------------------------------------------
@@ -349,9 +360,7 @@ def test_pictures_without_kaleido_say_what_to_install(
     with pytest.raises(SystemExit) as ended:
         main(["report", str(tmp_path), "--static", "svg"])
     assert ended.value.code == 2
-    assert (
-        "needs kaleido; install it with: pip install 'whichlora[images]'" in capsys.readouterr().err
-    )
+    assert "--static: needs kaleido: pip install 'whichlora[images]'" in capsys.readouterr().err
 
 
 def test_pictures_without_a_chrome_say_what_they_need(

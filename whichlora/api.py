@@ -13,6 +13,7 @@ from whichlora.architecture import ModelSpec
 from whichlora.calibration import Calibration, digest_of, prior_calibration
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.explanation import Explanation
+from whichlora.extras import require
 from whichlora.formulas import formulas_digest
 from whichlora.largest import Placement, Size, largest_that_fits, place, smallest_first, with_size
 from whichlora.methods import get_method
@@ -95,6 +96,7 @@ def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calib
     Coefficients of other formulas than today's are not used: the records are fitted anew.
 
     Raises:
+        ConfigError: the records must be fitted anew, and SciPy is not installed.
         DataFileError: a coefficients file that cannot be read.
     """
     roots = calibration_roots(calibration_dir)
@@ -103,6 +105,11 @@ def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calib
         return prior_calibration(gpu)
     if payload.get("formulas") == formulas_digest():  # others may lack what today's have
         return Calibration.from_dict(payload, source=f"{gpu.key}/coefficients.json")
+    require(
+        f"{gpu.key}/coefficients.json: was fitted to other formulas, and a new fit to its records",
+        "scipy",
+        extra="profile",
+    )
     from whichlora.fitting import fit
 
     return fit(read_measurements(roots, gpu.key), gpu, model_of, held_out=False)
@@ -112,8 +119,10 @@ def refit(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
     """Fit the predictors of `gpu` to every record there is, and store the coefficients.
 
     Raises:
+        ConfigError: SciPy is not installed.
         DataFileError: a broken record file; nothing is written then.
     """
+    require("calibrate", "scipy", extra="profile")
     from whichlora.fitting import fit
 
     roots = calibration_roots(calibration_dir)

@@ -13,6 +13,7 @@ from whichlora import api, databases
 from whichlora.databases import Refit
 from whichlora.errors import ConfigError
 from whichlora.explanation import Explanation
+from whichlora.extras import require
 from whichlora.guide import GuideRow
 from whichlora.itemised import Line
 from whichlora.largest import Placement
@@ -209,7 +210,11 @@ def to_frame(
     One row per prediction, row of a guide, accelerator or candidate of an answer; of an
     explanation one per line of the ledger, those of the card after them, which add up to the
     device memory used. Settings that are the same everywhere stay in it.
+
+    Raises:
+        ConfigError: pandas is not installed.
     """
+    require("to_frame", "pandas", extra="pandas")
     import pandas as pd
 
     from whichlora.report import candidate_row

@@ -10,7 +10,7 @@ from whichlora.config import load_plan
 from whichlora.databases import Refit, calibrate
 from whichlora.design import Option, Sight, choose
 from whichlora.prediction import forward_features, mean_context, predict, step_features
-from whichlora.profiling import device_of
+from whichlora.profiling import device_of, require_profiler
 from whichlora.results import Measurement
 from whichlora.session import Progress, Session
 from whichlora.specs import RunConfig
@@ -34,6 +34,7 @@ def measure(config: Path, *, budget_s: float, progress: Progress) -> Refit:
     plan = load_plan(config)
     gpu = api.find_gpu(plan.gpu)
     device_of(gpu)
+    require_profiler()
     session = Session(plan, gpu, progress, fresh=True)
     try:
         _spend(session, budget_s)

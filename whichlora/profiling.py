@@ -35,6 +35,17 @@ def open_profiler(plan: Plan, gpu: GpuSpec, run_id: str) -> Profiler:
     )
 
 
+def require_profiler() -> None:
+    """Refuse to profile where the libraries for it are not installed.
+
+    Raises:
+        ConfigError: one of them is missing.
+    """
+    from whichlora.device.profile import Profiler
+
+    Profiler.require_libraries()
+
+
 def device_of(gpu: GpuSpec) -> str:
     """The framework's device for `gpu`, if this machine has it.
 

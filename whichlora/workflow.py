@@ -16,7 +16,7 @@ from whichlora.html_report import write_report
 from whichlora.plan import Plan, Prefer
 from whichlora.policy import Decision, StoppedBy
 from whichlora.prediction import predict
-from whichlora.profiling import device_of
+from whichlora.profiling import device_of, require_profiler
 from whichlora.pursuit import Pursuit
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.search import Candidate, accepted, kept_models, predicted_winner
@@ -143,6 +143,8 @@ def run(
     gpu = api.find_gpu(plan.gpu)
     if plan.profile != "none":
         device_of(gpu)
+    if plan.profile != "none" or plan.train:
+        require_profiler()
     session = Session(plan, gpu, progress, fresh=fresh)
     try:
         answer = _search(session)

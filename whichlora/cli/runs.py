@@ -62,7 +62,7 @@ def run(config: Path, fresh: bool, prefer: Prefer | None, as_json: bool) -> None
     "--static",
     "image_format",
     type=click.Choice(get_args(ImageFormat)),
-    help="Each figure as a picture, too, in the folder figures of RUN_DIR (needs kaleido).",
+    help="Each figure as a picture, too, in the folder figures of RUN_DIR (extra: images).",
 )
 def report(run_dir: Path, output: Path | None, image_format: ImageFormat | None) -> None:
     """Write the answer in RUN_DIR as one HTML file. It opens anywhere, offline.
@@ -75,6 +75,8 @@ def report(run_dir: Path, output: Path | None, image_format: ImageFormat | None)
     """
     from whichlora import html_report
 
+    if image_format is not None:
+        html_report.require_images()
     click.echo(f"report: {html_report.write_report(run_dir, output)}")
     if image_format is not None:
         for path in html_report.write_images(run_dir, image_format):

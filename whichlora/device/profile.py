@@ -21,6 +21,7 @@ from typing import IO, Any, Self
 
 import whichlora
 from whichlora.errors import MeasurementError
+from whichlora.extras import require
 from whichlora.results import Measurement
 from whichlora.specs import RunConfig
 
@@ -82,6 +83,20 @@ class Profiler:
         if self._worker is not None:
             self._worker.kill()
             self._worker = None
+
+    @staticmethod
+    def require_libraries() -> None:
+        """Refuse profiles where a library that they run, or the fit to them, is not installed.
+
+        Raises:
+            ConfigError: one of them is missing.
+        """
+        require(
+            "profile",
+            *("torch", "transformers", "peft", "accelerate", "scipy"),
+            extra="profile",
+            otherwise="set profile: none for predictions alone",
+        )
 
     def measure(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import whichlora
 from whichlora.errors import ConfigError
+from whichlora.extras import require
 from whichlora.results import TracedPeak
 from whichlora.specs import RunConfig
 
@@ -43,11 +43,7 @@ def trace_peaks(
     Raises:
         ConfigError: the libraries are missing, or cannot build or run the model.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"engine: trace needs {', '.join(missing)}: pip install 'whichlora[profile]'"
-        )
+    require("engine: trace", *_NEEDED, extra="profile")
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     request = {
         "run": run.to_dict(),

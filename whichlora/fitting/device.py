@@ -19,6 +19,7 @@ from whichlora.calibration import (
     prior_calibration,
 )
 from whichlora.errors import WhichLoraError
+from whichlora.extras import require
 from whichlora.fitting.memory_parts import fit_memory, held_out_errors, memory_errors
 from whichlora.fitting.time_phases import fit_phase, sharpened, time_errors
 from whichlora.formulas import formulas_digest
@@ -129,7 +130,11 @@ def fit(
             asked once per model.
         held_out: also measure the error on left-out runs, and take the noise from it. During a
             search the fit is repeated after every run and the residuals must do.
+
+    Raises:
+        ConfigError: SciPy is not installed.
     """
+    require("a fit to recorded runs", "scipy", extra="profile")
     start = prior_calibration(gpu)
     found, num_params, left_out = _gather(measurements, gpu, find_model)
     summaries: dict[str, HeldOut] = {}

@@ -6,11 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.extras import require
 from whichlora.html_report.figures import build_figures
 from whichlora.html_report.source import read_source
 
 WIDTH, HEIGHT = 960, 600  # CSS pixels
 SCALE = 2  # of PNG: sharp in print
+
+
+def require_images() -> None:
+    """Refuse pictures where a library that draws them is not installed.
+
+    Raises:
+        ConfigError: kaleido or plotly is missing.
+    """
+    require("--static", "kaleido", "plotly", extra="images")
 
 
 def write_images(place: Path, image_format: str, folder: Path | None = None) -> list[Path]:
@@ -20,15 +30,11 @@ def write_images(place: Path, image_format: str, folder: Path | None = None) -> 
         ConfigError: kaleido or a Chromium for it is not installed.
         DataFileError: no readable answer there, or the folder can't be written.
     """
+    require_images()
+    from plotly import io
+    from plotly.graph_objects import Figure
+
     source = read_source(place)
-    try:
-        import kaleido  # noqa: F401
-        from plotly import io
-        from plotly.graph_objects import Figure
-    except ImportError:
-        raise ConfigError(
-            "--static: needs kaleido; install it with: pip install 'whichlora[images]'"
-        ) from None
     folder = folder or (place if place.is_dir() else place.parent) / "figures"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -38,8 +38,6 @@ def write_report(place: Path, output: Path | None = None) -> Path:
 
 def page(source: Source) -> str:
     """The whole HTML document."""
-    from plotly.offline import get_plotlyjs
-
     figures = build_figures(source)
     folder = files("whichlora.html_report")
     filled = {
@@ -52,7 +50,7 @@ def page(source: Source) -> str:
         "missing": _missing(source),
         "provenance": _provenance(source),
         "data": _script_json(_data(source, figures)),
-        "plotly": get_plotlyjs(),
+        "plotly": (folder / "plotlyjs" / "plotly.min.js").read_text(encoding="utf-8"),
         "script": (folder / "page.js").read_text(encoding="utf-8"),
     }
     # split at the slots once: what is filled in may itself spell like a slot
