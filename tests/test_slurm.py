@@ -127,7 +127,6 @@ def test_the_scripts_are_these() -> None:
             GROUP,
             CONFIG,
             job=Path("/runs/h/train.py"),
-            what="Llama-3.1-8B qlora r=16, batch 4",
             limit_s=100_000.0,
             python="/env/bin/python",
         ),

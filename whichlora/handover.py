@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from whichlora.specs import RunConfig
 from whichlora.store.jsonfiles import read_object, write_text
 
 RECIPE_FILE = "recipe.json"
+TRUSTS_CODE = "trust_remote_code is on: training runs code that comes with the model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,8 @@ def hand_over(
     if to not in FORMATS:
         raise ConfigError(f"--to: {to!r} is not known; accepted are {', '.join(FORMATS)}")
     made = FORMATS[to](recipe)
+    if recipe.trust_remote_code:
+        made = replace(made, notes=(*made.notes, TRUSTS_CODE))
     before, after = api.estimate(
         [recipe.run, made.run], [recipe.gpu], calibration_dir=calibration_dir
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from textwrap import indent
 from typing import Any
+
+from whichlora.text import quoted
 
 _LINE_LENGTH = 88
 _INLINE_LENGTH = 72  # of a bracketed expression, so that what stands before it fits too
@@ -27,17 +29,25 @@ def call(function: str, *arguments: Any, **keywords: Any) -> Code:
 
 
 def literal(value: Any) -> str:
-    """`value` as source; JSON types and code only."""
+    """`value` as source; JSON types and code only.
+
+    Raises:
+        TypeError: another type, whose `repr` might be anything.
+    """
     if isinstance(value, Code):
         return value
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return quoted(value)
     if isinstance(value, Mapping):
         items = [f"{literal(name)}: {literal(item)}" for name, item in value.items()]
         return _bracketed("{", items, "}")
     if isinstance(value, list | tuple):
         return _bracketed("[", [literal(item) for item in value], "]")
-    return repr(value)
+    if type(value) is float and not math.isfinite(value):
+        return f'float("{value}")'
+    if value is None or type(value) in (bool, int, float):
+        return repr(value)
+    raise TypeError(f"{type(value).__name__} has no literal")
 
 
 def _bracketed(opening: str, items: Sequence[str], closing: str) -> str:

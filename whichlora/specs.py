@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, get_args
 
 from whichlora.errors import ConfigError
 from whichlora.libraries import Libraries
+from whichlora.text import require_printable
 
 Phase = Literal["finetune", "inference"]
 Precision = Literal["bf16", "bf16-pure", "bf16-no-autocast", "fp16", "tf32", "fp32"]
@@ -101,6 +102,11 @@ def _choice(setting: str, value: str, accepted: tuple[str, ...]) -> None:
         raise ConfigError(f"{setting}: {value!r} is not known; accepted are {', '.join(accepted)}")
 
 
+def _switch(setting: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{setting}: {value!r} is neither true nor false; give one of them")
+
+
 def _at_least(setting: str, value: int, minimum: int, hint: str = "") -> None:
     # bool is an int in Python; "batch_size: true" is a typing mistake, not a batch of one.
     if isinstance(value, bool) or not isinstance(value, int):
@@ -176,6 +182,7 @@ class RunConfig:
     expandable_segments: bool = False
 
     def __post_init__(self) -> None:
+        self._check_names()
         _choice("phase", self.phase, get_args(Phase))
         _choice("precision", self.precision, get_args(Precision))
         _choice("optimizer", self.optimizer, get_args(Optimizer))
@@ -234,6 +241,20 @@ class RunConfig:
             )
         if self.libraries:
             Libraries.of(self.libraries)
+
+    def _check_names(self) -> None:
+        """Names and switches, which come from files of others, too."""
+        if self.model:  # the defaults of all settings are those of a run without one
+            require_printable("model", self.model)
+        require_printable("method", self.method)
+        for name in ("target_modules", "modules_to_save"):
+            for module in getattr(self, name):
+                require_printable(name, module)
+        for name in ("gradient_checkpointing", "use_rslora", "expandable_segments"):
+            _switch(name, getattr(self, name))
+        for name in ("prepare_kbit", "use_reentrant"):
+            if getattr(self, name) is not None:
+                _switch(name, getattr(self, name))
 
     def _check_cache(self) -> None:
         if self.cache_nbits not in CACHE_NBITS:

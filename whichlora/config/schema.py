@@ -8,6 +8,7 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -89,10 +90,18 @@ def parse_seconds(value: Any) -> float:
     return total_s
 
 
+def _seen(name: str) -> str:
+    if not name.isprintable():
+        raise PydanticCustomError("printable", "holds a character that can't be seen")
+    return name
+
+
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1), _OneOrMany()]
 Positive = Annotated[float, Field(gt=0, le=10**12, allow_inf_nan=False)]
-Name = Annotated[str, Field(pattern=r"\S")]
+Text = Annotated[str, Field(pattern=r"\S")]
+Name = Annotated[Text, AfterValidator(_seen)]
+Texts = Annotated[tuple[Text, ...], Field(min_length=1), _OneOrMany()]
 Names = Annotated[tuple[Name, ...], Field(min_length=1), _OneOrMany()]
 Optimizers = Annotated[tuple[Optimizer, ...], Field(min_length=1), _OneOrMany()]
 AttentionKernels = Annotated[tuple[AttentionKernel, ...], Field(min_length=1), _OneOrMany()]
@@ -165,7 +174,7 @@ class Dataset(_Section):
 
     path: Name | None = None
     """A JSONL, CSV, Parquet or text file, a hub dataset, `module:Class` or `file.py:Class`."""
-    template: Name | None = None
+    template: Text | None = None
     """A row as text, such as '{instruction} {response}'; the names are columns."""
     text_column: Name | None = None
     """The column that holds the text."""
@@ -199,15 +208,15 @@ class GpuLimits(_Section):
 class Slurm(_Section):
     """How `whichlora slurm` asks the cluster; every key may be left out."""
 
-    account: Name | None = None
+    account: Text | None = None
     """Account that the jobs are charged to."""
-    partition: Names = ()
+    partition: Texts = ()
     """Partitions to look at and submit to; without it, all."""
-    clusters: Names = ()
+    clusters: Texts = ()
     """Clusters of a multi-cluster site; without it, the one that sbatch uses."""
-    merge_partition: Name | None = None
+    merge_partition: Text | None = None
     """Partition of the merge job, which needs no GPU; without it, the default one."""
-    qos: Name | None = None
+    qos: Text | None = None
     time_limit: Duration | None = None
     """Time limit of every job; without it, the predicted time of the longest candidate."""
     startup_time: Duration = Field(default="10min", validate_default=True)
@@ -217,15 +226,15 @@ class Slurm(_Section):
     """Host memory of a job; without it, what the cluster gives."""
     max_parallel: Count | None = None
     """Array tasks that run at once."""
-    modules: Names = ()
+    modules: Texts = ()
     """Modules to load, in this order."""
     environment: dict[Name, str] = Field(default_factory=dict)
     """Environment variables to export."""
-    setup: Names = ()
+    setup: Texts = ()
     """Shell lines that run before the measurement, such as 'source venv/bin/activate'."""
-    options: Names = ()
+    options: Texts = ()
     """Further options of sbatch, such as '--reservation=class'."""
-    command: Name | None = None
+    command: Text | None = None
     """How a node calls this program; without it, this Python with -m whichlora."""
     gpus: dict[Name, Name] = Field(default_factory=dict)
     """Slurm's GPU type or a feature to a key of `whichlora gpus`, where its name does not tell."""

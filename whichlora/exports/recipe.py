@@ -5,21 +5,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from whichlora.data_format import TEXT_ROWS, DataFormat
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.job import Weights
 from whichlora.plan import Collator
 from whichlora.specs import RunConfig
+from whichlora.text import require_printable
 
 RECIPE_SCHEMA_VERSION = 1
+MOST_EPOCHS = 10**12  # as in a config file
 DATA_FILE = "train.jsonl"  # beside the exported files, rows of `Recipe.data_format`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """The winning fine-tuning, with all that a job needs: the content of `recipe.json`.
+
+    It may come from somebody else, so every field is checked before any of it reaches code.
 
     Args:
         run: every default filled in.
@@ -29,6 +33,9 @@ class Recipe:
         model_config: the Hugging Face config.
         masked_lm: an encoder, trained to fill in masked tokens.
         data_format: what a row of `train.jsonl` and `validation.jsonl` looks like.
+
+    Raises:
+        ConfigError: a field of another type or out of its range.
     """
 
     run: RunConfig
@@ -44,6 +51,36 @@ class Recipe:
     trust_remote_code: bool = False
     batching: Collator | None = None
     data_format: DataFormat = TEXT_ROWS
+
+    def __post_init__(self) -> None:
+        require_printable("gpu", self.gpu)
+        targets = self.target_modules
+        for name in (targets,) if isinstance(targets, str) else targets:
+            require_printable("target_modules", name)
+        if self.tokenizer is not None:
+            require_printable("tokenizer", self.tokenizer)
+        _number("epochs", self.epochs, above=0, most=MOST_EPOCHS)
+        _number("learning_rate", self.learning_rate, above=0, most=1)
+        if type(self.seed) is not int:
+            raise ConfigError(f"seed: must be a whole number, got {self.seed!r}")
+        _number("seed", self.seed, above=-1, most=2**32 - 1)
+        if self.weights not in get_args(Weights):
+            raise ConfigError(
+                f"weights: {self.weights!r} is not known; accepted are "
+                f"{', '.join(get_args(Weights))}"
+            )
+        if self.batching not in (None, *get_args(Collator)):
+            raise ConfigError(
+                f"batching: {self.batching!r} is not known; accepted are "
+                f"{', '.join(get_args(Collator))}"
+            )
+        if not isinstance(self.model_config, Mapping | None):
+            raise ConfigError(
+                f"model_config: must be an object, got {type(self.model_config).__name__}"
+            )
+        for name in ("masked_lm", "trust_remote_code"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: {getattr(self, name)!r} is neither true nor false")
 
     def to_dict(self) -> dict[str, Any]:
         fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
@@ -77,8 +114,16 @@ class Recipe:
             )
         except KeyError as error:
             raise DataFileError(f"{where}: has no {error}; run whichlora run again") from None
-        except (TypeError, ConfigError) as error:
+        except (TypeError, ValueError, ConfigError) as error:
             raise DataFileError(f"{where}: {error}; run whichlora run again") from None
+
+
+def _number(setting: str, value: float, *, above: float, most: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and above < value <= most):
+        raise ConfigError(
+            f"{setting}: must be a number above {above:g}, at most {most:g}, got {value!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
 from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain, without
 from whichlora.methods import get_method
+from whichlora.python_source import Code, call, literal
 from whichlora.specs import FP32_PRECISIONS, RunConfig
 
 FILE = "train_unsloth.py"
+_OUTPUT = "output-unsloth"
 _UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "loraplus_lr_ratio", "expandable_segments")
 _QUANTS = frozenset({"none", "int8", "nf4-dq"})
-_SCRIPT = '''\
-"""Fine-tune {model} with {method} under Unsloth.
+_HEAD = '''\
+"""Fine-tune a model on the train.jsonl beside this file under Unsloth.
 
 Written by WhichLoRA; edit it as you like.
 """
@@ -25,54 +26,7 @@ import torch
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
 
-model, tokenizer = FastLanguageModel.from_pretrained(
-    model_name={model_literal},
-    max_seq_length={seq_len},
-    dtype=torch.{dtype},
-    load_in_4bit={four_bit},
-    load_in_8bit={eight_bit},
-    full_finetuning={full},
-)
-{adapter}
-trainer = SFTTrainer(
-    model=model,
-    processing_class=tokenizer,
-    train_dataset=load_dataset("json", data_files="{data}", split="train"),
-    args=SFTConfig(
-        output_dir="output-unsloth",
-        dataset_text_field="text",
-        max_length={seq_len},
-        packing=False,
-        per_device_train_batch_size={batch_size},
-        gradient_accumulation_steps={accumulation},
-        num_train_epochs={epochs},
-        learning_rate={learning_rate},
-        optim="{optim}",
-        bf16={bf16},
-        fp16={fp16},
-        seed={seed},
-        save_strategy="no",
-        report_to="none",
-    ),
-)
-trainer.train()
-model.save_pretrained("output-unsloth")
-tokenizer.save_pretrained("output-unsloth")
 '''
-_ADAPTER = """\
-model = FastLanguageModel.get_peft_model(
-    model,
-    r={r},
-    lora_alpha={lora_alpha},
-    lora_dropout={lora_dropout},
-    target_modules={targets},
-    use_dora={use_dora},
-{use_rslora}    modules_to_save={modules_to_save},
-    bias="none",
-    use_gradient_checkpointing={checkpointing},
-    random_state={seed},
-)
-"""
 
 
 def export(recipe: Recipe) -> Export:
@@ -86,43 +40,77 @@ def export(recipe: Recipe) -> Export:
     run, notes = under_unsloth(run)
     notes += left_out
     notes += padding_note(recipe)
+    lines = [
+        f"model, tokenizer = {_load(run)}",
+        *_adapter_lines(recipe, run),
+        f"trainer = {_trainer(recipe, run)}",
+        "trainer.train()",
+        f"model.save_pretrained({literal(_OUTPUT)})",
+        f"tokenizer.save_pretrained({literal(_OUTPUT)})",
+    ]
+    script = _HEAD + "\n".join(lines) + "\n"
+    return Export(files={FILE: script}, command=f"python {FILE}", run=run, notes=notes)
+
+
+def _load(run: RunConfig) -> Code:
     quant = run.quant or "none"
+    return call(
+        "FastLanguageModel.from_pretrained",
+        model_name=run.model,
+        max_seq_length=run.seq_len,
+        dtype=Code(f"torch.{run.weight_dtype}"),
+        load_in_4bit=quant == "nf4-dq",
+        load_in_8bit=quant == "int8",
+        full_finetuning=get_method(run.method).trains_base,
+    )
+
+
+def _adapter_lines(recipe: Recipe, run: RunConfig) -> list[str]:
     settings = get_method(run.method).peft_config(run)
-    adapter = ""
-    if settings is not None:
-        targets = recipe.target_modules
-        adapter = _ADAPTER.format(
-            r=run.r,
-            lora_alpha=run.lora_alpha,
-            lora_dropout=run.lora_dropout,
-            targets=json.dumps(targets if isinstance(targets, str) else list(targets)),
-            use_rslora="    use_rslora=True,\n" if run.use_rslora else "",
-            use_dora=bool(settings.get("use_dora")),
-            modules_to_save=list(run.modules_to_save) or None,
-            checkpointing=run.gradient_checkpointing,
-            seed=recipe.seed,
-        )
-    script = _SCRIPT.format(
-        model=run.model,
-        model_literal=json.dumps(run.model),
-        method=run.method,
-        seq_len=run.seq_len,
-        dtype=run.weight_dtype,
-        four_bit=quant == "nf4-dq",
-        eight_bit=quant == "int8",
-        full=settings is None,
-        adapter=adapter,
-        data=DATA_FILE,
-        batch_size=run.batch_size,
-        accumulation=run.gradient_accumulation_steps,
-        epochs=recipe.epochs,
+    if settings is None:
+        return []
+    adapted = call(
+        "FastLanguageModel.get_peft_model",
+        Code("model"),
+        r=run.r,
+        lora_alpha=run.lora_alpha,
+        lora_dropout=run.lora_dropout,
+        target_modules=recipe.target_modules,
+        use_dora=bool(settings.get("use_dora")),
+        **({"use_rslora": True} if run.use_rslora else {}),
+        modules_to_save=list(run.modules_to_save) or None,
+        bias="none",
+        use_gradient_checkpointing=run.gradient_checkpointing,
+        random_state=recipe.seed,
+    )
+    return [f"model = {adapted}"]
+
+
+def _trainer(recipe: Recipe, run: RunConfig) -> Code:
+    arguments = call(
+        "SFTConfig",
+        output_dir=_OUTPUT,
+        dataset_text_field="text",
+        max_length=run.seq_len,
+        packing=False,
+        per_device_train_batch_size=run.batch_size,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        num_train_epochs=recipe.epochs,
         learning_rate=recipe.learning_rate,
         optim=run.trainer_optim,
         bf16=run.precision == "bf16",
         fp16=run.precision == "fp16",
         seed=recipe.seed,
+        save_strategy="no",
+        report_to="none",
     )
-    return Export(files={FILE: script}, command=f"python {FILE}", run=run, notes=notes)
+    return call(
+        "SFTTrainer",
+        model=Code("model"),
+        processing_class=Code("tokenizer"),
+        train_dataset=call("load_dataset", "json", data_files=DATA_FILE, split="train"),
+        args=arguments,
+    )
 
 
 def under_unsloth(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_PLAIN = re.compile(r"[A-Za-z_./][\w./-]*")
+from whichlora.text import quoted
+
+_PLAIN = re.compile(r"\.|(?:[A-Za-z_/]|\./)[\w./-]*")
 _WORDS_WITH_A_MEANING = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 
@@ -23,22 +24,30 @@ def yaml_text(settings: Mapping[str, Any], *, head: str = "") -> str:
 def _lines(settings: Mapping[str, Any], indent: str = "") -> list[str]:
     lines = []
     for key, value in settings.items():
+        name = _scalar(key)
         if isinstance(value, Mapping):
-            lines += [f"{indent}{key}:", *_lines(value, indent + "  ")]
+            lines += [f"{indent}{name}:", *_lines(value, indent + "  ")]
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            lines.append(f"{indent}{key}:")
+            lines.append(f"{indent}{name}:")
             for item in value:
                 if isinstance(item, Mapping):
                     first, *rest = _lines(item, indent + "    ")
                     lines += [f"{indent}  - {first.strip()}", *rest]
                 else:
                     lines.append(f"{indent}  - {_scalar(item)}")
-        elif isinstance(value, str) and "\n" in value:
-            lines.append(f"{indent}{key}: |")
-            lines += [f"{indent}  {line}" for line in value.strip("\n").split("\n")]
+        elif isinstance(value, str) and _is_block(value):
+            lines.append(f"{indent}{name}: |")
+            lines += [f"{indent}  {line}" for line in value.removesuffix("\n").split("\n")]
         else:
-            lines.append(f"{indent}{key}: {_scalar(value)}")
+            lines.append(f"{indent}{name}: {_scalar(value)}")
     return lines
+
+
+def _is_block(text: str) -> bool:
+    """Whether `text` is whole lines that a block can hold as they are."""
+    lines = text.split("\n")
+    plain = all(line and line.isprintable() and line[0] != " " for line in lines[:-1])
+    return len(lines) > 1 and not lines[-1] and plain
 
 
 def _scalar(value: Any) -> str:
@@ -53,7 +62,7 @@ def _scalar(value: Any) -> str:
     text = str(value)
     if _PLAIN.fullmatch(text) and text.lower() not in _WORDS_WITH_A_MEANING:
         return text
-    return json.dumps(text, ensure_ascii=False)
+    return quoted(text)
 
 
 def _float(value: float) -> str:

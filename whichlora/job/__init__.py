@@ -143,14 +143,12 @@ def train_script(
             ),
         ]
     )
-    return _head(run, body, constants) + body
+    return _head(body, constants) + body
 
 
-def _head(run: RunConfig, body: str, constants: Mapping[str, Any]) -> str:
+def _head(body: str, constants: Mapping[str, Any]) -> str:
     """The docstring, the imports that `body` needs, and the constants that are set."""
     return HEAD.format(
-        model=run.model,
-        method=run.method,
         os="import os\n" if "os.environ" in body else "",
         bisect="from bisect import bisect_left, insort\n" if "insort(" in body else "",
         imports=import_lines(body, _IMPORTABLE),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 HEAD = '''\
-"""Fine-tune {model} with {method}.
+"""Fine-tune MODEL on the train.jsonl beside this file.
 
 Written by WhichLoRA for exactly the run it predicted; edit it as you like.
 """

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from whichlora.plan import SlurmConfig
 from whichlora.slurm.discovery import GpuGroup
+from whichlora.text import require_printable
 
 OFFSET = "WHICHLORA_TASK_OFFSET"  # of the tasks that lie beyond the cluster's MaxArraySize
 
@@ -81,12 +82,14 @@ def training_script(
     config: SlurmConfig,
     *,
     job: Path,
-    what: str,
     limit_s: float,
     python: str,
 ) -> str:
     """The winning fine-tuning job, ready to submit."""
-    lines = [f"# Fine-tune {what}", f"# on {group.gpu}. Written by WhichLoRA; edit it as you like."]
+    lines = [
+        f"# The winning fine-tuning on {group.gpu}.",
+        "# Written by WhichLoRA; edit it as you like.",
+    ]
     options = [
         "--job-name=whichlora-train",
         *_gpu_options(group, config),
@@ -137,9 +140,16 @@ def _preparation(config: SlurmConfig) -> list[str]:
 
 
 def _script(comments: Sequence[str], options: Sequence[str], body: Sequence[str]) -> str:
-    quoted = (f"#SBATCH {_quoted(option)}" for option in options)
+    """The whole script.
+
+    Raises:
+        ConfigError: a comment or an option would go on in a next line, which bash would run.
+    """
+    head = [*comments, *(f"#SBATCH {_quoted(option)}" for option in options)]
+    for line in head:
+        require_printable("batch script", line)
     # modules and activations of a site are not written for -u
-    return "\n".join(["#!/bin/bash", *comments, *quoted, "", "set -eo pipefail", *body, ""])
+    return "\n".join(["#!/bin/bash", *head, "", "set -eo pipefail", *body, ""])
 
 
 def _quoted(option: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from whichlora.html_report import write_report
 from whichlora.plan import Plan
 from whichlora.policy import exhausted
-from whichlora.report import candidate_row, describe
+from whichlora.report import candidate_row
 from whichlora.results import SCHEMA_VERSION
 from whichlora.search import Candidate
 from whichlora.slurm.scripts import training_script
@@ -130,7 +130,6 @@ def _write_training(plan: Plan, sweep: Sweep, judged: Judged, answer: Answer) ->
         judged.group,
         plan.slurm,
         job=job,
-        what=describe(best.run),
         limit_s=plan.slurm.startup_s + _TRAINING_MARGIN * best.total_s.high,
         python=sys.executable,
     )

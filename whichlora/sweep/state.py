@@ -13,6 +13,7 @@ from whichlora.slurm.discovery import GpuGroup
 from whichlora.specs import RunConfig
 from whichlora.store.jsonfiles import check_schema_version, read_object, write_object
 from whichlora.sweep.tasks import TaskList
+from whichlora.text import require_printable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,9 @@ class Sweep:
     groups: tuple[GpuGroup, ...]
     arrays: tuple[Array, ...] = ()
     unknown: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_printable("run directory", str(self.run_dir))  # stands in comments of scripts
 
     def group(self, name: str) -> GpuGroup:
         return next(group for group in self.groups if group.name == name)
