@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import json
 import multiprocessing
@@ -198,6 +200,52 @@ def test_writers_at_once_lose_nothing_and_readers_between_them_see_whole_records
     for writer in writers:
         writer.join()
     assert len(read_measurements([tmp_path], GPU)) == 160
+
+
+def _write_to_one_log(root: Path, writer: int, count: int) -> None:
+    os.fsync = lambda _: None  # what is at stake here is who cuts off whose record, not the disk
+    log = MeasurementLog(root, GPU, "shared")
+    for number in range(count):
+        log.append(a_measurement(writer * count + number))
+
+
+def test_eight_writers_of_one_log_lose_none_of_ten_thousand_records(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [
+        context.Process(target=_write_to_one_log, args=(tmp_path, n, 1250)) for n in range(8)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert record_ids([tmp_path], GPU) == {f"run-{number}" for number in range(10_000)}
+
+
+def test_without_locks_a_writer_cuts_off_nothing_that_another_may_still_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    log = MeasurementLog(tmp_path, GPU, "run")
+    log.append(a_measurement(1))
+    with log.path.open("ab") as file:
+        file.write(b'{"schema_ver')
+    log.append(a_measurement(2))
+    assert b'{"schema_ver\n' in log.path.read_bytes()
+    assert log.path.read_bytes().endswith(a_line(id="run-2", config=a_measurement(2).config))
+
+
+def test_a_record_that_the_disk_has_not_confirmed_is_not_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(DataFileError, match=r"can't be written \(Input/output error"):
+        MeasurementLog(tmp_path, GPU, "run").append(a_measurement())
 
 
 def _write_forever(root: Path) -> None:

@@ -24,6 +24,7 @@ from whichlora import report, workflow
 from whichlora.cli import main
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.specs import RunConfig
+from whichlora.store.locks import hold_folder
 
 MODELS = ("HuggingFaceTB/SmolLM2-135M", "EleutherAI/pythia-160m", "Qwen/Qwen2.5-0.5B")
 CONFIG = """
@@ -444,6 +445,17 @@ def test_fresh_measures_again(tmp_path: Path, fake_device: type[FakeProfiler]) -
     measured = len(fake_device.calls)
     workflow.run(path, progress=Silent(), fresh=True)
     assert len(fake_device.calls) > measured
+
+
+def test_a_second_start_in_the_same_folder_is_refused_before_it_measures(
+    tmp_path: Path, fake_device: type[FakeProfiler]
+) -> None:
+    config = write_config(tmp_path)
+    with hold_folder(tmp_path / "out"):
+        done = CliRunner().invoke(main, ["run", str(config)])
+    assert done.exit_code == 2
+    assert f"(process {os.getpid()} on" in done.stderr
+    assert not fake_device.calls
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -14,6 +15,7 @@ from whichlora.profiling import device_of, require_profiler
 from whichlora.results import Measurement
 from whichlora.session import Progress, Session
 from whichlora.specs import RunConfig
+from whichlora.store.locks import hold_folder
 
 START_S = 10.0  # guess of what building a model takes, until one was built here
 _UNTIMED = 1  # warm-up of every profile
@@ -35,11 +37,14 @@ def measure(config: Path, *, budget_s: float, progress: Progress) -> Refit:
     gpu = api.find_gpu(plan.gpu)
     device_of(gpu)
     require_profiler()
-    session = Session(plan, gpu, progress, fresh=True)
-    try:
-        _spend(session, budget_s)
-    finally:
-        session.close()
+    # a folder of its own: `run.json` beside it is what a later `whichlora run` goes on from
+    plan = replace(plan, output_dir=plan.output_dir / "calibrate")
+    with hold_folder(plan.output_dir):
+        session = Session(plan, gpu, progress, fresh=True)
+        try:
+            _spend(session, budget_s)
+        finally:
+            session.close()
     return calibrate(gpu, plan.calibration_dir)
 
 

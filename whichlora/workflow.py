@@ -24,6 +24,7 @@ from whichlora.session import Progress, Session
 from whichlora.space import pareto
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.jsonfiles import read_object, write_object, write_text
+from whichlora.store.locks import hold_folder
 
 Ending: TypeAlias = StoppedBy | Literal["everything measured", "not measured", "under way"]
 
@@ -134,7 +135,7 @@ def run(
 
     Raises:
         ConfigError: a fault in the config, the data, a model or the device.
-        DataFileError: a file that cannot be read or written.
+        DataFileError: a file that cannot be read or written, or another start in the same folder.
         MeasurementError: the profiler cannot start.
     """
     plan = load_plan(config)
@@ -145,6 +146,11 @@ def run(
         device_of(gpu)
     if plan.profile != "none" or plan.train:
         require_profiler()
+    with hold_folder(plan.output_dir):
+        return _run(plan, gpu, progress, fresh=fresh)
+
+
+def _run(plan: Plan, gpu: GpuSpec, progress: Progress, *, fresh: bool) -> Answer:
     session = Session(plan, gpu, progress, fresh=fresh)
     try:
         answer = _search(session)

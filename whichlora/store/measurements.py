@@ -13,6 +13,7 @@ from pathlib import Path
 from whichlora.errors import DataFileError
 from whichlora.results import Measurement
 from whichlora.store.jsonfiles import parse_object, require_slug, sync_folder
+from whichlora.store.locks import lock_file, unlock_file
 from whichlora.store.record import MAX_LINE_BYTES, decode_record, encode_record, id_of_record
 
 
@@ -20,8 +21,9 @@ from whichlora.store.record import MAX_LINE_BYTES, decode_record, encode_record,
 class MeasurementLog:
     """The file that one profiling run writes: `<root>/<gpu>/measurements/<run_id>.jsonl`.
 
-    One writer per file, so nothing is locked: cluster file systems lock badly, and files of
-    different runs merge by lying side by side.
+    Files of different runs merge by lying side by side. Several writers of one file take turns
+    by its lock. Where the file system has no locks, they only ever add, and one writer per file
+    is what cluster tasks and `hold_folder` see to.
 
     Raises:
         ConfigError: `gpu` or `run_id` can't name a file.
@@ -79,10 +81,16 @@ class MeasurementLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
+            is_locked = lock_file(descriptor)
             size = os.fstat(descriptor).st_size
-            _end_last_line(descriptor, size)
+            if is_locked:
+                _end_last_line(descriptor, size)
+            elif not _ends_a_line(descriptor, size):
+                line = b"\n" + line  # it may be a writer at work: nothing of it is cut off
             if os.write(descriptor, line) < len(line):  # the next append cuts it off
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if is_locked:  # writers that wait for the disk wait together
+                unlock_file(descriptor)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -91,9 +99,16 @@ class MeasurementLog:
                 sync_folder(folder)
 
 
+def _ends_a_line(descriptor: int, size: int) -> bool:
+    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
+
+
 def _end_last_line(descriptor: int, size: int) -> None:
-    """Cut off the torn record of a writer that was killed, so the next one starts a line."""
-    if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
+    """Cut off the torn record of a writer that was killed, so the next one starts a line.
+
+    Only under the file's lock: what another is still writing looks torn, too.
+    """
+    if _ends_a_line(descriptor, size):
         return
     start = max(0, size - MAX_LINE_BYTES)
     _, newline, last = os.pread(descriptor, size - start, start).rpartition(b"\n")

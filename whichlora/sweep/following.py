@@ -14,6 +14,7 @@ from whichlora.errors import DataFileError, MeasurementError
 from whichlora.results import Measurement
 from whichlora.session import Progress
 from whichlora.slurm.states import TaskState
+from whichlora.store.locks import hold_folder
 from whichlora.sweep.engine import Engine
 from whichlora.sweep.engines import ENGINES
 from whichlora.sweep.judging import judge_groups
@@ -158,8 +159,16 @@ def follow(
 
     Raises:
         ConfigError: the config has a fault by now.
+        DataFileError: another process follows it.
         MeasurementError: the cluster refuses, or does not answer.
     """
+    with hold_folder(sweep.run_dir):
+        return _follow(sweep, engine, progress, wait)
+
+
+def _follow(
+    sweep: Sweep, engine: Engine, progress: SweepProgress, wait: Callable[[float], None]
+) -> Recommendation:
     plan = load_plan(sweep.config)
     while True:
         sweep, number = submit(sweep, engine, statuses(sweep, engine))
@@ -220,11 +229,13 @@ def resume(run_dir: Path, progress: SweepProgress) -> Recommendation:
     """Go on with the sweep of `run_dir`, wherever it was left.
 
     Raises:
-        DataFileError: there is none.
+        DataFileError: there is none, or another process follows it.
         MeasurementError: the cluster refuses, or does not answer.
     """
-    sweep = Sweep.load(run_dir.absolute())
-    return follow(sweep, _engine_of(sweep), progress)
+    Sweep.load(run_dir.absolute())  # before the lock, which makes the folder
+    with hold_folder(run_dir.absolute()):
+        sweep = Sweep.load(run_dir.absolute())
+        return _follow(sweep, _engine_of(sweep), progress, time.sleep)
 
 
 def status(run_dir: Path) -> list[TaskStatus]:

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from whichlora.config import load_plan
 from whichlora.plan import Plan
@@ -15,6 +14,7 @@ from whichlora.slurm.discovery import GpuGroup
 from whichlora.slurm.states import TaskState
 from whichlora.store.gpus import find_gpu, gpus_here
 from whichlora.store.jsonfiles import write_text
+from whichlora.store.locks import process_start
 from whichlora.sweep.engine import Place, program
 from whichlora.sweep.state import Array, Job, Sweep
 from whichlora.sweep.tasks import find_records, started_file
@@ -78,7 +78,7 @@ class LocalEngine:
                 child = subprocess.Popen(
                     [*command, *map(str, own)], stdout=log, stderr=log, env=environment | visible
                 )
-            job = Job(id=f"{child.pid}-{_started(child.pid)}", indices=tuple(own))
+            job = Job(id=f"{child.pid}-{process_start(child.pid)}", indices=tuple(own))
             self._children[job.id] = child
             array = replace(array, jobs=(*array.jobs, job))
         return array
@@ -114,7 +114,7 @@ class LocalEngine:
             ended = TaskState("ENDED", exit_code=max(code, 0), signal=max(-code, 0))
             return ended, TaskState("REVOKED") if begun else ended
         pid, _, started = job.id.partition("-")
-        if child is not None or _started(pid) == started:
+        if child is not None or process_start(pid) == started:
             return TaskState("RUNNING"), TaskState("PENDING")
         return TaskState("CANCELLED"), TaskState("CANCELLED")  # with its follower, or by hand
 
@@ -134,12 +134,3 @@ def _deal(sweep: Sweep, array: Array, indices: Sequence[int]) -> list[tuple[str,
     devices = [device for device, key in _devices() if key == gpu]
     dealt = [(name, indices[number :: len(devices)]) for number, name in enumerate(devices)]
     return [(name, own) for name, own in dealt if own]
-
-
-def _started(pid: int | str) -> str:
-    """When process `pid` started, in the kernel's ticks; empty where it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]

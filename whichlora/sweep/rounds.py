@@ -11,6 +11,7 @@ from whichlora.plan import Plan
 from whichlora.report import describe
 from whichlora.search import Candidate
 from whichlora.session import Progress, Session
+from whichlora.store.locks import hold_folder
 from whichlora.sweep.engine import Engine
 from whichlora.sweep.judging import Judged, affordable, judge_groups
 from whichlora.sweep.state import Array, Sweep
@@ -24,10 +25,17 @@ def plan_sweep(
 
     Raises:
         ConfigError: a fault in the config, no GPU that is known, or a sweep that is under way.
-        DataFileError: a disk that refuses.
+        DataFileError: a disk that refuses, or another process at work in the folder.
         MeasurementError: the cluster does not answer.
     """
     plan = load_plan(config)
+    with hold_folder(plan.output_dir.absolute()):
+        return _plan_sweep(plan, config, engine, name=name, progress=progress, fresh=fresh)
+
+
+def _plan_sweep(
+    plan: Plan, config: Path, engine: Engine, *, name: str, progress: Progress, fresh: bool
+) -> Sweep:
     run_dir = plan.output_dir.absolute()
     if not fresh and _is_under_way(run_dir):
         raise ConfigError(
