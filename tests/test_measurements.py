@@ -60,6 +60,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
+names = st.text(min_size=1).filter(lambda name: name.strip() and name.isprintable())
 measurements = st.builds(
     lambda reserved, **values: Measurement(
         **values,
@@ -69,7 +70,7 @@ measurements = st.builds(
     id=st.uuids().map(str),
     gpu=st.just(GPU),
     date=st.datetimes().map(lambda moment: moment.isoformat()),
-    config=st.builds(RunConfig, model=st.text(min_size=1), batch_size=st.integers(1, 10**6)).map(
+    config=st.builds(RunConfig, model=names, batch_size=st.integers(1, 10**6)).map(
         RunConfig.to_dict
     ),
     outcome=st.sampled_from(["ok", "oom", "crashed", "killed", "timeout", "error"]),

@@ -105,7 +105,7 @@ def _config_schema() -> Any:
         for name, hint in get_type_hints(RunConfig).items()
     }
     # what RunConfig refuses beside a wrong type
-    targets = core.list_schema(core.str_schema(strict=True), min_length=1)
+    targets = core.list_schema(_name_schema(), min_length=1)
     settings["target_modules"] = core.typed_dict_field(targets, required=False)
     fraction = core.float_schema(strict=True, ge=0, lt=1)
     settings["lora_dropout"] = core.typed_dict_field(fraction, required=False)
@@ -122,13 +122,24 @@ def _setting_schema(hint: Any) -> Any:
         (inner,) = (one for one in get_args(hint) if one is not type(None))
         return core.nullable_schema(_setting_schema(inner))
     if hint == tuple[str, ...]:
-        return core.list_schema(core.str_schema(strict=True))
+        return core.list_schema(_name_schema())
     if origin is tuple:  # structured settings are rare: absent, or for the slow checks
         return core.dict_schema(max_length=0)
     plain: dict[Any, Any] = {
         bool: core.bool_schema(strict=True),
         float: core.float_schema(strict=True, ge=1, allow_inf_nan=False),  # a ratio
         int: core.int_schema(strict=True, ge=1),
-        str: core.str_schema(strict=True),
+        str: _name_schema(),
     }
     return plain[hint]
+
+
+def _name_schema() -> Any:
+    from pydantic_core import core_schema as core
+
+    def check(name: str) -> str:
+        if not name.strip() or not name.isprintable():
+            raise ValueError
+        return name
+
+    return core.no_info_after_validator_function(check, core.str_schema(strict=True))
