@@ -10,6 +10,7 @@ from typing import Any
 
 from whichlora import api
 from whichlora.calibration import prior_calibration
+from whichlora.device.installed import installed_versions
 from whichlora.enough import is_enough
 from whichlora.prediction import predict, predict_step
 from whichlora.resolution import resolve
@@ -98,7 +99,7 @@ class FakeProfiler:
             outcome=outcome,
             detail="" if outcome == "ok" else "on purpose",
             device_s=1.0,
-            environment={"device": "formulas"},
+            environment={"device": "formulas", "libraries": installed_versions()},
             provenance=self._provenance,
             **values,
         )

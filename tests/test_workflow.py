@@ -20,8 +20,9 @@ from click.testing import CliRunner
 from fake_profiler import FakeProfiler
 from rich.console import Console
 
-from whichlora import report, workflow
+from whichlora import api, report, workflow
 from whichlora.cli import main
+from whichlora.device.installed import installed_versions
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.specs import RunConfig
 from whichlora.store.locks import hold_folder
@@ -437,6 +438,66 @@ def test_a_finished_run_resumes_without_measuring_again(
     assert first.winner is not None
     assert again.winner is not None
     assert again.winner.run == first.winner.run
+
+
+def write_local_model(folder: Path, num_layers: int) -> None:
+    config = dict(api.load_model(MODELS[0]).config) | {"num_hidden_layers": num_layers}
+    (folder / "my-model").mkdir(exist_ok=True)
+    (folder / "my-model" / "config.json").write_text(json.dumps(config))
+
+
+def test_a_folder_whose_config_has_changed_is_measured_again(
+    tmp_path: Path, fake_device: type[FakeProfiler]
+) -> None:
+    path = write_config(tmp_path, models="./my-model")
+    write_local_model(tmp_path, num_layers=4)
+    small = workflow.run(path, progress=Silent())
+    measured = len(fake_device.calls)
+    write_local_model(tmp_path, num_layers=24)
+    progress = Silent()
+    large = workflow.run(path, progress=progress)
+    assert len(fake_device.calls) > measured
+    assert not any(line.startswith("resumed") for line in progress.said)
+    assert any(
+        line.endswith("on another config.json of this model: measured again as needed")
+        for line in progress.said
+    )
+    assert small.winner is not None
+    assert large.winner is not None
+    assert small.winner.total_s is not None
+    assert large.winner.total_s is not None
+    assert large.winner.total_s.value > 2 * small.winner.total_s.value
+
+
+def test_what_other_library_versions_measured_is_measured_again(
+    tmp_path: Path, fake_device: type[FakeProfiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_config(tmp_path)
+    older = installed_versions() | {"transformers": "5.22.0"}
+    monkeypatch.setattr("fake_profiler.installed_versions", lambda: older)
+    workflow.run(path, progress=Silent())
+    measured = len(fake_device.calls)
+    monkeypatch.setattr("fake_profiler.installed_versions", installed_versions)
+    progress = Silent()
+    workflow.run(path, progress=progress)
+    assert len(fake_device.calls) > measured
+    said = [line for line in progress.said if "measured before" in line]
+    assert said == [
+        f"{measured} runs were measured before with transformers 5.22.0: measured again as needed"
+    ]
+
+
+def test_another_number_of_batches_is_measured_again(
+    tmp_path: Path, fake_device: type[FakeProfiler]
+) -> None:
+    path = write_config(tmp_path)
+    workflow.run(path, progress=Silent())
+    measured = len(fake_device.calls)
+    path.write_text(path.read_text() + "num_batches: 7\n")
+    progress = Silent()
+    workflow.run(path, progress=progress)
+    assert len(fake_device.calls) > measured
+    assert any("measured before with 5 batches" in line for line in progress.said)
 
 
 def test_fresh_measures_again(tmp_path: Path, fake_device: type[FakeProfiler]) -> None:

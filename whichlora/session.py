@@ -6,7 +6,8 @@ import contextlib
 import math
 import os
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ from whichlora.profiling import open_profiler
 from whichlora.pursuit import Pursuit
 from whichlora.resolution import Job, resolve
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
+from whichlora.reuse import Circumstances, other_circumstances, other_model
 from whichlora.search import Candidate, Quantity, dominated, judge
 from whichlora.shortlist import MANY, Wanted, shortlist
 from whichlora.specs import GpuSpec, RunConfig
@@ -92,11 +94,10 @@ class Session:
         self.calibration: Calibration = api.load_calibration(gpu, plan.calibration_dir)
         # read once: a shared database holds more records than a run adds
         self._records = list(read_measurements(self.roots, gpu.key))
-        self._resumed = {
-            RunConfig.from_dict(record.config): record
-            for record in self._records
-            if record.provenance.get("run_id") == self.run_id
-        }
+        self._resumed: dict[RunConfig, list[Measurement]] = {}
+        for record in self._records:
+            if record.provenance.get("run_id") == self.run_id:
+                self._resumed.setdefault(record.run, []).append(record)
         self._profiler: Profiler | None = None
 
     # --- candidates
@@ -271,24 +272,27 @@ class Session:
             left = int((decision.chance_to_win > 0).sum())
         self.progress.profiling(run, number=len(pursuit.measured) + 1, open_candidates=left)
         load = self.data.workload(run.model, run.batch_size) if run.phase == "finetune" else None
-        training = load is not None
-        number = self.plan.num_batches if training else self.plan.num_runs
+        circumstances = self._circumstances(run)
+        number = circumstances.num_batches
         lengths = load.profile_lengths(number) if load else (run.prompt_len,)
         decisive_s: Sequence[float] = ()
         if decision is not None:
             decisive_s = self._per_batch(run, lengths, pursuit.decisive_s(position, decision))
         measurement = self._device().measure(
             run,
-            model_config=self.models[run.model].config,
+            model_config=circumstances.model_config,
             target_modules=self.job(run).peft_targets,
             seq_lens=lengths,
             num_batches=number,
             decisive_s=decisive_s,
-            timeout_s=self.plan.timeout_s,
+            timeout_s=circumstances.timeout_s,
         )
         known = api.is_known_model(run.model)
-        config = None if known else dict(self.models[run.model].config)
-        measurement = replace(measurement, model_config=config)
+        measurement = replace(
+            measurement,
+            model_config=None if known else dict(circumstances.model_config),
+            provenance={**measurement.provenance, **circumstances.noted()},
+        )
         self.log.append(measurement)
         self._records.append(measurement)
         return measurement
@@ -306,15 +310,46 @@ class Session:
         predicted_s = sum(n * self._seconds(run, width) for width, n in number.items())
         return [whole_s * self._seconds(run, width) / predicted_s for width in lengths]
 
-    def recall(self, pursuit: Pursuit) -> list[RunConfig]:
-        """Let `pursuit` take in every measurement that this run has recorded so far."""
-        found = []
+    def recall(
+        self, pursuit: Pursuit, *, libraries: Mapping[str, str] | None = None
+    ) -> tuple[list[RunConfig], Counter[str]]:
+        """Let `pursuit` take in what this run has recorded so far and would measure alike now.
+
+        Args:
+            libraries: version by library that would measure now; None takes what the nodes of a
+                cluster measured with whatever they have, and as their task lists asked for it.
+
+        Returns:
+            The runs taken in, and how many others differ in which way.
+        """
+        recalled, refused = [], Counter[str]()
         for position, run in enumerate(pursuit.runs):
-            measurement = self._resumed.pop(run, None)
-            if measurement is not None:
-                pursuit.take(position, measurement, self.learn)
-                found.append(run)
-        return found
+            records = self._resumed.pop(run, [])
+            differences = [self._difference(record, libraries) for record in records]
+            alike = [record for record, text in zip(records, differences, strict=True) if not text]
+            if alike:
+                pursuit.take(position, alike[-1], self.learn)
+                recalled.append(run)
+            elif records:
+                refused[differences[-1]] += 1
+        return recalled, refused
+
+    def _difference(self, record: Measurement, libraries: Mapping[str, str] | None) -> str:
+        run, config = record.run, self.models[record.run.model].config
+        in_database = api.is_known_model(run.model)
+        model = other_model(record, config, in_database=in_database)
+        if model or libraries is None:
+            return model
+        return other_circumstances(record, self._circumstances(run), libraries)
+
+    def _circumstances(self, run: RunConfig) -> Circumstances:
+        training = run.phase == "finetune"
+        return Circumstances(
+            model_config=self.models[run.model].config,
+            num_batches=self.plan.num_batches if training else self.plan.num_runs,
+            timeout_s=self.plan.timeout_s,
+            memory_bytes=self.gpu.memory_bytes,
+        )
 
     def learn(self, measurement: Measurement) -> Calibration:
         """Take a measurement in and refit; the fit sees all records of this device."""

@@ -12,6 +12,7 @@ from whichlora import api
 from whichlora.calibration import Calibration
 from whichlora.config import load_plan
 from whichlora.data_format import TEXT_ROWS
+from whichlora.device.installed import installed_versions
 from whichlora.html_report import write_report
 from whichlora.plan import Plan, Prefer
 from whichlora.policy import Decision, StoppedBy
@@ -262,8 +263,12 @@ def _pursue(session: Session, pursuit: Pursuit) -> tuple[Pursuit, Search, int | 
         return session.measure(pursuit, position, decision)
 
     if plan.profile != "none":
-        for run in session.recall(pursuit):
+        recalled, refused = session.recall(pursuit, libraries=installed_versions())
+        for run in recalled:
             session.progress.say(f"resumed: {describe(run)} was measured before")
+        for difference, number in refused.items():
+            runs = "1 run was" if number == 1 else f"{number} runs were"
+            session.progress.say(f"{runs} measured before {difference}: measured again as needed")
     if plan.profile == "none":
         decision, stopped_by = pursuit.decide(), "not measured"
     elif plan.profile == "all":

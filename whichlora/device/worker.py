@@ -14,11 +14,11 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
-_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "liger-kernel")
+from whichlora.device.installed import installed_versions
+
 _PARENT_POLL_S = 1.0
 _LOOKUP_TABLES_BYTES = 2**20  # more than bitsandbytes keeps after its first use: kilobytes
 _OUT_OF_MEMORY = re.compile(
@@ -162,14 +162,13 @@ def environment(device: str) -> dict[str, Any]:
     import whichlora.device.finetune
     import whichlora.device.inference  # noqa: F401
 
-    installed = {d.metadata["Name"] for d in metadata.distributions()}
     found: dict[str, Any] = {
         "device": _cpu_model(),
         "cpu": _cpu_model(),
         "num_threads": torch.get_num_threads(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "libraries": {name: metadata.version(name) for name in _LIBRARIES if name in installed},
+        "libraries": installed_versions(),
     }
     if device.startswith("cuda"):
         torch.zeros(1, device=device)  # creates the context: not part of any measurement

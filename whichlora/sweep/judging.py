@@ -48,7 +48,12 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
             gpu = api.find_gpu(key)
             session = Session(own, gpu, progress, fresh=False, lengths=lengths)
             pursuit = session.pursuit(session.runs())
-            session.recall(pursuit)
+            _, refused = session.recall(pursuit)
+            for difference, number in refused.items():
+                progress.say(
+                    f"{group.name}: {number} measured before {difference}, and not reused; "
+                    "measure again with --fresh"
+                )
             if judged and judged[-1].group.name == group.name:  # its files lie beside the first's
                 session.plan = replace(own, output_dir=folder / key)
             judged.append(

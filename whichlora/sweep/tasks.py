@@ -14,6 +14,7 @@ from typing import Any
 from whichlora import api
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.results import SCHEMA_VERSION, Measurement, Outcome
+from whichlora.reuse import Circumstances, model_digest
 from whichlora.specs import RunConfig
 from whichlora.store.jsonfiles import check_schema_version, read_object, write_bytes, write_object
 from whichlora.store.measurements import MeasurementLog, read_records
@@ -204,7 +205,17 @@ def _profile(tasks_file: Path, tasks: TaskList, index: int) -> Measurement:
         )
     finally:
         profiler.close()
-    measurement = replace(measurement, model_config=_unknown_config(tasks, task))
+    noted = Circumstances(
+        model_config=tasks.models[task.run.model],
+        num_batches=task.num_batches,
+        timeout_s=task.timeout_s,
+        memory_bytes=pretended or gpu.memory_bytes,
+    ).noted()
+    measurement = replace(
+        measurement,
+        model_config=_unknown_config(tasks, task),
+        provenance={**measurement.provenance, **noted},
+    )
     MeasurementLog(tasks.calibration_dir, gpu.key, tasks.name(index)).append(measurement)
     return measurement
 
@@ -232,7 +243,8 @@ def record_end(
         model_config=_unknown_config(tasks, task),
         outcome=outcome,
         detail=f"ended without a record: {words}",
-        provenance=_provenance(tasks, start),
+        provenance=_provenance(tasks, start)
+        | {"model_digest": model_digest(tasks.models[task.run.model])},
     )
     log = MeasurementLog(tasks.calibration_dir, measurement.gpu, f"{tasks.name(index)}{_ENDED}")
     write_bytes(log.path, encode_record(measurement, str(log.path)))
