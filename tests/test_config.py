@@ -107,8 +107,20 @@ def test_a_missing_file_and_a_folder_are_told_in_one_line(tmp_path: Path) -> Non
         load_plan(tmp_path)
 
 
+def test_names_that_yaml_reads_as_numbers_and_names_as_people_write_them_are_taken(
+    folder: Path,
+) -> None:
+    text = "dataset: org/data\ngpu: 4090\ngpu_prices: {4090: 0.4}\n"
+    (folder / "config.yaml").write_text(text + "models: ['llama3.1:8b', meta-llama/Llama-3.1-8B]\n")
+    plan = load_plan(folder / "config.yaml")
+    assert plan.gpu == "4090"
+    assert plan.objective.price_per_hour == {"rtx-4090-24gb": 0.4}
+    assert plan.models == ("meta-llama/Llama-3.1-8B",)
+    assert plan.notes == ("llama3.1:8b: taken as meta-llama/Llama-3.1-8B",)
+
+
 def test_all_faults_are_told_at_once_in_the_order_of_the_file(folder: Path) -> None:
-    lines = fault("gpu: 4090\nprecison: fp16\nranks: [8, x]\nepochs:\nmethods: rola\n").split("\n")
+    lines = fault("gpu: true\nprecison: fp16\nranks: [8, x]\nepochs:\nmethods: rola\n").split("\n")
     assert [re.match(r"config\.yaml:(\d+:\d+): (\S+):", line).groups() for line in lines] == [  # type: ignore[union-attr]
         ("1:1", "dataset"),
         ("1:1", "gpu"),

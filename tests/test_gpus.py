@@ -19,7 +19,7 @@ from whichlora.profiling import device_of
 from whichlora.specs import GpuSpec, Precision, RunConfig
 from whichlora.store import gpus
 from whichlora.store.gpu_file import read_gpu, write_gpu
-from whichlora.store.gpus import build_index, find_gpu, gpu_key, list_gpus
+from whichlora.store.gpus import build_index, find_gpu, find_target, gpu_key, list_gpus
 from whichlora.store.jsonfiles import is_slug
 from whichlora.store.paths import data_folder
 from whichlora.units import GiB, MiB
@@ -137,6 +137,12 @@ def test_a_key_finds_itself(key: str) -> None:
     assert find_gpu(key.upper()).key == key
 
 
+def find_gpu_notes(name: str) -> tuple[str, ...]:
+    with contextlib.suppress(ConfigError):
+        return find_gpu(name).notes
+    return ()
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_an_alias_finds_its_board_or_lists_it_among_the_candidates(key: str) -> None:
     spec = find_gpu(key)
@@ -145,6 +151,9 @@ def test_an_alias_finds_its_board_or_lists_it_among_the_candidates(key: str) -> 
             answer = find_gpu(name).key
         except ConfigError as error:
             answer = str(error)
+        if notes := find_gpu_notes(name):
+            assert "the usual one of" in notes[0]
+            answer = notes[0].replace("the usual one of", "is ambiguous")
         assert answer == key or ("is ambiguous" in answer and key in answer)
 
 
@@ -162,6 +171,11 @@ def test_an_alias_finds_its_board_or_lists_it_among_the_candidates(key: str) -> 
         (" l4 ", "l4-24gb"),
         ("Quadro RTX 6000", "rtx-6000-turing-24gb"),
         ("h200", "h200-sxm-141gb"),
+        ("2080ti", "rtx-2080-ti-11gb"),
+        ("mi300x", "mi300x-192gb"),
+        ("RTX 2080 Ti", "rtx-2080-ti-11gb"),
+        ("4070 Ti SUPER", "rtx-4070-ti-super-16gb"),
+        ("a6000", "rtx-a6000-48gb"),
     ],
 )
 def test_spellings_of_people_and_drivers_find_the_board(name: str, key: str) -> None:
@@ -169,10 +183,78 @@ def test_spellings_of_people_and_drivers_find_the_board(name: str, key: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("H100", "h100-sxm-80gb"),
+        ("H100 80GB", "h100-sxm-80gb"),
+        ("a100-80gb", "a100-sxm-80gb"),
+        ("A100 40 GB", "a100-sxm-40gb"),
+        ("a100-80g", "a100-sxm-80gb"),
+        ("v100 32gb", "v100-sxm2-32gb"),
+        ("P100", "p100-pcie-16gb"),
+    ],
+)
+def test_of_boards_with_one_name_and_memory_the_usual_one_is_taken_and_said(
+    name: str, key: str
+) -> None:
+    spec = find_gpu(name)
+    assert spec.key == key
+    assert spec.notes[0].startswith(f"{name}: taken as {key}, the usual one of ")
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("4090 24gb", "rtx-4090-24gb"),
+        ("4060ti 16gb", "rtx-4060-ti-16gb"),
+        ("4060 Ti 8 GB", "rtx-4060-ti-8gb"),
+        ("3080 12gb", "rtx-3080-12gb"),
+        ("H100 SXM5 80GB", "h100-sxm-80gb"),
+        ("a100 pcie 40", "a100-pcie-40gb"),
+    ],
+)
+def test_words_in_any_order_find_the_board_that_has_them_all(name: str, key: str) -> None:
+    spec = find_gpu(name)
+    assert (spec.key, spec.notes) == (key, (f"{name}: taken as {key}",))
+
+
+@pytest.mark.parametrize("name", ["rtx 4090 laptop", "m2 ultra", "rx 7900 xtx"])
+def test_a_board_that_is_not_on_file_is_never_taken_for_another(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^unknown GPU"):
+        find_gpu(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"),
+    [
+        ("24GB", 23622320128),  # of an A10, the least that a card sold so reports
+        ("24 gb", 23622320128),
+        ("any 24GB card", 23622320128),
+        ("24GiB", 24 * GiB),
+        ("37 GB", 37 * 10**9),
+    ],
+)
+def test_an_amount_of_memory_is_a_target_without_rates(name: str, num_bytes: int) -> None:
+    spec = find_target(name)
+    assert (spec.memory_bytes, spec.is_timed) == (num_bytes, False)
+    with pytest.raises(ConfigError, match="is an amount of memory, and this needs the rates"):
+        find_gpu(name)
+
+
+def test_an_amount_of_memory_gives_a_verdict_and_no_time() -> None:
+    run = RunConfig(model="Qwen/Qwen2.5-7B", method="qlora")
+    (small,), (large,) = (api.estimate([run], [name]) for name in ("8GB", "24GB"))
+    assert (small.verdict, large.verdict) == ("fails", "fits")
+    time = json.loads(json.dumps(large.to_dict(), allow_nan=False))["time"]
+    assert time["step_s"] is time["tokens_per_s"] is None
+    assert any("has no time" in note for note in large.notes)
+
+
+@pytest.mark.parametrize(
     ("name", "candidates"),
     [
-        ("h100", "h100-nvl-94gb, h100-pcie-80gb, h100-sxm-80gb"),
-        ("a100-80gb", "a100-pcie-80gb, a100-sxm-80gb"),
+        ("A100", "a100-pcie-40gb, a100-pcie-80gb, a100-sxm-40gb, a100-sxm-80gb"),
+        ("3080", "rtx-3080-10gb, rtx-3080-12gb"),
         ("V100", "v100-pcie-16gb, v100-pcie-32gb, v100-sxm2-16gb, v100-sxm2-32gb"),
         ("rtx6000", "rtx-6000-ada-48gb, rtx-6000-turing-24gb"),
     ],

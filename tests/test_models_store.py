@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.store import models
-from whichlora.store.models import find_model, list_models, near_matches
+from whichlora.store.models import find_model, list_models, near_matches, resolve_name
 from whichlora.store.paths import data_folder
 
 INDEX = json.loads((data_folder("models_db") / "index.json").read_text(encoding="utf-8"))
@@ -79,8 +82,201 @@ def test_listing_has_every_model_once_with_its_size() -> None:
 def test_a_misspelled_name_has_near_matches_best_first() -> None:
     near = near_matches("meta-lama/llama3.1-8b")
     assert near[0] == "meta-llama/Llama-3.1-8B"
-    assert len(near) == 5
+    assert len(near) == 3
     assert near_matches("zzzzzzzz") == ()
+
+
+# As typed in forums and chats: Ollama's library, hub ids without organisation, any separators.
+AS_TYPED = {
+    "llama 3.1 8b": "meta-llama/Llama-3.1-8B",
+    "Llama-3.1-8B": "meta-llama/Llama-3.1-8B",
+    "llama3.1:8b": "meta-llama/Llama-3.1-8B",
+    "llama3.1:70b": "meta-llama/Llama-3.1-70B",
+    "llama-3.1-8b-bf16": "meta-llama/Llama-3.1-8B",
+    "llama_3.1_8b": "meta-llama/Llama-3.1-8B",
+    "llama_3_8b": "meta-llama/Meta-Llama-3-8B",
+    "llama3:8b": "meta-llama/Meta-Llama-3-8B",
+    "llama-3-8b-instruct": "meta-llama/Meta-Llama-3-8B-Instruct",
+    "meta llama 3.1 8b instruct": "meta-llama/Llama-3.1-8B-Instruct",
+    "meta-llama/llama 3.1 8b": "meta-llama/Llama-3.1-8B",
+    "llama 3.1 8b base": "meta-llama/Llama-3.1-8B",
+    "unsloth llama 3.2 1b": "unsloth/Llama-3.2-1B",
+    "llama3.2:1b": "meta-llama/Llama-3.2-1B",
+    "Llama 3.2 3B Instruct": "meta-llama/Llama-3.2-3B-Instruct",
+    "llama 3.3 70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "llama 2 7b": "meta-llama/Llama-2-7b-hf",
+    "llama2:13b": "meta-llama/Llama-2-13b-hf",
+    "llama-2-7b-chat": "meta-llama/Llama-2-7b-chat-hf",
+    "codellama 7b": "codellama/CodeLlama-7b-hf",
+    "code llama 34b": "codellama/CodeLlama-34b-hf",
+    "tinyllama 1.1b chat": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "hermes 3 8b": "NousResearch/Hermes-3-Llama-3.1-8B",
+    "vicuna 7b": "lmsys/vicuna-7b-v1.5",
+    "gemma-3-27b": "google/gemma-3-27b-pt",
+    "gemma3:4b": "google/gemma-3-4b-pt",
+    "gemma 3 12b it": "google/gemma-3-12b-it",
+    "Gemma 3 270M": "google/gemma-3-270m",
+    "gemma2:9b": "google/gemma-2-9b",
+    "gemma 2 2b it": "google/gemma-2-2b-it",
+    "gemma:2b": "google/gemma-2b",
+    "qwen2.5 7b instruct": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen2.5:7b": "Qwen/Qwen2.5-7B",
+    "qwen 2.5 14b": "Qwen/Qwen2.5-14B",
+    "qwen2.5-coder:7b": "Qwen/Qwen2.5-Coder-7B",
+    "qwen 2.5 coder 32b instruct": "Qwen/Qwen2.5-Coder-32B-Instruct",
+    "qwen2 7b": "Qwen/Qwen2-7B",
+    "qwen3 8b": "Qwen/Qwen3-8B",
+    "qwen3:8b": "Qwen/Qwen3-8B",
+    "qwen3-8b-base": "Qwen/Qwen3-8B-Base",
+    "qwen3 8b instruct": "Qwen/Qwen3-8B",
+    "qwen3:30b": "Qwen/Qwen3-30B-A3B",
+    "qwen 3 0.6b": "Qwen/Qwen3-0.6B",
+    "qwq": "Qwen/QwQ-32B",
+    "mistral 7b": "mistralai/Mistral-7B-v0.3",
+    "mistral": "mistralai/Mistral-7B-v0.3",
+    "mistral:7b": "mistralai/Mistral-7B-v0.3",
+    "mistral 7b instruct": "mistralai/Mistral-7B-Instruct-v0.3",
+    "mistral 7b v0.2 instruct": "mistralai/Mistral-7B-Instruct-v0.2",
+    "mistral_7b_v0.3": "mistralai/Mistral-7B-v0.3",
+    "mistral-nemo": "mistralai/Mistral-Nemo-Base-2407",
+    "mistral nemo 12b": "mistralai/Mistral-Nemo-Base-2407",
+    "mistralnemo": "mistralai/Mistral-Nemo-Base-2407",
+    "mistral small 24b": "mistralai/Mistral-Small-24B-Base-2501",
+    "mistral-small:22b": "mistralai/Mistral-Small-Instruct-2409",
+    "mixtral 8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "mixtral:8x22b": "mistralai/Mixtral-8x22B-v0.1",
+    "codestral": "mistralai/Codestral-22B-v0.1",
+    "devstral": "mistralai/Devstral-Small-2505",
+    "ministral 8b": "mistralai/Ministral-8B-Instruct-2410",
+    "phi-4": "microsoft/phi-4",
+    "phi4:14b": "microsoft/phi-4",
+    "phi 4 mini": "microsoft/Phi-4-mini-instruct",
+    "phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
+    "phi3:3.8b": "microsoft/Phi-3-mini-4k-instruct",
+    "phi 3.5 mini": "microsoft/Phi-3.5-mini-instruct",
+    "phi 1.5": "microsoft/phi-1_5",
+    "deepseek-r1:7b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+    "deepseek-r1:70b": "deepseek-ai/DeepSeek-R1-Distill-Llama-70B",
+    "deepseek coder 6.7b": "deepseek-ai/deepseek-coder-6.7b-base",
+    "deepseek-coder-v2:16b": "deepseek-ai/DeepSeek-Coder-V2-Lite-Base",
+    "yi:6b": "01-ai/Yi-6B",
+    "yi 1.5 9b chat": "01-ai/Yi-1.5-9B-Chat",
+    "falcon 7b": "tiiuae/falcon-7b",
+    "falcon3 7b": "tiiuae/Falcon3-7B-Base",
+    "gpt-2": "openai-community/gpt2",
+    "gpt-oss:20b": "openai/gpt-oss-20b",
+    "gptj": "EleutherAI/gpt-j-6b",
+    "gpt neox 20b": "EleutherAI/gpt-neox-20b",
+    "pythia 1.4b": "EleutherAI/pythia-1.4b",
+    "opt 1.3b": "facebook/opt-1.3b",
+    "bert base uncased": "google-bert/bert-base-uncased",
+    "roberta large": "FacebookAI/roberta-large",
+    "deberta v3 base": "microsoft/deberta-v3-base",
+    "flan t5 xl": "google/flan-t5-xl",
+    "t5 small": "google-t5/t5-small",
+    "smollm2:360m": "HuggingFaceTB/SmolLM2-360M",
+    "SmolLM2_135M": "HuggingFaceTB/SmolLM2-135M",
+    "smol lm 2 360m": "HuggingFaceTB/SmolLM2-360M",
+    "olmo2 7b": "allenai/OLMo-2-1124-7B",
+    "starcoder2 3b": "bigcode/starcoder2-3b",
+    "solar 10.7b": "upstage/SOLAR-10.7B-v1.0",
+    "command-r:35b": "CohereForAI/c4ai-command-r-v01",
+    "aya-expanse:8b": "CohereLabs/aya-expanse-8b",
+    "stablelm 2 1.6b": "stabilityai/stablelm-2-1_6b",
+}
+
+
+@pytest.mark.parametrize(("typed", "hub_id"), AS_TYPED.items())
+def test_a_name_as_people_type_it_is_taken_as_a_model_and_says_so(typed: str, hub_id: str) -> None:
+    assert resolve_name(typed) == (hub_id, f"{typed}: taken as {hub_id}")
+
+
+@pytest.mark.parametrize(
+    ("typed", "models"),
+    [
+        ("llama 8b", "meta-llama/Llama-3.1-8B, meta-llama/Meta-Llama-3-8B"),
+        ("llama3.2", "meta-llama/Llama-3.2-1B, meta-llama/Llama-3.2-3B"),
+        ("qwen 7b", "Qwen/Qwen1.5-7B, Qwen/Qwen2.5-7B"),
+        (
+            "deepseek-r1:8b",
+            "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B, deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+        ),
+        (
+            "mistral-small",
+            "mistralai/Mistral-Small-24B-Base-2501, mistralai/Mistral-Small-Instruct-2409",
+        ),
+    ],
+)
+def test_a_name_of_several_models_lists_them(typed: str, models: str) -> None:
+    with pytest.raises(ConfigError, match=f"^model: .*ambiguous: it may be {models}; give one"):
+        resolve_name(typed)
+
+
+def test_a_name_of_many_models_lists_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_name("qwen")
+    assert str(caught.value).count("Qwen/") == 8
+    assert " more; give one of these" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "instead"),
+    [
+        ("Llama-3.1-8B-Instruct-AWQ", "meta-llama/Llama-3.1-8B-Instruct with quant awq-int4"),
+        ("llama-2-7b-gptq", "meta-llama/Llama-2-7b-hf with quant gptq-int4"),
+        ("llama-3.1-8b-bnb-4bit", "meta-llama/Llama-3.1-8B with method qlora"),
+        ("llama3.1:8b-instruct-q4_K_M", "meta-llama/Llama-3.1-8B-Instruct with method qlora"),
+        ("Mistral-7B-Instruct-v0.2.Q5_K_M.gguf", "the model it was made from with method qlora"),
+        ("Mistral-7B-Instruct-v0.2-GGUF", "mistralai/Mistral-7B-Instruct-v0.2 with method qlora"),
+        ("my own model-GPTQ", "the model it was made from with quant gptq-int4"),
+    ],
+)
+def test_a_quantised_copy_is_refused_with_its_base(typed: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=f"is a quantised copy .*, not a base .*; give {instead}"):
+        resolve_name(typed)
+
+
+@pytest.mark.parametrize(
+    "name", ["google/gemma-3-27b", "llama 3.1 9b", "lama 3.1 8b", "my-model", "./llama3.1"]
+)
+def test_a_name_that_means_no_known_model_stays_as_it_is(name: str) -> None:
+    assert resolve_name(name) == (name, "")
+
+
+@given(name=st.text())
+def test_no_text_whatever_gives_another_error(name: str) -> None:
+    with contextlib.suppress(ConfigError):
+        resolve_name(name)
+
+
+def test_a_folder_that_is_there_wins_over_a_likely_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama3.1:8b").mkdir()
+    assert resolve_name("llama3.1:8b") == ("llama3.1:8b", "")
+
+
+@pytest.mark.parametrize("stem", INDEX["models"])
+def test_an_exact_name_means_itself_without_a_word(stem: str) -> None:
+    for name in (INDEX["models"][stem]["hub_id"], *INDEX["models"][stem]["aliases"]):
+        resolved, note = resolve_name(name.lower())
+        assert (resolved.lower(), note) == (name.lower(), "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"),
+    [
+        ("lama 3.1 8b", "meta-llama/Llama-3.1-8B"),
+        ("qwen2.5 7b instuct", "Qwen/Qwen2.5-7B-Instruct"),
+        ("gema 3 4b", "google/gemma-3-4b-pt"),
+        ("google/gemma-3-27b", "google/gemma-3-27b-pt"),
+    ],
+)
+def test_a_typing_error_has_the_model_it_meant_first(typed: str, nearest: str) -> None:
+    near = near_matches(typed)
+    assert near[0] == nearest
+    assert len(near) == 3
 
 
 @pytest.fixture

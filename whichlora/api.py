@@ -53,7 +53,7 @@ _INFERENCE_ONLY = ("prompt_len", "max_new_tokens", "kv_cache", *_QUANTISED_ONLY)
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
-    """The architecture called `name`: a hub id, an alias, a local folder or `config.json`.
+    """The architecture called `name`: a hub id, a local folder, or a name as people write it.
 
     Raises:
         ConfigError: unknown, and not to be found on the hub; the message has near matches.
@@ -73,6 +73,15 @@ def find_gpu(name: str = "auto") -> GpuSpec:
         ConfigError: unknown or ambiguous; the message has the candidates.
     """
     return gpu_store.find_gpu(name)
+
+
+def find_target(name: str) -> GpuSpec:
+    """What a prediction is asked for: an accelerator, or an amount of memory such as "24GB".
+
+    Raises:
+        ConfigError: unknown or ambiguous; the message has the candidates.
+    """
+    return gpu_store.find_target(name)
 
 
 def list_gpus() -> tuple[GpuSpec, ...]:
@@ -215,7 +224,7 @@ def estimate(
         raise ConfigError(f"{maximise}: max needs --engine ledger; a trace takes seconds per value")
     if "all" in gpus:
         raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
-    devices = [find_gpu(name) for name in gpus]
+    devices = [find_target(name) for name in gpus]
     calibrations = [load_calibration(gpu, calibration_dir) for gpu in devices]
     stale = [stale_note(calibration, calibration_dir) for calibration in calibrations]
     models: dict[str, ModelSpec] = {}
@@ -224,19 +233,21 @@ def estimate(
         if run.model not in models:
             load = load_model if engine == "ledger" else _load_traceable
             models[run.model] = load(run.model)
+        model = models[run.model]
+        run = replace(run, model=model.name)
         traced = None
         if engine == "trace":
-            traced = _trace(models[run.model], run, trace_layers)
+            traced = _trace(model, run, trace_layers)
         for gpu, calibration, note in zip(devices, calibrations, stale, strict=True):
             asked = run
             notes: tuple[str, ...] = ()
             if maximise:
-                most = largest_that_fits(models[run.model], run, gpu, calibration, maximise)
+                most = largest_that_fits(model, run, gpu, calibration, maximise)
                 asked = with_size(run, maximise, max(1, most.value))
                 what = "inference" if run.phase == "inference" else run.method
                 name = run.model.rpartition("/")[2]
                 notes = (f"{name} {what} on {gpu.key}: {most.note}",)
-            found = predict(models[run.model], asked, gpu, calibration, traced=traced)
+            found = predict(model, asked, gpu, calibration, traced=traced)
             predictions.append(
                 replace(found, basis=found.basis + note, notes=(*notes, *found.notes))
             )
@@ -251,9 +262,11 @@ def explain(
     Raises:
         ConfigError: an unknown model or accelerator, or settings that exclude each other.
     """
-    device = find_gpu(gpu)
+    device = find_target(gpu)
     calibration = load_calibration(device, calibration_dir)
-    found = explanation.explain(load_model(run.model), run, device, calibration)
+    model = load_model(run.model)
+    run = replace(run, model=model.name)
+    found = explanation.explain(model, run, device, calibration)
     prediction = found.prediction
     basis = prediction.basis + stale_note(calibration, calibration_dir)
     return replace(found, prediction=replace(prediction, basis=basis))
@@ -266,6 +279,7 @@ def where(run: RunConfig, *, calibration_dir: Path | None = None) -> list[Placem
         ConfigError: an unknown model, or settings that no accelerator can run.
     """
     model = load_model(run.model)
+    run = replace(run, model=model.name)
     placements = [
         place(model, run, gpu, load_calibration(gpu, calibration_dir)) for gpu in list_gpus()
     ]

@@ -10,7 +10,7 @@ from typing import Any
 from whichlora import api
 from whichlora.dataset.workload import count_steps
 from whichlora.errors import ConfigError
-from whichlora.results import Interval, Prediction
+from whichlora.results import Interval, Prediction, known_values
 from whichlora.specs import RunConfig
 
 
@@ -32,7 +32,7 @@ class GuideRow:
         """Flat, in base units: a row of a CSV file or of a DataFrame."""
         one, run = self.prediction, self.prediction.run
         low, high = one.memory.interval_bytes
-        return {
+        row = {
             "model": run.model,
             "gpu": one.gpu,
             "method": run.method,
@@ -52,6 +52,7 @@ class GuideRow:
             "total_high_s": self.total_interval_s[1],
             "basis": one.basis,
         }
+        return known_values(row)
 
 
 def make_guide(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from whichlora import families
 from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.store.jsonfiles import read_object
-from whichlora.store.models import find_model, near_matches
+from whichlora.store.models import find_model, near_matches, refuse_copy, resolve_name
 from whichlora.store.online import why_offline
 
 _FILE = "config.json"
@@ -21,7 +22,8 @@ def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = Fa
     """The architecture of the model called `name`; only its `config.json` is ever read.
 
     Args:
-        name: a hub id, a name of the database, or the path of a folder or of a `config.json`.
+        name: a hub id, the path of a folder or of a `config.json`, or a name as people write it,
+            such as "llama 3.1 8b"; a note says what that was taken as.
         offline: ask the hub's cache on this host, never the network; `HF_HUB_OFFLINE` does too.
         trust_remote_code: accepted so that a call reads like one to transformers. Code from
             the hub is never run: a config either describes a known family or is refused.
@@ -32,10 +34,11 @@ def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = Fa
     """
     if not name.strip():
         raise ConfigError("model: is empty; give a hub id, or the path of a config.json")
+    name, note = resolve_name(name)
     known = find_model(name)
-    if known is not None:
-        return known
-    return families.build(load_config(name, offline=offline), name=name)
+    if known is None:
+        return families.build(load_config(name, offline=offline), name=name)
+    return replace(known, notes=(note, *known.notes)) if note else known
 
 
 def load_config(name: str, *, offline: bool = False) -> dict[str, Any]:
@@ -117,6 +120,8 @@ def _hub_config(name: str, *, offline: bool) -> dict[str, Any]:
 
 
 def _unknown(name: str, reason: str) -> ConfigError:
+    if refusal := refuse_copy(name):
+        return ConfigError(refusal)
     near = near_matches(name)
     hint = f"did you mean {', '.join(near)}? Or give" if near else "give a full hub id, or"
     return ConfigError(

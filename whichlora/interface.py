@@ -96,8 +96,9 @@ def estimate(
     'fits'
 
     Args:
-        models: hub ids, aliases, or local folders.
-        gpus: keys of `whichlora gpus`, "cpu", or "auto" for what this machine has.
+        models: hub ids, local folders, or names as people write them ("llama 3.1 8b").
+        gpus: keys of `whichlora gpus`, "cpu", "auto" for what this machine has, or an amount of
+            memory ("24GB"), which has no time.
         calibration_dir: your calibrations; None is your own folder.
         engine: "trace" asks the real code instead of the formulas (needs torch).
         settings: fields of `RunConfig`; a list makes a grid.
@@ -107,7 +108,7 @@ def estimate(
     """
     return api.estimate(
         _runs(models, settings),
-        _listed(gpus),
+        [str(name) for name in _listed(gpus)],
         calibration_dir=_path(calibration_dir),
         engine=engine,
     )

@@ -16,13 +16,14 @@ _DROPPED = ((7.0, "2.8"), (7.5, "2.11"))
 
 def notes_on(job: Job) -> tuple[str, ...]:
     """The notes on `job`, as sentences without a full stop."""
-    found = list(job.model.notes)
     run, gpu = job.run, job.gpu
+    found = [*job.model.notes, *gpu.notes]
     limit = job.model.max_position_embeddings
     length = run.seq_len if run.phase == "finetune" else run.prompt_len + run.max_new_tokens
     if limit and length > limit:
         found.append(f"{length} tokens exceed the model's {limit} positions")
-    if job.dtype in ("bf16", "fp16") and job.dtype not in gpu.peak_flops_per_s:
+    without = gpu.is_timed and job.dtype not in gpu.peak_flops_per_s
+    if job.dtype in ("bf16", "fp16") and without:
         found.append(
             f"{gpu.key} has no {job.dtype} matrix units: time is taken from its fp32 rate"
             + ("; precision fp16 uses its fp16 units" if "fp16" in gpu.peak_flops_per_s else "")

@@ -195,6 +195,7 @@ class Plan:
             trying the whole path where nothing can be downloaded.
         train: run the winning job at the end.
         timeout_s: device seconds after which one profile is stopped.
+        notes: names of models that do not mean them exactly, and what they were taken as.
     """
 
     source: Path
@@ -232,6 +233,7 @@ class Plan:
     trust_remote_code: bool = False
     calibration_dir: Path | None = None
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    notes: tuple[str, ...] = ()
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def limits_on(self, gpu: str) -> Limits:

@@ -262,6 +262,20 @@ def predict_generation(job: Job, calibration: Calibration) -> TimePrediction:
     )
 
 
+def unknown_time(*, training: bool) -> TimePrediction:
+    """The time on a target whose rates nobody knows: any card of so much memory."""
+    return TimePrediction(
+        step_s=math.nan if training else None,
+        tokens_per_s=math.nan,
+        prefill_s=None if training else math.nan,
+        decode_s_per_token=None if training else math.nan,
+        time_per_token_s=math.nan,
+        interval_s=(math.nan, math.nan),
+        breakdown={},
+        confidence=TIME_CONFIDENCE,
+    )
+
+
 def with_trace(job: Job, memory: MemoryPrediction, traced: TracedPeak) -> MemoryPrediction:
     """`memory` with the peaks of a trace; the card's part and the width of the interval stay.
 
@@ -321,7 +335,9 @@ def predict(
         least += memory.peak_allocated_bytes - by_ledger
         traced_basis = f"memory traced on the real code, {traced.note}; "
     training = job.run.phase == "finetune"
-    if training:
+    if not gpu.is_timed:
+        time, time_runs = unknown_time(training=training), 0
+    elif training:
         time = predict_step(job, calibration)
         time_runs = calibration.time["finetune"].num_runs
     else:
@@ -343,6 +359,7 @@ def predict(
         fits=verdict == "fits",
         verdict=verdict,
         basis=traced_basis
-        + calibration.basis(memory_runs=calibration.memory.num_runs, time_runs=time_runs),
+        + calibration.basis(memory_runs=calibration.memory.num_runs, time_runs=time_runs)
+        + ("" if gpu.is_timed else "; memory only"),
         notes=notes_on(job),
     )

@@ -95,7 +95,7 @@ def _check_attention(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
     if run.attn != "flash_attention_2":
         return
     capability = float(gpu.compute_capability or 0) if gpu.kind == "cuda" else 0.0
-    if gpu.kind in ("cpu", "cuda") and capability < FLASH_CAPABILITY:
+    if gpu.is_timed and gpu.kind in ("cpu", "cuda") and capability < FLASH_CAPABILITY:
         raise ConfigError(
             f"attn: flash_attention_2 does not run on {gpu.key} (it needs compute capability "
             "8.0 or newer); use sdpa"
@@ -113,6 +113,8 @@ def _check_attention(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
 
 def _check_device(run: RunConfig, gpu: GpuSpec) -> None:
     """Refuse settings that the device has no units, no allocator or no library for."""
+    if not gpu.is_timed:  # any card of so much memory
+        return
     if run.precision == "tf32" and (gpu.kind != "cuda" or "tf32" not in gpu.peak_flops_per_s):
         usable = [one for one in ("fp32", "bf16", "fp16") if one in gpu.peak_flops_per_s]
         raise ConfigError(f"precision: tf32 has no units on {gpu.key}; use {' or '.join(usable)}")

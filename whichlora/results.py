@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -60,7 +61,7 @@ class TracedPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePrediction:
-    """Time of one optimizer step, or of one generation, in seconds.
+    """Time of one optimizer step, or of one generation, in seconds; NaN where it is not known.
 
     Args:
         step_s: one optimizer step (fine-tuning), all accumulation micro-steps included.
@@ -83,6 +84,10 @@ class TimePrediction:
     interval_s: Interval
     breakdown: Mapping[str, float]
     confidence: float = 0.9
+
+    @property
+    def is_known(self) -> bool:
+        return not math.isnan(self.time_per_token_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +126,24 @@ class Prediction:
             "num_params": self.num_params,
             "num_trainable_params": self.num_trainable_params,
             "memory": dataclasses.asdict(self.memory),
-            "time": dataclasses.asdict(self.time),
+            "time": known_values(dataclasses.asdict(self.time)),
             "usable_bytes": self.usable_bytes,
             "fits": self.fits,
             "verdict": self.verdict,
             "basis": self.basis,
             "notes": list(self.notes),
         }
+
+
+def known_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with null for what is not known, which JSON has no number for."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(clean, value))
+        return None if isinstance(value, float) and math.isnan(value) else value
+
+    return {name: clean(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

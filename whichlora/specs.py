@@ -60,6 +60,7 @@ class GpuSpec:
         names: device names that NVML, `nvidia-smi` or the framework print for it.
         sources: where each fact comes from.
         unverified: names of the fields that no source confirms.
+        notes: what must be said of a name that does not mean it exactly.
     """
 
     key: str
@@ -77,6 +78,12 @@ class GpuSpec:
     names: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     unverified: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether rates are known; an amount of memory, "any card of 24 GB", has none."""
+        return bool(self.peak_flops_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

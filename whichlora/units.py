@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from whichlora.errors import ConfigError
@@ -56,7 +57,9 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` as people read it: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min."""
+    """`seconds` as people read it: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min; - if not known."""
+    if math.isnan(seconds):
+        return "-"
     if seconds < _ROUNDS_UP * 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < _ROUNDS_UP:
@@ -71,7 +74,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """`count` with the field's suffixes: 8.03B, 135M, 12.5k."""
+    """`count` with the field's suffixes: 8.03B, 135M, 12.5k; - if not known."""
+    if math.isnan(count):
+        return "-"
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= _ROUNDS_UP * scale:
             return f"{count / scale:.3g}{suffix}"

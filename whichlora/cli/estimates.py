@@ -11,16 +11,27 @@ import click
 
 from whichlora import specs
 from whichlora.cli.faults import EXIT_NOTHING_FITS
-from whichlora.cli.options import as_json_text, calibration_option, list_option, words
+from whichlora.cli.options import (
+    as_json_text,
+    calibration_option,
+    list_option,
+    split_models,
+    words,
+)
 from whichlora.cli.settings import maximised, one_run, run_options, run_settings
 from whichlora.errors import ConfigError
 from whichlora.results import SCHEMA_VERSION
 
 
 @click.command()
-@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...", callback=split_models)
 @run_options
-@list_option("gpu", "auto", "Accelerators: see `whichlora gpus`; cpu, auto.", words("gpu"))
+@list_option(
+    "gpu",
+    "auto",
+    "Accelerators: see `whichlora gpus`; cpu, auto; 24GB: memory alone.",
+    words("gpu"),
+)
 @click.option(
     "--calibration-dir",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -42,7 +53,7 @@ from whichlora.results import SCHEMA_VERSION
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
 def estimate(
-    models: tuple[str, ...],
+    models: list[str],
     gpu: list[str],
     calibration_dir: Path | None,
     engine: specs.Engine,

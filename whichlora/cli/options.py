@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -52,6 +53,16 @@ def words(setting: str, accepted: tuple[str, ...] | None = None) -> Callable[...
         return names
 
     return split
+
+
+def split_models(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[str]:
+    """A click callback: models as arguments, each of which may be a list with commas."""
+    split = words("model")
+    return [
+        name
+        for text in value
+        for name in ([text] if os.path.exists(text) else split(ctx, param, text))
+    ]
 
 
 def counts(setting: str) -> Callable[..., list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
     folder = path.parent
     stage1, stage2 = settings.stage1_profile, settings.stage2_profile
     names = settings.models or stage1.model_names or DEFAULT_MODELS
-    models = tuple(resolve_model(name, folder) for name in names)
+    models = tuple(dict.fromkeys(resolve_model(name, folder) for name in names))
     return Plan(
         source=path,
         output_dir=_folder(settings.output_dir, folder) or Path("runs") / path.stem,
@@ -160,8 +161,16 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         trust_remote_code=settings.trust_remote_code,
         calibration_dir=_folder(settings.calibration_dir, folder),
         slurm=_slurm(settings.slurm),
+        notes=_taken(names),
         raw=data,
     )
+
+
+def _taken(names: Sequence[str]) -> tuple[str, ...]:
+    """What each name that does not mean a model exactly was taken as."""
+    from whichlora.store.models import resolve_name
+
+    return tuple(note for _, note in map(resolve_name, names) if note)
 
 
 def _shared(settings: PlanFile, model: str) -> dict[str, Any]:

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from whichlora.config.document import Problem
+from whichlora.config.document import Loc, Problem
 from whichlora.config.schema import Dataset
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
 from whichlora.plan import DATA_FILE_SUFFIXES, DatasetConfig
 from whichlora.store.gpus import find_gpu, list_gpus
+from whichlora.store.models import resolve_name
 
 Data = Mapping[Any, Any]
 
@@ -40,7 +41,7 @@ def check(data: Data, folder: Path) -> Iterator[Problem]:
     for stage in STAGES:
         yield from _check_spellings(_section(data, stage), stage)
     yield from _check_repeats(data)
-    yield from _check_models(data)
+    yield from _check_models(data, folder)
     yield from _check_methods(data)
     yield from _check_gpus(data)
     yield from _check_preference(data)
@@ -51,10 +52,14 @@ def check(data: Data, folder: Path) -> Iterator[Problem]:
 
 
 def resolve_model(name: str, folder: Path) -> str:
-    """`name` as it is, or the absolute path if it is spelled as one ('./x', '~/x', 'x.json')."""
+    """The hub id that `name` means, or the absolute path if it is spelled as one ('./x', 'x.json').
+
+    Raises:
+        ConfigError: several models are meant as much, or a quantised copy of one.
+    """
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         return _absolute(name, folder)
-    return name
+    return resolve_name(name)[0]
 
 
 def resolve_dataset(path: str, folder: Path) -> str:
@@ -99,13 +104,20 @@ def _check_repeats(data: Data) -> Iterator[Problem]:
                     yield Problem(loc=(*loc, key, index), what=what, accepted=accepted)
 
 
-def _check_models(data: Data) -> Iterator[Problem]:
+def _check_models(data: Data, folder: Path) -> Iterator[Problem]:
     stage1 = _section(data, "stage1_profile")
     if "models" in data and "model_names" in stage1:
         what = "says the same as stage1_profile.model_names"
         yield Problem(loc=("models",), what=what, accepted="one of the two")
         return
     models = _texts(data.get("models", stage1.get("model_names", [])))
+    place: Loc = ("models",) if "models" in data else ("stage1_profile", "model_names")
+    for index, name in enumerate(models):
+        try:
+            resolve_model(name, folder)
+        except ConfigError as error:
+            what = str(error).partition(": ")[2]
+            yield Problem(loc=(*place, index), what=what, show_value=False)
     loc = ("stage1_profile", "tokenizers")
     match stage1.get("tokenizers"):
         case dict() as tokenizers:
@@ -149,14 +161,17 @@ def _check_gpus(data: Data) -> Iterator[Problem]:
     keys = [gpu.key for gpu in list_gpus()]
     for section in ("gpu_limits", "gpu_prices"):
         for name in _section(data, section):
+            if type(name) is int:
+                name = str(name)
             if not isinstance(name, str) or not name.strip():
                 continue
             try:
                 find_gpu(name)
-            except ConfigError:
+            except ConfigError as error:
+                is_unknown = str(error).startswith("unknown")
                 yield Problem(
                     loc=(section, name),
-                    what="is not a known GPU",
+                    what="is not a known GPU" if is_unknown else str(error).partition("; ")[0],
                     accepted="a key of `whichlora gpus`, or cpu",
                     hint="".join(difflib.get_close_matches(name.lower(), keys, n=1)),
                     show_value=False,

@@ -117,6 +117,8 @@ def _phrase(schema: Mapping[str, Any]) -> str:
             return f"a whole number{_range(schema)}"
         case "number":
             return f"a number{_range(schema)}"
+        case ["string", *_]:  # unquoted, the name of a GPU is a number
+            return "text"
         case "string":
             *others, last = schema.get("examples", ["text"])
             return f"text such as {', '.join(others)} or {last}" if others else last
@@ -200,7 +202,7 @@ def _meant_value(value: Any, schema: Mapping[str, Any]) -> str:
         return meant if meant in names else next(iter(near), "")
     if schema.get("type") == "boolean":
         return _YAML_1_1_BOOLS.get(str(value).lower(), "")
-    if schema.get("type") in {"integer", "number"} and isinstance(value, str):
+    if schema.get("type") in ("integer", "number") and isinstance(value, str):
         try:
             float(value)
         except ValueError:

@@ -102,6 +102,19 @@ Positive = Annotated[float, Field(gt=0, le=10**12, allow_inf_nan=False)]
 Text = Annotated[str, Field(pattern=r"\S")]
 Name = Annotated[Text, AfterValidator(_seen)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1), _OneOrMany()]
+# "gpu: 4090" is a number to YAML
+GpuName = Annotated[
+    Name,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    WithJsonSchema({"type": ["string", "integer"], "pattern": r"\S"}),
+]
+_TextKeys = BeforeValidator(
+    lambda value: (
+        {str(key) if type(key) is int else key: each for key, each in value.items()}
+        if isinstance(value, Mapping)
+        else value
+    )
+)
 Names = Annotated[tuple[Name, ...], Field(min_length=1), _OneOrMany()]
 Optimizers = Annotated[tuple[Optimizer, ...], Field(min_length=1), _OneOrMany()]
 AttentionKernels = Annotated[tuple[AttentionKernel, ...], Field(min_length=1), _OneOrMany()]
@@ -236,7 +249,7 @@ class Slurm(_Section):
     """Further options of sbatch, such as '--reservation=class'."""
     command: Text | None = None
     """How a node calls this program; without it, this Python with -m whichlora."""
-    gpus: dict[Name, Name] = Field(default_factory=dict)
+    gpus: dict[Name, GpuName] = Field(default_factory=dict)
     """Slurm's GPU type or a feature to a key of `whichlora gpus`, where its name does not tell."""
     pretend_memory: Size | None = None
     """For tests of a cluster without GPUs: measure on the CPU, and record it as the GPU asked."""
@@ -254,7 +267,7 @@ class PlanFile(_Section):
     stage2_profile: Stage2 = Field(default_factory=Stage2)
     models: Names | None = None
     """Models to choose from: hub ids, aliases, or local folders ('./my-model')."""
-    gpu: Name = "auto"
+    gpu: GpuName = "auto"
     """A key of `whichlora gpus`, a device name, cpu, or auto for the device of this machine."""
     epochs: Positive = 1.0
     """Passes over the training split."""
@@ -311,11 +324,11 @@ class PlanFile(_Section):
     """New tokens that a quantised cache gathers in full width."""
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 2e-4
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    gpu_limits: dict[Name, GpuLimits] | None = None
+    gpu_limits: Annotated[dict[Name, GpuLimits], _TextKeys] | None = None
     """Limits by GPU, where they differ from those of the stages."""
     prefer: Prefer = "size"
     """What ranks the candidates that meet the limits; order takes that of models, best first."""
-    gpu_prices: dict[Name, Positive] | None = None
+    gpu_prices: Annotated[dict[Name, Positive], _TextKeys] | None = None
     """Price of an hour by GPU, for prefer: price."""
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
     """How sure the winner must be before the search ends."""

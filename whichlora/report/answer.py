@@ -127,7 +127,7 @@ def answer_notes(answer: Answer) -> list[str]:
     each = [one.prediction.notes for one in (*answer.inference, *answer.finetune)]
     of_all = [note for note in (each[0] if each else ()) if all(note in one for one in each)]
     of_winner = () if answer.winner is None else answer.winner.prediction.notes
-    found = dict.fromkeys((*of_winner, *of_all))
+    found = dict.fromkeys((*answer.plan.notes, *of_winner, *of_all))
     if answer.compared:  # what was measured has taken the datasheet's place
         return [note for note in found if not note.startswith("datasheet facts")]
     return list(found)

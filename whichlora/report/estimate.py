@@ -25,10 +25,10 @@ def print_predictions(predictions: Sequence[Prediction]) -> None:
         run = one.run
         if run.phase == "finetune":
             tokens = str(run.seq_len)
-            seconds = f"{format_seconds(time.step_s or 0)} /step"
+            seconds = f"{format_seconds(time.step_s or 0)} /step" if time.is_known else "-"
         else:
             tokens = f"{run.prompt_len}+{run.max_new_tokens}"
-            seconds = f"{format_seconds(time.time_per_token_s)} /token"
+            seconds = f"{format_seconds(time.time_per_token_s)} /token" if time.is_known else "-"
         rows.append(
             (
                 run.model,
@@ -84,17 +84,18 @@ def _print_breakdown(console: Console, one: Prediction) -> None:
     _print_counters(console, one.memory)
     low, high = one.time.interval_s
     what = "step" if one.run.phase == "finetune" else "token"
-    if one.time.prefill_s is not None and one.time.decode_s_per_token:
+    if one.time.is_known and one.time.prefill_s is not None and one.time.decode_s_per_token:
         say(
             console,
             f"prompt pass {format_seconds(one.time.prefill_s)}, then "
             f"{format_seconds(one.time.decode_s_per_token)} until every sequence has its next "
             "token; the time per token is of all sequences together",
         )
+    interval = f"time per {what}: 90 % between {format_seconds(low)} and {format_seconds(high)}; "
     say(
         console,
-        f"time per {what}: 90 % between {format_seconds(low)} and {format_seconds(high)}; "
-        f"parameters: {format_count(one.num_params)}"
+        (interval if one.time.is_known else "")
+        + f"parameters: {format_count(one.num_params)}"
         + (
             f", trained: {format_count(one.num_trainable_params)} "
             f"({one.num_trainable_params / one.num_params:.2%})"

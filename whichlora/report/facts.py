@@ -66,7 +66,7 @@ def answer_facts(answer: Answer) -> dict[str, Any]:
                 "unverified": list(gpu.unverified),
             },
             "environments": _environments(answer.compared),
-            "notes": list(dict.fromkeys(n for c in _everyone(answer) for n in c.prediction.notes)),
+            "notes": _notes(answer),
         },
     }
     if calibration is not None:
@@ -78,6 +78,11 @@ def answer_facts(answer: Answer) -> dict[str, Any]:
             "digest": calibration.digest,
         }
     return facts
+
+
+def _notes(answer: Answer) -> list[str]:
+    of_candidates = (note for each in _everyone(answer) for note in each.prediction.notes)
+    return list(dict.fromkeys((*answer.plan.notes, *of_candidates)))
 
 
 def compared_quantities(one: Compared) -> list[dict[str, Any]]:

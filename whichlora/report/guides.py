@@ -131,11 +131,12 @@ def _cells(row: GuideRow) -> tuple[str, ...]:
         f"{format_bytes(low)} - {format_bytes(high)}",
         VERDICTS[one.verdict],
         format_seconds(row.total_s),
-        f"{format_seconds(low_s)} - {format_seconds(high_s)}",
+        f"{format_seconds(low_s)} - {format_seconds(high_s)}" if one.time.is_known else "-",
         format_count(one.time.tokens_per_s),
     )
 
 
 def _footer(rows: Sequence[GuideRow]) -> list[str]:
     bases = dict.fromkeys(f"{row.prediction.gpu}: {row.prediction.basis}" for row in rows)
-    return [f"basis: {text}" for text in bases]
+    notes = dict.fromkeys(note for row in rows for note in row.prediction.notes)
+    return [*(f"basis: {text}" for text in bases), *(f"note: {text}" for text in notes)]

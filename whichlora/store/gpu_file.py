@@ -120,6 +120,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "context_bytes": ("a count, or null", lambda v: v is None or _is_count(v)),
     "aliases": ("a list of texts", _is_texts),
     "names": ("a list of texts", _is_texts),
+    "usual_for": ("a list of texts, or null", lambda v: v is None or _is_texts(v)),
     "sources": ("an object: field to text or link", _is_sources),
     "unverified": ("a list of field names", _is_texts),
 }

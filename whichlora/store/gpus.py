@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from whichlora.specs import GpuSpec
 from whichlora.store.gpu_file import SCHEMA_VERSION, read_gpu
 from whichlora.store.jsonfiles import is_slug, read_object
 from whichlora.store.paths import data_folder, user_calibration_folder
-from whichlora.units import format_bytes
+from whichlora.units import GiB, format_bytes
 
 # Driver totals of one board differ by ECC (7 %) and driver; the next size is 20 % away.
 _SAME_BOARD_FRACTION = 0.1
@@ -25,6 +25,11 @@ _AMD_DRIVER = Path("/dev/kfd")
 
 # "2x4090", "8 x H100", "t4x2", "a100:4"
 _SEVERAL = re.compile(r"\d{1,3} ?[x*] ?(?P<after>.+)|(?P<before>.+?) ?[x*:] ?\d{1,3}")
+# "24GB", "24 gib", "any 24 GB card"
+_AMOUNT = re.compile(
+    r"(?:any )?(?P<number>\d+(?:\.\d+)?) ?(?P<unit>gib|gb|g)(?: (?:gpu|card|vram))?"
+)
+MOST_GB = 10_000
 _VENDOR_WORDS = re.compile(
     r"\b(nvidia|amd|instinct|tesla|quadro|geforce|graphics|generation|edition|corporation)\b"
     r"|\((r|tm)\)"
@@ -32,10 +37,10 @@ _VENDOR_WORDS = re.compile(
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """The accelerator that `name` means, here or elsewhere.
+    """The accelerator that `name` means, here or elsewhere; `notes` say so where it is not exact.
 
     Args:
-        name: a key, an alias, the name a driver prints, "cpu" for this host's CPU, or "auto" for
+        name: a key, an alias, the name a driver prints, "cpu" for this host's CPU, "auto" for
             the first GPU here and the CPU where there is none.
 
     Raises:
@@ -51,10 +56,15 @@ def find_gpu(name: str) -> GpuSpec:
     spec = _load(key)
     if spec is not None:
         return spec
+    if _any_card(name) is not None:
+        raise ConfigError(
+            f"GPU {name!r} is an amount of memory, and this needs the rates of a card; "
+            "'whichlora gpus' lists them, and 'whichlora estimate' takes the amount"
+        )
     keys = _keys_named(name)
     if len(keys) > 1:
-        raise ConfigError(f"GPU {name!r} is ambiguous: {', '.join(keys)}; give one of these")
-    spec = _load(keys[0]) if keys else None
+        return _usual(name, keys)
+    spec = _load(keys[0]) if keys else _by_words(name)
     if spec is not None:
         return spec
     if key.startswith("cpu-"):
@@ -67,9 +77,86 @@ def find_gpu(name: str) -> GpuSpec:
     if single:
         raise ConfigError(
             f"unknown GPU {name!r}: predictions are of one device, since training on several is "
-            f"not modelled; give one, such as {single[0]}"
+            f"not modelled; give one, such as {single[-1]}"
         )
     raise ConfigError(f"unknown GPU {name!r}{_suggestion(name)}; 'whichlora gpus' lists all")
+
+
+def find_target(name: str) -> GpuSpec:
+    """What a prediction is asked for: an accelerator, or any card of an amount of memory ("24GB").
+
+    Raises:
+        ConfigError: as `find_gpu`.
+    """
+    return _load(name.strip().lower()) or _any_card(name) or find_gpu(name)
+
+
+def _usual(name: str, keys: Sequence[str]) -> GpuSpec:
+    """The board that people mean by a name that several have.
+
+    Raises:
+        ConfigError: the packaged files say of none that it is.
+    """
+    key = _packaged_index()["usual"].get(_squash(name))
+    spec = _load(key) if key else None
+    if spec is None:
+        raise ConfigError(f"GPU {name!r} is ambiguous: {', '.join(keys)}; give one of these")
+    note = f"{name}: taken as {key}, the usual one of {', '.join(keys)}"
+    return replace(spec, notes=(note,))
+
+
+def _by_words(name: str) -> GpuSpec | None:
+    """The board with every word of `name` among its names: "4090 24gb"; None without one.
+
+    Raises:
+        ConfigError: several have them all.
+    """
+    wanted = _words(name)
+    if not wanted:
+        return None
+    further: dict[str, int] = {}
+    for index in _indexes():
+        for key, words in index["words"].items():
+            if all(word in words or f"{word}gb" in words for word in wanted):
+                further[key] = len(_words(key) - wanted)
+    closest = sorted(key for key in further if further[key] == min(further.values()))
+    if len(closest) > 1:
+        return _usual(name, closest)
+    spec = _load(closest[0]) if closest else None
+    return spec and replace(spec, notes=(f"{name}: taken as {spec.key}",))
+
+
+def _any_card(name: str) -> GpuSpec | None:
+    """A target of memory alone; None where `name` is no amount of memory.
+
+    A card sold as 24 GB reports less to the framework: the smallest that is sold so decides.
+    24GiB is exactly that many bytes.
+    """
+    amount = _AMOUNT.fullmatch(name.strip().lower())
+    if amount is None or not 1 <= float(amount["number"]) <= MOST_GB:
+        return None
+    number = f"{float(amount['number']):g}"
+    if amount["unit"] == "gib":
+        num_bytes = round(float(number) * GiB)
+        note = f"{name}: {format_bytes(num_bytes)} that the driver reports"
+    else:
+        sold = _packaged_index()["sold_as_gb"].get(number)
+        num_bytes = sold["memory_bytes"] if sold else round(float(number) * 10**9)
+        note = f"{name}: {format_bytes(num_bytes)}"
+        if sold:
+            note += f", what {sold['key']} reports, the least of the cards sold as {number} GB"
+    return GpuSpec(
+        key=f"{number}{'gib' if amount['unit'] == 'gib' else 'gb'}",
+        name=f"any card of {number} {'GiB' if amount['unit'] == 'gib' else 'GB'}",
+        kind="cuda",
+        memory_bytes=num_bytes,
+        bandwidth_bytes_per_s=0.0,
+        peak_flops_per_s={},
+        notes=(
+            note,
+            "an amount of memory has no time: name a card for it; 'whichlora where' lists them",
+        ),
+    )
 
 
 def list_gpus() -> tuple[GpuSpec, ...]:
@@ -89,21 +176,46 @@ def gpu_key(name: str) -> str:
 
 
 def build_index(root: Path) -> dict[str, Any]:
-    """The names in all gpu.json below `root`: {"names" or "aliases": {name: keys}}.
+    """What names mean in all gpu.json below `root`.
 
     `names` are driver names, in lower case; `aliases` are all spellings without punctuation, so
     that RTX4090, rtx-4090 and "RTX 4090" are one. A driver name is tried first: "Quadro RTX 6000"
-    is one board, "RTX 6000" could be two.
+    is one board, "RTX 6000" could be two. `usual` is which of several boards people mean; `words`
+    are all words of a board's names; `sold_as_gb` is the card with the least memory of a size.
     """
     names: dict[str, list[str]] = {}
     aliases: dict[str, list[str]] = {}
+    usual: dict[str, str] = {}
+    words: dict[str, list[str]] = {}
+    sold: dict[str, dict[str, Any]] = {}
     for path in _gpu_files(root):
         spec = read_gpu(path)
         for name in sorted({name.lower() for name in spec.names}):
             names.setdefault(name, []).append(spec.key)
-        for alias in sorted({_squash(text) for text in (spec.key, *spec.aliases, *spec.names)}):
+        spellings = (spec.key, *spec.aliases, *spec.names)
+        for alias in sorted({_squash(text) for text in spellings}):
             aliases.setdefault(alias, []).append(spec.key)
-    return {"schema_version": SCHEMA_VERSION, "names": names, "aliases": aliases}
+        words[spec.key] = sorted(set().union(*map(_words, spellings)))
+        values = read_object(path)
+        usual |= {_squash(alias): spec.key for alias in values.get("usual_for") or ()}
+        if nominal := values.get("nominal_memory_gb"):
+            card = {"key": spec.key, "memory_bytes": spec.memory_bytes}
+            size = f"{nominal:g}"
+            sold[size] = min(sold.get(size, card), card, key=lambda each: each["memory_bytes"])
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "names": names,
+        "aliases": aliases,
+        "usual": usual,
+        "words": words,
+        "sold_as_gb": sold,
+    }
+
+
+def _words(name: str) -> set[str]:
+    """The words of a name: "RTX 4060Ti 16 GB" has rtx, 4060, ti and 16gb."""
+    text = re.sub(r"\b(\d+)[ -]?(?:gi?b|g)\b", r" \1gb ", gpu_key(name).replace("-", " "))
+    return set(re.findall(r"[a-z]*\d+(?:gb|[a-z](?![a-z]))?|[a-z]+", text))
 
 
 def _cpu_here() -> GpuSpec:
@@ -166,13 +278,17 @@ def _load(key: str) -> GpuSpec | None:
 
 
 def _squash(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", gpu_key(text))
+    name = re.sub(r"(\d) ?gi?b?$", r"\1gb", gpu_key(text))  # a100-80g, "A100 80 GiB"
+    return re.sub(r"[^a-z0-9]", "", name)
 
 
 def _indexes() -> Iterator[Mapping[str, Any]]:
-    user, packaged = _roots()
-    yield build_index(user)
-    yield read_object(packaged / "index.json")
+    yield build_index(user_calibration_folder())
+    yield _packaged_index()
+
+
+def _packaged_index() -> Mapping[str, Any]:
+    return read_object(data_folder("calibration") / "index.json")
 
 
 def _keys_named(name: str) -> list[str]:
@@ -191,6 +307,6 @@ def _suggestion(name: str) -> str:
     for index in _indexes():
         for alias, keys in index["aliases"].items():
             known.setdefault(alias, []).extend(keys)
-    near = difflib.get_close_matches(_squash(name), known, n=4, cutoff=0.7)
-    keys = list(dict.fromkeys(key for alias in near for key in known[alias]))[:4]
+    near = difflib.get_close_matches(_squash(name), known, n=3, cutoff=0.7)
+    keys = list(dict.fromkeys(key for alias in near for key in known[alias]))[:3]
     return f": did you mean {', '.join(keys)}" if keys else ""

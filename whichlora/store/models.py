@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
+import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,6 +15,7 @@ from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.store.jsonfiles import check_schema_version, read_object
 from whichlora.store.paths import data_folder
+from whichlora.store.spellings import MAX_NEAR, match, nearest, quantised
 
 SCHEMA_VERSION = 1
 
@@ -81,24 +83,81 @@ def list_models() -> tuple[ModelRecord, ...]:
     return tuple(sorted(records, key=lambda record: record.hub_id.lower()))
 
 
-def near_matches(name: str, limit: int = 5) -> tuple[str, ...]:
-    """Hub ids and aliases spelled most like `name`, best first, one per architecture."""
+def resolve_name(name: str) -> tuple[str, str]:
+    """The hub id or path that `name` means, and what must be said of it; "" where it is exact.
+
+    An exact name wins, then a folder that is there. A full hub id that we lack stays as it is:
+    the hub may have it. Anything else is matched by its words: of one model's names the plain
+    or base one where `name` says neither base nor instruct, of its releases the newest.
+
+    Raises:
+        ConfigError: several models are meant as much, or a quantised copy of one.
+    """
     index = _index(_folder())
     wanted = name.strip().lower()
-    short = wanted.rpartition("/")[2]
-    # Compared with and without the organisation: people forget or mistype either half.
-    scores: dict[str, tuple[float, str]] = {}
-    for known, stem in index["names"].items():
-        ratio = max(_likeness(wanted, known), _likeness(short, known.rpartition("/")[2]))
-        if ratio > scores.get(stem, (0.6, ""))[0]:
-            scores[stem] = (ratio, known)
-    best = sorted(scores.items(), key=lambda item: (-item[1][0], item[1][1]))[:limit]
-    return tuple(_spelling(known, _record(stem, index)) for stem, (_, known) in best)
+    if wanted in index["names"]:
+        return _spelling(name, _record(index["names"][wanted], index)), ""
+    if not wanted or os.path.exists(os.path.expanduser(name)) or _is_path_or_hub_id(name):
+        return name, ""
+    refusal = refuse_copy(name)
+    if refusal:
+        raise ConfigError(refusal)
+    try:
+        found = _match(name)
+    except ConfigError as error:
+        raise ConfigError(f"model: {error}") from None
+    return (name, "") if found is None else (found, f"{name}: taken as {found}")
 
 
-def _likeness(wanted: str, known: str) -> float:
-    matcher = difflib.SequenceMatcher(None, wanted, known)
-    return matcher.ratio() if matcher.quick_ratio() > 0.6 else 0.0
+def refuse_copy(name: str) -> str:
+    """Why a name such as Llama-2-7B-GPTQ is refused, and what to give; "" for any other."""
+    copy = quantised(name)
+    if copy is None:
+        return ""
+    form, rest, instead = copy
+    base = None
+    with contextlib.suppress(ConfigError):
+        base = _match(rest)
+    return (
+        f"model: {name!r} is a quantised copy ({form}), not a base to train; "
+        f"give {base or 'the model it was made from'} with {instead}"
+    )
+
+
+def _match(name: str) -> str | None:
+    index = _index(_folder())
+    params = {stem: _record(stem, index).params for stem in index["models"]}
+    return match(name.strip(), _preferred_names(), params)
+
+
+def _is_path_or_hub_id(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or (
+        "/" in name and " " not in name.strip() and ":" not in name
+    )
+
+
+def _preferred_names() -> dict[str, str]:
+    """Every name in the hub's letter case to its architecture, each hub id before its aliases."""
+    index = _index(_folder())
+    records = {stem: _record(stem, index) for stem in index["models"]}
+    return {
+        name: stem
+        for stem, record in records.items()
+        for name in (record.hub_id, *record.aliases)
+        if "/" in name
+    }
+
+
+def near_matches(name: str, limit: int = MAX_NEAR) -> tuple[str, ...]:
+    """Hub ids and aliases spelled most like `name`, best first, one per architecture."""
+    known = _preferred_names()
+    best: dict[str, str] = {}
+    with contextlib.suppress(ConfigError):
+        meant = _match(name.rpartition("/")[2])
+        best |= {known[meant]: meant} if meant else {}
+    for candidate in nearest(name, known, limit=4 * limit):
+        best.setdefault(known[candidate], candidate)
+    return tuple(best.values())[:limit]
 
 
 def _folder() -> Path:

@@ -1,0 +1,257 @@
+"""Model names as people type them: tokens of a name, and which known names have them all."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from whichlora.errors import ConfigError
+
+MAX_LISTED = 8
+MAX_NEAR = 3
+SAME_SIZE_FRACTION = 0.06  # phi4:14b has 14.66e9 parameters
+
+# "8x7b", "a3b" (active of a mixture), "1.5b", "7b1", "v0.3", "2.5", words
+_TOKEN = re.compile(
+    r"\d+x\d+(?:\.\d+)?b|a\d+(?:\.\d+)?b(?![a-z0-9])|\d+(?:\.\d+)?[bmk]\d?(?![a-z0-9])"
+    r"|v\d+(?:\.\d+)*|\d+(?:\.\d+)*|[a-z]+"
+)
+_DECIMAL_UNDERSCORE = re.compile(r"(?<=\d)_(?=\d(?!\d))")  # phi-1_5, stablelm-2-1_6b
+_SIZE = re.compile(r"\d+x\d+(\.\d+)?b|a?\d+(\.\d+)?[bm]\d?")
+_VERSION = re.compile(r"v\d+(\.\d+)*")
+_DATE = re.compile(r"2[3-9](0[1-9]|1[0-2])|(0[1-9]|1[0-2])[0-3]\d")  # 2407, 0528
+_KINDS = {
+    "base": "base",
+    "pt": "base",
+    "pretrained": "base",
+    "instruct": "instruct",
+    "it": "instruct",
+    "chat": "instruct",
+}
+# Words that tell no two models of the database apart: who made it, how it is stored in full width.
+_NOISE = frozenset({"meta", "hf", "latest", "model", "bf16", "fp16", "library", "ollama"})
+
+# Spellings of a quantised copy, and what gives a prediction of its bytes.
+_QUANTISED = (
+    (re.compile(r"gptq"), "GPTQ", "quant gptq-int4"),
+    (re.compile(r"awq|w4a16"), "AWQ", "quant awq-int4"),
+    (re.compile(r"bnb|[48]bit|nf4|fp4|int[48]"), "bitsandbytes", "method qlora"),
+    (re.compile(r"gguf|ggml|i?q[2-8](_[0-9k]\w*)?"), "GGUF", "method qlora for 4 bits"),
+    (re.compile(r"exl[23]|mlx|fp8|hqq|aqlm|eetq"), "", "method qlora for 4 bits"),
+)
+_FULL_WIDTH = re.compile(r"(?<![a-z0-9])(fp|bf)16(?![a-z0-9])")
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """A name taken apart.
+
+    Args:
+        words: what names the model, its size among them.
+        kind: "base", "instruct", or "" where the name says neither.
+        versions: releases of one model, such as v0.3 or 2407.
+    """
+
+    words: frozenset[str]
+    kind: str
+    versions: frozenset[str]
+
+    @property
+    def unsized(self) -> frozenset[str]:
+        """The words without the size."""
+        return frozenset(word for word in self.words if not _SIZE.fullmatch(word))
+
+
+def quantised(name: str) -> tuple[str, str, str] | None:
+    """The format of a quantised copy, the name without it, and what predicts it; None otherwise."""
+    parts = re.split(r"[-:/\s]+|\.(?=gg)|_(?=gptq|awq|gguf|bnb)", name.lower())
+    for pattern, label, instead in _QUANTISED:
+        marks = [part for part in parts if pattern.fullmatch(part)]
+        if marks:
+            base = [part for part in parts if not any(q.fullmatch(part) for q, _, _ in _QUANTISED)]
+            return label or marks[0].upper(), " ".join(base), instead
+    return None
+
+
+def match(name: str, known: Mapping[str, str], params: Mapping[str, int]) -> str | None:
+    """The known name that `name` means; None where none has all its words.
+
+    Of several, the one with the fewest words more; a name without a size means every size.
+
+    Args:
+        known: names in the order of preference, to the architecture they have.
+        params: parameters of each architecture, for a size that the known name leaves out.
+
+    Raises:
+        ConfigError: several different models are meant as much.
+    """
+    found = _match(name, known, params)
+    if found is None and "_" in name:  # of llama_3_8b, no decimal point
+        return _match(name.replace("_", " "), known, params)
+    return found
+
+
+def _match(name: str, known: Mapping[str, str], params: Mapping[str, int]) -> str | None:
+    wanted = _spelling(name, _vocabulary(tuple(known)))
+    if not wanted.unsized:
+        return None
+    candidates = {each: _candidate(each) for each in known}
+    fitting = {
+        each: spelling
+        for each, spelling in candidates.items()
+        if _has_words(wanted, each, spelling, params[known[each]])
+        and _is_of_kind(spelling, wanted.kind, candidates.values())
+    }
+    if not fitting:
+        return None
+    exact = [each for each, spelling in fitting.items() if spelling == wanted]
+    if exact:
+        return exact[0]
+    sized = wanted.words != wanted.unsized
+    further = {
+        each: len((spelling.words if sized else spelling.unsized) - wanted.words)
+        for each, spelling in fitting.items()
+    }
+    fewest = min(further.values())
+    closest = [each for each in fitting if further[each] == fewest]
+    models = _different(closest, fitting, known)
+    if len(models) > 1:
+        raise ConfigError(_several(name, models))
+    return min(closest, key=lambda each: _preference(fitting[each], wanted))
+
+
+def _has_words(wanted: Spelling, name: str, spelling: Spelling, num_params: int) -> bool:
+    """Whether a known name, or its organisation, has every word and release of `wanted`."""
+    missing = wanted.words - spelling.words
+    if missing and spelling.words == spelling.unsized:  # "mistral nemo 12b"
+        missing = frozenset(word for word in missing if not _is_size_of(word, num_params))
+    missing -= frozenset(_tokens(name.rpartition("/")[0]))
+    shared = wanted.words & spelling.words
+    return bool(shared) and not missing and wanted.versions <= spelling.versions
+
+
+def _is_size_of(word: str, num_params: int) -> bool:
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)([bm])", word)
+    if size is None:
+        return False
+    scale = 1e9 if size[2] == "b" else 1e6
+    return abs(float(size[1]) * scale / num_params - 1) < SAME_SIZE_FRACTION
+
+
+def nearest(name: str, known: Iterable[str], limit: int = MAX_NEAR) -> list[str]:
+    """Known names spelled most like `name`, best first; with and without the organisation."""
+    wanted, short = (_plain(text) for text in (name, name.rpartition("/")[2]))
+    scores = {
+        candidate: max(
+            _likeness(wanted, _plain(candidate)),
+            _likeness(short, _plain(candidate.rpartition("/")[2])),
+        )
+        for candidate in known
+    }
+    best = sorted((each for each in scores if scores[each] > 0.6), key=lambda each: -scores[each])
+    return best[:limit]
+
+
+def _several(name: str, models: Sequence[str]) -> str:
+    shown = ", ".join(models[:MAX_LISTED])
+    more = f" and {len(models) - MAX_LISTED} more" if len(models) > MAX_LISTED else ""
+    return f"{name!r} is ambiguous: it may be {shown}{more}; give one of these"
+
+
+def _different(
+    names: Iterable[str], spellings: Mapping[str, Spelling], known: Mapping[str, str]
+) -> list[str]:
+    """The first name of each different model; releases and kinds, or one architecture, are one."""
+    groups: list[tuple[str, set[frozenset[str]], set[str]]] = []
+    for each in names:
+        words, architecture = spellings[each].words, known[each]
+        for _, words_of, architectures in groups:
+            if words in words_of or architecture in architectures:
+                words_of.add(words)
+                architectures.add(architecture)
+                break
+        else:
+            groups.append((each, {words}, {architecture}))
+    return [first for first, _, _ in groups]
+
+
+def _is_of_kind(spelling: Spelling, kind: str, candidates: Iterable[Spelling]) -> bool:
+    """Whether a name may be of the `kind` asked for; one without a word for it is the base model.
+
+    Where the same model has a name that says base, the one that says nothing is its instruct form.
+    """
+    if not kind or spelling.kind == kind:
+        return True
+    if spelling.kind:
+        return False
+    kinds = {each.kind for each in candidates if each.words == spelling.words}
+    return kind == ("instruct" if "base" in kinds else "base")
+
+
+def _preference(spelling: Spelling, wanted: Spelling) -> tuple[int, list[float]]:
+    """The kind asked for, else plain before base before instruct; then the newest release."""
+    order = ("", "base", "instruct")
+    kind = 0 if spelling.kind == wanted.kind else 1 + order.index(spelling.kind)
+    numbers = (re.findall(r"\d+", each)[:2] for each in spelling.versions)
+    return kind, sorted(-float(".".join(number)) for number in numbers)
+
+
+@cache
+def _candidate(name: str) -> Spelling:
+    return _sorted_out(_tokens(name.rpartition("/")[2]))
+
+
+def _spelling(name: str, vocabulary: frozenset[str]) -> Spelling:
+    tokens = _tokens(name)
+    joined: list[str] = []
+    for token in tokens:  # "code llama" is codellama, where that is a word and "code" goes before
+        if joined and joined[-1] + token in vocabulary and token.isalpha():
+            joined[-1] += token
+        else:
+            joined.append(token)
+    split = [part for token in joined for part in _split(token, vocabulary)]
+    return _sorted_out(split)
+
+
+def _split(token: str, vocabulary: frozenset[str]) -> list[str]:
+    """A word that no name has, as two that names have: "mistralnemo"."""
+    if token in vocabulary or not token.isalpha():
+        return [token]
+    for i in range(2, len(token)):
+        if token[:i] in vocabulary and token[i:] in vocabulary:
+            return [token[:i], token[i:]]
+    return [token]
+
+
+def _tokens(name: str) -> list[str]:
+    text = _DECIMAL_UNDERSCORE.sub(".", _FULL_WIDTH.sub("", name.lower()))
+    text = re.sub(r"(\d(?:\.\d+)?) (?=[bm](?![a-z0-9]))", r"\1", text)  # "8 b"
+    return _TOKEN.findall(text)
+
+
+def _sorted_out(tokens: Sequence[str]) -> Spelling:
+    versions = {token for token in tokens if _VERSION.fullmatch(token) or _DATE.fullmatch(token)}
+    kinds = [_KINDS[token] for token in tokens if token in _KINDS]
+    words = {token for token in tokens if token not in versions | _NOISE | _KINDS.keys()}
+    if kinds == ["base"] and not versions and not any(map(_SIZE.fullmatch, tokens)):
+        words, kinds = {*words, "base"}, []  # a size, as of bert-base-uncased
+    return Spelling(frozenset(words), kinds[-1] if kinds else "", frozenset(versions))
+
+
+@cache
+def _vocabulary(known: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(token for name in known for token in _tokens(name))
+
+
+def _plain(name: str) -> str:
+    return " ".join(token for token in _tokens(name) if token not in _NOISE)
+
+
+def _likeness(wanted: str, known: str) -> float:
+    matcher = difflib.SequenceMatcher(None, wanted, known)
+    if matcher.real_quick_ratio() <= 0.6 or matcher.quick_ratio() <= 0.6:
+        return 0.0
+    return matcher.ratio()
