@@ -11,6 +11,7 @@ from statistics import mean
 import numpy as np
 import pytest
 from devices import CPU
+from numpy.typing import NDArray
 
 from whichlora import api
 from whichlora.belief import REPEATABILITY, Belief, Coefficients, conditioned
@@ -183,6 +184,13 @@ def contest(
     )
 
 
+def known(measured: NDArray[np.bool_], *, timed_out: tuple[int, ...] = ()) -> Known:
+    flags = np.isin(np.arange(len(measured)), timed_out)
+    return Known(
+        measured=measured | flags, impossible=np.zeros(len(measured), dtype=bool), timed_out=flags
+    )
+
+
 def decided(
     field: Contest,
     seconds: list[float],
@@ -190,6 +198,7 @@ def decided(
     sure: tuple[int, ...] = (),
     num_bytes: list[float] | None = None,
     spread: float = 0.3,
+    timed_out: tuple[int, ...] = (),
 ) -> Decision:
     """`sure`: fine-tunings that were measured; every inference was."""
     number = len(seconds)
@@ -197,7 +206,7 @@ def decided(
     deviations = [0.0 if i in sure else spread for i in range(number)] + [0.0] * number
     return decide(
         field,
-        Known(measured=measured, impossible=np.zeros(2 * number, dtype=bool)),
+        known(measured, timed_out=timed_out),
         belief(seconds + [1.0] * number, deviations),
         belief((num_bytes or [1.0] * number) + [1.0] * number, [0.0] * 2 * number),
         np.ones(2 * number),
@@ -219,6 +228,27 @@ def test_a_larger_model_that_may_meet_the_limit_is_next() -> None:
     found = decided(contest(tier=[0.0, 1.0], most_s=2.0), [2.0, 1.0], sure=(1,))
     assert (found.best, found.following) == (1, 0)
     assert found.confidence == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_time_out_is_neither_run_again_nor_taken_for_a_miss() -> None:
+    field = contest(tier=[0.0, 1.0], most_s=2.0)
+    found = decided(field, [2.0, 1.0], sure=(1,), timed_out=(0,))
+    assert (found.best, found.following) == (1, None)
+    assert found.confidence == pytest.approx(0.5, abs=0.05)
+
+
+def test_what_only_a_timed_out_inference_could_confirm_is_not_trained() -> None:
+    field = contest(tier=[0.0])
+    for measured in ([False, False], [True, False]):
+        found = decide(
+            field,
+            known(np.array(measured), timed_out=(1,)),
+            belief([1.0, 1.0], [0.1, 0.1]),
+            belief([1.0, 1.0], [0.0, 0.0]),
+            np.array([100.0, 1.0]),
+        )
+        assert (found.best, found.following) == (None, None)
+        assert found.confidence < 1
 
 
 def test_of_one_size_the_faster_wins_and_two_percent_is_no_reason_to_measure() -> None:
@@ -251,7 +281,7 @@ def test_a_model_that_may_not_serve_is_asked_to_before_it_is_trained_at_length()
     field = contest(tier=[0.0])
     found = decide(
         replace(field, most_s=np.array([math.inf, 1.0])),
-        Known(measured=np.zeros(2, dtype=bool), impossible=np.zeros(2, dtype=bool)),
+        known(np.zeros(2, dtype=bool)),
         belief([1.0, 1.0], [0.1, 0.3]),
         belief([1.0, 1.0], [0.0, 0.0]),
         np.array([100.0, 1.0]),

@@ -203,8 +203,12 @@ def test_an_interrupt_is_neither_done_nor_nothing_fits(monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr("whichlora.workflow.run", interrupt)
-    result = CliRunner().invoke(main, ["run", "any.yaml"])
-    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+    result = CliRunner().invoke(main, ["run", "my plan.yaml", "--fresh", "--prefer", "time"])
+    said = "go on with: whichlora run 'my plan.yaml' --prefer time\n"
+    assert (result.exit_code, result.stderr) == (
+        130,
+        f"interrupted; what was measured is kept, {said}",
+    )
 
 
 def test_a_locale_without_our_signs_gets_the_answer_all_the_same() -> None:

@@ -75,6 +75,7 @@ class Silent:
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> type[FakeProfiler]:
     monkeypatch.setattr("whichlora.device.profile.Profiler", FakeProfiler)
     monkeypatch.setattr(FakeProfiler, "calls", [])
+    monkeypatch.setattr("whichlora.session.busy", lambda _: "")  # the machine of the tests may be
     return FakeProfiler
 
 
@@ -256,6 +257,54 @@ def test_a_failed_profile_is_a_result_and_the_sweep_goes_on(
     failed = [one for one in answer.finetune if one.measured and one.run.method == "lora"]
     assert failed
     assert all(outcome in one.failure for one in failed)
+
+
+def test_a_time_out_leaves_the_answer_open_and_counts_until_more_time_is_given(
+    tmp_path: Path, fake_device: type[FakeProfiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_device, "OUTCOMES", {"lora": "timeout", "qlora": "timeout"})
+    path = write_config(tmp_path, models=MODELS[0])
+    first = workflow.run(path, progress=Silent())
+    tried = [one for one in first.finetune if one.measured]
+    assert first.winner is None
+    assert {one.verdict for one in tried} == {"undecided"}
+    assert len(tried) == len(first.finetune)  # a time-out says nothing about larger batches
+    assert first.search.confidence < 0.5
+    measured = len(fake_device.calls)
+    monkeypatch.setattr(fake_device, "OUTCOMES", {})
+    assert workflow.run(path, progress=Silent()).winner is None
+    assert len(fake_device.calls) == measured
+    path.write_text(path.read_text() + "profile_timeout: 20min\n")
+    progress = Silent()
+    assert workflow.run(path, progress=progress).winner is not None
+    assert any("measured before with a profile_timeout that was too" in x for x in progress.said)
+
+
+def test_a_busy_device_is_told_once_and_marked_in_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whichlora.session.busy", lambda _: "other programs use 95% of 2 cores")
+    progress = Silent()
+    answer = workflow.run(write_config(tmp_path), progress=progress)
+    told = [line for line in progress.said if line.startswith("other programs")]
+    assert told == [
+        "other programs use 95% of 2 cores: times measured now may be too long; records say so"
+    ]
+    marks = {one.measurement.provenance["busy"] for one in answer.compared}
+    assert marks == {"other programs use 95% of 2 cores"}
+
+
+def test_a_plan_without_gpu_asks_for_one_where_there_is_none(
+    tmp_path: Path, fake_device: type[FakeProfiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whichlora.store.gpus.detect_gpus", tuple)
+    path = write_config(tmp_path)
+    path.write_text(path.read_text().replace("gpu: cpu\n", ""))
+    result = CliRunner().invoke(main, ["run", str(path)])
+    assert result.exit_code == 2
+    assert "gpu: is not set, and this machine has no GPU" in result.stderr
+    assert "or set gpu: cpu" in result.stderr
+    assert not fake_device.calls
 
 
 def test_running_out_of_memory_rules_out_larger_batches(

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-from whichlora import api, timing
+from whichlora import timing
 from whichlora.config import load_plan
 from whichlora.databases import Refit, calibrate
 from whichlora.design import Option, Sight, choose
 from whichlora.prediction import forward_features, mean_context, predict, step_features
-from whichlora.profiling import device_of, require_profiler
+from whichlora.profiling import device_of, gpu_of, require_profiler
 from whichlora.results import Measurement
 from whichlora.session import Progress, Session
 from whichlora.specs import RunConfig
@@ -34,7 +34,7 @@ def measure(config: Path, *, budget_s: float, progress: Progress) -> Refit:
         CalibrationError: nothing was measured, and nothing was before.
     """
     plan = load_plan(config)
-    gpu = api.find_gpu(plan.gpu)
+    gpu = gpu_of(plan)
     device_of(gpu)
     require_profiler()
     # a folder of its own: `run.json` beside it is what a later `whichlora run` goes on from

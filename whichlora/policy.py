@@ -58,10 +58,18 @@ class Known:
     Args:
         measured: a run has been made, whatever came of it.
         impossible: it failed, or a smaller one ran out of memory.
+        timed_out: its run was stopped before it told anything: it may still be the answer, and is
+            not run again now.
     """
 
     measured: Flags
     impossible: Flags
+    timed_out: Flags
+
+    @property
+    def settled(self) -> Flags:
+        """Measured, with values that decide."""
+        return self.measured & ~self.timed_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +108,11 @@ def decide(
     in_time = seconds <= contest.most_s * (1 + ROUNDING)
     meets = in_time & (num_bytes <= contest.most_bytes * (1 + ROUNDING)) & ~known.impossible
     served = _per_model(contest, meets)
-    confirmed = _per_model(contest, (meets & known.measured)[:1])[0]
+    confirmed = _per_model(contest, (meets & known.settled)[:1])[0]
     cost = _cost(contest, seconds, num_bytes)
     stands = meets & contest.training & served[:, contest.model]
     cost = np.where(stands, cost, np.inf)
-    settled = known.measured & contest.training & confirmed[contest.model]
+    settled = known.settled & contest.training & confirmed[contest.model]
     best = _best(cost, settled)
     rivals = np.where(settled, np.inf, cost)
     if best is not None:
@@ -182,7 +190,10 @@ def _following(
         if not confirmed[model]:
             to_serve[contest.model == model] = run_s[position]
     needed = to_train + to_serve
-    value = np.where(wins > 0, wins / np.maximum(needed, 1e-9), 0.0)
+    # what timed out is not run again, nor what only an inference that timed out could confirm
+    can_serve = confirmed[contest.model] | np.isin(contest.model, list(serving))
+    is_open = (wins > 0) & ~known.timed_out & (can_serve | ~contest.training)
+    value = np.where(is_open, wins / np.maximum(needed, 1e-9), 0.0)
     if not value.any():
         return None
     target = int(np.argmax(value))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from whichlora.device.busy import busy_cpu, busy_gpu
 from whichlora.errors import ConfigError
 from whichlora.plan import Plan
 from whichlora.specs import GpuSpec
-from whichlora.store.gpus import gpus_here
+from whichlora.store.gpus import detected_gpus, find_gpu
 
 if TYPE_CHECKING:
     from whichlora.device.profile import Profiler
@@ -46,6 +47,33 @@ def require_profiler() -> None:
     Profiler.require_libraries()
 
 
+def gpu_of(plan: Plan) -> GpuSpec:
+    """The device that `plan` is for.
+
+    "auto" means a GPU: on a laptop without one, the CPU is for whoever asks for it by name, since
+    profiling would build models there that it can't hold.
+
+    Raises:
+        ConfigError: an unknown name, or no GPU here where the plan names none.
+    """
+    gpu = find_gpu(plan.gpu)
+    if gpu.kind == "cpu" and plan.gpu.strip().lower() == "auto":
+        raise ConfigError(
+            f"{plan.source}: gpu: is not set, and this machine has no GPU; name the one that the "
+            "plan is for ('whichlora gpus' lists them), or set gpu: cpu for the CPU of this machine"
+        )
+    return gpu
+
+
+def busy(gpu: GpuSpec) -> str:
+    """What else this device works on now, so that its times are not its own; empty where nothing.
+
+    Asked between profiles, when nothing of ours runs.
+    """
+    device = device_of(gpu)
+    return busy_cpu() if device == "cpu" else busy_gpu(int(device.partition(":")[2]))
+
+
 def device_of(gpu: GpuSpec) -> str:
     """The framework's device for `gpu`, if this machine has it.
 
@@ -54,12 +82,12 @@ def device_of(gpu: GpuSpec) -> str:
     """
     if gpu.kind == "cpu":
         return "cpu"
-    here = gpus_here()
+    here = detected_gpus()
     for index, (_, spec) in enumerate(here):
-        if spec.key == gpu.key:
+        if spec is not None and spec.key == gpu.key:
             return f"cuda:{index}"
-    found = ", ".join(device.name for device, _ in here) or "no GPU"
+    names = ", ".join(device.name for device, _ in here) or "no GPU"
     raise ConfigError(
-        f"gpu: {gpu.key} is not in this machine (it has {found}), so nothing can be profiled; "
+        f"gpu: {gpu.key} is not in this machine (it has {names}), so nothing can be profiled; "
         "run this on a machine that has it, or set profile: none for predictions alone"
     )

@@ -71,7 +71,13 @@ class Pursuit:
         self._believed = self.beliefs()
         return decide(
             self.contest,
-            Known(measured=self._flags(self.measured), impossible=self._impossible()),
+            Known(
+                measured=self._flags(self.measured),
+                impossible=self._impossible(),
+                timed_out=self._flags(
+                    i for i, one in self.measured.items() if one.outcome == "timeout"
+                ),
+            ),
             *self._believed,
             self.outlook.run_s(self.calibration),
         )
@@ -138,7 +144,7 @@ class Pursuit:
     def _impossible(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Runs that failed, and those that ask for more than one that ran out of memory."""
         runs = self.runs
-        failed = {i for i, one in self.measured.items() if one.outcome != "ok"}
+        failed = {i for i, one in self.measured.items() if one.outcome not in ("ok", "timeout")}
         too_large = self.out_of_memory()
         if too_large:
             failed |= {

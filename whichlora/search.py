@@ -74,8 +74,8 @@ class Candidate:
 
     Args:
         total_s: whole fine-tuning; None for inference.
-        failure: why it cannot run at all (a failed profile, or a smaller batch that ran out of
-            memory), empty otherwise.
+        failure: why it has no measured values (a failed profile, or a smaller batch that ran out
+            of memory), empty otherwise.
         objective: what ranks it among those that meet the limits.
     """
 
@@ -97,17 +97,27 @@ class Candidate:
         return self.measurement is not None
 
     @property
+    def timed_out(self) -> bool:
+        """Whether its profile was stopped: more time may show that it meets every limit."""
+        return self.measurement is not None and self.measurement.outcome == "timeout"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it cannot run at all."""
+        return bool(self.failure) and not self.timed_out
+
+    @property
     def chance(self) -> float:
         """Probability that every limit is met, taking the limits as independent."""
-        if self.failure:
+        if self.failed:
             return 0.0
         return math.prod(check.chance for check in self.checks)
 
     @property
     def verdict(self) -> Verdict:
-        if self.failure or any(check.verdict == "misses" for check in self.checks):
+        if self.failed or any(check.verdict == "misses" for check in self.checks):
             return "misses"
-        if all(check.verdict == "meets" for check in self.checks):
+        if not self.timed_out and all(check.verdict == "meets" for check in self.checks):
             return "meets"
         return "undecided"
 

@@ -25,7 +25,7 @@ from whichlora.outlook import Outlook
 from whichlora.plan import Plan
 from whichlora.policy import Contest, Decision, tiers
 from whichlora.prediction import predict, step_features
-from whichlora.profiling import open_profiler
+from whichlora.profiling import busy, open_profiler
 from whichlora.pursuit import Pursuit
 from whichlora.resolution import Job, resolve
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
@@ -99,6 +99,7 @@ class Session:
             if record.provenance.get("run_id") == self.run_id:
                 self._resumed.setdefault(record.run, []).append(record)
         self._profiler: Profiler | None = None
+        self._told_busy = False
 
     # --- candidates
 
@@ -267,6 +268,7 @@ class Session:
     def measure(self, pursuit: Pursuit, position: int, decision: Decision | None) -> Measurement:
         """Profile a candidate."""
         run = pursuit.runs[position]
+        load_now = self._busy()
         left = len(pursuit.runs) - len(pursuit.measured)
         if decision is not None:
             left = int((decision.chance_to_win > 0).sum())
@@ -291,11 +293,23 @@ class Session:
         measurement = replace(
             measurement,
             model_config=None if known else dict(circumstances.model_config),
-            provenance={**measurement.provenance, **circumstances.noted()},
+            provenance={
+                **measurement.provenance,
+                **circumstances.noted(),
+                **({"busy": load_now} if load_now else {}),
+            },
         )
         self.log.append(measurement)
         self._records.append(measurement)
         return measurement
+
+    def _busy(self) -> str:
+        """What else the device works on, told the first time."""
+        load_now = busy(self.gpu)
+        if load_now and not self._told_busy:
+            self.progress.say(f"{load_now}: times measured now may be too long; records say so")
+            self._told_busy = True
+        return load_now
 
     def _per_batch(self, run: RunConfig, lengths: Sequence[int], whole_s: float) -> list[float]:
         """What each batch of a profile takes of a training, or a generation, of `whole_s`.

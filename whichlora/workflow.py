@@ -17,7 +17,7 @@ from whichlora.html_report import write_report
 from whichlora.plan import Plan, Prefer
 from whichlora.policy import Decision, StoppedBy
 from whichlora.prediction import predict
-from whichlora.profiling import device_of, require_profiler
+from whichlora.profiling import device_of, gpu_of, require_profiler
 from whichlora.pursuit import Pursuit
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.search import Candidate, accepted, kept_models, predicted_winner
@@ -142,7 +142,7 @@ def run(
     plan = load_plan(config)
     if prefer is not None:
         plan = replace(plan, objective=replace(plan.objective, prefer=prefer))
-    gpu = api.find_gpu(plan.gpu)
+    gpu = gpu_of(plan)
     if plan.profile != "none":
         device_of(gpu)
     if plan.profile != "none" or plan.train:

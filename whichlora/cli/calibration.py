@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from whichlora.cli.faults import goes_on_with
 from whichlora.cli.options import as_json_text, calibration_option, json_option
 
 gpu_option = click.option("--gpu", help="One accelerator; default: every one with records.")
@@ -43,7 +44,8 @@ def calibrate(
         from whichlora import measuring, report
         from whichlora.config import parse_duration
 
-        with report.Progress(quiet=False) as progress:
+        again = ("calibrate", "--measure", str(config), "--budget", budget)
+        with goes_on_with(*again), report.Progress(quiet=False) as progress:
             found = measuring.measure(config, budget_s=parse_duration(budget), progress=progress)
         report.print_refit(found)
     elif ctx.invoked_subcommand is None:

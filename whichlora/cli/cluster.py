@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from whichlora.cli.faults import EXIT_NOTHING_FITS
+from whichlora.cli.faults import EXIT_NOTHING_FITS, goes_on_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +72,8 @@ def plan(config: Path, submit: bool, engine: str, fresh: bool, as_json: bool) ->
         if not as_json:
             report.print_sweep(sweep)
         if submit:
-            found = following.follow(sweep, runner, progress)
+            with goes_on_with("slurm", "resume", str(sweep.run_dir)):
+                found = following.follow(sweep, runner, progress)
     if submit:
         _show(found, as_json=as_json)
 
@@ -127,7 +128,10 @@ def _conclude(
 ) -> None:
     from whichlora import report
 
-    with report.SweepProgress(quiet=as_json) as progress:
+    with (
+        goes_on_with("slurm", "resume", str(run_dir)),
+        report.SweepProgress(quiet=as_json) as progress,
+    ):
         found = act(run_dir, progress)
     _show(found, as_json=as_json)
 

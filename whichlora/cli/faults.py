@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -34,6 +35,16 @@ class Interrupted(OneLine):
     """Ctrl-C."""
 
     exit_code = EXIT_INTERRUPTED
+
+
+@contextmanager
+def goes_on_with(*command: str) -> Iterator[None]:
+    """Ctrl-C in the block names the command that goes on from what is kept by then."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        text = shlex.join(["whichlora", *command])
+        raise Interrupted(f"interrupted; what was measured is kept, go on with: {text}") from None
 
 
 class Group(click.Group):

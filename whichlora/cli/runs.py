@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import click
 
-from whichlora.cli.faults import EXIT_NOTHING_FITS
+from whichlora.cli.faults import EXIT_NOTHING_FITS, goes_on_with
 from whichlora.errors import MeasurementError
 from whichlora.plan import Prefer
 
@@ -39,7 +39,8 @@ def run(config: Path, fresh: bool, prefer: Prefer | None, as_json: bool) -> None
     """
     from whichlora import report, workflow
 
-    with report.Progress(quiet=as_json) as progress:
+    again = ["run", str(config), *(["--prefer", prefer] if prefer else [])]
+    with goes_on_with(*again), report.Progress(quiet=as_json) as progress:
         answer = workflow.run(config, fresh=fresh, prefer=prefer, progress=progress)
     if as_json:
         click.echo(json.dumps(answer.to_dict(), indent=1))

@@ -268,7 +268,7 @@ class PlanFile(_Section):
     models: Names | None = None
     """Models to choose from: hub ids, aliases, or local folders ('./my-model')."""
     gpu: GpuName = "auto"
-    """A key of `whichlora gpus`, a device name, cpu, or auto for the device of this machine."""
+    """A key of `whichlora gpus`, a device name, cpu, or auto for the GPU of this machine."""
     epochs: Positive = 1.0
     """Passes over the training split."""
     collator: Collator = "longest"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ def measure_finetune(
     meter: Meter,
     seq_lens: Sequence[int],
     decisive_s: Sequence[float] = (),
+    *,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Time one optimizer step per length in `seq_lens`, after a warm-up at the longest.
 
@@ -38,6 +40,7 @@ def measure_finetune(
     Args:
         decisive_s: what each step may take; the run ends once the steps clearly take more.
             Without it every step is made.
+        tell: takes what is done now, in words.
 
     Raises:
         MeasurementError: a loss head that can't be profiled.
@@ -51,7 +54,11 @@ def measure_finetune(
     longest = max(seq_lens)
     untimed = [longest] * (2 if meter.needs_extra_run else 1)
     lengths = [*untimed, *seq_lens]
-    timer = _StepTimer(meter, num_untimed=len(untimed), decisive_s=decisive_s)
+    steps = ["warming up", "counting memory"][: len(untimed)]
+    steps += [f"in batch {number} of {len(seq_lens)}" for number in range(1, len(seq_lens) + 1)]
+    timer = _StepTimer(
+        meter, num_untimed=len(untimed), decisive_s=decisive_s, steps=steps, tell=tell
+    )
     watch_moments(model, meter)
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = _Trainer(
@@ -103,19 +110,29 @@ class _StepTimer(TrainerCallback):  # type: ignore[misc]
     training once the timed steps have decided.
     """
 
-    def __init__(self, meter: Meter, *, num_untimed: int, decisive_s: Sequence[float]) -> None:
+    def __init__(
+        self,
+        meter: Meter,
+        *,
+        num_untimed: int,
+        decisive_s: Sequence[float],
+        steps: Sequence[str],
+        tell: Callable[[str], None],
+    ) -> None:
         self.step_s: list[float] = []
         self.warm_up_s = 0.0
         self._meter = meter
         self._num_untimed = num_untimed
         self._decisive_s = decisive_s
+        self._steps, self._tell = steps, tell
         self._end_s = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._end_s = self._meter.now()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if 1 <= state.global_step < self._num_untimed:  # steps completed so far
+        self._tell(self._steps[state.global_step])  # steps completed so far
+        if 1 <= state.global_step < self._num_untimed:
             self._meter.start_extra_run()
         self._meter.enter("layer_forward")
 

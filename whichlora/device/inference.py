@@ -25,6 +25,8 @@ def measure_inference(
     meter: Meter,
     num_batches: int,
     decisive_s: Sequence[float] = (),
+    *,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Time `num_batches` generations after a warm-up; an encoder runs its forward only.
 
@@ -38,6 +40,7 @@ def measure_inference(
     Args:
         decisive_s: what each generation may take; the run ends once they clearly take more, or
             less. Without it every generation is made.
+        tell: takes what is done now, in words.
 
     Raises:
         MeasurementError: a serving engine that is not part of transformers, or a quantiser that
@@ -60,14 +63,17 @@ def measure_inference(
     else:
         generate = _Generation(model, run, meter, input_ids)
 
+    tell("warming up")
     generate()
     timings: list[dict[str, float]] = []
     while len(timings) < num_batches:
+        tell(f"in generation {len(timings) + 1} of {num_batches}")
         timings.append(generate())
         times_s = [timing["generate_s"] for timing in timings]
         if is_enough("inference", times_s, decisive_s):
             break
     if meter.needs_extra_run:
+        tell("counting memory")
         meter.extra_run(generate)
     return {
         field: [timing[field] for timing in timings if field in timing]

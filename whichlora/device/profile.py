@@ -207,7 +207,7 @@ class _Worker:
             self.kill()
             raise
         if hello is None:
-            outcome = self._end()
+            outcome = self._end(f"no answer within {_START_TIMEOUT_S:g} s")
             self.kill()
             raise MeasurementError(
                 f"the profiling worker did not start ({outcome['detail']}); install "
@@ -224,12 +224,15 @@ class _Worker:
             self._process.stdin.flush()
         except BrokenPipeError:
             self._hung_up = True
-            return self._end()
-        message = self._next_message(deadline)
-        if message is None:
-            return self._end(timeout_s)
-        message.pop("event")
-        return message
+            return self._end("")
+        phase = "building the model"
+        while (message := self._next_message(deadline)) is not None:
+            if message.pop("event") != "phase":
+                return message
+            phase = str(message["phase"])
+        return self._end(
+            f"stopped after {timeout_s:g} s, {phase}; raise profile_timeout to measure it"
+        )
 
     def kill(self) -> None:
         """End the process and its children."""
@@ -262,15 +265,19 @@ class _Worker:
                 return None
             self._buffer += chunk
 
-    def _end(self, timeout_s: float = _START_TIMEOUT_S) -> dict[str, Any]:
-        """The outcome of a worker that gave no answer; it is dead afterwards."""
+    def _end(self, late: str) -> dict[str, Any]:
+        """The outcome of a worker that gave no answer.
+
+        Args:
+            late: what to say of one that still works.
+        """
         try:
             # Its pipe closes a moment before the process can be waited for.
             code = self._process.wait(timeout=_HUNG_UP_S if self._hung_up else _EXIT_GRACE_S)
         except subprocess.TimeoutExpired:
             if self._hung_up:
                 return {"outcome": "crashed", "detail": f"hung up: {self._last_log_line()}"}
-            return {"outcome": "timeout", "detail": f"no answer within {timeout_s:g} s"}
+            return {"outcome": "timeout", "detail": late}
         if code == -signal.SIGKILL:
             return {
                 "outcome": "killed",

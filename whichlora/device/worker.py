@@ -12,12 +12,14 @@ import resource
 import select
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from whichlora.device.installed import installed_versions
+
+Tell = Callable[[str], None]  # what the worker does now, for whoever must end it
 
 _PARENT_POLL_S = 1.0
 _LOOKUP_TABLES_BYTES = 2**20  # more than bitsandbytes keeps after its first use: kilobytes
@@ -34,7 +36,12 @@ def main() -> None:
     device = sys.argv[1]
     _say(answers, {"event": "ready", "environment": environment(device)})
     while True:
-        _say(answers, {"event": "result"} | _answer(json.loads(requests.get()), device))
+        request = json.loads(requests.get())
+
+        def tell(phase: str) -> None:
+            _say(answers, {"event": "phase", "phase": phase})
+
+        _say(answers, {"event": "result"} | _answer(request, device, tell))
 
 
 def _private_stdout() -> TextIO:
@@ -67,7 +74,7 @@ def _read_requests(requests: queue.SimpleQueue[bytes]) -> None:
     os._exit(0)
 
 
-def _answer(request: Mapping[str, Any], device: str) -> dict[str, Any]:
+def _answer(request: Mapping[str, Any], device: str, tell: Tell) -> dict[str, Any]:
     """The outcome of one request; whatever the libraries raise is a result."""
     from whichlora.device.meter import Meter
 
@@ -76,7 +83,7 @@ def _answer(request: Mapping[str, Any], device: str) -> dict[str, Any]:
     start_bytes = meter.live_bytes()
     try:
         with _memory_limit(request["memory_limit_bytes"]):
-            payload = {"outcome": "ok"} | _measure(request, device, meter)
+            payload = {"outcome": "ok"} | _measure(request, device, meter, tell)
     except Exception as error:
         detail = " ".join(f"{type(error).__name__}: {error}".split())
         oom = isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(detail)
@@ -91,7 +98,7 @@ def _log(error: BaseException) -> None:
     traceback.print_exception(error, file=sys.stderr)
 
 
-def _measure(request: Mapping[str, Any], device: str, meter: Any) -> dict[str, Any]:
+def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) -> dict[str, Any]:
     import torch
     from accelerate.state import AcceleratorState
 
@@ -104,15 +111,18 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any) -> dict[str, A
     run = RunConfig.from_dict(request["run"])
     # of every run: that of the last one must not stay
     torch.set_float32_matmul_precision("high" if run.precision == "tf32" else "highest")
+    tell("building the model")
     model = build_model(
         run, request["model_config"], device=device, target_modules=request["target_modules"]
     )
     meter.forget_peak()
     fields: dict[str, Any]
     if run.phase == "inference":
-        fields = measure_inference(model, run, meter, request["num_batches"], request["decisive_s"])
+        number = request["num_batches"]
+        fields = measure_inference(model, run, meter, number, request["decisive_s"], tell=tell)
     else:
-        fields = measure_finetune(model, run, meter, request["seq_lens"], request["decisive_s"])
+        lengths = request["seq_lens"]
+        fields = measure_finetune(model, run, meter, lengths, request["decisive_s"], tell=tell)
     return fields
 
 

@@ -225,6 +225,15 @@ def _cpu_here() -> GpuSpec:
     return replace(known, memory_bytes=prior.memory_bytes) if known else prior
 
 
+def detected_gpus() -> list[tuple[DetectedDevice, GpuSpec | None]]:
+    """Every GPU that a program started here would see, and what it is, None where no file says.
+
+    Raises:
+        MeasurementError: the driver does not answer.
+    """
+    return [(device, _described(device)) for device in detect_gpus()]
+
+
 def gpus_here() -> list[tuple[DetectedDevice, GpuSpec]]:
     """Every GPU that a program started here would see, and what it is.
 
@@ -232,7 +241,7 @@ def gpus_here() -> list[tuple[DetectedDevice, GpuSpec]]:
         ConfigError: one that no file describes.
         MeasurementError: the driver does not answer.
     """
-    return [(device, _described(device)) for device in detect_gpus()]
+    return [(device, _require_described(device)) for device in detect_gpus()]
 
 
 def _gpu_here() -> GpuSpec:
@@ -244,20 +253,28 @@ def _gpu_here() -> GpuSpec:
                 "pass --gpu with a key of 'whichlora gpus', or cpu"
             )
         return _cpu_here()
-    return _described(detected[0])
+    return _require_described(detected[0])
 
 
-def _described(device: DetectedDevice) -> GpuSpec:
+def _described(device: DetectedDevice) -> GpuSpec | None:
+    """The board on file that a detected GPU is, None where no file describes it."""
     specs = [spec for key in _keys_named(device.name) if (spec := _load(key))]
     off = {spec.key: abs(device.memory_bytes / spec.memory_bytes - 1) for spec in specs}
     specs = [spec for spec in specs if off[spec.key] <= _SAME_BOARD_FRACTION]
-    if not specs:
+    return min(specs, key=lambda spec: off[spec.key]) if specs else None
+
+
+def _require_described(device: DetectedDevice) -> GpuSpec:
+    spec = _described(device)
+    if spec is None:
+        own_file = user_calibration_folder() / gpu_key(device.name) / "gpu.json"
         raise ConfigError(
             f"auto: no file describes the {device.name} with {format_bytes(device.memory_bytes)} "
-            f"of this machine; pass --gpu with a key of 'whichlora gpus', or add "
-            f"{user_calibration_folder() / gpu_key(device.name) / 'gpu.json'}"
+            "of this machine; name a GPU like it (gpu: in a plan, --gpu elsewhere; 'whichlora "
+            f"gpus' lists them), or describe it in {own_file}, after the gpu.json of a GPU like it "
+            f"in {data_folder('calibration')}"
         )
-    return min(specs, key=lambda spec: off[spec.key])
+    return spec
 
 
 def _roots() -> tuple[Path, Path]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from whichlora.config import load_plan
 from whichlora.plan import Plan
+from whichlora.profiling import device_of, gpu_of
 from whichlora.slurm.discovery import GpuGroup
 from whichlora.slurm.states import TaskState
 from whichlora.store.gpus import find_gpu, gpus_here
@@ -31,6 +32,8 @@ class LocalEngine:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def find_groups(self, plan: Plan) -> tuple[list[GpuGroup], list[str]]:
+        if not gpus_here():
+            device_of(gpu_of(plan))  # the CPU is for whoever asks for it
         keys = [key for _, key in _devices()]
         return [
             GpuGroup(

@@ -13,6 +13,7 @@ from typing import Any
 
 from whichlora import api
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.profiling import busy
 from whichlora.results import SCHEMA_VERSION, Measurement, Outcome
 from whichlora.reuse import Circumstances, model_digest
 from whichlora.specs import RunConfig
@@ -176,6 +177,11 @@ def _profile(tasks_file: Path, tasks: TaskList, index: int) -> Measurement:
         return known
     pretended = tasks.pretend_memory_bytes
     gpu = api.find_gpu(tasks.gpu if pretended else "auto")
+    if gpu.kind == "cpu" and gpu.key != tasks.gpu:
+        raise ConfigError(
+            f"{tasks_file}: its tasks are for {tasks.gpu}, and {platform.node()} has no GPU; run "
+            "them where one is, or plan with gpu: cpu"
+        )
     job = os.environ.get("SLURM_ARRAY_JOB_ID")
     start = {
         "schema_version": SCHEMA_VERSION,
@@ -188,6 +194,7 @@ def _profile(tasks_file: Path, tasks: TaskList, index: int) -> Measurement:
     }
     write_object(started_file(tasks_file, tasks, index), start)
     task = tasks.tasks[index]
+    load_now = "" if pretended else busy(gpu)
     profiler = Profiler(
         gpu=gpu.key,
         device="cpu" if pretended or gpu.kind == "cpu" else "cuda:0",
@@ -214,7 +221,11 @@ def _profile(tasks_file: Path, tasks: TaskList, index: int) -> Measurement:
     measurement = replace(
         measurement,
         model_config=_unknown_config(tasks, task),
-        provenance={**measurement.provenance, **noted},
+        provenance={
+            **measurement.provenance,
+            **noted,
+            **({"busy": load_now} if load_now else {}),
+        },
     )
     MeasurementLog(tasks.calibration_dir, gpu.key, tasks.name(index)).append(measurement)
     return measurement
