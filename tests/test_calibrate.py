@@ -28,7 +28,6 @@ from whichlora.sharing import remote, union
 from whichlora.sharing.physics import impossible
 from whichlora.sharing.table import format_table, read_table
 from whichlora.specs import RunConfig
-from whichlora.store import measurements
 from whichlora.store.measurements import MeasurementLog, read_measurements
 from whichlora.store.paths import data_folder
 from whichlora.store.record import MAX_LINE_BYTES
@@ -295,7 +294,7 @@ def test_an_exported_table_is_read_back_as_the_same_records(tmp_path: Path) -> N
     path.write_text(format_table(records), encoding="utf-8")
     table = read_table(path, find_model=api.load_model, find_gpu=api.find_gpu)
     assert table.refused == []
-    assert list(table.records) == records
+    assert list(table.records) == list(records)
 
 
 def test_every_shipped_record_is_possible_and_comes_back_from_a_table(tmp_path: Path) -> None:
@@ -304,9 +303,64 @@ def test_every_shipped_record_is_possible_and_comes_back_from_a_table(tmp_path: 
     path.write_text(format_table(records), encoding="utf-8")
     table = read_table(path, find_model=api.load_model, find_gpu=api.find_gpu)
     assert table.refused == []
-    # a table names the settings that older records lack: still the same records
-    both = [(one, "shipped") for one in records] + [(one, "table") for one in table.records]
-    assert measurements.union(both) == records
+    assert list(table.records) == list(records)
+
+
+TEXTS = st.text(max_size=12) | st.sampled_from(["=1+1", "'=x", "-1", "+2e3", "\t@x", "null", " a "])
+BASE = a_record()
+SECONDS = st.floats(1.0, 1e5, allow_nan=False)
+GROUPS = st.dictionaries(TEXTS, TEXTS | st.none() | st.integers() | st.booleans(), max_size=3)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_every_field_of_every_outcome_comes_back_from_a_table(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    times = st.lists(SECONDS, max_size=3).map(tuple)
+    size = st.none() | st.integers(0, 10**15 - 1)
+    config = BASE.config | {"prepare_kbit": data.draw(st.none() | st.booleans())}
+    optional = data.draw(st.sets(st.sampled_from(["bias", "attn", "libraries", "use_reentrant"])))
+    record = replace(
+        BASE,
+        config={name: value for name, value in config.items() if name not in optional},
+        outcome=data.draw(st.sampled_from(["oom", "crashed", "killed", "timeout", "error"])),
+        detail=data.draw(TEXTS),
+        step_s=data.draw(times),
+        batch_seq_len=data.draw(st.lists(st.integers(1, 10**9 - 1), max_size=3).map(tuple)),
+        generate_s=data.draw(times),
+        prefill_s=data.draw(times),
+        decode_s_per_token=data.draw(st.lists(st.floats(0, 1), max_size=3).map(tuple)),
+        peak_allocated_bytes=data.draw(size),
+        device_used_bytes=data.draw(size),
+        moment_peak_bytes=data.draw(st.dictionaries(TEXTS, st.integers(0, 10**14), max_size=3)),
+        largest_blocks_bytes=data.draw(st.lists(st.integers(0, 10**14), max_size=3).map(tuple)),
+        device_s=data.draw(st.floats(0, 1e6)),
+        warm_up_s=data.draw(st.floats(0, 1e6)),
+        environment=data.draw(GROUPS),
+        provenance=data.draw(GROUPS),
+    )
+    path = tmp_path_factory.mktemp("tables") / "table.csv"
+    path.write_bytes(format_table([record]).encode())
+    table = read_table(path, find_model=api.load_model, find_gpu=api.find_gpu)
+    assert list(table.records) == [record], table.refused
+
+
+def test_no_cell_of_an_exported_table_is_a_formula(tmp_path: Path) -> None:
+    bad = ["=cmd|'/C calc'!A0", "+1+cmd", "-1+1", "@SUM(A1)", "\t=1", "\r=1"]
+    records = [
+        a_record(n, detail=text, outcome="error", environment={"driver": text}, id=f"run-{n}")
+        for n, text in enumerate(bad)
+    ]
+    rows = list(csv.reader(io.StringIO(format_table(records), newline="")))
+    assert not [cell for row in rows for cell in row if cell[:1] in tuple("=+-@\t\r")]
+
+
+def test_a_database_knows_the_records_of_its_own_table(tmp_path: Path, root: Path) -> None:
+    shipped = read_measurements([data_folder("calibration")], GPU)
+    a_database(root, [*shipped[:20], a_record(1, outcome="oom", detail="=1", provenance={})])
+    done("export", tmp_path / "all.csv")
+    assert done("import", tmp_path / "all.csv") == "21 records were here already\n"
 
 
 def test_a_record_with_its_own_model_survives_a_table(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.exports import FORMATS, Recipe
 from whichlora.exports.skypilot import ACCELERATORS
 from whichlora.exports.yaml import yaml_text
+from whichlora.installation import Installation
 from whichlora.results import SCHEMA_VERSION
 from whichlora.specs import RunConfig
 from whichlora.store.gpus import list_gpus
@@ -35,7 +36,12 @@ def whichlora(*args: str) -> Result:
 
 
 @pytest.mark.parametrize("to", [one for one in FORMATS if one != "transformers"])
-def test_an_export_is_written_word_for_word(to: str) -> None:
+def test_an_export_is_written_word_for_word(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = Installation(
+        command="pip install ~/'whichlora-source[profile]'",
+        uploads={"~/whichlora-source": "/home/me/whichlora"},
+    )
+    monkeypatch.setattr("whichlora.exports.skypilot.installation", lambda extra: checkout)
     files = FORMATS[to](recipe()).files
     for name in files:
         if name == "train.py":

@@ -89,6 +89,27 @@ def written(folder: Path, values: dict[str, Any]) -> Path:
     return write_report(folder)
 
 
+HOSTILE = "</script><img src=x onerror='window.hurt=1'><svg onload='window.hurt=1'>"
+
+
+def test_names_and_reasons_of_a_stranger_run_no_code(browser: Any, tmp_path: Path) -> None:
+    values = answer_values(basis=HOSTILE, tokens=HOSTILE, explanation=[HOSTILE, HOSTILE])
+    hostile = {"model": HOSTILE, "name": HOSTILE, "variant": HOSTILE, "reason": HOSTILE}
+    for one in [*values["inference"], *values["finetune"], *values["side_by_side"]]:
+        one.update(hostile | {"gpu": HOSTILE, "breakdown": {HOSTILE: 2**30}})
+    for row in values["comparison"]:
+        row["name"] = HOSTILE
+    values |= {"winner": values["finetune"][0], "front": [], "gpu": HOSTILE}
+    opened = Opened(browser, written(tmp_path, values))
+    opened.draw_all()
+    opened.page.query_selector("#plane-finetune .scatterlayer .point").hover(force=True)
+    opened.page.wait_for_selector("#plane-finetune .hovertext")
+    assert opened.page.evaluate("window.hurt") is None
+    assert opened.count("img, main > svg, td svg, [onload], [onerror]") == 0
+    assert "<img src=x onerror='window.hurt=1'>" in opened.page.text_content("#table tbody td")
+    assert opened.faults == []
+
+
 def test_nothing_is_asked_for_but_the_file_itself(opened: Opened) -> None:
     opened.draw_all()
     assert [url for url in opened.requests if not url.startswith(("data:", "blob:"))] == [

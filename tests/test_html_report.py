@@ -136,6 +136,15 @@ def test_a_hostile_name_stays_text(tmp_path: Path, hostile: str) -> None:
     assert page.data["points"][-1]["model"] == hostile
 
 
+def test_what_a_terminal_or_a_reader_would_not_see_is_shown_as_its_escape(tmp_path: Path) -> None:
+    hidden = "a\x1b[2Jb\u202ec\x00"
+    values = answer_values(basis=hidden, explanation=[hidden, hidden])
+    values["finetune"][0]["model"] = values["winner"]["model"] = hidden
+    page = page_of(tmp_path, values)
+    assert r"a\x1b[2Jb\u202ec\x00" in page.text
+    assert not set(hidden) - set("abc[2J") & set((tmp_path / "report.html").read_text())
+
+
 @given(name=st.text(max_size=40))
 def test_any_text_comes_back_from_the_data_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, name: str

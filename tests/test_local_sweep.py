@@ -296,6 +296,7 @@ def test_an_own_setup_takes_the_place_of_the_installation(tmp_path: Path) -> Non
     sweep = plan(write_config(tmp_path, slurm=own), SkyPilotEngine(), name="skypilot")
     task = read_yaml(sweep.run_dir / sweep.arrays[0].script)
     assert task["setup"].splitlines() == own["setup"]
+    assert list(task["file_mounts"]) == ["~/whichlora/tasks"]
 
 
 def test_what_a_cloud_task_measured_joins_into_the_recommendation(tmp_path: Path) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import csv
 import io
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
+from whichlora.cli import main
 from whichlora.report.live import SweepProgress
 from whichlora.report.progress import Progress
-from whichlora.report.terminal import print_table, say
+from whichlora.report.sheet import as_csv
+from whichlora.report.terminal import new_table, open_console, print_table, say
 from whichlora.specs import RunConfig
 from whichlora.sweep.following import TaskStatus
 from whichlora.sweep.state import Array
+from whichlora.text import from_csv_cell
 
 MODELS = ("HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.1-8B")
 
@@ -165,3 +171,45 @@ def test_the_line_of_a_profile_keeps_its_clock_on_a_narrow_terminal(width: int) 
     assert "0:00:00" in text
     assert "1 candidate open" in text
     assert "…" not in text
+
+
+HIDDEN = "a\x1b[31mred\x1b]0;title\x07\u202eb\rc\x9bd"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_text_moves_no_cursor_and_hides_nothing(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    console = open_console()
+    say(console, HIDDEN)
+    print_table(console, ("model", "n"), [(HIDDEN, "1\n2")], title=HIDDEN, caption=HIDDEN)
+    table = new_table("model")
+    table.add_row(HIDDEN)
+    console.print(table)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())  # colours of our own
+    assert not [line for line in text.splitlines() if not line.isprintable()]
+    assert r"\x1b[31mred" in text
+    assert not re.search(r"\x1b\[[0-9;]*31", stream.getvalue())
+
+
+def test_an_error_about_a_hidden_name_shows_what_it_holds() -> None:
+    result = CliRunner().invoke(main, ["estimate", "x/a\x1b[2Jb\u202e", "--gpu", "l4-24gb"])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+a", "-a", "@a", "\ta", "\ra", "'a", "''", "'=a"])
+def test_a_cell_that_starts_a_formula_is_text_and_comes_back(text: str) -> None:
+    (row,) = csv.reader(io.StringIO(as_csv([{"a": text}]).partition("\n")[2], newline=""))
+    assert row[0].startswith("'")
+    assert from_csv_cell(row[0]) == text
+
+
+@pytest.mark.parametrize("cell", [-1.5, "-1.5", "+2e-3", "text", "a=b", "'tis"[1:]])
+def test_numbers_and_plain_texts_of_a_table_stay_as_they_are(cell: object) -> None:
+    assert as_csv([{"a": cell}]) == f"a\n{cell}\n"

@@ -212,7 +212,7 @@ def export_records(
             "there is"
         )
     if path.suffix == ".csv":
-        data = format_table(records).encode()
+        data = format_table(records).encode(errors="backslashreplace")  # half a surrogate pair
     else:
         data = b"".join(encode_record(one, f"record {one.id}") for one in records)
     write_bytes(path, data)

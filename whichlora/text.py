@@ -1,8 +1,12 @@
-"""Text of a user on its way into a file that something else reads: code, YAML, a shell script."""
+"""Text of a user on its way to something that acts on it: code, a shell, a sheet, a terminal."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import re
+from collections.abc import Iterable, Sequence
 
 from whichlora.errors import ConfigError
 
@@ -24,6 +28,55 @@ def require_printable(setting: str, text: str) -> str:
             "seen; rename it"
         )
     return text
+
+
+def visible(text: str, *, keep: str = "") -> str:
+    """`text` for people: what a terminal would act on or hide stands as its escape.
+
+    Args:
+        keep: characters that stay all the same, such as a line end.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character in keep else ascii(character)[1:-1]
+        for character in text
+    )
+
+
+# Excel, LibreOffice and Google Sheets take a cell that begins so for a formula.
+_FORMULA = re.compile(r"[=+\-@\t\r]")
+_NUMBER = re.compile(r"[+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?")
+
+
+def csv_cell(text: str) -> str:
+    """`text` as a cell that no spreadsheet runs; `from_csv_cell` gives it back.
+
+    An apostrophe in front marks it as text, there and for us; a text that begins with one gets
+    another. A number keeps its sign.
+    """
+    if text.startswith("'") or (_FORMULA.match(text) and not _NUMBER.fullmatch(text)):
+        return f"'{text}"
+    return text
+
+
+def csv_text(rows: Iterable[Sequence[object]]) -> str:
+    """`rows` as CSV that no spreadsheet runs; numbers stay numbers."""
+    text = io.StringIO()
+    plain = csv.writer(text, lineterminator="\n")
+    quoted = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL)
+    for row in rows:
+        cells = [csv_cell(cell) if isinstance(cell, str) else cell for cell in row]
+        # with this line end the writer does not quote a carriage return, which no reader takes
+        returns = any(isinstance(cell, str) and "\r" in cell for cell in cells)
+        (quoted if returns else plain).writerow(cells)
+    return text.getvalue()
+
+
+def from_csv_cell(cell: str) -> str:
+    """The inverse of `csv_cell`; another cell with an apostrophe in front stays as it is."""
+    escaped = cell[:1] == "'" and (cell[1:2] == "'" or _FORMULA.match(cell[1:]))
+    return cell[1:] if escaped else cell
 
 
 def quoted(text: str) -> str:

@@ -8,6 +8,7 @@ import click
 
 from whichlora.cli.faults import goes_on_with
 from whichlora.cli.options import as_json_text, calibration_option, json_option
+from whichlora.text import visible
 
 gpu_option = click.option("--gpu", help="One accelerator; default: every one with records.")
 
@@ -129,7 +130,7 @@ def export(path: Path, gpu: str | None, calibration_dir: Path | None) -> None:
     from whichlora import databases
 
     count = databases.export_records(path, gpu, calibration_dir=calibration_dir)
-    click.echo(f"{path}: {count} records")
+    click.echo(visible(f"{path}: {count} records"))
 
 
 @calibrate.command()
@@ -175,4 +176,4 @@ def push(url: str, calibration_dir: Path | None) -> None:
     from whichlora import databases
 
     count = databases.push_records(url, calibration_dir=calibration_dir)
-    click.echo(f"{url}: {count} new records")
+    click.echo(visible(f"{url}: {count} new records"))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from whichlora.cli.faults import EXIT_NOTHING_FITS, goes_on_with
+from whichlora.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -167,6 +168,5 @@ def profile_task(tasks: Path, indices: tuple[int, ...], calibration_dir: Path | 
     from whichlora.sweep.tasks import profile_task as profile
 
     for measurement in profile(tasks, indices, calibration_dir=calibration_dir):
-        click.echo(
-            f"{report.describe(measurement.run)}: {measurement.outcome} on {measurement.gpu}"
-        )
+        run, outcome = report.describe(measurement.run), measurement.outcome
+        click.echo(visible(f"{run}: {outcome} on {measurement.gpu}"))

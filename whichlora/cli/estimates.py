@@ -21,6 +21,7 @@ from whichlora.cli.options import (
 from whichlora.cli.settings import maximised, one_run, run_options, run_settings
 from whichlora.errors import ConfigError
 from whichlora.results import SCHEMA_VERSION
+from whichlora.text import visible
 
 
 @click.command()
@@ -131,7 +132,7 @@ def explain(
     from whichlora import report
 
     if as_markdown:
-        click.echo(report.explanation_markdown(found), nl=False)
+        click.echo(visible(report.explanation_markdown(found), keep="\n"), nl=False)
     else:
         report.print_explanation(found)
 

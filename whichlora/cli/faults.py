@@ -10,6 +10,7 @@ from typing import IO, Any
 import click
 
 from whichlora.errors import InfeasibleError, WhichLoraError
+from whichlora.text import visible
 
 EXIT_NOTHING_FITS = 1
 EXIT_BAD_REQUEST = 2
@@ -22,7 +23,7 @@ class OneLine(click.ClickException):
     exit_code = EXIT_BAD_REQUEST
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(self.message, err=True)
+        click.echo(visible(self.message, keep="\n"), err=True)
 
 
 class NothingFits(OneLine):

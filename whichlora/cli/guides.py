@@ -16,6 +16,7 @@ from whichlora.cli.options import (
     words,
 )
 from whichlora.cli.settings import plain_settings, run_options
+from whichlora.text import visible
 
 
 @click.command()
@@ -75,6 +76,6 @@ def guide(
     if as_json:
         click.echo(as_json_text("guide", [row.to_row() for row in rows]))
     elif output is not None:
-        click.echo(f"{report.write_guide(output, rows)}: {len(rows)} rows")
+        click.echo(visible(f"{report.write_guide(output, rows)}: {len(rows)} rows"))
     else:
         report.print_guide(rows)

@@ -12,6 +12,7 @@ import click
 from whichlora.cli.faults import EXIT_NOTHING_FITS, goes_on_with
 from whichlora.errors import MeasurementError
 from whichlora.plan import Prefer
+from whichlora.text import visible
 
 ImageFormat = Literal["png", "svg"]
 
@@ -78,7 +79,7 @@ def report(run_dir: Path, output: Path | None, image_format: ImageFormat | None)
 
     if image_format is not None:
         html_report.require_images()
-    click.echo(f"report: {html_report.write_report(run_dir, output)}")
+    click.echo(visible(f"report: {html_report.write_report(run_dir, output)}"))
     if image_format is not None:
         for path in html_report.write_images(run_dir, image_format):
-            click.echo(f"figure: {path}")
+            click.echo(visible(f"figure: {path}"))

@@ -8,6 +8,7 @@ from whichlora.errors import ConfigError
 from whichlora.exports import transformers
 from whichlora.exports.recipe import Export, Recipe
 from whichlora.exports.yaml import yaml_text
+from whichlora.installation import installation
 
 FILE = "sky.yaml"
 # Our keys by SkyPilot's names (its catalogs, 0.14); it doesn't tell boards of one name apart.
@@ -56,11 +57,13 @@ def export(recipe: Recipe) -> Export:
             f"{', '.join(ACCELERATORS)}"
         )
     script = transformers.export(recipe)
+    install = installation("profile")
     task: dict[str, Any] = {
         "name": "whichlora",
         "resources": {"accelerators": f"{ACCELERATORS[recipe.gpu]}:1"},
         "workdir": ".",
-        "setup": 'pip install "whichlora[profile]"\n',
+        **({"file_mounts": dict(install.uploads)} if install.uploads else {}),
+        "setup": f"{install.command}\n",
         "run": f"{script.command}\n",
     }
     command = f"sky launch {FILE}"

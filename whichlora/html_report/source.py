@@ -10,6 +10,7 @@ from typing import Any
 from whichlora.errors import DataFileError
 from whichlora.results import SCHEMA_VERSION
 from whichlora.store.jsonfiles import check_schema_version, read_object
+from whichlora.text import visible
 
 STAGES = ("cold", "before", "after")  # of a prediction: datasheet, when chosen, last refit
 
@@ -133,7 +134,7 @@ def read_source(place: Path) -> Source:
         raise DataFileError(
             f"{place}: has no answer.json; give the output directory of a finished `whichlora run`"
         )
-    values = read_object(path)
+    values = _all_visible(read_object(path))
     check_schema_version(values, SCHEMA_VERSION, str(path))
     try:
         return _source(values)
@@ -142,6 +143,15 @@ def read_source(place: Path) -> Source:
             f"{path}: is not an answer of whichlora run ({type(error).__name__}: {error}); "
             "write it again with `whichlora run`"
         ) from None
+
+
+def _all_visible(value: Any) -> Any:
+    """`value` of a JSON file, which anybody may have written, with every text as people see it."""
+    if isinstance(value, dict):
+        return {visible(key): _all_visible(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_all_visible(item) for item in value]
+    return visible(value) if isinstance(value, str) else value
 
 
 def _source(values: Mapping[str, Any]) -> Source:

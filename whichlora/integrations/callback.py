@@ -24,6 +24,7 @@ from whichlora.prediction import predict, step_features, time_interval
 from whichlora.resolution import Job
 from whichlora.results import Interval, Measurement, Prediction
 from whichlora.store.measurements import MeasurementLog
+from whichlora.text import visible
 from whichlora.units import format_bytes, format_seconds
 
 MAX_RECORDED_STEPS = 64
@@ -385,7 +386,7 @@ def _off(predicted: float, actual: float) -> str:
 
 
 def _to_stderr(line: str) -> None:
-    print(f"whichlora: {line}", file=sys.stderr, flush=True)
+    print(visible(f"whichlora: {line}"), file=sys.stderr, flush=True)
 
 
 __all__ = ["Forecast", "WhichLoRACallback", "announcement"]

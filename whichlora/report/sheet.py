@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from whichlora.report.terminal import new_table
+from whichlora.text import csv_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,10 +47,6 @@ def as_markdown(sheet: Sheet) -> str:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """`rows`, which have the same columns, below their names; empty without rows."""
-    text = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return text.getvalue()
+    """`rows`, which have the same columns, below their names; no cell is a formula."""
+    names = list(rows[0]) if rows else []
+    return csv_text([names, *([row[name] for name in names] for row in rows)]) if rows else ""

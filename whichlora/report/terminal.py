@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from whichlora.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.segment import Segment
     from rich.table import Table
 
 MAX_REASONS = 12
@@ -18,9 +21,19 @@ PLAIN_WIDTH = 160  # of output that is not a terminal: nothing is cut off
 def open_console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
+    class VisibleConsole(Console):
+        """A console on which text can't move the cursor, change colours or hide."""
+
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                if segment.control:
+                    yield segment
+                else:
+                    yield segment._replace(text=visible(segment.text, keep="\n"))
+
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PLAIN_WIDTH
-    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+    return VisibleConsole(stderr=stderr, width=width, highlight=False, soft_wrap=False)
 
 
 def new_table(*columns: str, right: Iterable[str] = ()) -> Table:
@@ -77,7 +90,7 @@ def print_table(
     """
     from rich.text import Text
 
-    kept = {name: [row[i] for row in rows] for i, name in enumerate(columns)}
+    kept = {name: [visible(row[i]) for row in rows] for i, name in enumerate(columns)}
     lifted, missing = _narrow(kept, console.width, lift, spare)
     said = "; ".join(f"{name}: {cell}" for name, cell in lifted.items() if cell not in ("", "-"))
     if title or said:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import hashlib
-import io
 import json
 import math
 import re
@@ -21,6 +20,7 @@ from whichlora.results import Measurement
 from whichlora.sharing.physics import impossible
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.record import MAX_LINE_BYTES, encode_record
+from whichlora.text import csv_text, from_csv_cell
 from whichlora.units import parse_bytes
 
 MAX_ROWS = 1_000_000
@@ -32,19 +32,24 @@ QUANTITIES: dict[str, tuple[str, str, bool]] = {
     "decode_per_token": ("decode_s_per_token", "time", True),
     "generate": ("generate_s", "time", True),
     "device_time": ("device_s", "time", False),
+    "warm_up": ("warm_up_s", "time", False),
     "peak_allocated": ("peak_allocated_bytes", "bytes", False),
     "peak_reserved": ("peak_reserved_bytes", "bytes", False),
     "device_used": ("device_used_bytes", "bytes", False),
 }
+MAY_BE_ZERO = ("prefill", "decode_per_token", "device_time", "warm_up")  # as in a record
 SETTINGS = tuple(field.name for field in dataclasses.fields(RunConfig))
 PLAIN = ("id", "gpu", "date", "outcome", "detail", "source", "batch_seq_len", "model_config")
-FREE = ("environment", "provenance")  # any column below them: environment.driver
+COUNTED = ("moment_peak_bytes", "largest_blocks_bytes")  # as a record has them
+# Any column below them: environment.driver. The bare name holds the whole as JSON.
+FREE = ("environment", "provenance")
 # A default there would be a guess about what was measured.
 _REQUIRED = ("model", "gpu", "phase", "batch_size", "date")
 _REQUIRED_IN = {
     "finetune": ("method", "seq_len", "precision", "gradient_checkpointing"),
     "inference": ("prompt_len", "max_new_tokens", "precision"),
 }
+NOTHING = "null"  # a setting that a record states to be none, unlike one that it lacks
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0}
 _HEADER = re.compile(r"([a-z_.]+?)(?:_|\s*[\[(]\s*)([A-Za-zµ]+)\s*[\])]?")
 _CELL = re.compile(r"([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]*)")
@@ -142,7 +147,7 @@ def _rows(path: Path) -> Iterator[tuple[list[str], int]]:
     try:
         for cells in reader:
             if any(cell.strip() for cell in cells):
-                yield [cell.strip() for cell in cells], reader.line_num
+                yield cells, reader.line_num
     except OSError as error:
         raise DataFileError(f"{path}: can't be read ({error.strerror}); check the file") from None
     except (csv.Error, UnicodeDecodeError) as error:
@@ -152,10 +157,10 @@ def _rows(path: Path) -> Iterator[tuple[list[str], int]]:
 
 
 def _columns(header: Sequence[str], where: str) -> list[Column]:
-    known = {*SETTINGS, *PLAIN, *QUANTITIES, "tokens_per_s"}
+    known = {*SETTINGS, *PLAIN, *COUNTED, *QUANTITIES, "tokens_per_s"}
     known |= {f"{name}_unit" for name in QUANTITIES}
     columns = []
-    for text in header:
+    for text in map(str.strip, header):
         if text in known or text.partition(".")[0] in FREE:
             columns.append(Column(text))
             continue
@@ -172,7 +177,7 @@ def _columns(header: Sequence[str], where: str) -> list[Column]:
         columns.append(Column(match[1], match[2]))
     names = [column.name for column in columns]
     missing = [name for name in _REQUIRED if name not in names]
-    if not any(name == "source" or name.startswith("provenance.") for name in names):
+    if not any(name == "source" or name.partition(".")[0] == "provenance" for name in names):
         missing.append("source")
     twice = [name for name in names if names.count(name) > 1]
     if missing or twice:
@@ -187,11 +192,16 @@ def _row(columns: Sequence[Column], cells: Sequence[str]) -> dict[str, str]:
         raise ConfigError(
             f"has {len(cells)} cells, the header names {len(columns)} columns; correct it"
         )
-    row = {column.name: cell for column, cell in zip(columns, cells, strict=True) if cell}
+    row = {
+        column.name: from_csv_cell(cell if column.name == "detail" else cell.strip())
+        for column, cell in zip(columns, cells, strict=True)
+        if cell
+    }
+    row = {name: cell for name, cell in row.items() if cell}
     needed = [*_REQUIRED, *_REQUIRED_IN.get(row.get("phase", ""), ())]
     if "method" in row and row["method"] != "full":
         needed.append("r")
-    if not any(name.startswith("provenance.") for name in row):
+    if not any(name.partition(".")[0] == "provenance" for name in row):
         needed.append("source")
     for name in needed:
         if name not in row:
@@ -203,6 +213,9 @@ def _record(row: Mapping[str, str], columns: Sequence[Column], gpu: GpuSpec) -> 
     hints = get_type_hints(RunConfig)
     config = {name: _setting(name, row[name], hints[name]) for name in SETTINGS if name in row}
     run = RunConfig.from_dict(config)
+    settings = run.to_dict()
+    if "id" in row:  # of a record, which a later release must not lengthen
+        settings = {name: settings[name] for name in config}
     values: dict[str, Any] = {
         field: _quantity(row, column)
         for column in columns
@@ -216,14 +229,17 @@ def _record(row: Mapping[str, str], columns: Sequence[Column], gpu: GpuSpec) -> 
         values["step_s"] = tuple(tokens / rate for rate in _numbers("tokens_per_s", row))
     if "batch_seq_len" in row:
         values["batch_seq_len"] = tuple(int(n) for n in _numbers("batch_seq_len", row))
+    values |= {name: _counted(name, row[name]) for name in COUNTED if name in row}
     outcome = row.get("outcome", "ok")
     if outcome == "ok" and not values:
         raise ConfigError(f"nothing was measured; give one of {', '.join(QUANTITIES)}")
     free: dict[str, dict[str, Any]] = {name: {} for name in FREE}
     for name, cell in row.items():
         group, dot, key = name.partition(".")
-        if dot and group in FREE:
+        if group in FREE and dot:
             free[group][key] = _decode(cell)
+        elif group in FREE:
+            free[group] |= _object(name, cell)
     if "source" in row:
         free["provenance"]["source"] = row["source"]
     if "model_config" in row:
@@ -232,7 +248,7 @@ def _record(row: Mapping[str, str], columns: Sequence[Column], gpu: GpuSpec) -> 
         id=row.get("id", ""),
         gpu=gpu.key,
         date=row["date"],
-        config=run.to_dict(),
+        config=settings,
         outcome=outcome,  # type: ignore[arg-type]  # checked when it is encoded
         detail=row.get("detail", ""),
         environment=free["environment"],
@@ -308,7 +324,7 @@ def _quantity(row: Mapping[str, str], column: Column) -> Any:
             value = float(match[1]) * (factors.pop() or 0.0)
         except ValueError:
             value = -1.0
-        if not (0 < value < math.inf or (value == 0 and name == "device_time")):
+        if not (0 < value < math.inf or (value == 0 and name in MAY_BE_ZERO)):
             raise ConfigError(f"{name}: {cell[:40]!r} is not above 0, or beyond any number")
         found.append(value)
     if kind == "bytes":
@@ -320,6 +336,8 @@ def _setting(name: str, cell: str, hint: Any) -> Any:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         (hint,) = (one for one in get_args(hint) if one is not type(None))
+        if cell == NOTHING:
+            return None
         return _setting(name, cell, hint)
     if hint is bool:
         words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -332,9 +350,23 @@ def _setting(name: str, cell: str, hint: Any) -> Any:
         except ValueError:
             raise ConfigError(f"{name}: {cell[:40]!r} is not a number") from None
     if origin is tuple:
-        return re.split(r"[;\s]+", cell) if hint == tuple[str, ...] else _decode(cell)
+        is_list = hint == tuple[str, ...] and not cell.startswith("[")
+        return re.split(r"[;\s]+", cell) if is_list else _decode(cell)
     assert hint is str or origin is Literal
     return cell
+
+
+def _object(name: str, cell: str) -> dict[str, Any]:
+    value = _decode(cell)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name}: {cell[:40]!r} is not a JSON object")
+    return value
+
+
+def _counted(name: str, cell: str) -> Any:
+    """Bytes by moment, or of blocks; `encode_record` checks what they are."""
+    value = _decode(cell)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _decode(cell: str) -> Any:
@@ -356,35 +388,55 @@ def _encode(value: object) -> str:
 
 
 def format_table(records: Sequence[Measurement]) -> str:
-    """`records` as CSV in base units; `read_table` gives them back."""
-    free = sorted(
-        {f"{name}.{key}" for record in records for name in FREE for key in getattr(record, name)}
-    )
+    """`records` as CSV in base units, no cell a formula; `read_table` gives them back."""
+    spread = {name: _keys(records, name) for name in FREE}
+    free = [f"{name}.{key}" for name, keys in spread.items() for key in keys]
     plain = [name for name in PLAIN if name != "source"]
     quantities = {
         f"{name}_{BASE_UNIT[kind]}": field for name, (field, kind, _) in QUANTITIES.items()
     }
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*plain, *SETTINGS, *quantities, *free])
+    table = [[*plain, *SETTINGS, *quantities, *COUNTED, *FREE, *free]]
     for record in records:
         values = record.to_dict()
         row = [_plain(values[name]) for name in plain]
-        row += [_plain(record.config.get(name)) for name in SETTINGS]
+        row += [_setting_cell(record.config, name) for name in SETTINGS]
         row += [_plain(values[field]) for field in quantities.values()]
-        for column in free:
-            name, _, key = column.partition(".")
+        row += [json.dumps(values[name]) if values[name] else "" for name in COUNTED]
+        row += [_whole(getattr(record, name), spread[name]) for name in FREE]
+        for name, keys in spread.items():
             group = getattr(record, name)
-            row.append(_encode(group[key]) if key in group else "")
-        writer.writerow(row)
-    return text.getvalue()
+            row += [_encode(group[key]) if key in group else "" for key in keys]
+        table.append(row)
+    return csv_text(table)
+
+
+def _keys(records: Sequence[Measurement], name: str) -> list[str]:
+    """Keys of a free group that may head a column."""
+    keys = {key for record in records for key in getattr(record, name)}
+    return sorted(key for key in keys if key.isprintable() and key == key.strip() != "")
+
+
+def _whole(group: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """What the columns of a free group do not hold: odd keys, or that it is empty."""
+    rest = {key: value for key, value in group.items() if key not in keys}
+    return json.dumps(rest) if rest or not group else ""
+
+
+def _setting_cell(config: Mapping[str, Any], name: str) -> str:
+    if name not in config:
+        return ""
+    value = config[name]
+    if isinstance(value, list | tuple):
+        odd = not value or any(re.search(r"[;\s]", item) for item in value)
+        return json.dumps(list(value)) if odd else ";".join(value)
+    return NOTHING if value is None else _plain(value)
 
 
 def _plain(value: object) -> str:
-    if value is None or value == {}:
+    if value is None:
         return ""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
         return ";".join(map(str, value))
-    return _encode(value) if isinstance(value, Mapping) else str(value)
+    return json.dumps(value) if isinstance(value, Mapping) else str(value)

@@ -12,6 +12,7 @@ from whichlora import api
 from whichlora.errors import ConfigError
 from whichlora.exports.skypilot import ACCELERATORS
 from whichlora.exports.yaml import yaml_text
+from whichlora.installation import installation
 from whichlora.plan import Plan
 from whichlora.slurm.discovery import GpuGroup
 from whichlora.slurm.states import TaskState
@@ -75,12 +76,15 @@ def task_yaml(plan: Plan, sweep: Sweep, array: Array) -> str:
         "mkdir -p ~/whichlora/records",
         f"whichlora profile-task {tasks} {numbers} --calibration-dir ~/whichlora/records",
     ]
+    install = installation("profile")
+    setup = plan.slurm.setup or [install.command]
+    uploads = {} if plan.slurm.setup else install.uploads
     task: dict[str, Any] = {
         "name": name,
         "resources": {"accelerators": f"{ACCELERATORS[group.gpu]}:1"},
-        "file_mounts": {"~/whichlora/tasks": str(sweep.run_dir / array.group)},
+        "file_mounts": {"~/whichlora/tasks": str(sweep.run_dir / array.group), **uploads},
         **({"envs": plan.slurm.environment} if plan.slurm.environment else {}),
-        "setup": _lines(plan.slurm.setup or ["pip install 'whichlora[profile]'"]),
+        "setup": _lines(setup),
         "run": _lines(work),
     }
     return yaml_text(task, head="\n".join(head))
