@@ -195,7 +195,7 @@ def test_throughput_counts_every_trained_token(tmp_path: Path, root: Path) -> No
         ({"peak_allocated_GiB": "24GB"}, "peak_allocated: has two units, GB and GiB"),
         ({"peak_allocated_GiB": "24Gb"}, "is not a unit of it"),
         ({"model": "meta-llama/Llama-3.1-9B"}, "did you mean"),
-        ({"gpu": "h100"}, "ambiguous"),
+        ({"gpu": "a100"}, "ambiguous"),
         ({"gpu": "warp-9"}, "unknown GPU 'warp-9'"),
         ({"method": "lorra"}, "lorra"),
         ({"batch_size": "0"}, "batch_size: must be 1 or more"),
