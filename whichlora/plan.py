@@ -14,6 +14,7 @@ from whichlora.specs import AttentionKernel, Optimizer, RunConfig
 ProfilePolicy = Literal["none", "frontier", "all"]
 Prefer = Literal["size", "time", "memory", "price", "order"]
 Collator = Literal["longest", "grouped", "fixed", "packed", "packed-bfd"]
+TrainOn = Literal["completions", "all"]
 DatasetKind = Literal["counts", "class", "file", "hub"]
 
 DATA_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -75,6 +76,42 @@ class Budget:
     confidence: float = 0.95
     runs: int | None = None
     device_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """What a training writes and evaluates on its way.
+
+    Args:
+        save_steps: optimizer steps between checkpoints; None: a tenth of the run; 0: none.
+        save_total_limit: checkpoints that are kept, the newest.
+        eval_steps: optimizer steps between evaluations; None: at the end of each epoch; 0: none.
+
+    Raises:
+        ConfigError: no whole number, or below its least.
+    """
+
+    save_steps: int | None = None
+    save_total_limit: int = 2
+    eval_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("save_steps", 0), ("save_total_limit", 1), ("eval_steps", 0)):
+            value = getattr(self, name)
+            if value is None and least == 0:
+                continue
+            if type(value) is not int or not least <= value <= 10**9:
+                raise ConfigError(
+                    f"{name}: must be a whole number from {least} to 1,000,000,000, got {value!r}"
+                )
+
+    @property
+    def saves(self) -> bool:
+        return self.save_steps != 0
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_steps != 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +225,8 @@ class Plan:
         collator: how batches are made: rows padded to the longest of their batch, in random order
             or of similar lengths ("grouped"), or all to the longest allowed ("fixed"); or texts
             joined and cut into blocks ("packed"), or whole texts put together ("packed-bfd").
+        train_on: what has a loss: completions and the assistant's turns where the data has such,
+            or all tokens.
         gpu_limits: by device key, what takes the place of `limits` there.
         num_batches, num_runs: measured steps per fine-tuning profile, measured generations per
             inference profile.
@@ -221,6 +260,8 @@ class Plan:
     budget: Budget = field(default_factory=Budget)
     dataset: DatasetConfig
     collator: Collator = "longest"
+    train_on: TrainOn = "completions"
+    keeping: Keeping = field(default_factory=Keeping)
     epochs: float = 1.0
     learning_rate: float = 2e-4
     seed: int = 0

@@ -362,11 +362,15 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
         masked_lm=model.task == "encoder",
         trust_remote_code=plan.trust_remote_code,
         data_format=rows,
+        train_on=plan.train_on,
+        keeping=plan.keeping,
     )
     write_object(folder / RECIPE_FILE, recipe.to_dict())
     script = FORMATS["transformers"](recipe)
     path = folder / "train.py"
-    write_text(path, script.files[path.name])
+    text = script.files[path.name]
+    if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text:
+        write_text(path, text)  # else checkpoints newer than the script are its own
     return {"job": path} | {f"data_{split}": file for split, file in data.items()}
 
 
@@ -377,17 +381,29 @@ def _train(session: Session, answer: Answer) -> dict[str, Any]:
     session.close()  # the job needs the device to itself
     folder = session.plan.output_dir
     job = answer.files["job"]
+    result = folder / "output" / "result.json"
+    if result.is_file() and result.stat().st_mtime > job.stat().st_mtime:
+        session.progress.say(f"trained before: {result}")
+        return read_object(result) | {"output": str(result.parent)}
     expected = answer.winner.total_s if answer.winner is not None else None
     session.progress.training(job, expected_s=None if expected is None else expected.value)
-    with (folder / "train.log").open("wb") as log:
-        done = subprocess.run(train_command(job), stdout=log, stderr=subprocess.STDOUT)
+    again = ["--resume"] * _was_stopped(job)
+    with (folder / "train.log").open("ab" if again else "wb") as log:
+        done = subprocess.run([*train_command(job), *again], stdout=log, stderr=subprocess.STDOUT)
     if done.returncode != 0:
         log_file = folder / "train.log"
         lines = log_file.read_text(encoding="utf-8", errors="replace").split("\n")
         raised = (line for line in reversed(lines) if "Error" in line.partition(":")[0])
-        why = next(raised, "it says why at the end of its output")[:300]
+        refused = next((line for line in lines if "is of an earlier start" in line), None)
+        why = (refused or next(raised, "it says why at the end of its output"))[:300]
         return {
             "error": f"{job}: ended with exit code {done.returncode}: {why}; its whole output is "
             f"in {log_file}"
         }
-    return read_object(folder / "output" / "result.json") | {"output": str(folder / "output")}
+    return read_object(result) | {"output": str(result.parent)}
+
+
+def _was_stopped(job: Path) -> bool:
+    """Whether a run of this very script wrote checkpoints, and was stopped or ended."""
+    states = job.parent.glob("output/checkpoint-*/trainer_state.json")
+    return any(state.stat().st_mtime > job.stat().st_mtime for state in states)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
-from whichlora.plan import Budget, DatasetConfig, Limits, Objective, Plan, SlurmConfig
+from whichlora.plan import Budget, DatasetConfig, Keeping, Limits, Objective, Plan, SlurmConfig
 from whichlora.specs import RunConfig
 
 if TYPE_CHECKING:  # pydantic and ruamel.yaml cost 100 ms, which only `run` needs to pay
@@ -149,6 +149,12 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         ),
         dataset=_dataset(settings.dataset, folder),
         collator=settings.collator,
+        train_on=settings.train_on,
+        keeping=Keeping(
+            save_steps=settings.save_steps,
+            save_total_limit=settings.save_total_limit,
+            eval_steps=settings.eval_steps,
+        ),
         epochs=settings.epochs,
         learning_rate=settings.learning_rate,
         seed=settings.seed,

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from whichlora.errors import ConfigError
-from whichlora.plan import Collator, Prefer, ProfilePolicy
+from whichlora.plan import Collator, Keeping, Prefer, ProfilePolicy, TrainOn
 from whichlora.specs import (
     AdapterDtype,
     AttentionKernel,
@@ -41,6 +41,7 @@ from whichlora.specs import (
 from whichlora.units import parse_bytes
 
 _RUN = RunConfig(model="any")  # one place for the defaults that `estimate` and `run` share
+_KEEPING = Keeping()
 
 _MOST = 10**15  # more bytes or seconds than any machine has; keeps later arithmetic finite
 _SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -271,6 +272,14 @@ class PlanFile(_Section):
     """A key of `whichlora gpus`, a device name, cpu, or auto for the GPU of this machine."""
     epochs: Positive = 1.0
     """Passes over the training split."""
+    train_on: TrainOn = "completions"
+    """What is learned: completions and the assistant's turns where the data has them, or all."""
+    save_steps: Annotated[int, Field(ge=0, le=10**9)] | None = None
+    """Optimizer steps between checkpoints; without it, a tenth of the run; 0 writes none."""
+    save_total_limit: Count = _KEEPING.save_total_limit
+    """Checkpoints that are kept, the newest."""
+    eval_steps: Annotated[int, Field(ge=0, le=10**9)] | None = None
+    """Optimizer steps between evaluations; without it, each epoch; 0 for none."""
     collator: Collator = "longest"
     """How training batches are made: padded to their longest, of similar lengths, or packed."""
     sequence_length: Count = _RUN.seq_len
