@@ -222,6 +222,7 @@ class Plan:
         inference, finetune: settings that all candidates of a stage share; their `model`,
             `batch_size` and the other listed dimensions are replaced by the lists here.
         lora_alpha: None: twice the rank of each candidate.
+        gradient_checkpointing: None: on where the model has it.
         collator: how batches are made: rows padded to the longest of their batch, in random order
             or of similar lengths ("grouped"), or all to the longest allowed ("fixed"); or texts
             joined and cut into blocks ("packed"), or whole texts put together ("packed-bfd").
@@ -251,7 +252,7 @@ class Plan:
     ranks: tuple[int, ...]
     lora_alpha: int | None = None
     finetune_batch_sizes: tuple[int, ...]
-    gradient_checkpointing: tuple[bool, ...] = (True,)
+    gradient_checkpointing: tuple[bool | None, ...] = (None,)
     attn: tuple[AttentionKernel, ...] = ("sdpa",)
     optimizers: tuple[Optimizer, ...] = ("adamw_torch_fused",)
     limits: Limits

@@ -135,6 +135,7 @@ class RunConfig:
         modules_to_save: leaf names of modules that PEFT copies and trains as a whole beside the
             adapters: the token embedding, the output head.
         quant: how the base weights are stored; None until `methods.with_defaults` asks the method.
+        gradient_checkpointing: None until `resolution.resolve` asks the model: on where it has it.
         prepare_kbit: whether `prepare_model_for_kbit_training` runs; None until then, too.
         prompt_len, max_new_tokens: inference only.
         cache_backend, cache_nbits, cache_group_size, cache_residual_length: of kv_cache
@@ -163,7 +164,7 @@ class RunConfig:
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
     precision: Precision = "bf16"
     optimizer: Optimizer = "adamw_torch_fused"
-    gradient_checkpointing: bool = True
+    gradient_checkpointing: bool | None = True
     gradient_accumulation_steps: int = 1
     attn: AttentionKernel = "sdpa"
     padding: Padding = "none"
@@ -257,9 +258,9 @@ class RunConfig:
         for name in ("target_modules", "modules_to_save"):
             for module in getattr(self, name):
                 require_printable(name, module)
-        for name in ("gradient_checkpointing", "use_rslora", "expandable_segments"):
+        for name in ("use_rslora", "expandable_segments"):
             _switch(name, getattr(self, name))
-        for name in ("prepare_kbit", "use_reentrant"):
+        for name in ("gradient_checkpointing", "prepare_kbit", "use_reentrant"):
             if getattr(self, name) is not None:
                 _switch(name, getattr(self, name))
 

@@ -19,7 +19,7 @@ from whichlora.policy import Decision, StoppedBy
 from whichlora.prediction import predict
 from whichlora.profiling import device_of, gpu_of, require_profiler
 from whichlora.pursuit import Pursuit
-from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
+from whichlora.results import SCHEMA_VERSION, Measurement, Prediction, Refused
 from whichlora.search import Candidate, accepted, kept_models, predicted_winner
 from whichlora.session import Progress, Session
 from whichlora.space import pareto
@@ -82,6 +82,7 @@ class Answer:
             and memory, fastest first.
         compared: every candidate measured in this run, beside its predictions.
         side_by_side: the best candidate with every method and rank, whatever the plan asked for.
+        refused: combinations of the plan that a model or the device lacks.
         dataset: sequences, tokens and epochs that the total times are for.
         files: what was written, by purpose.
         training: what the winning job reported, where it was run, or the `error` it ended with.
@@ -99,6 +100,7 @@ class Answer:
     compared: Sequence[Compared]
     tokens: str
     side_by_side: Sequence[Candidate] = ()
+    refused: Sequence[Refused] = ()
     dataset: Mapping[str, float] = field(default_factory=dict)
     calibration: Calibration | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
@@ -119,6 +121,7 @@ class Answer:
             "search": self.search.to_dict(),
             "front": [detailed_row(one, self.plan) for one in self.front],
             "kept_models": list(self.kept),
+            "refused": [combination.to_dict() for combination in self.refused],
             "inference": [detailed_row(one, self.plan) for one in self.inference],
             "finetune": [detailed_row(one, self.plan) for one in self.finetune],
             "files": {name: str(path) for name, path in self.files.items()},
@@ -238,6 +241,7 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
         search=search,
         compared=compared,
         tokens=tokens,
+        refused=list(session.asked.refused.values()),
         side_by_side=[] if shown is None else session.side_by_side(pursuit, shown.run),
         dataset={
             "num_sequences": lengths.num_sequences(),

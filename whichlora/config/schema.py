@@ -308,8 +308,9 @@ class PlanFile(_Section):
     precision: Precision = _RUN.precision
     optimizer: Optimizers = (_RUN.optimizer,)
     """Optimizers to compare."""
-    gradient_checkpointing: Switches = (_RUN.gradient_checkpointing,)
-    """Whether activations are computed again in the backward, or both to compare."""
+    gradient_checkpointing: Switches | None = None
+    """Whether activations are computed again in the backward, or both to compare; without it, where
+    the model has that."""
     gradient_accumulation_steps: Count = _RUN.gradient_accumulation_steps
     attn: AttentionKernels = (_RUN.attn,)
     """Attention kernels to compare, in both stages."""

@@ -255,7 +255,7 @@ def training_ledger(
     copies = _autocast_copies(model, stack, method, trained)
     mask_bytes, kept_mask_bytes = (
         activations.kept_mask_bytes(model, stack, checkpointed=checkpointed, **sized)
-        for checkpointed in (True, run.gradient_checkpointing)
+        for checkpointed in (True, bool(run.gradient_checkpointing))
     )
     masks = Tensor(
         "masks and biases that layers share",
