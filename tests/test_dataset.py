@@ -68,6 +68,8 @@ TEXTS = ['a, b = say "x"', "é\n2 = 7"]
         ("rows.json", json.dumps(ROWS, indent=1)),
         ("rows.csv", 'q,a\n"a, b","say ""x"""\n"é\n2",7\n'),
         ("rows.tsv", 'q\ta\n"a, b"\t"say ""x"""\n"é\n2"\t7\n'),
+        ("lines.json", "".join(json.dumps(row) + "\n" for row in ROWS)),
+        ("semicolons.csv", 'q;a\n"a, b";"say ""x"""\n"é\n2";7\n'),
         ("bom.csv", '\ufeffq,a\r\n"a, b","say ""x"""\r\n"é\n2",7\r\n'),
     ],
 )
@@ -142,17 +144,28 @@ BROKEN = {
         '{"text": "a"}\n\n{"txt": "b", "id": 1}\n',
         ":3: column 'text' is missing; there are txt, id",
     ),
-    "null": ("t.jsonl", '{"text": null}\n', ":1: column 'text' must hold text, got nothing"),
-    "number": ("t.jsonl", '{"text": 5}\n', ":1: column 'text' must hold text, got int"),
+    "null": (
+        "t.jsonl",
+        '{"text": null}\n',
+        ":1: column 'text' must hold text, got nothing; correct or remove the row, or name other "
+        "columns under dataset",
+    ),
+    "number": (
+        "t.jsonl",
+        '{"text": 5}\n',
+        ":1: column 'text' must hold text, got int; correct or remove the row, or name other "
+        "columns under dataset",
+    ),
     "message": (
         "t.jsonl",
         '{"messages": [{"from": "a"}]}\n',
-        ":1: column 'messages': a message must have role and content",
+        ":1: column 'messages': message 1 must have role and content, or from and value; correct "
+        "or remove the row",
     ),
     "messages": (
         "t.jsonl",
         '{"messages": "hi"}\n',
-        ":1: column 'messages' must hold a list of messages, got str",
+        ":1: column 'messages' must hold a list of messages, got str; correct or remove the row",
     ),
     "no rows": ("t.jsonl", "\n", ": has no rows; give at least one"),
     "Latin-1": (
@@ -166,6 +179,11 @@ BROKEN = {
         "t.csv",
         "text,id\na,1\nb\n",
         ":3: has 1 values for the 2 columns text, id; quote a value that holds the delimiter",
+    ),
+    "column twice": (
+        "t.csv",
+        "text,text\na,b\n",
+        ":1: has the column 'text' twice; rename one of them",
     ),
     "CSV header only": ("t.csv", "text\n", ": has no rows; give at least one"),
     "open CSV quote": ("t.csv", 'text\n"a\n', ":2: is not CSV: unexpected end of data; correct it"),
@@ -195,11 +213,6 @@ def test_a_file_that_is_not_parquet_is_told(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(DataFileError, match=r"t\.parquet: is not Parquet: "):
         open_file(tmp_path / "t.parquet", "text")
-
-
-def test_columns_without_a_way_to_text_are_told_with_an_example(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has columns q, a, .* such as '\{q\} \{a\}'"):
-        open_file(tmp_path / "t.jsonl", '{"q": 1, "a": 2}\n')
 
 
 @pytest.mark.parametrize("template", ["plain", "{}", "{0[1]}", "{a.b}", "{a", "a}"])
@@ -282,7 +295,7 @@ def test_a_class_that_is_no_dataset_is_told(
     ("name", "message"),
     [
         ("Careless", "Careless.splits() must return a mapping with the key 'train', got list"),
-        ("Silent", "row 0 of train: Silent: a row of text must hold text in each"),
+        ("Silent", "row 0 of train: a row of text must hold text in each, or a list"),
     ],
 )
 def test_what_a_class_returns_is_checked(tmp_path: Path, name: str, message: str) -> None:

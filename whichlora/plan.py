@@ -122,8 +122,11 @@ class DatasetConfig:
         path: a local JSONL, CSV, Parquet or text file (or a folder with one named `train` and
             perhaps one named `validation`), a Hugging Face dataset id, or `module:Class` or
             `file.py:Class` of a `BaseDataset` subclass; empty where only counts are known.
-        template: format string over a row's columns; None with `messages` or one text column.
+        validation_path: a file with the rows to evaluate on, beside the file of `path`.
+        template: format string over a row's columns; without it and the columns below, columns
+            are recognised by their names.
         text_column, messages_column: which column holds plain text or chat messages.
+        prompt_column, completion_column: which columns hold a question and its answer.
         validation_fraction: share of rows kept for validation where the source has no split.
         split, config_name: of a Hugging Face dataset.
         num_samples, mean_tokens: size of the training split, for planning without the data.
@@ -133,9 +136,12 @@ class DatasetConfig:
     """
 
     path: str = ""
+    validation_path: str | None = None
     template: str | None = None
     text_column: str | None = None
     messages_column: str | None = None
+    prompt_column: str | None = None
+    completion_column: str | None = None
     validation_fraction: float = 0.05
     split: str = "train"
     config_name: str | None = None
@@ -145,6 +151,10 @@ class DatasetConfig:
     def __post_init__(self) -> None:
         if self.template is not None and not self.template_columns:
             raise ConfigError(f"dataset.template: names no column in braces, got {self.template!r}")
+        if (self.prompt_column is None) != (self.completion_column is None):
+            raise ConfigError(
+                "dataset: prompt_column and completion_column go together; give both or none"
+            )
 
     @property
     def kind(self) -> DatasetKind:

@@ -223,6 +223,8 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
             f"{best.run.batch_size} x {load.longest}"
         )
     tokens += f"; lengths: {lengths.method}"
+    if rows := session.data.dataset.describe():
+        tokens += f"; rows: {rows}"
     others = [session.data.lengths(name).method for name in plan.models if name != model]
     if guessed := sum(method.startswith("estimated") for method in others):
         tokens += f"; estimated for {guessed} of the other models, too"

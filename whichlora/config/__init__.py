@@ -323,9 +323,14 @@ def _dataset(given: Dataset, folder: Path) -> DatasetConfig:
     mean_tokens = given.tokens / given.samples if given.tokens and given.samples else None
     return DatasetConfig(
         path=resolve_dataset(given.path, folder) if given.path else "",
+        validation_path=(
+            resolve_dataset(given.validation_path, folder) if given.validation_path else None
+        ),
         template=given.template,
         text_column=given.text_column,
         messages_column=given.messages_column,
+        prompt_column=given.prompt_column,
+        completion_column=given.completion_column,
         validation_fraction=given.validation_fraction,
         split=given.split or "train",
         config_name=given.config_name,

@@ -7,6 +7,7 @@ pass over whatever has the wrong type, which the schema reports.
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from whichlora.config.document import Loc, Problem
 from whichlora.config.schema import Dataset
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
-from whichlora.plan import DATA_FILE_SUFFIXES, DatasetConfig
+from whichlora.plan import DATA_FILE_SUFFIXES, DatasetConfig, DatasetKind
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.models import resolve_name
 
@@ -31,6 +32,9 @@ _SPELLINGS = (
     ("peak_memory_gb", "peak_memory"),
     ("time_per_token_ms", "time_per_token"),
     ("total_time_mins", "total_time"),
+)
+_ROW_SETTINGS = (
+    *("template", "text_column", "messages_column", "prompt_column", "completion_column"),
 )
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CLASS = re.compile(r"(?P<source>[\w.]+|.+\.py):(?P<name>[A-Za-z_]\w*)")
@@ -312,16 +316,41 @@ def _check_path(path: str, dataset: Data, folder: Path) -> Iterator[Problem]:
         if key in dataset and kind != "hub":
             what, accepted = "is for datasets of the hub only", "no such line"
             yield Problem(loc=("dataset", key), what=what, accepted=accepted)
-    for key in ("template", "text_column", "messages_column"):
+    for key in _ROW_SETTINGS:
         if key in dataset and kind == "class":
             what, accepted = "is not for a dataset class, which has to_text", "no such line"
             yield Problem(loc=("dataset", key), what=what, accepted=accepted)
+    yield from _check_validation_path(dataset, kind, folder)
+
+
+def _check_validation_path(dataset: Data, kind: DatasetKind, folder: Path) -> Iterator[Problem]:
+    path = dataset.get("validation_path")
+    if not isinstance(path, str):
+        return
+    loc, accepted = ("dataset", "validation_path"), "no such line"
+    resolved = resolve_dataset(path, folder)
+    if kind != "file":
+        yield Problem(
+            loc=loc, what="is for files only, and dataset.path is none", accepted=accepted
+        )
+    elif not os.path.isfile(resolved) or not resolved.endswith(DATA_FILE_SUFFIXES):
+        accepted = f"a file of type {', '.join(DATA_FILE_SUFFIXES)}, from this file's folder on"
+        yield Problem(loc=loc, what=f"is not there: no file {resolved}", accepted=accepted)
+    elif "validation_fraction" in dataset:
+        what = "gives the rows to evaluate on, and dataset.validation_fraction as well"
+        yield Problem(loc=loc, what=what, accepted="one of the two")
 
 
 def _check_text_settings(dataset: Data) -> Iterator[Problem]:
-    given = [key for key in ("template", "text_column", "messages_column") if key in dataset]
+    given = [key for key in _ROW_SETTINGS if key in dataset]
+    if given == ["prompt_column", "completion_column"]:
+        return
+    for key, partner in itertools.permutations(("prompt_column", "completion_column")):
+        if given == [key]:
+            what = f"needs dataset.{partner} beside it"
+            yield Problem(loc=("dataset", key), what=what, accepted="both, or neither")
     for key in given[1:]:
-        what = f"is a second way to make text, beside dataset.{given[0]}"
+        what = f"is a second way to read a row, beside dataset.{given[0]}"
         yield Problem(loc=("dataset", key), what=what, accepted="one of the two")
     template = dataset.get("template")
     if isinstance(template, str) and template.strip():

@@ -188,12 +188,18 @@ class Dataset(_Section):
 
     path: Name | None = None
     """A JSONL, CSV, Parquet or text file, a hub dataset, `module:Class` or `file.py:Class`."""
+    validation_path: Name | None = None
+    """A file with the rows to evaluate on; without it, a share of the rows of `path`."""
     template: Text | None = None
-    """A row as text, such as '{instruction} {response}'; the names are columns."""
+    """A row as text, such as '{instruction} {response}'; without it, columns are recognised."""
     text_column: Name | None = None
     """The column that holds the text."""
     messages_column: Name | None = None
-    """The column that holds chat messages of role and content."""
+    """The column that holds chat messages: role and content, or from and value."""
+    prompt_column: Name | None = None
+    """The column that holds the question, which becomes the user's message."""
+    completion_column: Name | None = None
+    """The column that holds the answer to learn, which becomes the assistant's message."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of the rows kept for validation where the data has no such split."""
     split: Name | None = None
