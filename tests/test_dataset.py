@@ -270,7 +270,7 @@ def test_a_class_of_an_installed_module_is_a_dataset(
     (tmp_path / "a_users_module.py").write_text(USER_CODE)
     monkeypatch.syspath_prepend(tmp_path)
     dataset = open_dataset(DatasetConfig(path="a_users_module:Mine"))
-    assert count_bytes(dataset).lengths == {"train": (8, 8), "validation": ()}
+    assert count_bytes(dataset).lengths == {"train": (9, 9), "validation": ()}
 
 
 @pytest.mark.parametrize(
@@ -362,17 +362,42 @@ def test_a_hub_dataset_without_the_library_says_what_to_install(
 
 def test_byte_lengths_are_cut_and_counted() -> None:
     lengths = count_bytes(Rows("abc", "é", "x" * 20), max_length=10)
-    assert lengths.lengths["train"] == (3, 2, 10)
+    assert lengths.lengths["train"] == (4, 3, 10)  # with the end of each text
     assert (lengths.num_truncated, lengths.method) == (1, "bytes")
     assert f", 1 rows are cut to {lengths.max_length} tokens" in lengths.describe()
 
 
 def test_rows_without_text_are_left_out_and_counted() -> None:
     lengths = count_bytes(Rows("abc", "", " \n"))
-    assert (lengths.lengths["train"], lengths.num_empty) == ((3,), 2)
-    assert lengths.describe().endswith("longest 3, 2 rows without text are left out")
+    assert (lengths.lengths["train"], lengths.num_empty) == ((4,), 2)
+    assert lengths.describe().endswith("longest 4, 2 rows without text are left out")
     with pytest.raises(ConfigError, match="has no text in its split train"):
         count_bytes(Rows("", " "))
+
+
+ALPACA_TURN = len("### Instruction:\nHi\n\n### Response:\nHello" + "$" + "\n\n")
+ALPACA_PREAMBLE = len(
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        (None, (1 + (5 + 3) + (5 + 1) + (5 + 2), 1 + (5 + 1) + (5 + 2))),
+        # the prompt of Stanford Alpaca; the end of the text is one token
+        (BYTE_LEVEL, (len("Be brief.\n\n") + ALPACA_TURN, ALPACA_PREAMBLE + ALPACA_TURN)),
+    ],
+)
+def test_messages_without_a_tokenizer_count_with_what_a_template_adds(
+    tokenizer: str | None, expected: tuple[int, ...]
+) -> None:
+    rows = [{"messages": [SYSTEM, USER, ASSISTANT]}, {"prompt": [USER], "completion": [ASSISTANT]}]
+    for row, number in zip(rows, expected, strict=True):
+        lengths = count_tokens(Examples(row), tokenizer=tokenizer, offline=True, max_length=999)
+        assert lengths.lengths["train"] == (number,)
+        assert ("5 tokens a message" in lengths.method) == (tokenizer is None)
 
 
 def test_half_a_character_is_told() -> None:
@@ -389,7 +414,7 @@ def test_an_estimate_says_that_it_is_one_and_why(
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     lengths = count_tokens(Rows("abcde"), tokenizer=tokenizer, offline=True, max_length=9)
-    assert lengths.lengths["train"] == (2,)
+    assert lengths.lengths["train"] == (3,)
     assert lengths.method == f"estimated: 1 token per 4 UTF-8 bytes, as {why}"
 
 
@@ -406,6 +431,10 @@ def test_a_tokenizer_in_a_folder_counts(tmp_path: Path) -> None:
     lengths = count_tokens(dataset, tokenizer=str(tmp_path), offline=True, max_length=3)
     assert (lengths.lengths["train"], lengths.num_truncated) == ((1, 3), 1)
     assert lengths.method == f"tokenizer {tmp_path}"
+
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "a"}}')
+    ended = count_tokens(dataset, tokenizer=str(tmp_path), offline=True, max_length=9)
+    assert ended.lengths["train"] == (1, 5)  # the first ends by itself
 
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataFileError, match=r"tokenizer\.json: is not a tokenizer: "):
@@ -424,6 +453,7 @@ def test_chat_is_counted_with_the_template_of_the_tokenizer_and_written_as_messa
     words.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
+    words.add_special_tokens(["<s>"])
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps(
@@ -505,7 +535,7 @@ class Examples(BaseDataset):
 def test_a_class_may_give_examples_of_any_format(tmp_path: Path) -> None:
     rows = [{"prompt": "ab", "completion": "c"}, {"prompt": "a", "completion": " "}]
     lengths = count_bytes(Examples(*rows))
-    assert (lengths.lengths["train"], lengths.num_empty) == ((3,), 1)
+    assert (lengths.lengths["train"], lengths.num_empty) == ((4,), 1)
     files = write_jsonl(Examples(*rows), tmp_path)
     assert [json.loads(line) for line in files["train"].read_text().splitlines()] == rows[:1]
 
@@ -562,7 +592,7 @@ def test_what_is_written_is_what_is_counted(tmp_path: Path) -> None:
     assert set(files) == {"train", "validation"}
     for split, file in files.items():
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        assert tuple(len(row["text"].encode()) for row in rows) == lengths.lengths[split]
+        assert tuple(1 + len(row["text"].encode()) for row in rows) == lengths.lengths[split]
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
         "train.jsonl",
         "validation.jsonl",
