@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import statistics
 import subprocess
 import sys
 import types
@@ -22,11 +23,13 @@ from whichlora.dataset import (
     BYTE_LEVEL,
     BaseDataset,
     TokenLengths,
+    assumed,
     count_tokens,
     data_format,
     open_dataset,
     write_jsonl,
 )
+from whichlora.dataset.assumed import RELATIVE_DEVIATIONS
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.plan import DatasetConfig
 
@@ -473,15 +476,51 @@ def test_chat_is_counted_with_the_template_of_the_tokenizer_and_written_as_messa
     assert json.loads(files["train"].read_text()) == {"messages": messages}
 
 
-def test_counts_stand_for_lengths() -> None:
-    dataset = open_dataset(DatasetConfig(num_samples=10, mean_tokens=2.5))
-    lengths = count_tokens(dataset, tokenizer=None, offline=True, max_length=100)
-    assert (lengths.num_sequences(), lengths.total_tokens()) == (10, 25)
-    assert lengths.method.startswith("given: ")
-    cut = count_tokens(dataset, tokenizer=None, offline=True, max_length=2)
-    assert (cut.total_tokens(), cut.num_truncated) == (20, 5)
+def lengths_of_counts(max_length: int = 4096, **known: Any) -> TokenLengths:
+    dataset = open_dataset(DatasetConfig(num_samples=20_000, mean_tokens=200.0, **known))
+    return count_tokens(dataset, tokenizer=None, offline=True, max_length=max_length)
+
+
+def test_counts_are_spread_as_public_instruction_data() -> None:
+    lengths = lengths_of_counts()
+    assert lengths.num_sequences() == 20_000
+    assert lengths.mean() == pytest.approx(200, rel=1e-3)
+    values = lengths.lengths["train"]
+    ratio = statistics.pstdev(values) / lengths.mean()
+    assert ratio == pytest.approx(statistics.median(RELATIVE_DEVIATIONS.values()), rel=0.02)
+    narrow, wide = (
+        statistics.pstdev(other.lengths["train"]) / other.mean() for other in lengths.alternatives
+    )
+    assert min(RELATIVE_DEVIATIONS.values()) < narrow < 0.5 * ratio
+    assert 1.4 * ratio < wide < max(RELATIVE_DEVIATIONS.values())
+    assert values != tuple(sorted(values))  # packing takes them in their order
+    assert lengths.method.startswith("assumed, as only counts are given: log-normal around")
     with pytest.raises(ConfigError, match="gives only counts"):
-        dataset.splits()
+        open_dataset(DatasetConfig(num_samples=10, mean_tokens=2.5)).splits()
+
+
+def test_counts_are_cut_and_the_longest_may_be_of_any_length() -> None:
+    lengths = lengths_of_counts(max_length=300)
+    assert lengths.num_truncated <= sum(length == 300 for length in lengths.lengths["train"])
+    assert 0.1 < lengths.num_truncated / 20_000 < 0.3
+    assert lengths_of_counts(max_length=100_000).longest() == 100_000
+    assert lengths_of_counts(max_length=100_000, max_tokens=1500).longest() == 1500
+
+
+def test_what_is_known_of_the_lengths_is_kept_to() -> None:
+    lengths = lengths_of_counts(p95_tokens=500, max_tokens=2000)
+    assert lengths.quantile(0.95) == pytest.approx(500, rel=0.01)
+    assert lengths.mean() == pytest.approx(200, rel=1e-3)
+    assert lengths.alternatives == ()
+
+
+@given(num_samples=st.integers(1, 3000), mean=st.floats(1, 500))
+def test_no_token_of_the_counts_is_lost(num_samples: int, mean: float) -> None:
+    counts = assumed.lengths_of(num_samples, mean, spread=assumed.TYPICAL, max_length=10**9)
+    assert len(counts) == num_samples
+    assert counts.min() >= 1
+    # rounding is carried over; a sequence has one token at the least
+    assert num_samples * mean - 1 <= counts.sum() <= num_samples * (mean + 0.5) + 1
 
 
 USER = {"role": "user", "content": "Hi"}

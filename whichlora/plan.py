@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Literal
 
 from whichlora.errors import ConfigError
@@ -16,6 +18,9 @@ Prefer = Literal["size", "time", "memory", "price", "order"]
 Collator = Literal["longest", "grouped", "fixed", "packed", "packed-bfd"]
 TrainOn = Literal["completions", "all"]
 DatasetKind = Literal["counts", "class", "file", "hub"]
+
+_Z95 = NormalDist().inv_cdf(0.95)
+_MOST_P95 = math.exp(_Z95**2 / 2)  # of the mean: no log-normal has a larger 95 % quantile
 
 DATA_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
@@ -130,9 +135,10 @@ class DatasetConfig:
         validation_fraction: share of rows kept for validation where the source has no split.
         split, config_name: of a Hugging Face dataset.
         num_samples, mean_tokens: size of the training split, for planning without the data.
+        p95_tokens, max_tokens: of its sequences, where they are known.
 
     Raises:
-        ConfigError: a template that does not name columns.
+        ConfigError: a template that does not name columns, or one of two columns alone.
     """
 
     path: str = ""
@@ -147,6 +153,8 @@ class DatasetConfig:
     config_name: str | None = None
     num_samples: int | None = None
     mean_tokens: float | None = None
+    p95_tokens: int | None = None
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.template is not None and not self.template_columns:
@@ -155,6 +163,25 @@ class DatasetConfig:
             raise ConfigError(
                 "dataset: prompt_column and completion_column go together; give both or none"
             )
+        if self.mean_tokens is not None and self.p95_tokens is not None:
+            most = _MOST_P95 * self.mean_tokens
+            if not self.mean_tokens <= self.p95_tokens <= most:
+                raise ConfigError(
+                    f"dataset.p95_tokens: must be from {math.ceil(self.mean_tokens)} to "
+                    f"{math.floor(most)} around a mean of {self.mean_tokens:.5g}, "
+                    f"got {self.p95_tokens}"
+                )
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation of the logarithm of the lengths, where `p95_tokens` tells it.
+
+        Kind: exact. Source: the mean of a log-normal is exp(m + s²/2), its quantile exp(m + z s).
+        """
+        if self.mean_tokens is None or self.p95_tokens is None:
+            return None
+        log_ratio = math.log(self.p95_tokens / self.mean_tokens)
+        return _Z95 - math.sqrt(max(0.0, _Z95**2 - 2 * log_ratio))
 
     @property
     def kind(self) -> DatasetKind:

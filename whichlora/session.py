@@ -211,8 +211,8 @@ class Session:
         job = self.job(run)
         if run.phase == "inference":
             return outline_inference(job, num_runs=self.plan.num_runs)
-        widths = self.data.workload(run.model, run.batch_size).widths
-        steps = {width: n / run.gradient_accumulation_steps for width, n in widths.items()}
+        load = self.data.workload(run.model, run.batch_size)
+        steps = {width: n / run.gradient_accumulation_steps for width, n in load.widths.items()}
         return outline_training(job, steps, num_batches=self.plan.num_batches)
 
     def candidates(self, pursuit: Pursuit) -> list[Candidate]:
@@ -232,6 +232,8 @@ class Session:
                 failure = f"batch size {smaller.batch_size} already ran out of memory"
         elif training and measurement.step_s:
             time = self._measured_total(run, measurement)
+        if training and measurement is None:
+            time, memory = self._with_assumed_lengths(run, time, memory)
         return judge(
             prediction,
             self.limits,
@@ -242,6 +244,18 @@ class Session:
             failure=failure,
             objective=self.plan.objective,
         )
+
+    def _with_assumed_lengths(
+        self, run: RunConfig, time: Quantity, memory: Quantity
+    ) -> tuple[Quantity, Quantity]:
+        """Time and memory with what is not known of the lengths, where they are assumed."""
+        load = self.data.workload(run.model, run.batch_size)
+        if load.least_longest < run.seq_len:
+            shorter = replace(run, seq_len=load.least_longest)
+            least = predict(self.models[run.model], shorter, self.gpu, self.calibration)
+            low = min(memory.low, least.memory.interval_bytes[0])
+            memory = replace(memory, low=low)
+        return time.widened(load.deviation), memory
 
     def _seconds(self, run: RunConfig, width: int) -> float:
         """Predicted seconds of one optimizer step at `width`; its features are kept."""
@@ -261,6 +275,7 @@ class Session:
             {width: self._seconds(run, width) for width in widths},
             profile,
             warm_up_s=measurement.warm_up_s,
+            deviation=load.deviation,
         )
 
     # --- measuring

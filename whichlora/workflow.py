@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,9 +15,10 @@ from whichlora.config import load_plan
 from whichlora.data_format import TEXT_ROWS
 from whichlora.device.installed import installed_versions
 from whichlora.html_report import write_report
+from whichlora.numeric import TWO_SIDED_Z
 from whichlora.plan import Plan, Prefer
 from whichlora.policy import Decision, StoppedBy
-from whichlora.prediction import predict
+from whichlora.prediction import TIME_CONFIDENCE, predict
 from whichlora.profiling import device_of, gpu_of, require_profiler
 from whichlora.pursuit import Pursuit
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction, Refused
@@ -222,6 +224,11 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
             f"{100 * load.padding_fraction:.1f} % of them padding ({load.collator}), longest batch "
             f"{best.run.batch_size} x {load.longest}"
         )
+        if load.deviation:
+            reach = math.exp(TWO_SIDED_Z[TIME_CONFIDENCE] * load.deviation)
+            tokens += (
+                f" at most; with other lengths {1 / reach:.2f} to {reach:.2f} times the tokens"
+            )
     tokens += f"; lengths: {lengths.method}"
     if rows := session.data.dataset.describe():
         tokens += f"; rows: {rows}"

@@ -320,7 +320,9 @@ def _bytes(with_unit: int | None, gb: float | None) -> int | None:
 def _dataset(given: Dataset, folder: Path) -> DatasetConfig:
     from whichlora.config.checks import resolve_dataset
 
-    mean_tokens = given.tokens / given.samples if given.tokens and given.samples else None
+    mean_tokens = given.mean_tokens
+    if given.tokens and given.samples:
+        mean_tokens = given.tokens / given.samples
     return DatasetConfig(
         path=resolve_dataset(given.path, folder) if given.path else "",
         validation_path=(
@@ -336,4 +338,6 @@ def _dataset(given: Dataset, folder: Path) -> DatasetConfig:
         config_name=given.config_name,
         num_samples=given.samples,
         mean_tokens=mean_tokens,
+        p95_tokens=given.p95_tokens,
+        max_tokens=given.max_tokens,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,7 @@ _SPELLINGS = (
     ("time_per_token_ms", "time_per_token"),
     ("total_time_mins", "total_time"),
 )
+_COUNTS = ("tokens", "samples", "mean_tokens", "p95_tokens", "max_tokens")
 _ROW_SETTINGS = (
     *("template", "text_column", "messages_column", "prompt_column", "completion_column"),
 )
@@ -205,7 +207,7 @@ def _check_budget(data: Data) -> Iterator[Problem]:
 def _check_dataset(data: Data, folder: Path) -> Iterator[Problem]:
     value = data.get("dataset")
     dataset = {"path": value} if isinstance(value, str) else _section(data, "dataset")
-    counts = [key for key in ("tokens", "samples") if key in dataset]
+    counts = [key for key in _COUNTS if key in dataset]
     path = dataset.get("path")
     if counts and "path" in dataset:
         yield Problem(
@@ -270,25 +272,53 @@ def _check_slurm(data: Data) -> Iterator[Problem]:
 
 
 def _check_counts(dataset: Data, counts: list[str], *, train: bool) -> Iterator[Problem]:
-    if len(counts) == 1:
-        other = {"tokens": "samples", "samples": "tokens"}[counts[0]]
+    size = [key for key in ("tokens", "mean_tokens") if key in counts]
+    if "samples" not in counts or not size:
+        other = "samples" if "samples" not in counts else "tokens"
         what = f"needs dataset.{other} beside it"
         yield Problem(loc=("dataset", counts[0]), what=what, accepted="both, or dataset.path")
+        return
+    if len(size) > 1:
+        what = "says the same as dataset.tokens over dataset.samples"
+        yield Problem(loc=("dataset", "mean_tokens"), what=what, accepted="one of the two")
         return
     for key in dataset:
         if key in Dataset.model_fields and key not in counts:
             what, accepted = "says how to read data, and dataset has only counts", "no such line"
             yield Problem(loc=("dataset", key), what=what, accepted=accepted)
-    tokens, samples = dataset["tokens"], dataset["samples"]
-    if isinstance(tokens, int) and isinstance(samples, int) and tokens < samples:
-        what = f"is less than one token for each of {samples} samples"
-        yield Problem(loc=("dataset", "tokens"), what=what, accepted=f"{samples} or more")
+    yield from _check_lengths(dataset)
     if train:
         yield Problem(
             loc=("train",),
             what="needs data to train on, and dataset has only counts",
             accepted="false, or give dataset.path",
         )
+
+
+def _check_lengths(dataset: Data) -> Iterator[Problem]:
+    """Lengths that no data can have together."""
+    tokens, samples = dataset.get("tokens"), dataset["samples"]
+    mean = dataset.get("mean_tokens")
+    if isinstance(tokens, int) and isinstance(samples, int) and samples > 0:
+        mean = tokens / samples
+        if tokens < samples:
+            what = f"is less than one token for each of {samples} samples"
+            yield Problem(loc=("dataset", "tokens"), what=what, accepted=f"{samples} or more")
+            return
+    longest, p95 = dataset.get("max_tokens"), dataset.get("p95_tokens")
+    if not isinstance(mean, int | float) or mean < 1:
+        return
+    if isinstance(longest, int) and longest < mean:
+        what = f"is less than the mean of {mean:.5g} tokens"
+        accepted = f"{math.ceil(mean)} or more"
+        yield Problem(loc=("dataset", "max_tokens"), what=what, accepted=accepted)
+    if isinstance(p95, int) and p95 > 0:
+        try:
+            DatasetConfig(mean_tokens=mean, p95_tokens=p95)
+        except ConfigError as error:
+            accepted = str(error).partition("must be ")[2].rpartition(",")[0]
+            what = "is no 95 % quantile of lengths with this mean"
+            yield Problem(loc=("dataset", "p95_tokens"), what=what, accepted=accepted)
 
 
 def _check_path(path: str, dataset: Data, folder: Path) -> Iterator[Problem]:

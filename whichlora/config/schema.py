@@ -210,6 +210,12 @@ class Dataset(_Section):
     """Tokens in the training split, for planning without the data."""
     samples: Annotated[int, Field(ge=1, le=10**7)] | None = None
     """Samples in the training split, for planning without the data."""
+    mean_tokens: Annotated[float, Field(ge=1, le=10**8)] | None = None
+    """Mean tokens of a sample, in place of `tokens`."""
+    p95_tokens: Count | None = None
+    """Tokens that 95 % of the samples do not exceed; without it, as public instruction data."""
+    max_tokens: Count | None = None
+    """Tokens of the longest sample; without it, one may be as long as sequence_length."""
 
 
 class GpuLimits(_Section):

@@ -215,10 +215,15 @@ def _joined(content: Any) -> str:
     if content is None:  # beside a call of a tool
         return ""
     if isinstance(content, list):
-        parts = [part if isinstance(part, Mapping) else {"text": part} for part in content]
-        if not all(isinstance(part.get("text"), str) for part in parts):
+        texts = [_part(part) if isinstance(part, Mapping) else part for part in content]
+        if not all(isinstance(text, str) for text in texts):
             raise ConfigError("has a part without text, and only text is trained on")
-        return "".join(part["text"] for part in parts)
+        return "".join(texts)
     if not isinstance(content, str):
         raise ConfigError(f"must hold text, got {type(content).__name__}")
     return content
+
+
+def _part(part: Mapping[str, Any]) -> Any:
+    """The text of one part; LLaMA-Factory 0.9.5 calls it value."""
+    return part.get("text", part.get("value")) if part.get("type", "text") == "text" else None

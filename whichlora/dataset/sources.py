@@ -9,13 +9,14 @@ import os
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whichlora.data_format import DataFormat
+from whichlora.dataset import assumed
 from whichlora.dataset.base import BaseDataset, Example, Row, checked_format
 from whichlora.dataset.files import read_rows
-from whichlora.dataset.lengths import TokenLengths
+from whichlora.dataset.lengths import UNCUT, TokenLengths
 from whichlora.dataset.rendering import rendering
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.plan import DATA_FILE_SUFFIXES, DatasetConfig
@@ -62,10 +63,17 @@ class TableDataset(BaseDataset):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedDataset(BaseDataset):
-    """No data, only how much of it there is."""
+    """No data, only how much of it there is.
+
+    Args:
+        spread: standard deviation of the logarithm of the lengths, where it is known.
+        max_tokens: length of the longest sequence, where it is known.
+    """
 
     num_samples: int
     mean_tokens: float
+    spread: float | None = None
+    max_tokens: int | None = None
 
     def splits(self) -> Mapping[str, Sequence[Row]]:
         raise ConfigError(
@@ -76,24 +84,47 @@ class CountedDataset(BaseDataset):
         return ""
 
     def lengths(self, max_length: int) -> TokenLengths:
-        """Sequences as equal as whole numbers allow, with the total that the user gave."""
-        short = int(self.mean_tokens)
-        num_longer = round((self.mean_tokens - short) * self.num_samples)
-        counts = (min(short + 1, max_length),) * num_longer
-        counts += (min(short, max_length),) * (self.num_samples - num_longer)
-        num_truncated = num_longer if short == max_length else 0
+        """Lengths that are spread as those of public instruction data, and what they may be.
+
+        The longest sequence is one of `max_tokens`, or of any length: it is cut to `max_length`.
+        """
+        longest = max_length if self.max_tokens is None else min(self.max_tokens, max_length)
+        spreads = (assumed.NARROW, assumed.WIDE) if self.spread is None else ()
+        if self.max_tokens is None:
+            longest_method = "the longest may be as long as sequence_length"
+        else:
+            longest_method = f"the longest of {self.max_tokens} tokens"
+        shape = "as public instruction data" if self.spread is None else "as p95_tokens tells"
+        return replace(
+            self._spread(self.spread or assumed.TYPICAL, max_length),
+            longest_possible=None if longest == UNCUT else longest,
+            alternatives=tuple(self._spread(spread, max_length) for spread in spreads),
+            method=f"assumed, as only counts are given: log-normal around the mean of "
+            f"{self.mean_tokens:.4g} tokens, spread {shape}; {longest_method}",
+        )
+
+    def _spread(self, spread: float, max_length: int) -> TokenLengths:
+        longest = self.max_tokens or UNCUT
+        counts = assumed.lengths_of(
+            self.num_samples, self.mean_tokens, spread=spread, max_length=longest
+        )
         return TokenLengths(
-            lengths={"train": counts, "validation": ()},
+            lengths={"train": tuple(counts.clip(max=max_length).tolist()), "validation": ()},
             max_length=max_length,
-            num_truncated=self.num_samples if short > max_length else num_truncated,
-            method="given: dataset.tokens and dataset.samples, all sequences equally long",
+            num_truncated=int((counts > max_length).sum()),
+            method="assumed",
         )
 
 
 def _open_counts(config: DatasetConfig) -> BaseDataset:
     if config.num_samples is None or config.mean_tokens is None:
         raise ConfigError("dataset: names no data; give path, or tokens and samples")
-    return CountedDataset(num_samples=config.num_samples, mean_tokens=config.mean_tokens)
+    return CountedDataset(
+        num_samples=config.num_samples,
+        mean_tokens=config.mean_tokens,
+        spread=config.spread,
+        max_tokens=config.max_tokens,
+    )
 
 
 def _open_file(config: DatasetConfig) -> BaseDataset:
