@@ -13,7 +13,6 @@ from whichlora.architecture import ModelSpec
 from whichlora.calibration import Calibration, digest_of, prior_calibration
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.explanation import Explanation
-from whichlora.extras import require
 from whichlora.formulas import formulas_digest
 from whichlora.largest import Placement, Size, largest_that_fits, place, smallest_first, with_size
 from whichlora.methods import get_method
@@ -23,7 +22,7 @@ from whichlora.results import Answers, Measurement, Prediction, Refused, TracedP
 from whichlora.specs import ALL_LINEAR, Engine, GpuSpec, RunConfig
 from whichlora.store import gpus as gpu_store
 from whichlora.store import models as model_store
-from whichlora.store.coefficients import read_coefficients, write_coefficients
+from whichlora.store.coefficients import coefficients_file, read_coefficients, write_coefficients
 from whichlora.store.measurements import read_measurements, record_ids
 from whichlora.store.paths import data_folder, user_calibration_folder
 from whichlora.targets import resolve_targets
@@ -103,44 +102,49 @@ def calibration_roots(calibration_dir: Path | None = None) -> tuple[Path, ...]:
 def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
     """What runs on `gpu` taught so far; datasheet priors where there were none.
 
-    Coefficients of other formulas than today's are not used: the records are fitted anew.
-
-    Raises:
-        ConfigError: the records must be fitted anew, and SciPy is not installed.
-        DataFileError: a coefficients file that cannot be read.
+    Coefficients of other formulas than today's are not used, nor a broken file: the records are
+    fitted anew, and `fallback` says of a broken file what is wrong with it.
     """
     roots = calibration_roots(calibration_dir)
-    payload = read_coefficients(roots, gpu.key)
-    if payload is None:
-        return prior_calibration(gpu)
-    if payload.get("formulas") == formulas_digest():  # others may lack what today's have
-        return Calibration.from_dict(payload, source=f"{gpu.key}/coefficients.json")
-    require(
-        f"{gpu.key}/coefficients.json: was fitted to other formulas, and a new fit to its records",
-        "scipy",
-        extra="profile",
-    )
-    from whichlora.fitting import fit
-
-    return fit(read_measurements(roots, gpu.key), gpu, model_of, held_out=False)
+    fallback = ""
+    try:
+        payload = read_coefficients(roots, gpu.key)
+        if payload is None:
+            return prior_calibration(gpu)
+        if payload.get("formulas") == formulas_digest():  # others may lack what today's have
+            return Calibration.from_dict(payload, source=str(coefficients_file(roots, gpu.key)))
+    except DataFileError as error:
+        fallback = str(error)
+    try:
+        return replace(_fit(gpu, roots, held_out=False), fallback=fallback)
+    except ConfigError:  # the library that fits is not installed
+        if not fallback:
+            raise
+        return replace(prior_calibration(gpu), fallback=fallback)
 
 
 def refit(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
     """Fit the predictors of `gpu` to every record there is, and store the coefficients.
 
-    Raises:
-        ConfigError: SciPy is not installed.
-        DataFileError: a broken record file; nothing is written then.
+    A record that can't be read is left out; `left_out` has its place and why.
     """
-    require("calibrate", "scipy", extra="profile")
-    from whichlora.fitting import fit
-
     roots = calibration_roots(calibration_dir)
-    records = read_measurements(roots, gpu.key)
-    calibration = fit(records, gpu, model_of)
-    if records:
+    calibration = _fit(gpu, roots, held_out=True)
+    if calibration.num_records:
         write_coefficients(roots[0], gpu.key, calibration.to_dict())
     return calibration
+
+
+def _fit(gpu: GpuSpec, roots: Sequence[Path], *, held_out: bool) -> Calibration:
+    from whichlora.fitting import fit
+
+    unread: dict[str, str] = {}
+    records = read_measurements(roots, gpu.key, leave_out=unread.__setitem__)
+    calibration = fit(records, gpu, model_of, held_out=held_out)
+    # the digest names all records that are there, so that those left out do not make it stale
+    digest = digest_of(record_ids(roots, gpu.key))
+    left_out = {**unread, **calibration.left_out}
+    return replace(calibration, left_out=left_out, digest=digest)
 
 
 def model_of(measurement: Measurement) -> ModelSpec:
@@ -385,10 +389,11 @@ def stale_note(calibration: Calibration, calibration_dir: Path | None) -> str:
     Ids alone are read: 100,000 in 0.2 s. A refit would cost seconds and is one command away.
     """
     roots = calibration_roots(calibration_dir)
-    try:
-        ids = record_ids(roots, calibration.gpu)
-    except DataFileError as error:
-        return f"; its records can't be read: {error}"
+    if calibration.fallback:
+        number = calibration.num_records
+        stand_in = f"a fit to the {number} records just now" if number else "datasheet priors"
+        return f"; {calibration.fallback}; used until then: {stand_in}"
+    ids = record_ids(roots, calibration.gpu)
     if not ids and not calibration.digest:
         return ""
     if digest_of(ids) == calibration.digest:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from whichlora.device.profile import Profiler
 
 SIDE_BY_SIDE_RANKS = (4, 8, 16, 32, 64)
+_MOST_UNREAD = 3  # broken records that are told one by one
 
 
 class Progress(Protocol):
@@ -93,13 +94,28 @@ class Session:
         self.cold = prior_calibration(gpu)
         self.calibration: Calibration = api.load_calibration(gpu, plan.calibration_dir)
         # read once: a shared database holds more records than a run adds
-        self._records = list(read_measurements(self.roots, gpu.key))
+        self._records = self._read_records()
         self._resumed: dict[RunConfig, list[Measurement]] = {}
         for record in self._records:
             if record.provenance.get("run_id") == self.run_id:
                 self._resumed.setdefault(record.run, []).append(record)
         self._profiler: Profiler | None = None
         self._told_busy = False
+
+    def _read_records(self) -> list[Measurement]:
+        unread: list[str] = []
+
+        def leave_out(where: str, reason: str) -> None:
+            unread.append(f"left out: {where}: {reason}")
+
+        records = read_measurements(self.roots, self.gpu.key, leave_out=leave_out)
+        for line in unread[:_MOST_UNREAD]:
+            self.progress.say(line)
+        if len(unread) > _MOST_UNREAD:
+            self.progress.say(f"… and {len(unread) - _MOST_UNREAD} more records are left out")
+        if self.calibration.fallback:
+            self.progress.say(api.stale_note(self.calibration, self.plan.calibration_dir)[2:])
+        return list(records)
 
     # --- candidates
 

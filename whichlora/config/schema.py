@@ -25,6 +25,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from whichlora.errors import ConfigError
 from whichlora.plan import Collator, Keeping, Prefer, ProfilePolicy, TrainOn
 from whichlora.specs import (
+    MOST_COUNT,
+    MOST_RATIO,
     AdapterDtype,
     AttentionKernel,
     BaseDtype,
@@ -97,9 +99,9 @@ def _seen(name: str) -> str:
     return name
 
 
-Count = Annotated[int, Field(ge=1, le=10**9)]
+Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1), _OneOrMany()]
-Positive = Annotated[float, Field(gt=0, le=10**12, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=MOST_RATIO, allow_inf_nan=False)]
 Text = Annotated[str, Field(pattern=r"\S")]
 Name = Annotated[Text, AfterValidator(_seen)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1), _OneOrMany()]
