@@ -1,6 +1,5 @@
 """The written job on CPU, for real: what it learns, its checkpoints, and a kill in the middle."""
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -8,10 +7,10 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from written_job import script_of
 
 from whichlora.data_format import DataFormat
 from whichlora.job import train_script
@@ -58,15 +57,6 @@ def write(folder: Path, rows: list[dict[str, Any]], run: RunConfig = RUN, **job:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text)
     return path
-
-
-def script_of(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.parent.name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def run_script(path: Path, *args: str) -> subprocess.CompletedProcess[str]:
