@@ -28,7 +28,7 @@ from published_time import (
 )
 
 from whichlora import timing
-from whichlora.fitting import regress
+from whichlora.fitting import regress, relative_spread
 from whichlora.samples import Table
 from whichlora.specs import GpuSpec
 from whichlora.timing import DEVICE_FEATURES, FEATURES, TimeModel
@@ -97,9 +97,9 @@ def _table(samples: Sequence[TimeSample], factors: Mapping[str, float]) -> Table
 def fitted(form: Form, kept: Sequence[TimeSample], phase: str, gpu: GpuSpec) -> TimeModel:
     """Coefficients of `form`, those of the middle device where each has a factor."""
     start = replace(timing.prior_model(gpu, phase), overlaps=form.overlaps, interval_scale=1.0)
-    spread = timing.prior(gpu, phase)[1]
+    starts, spreads = {phase: start}, {phase: relative_spread(gpu, phase)}
     factors = {one.observation.gpu: 1.0 for one in kept}
-    model = regress(_table(kept, factors), start, spread)
+    model = regress({phase: _table(kept, factors)}, starts, spreads)[phase]
     if not form.per_device or len(factors) < 2:
         return model
     for _ in range(DEVICE_ROUNDS):
@@ -113,7 +113,7 @@ def fitted(form: Form, kept: Sequence[TimeSample], phase: str, gpu: GpuSpec) -> 
         }
         middle = median(logs.values())  # one odd device moves no other
         factors = {key: math.exp(value - middle) for key, value in logs.items()}
-        model = regress(_table(kept, factors), start, spread)
+        model = regress({phase: _table(kept, factors)}, starts, spreads)[phase]
     between = mean((value - middle) ** 2 for value in logs.values()) ** 0.5
     return replace(model, noise=math.hypot(model.noise, between))
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from whichlora import api
 from whichlora.belief import REPEATABILITY, Belief, Coefficients, conditioned
 from whichlora.calibration import prior_calibration
+from whichlora.fitting import fit
 from whichlora.outline import outline_inference, outline_training
 from whichlora.outlook import Outlook
 from whichlora.plan import Budget, Objective, Prefer
@@ -83,6 +84,28 @@ def test_what_was_measured_is_known_and_its_neighbour_is_known_better() -> None:
     assert shift[1] > shift[3] > 0
     assert after.own[1, 1] < 0.8 * before.own[1, 1]
     assert shift[2] == 0.0  # inference is another phase
+
+
+@pytest.mark.parametrize("k", [0.2, 8.0])
+def test_one_measured_run_of_a_slower_device_brings_the_other_candidates_near(k: float) -> None:
+    table = search_devices.invented_table(0)
+    found, cold = Outlook(table.outlines), prior_calibration(table.gpu)
+    measured_position = next(i for i, run in enumerate(table.runs) if run.phase == "finetune")
+    seconds = k * np.exp(found.time(cold).log_value)
+    job = found.jobs[measured_position]
+    step_s = k * float(predict(job.model, job.run, table.gpu, cold).time.step_s or 0.0)
+    record = replace(table.records[measured_position], step_s=(step_s,) * 4)
+    learned = fit([record], table.gpu, search_replay.find, held_out=False)
+    error = found.time_error(measured_position, record, learned)
+    after = found.time(learned, {measured_position: error}, before=cold)
+    off = np.exp(np.abs(after.log_value - np.log(seconds))) - 1
+    assert np.median(off[table.training]) < 0.25
+    unknown = np.flatnonzero(table.training)[1:]
+    before = found.time(cold)
+    # a candidate of the same device is as uncertain as it was, relative to its time, or less
+    spread = [(one.shared[unknown] ** 2).sum(axis=1) for one in (before, after)]
+    assert (spread[1] < 1.05 * spread[0]).all()
+    assert (spread[1] > 0.02 * spread[0]).all()
 
 
 def test_errors_larger_than_expected_widen_what_is_not_measured() -> None:

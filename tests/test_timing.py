@@ -48,11 +48,25 @@ def test_the_breakdown_adds_up_to_the_seconds(gpu: object, phase: str, found: di
 
 
 def test_a_product_takes_as_long_as_the_slower_of_arithmetic_and_weights() -> None:
+    model = replace(timing.prior_model(GPU, "finetune"), overlaps=False)
     bound_by_flops = timing.features(FEW, GPU, dtype="bf16")
     rate = GPU.peak_flops_per_s["bf16"] * timing.power_factor(GPU, "bf16")
     assert bound_by_flops["products"] == FEW.product_flops / rate
+    _, parts = timing.seconds(model, bound_by_flops)
+    assert parts["products"] > 0 == parts["weights"]
     bound_by_bytes = timing.features(replace(FEW, weight_read_bytes=10**13), GPU, dtype="bf16")
-    assert bound_by_bytes["products"] == 10**13 / GPU.bandwidth_bytes_per_s
+    assert bound_by_bytes["weights"] == 10**13 / GPU.bandwidth_bytes_per_s
+    _, parts = timing.seconds(model, bound_by_bytes)
+    assert parts["weights"] > 0 == parts["products"]
+
+
+def test_which_of_arithmetic_and_weights_is_slower_depends_on_the_device() -> None:
+    model = replace(timing.prior_model(GPU, "finetune"), overlaps=False)
+    found = dict.fromkeys(FEATURES, 0.0) | {"products": 2.0, "weights": 1.0}
+    slow_memory = replace(model, mean=model.mean | {"weights": 3 * model.mean["weights"]})
+    assert timing.seconds(model, found)[1]["weights"] == 0
+    total, parts = timing.seconds(slow_memory, found)
+    assert total == parts["weights"] == 3 * model.mean["weights"]
 
 
 def test_a_dtype_without_units_takes_the_fp32_rate() -> None:
@@ -150,7 +164,7 @@ def test_an_engine_takes_its_turn_after_every_step_of_the_device() -> None:
     found = forward_features(resolve(SPEC, run, GPU), context=512, decoding=True)
     _, parts = timing.seconds(model, found)
     assert parts["engine"] == model.mean["engine"] > parts["launch"] == 0
-    assert parts["products"] > 0
+    assert parts["weights"] > 0
 
 
 def test_an_interval_is_symmetric_in_the_logarithm() -> None:

@@ -75,8 +75,7 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
         ConfigError: an unknown model or accelerator, or settings that exclude each other.
     """
     device = api.find_gpu(gpu)
-    model = api.load_model(run.model)
-    resolved = resolve(model, replace(run, model=model.name), device)
+    resolved = resolve(api.load_model(run.model), run, device)
     return Recipe(
         run=resolved.run,
         gpu=device.key,
@@ -102,12 +101,9 @@ def hand_over(
     made = FORMATS[to](recipe)
     if recipe.trust_remote_code:
         made = replace(made, notes=(*made.notes, TRUSTS_CODE))
-    predictions = api.estimate(
+    before, after = api.estimate(
         [recipe.run, made.run], [recipe.gpu], calibration_dir=calibration_dir
     )
-    if predictions.refused:
-        raise ConfigError(predictions.refused[0].reason)
-    before, after = predictions
     paths = tuple(_write(folder / name, text) for name, text in made.files.items())
     then, now = before.run.to_dict(), after.run.to_dict()
     return Handover(

@@ -71,11 +71,13 @@ class Outlook:
         ]
         total = sum(seconds, np.zeros(len(self.jobs)))
         models = [calibration.time[phase] for phase in by_phase]
-        spread = [(before or calibration).time[phase] for phase in by_phase]
         coefficients = Coefficients(
             np.hstack([[model.mean[name] for name in FEATURES] for model in models]),
             _blocks(
-                [model.interval_scale * square_root(np.array(model.covariance)) for model in spread]
+                [
+                    _scaled_root((before or calibration).time[phase], calibration.time[phase])
+                    for phase in by_phase
+                ]
             ),
         )
         work = np.hstack(list(by_phase.values())) / total[:, None]
@@ -157,6 +159,19 @@ class Outlook:
             errors or {},
             joint=False,
         )
+
+
+def _scaled_root(before: TimeModel, now: TimeModel) -> Array:
+    """A square root of the covariance of `before`, of coefficients as large as those of `now`.
+
+    What is not known of a coefficient is a share of it: a device that turned out ten times slower
+    is as uncertain as it was, in relative terms.
+    """
+    import numpy as np
+
+    grown = [now.mean[name] / before.mean[name] if before.mean[name] else 1.0 for name in FEATURES]
+    root = square_root(np.array(before.covariance))
+    return np.asarray(before.interval_scale * np.array(grown)[:, None] * root)
 
 
 def _blocks(matrices: Sequence[Array]) -> Array:

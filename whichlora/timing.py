@@ -11,11 +11,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from whichlora.numeric import Real, largest
+from whichlora.numeric import Real
 from whichlora.specs import GpuSpec
 from whichlora.work import Work
 
-DEVICE_FEATURES = ("products", "attention", "elementwise", "dequant", "optimizer")
+DEVICE_FEATURES = (
+    "products", "weights", "attention", "cache", "elementwise", "dequant", "optimizer",
+)  # fmt: skip
+# Arithmetic and the bytes that it reads meanwhile: the slower of the two decides.
+ROOFS = (("products", "weights"), ("attention", "cache"))
 FEATURES = (*DEVICE_FEATURES, "launch", "constant", "engine")
 PER_COUNT = ("launch", "constant", "engine")  # whose coefficient is in seconds
 
@@ -60,7 +64,9 @@ _USUAL_SHARE = 0.83
 # small models under vLLM 0.4.2 and 0.6.3 are 2 to 3.5 ms per token above their graph's kernels.
 _ACCELERATOR_PRIOR = {
     "products": (1.0 / 0.72, 0.25),
+    "weights": (1.0 / 0.72, 0.25),
     "attention": (1.0 / 0.45, 0.5),
+    "cache": (1.0 / 0.45, 0.5),
     "elementwise": (1.0 / 0.8, 0.4),
     "dequant": (1.0 / 0.5, 0.6),
     "optimizer": (1.0 / 0.8, 0.5),
@@ -70,7 +76,9 @@ _ACCELERATOR_PRIOR = {
 }
 _CPU_PRIOR = {
     "products": (1.0 / 0.5, 0.6),
+    "weights": (1.0 / 0.5, 0.6),
     "attention": (1.0 / 0.25, 1.0),
+    "cache": (1.0 / 0.25, 1.0),
     "elementwise": (1.0 / 0.4, 0.8),
     "dequant": (1.0 / 0.2, 2.0),
     "optimizer": (1.0 / 0.4, 1.0),
@@ -141,8 +149,10 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
     sustained = rate * power_factor(gpu, dtype)
     bandwidth = gpu.bandwidth_bytes_per_s
     return {
-        "products": largest(work.product_flops / sustained, work.weight_read_bytes / bandwidth),
-        "attention": largest(work.attention_flops / rate, work.attention_bytes / bandwidth),
+        "products": work.product_flops / sustained,
+        "weights": work.weight_read_bytes / bandwidth,
+        "attention": work.attention_flops / rate,
+        "cache": work.attention_bytes / bandwidth,
         "elementwise": work.elementwise_bytes / bandwidth,
         "dequant": work.dequant_bytes / bandwidth,
         "optimizer": work.optimizer_bytes / bandwidth,
@@ -155,18 +165,22 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
 def deciding(model: TimeModel, found: Mapping[str, Real]) -> dict[str, Real]:
     """The features that decide the time of a run; the others are zero.
 
-    Where host and device overlap, the one that waits for the other counts nothing.
+    Where arithmetic and its reads overlap, or host and device, the one that waits for the other
+    counts nothing.
     """
+    counted = dict(found)
+    for arithmetic, reads in ROOFS:
+        waits = model.mean[arithmetic] * found[arithmetic] < model.mean[reads] * found[reads]
+        counted[arithmetic] = found[arithmetic] * (1 - waits)
+        counted[reads] = found[reads] * waits
     if not model.overlaps:
-        return dict(found)
-    device = sum((model.mean[name] * found[name] for name in DEVICE_FEATURES), 0.0)
+        return counted
+    device = sum((model.mean[name] * counted[name] for name in DEVICE_FEATURES), 0.0)
     host_bound = device < model.mean["launch"] * found["launch"]
-    counted = {name: found[name] * (1 - host_bound) for name in DEVICE_FEATURES}
-    return counted | {
-        "launch": found["launch"] * host_bound,
-        "constant": found["constant"],
-        "engine": found["engine"],
-    }
+    for name in DEVICE_FEATURES:
+        counted[name] = counted[name] * (1 - host_bound)
+    counted["launch"] = found["launch"] * host_bound
+    return counted
 
 
 def seconds(model: TimeModel, found: Mapping[str, Real]) -> tuple[Real, dict[str, Real]]:

@@ -78,8 +78,9 @@ _SETTINGS = (
     choices("optimizer", "adamw_torch_fused", "Optimizer", specs.Optimizer),
     click.option(
         "--gradient-checkpointing/--no-gradient-checkpointing",
-        default=None,
-        help="Recompute activations in the backward pass; default: where the model has that.",
+        default=True,
+        show_default=True,
+        help="Recompute activations in the backward pass.",
     ),
     list_option(
         "gradient-accumulation-steps",

@@ -8,6 +8,15 @@ from __future__ import annotations
 
 from whichlora.fitting.device import FindModel, digest, fit
 from whichlora.fitting.memory_parts import fit_memory
-from whichlora.fitting.time_phases import fit_time, regress
+from whichlora.fitting.time_phases import fit_phases, fit_time, regress, relative_spread
 
-__all__ = ["FindModel", "digest", "fit", "fit_memory", "fit_time", "regress"]
+__all__ = [
+    "FindModel",
+    "digest",
+    "fit",
+    "fit_memory",
+    "fit_phases",
+    "fit_time",
+    "regress",
+    "relative_spread",
+]

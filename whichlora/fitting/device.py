@@ -9,6 +9,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
+from whichlora import timing
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import (
     TIME_PHASES,
@@ -21,7 +22,7 @@ from whichlora.calibration import (
 from whichlora.errors import WhichLoraError
 from whichlora.extras import require
 from whichlora.fitting.memory_parts import fit_memory, held_out_errors, memory_errors
-from whichlora.fitting.time_phases import fit_phase, sharpened, time_errors
+from whichlora.fitting.time_phases import fit_phases, sharpened, time_errors
 from whichlora.formulas import formulas_digest
 from whichlora.memory.ledger import PARTS
 from whichlora.regression import held_out_noise, robust_weights
@@ -29,7 +30,7 @@ from whichlora.resolution import resolve
 from whichlora.results import Measurement
 from whichlora.samples import Sample, Table, memory_samples, time_samples
 from whichlora.specs import GpuSpec
-from whichlora.timing import FEATURES, TimeModel, seconds
+from whichlora.timing import FEATURES, TimeModel
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
 
 FindModel = Callable[[Measurement], ModelSpec]
 
-# Measured over expected, least and greatest: beyond them it is no measurement of this device.
-PLAUSIBLE_TIME = (1e-3, 1e4)
-PLAUSIBLE_MEMORY = (0.05, 20.0)
+# A record farther than this from datasheet and priors is an error of whoever wrote it: fifty times
+# what a throttled or shared device is off.
+MOST_FACTOR = 1000.0
 REPORTED_WEIGHT = 0.25  # an error 2.7 times the ordinary, which one normal run in 150 has
 
 
@@ -82,33 +83,8 @@ def digest(measurements: Iterable[Measurement]) -> str:
     return digest_of(measurement.id for measurement in measurements)
 
 
-def _implausible(samples: Mapping[str, Sequence[Sample]], start: Calibration) -> str:
-    """Why no device can have measured `samples`; empty where one can.
-
-    A slipped unit or a forged record is off by orders of magnitude, and one is enough to make the
-    whole fit singular. The slowest devices are 20 times slower than their priors.
-    """
-    for phase, of_phase in samples.items():
-        for sample in of_phase:
-            if phase == "memory":
-                expected, accepted = sum(sample.features.values()), PLAUSIBLE_MEMORY
-            else:
-                expected, accepted = seconds(start.time[phase], sample.features)[0], PLAUSIBLE_TIME
-            ratio = sample.value / expected if expected > 0 else math.inf
-            if not accepted[0] <= ratio <= accepted[1]:
-                return (
-                    f"{phase}: {sample.value:.3g} {'bytes' if phase == 'memory' else 's'} is "
-                    f"{ratio:.2g} times what the datasheet says; accepted are {accepted[0]:g} to "
-                    f"{accepted[1]:g} times; remove the record"
-                )
-    return ""
-
-
 def _gather(
-    measurements: Iterable[Measurement],
-    gpu: GpuSpec,
-    find_model: FindModel,
-    start: Calibration,
+    measurements: Iterable[Measurement], start: Calibration, gpu: GpuSpec, find_model: FindModel
 ) -> tuple[dict[str, list[Sample]], dict[str, int], dict[str, str]]:
     """Samples by "memory" and time phase, parameters by model, why a record has no sample."""
     found: dict[str, list[Sample]] = {phase: [] for phase in ("memory", *TIME_PHASES)}
@@ -132,17 +108,34 @@ def _gather(
         except WhichLoraError as error:  # of a newer release, or a model whose config is not here
             left_out[measurement.id] = str(error)
             continue
-        if job.run.model not in num_params:
-            num_params[job.run.model] = model.num_params
         samples = time_samples(job, measurement)
         if not job.run.libraries:
             samples["memory"] = memory_samples(job, measurement)
-        if fault := _implausible(samples, start):
-            left_out[measurement.id] = fault
+        why = _absurd(samples, start)
+        if why:
+            left_out[measurement.id] = why
             continue
-        for phase, of_phase in samples.items():
-            found[phase].extend(of_phase)
+        if job.run.model not in num_params:
+            num_params[job.run.model] = model.num_params
+        for phase, some in samples.items():
+            found[phase].extend(some)
     return found, num_params, left_out
+
+
+def _absurd(samples: Mapping[str, Sequence[Sample]], start: Calibration) -> str:
+    """Why no device can have measured a record's samples; empty where one can."""
+    for phase, some in samples.items():
+        for sample in some:
+            if phase == "memory":
+                expected = sum(start.memory.mean[part] * sample.features[part] for part in PARTS)
+            else:
+                expected = float(timing.seconds(start.time[phase], sample.features)[0])
+            if not (expected / MOST_FACTOR <= sample.value <= expected * MOST_FACTOR):
+                return (
+                    f"its {phase} is {sample.value:.3g}, {expected:.3g} by datasheet and priors: "
+                    f"no device is {MOST_FACTOR:.0f} times off; delete the record if it is wrong"
+                )
+    return ""
 
 
 def fit(
@@ -168,19 +161,19 @@ def fit(
     """
     require("a fit to recorded runs", "scipy", extra="profile")
     start = prior_calibration(gpu)
-    found, num_params, left_out = _gather(measurements, gpu, find_model, start)
+    found, num_params, left_out = _gather(measurements, start, gpu, find_model)
     summaries: dict[str, HeldOut] = {}
     cold: dict[str, HeldOut] = {}
     outliers: list[Outlier] = []
     time: dict[str, TimeModel] = {}
-    for phase in TIME_PHASES:
-        before, table = start.time[phase], Table.of(found[phase], FEATURES)
-        model = fit_phase(table, gpu, phase)
+    tables = {phase: Table.of(found[phase], FEATURES) for phase in TIME_PHASES}
+    for phase, model in fit_phases(tables, gpu).items():
+        before, table = start.time[phase], tables[phase]
         if found[phase]:
             cold[phase] = _summary(time_errors(before, table.take(table.judged())))
             outliers += _outliers(table, phase, time_errors(model, table), before.noise)
         if held_out and len(table.judged()) >= 3:
-            model, errors = sharpened(model, table, gpu, phase)
+            model, errors = sharpened(model, tables, gpu, phase)
             summaries[phase] = _summary(errors)
         time[phase] = model
     table = Table.of(found["memory"], PARTS)

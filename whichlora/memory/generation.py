@@ -57,12 +57,7 @@ def inference_ledger(
     if stored is not None:
         reader = replace(stack, stores=stored)
     working = forward_bytes(
-        model,
-        reader,
-        side="encoder" if two_stacks else "",
-        prompt=True,
-        queries=prompt_len,
-        **sized,
+        model, reader, side="encoder" if two_stacks else "", prompt=True, **sized
     ) + activations.rotary_bytes(model, stack, span=positions)
     if model.task == "causal-lm":
         working = working + activations.kept_mask_bytes(model, reader, checkpointed=True, **sized)
@@ -96,12 +91,7 @@ def inference_ledger(
             idle = smallest(idle, working + allocator.PAGES_BYTES)
         return replace(found, idle_bytes=idle)
     decoding = forward_bytes(
-        model,
-        stack,
-        tokens=batch_size,
-        span=last_tokens,
-        side="decoder" if two_stacks else "",
-        decoding=True,
+        model, stack, tokens=batch_size, span=last_tokens, side="decoder" if two_stacks else ""
     )
     append = kv_cache.append_transient_bytes(model, tokens=last_tokens, **common)
     if run.kv_cache == "dynamic" and stack.libraries.cache_of_tuples:
