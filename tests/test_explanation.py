@@ -200,6 +200,42 @@ def test_a_choice_that_the_device_lacks_is_not_offered() -> None:
     assert "flash_attention_2 attention" not in names
 
 
+def test_a_saving_is_that_of_one_setting_and_two_are_named_as_two() -> None:
+    found = explained(LLAMA)
+    asked = found.prediction.run
+    assert asked.prepare_kbit
+    changed = {
+        one.name: {
+            name
+            for name, value in one.prediction.run.to_dict().items()
+            if value != asked.to_dict()[name]
+        }
+        for one in found.savings
+    }
+    both = {name for name, settings in changed.items() if len(settings) > 1}
+    assert both == {
+        "TRL's recipe: trl-fused loss, base not prepared for k-bit training",
+        "base weights not quantised, nor prepared for k-bit training",
+    }
+    assert changed["trl-fused loss, without logits"] == {"loss_head"}
+    assert changed["base not prepared for k-bit training"] == {"prepare_kbit"}
+    saved = {one.name: found.saved_bytes(one) for one in found.savings}
+    fused, unprepared = (
+        saved["trl-fused loss, without logits"],
+        saved["base not prepared for k-bit training"],
+    )
+    (recipe,) = (size for name, size in saved.items() if name.startswith("TRL"))
+    assert recipe > max(fused, unprepared)
+
+
+def test_a_16_bit_base_is_offered_in_4_bit_with_and_without_its_preparation() -> None:
+    found = explained(replace(LLAMA, method="lora"))
+    four_bit = {one.name: one for one in found.savings if one.name.startswith("4-bit")}
+    alone = four_bit["4-bit base weights"]
+    prepared = four_bit["4-bit base weights, prepared for k-bit training"]
+    assert found.saved_bytes(alone) > found.saved_bytes(prepared) > 0
+
+
 def test_an_engine_rounds_a_sequence_up_to_whole_blocks() -> None:
     run = replace(LLAMA, phase="inference", prompt_len=500, max_new_tokens=118, batch_size=3)
     by_engine = {one.kv_cache: one for one in explained(run).caches}

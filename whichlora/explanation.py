@@ -21,7 +21,7 @@ from whichlora.numeric import round_up
 from whichlora.prediction import ALLOCATED_PARTS, ledger, part_bytes, predict
 from whichlora.resolution import resolve
 from whichlora.results import Prediction
-from whichlora.specs import ATTENTION, GpuSpec, KvCache, Quant, RunConfig
+from whichlora.specs import ATTENTION, BNB_QUANTS, GpuSpec, KvCache, Quant, RunConfig
 
 RANKS = (4, 8, 16, 32, 64)
 METHODS = ("full", "lora", "qlora", "dora", "qdora")
@@ -73,7 +73,8 @@ class Explanation:
             checkpointing these are members of `lines`.
         moments: allocated bytes of every moment that could have been the peak.
         methods: the job by method, or by storage of the weights in inference.
-        savings: the job with one choice made differently, the largest saving first.
+        savings: the job with one choice made differently, the largest saving first; where two
+            choices change, the name says both.
         ranks: the job by rank; none where no adapter is trained.
         caches: the job by engine, in inference.
     """
@@ -216,6 +217,42 @@ def _ranks(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"r {r}", {"r": r}
 
 
+def _storage_changes(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The storage of the base and its preparation, each on its own and both together.
+
+    Whether a base is prepared follows from its storage and from the loss head where nobody says
+    it, so every change names it.
+    """
+    if run.phase == "inference":
+        name = "4-bit base weights" if run.quant == "none" else "base weights not quantised"
+        yield name, {"quant": "nf4-dq" if run.quant == "none" else "none"}
+        return
+    prepared = bool(run.prepare_kbit) and run.quant in BNB_QUANTS
+    if run.quant == "none":
+        yield "4-bit base weights", {"quant": "nf4-dq", "prepare_kbit": False}
+        name = "4-bit base weights, prepared for k-bit training"
+        yield name, {"quant": "nf4-dq", "prepare_kbit": True}
+        return
+    name = "base weights not quantised" + ", nor prepared for k-bit training" * prepared
+    yield name, {"quant": "none", "prepare_kbit": False}
+    if run.quant in BNB_QUANTS:
+        name = f"base {'not ' * prepared}prepared for k-bit training"
+        yield name, {"prepare_kbit": not prepared}
+
+
+def _loss_changes(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Another loss head, and TRL's with the recipe that it belongs to."""
+    held = {"prepare_kbit": run.prepare_kbit} if run.quant in BNB_QUANTS else {}
+    if run.loss_head != "hf":
+        yield "hf loss, with whole logits", {"loss_head": "hf"} | held
+        return
+    for head in ("trl-fused", "liger"):
+        yield f"{head} loss, without logits", {"loss_head": head} | held
+    if held.get("prepare_kbit"):
+        name = "TRL's recipe: trl-fused loss, base not prepared for k-bit training"
+        yield name, {"loss_head": "trl-fused", "prepare_kbit": False}
+
+
 def _changes(run: RunConfig, model: ModelSpec) -> Iterator[tuple[str, dict[str, Any]]]:
     """One choice at a time, made the other way; `run` has its defaults filled in."""
     training = run.phase == "finetune"
@@ -223,11 +260,7 @@ def _changes(run: RunConfig, model: ModelSpec) -> Iterator[tuple[str, dict[str, 
     if run.batch_size > 1:
         yield "half the batch", {"batch_size": run.batch_size // 2}
     if not trains_base:
-        storage = "nf4-dq" if run.quant == "none" else "none"
-        yield (
-            "4-bit base weights" if run.quant == "none" else "base weights not quantised",
-            {"quant": storage, "prepare_kbit": None},
-        )
+        yield from _storage_changes(run)
     for attn in ("sdpa", "flash_attention_2", "eager"):
         if attn != run.attn:
             yield f"{attn} attention", {"attn": attn}
@@ -244,9 +277,7 @@ def _changes(run: RunConfig, model: ModelSpec) -> Iterator[tuple[str, dict[str, 
         "no gradient checkpointing" if checkpointing else "gradient checkpointing",
         {"gradient_checkpointing": not checkpointing},
     )
-    for head in ("trl-fused", "liger") if run.loss_head == "hf" else ("hf",):
-        name = f"{head} loss, without logits" if head != "hf" else "hf loss, with whole logits"
-        yield name, {"loss_head": head}
+    yield from _loss_changes(run)
     is_8bit = "8bit" in run.optimizer
     yield (
         "32-bit optimizer" if is_8bit else "8-bit optimizer",
