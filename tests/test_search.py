@@ -240,3 +240,14 @@ def test_a_candidate_just_below_certainty_is_not_taken_for_certain() -> None:
     check = judge(prediction(TRAIN, used_bytes=USABLE_BYTES / 1.1**0.8), Limits()).checks[0]
     assert MIN_CHANCE < check.chance < 1 - MIN_CHANCE
     assert check.verdict == "undecided"
+
+
+def test_the_time_per_token_beside_a_total_is_of_the_same_batches() -> None:
+    total = Quantity(value=90.0, low=80.0, high=120.0, measured=False)
+    profiled = measurement(TRAIN, step_s=1.0)
+    for measured in (None, profiled):
+        found = judge(
+            prediction(TRAIN), Limits(), total_s=total, total_tokens=1000, measurement=measured
+        )
+        time = found.time_per_token_s
+        assert (time.value, time.low, time.high) == (0.09, 0.08, 0.12)

@@ -600,3 +600,15 @@ def test_killing_the_run_loses_no_finished_measurement(tmp_path: Path, seed: int
     # at most the one measurement that was under way when the process died ran twice
     assert calls.read_text().count("\n") <= records() + 1
     assert records() == 6 + 18
+
+
+def test_a_time_per_token_times_the_tokens_it_is_of_is_the_total_beside_it(tmp_path: Path) -> None:
+    answer = workflow.run(write_config(tmp_path, profile="all"), progress=Silent())
+    with (tmp_path / "out" / "candidates.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["phase"] == "finetune"]
+    alone = [row for row in rows if row["batch_size"] == "1" and row["outcome"] in ("", "ok")]
+    assert {row["source"] for row in alone} == {"measured"}
+    tokens = answer.dataset["tokens_per_epoch"] * answer.dataset["epochs"]
+    for row in alone:  # a batch of one carries no padding
+        of_total = float(row["total_time_s"]) / float(row["time_per_token_s"])
+        assert of_total == pytest.approx(tokens, rel=1e-6)

@@ -38,6 +38,12 @@ class Quantity:
     measured: bool
     confidence: float = 0.9
 
+    def divided(self, number: float) -> Quantity:
+        """The same for one of `number` equal parts."""
+        return replace(
+            self, value=self.value / number, low=self.low / number, high=self.high / number
+        )
+
     def chance_below(self, bound: float) -> float:
         """Probability that the true value is at most `bound`, log-normal between the bounds."""
         if self.measured or self.high <= self.low or self.low <= 0:
@@ -73,6 +79,8 @@ class Candidate:
     """One run with everything known about it.
 
     Args:
+        time_per_token_s: of the batches that `total_s` is summed over, padding included; without
+            it of what was profiled, or of the run's own length.
         total_s: whole fine-tuning; None for inference.
         failure: why it has no measured values (a failed profile, or a smaller batch that ran out
             of memory), empty otherwise.
@@ -138,6 +146,7 @@ def judge(
     memory: Quantity | None = None,
     time_per_token_s: Quantity | None = None,
     total_s: Quantity | None = None,
+    total_tokens: int | None = None,
     measurement: Measurement | None = None,
     failure: str = "",
     objective: Objective = LARGEST,
@@ -148,6 +157,8 @@ def judge(
         memory, time_per_token_s: what is believed where nothing was measured; without them, what
             the prediction says on its own.
         total_s: time of the whole fine-tuning, measured as soon as its profile is.
+        total_tokens: what that time is over, padding included; the time per token is then of the
+            same batches, not of the longest one or of those that were profiled.
     """
     if measurement is not None and measurement.outcome != "ok":
         failure = f"{measurement.outcome}: {measurement.detail}".rstrip(": ")
@@ -157,6 +168,8 @@ def judge(
     time = time_per_token_s
     if good is not None or time is None:
         time = _time_per_token(prediction, good)
+    if total_s is not None and total_tokens is not None:
+        time = total_s.divided(total_tokens)
     training = prediction.run.phase == "finetune"
     limit_bytes = limits.finetune_bytes if training else limits.inference_bytes
     bounds: list[tuple[str, Literal["bytes", "s"], Quantity, float | None]] = [

@@ -232,12 +232,14 @@ class Session:
                 failure = f"batch size {smaller.batch_size} already ran out of memory"
         elif training and measurement.step_s:
             time = self._measured_total(run, measurement)
+        tokens = self.data.workload(run.model, run.batch_size).padded_tokens if training else None
         return judge(
             prediction,
             self.limits,
             memory=memory,
             time_per_token_s=None if training else time,
             total_s=time if training else None,
+            total_tokens=tokens,
             measurement=measurement,
             failure=failure,
             objective=self.plan.objective,
