@@ -350,17 +350,55 @@ def test_a_user_adds_an_accelerator(user_folder: Path) -> None:
     assert [spec.key for spec in list_gpus()] == sorted([*KEYS, "dgx-comet-128gb"])
 
 
-def test_the_users_file_beats_the_packaged_one(user_folder: Path) -> None:
+def test_a_packaged_description_wins_and_the_users_is_told(user_folder: Path) -> None:
+    packaged = find_gpu("t4-16gb")
     mine = a_gpu(key="t4-16gb", aliases=("t4",), names=("Tesla T4",))
-    write_gpu(user_folder, mine)
-    assert find_gpu("t4-16gb") == find_gpu("t4") == find_gpu("Tesla T4") == mine
-    assert [spec for spec in list_gpus() if spec.key == "t4-16gb"] == [mine]
+    path = write_gpu(user_folder, mine)
+    for name in ("t4-16gb", "t4", "Tesla T4"):
+        spec = find_gpu(name)
+        assert dataclasses.replace(spec, notes=()) == packaged
+        assert spec.notes[-1].startswith(f"{path} is not used: the packaged description of t4-16gb")
+    assert [dataclasses.replace(spec, notes=()) for spec in list_gpus() if "t4" in spec.key] == [
+        packaged
+    ]
 
 
-def test_an_alias_of_the_users_can_make_a_name_ambiguous(user_folder: Path) -> None:
-    write_gpu(user_folder, a_gpu(aliases=("4090",)))
-    with pytest.raises(ConfigError, match="GPU '4090' is ambiguous: dgx-comet-128gb, rtx"):
-        find_gpu("4090")
+@pytest.mark.parametrize("key", ["4090", "rtx4090", "h100", "a100", "auto", "cpu", "24gb"])
+def test_a_file_that_came_with_records_takes_over_no_name(
+    user_folder: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    def meaning(name: str) -> GpuSpec | str:
+        try:
+            return find_target(name)
+        except ConfigError as error:
+            return str(error)
+
+    see(monkeypatch, ("NVIDIA GeForce RTX 4090", 24564))
+    names = (key, "4090", "4090 24gb", "NVIDIA GeForce RTX 4090", "a100 80gb", "auto", "cpu")
+    before = {name: meaning(name) for name in names}
+    write_gpu(
+        user_folder,
+        a_gpu(
+            key=key,
+            memory_bytes=24564 * 2**20,
+            aliases=(*names, "auto"),
+            names=("NVIDIA GeForce RTX 4090",),
+        ),
+    )
+    assert {name: meaning(name) for name in names} == before
+    assert [spec.key for spec in list_gpus()] == KEYS
+
+
+def test_a_board_with_more_memory_than_any_packaged_of_its_name_is_the_users(
+    user_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "NVIDIA GeForce RTX 4090"
+    own = a_gpu(key="rtx-4090-48gb-modded", names=(name,), memory_bytes=48 * GiB, aliases=())
+    write_gpu(user_folder, own)
+    see(monkeypatch, (name, 48 * 1024))
+    assert find_gpu("auto") == own
+    see(monkeypatch, (name, 24564))
+    assert find_gpu("auto").key == "rtx-4090-24gb"
 
 
 @pytest.mark.parametrize(
@@ -375,11 +413,11 @@ def test_an_alias_of_the_users_can_make_a_name_ambiguous(user_folder: Path) -> N
         ("memory_bytes", True, "memory_bytes: got True"),
         ("memory_bytes", 0, "memory_bytes: got 0"),
         ("memory_bytes", ..., "memory_bytes: missing"),
-        ("bandwidth_bytes_per_s", -1, "bandwidth_bytes_per_s: got -1; must be a number above 0"),
+        ("bandwidth_bytes_per_s", -1, "bandwidth_bytes_per_s: got -1; must be a number from 1e+06"),
         ("bandwidth_bytes_per_s", 10**400, "bandwidth_bytes_per_s: got 1000"),
-        ("peak_flops_per_s", {}, "peak_flops_per_s: got {}; must be an object of numbers"),
+        ("peak_flops_per_s", {}, "peak_flops_per_s: got {}; must be an object of bf16"),
         ("peak_flops_per_s", {"bfloat16": 1}, "peak_flops_per_s: got {'bfloat16': 1}"),
-        ("power_w", "300 W", "power_w: got '300 W'; must be a number above 0"),
+        ("power_w", "300 W", "power_w: got '300 W'; must be a number from 0.1"),
         ("aliases", "comet", "aliases: got 'comet'; must be a list of texts"),
         ("sources", {"colour": "x"}, "sources or unverified: 'colour' is no field of this file"),
         ("unverified", ["peak_flops_per_s.fp8"], "'peak_flops_per_s.fp8' is no field of this file"),

@@ -158,7 +158,6 @@ def _check_methods(data: Data) -> Iterator[Problem]:
 
 
 def _check_gpus(data: Data) -> Iterator[Problem]:
-    keys = [gpu.key for gpu in list_gpus()]
     for section in ("gpu_limits", "gpu_prices"):
         for name in _section(data, section):
             if type(name) is int:
@@ -173,9 +172,13 @@ def _check_gpus(data: Data) -> Iterator[Problem]:
                     loc=(section, name),
                     what="is not a known GPU" if is_unknown else str(error).partition("; ")[0],
                     accepted="a key of `whichlora gpus`, or cpu",
-                    hint="".join(difflib.get_close_matches(name.lower(), keys, n=1)),
+                    hint="".join(difflib.get_close_matches(name.lower(), _gpu_keys(), n=1)),
                     show_value=False,
                 )
+
+
+def _gpu_keys() -> list[str]:
+    return [gpu.key for gpu in list_gpus()]
 
 
 def _check_preference(data: Data) -> Iterator[Problem]:

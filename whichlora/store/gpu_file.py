@@ -13,6 +13,8 @@ from whichlora.store.jsonfiles import check_schema_version, is_slug, read_object
 SCHEMA_VERSION = 1
 KINDS: tuple[str, ...] = get_args(get_type_hints(GpuSpec)["kind"])
 DTYPES = ("bf16", "fp16", "tf32", "fp32", "int8")
+_RATES = (1e6, 1e21)  # per second: a slipped unit is outside, every device since the 1980s inside
+_RATE = f"a number from {_RATES[0]:g} to {_RATES[1]:g}"
 
 
 def read_gpu(path: Path) -> GpuSpec:
@@ -81,9 +83,14 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 < value < 10**15  # 1 PB: no device, but a slipped unit
 
 
+def _is_number(value: object, least: float, most: float) -> bool:
+    # bool is an int in Python, and a switch is no number. A comparison refuses NaN.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and least <= value <= most  # type: ignore[operator]
+
+
 def _is_rate(value: object) -> bool:
-    # bool is an int in Python, and a switch is no rate. A comparison refuses NaN.
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e21
+    return _is_number(value, *_RATES)
 
 
 def _is_texts(value: object) -> bool:
@@ -110,10 +117,16 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "name": ("a text", _is_text),
     "kind": (f"one of {', '.join(KINDS)}", lambda value: value in KINDS),
     "memory_bytes": ("a whole number above 0 and below 10**15", _is_count),
-    "nominal_memory_gb": ("a number, or null", lambda v: v is None or _is_rate(v)),
-    "bandwidth_bytes_per_s": ("a number above 0 and below 1e21", _is_rate),
-    "peak_flops_per_s": (f"an object of numbers above 0 under {', '.join(DTYPES)}", _is_peaks),
-    "power_w": ("a number above 0 and below 1e21, or null", lambda v: v is None or _is_rate(v)),
+    "nominal_memory_gb": (
+        "a number from 0.001 to 1e6, or null",
+        lambda v: v is None or _is_number(v, 1e-3, 1e6),
+    ),
+    "bandwidth_bytes_per_s": (_RATE, _is_rate),
+    "peak_flops_per_s": (f"an object of {', '.join(DTYPES)}, each {_RATE}", _is_peaks),
+    "power_w": (
+        "a number from 0.1 to 1e6, or null",
+        lambda v: v is None or _is_number(v, 0.1, 1e6),
+    ),
     "num_multiprocessors": ("a count, or null", lambda v: v is None or _is_count(v)),
     "l2_bytes": ("a count, or null", lambda v: v is None or _is_count(v)),
     "compute_capability": ("a text, or null", lambda v: v is None or _is_text(v)),

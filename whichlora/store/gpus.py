@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,27 +53,29 @@ def find_gpu(name: str) -> GpuSpec:
         return _gpu_here()
     if key == "cpu":
         return _cpu_here()
-    spec = _load(key)
-    if spec is not None:
-        return spec
     if _any_card(name) is not None:
         raise ConfigError(
             f"GPU {name!r} is an amount of memory, and this needs the rates of a card; "
             "'whichlora gpus' lists them, and 'whichlora estimate' takes the amount"
         )
-    keys = _keys_named(name)
-    if len(keys) > 1:
-        return _usual(name, keys)
-    spec = _load(keys[0]) if keys else _by_words(name)
+    spec = _load(key)
     if spec is not None:
         return spec
+    for read_index in _INDEXES:
+        index = read_index()
+        keys = _keys_named(name, index)
+        if len(keys) > 1:
+            return _usual(name, keys)
+        spec = _load(keys[0]) if keys else _by_words(name, index)
+        if spec is not None:
+            return spec
     if key.startswith("cpu-"):
         here = _cpu_here()
         if here.key == key:
             return here
         raise ConfigError(f"unknown GPU {name!r}: the CPU of this machine is {here.key}; use cpu")
     several = _SEVERAL.fullmatch(key)
-    single = _keys_named(several["before"] or several["after"]) if several else []
+    single = _keys_named_anywhere(several["before"] or several["after"]) if several else []
     if single:
         raise ConfigError(
             f"unknown GPU {name!r}: predictions are of one device, since training on several is "
@@ -88,7 +90,7 @@ def find_target(name: str) -> GpuSpec:
     Raises:
         ConfigError: as `find_gpu`.
     """
-    return _load(name.strip().lower()) or _any_card(name) or find_gpu(name)
+    return _any_card(name) or find_gpu(name)
 
 
 def _usual(name: str, keys: Sequence[str]) -> GpuSpec:
@@ -105,7 +107,7 @@ def _usual(name: str, keys: Sequence[str]) -> GpuSpec:
     return replace(spec, notes=(note,))
 
 
-def _by_words(name: str) -> GpuSpec | None:
+def _by_words(name: str, index: Mapping[str, Any]) -> GpuSpec | None:
     """The board with every word of `name` among its names: "4090 24gb"; None without one.
 
     Raises:
@@ -115,10 +117,9 @@ def _by_words(name: str) -> GpuSpec | None:
     if not wanted:
         return None
     further: dict[str, int] = {}
-    for index in _indexes():
-        for key, words in index["words"].items():
-            if all(word in words or f"{word}gb" in words for word in wanted):
-                further[key] = len(_words(key) - wanted)
+    for key, words in index["words"].items():
+        if all(word in words or f"{word}gb" in words for word in wanted):
+            further[key] = len(_words(key) - wanted)
     closest = sorted(key for key in further if further[key] == min(further.values()))
     if len(closest) > 1:
         return _usual(name, closest)
@@ -160,13 +161,13 @@ def _any_card(name: str) -> GpuSpec | None:
 
 
 def list_gpus() -> tuple[GpuSpec, ...]:
-    """Every accelerator on file, packaged and the user's, in the order of their keys.
+    """Every accelerator that a name can mean, packaged and the user's, in the order of their keys.
 
     Raises:
         DataFileError: a file is broken.
     """
-    paths = {path.parent.name: path for root in reversed(_roots()) for path in _gpu_files(root)}
-    return tuple(read_gpu(paths[key]) for key in sorted(paths))
+    keys = {path.parent.name for root in _roots() for path in _gpu_files(root)}
+    return tuple(spec for key in sorted(keys) if (spec := _load(key)) is not None)
 
 
 def gpu_key(name: str) -> str:
@@ -257,11 +258,18 @@ def _gpu_here() -> GpuSpec:
 
 
 def _described(device: DetectedDevice) -> GpuSpec | None:
-    """The board on file that a detected GPU is, None where no file describes it."""
-    specs = [spec for key in _keys_named(device.name) if (spec := _load(key))]
-    off = {spec.key: abs(device.memory_bytes / spec.memory_bytes - 1) for spec in specs}
-    specs = [spec for spec in specs if off[spec.key] <= _SAME_BOARD_FRACTION]
-    return min(specs, key=lambda spec: off[spec.key]) if specs else None
+    """The board on file that a detected GPU is, None where no file describes it.
+
+    A user's file is asked where no packaged board of that name has that much memory.
+    """
+    for read_index in _INDEXES:
+        keys = _keys_named(device.name, read_index())
+        specs = [spec for key in keys if (spec := _load(key))]
+        off = {spec.key: abs(device.memory_bytes / spec.memory_bytes - 1) for spec in specs}
+        specs = [spec for spec in specs if off[spec.key] <= _SAME_BOARD_FRACTION]
+        if specs:
+            return min(specs, key=lambda spec: off[spec.key])
+    return None
 
 
 def _require_described(device: DetectedDevice) -> GpuSpec:
@@ -278,8 +286,8 @@ def _require_described(device: DetectedDevice) -> GpuSpec:
 
 
 def _roots() -> tuple[Path, Path]:
-    """The user's folder first: what users measured or corrected beats what we shipped."""
-    return user_calibration_folder(), data_folder("calibration")
+    """The packaged folder first: a file that came with somebody's records takes over no name."""
+    return data_folder("calibration"), user_calibration_folder()
 
 
 def _gpu_files(root: Path) -> list[Path]:
@@ -287,11 +295,19 @@ def _gpu_files(root: Path) -> list[Path]:
 
 
 def _load(key: str) -> GpuSpec | None:
+    """The accelerator with this key; one of the user's only where no packaged one has that name."""
     if not is_slug(key):
         return None
-    paths = (root / key / "gpu.json" for root in _roots())
-    path = next((path for path in paths if path.is_file()), None)
-    return read_gpu(path) if path else None
+    packaged, own = (root / key / "gpu.json" for root in _roots())
+    if packaged.is_file():
+        spec = read_gpu(packaged)
+        if not own.is_file():
+            return spec
+        note = f"{own} is not used: the packaged description of {key} wins; give yours another key"
+        return replace(spec, notes=(*spec.notes, note))
+    if not own.is_file() or key in ("auto", "cpu") or _any_card(key) is not None:
+        return None
+    return None if _keys_named(key, _packaged_index()) else read_gpu(own)
 
 
 def _squash(text: str) -> str:
@@ -299,30 +315,35 @@ def _squash(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name)
 
 
-def _indexes() -> Iterator[Mapping[str, Any]]:
-    yield build_index(user_calibration_folder())
-    yield _packaged_index()
-
-
 def _packaged_index() -> Mapping[str, Any]:
     return read_object(data_folder("calibration") / "index.json")
 
 
-def _keys_named(name: str) -> list[str]:
+def _user_index() -> Mapping[str, Any]:
+    return build_index(user_calibration_folder())
+
+
+# In this order: a packaged name always means the packaged GPU.
+_INDEXES = (_packaged_index, _user_index)
+
+
+def _keys_named(name: str, index: Mapping[str, Any]) -> list[str]:
     """Keys of the accelerators that the driver, or else people, call `name`."""
-    indexes = list(_indexes())
     for kind, spelling in (("names", name.strip().lower()), ("aliases", _squash(name))):
-        keys = {key for index in indexes for key in index[kind].get(spelling, ())}
-        if keys:
+        if keys := index[kind].get(spelling):
             return sorted(keys)
     return []
+
+
+def _keys_named_anywhere(name: str) -> list[str]:
+    return next((keys for index in _INDEXES if (keys := _keys_named(name, index()))), [])
 
 
 def _suggestion(name: str) -> str:
     """`: did you mean a, b`, or nothing where no known name comes near."""
     known: dict[str, list[str]] = {}
-    for index in _indexes():
-        for alias, keys in index["aliases"].items():
+    for read_index in _INDEXES:
+        for alias, keys in read_index()["aliases"].items():
             known.setdefault(alias, []).extend(keys)
     near = difflib.get_close_matches(_squash(name), known, n=3, cutoff=0.7)
     keys = list(dict.fromkeys(key for alias in near for key in known[alias]))[:3]
