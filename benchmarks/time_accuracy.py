@@ -52,6 +52,7 @@ from whichlora.device.profile import Profiler  # noqa: E402
 from whichlora.fitting import fit  # noqa: E402
 from whichlora.job import train_command, train_script  # noqa: E402
 from whichlora.numeric import TWO_SIDED_Z  # noqa: E402
+from whichlora.plan import Keeping  # noqa: E402
 from whichlora.prediction import TIME_CONFIDENCE, step_features  # noqa: E402
 from whichlora.resolution import Job, resolve  # noqa: E402
 from whichlora.results import Measurement  # noqa: E402
@@ -306,6 +307,7 @@ def trained(
             weights="random",
             model_config=MODELS[run.model],
             batching="longest",
+            keeping=Keeping(save_steps=0, eval_steps=0),
         )
         (folder / "train.py").write_text(script)
         with (folder / "train.log").open("wb") as log:

@@ -8,7 +8,8 @@ from typing import Any
 from devices import A100, CPU
 from hypothesis import strategies as st
 
-from whichlora.specs import RunConfig
+from whichlora import api
+from whichlora.specs import BNB_QUANTS, RunConfig
 
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M",
@@ -73,10 +74,50 @@ def inference_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
     return _runs(choices, fixed)
 
 
+# the whole database: what a property holds for
+EVERY_MODEL = st.sampled_from([record.hub_id for record in api.list_models()])
+EVERY_GPU = st.sampled_from([*api.list_gpus(), CPU])
+OLDER = {"transformers": "4.46.0"}
+
+
+def every_finetune_run() -> st.SearchStrategy[RunConfig]:
+    """Fine-tuning of any model of the database, with what the usual strategy leaves alone."""
+    return finetune_runs(
+        model=EVERY_MODEL,
+        precision=st.sampled_from(
+            ("bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32", "tf32")
+        ),
+        optimizer=st.sampled_from(
+            ("adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd", "lion")
+        ),
+        attn=st.sampled_from(("sdpa", "eager", "flash_attention_2")),
+        use_reentrant=st.sampled_from((None, True, False)),
+        bias=st.sampled_from(("none", "all", "lora_only")),
+        modules_to_save=st.sampled_from(((), ("lm_head",), ("embed_tokens", "lm_head"))),
+        target_modules=st.sampled_from((("all-linear",), ("attention",))),
+        expandable_segments=st.booleans(),
+        libraries=st.sampled_from(((), tuple(OLDER.items()))),
+    )
+
+
+def every_inference_run() -> st.SearchStrategy[RunConfig]:
+    """Generation with any model of the database."""
+    return inference_runs(
+        model=EVERY_MODEL,
+        attn=st.sampled_from(("sdpa", "eager", "flash_attention_2")),
+        quant=st.sampled_from(("none", *sorted(BNB_QUANTS), "gptq-int4", "awq-int4")),
+        kv_cache=st.sampled_from(("dynamic", "static", "quantized", "paged", "vllm")),
+        libraries=st.sampled_from(((), tuple(OLDER.items()))),
+    )
+
+
 def _runs(
     choices: dict[str, st.SearchStrategy[Any]],
     fixed: dict[str, Any],
     allowed: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> st.SearchStrategy[RunConfig]:
-    fields = choices | {name: st.just(value) for name, value in fixed.items()}
+    fields = choices | {
+        name: value if isinstance(value, st.SearchStrategy) else st.just(value)
+        for name, value in fixed.items()
+    }
     return st.fixed_dictionaries(fields).map(lambda values: RunConfig(**allowed(values)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from whichlora.dataset import TokenLengths, workload
 from whichlora.dataset.batching import batches, best_fit_decreasing, length_grouped
+from whichlora.dataset.sources import CountedDataset
 from whichlora.errors import ConfigError
 from whichlora.plan import Collator
 
@@ -162,3 +164,29 @@ def test_sequences_are_packed_as_trl_packs_them(num_sequences: int) -> None:
     theirs = data_utils.pack_dataset(data, seq_length=512, strategy="bfd")
     ours = best_fit_decreasing(lengths, 512)
     assert sorted(ours.tolist()) == sorted(map(len, theirs["input_ids"]))
+
+
+def test_assumed_lengths_say_what_they_leave_open() -> None:
+    dataset = CountedDataset(num_samples=4000, mean_tokens=200)
+    load = workload(dataset.lengths(4096), batch_size=8)
+    assert load.longest == 4096  # the longest batch is as long as a sequence may be
+    assert 400 < load.least_longest < 700  # of lengths that are spread little
+    assert 0.2 < load.deviation < 0.35
+    alternatives = dataset.lengths(4096).alternatives
+    narrow, wide = (workload(each, batch_size=8).padded_tokens for each in alternatives)
+    reach = math.exp(1.645 * load.deviation)
+    assert load.padded_tokens / reach <= narrow * 1.001
+    assert wide <= load.padded_tokens * reach * 1.001
+    assert load.padding_fraction > 0.4  # equal lengths would have none
+
+
+def test_known_lengths_leave_nothing_open() -> None:
+    load = workload(token_lengths(10, 20, 30, 40), batch_size=2)
+    assert (load.longest, load.least_longest, load.deviation) == (40, 40, 0.0)
+
+
+def test_packed_batches_hold_the_same_tokens_however_these_are_spread() -> None:
+    lengths = CountedDataset(num_samples=4000, mean_tokens=200).lengths(10**9)
+    load = workload(lengths, batch_size=8, collator="packed", seq_len=1024)
+    assert (load.longest, load.least_longest) == (1024, 1024)
+    assert load.deviation < 0.01

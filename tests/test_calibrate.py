@@ -443,7 +443,60 @@ def test_stale_coefficients_are_told_until_the_fit_is_repeated(root: Path) -> No
     a_database(root, [a_record(9)], name="later")
     assert "not fitted to the 4 records" in basis()
     (root / GPU / "measurements" / "bad.jsonl").write_text("{}\n")
-    assert "its records can't be read" in basis()
+    assert "not fitted to the 4 records" in basis()  # it holds none
+
+
+def basis_now() -> str:
+    (prediction,) = api.estimate([RunConfig(model=MODEL)], [GPU])
+    return prediction.basis
+
+
+def test_one_impossible_record_is_left_out_by_name_and_the_others_are_fitted(root: Path) -> None:
+    a_database(root, [a_record(number) for number in range(6)])
+    before = api.load_calibration(api.find_gpu(GPU))
+    config = a_record().config | {"batch_size": 10**9}
+    a_database(root, [a_record(0, id="forged", config=config)], "other")
+    (root / GPU / "measurements" / "broken.jsonl").write_text('{"schema_version": 1}\n')
+    said = done("fit", "--gpu", GPU)
+    assert "left out: forged: finetune: " in " ".join(said.split())
+    assert "broken.jsonl:1: id: missing" in " ".join(said.split()).replace("/ ", "/")
+    after = api.load_calibration(api.find_gpu(GPU))
+    assert set(after.left_out) - set(before.left_out) >= {"forged"}
+    assert after.time["finetune"].num_runs == 4
+    assert "not fitted" not in basis_now()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("time", "finetune", "mean", "products"), -3.0, "got -3; must be from 0 to 1e+06"),
+        (("time", "decode", "noise"), 1e308, "got 1e+308; must be from 0 to 10"),
+        (("memory", "mean", "weights"), "x", "is missing or wrong"),
+        (("memory", "num_runs"), -1, "got -1; must be from 0"),
+        (("time", "prefill", "covariance"), [[0.0]], "covariance must be 8 x 8"),
+    ],
+)
+def test_a_wrong_coefficient_is_named_and_the_records_are_fitted_instead(
+    root: Path, path: tuple[str, ...], value: Any, said: str
+) -> None:
+    a_database(root, [a_record(number) for number in range(6)])
+    done("fit", "--gpu", GPU)
+    file = root / GPU / "coefficients.json"
+    values = json.loads(file.read_text())
+    *inner, last = path
+    part = values
+    for key in inner:
+        part = part[key]
+    part[last] = value
+    file.write_text(json.dumps(values))
+    basis = basis_now()
+    assert said in basis
+    assert str(file) in basis
+    if "must be from" in said:
+        assert ".".join(path) in basis
+    assert basis.endswith("used until then: a fit to the 6 records just now")
+    done("fit", "--gpu", GPU)  # over the broken file
+    assert "coefficients.json" not in basis_now()
 
 
 def test_without_records_there_is_nothing_to_fit(root: Path) -> None:

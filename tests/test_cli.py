@@ -44,7 +44,7 @@ def predictions(*args: str) -> list[dict[str, Any]]:
     assert result.exit_code == 0, result.stderr
     answer = json.loads(result.stdout)
     assert answer["schema_version"] == 1
-    assert set(answer) == {"schema_version", "predictions"}
+    assert set(answer) == {"schema_version", "predictions", "refused"}
     found: list[dict[str, Any]] = answer["predictions"]
     return found
 
@@ -290,6 +290,46 @@ def test_one_prediction_prints_its_breakdown_and_its_basis() -> None:
     assert "optimizer_states" in result.stdout
     assert "basis: " in result.stdout
     assert result.stderr == ""
+
+
+def test_a_default_of_ours_refuses_no_model() -> None:
+    done = whichlora("estimate", "albert-base-v2,gpt2", "--gpu", "4090")
+    assert done.exit_code == 0
+    assert "note: gradient_checkpointing is off: the albert of transformers has none" in done.stdout
+    assert "left out" not in done.stdout
+
+
+def test_the_rest_of_a_grid_is_answered_and_what_is_refused_listed_with_its_reason() -> None:
+    args = ("estimate", f"{MODEL},albert-base-v2", "--gpu", "4090,2080ti", "--attn")
+    both = (*args, "sdpa,flash_attention_2", "--gradient-checkpointing")
+    done = whichlora(*both, "--json")
+    assert done.exit_code == 0
+    answer = json.loads(done.stdout)
+    assert len(answer["predictions"]) == 3  # sdpa on both, flash on the newer
+    asked = [(one["model"], one["gpu"], one["settings"].get("attn")) for one in answer["refused"]]
+    assert len(asked) == len(set(asked)) == 5
+    assert (MODEL, "rtx-2080-ti-11gb", "flash_attention_2") in asked
+    text = whichlora(*both).stdout
+    assert text.count("left out: ") == 2
+    assert "flash_attention_2 does not run on it (it needs compute capability" in text
+
+
+def test_a_combination_that_excludes_itself_refuses_no_other() -> None:
+    args = ("estimate", MODEL, "--gpu", "4090", "--adapter-dtype", "bfloat16", "--precision")
+    done = whichlora(*args, "bf16,fp16", "--json")
+    answer = json.loads(done.stdout)
+    assert [one["config"]["precision"] for one in answer["predictions"]] == ["bf16"]
+    (refused,) = answer["refused"]
+    assert refused["settings"]["precision"] == "fp16"
+    assert refused["reason"].startswith("adapter_dtype: bfloat16 adapters need a bf16 precision")
+
+
+def test_a_grid_of_which_nothing_is_left_is_refused_with_every_reason() -> None:
+    args = ("albert-base-v2,gpt2", "--gpu", "2080ti", "--attn", "flash_attention_2")
+    assert_refused(
+        ("estimate", *args, "--gradient-checkpointing"),
+        "nothing is left of 2 combinations: gradient_checkpointing: true",
+    )
 
 
 def test_a_grid_prints_one_row_for_each() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import statistics
 import subprocess
 import sys
 import types
@@ -22,11 +23,13 @@ from whichlora.dataset import (
     BYTE_LEVEL,
     BaseDataset,
     TokenLengths,
+    assumed,
     count_tokens,
     data_format,
     open_dataset,
     write_jsonl,
 )
+from whichlora.dataset.assumed import RELATIVE_DEVIATIONS
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.plan import DatasetConfig
 
@@ -68,6 +71,8 @@ TEXTS = ['a, b = say "x"', "é\n2 = 7"]
         ("rows.json", json.dumps(ROWS, indent=1)),
         ("rows.csv", 'q,a\n"a, b","say ""x"""\n"é\n2",7\n'),
         ("rows.tsv", 'q\ta\n"a, b"\t"say ""x"""\n"é\n2"\t7\n'),
+        ("lines.json", "".join(json.dumps(row) + "\n" for row in ROWS)),
+        ("semicolons.csv", 'q;a\n"a, b";"say ""x"""\n"é\n2";7\n'),
         ("bom.csv", '\ufeffq,a\r\n"a, b","say ""x"""\r\n"é\n2",7\r\n'),
     ],
 )
@@ -142,17 +147,28 @@ BROKEN = {
         '{"text": "a"}\n\n{"txt": "b", "id": 1}\n',
         ":3: column 'text' is missing; there are txt, id",
     ),
-    "null": ("t.jsonl", '{"text": null}\n', ":1: column 'text' must hold text, got nothing"),
-    "number": ("t.jsonl", '{"text": 5}\n', ":1: column 'text' must hold text, got int"),
+    "null": (
+        "t.jsonl",
+        '{"text": null}\n',
+        ":1: column 'text' must hold text, got nothing; correct or remove the row, or name other "
+        "columns under dataset",
+    ),
+    "number": (
+        "t.jsonl",
+        '{"text": 5}\n',
+        ":1: column 'text' must hold text, got int; correct or remove the row, or name other "
+        "columns under dataset",
+    ),
     "message": (
         "t.jsonl",
         '{"messages": [{"from": "a"}]}\n',
-        ":1: column 'messages': a message must have role and content",
+        ":1: column 'messages': message 1 must have role and content, or from and value; correct "
+        "or remove the row",
     ),
     "messages": (
         "t.jsonl",
         '{"messages": "hi"}\n',
-        ":1: column 'messages' must hold a list of messages, got str",
+        ":1: column 'messages' must hold a list of messages, got str; correct or remove the row",
     ),
     "no rows": ("t.jsonl", "\n", ": has no rows; give at least one"),
     "Latin-1": (
@@ -166,6 +182,11 @@ BROKEN = {
         "t.csv",
         "text,id\na,1\nb\n",
         ":3: has 1 values for the 2 columns text, id; quote a value that holds the delimiter",
+    ),
+    "column twice": (
+        "t.csv",
+        "text,text\na,b\n",
+        ":1: has the column 'text' twice; rename one of them",
     ),
     "CSV header only": ("t.csv", "text\n", ": has no rows; give at least one"),
     "open CSV quote": ("t.csv", 'text\n"a\n', ":2: is not CSV: unexpected end of data; correct it"),
@@ -195,11 +216,6 @@ def test_a_file_that_is_not_parquet_is_told(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(DataFileError, match=r"t\.parquet: is not Parquet: "):
         open_file(tmp_path / "t.parquet", "text")
-
-
-def test_columns_without_a_way_to_text_are_told_with_an_example(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has columns q, a, .* such as '\{q\} \{a\}'"):
-        open_file(tmp_path / "t.jsonl", '{"q": 1, "a": 2}\n')
 
 
 @pytest.mark.parametrize("template", ["plain", "{}", "{0[1]}", "{a.b}", "{a", "a}"])
@@ -257,7 +273,7 @@ def test_a_class_of_an_installed_module_is_a_dataset(
     (tmp_path / "a_users_module.py").write_text(USER_CODE)
     monkeypatch.syspath_prepend(tmp_path)
     dataset = open_dataset(DatasetConfig(path="a_users_module:Mine"))
-    assert count_bytes(dataset).lengths == {"train": (8, 8), "validation": ()}
+    assert count_bytes(dataset).lengths == {"train": (9, 9), "validation": ()}
 
 
 @pytest.mark.parametrize(
@@ -282,7 +298,7 @@ def test_a_class_that_is_no_dataset_is_told(
     ("name", "message"),
     [
         ("Careless", "Careless.splits() must return a mapping with the key 'train', got list"),
-        ("Silent", "row 0 of train: Silent: a row of text must hold text in each"),
+        ("Silent", "row 0 of train: a row of text must hold text in each, or a list"),
     ],
 )
 def test_what_a_class_returns_is_checked(tmp_path: Path, name: str, message: str) -> None:
@@ -349,17 +365,42 @@ def test_a_hub_dataset_without_the_library_says_what_to_install(
 
 def test_byte_lengths_are_cut_and_counted() -> None:
     lengths = count_bytes(Rows("abc", "é", "x" * 20), max_length=10)
-    assert lengths.lengths["train"] == (3, 2, 10)
+    assert lengths.lengths["train"] == (4, 3, 10)  # with the end of each text
     assert (lengths.num_truncated, lengths.method) == (1, "bytes")
     assert f", 1 rows are cut to {lengths.max_length} tokens" in lengths.describe()
 
 
 def test_rows_without_text_are_left_out_and_counted() -> None:
     lengths = count_bytes(Rows("abc", "", " \n"))
-    assert (lengths.lengths["train"], lengths.num_empty) == ((3,), 2)
-    assert lengths.describe().endswith("longest 3, 2 rows without text are left out")
+    assert (lengths.lengths["train"], lengths.num_empty) == ((4,), 2)
+    assert lengths.describe().endswith("longest 4, 2 rows without text are left out")
     with pytest.raises(ConfigError, match="has no text in its split train"):
         count_bytes(Rows("", " "))
+
+
+ALPACA_TURN = len("### Instruction:\nHi\n\n### Response:\nHello" + "$" + "\n\n")
+ALPACA_PREAMBLE = len(
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        (None, (1 + (5 + 3) + (5 + 1) + (5 + 2), 1 + (5 + 1) + (5 + 2))),
+        # the prompt of Stanford Alpaca; the end of the text is one token
+        (BYTE_LEVEL, (len("Be brief.\n\n") + ALPACA_TURN, ALPACA_PREAMBLE + ALPACA_TURN)),
+    ],
+)
+def test_messages_without_a_tokenizer_count_with_what_a_template_adds(
+    tokenizer: str | None, expected: tuple[int, ...]
+) -> None:
+    rows = [{"messages": [SYSTEM, USER, ASSISTANT]}, {"prompt": [USER], "completion": [ASSISTANT]}]
+    for row, number in zip(rows, expected, strict=True):
+        lengths = count_tokens(Examples(row), tokenizer=tokenizer, offline=True, max_length=999)
+        assert lengths.lengths["train"] == (number,)
+        assert ("5 tokens a message" in lengths.method) == (tokenizer is None)
 
 
 def test_half_a_character_is_told() -> None:
@@ -376,7 +417,7 @@ def test_an_estimate_says_that_it_is_one_and_why(
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     lengths = count_tokens(Rows("abcde"), tokenizer=tokenizer, offline=True, max_length=9)
-    assert lengths.lengths["train"] == (2,)
+    assert lengths.lengths["train"] == (3,)
     assert lengths.method == f"estimated: 1 token per 4 UTF-8 bytes, as {why}"
 
 
@@ -393,6 +434,10 @@ def test_a_tokenizer_in_a_folder_counts(tmp_path: Path) -> None:
     lengths = count_tokens(dataset, tokenizer=str(tmp_path), offline=True, max_length=3)
     assert (lengths.lengths["train"], lengths.num_truncated) == ((1, 3), 1)
     assert lengths.method == f"tokenizer {tmp_path}"
+
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "a"}}')
+    ended = count_tokens(dataset, tokenizer=str(tmp_path), offline=True, max_length=9)
+    assert ended.lengths["train"] == (1, 5)  # the first ends by itself
 
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataFileError, match=r"tokenizer\.json: is not a tokenizer: "):
@@ -411,6 +456,7 @@ def test_chat_is_counted_with_the_template_of_the_tokenizer_and_written_as_messa
     words.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
+    words.add_special_tokens(["<s>"])
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps(
@@ -430,15 +476,51 @@ def test_chat_is_counted_with_the_template_of_the_tokenizer_and_written_as_messa
     assert json.loads(files["train"].read_text()) == {"messages": messages}
 
 
-def test_counts_stand_for_lengths() -> None:
-    dataset = open_dataset(DatasetConfig(num_samples=10, mean_tokens=2.5))
-    lengths = count_tokens(dataset, tokenizer=None, offline=True, max_length=100)
-    assert (lengths.num_sequences(), lengths.total_tokens()) == (10, 25)
-    assert lengths.method.startswith("given: ")
-    cut = count_tokens(dataset, tokenizer=None, offline=True, max_length=2)
-    assert (cut.total_tokens(), cut.num_truncated) == (20, 5)
+def lengths_of_counts(max_length: int = 4096, **known: Any) -> TokenLengths:
+    dataset = open_dataset(DatasetConfig(num_samples=20_000, mean_tokens=200.0, **known))
+    return count_tokens(dataset, tokenizer=None, offline=True, max_length=max_length)
+
+
+def test_counts_are_spread_as_public_instruction_data() -> None:
+    lengths = lengths_of_counts()
+    assert lengths.num_sequences() == 20_000
+    assert lengths.mean() == pytest.approx(200, rel=1e-3)
+    values = lengths.lengths["train"]
+    ratio = statistics.pstdev(values) / lengths.mean()
+    assert ratio == pytest.approx(statistics.median(RELATIVE_DEVIATIONS.values()), rel=0.02)
+    narrow, wide = (
+        statistics.pstdev(other.lengths["train"]) / other.mean() for other in lengths.alternatives
+    )
+    assert min(RELATIVE_DEVIATIONS.values()) < narrow < 0.5 * ratio
+    assert 1.4 * ratio < wide < max(RELATIVE_DEVIATIONS.values())
+    assert values != tuple(sorted(values))  # packing takes them in their order
+    assert lengths.method.startswith("assumed, as only counts are given: log-normal around")
     with pytest.raises(ConfigError, match="gives only counts"):
-        dataset.splits()
+        open_dataset(DatasetConfig(num_samples=10, mean_tokens=2.5)).splits()
+
+
+def test_counts_are_cut_and_the_longest_may_be_of_any_length() -> None:
+    lengths = lengths_of_counts(max_length=300)
+    assert lengths.num_truncated <= sum(length == 300 for length in lengths.lengths["train"])
+    assert 0.1 < lengths.num_truncated / 20_000 < 0.3
+    assert lengths_of_counts(max_length=100_000).longest() == 100_000
+    assert lengths_of_counts(max_length=100_000, max_tokens=1500).longest() == 1500
+
+
+def test_what_is_known_of_the_lengths_is_kept_to() -> None:
+    lengths = lengths_of_counts(p95_tokens=500, max_tokens=2000)
+    assert lengths.quantile(0.95) == pytest.approx(500, rel=0.01)
+    assert lengths.mean() == pytest.approx(200, rel=1e-3)
+    assert lengths.alternatives == ()
+
+
+@given(num_samples=st.integers(1, 3000), mean=st.floats(1, 500))
+def test_no_token_of_the_counts_is_lost(num_samples: int, mean: float) -> None:
+    counts = assumed.lengths_of(num_samples, mean, spread=assumed.TYPICAL, max_length=10**9)
+    assert len(counts) == num_samples
+    assert counts.min() >= 1
+    # rounding is carried over; a sequence has one token at the least
+    assert num_samples * mean - 1 <= counts.sum() <= num_samples * (mean + 0.5) + 1
 
 
 USER = {"role": "user", "content": "Hi"}
@@ -492,7 +574,7 @@ class Examples(BaseDataset):
 def test_a_class_may_give_examples_of_any_format(tmp_path: Path) -> None:
     rows = [{"prompt": "ab", "completion": "c"}, {"prompt": "a", "completion": " "}]
     lengths = count_bytes(Examples(*rows))
-    assert (lengths.lengths["train"], lengths.num_empty) == ((3,), 1)
+    assert (lengths.lengths["train"], lengths.num_empty) == ((4,), 1)
     files = write_jsonl(Examples(*rows), tmp_path)
     assert [json.loads(line) for line in files["train"].read_text().splitlines()] == rows[:1]
 
@@ -549,7 +631,7 @@ def test_what_is_written_is_what_is_counted(tmp_path: Path) -> None:
     assert set(files) == {"train", "validation"}
     for split, file in files.items():
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        assert tuple(len(row["text"].encode()) for row in rows) == lengths.lengths[split]
+        assert tuple(1 + len(row["text"].encode()) for row in rows) == lengths.lengths[split]
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
         "train.jsonl",
         "validation.jsonl",

@@ -4,15 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
+from written_job import script_of
 
 from whichlora import handover
+from whichlora.data_format import DataFormat
 from whichlora.exports import FORMATS, Recipe
+from whichlora.job import train_script
+from whichlora.plan import Keeping
 from whichlora.specs import RunConfig
 
 pytestmark = pytest.mark.oracle
@@ -170,3 +175,121 @@ def test_the_trl_export_trains_on_a_cpu(method: str, tmp_path: Path) -> None:
     assert (saved["r"], saved["lora_alpha"]) == (4, run.lora_alpha)
     leaves = {name.rpartition(".")[2] for name in saved["target_modules"]}
     assert leaves == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+# --- the job against TRL's own trainer, token for token
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}</s>{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+WORDS = ["be", "or not to be", "that is", "the question", "whether", "nobler in the mind"]
+
+
+def turns(number: int) -> list[dict[str, str]]:
+    roles = ("user", "assistant") * (1 + number % 3)
+    return [
+        {"role": role, "content": WORDS[(number + place) % len(WORDS)]}
+        for place, role in enumerate(roles)
+    ]
+
+
+def rows_of(kind: str) -> list[dict[str, Any]]:
+    make: dict[str, Callable[[int], dict[str, Any]]] = {
+        "text": lambda n: {"text": " ".join(WORDS[: 1 + n % 6])},
+        "prompt-completion": lambda n: {"prompt": WORDS[n % 6] + " ", "completion": WORDS[-n % 6]},
+        "chat-completion": lambda n: {"prompt": turns(n)[:-1], "completion": turns(n)[-1:]},
+        "messages": lambda n: {"messages": turns(n)},
+    }
+    return [make[kind](number) for number in range(10)]
+
+
+FORMATS_AGAINST_TRL = {
+    "text": (DataFormat(), {}),
+    "prompt-completion": (DataFormat(kind="prompt-completion"), {"completion_only_loss": True}),
+    "chat-completion": (
+        DataFormat(kind="prompt-completion", conversational=True),
+        {"completion_only_loss": True},
+    ),
+    "messages": (DataFormat(kind="messages", conversational=True), {"assistant_only_loss": True}),
+}
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED], ids=["marked", "unmarked"])
+@pytest.mark.parametrize("kind", FORMATS_AGAINST_TRL)
+def test_the_job_has_the_labels_and_the_losses_of_trl(
+    kind: str, template: str, tmp_path: Path
+) -> None:
+    trl = pytest.importorskip("trl", reason="needs TRL beside the profile extra")
+    from datasets import Dataset
+    from oracle_memory import CONFIGS
+    from oracle_tokenizer import byte_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    model = tmp_path / "model"
+    config = AutoConfig.for_model("llama", **CONFIGS["llama"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    data_format, only = FORMATS_AGAINST_TRL[kind]
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token  # where padding by its token would hide the end
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+    run = RunConfig(
+        model=str(model),
+        method="full",
+        precision="fp32",
+        batch_size=2,
+        seq_len=48,  # cuts some rows
+        padding="padded",
+    )
+    keeping = Keeping(save_steps=100, eval_steps=0)
+    source = train_script(
+        run, target_modules=[], data_format=data_format, learning_rate=1e-3, keeping=keeping
+    )
+    job = tmp_path / "train.py"
+    job.write_text(source.replace("logging_steps=10", "logging_steps=1"))
+    rows = rows_of(kind)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = subprocess.run([sys.executable, str(job)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (state,) = (tmp_path / "output").glob("checkpoint-*/trainer_state.json")
+    history = json.loads(state.read_text())["log_history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+
+    script, ours = script_of(job), AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = CHAT_TEMPLATE  # TRL reads turns from the marks alone
+    trainer = trl.SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(rows),
+        args=trl.SFTConfig(
+            output_dir=str(tmp_path / "trl"),
+            max_length=run.seq_len,
+            packing=False,
+            per_device_train_batch_size=run.batch_size,
+            num_train_epochs=1,
+            learning_rate=1e-3,
+            optim=run.trainer_optim,
+            bf16=False,
+            seed=0,
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            **only,
+        ),
+    )
+    encoded = script.read_rows(tmp_path / "train.jsonl", ours)
+    theirs = [
+        {name: row[name] for name in ("input_ids", "labels")} for row in trainer.train_dataset
+    ]
+    assert encoded == theirs
+    assert any(tokenizer.eos_token_id in row["labels"] for row in encoded)
+    trainer.train()
+    expected = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses == pytest.approx(expected, rel=1e-5, abs=1e-5)

@@ -27,6 +27,17 @@ def test_the_guide_has_a_row_for_every_combination() -> None:
     assert len(rows) == len(keys) == 2 * 2 * 2
 
 
+def test_the_guide_leaves_out_what_is_refused_and_says_why(tmp_path: Path) -> None:
+    models = ("--models", "HuggingFaceTB/SmolLM2-135M,albert-base-v2", "--gradient-checkpointing")
+    args = ("guide", *models, "--gpus", "l4-24gb", "--seq-len", "256")
+    answer = json.loads(whichlora(*args, "--json").stdout)
+    assert [row["model"] for row in answer["guide"]] == ["HuggingFaceTB/SmolLM2-135M"]
+    assert [each["model"] for each in answer["refused"]] == ["albert-base-v2"]
+    assert "left out: albert-base-v2: gradient_checkpointing: true" in whichlora(*args).stdout
+    whichlora(*args, "--output", str(tmp_path / "guide.md"))
+    assert "left out: albert-base-v2" in (tmp_path / "guide.md").read_text()
+
+
 def test_the_time_for_the_data_is_all_its_steps() -> None:
     args = ("--models", "HuggingFaceTB/SmolLM2-135M", "--gpus", "l4-24gb", "--batch-size", "4")
     more = ("--gradient-accumulation-steps", "2", "--samples", "101", "--epochs", "3")

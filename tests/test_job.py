@@ -1,3 +1,5 @@
+import inspect
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -5,9 +7,11 @@ from typing import Any, get_args
 
 import pytest
 
+from whichlora.data_format import DataFormat
 from whichlora.errors import ConfigError
 from whichlora.job import train_command, train_script
 from whichlora.methods import list_methods
+from whichlora.plan import Keeping, TrainOn
 from whichlora.specs import Optimizer, Precision, Quant, RunConfig
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -20,10 +24,27 @@ TINY_LLAMA = {
 }
 
 
+FORMATS = [
+    DataFormat(),
+    DataFormat(kind="messages", conversational=True),
+    *(
+        DataFormat(kind=kind, conversational=conversational)  # type: ignore[arg-type]
+        for kind in ("prompt-completion", "preference")
+        for conversational in (False, True)
+    ),
+]
+KEPT = [
+    Keeping(save_steps=0),
+    Keeping(eval_steps=0),
+    Keeping(save_steps=0, eval_steps=0),
+    Keeping(save_steps=50, save_total_limit=3, eval_steps=100),
+]
+
+
 def script(**settings: Any) -> str:
     keywords = {
         name: settings.pop(name)
-        for name in ("weights", "model_config", "tokenizer", "batching", "masked_lm", "max_steps")
+        for name in inspect.signature(train_script).parameters
         if name in settings
     }
     run = RunConfig(model=MODEL, **settings)
@@ -64,6 +85,15 @@ VARIANTS: list[dict[str, Any]] = [
     {"weights": "random", "model_config": TINY_LLAMA},
     {"weights": "random", "model_config": TINY_LLAMA, "tokenizer": "gpt2"},
     {"masked_lm": True},
+    *(
+        {"data_format": data_format, "train_on": train_on, "batching": batching}
+        for data_format, train_on, batching in itertools.product(
+            FORMATS, get_args(TrainOn), ("longest", "packed", "packed-bfd")
+        )
+    ),
+    *({"masked_lm": True, "data_format": data_format} for data_format in FORMATS),
+    *({"keeping": keeping} for keeping in KEPT),
+    {"keeping": Keeping(save_steps=0), "precision": "bf16-pure"},
     {"use_rslora": True, "loraplus_lr_ratio": 16.0, "expandable_segments": True},
 ]
 

@@ -390,9 +390,48 @@ def test_a_record_of_an_older_release_takes_the_defaults(tmp_path: Path) -> None
     assert read_measurements([tmp_path], GPU) == (a_measurement(),)
 
 
+def test_what_is_no_record_is_left_out_by_name_and_the_others_are_read(tmp_path: Path) -> None:
+    MeasurementLog(tmp_path, GPU, "good").append(a_measurement())
+    a_file(tmp_path, "bad").write_bytes(
+        a_line(id="large", config=RunConfig(model="m").to_dict() | {"batch_size": 10**10})
+        + b"{}\n"
+        + a_line(id="after")
+        + b'{"torn'
+    )
+    os.mkfifo(a_file(tmp_path, "pipe"))
+    a_file(tmp_path, "folder").mkdir()
+    a_file(tmp_path, "loop").symlink_to("loop.jsonl")
+    with a_file(tmp_path, "huge").open("wb") as file:
+        file.truncate(2**31)
+    left_out: dict[str, str] = {}
+    records = read_measurements([tmp_path], GPU, leave_out=left_out.__setitem__)
+    assert {record.id for record in records} == {"run-0", "after"}
+    reasons = {Path(where).name: why for where, why in left_out.items()}
+    assert reasons["bad.jsonl:1"].startswith("config: batch_size: must be 1000000000 or less")
+    assert reasons["bad.jsonl:2"].startswith("schema_version")
+    assert reasons["bad.jsonl:4"].startswith("is not finished")
+    assert reasons["pipe.jsonl"].startswith("is a pipe")
+    assert reasons["folder.jsonl"].startswith("is a folder")
+    assert "symbolic links" in reasons["loop.jsonl"]
+    assert reasons["huge.jsonl"].startswith("has 2.00 GiB")
+    assert len(reasons) == 7
+    assert record_ids([tmp_path], GPU) == {"run-0", "large", "after"}
+
+
+def test_of_two_records_with_one_id_neither_is_taken(tmp_path: Path) -> None:
+    for name, size in (("one", 1), ("two", 2)):
+        log = MeasurementLog(tmp_path, GPU, name)
+        log.append(a_measurement(peak_allocated_bytes=size))
+        log.append(a_measurement(size))
+    left_out: dict[str, str] = {}
+    records = read_measurements([tmp_path], GPU, leave_out=left_out.__setitem__)
+    assert {record.id for record in records} == {"run-1", "run-2"}
+    assert len(left_out) == 1
+
+
 def test_a_folder_named_like_a_file_is_refused(tmp_path: Path) -> None:
     a_file(tmp_path).mkdir()
-    with pytest.raises(DataFileError, match=r"run\.jsonl: can't be read \(Is a directory\)"):
+    with pytest.raises(DataFileError, match=r"run\.jsonl: is a folder, not a file"):
         read_measurements([tmp_path], GPU)
 
 

@@ -182,38 +182,6 @@ def test_every_entry_says_what_it_is_why_it_lives_and_who_says_so(
 @given(
     run=finetune_runs(),
     gpu=DEVICES,
-    setting=st.sampled_from(("batch_size", "seq_len", "r")),
-    more=st.integers(1, 64),
-)
-@settings(max_examples=200)
-def test_more_of_a_size_never_needs_less_to_train(
-    run: RunConfig, gpu: GpuSpec, setting: str, more: int
-) -> None:
-    # a tensor that reaches 4,096 parameters gets 8-bit states: more rank, fewer bytes
-    assume(not (setting == "r" and run.optimizer == "adamw_8bit"))
-    # the rests of blocks are left out: a block that divides its segment leaves none
-    run = replace(run, expandable_segments=gpu.kind == "cuda")
-    larger = replace(run, **{setting: getattr(run, setting) + more})
-    assert peak(larger, gpu) >= peak(run, gpu)
-
-
-@given(
-    run=inference_runs(),
-    gpu=DEVICES,
-    setting=st.sampled_from(("batch_size", "prompt_len", "max_new_tokens")),
-    more=st.integers(1, 64),
-)
-@settings(max_examples=200)
-def test_more_of_a_size_never_needs_less_to_generate(
-    run: RunConfig, gpu: GpuSpec, setting: str, more: int
-) -> None:
-    larger = replace(run, **{setting: getattr(run, setting) + more})
-    assert peak(larger, gpu) >= peak(run, gpu)
-
-
-@given(
-    run=finetune_runs(),
-    gpu=DEVICES,
     sizes=st.lists(
         st.tuples(st.integers(1, 64), st.integers(1, 4096), st.integers(1, 128)), min_size=1
     ),

@@ -24,6 +24,18 @@ def job(gpu: GpuSpec = A100, model: str = LLAMA, **settings: Any) -> Job:
     return resolve(api.load_model(model), RunConfig(model=model, **settings), gpu)
 
 
+@pytest.mark.parametrize(("model", "on"), [(LLAMA, True), ("albert/albert-base-v2", False)])
+def test_checkpointing_of_which_nothing_is_said_is_on_where_the_model_has_it(
+    model: str, on: bool
+) -> None:
+    assert job(model=model, gradient_checkpointing=None).run.gradient_checkpointing is on
+
+
+def test_checkpointing_that_is_asked_for_is_refused_where_the_model_has_none() -> None:
+    with pytest.raises(ConfigError, match="the albert of transformers has none"):
+        job(model="albert/albert-base-v2", gradient_checkpointing=True)
+
+
 def test_the_method_and_the_libraries_fill_in_what_is_open() -> None:
     found = job(method="qlora")
     assert (found.run.quant, found.run.prepare_kbit) == ("nf4-dq", True)

@@ -1,5 +1,6 @@
 """Candidates against limits: who meets them, who may, who cannot."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -251,3 +252,20 @@ def test_the_time_per_token_beside_a_total_is_of_the_same_batches() -> None:
         )
         time = found.time_per_token_s
         assert (time.value, time.low, time.high) == (0.09, 0.08, 0.12)
+
+
+def test_the_sides_of_a_quantity_may_reach_differently_far() -> None:
+    lopsided = Quantity(value=8.0, low=1.0, high=9.0, measured=False, confidence=0.95)
+    assert lopsided.chance_below(8.0) == pytest.approx(0.5)
+    assert lopsided.chance_below(9.0) == pytest.approx(0.975)
+    assert lopsided.chance_below(1.0) == pytest.approx(0.025)
+    assert lopsided.chance_below(4.0) > 0.2
+
+
+def test_a_further_error_widens_a_quantity_and_keeps_its_value() -> None:
+    exact = Quantity(value=8.0, low=8.0, high=8.0, measured=True, confidence=0.9)
+    wide = exact.widened(0.1)
+    assert wide.high / wide.value == pytest.approx(math.exp(1.645 * 0.1), rel=1e-3)
+    assert wide.low * wide.high == pytest.approx(64.0)
+    assert wide.widened(0.1).high < wide.widened(0.2).high
+    assert exact.widened(0.0) == exact

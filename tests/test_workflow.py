@@ -231,6 +231,27 @@ def test_a_dry_run_measures_nothing_and_still_answers(
     assert not answer.winner.measured
 
 
+def test_a_model_that_a_setting_refuses_leaves_the_others_in_the_plan(tmp_path: Path) -> None:
+    models = f"{MODELS[0]}, albert/albert-base-v2"
+    path = write_config(tmp_path, profile="none", models=models)
+    path.write_text(path.read_text() + "gradient_checkpointing: true\n")
+    answer = workflow.run(path, progress=Silent())
+    assert answer.winner is not None
+    assert {one.run.model for one in answer.finetune} == {MODELS[0]}
+    assert {one.model for one in answer.refused} == {"albert/albert-base-v2"}
+    written = json.loads((tmp_path / "out" / "answer.json").read_text())
+    assert "the albert of transformers has none" in written["refused"][0]["reason"]
+    (line,) = (line for line in written["explanation"] if line.startswith("left out: "))
+    assert line.startswith("left out: albert-base-v2 lora, albert-base-v2 qlora: gradient_ch")
+
+
+def test_a_plan_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none", models="albert/albert-base-v2")
+    path.write_text(path.read_text() + "gradient_checkpointing: true\n")
+    with pytest.raises(ConfigError, match="the albert of transformers has none"):
+        workflow.run(path, progress=Silent())
+
+
 def test_a_dry_run_answers_for_an_accelerator_that_is_not_here(tmp_path: Path) -> None:
     path = write_config(tmp_path, profile="none")
     path.write_text(path.read_text().replace("gpu: cpu", "gpu: a100-sxm-80gb"))

@@ -13,16 +13,16 @@ from whichlora.architecture import ModelSpec
 from whichlora.calibration import Calibration, digest_of, prior_calibration
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.explanation import Explanation
-from whichlora.extras import require
 from whichlora.formulas import formulas_digest
 from whichlora.largest import Placement, Size, largest_that_fits, place, smallest_first, with_size
 from whichlora.methods import get_method
 from whichlora.prediction import predict
-from whichlora.results import Measurement, Prediction, TracedPeak
+from whichlora.resolution import with_checkpointing
+from whichlora.results import Answers, Measurement, Prediction, Refused, TracedPeak
 from whichlora.specs import ALL_LINEAR, Engine, GpuSpec, RunConfig
 from whichlora.store import gpus as gpu_store
 from whichlora.store import models as model_store
-from whichlora.store.coefficients import read_coefficients, write_coefficients
+from whichlora.store.coefficients import coefficients_file, read_coefficients, write_coefficients
 from whichlora.store.measurements import read_measurements, record_ids
 from whichlora.store.paths import data_folder, user_calibration_folder
 from whichlora.targets import resolve_targets
@@ -102,44 +102,49 @@ def calibration_roots(calibration_dir: Path | None = None) -> tuple[Path, ...]:
 def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
     """What runs on `gpu` taught so far; datasheet priors where there were none.
 
-    Coefficients of other formulas than today's are not used: the records are fitted anew.
-
-    Raises:
-        ConfigError: the records must be fitted anew, and SciPy is not installed.
-        DataFileError: a coefficients file that cannot be read.
+    Coefficients of other formulas than today's are not used, nor a broken file: the records are
+    fitted anew, and `fallback` says of a broken file what is wrong with it.
     """
     roots = calibration_roots(calibration_dir)
-    payload = read_coefficients(roots, gpu.key)
-    if payload is None:
-        return prior_calibration(gpu)
-    if payload.get("formulas") == formulas_digest():  # others may lack what today's have
-        return Calibration.from_dict(payload, source=f"{gpu.key}/coefficients.json")
-    require(
-        f"{gpu.key}/coefficients.json: was fitted to other formulas, and a new fit to its records",
-        "scipy",
-        extra="profile",
-    )
-    from whichlora.fitting import fit
-
-    return fit(read_measurements(roots, gpu.key), gpu, model_of, held_out=False)
+    fallback = ""
+    try:
+        payload = read_coefficients(roots, gpu.key)
+        if payload is None:
+            return prior_calibration(gpu)
+        if payload.get("formulas") == formulas_digest():  # others may lack what today's have
+            return Calibration.from_dict(payload, source=str(coefficients_file(roots, gpu.key)))
+    except DataFileError as error:
+        fallback = str(error)
+    try:
+        return replace(_fit(gpu, roots, held_out=False), fallback=fallback)
+    except ConfigError:  # the library that fits is not installed
+        if not fallback:
+            raise
+        return replace(prior_calibration(gpu), fallback=fallback)
 
 
 def refit(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
     """Fit the predictors of `gpu` to every record there is, and store the coefficients.
 
-    Raises:
-        ConfigError: SciPy is not installed.
-        DataFileError: a broken record file; nothing is written then.
+    A record that can't be read is left out; `left_out` has its place and why.
     """
-    require("calibrate", "scipy", extra="profile")
-    from whichlora.fitting import fit
-
     roots = calibration_roots(calibration_dir)
-    records = read_measurements(roots, gpu.key)
-    calibration = fit(records, gpu, model_of)
-    if records:
+    calibration = _fit(gpu, roots, held_out=True)
+    if calibration.num_records:
         write_coefficients(roots[0], gpu.key, calibration.to_dict())
     return calibration
+
+
+def _fit(gpu: GpuSpec, roots: Sequence[Path], *, held_out: bool) -> Calibration:
+    from whichlora.fitting import fit
+
+    unread: dict[str, str] = {}
+    records = read_measurements(roots, gpu.key, leave_out=unread.__setitem__)
+    calibration = fit(records, gpu, model_of, held_out=held_out)
+    # the digest names all records that are there, so that those left out do not make it stale
+    digest = digest_of(record_ids(roots, gpu.key))
+    left_out = {**unread, **calibration.left_out}
+    return replace(calibration, left_out=left_out, digest=digest)
 
 
 def model_of(measurement: Measurement) -> ModelSpec:
@@ -171,6 +176,29 @@ def grid(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
     Raises:
         ConfigError: a value that is not accepted.
     """
+    yield from only_runs(combinations(settings))
+
+
+def only_runs(runs: Iterable[RunConfig | Refused]) -> list[RunConfig]:
+    """`runs`, none of which may be refused.
+
+    Raises:
+        ConfigError: one is.
+    """
+    accepted = []
+    for run in runs:
+        if isinstance(run, Refused):
+            raise ConfigError(run.reason)
+        accepted.append(run)
+    return accepted
+
+
+def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | Refused]:
+    """As `grid`; a combination whose settings exclude each other in its place.
+
+    Raises:
+        ConfigError: settings that none of the combinations can mean.
+    """
     _check_storage_is_told(settings)
     seen: set[RunConfig] = set()
     for phase in settings.get("phase", ("finetune",)):
@@ -180,7 +208,12 @@ def grid(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
             chosen = dict(zip(names, values, strict=True))
             if chosen.get("kv_cache") != "quantized":
                 chosen = {name: chosen[name] for name in chosen if name not in _QUANTISED_ONLY}
-            run = RunConfig(phase=phase, **chosen)
+            try:
+                run = RunConfig(phase=phase, **chosen)
+            except ConfigError as error:
+                model = str(chosen.pop("model", ""))
+                yield Refused(model=model, settings={"phase": phase, **chosen}, reason=str(error))
+                continue
             if run not in seen:
                 seen.add(run)
                 yield run
@@ -200,15 +233,18 @@ def _check_storage_is_told(settings: Mapping[str, Sequence[Any]]) -> None:
 
 
 def estimate(
-    runs: Iterable[RunConfig],
+    runs: Iterable[RunConfig | Refused],
     gpus: Sequence[str] = ("auto",),
     *,
     calibration_dir: Path | None = None,
     engine: Engine = "ledger",
     trace_layers: str = "2,4",
     maximise: Size | None = None,
-) -> list[Prediction]:
+) -> Answers[Prediction]:
     """Peak memory and time of every run on every accelerator. Nothing is run or downloaded.
+
+    A combination whose settings exclude each other, or that the model or the accelerator lacks,
+    is among the `refused` of the answers.
 
     Args:
         maximise: "batch_size" or "seq_len", which becomes the largest that fits each accelerator,
@@ -218,7 +254,7 @@ def estimate(
         trace_layers: "2,4" stretches the trace of four layers to all, "all" traces all.
 
     Raises:
-        ConfigError: an unknown model or accelerator, or settings that exclude each other.
+        ConfigError: an unknown model or accelerator, or nothing is left of the combinations.
     """
     if maximise and engine == "trace":
         raise ConfigError(f"{maximise}: max needs --engine ledger; a trace takes seconds per value")
@@ -228,30 +264,55 @@ def estimate(
     calibrations = [load_calibration(gpu, calibration_dir) for gpu in devices]
     stale = [stale_note(calibration, calibration_dir) for calibration in calibrations]
     models: dict[str, ModelSpec] = {}
-    predictions = []
+    predictions: list[Prediction] = []
+    refused: list[Refused] = []
     for run in runs:
+        if isinstance(run, Refused):
+            refused.append(run)
+            continue
         if run.model not in models:
             load = load_model if engine == "ledger" else _load_traceable
             models[run.model] = load(run.model)
         model = models[run.model]
-        run = replace(run, model=model.name)
+        run = with_checkpointing(model, replace(run, model=model.name))
         traced = None
-        if engine == "trace":
-            traced = _trace(model, run, trace_layers)
         for gpu, calibration, note in zip(devices, calibrations, stale, strict=True):
-            asked = run
-            notes: tuple[str, ...] = ()
-            if maximise:
-                most = largest_that_fits(model, run, gpu, calibration, maximise)
-                asked = with_size(run, maximise, max(1, most.value))
-                what = "inference" if run.phase == "inference" else run.method
-                name = run.model.rpartition("/")[2]
-                notes = (f"{name} {what} on {gpu.key}: {most.note}",)
-            found = predict(model, asked, gpu, calibration, traced=traced)
-            predictions.append(
-                replace(found, basis=found.basis + note, notes=(*notes, *found.notes))
-            )
-    return predictions
+            try:
+                if engine == "trace" and traced is None:
+                    traced = _trace(model, run, trace_layers)
+                found = _estimate(model, run, gpu, calibration, traced=traced, maximise=maximise)
+            except ConfigError as error:
+                settings = {k: v for k, v in run.chosen().items() if k != "model"}
+                refused.append(
+                    Refused(model=run.model, gpu=gpu.key, settings=settings, reason=str(error))
+                )
+                continue
+            predictions.append(replace(found, basis=found.basis + note))
+    return Answers(predictions, refused)
+
+
+def _estimate(
+    model: ModelSpec,
+    run: RunConfig,
+    gpu: GpuSpec,
+    calibration: Calibration,
+    *,
+    traced: TracedPeak | None,
+    maximise: Size | None,
+) -> Prediction:
+    """One run on one accelerator, as large as it fits where `maximise` says so.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    if maximise is None:
+        return predict(model, run, gpu, calibration, traced=traced)
+    most = largest_that_fits(model, run, gpu, calibration, maximise)
+    largest = with_size(run, maximise, max(1, most.value))
+    kind = "inference" if run.phase == "inference" else run.method
+    note = f"{run.model.rpartition('/')[2]} {kind} on {gpu.key}: {most.note}"
+    found = predict(model, largest, gpu, calibration)
+    return replace(found, notes=(note, *found.notes))
 
 
 def explain(
@@ -328,10 +389,11 @@ def stale_note(calibration: Calibration, calibration_dir: Path | None) -> str:
     Ids alone are read: 100,000 in 0.2 s. A refit would cost seconds and is one command away.
     """
     roots = calibration_roots(calibration_dir)
-    try:
-        ids = record_ids(roots, calibration.gpu)
-    except DataFileError as error:
-        return f"; its records can't be read: {error}"
+    if calibration.fallback:
+        number = calibration.num_records
+        stand_in = f"a fit to the {number} records just now" if number else "datasheet priors"
+        return f"; {calibration.fallback}; used until then: {stand_in}"
+    ids = record_ids(roots, calibration.gpu)
     if not ids and not calibration.digest:
         return ""
     if digest_of(ids) == calibration.digest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -30,6 +30,11 @@ _PART_SPREAD = {
     "context": 0.5,
 }
 PRIOR_MEMORY_NOISE = 0.015
+# Bounds of what a file may say: beyond them a coefficient is no longer one of any device.
+_MOST_FACTOR = 1e6
+_MOST_NOISE = 10.0  # of a log: a factor of 20,000
+_MOST_RUNS = 10**9
+_REBUILD = "rebuild it with whichlora calibrate --gpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +106,12 @@ class Calibration:
         ranges: least and greatest of each setting among the runs of a phase; a prediction
             outside is an extrapolation.
         outliers: runs that the fit down-weighted.
-        left_out: why a record taught nothing, by its id; failed runs are not listed.
+        left_out: why a record taught nothing, by its id, or its place where it can't be read;
+            failed runs are not listed.
         digest: of the record ids it was fitted to, so that a stale file is noticed.
         formulas: digest of the formulas it was fitted with; coefficients of others mean nothing.
         num_older: of the records, those measured on other library versions.
+        fallback: why stored coefficients are not used; never stored itself.
     """
 
     gpu: str
@@ -119,6 +126,7 @@ class Calibration:
     digest: str = ""
     formulas: str = ""
     num_older: int = 0
+    fallback: str = ""
 
     def basis(self, *, memory_runs: int, time_runs: int) -> str:
         """One line that names what stands behind a prediction."""
@@ -132,7 +140,9 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of `coefficients.json`, without its schema version."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        del values["fallback"]
+        return values
 
     @classmethod
     def from_dict(cls, payload: Mapping[str, Any], *, source: str) -> Self:
@@ -143,7 +153,7 @@ class Calibration:
         """
         try:
             memory = payload["memory"]
-            return cls(
+            found = cls(
                 gpu=str(payload["gpu"]),
                 memory=MemoryModel(
                     mean={part: float(memory["mean"][part]) for part in PARTS},
@@ -185,11 +195,38 @@ class Calibration:
                 formulas=str(payload.get("formulas", "")),
                 num_older=int(payload.get("num_older", 0)),
             )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise DataFileError(
-                f"{source}: {error}: is missing or wrong; rebuild it with "
-                f"whichlora calibrate --gpu {payload.get('gpu')}"
+                f"{source}: {error}: is missing or wrong; {_REBUILD} {payload.get('gpu')}"
             ) from error
+        for key, value, accepted in _numbers(found):
+            if not accepted[0] <= value <= accepted[1]:  # refuses NaN, too
+                raise DataFileError(
+                    f"{source}: {key}: got {value:g}; must be from {accepted[0]:g} to "
+                    f"{accepted[1]:g}; {_REBUILD} {found.gpu}"
+                )
+        return found
+
+
+def _numbers(calibration: Calibration) -> Iterator[tuple[str, float, tuple[float, float]]]:
+    """Every number that predictions read, where it stands, and what physics allows of it.
+
+    Nothing takes negative time or memory, and no variance is negative.
+    """
+    models: list[tuple[str, Iterable[str], MemoryModel | TimeModel]]
+    models = [("memory", PARTS, calibration.memory)]
+    models += [(f"time.{phase}", FEATURES, model) for phase, model in calibration.time.items()]
+    for where, names, model in models:
+        for name in names:
+            yield f"{where}.mean.{name}", model.mean[name], (0.0, _MOST_FACTOR)
+        for row, values in enumerate(model.covariance):
+            for column, value in enumerate(values):
+                least = 0.0 if row == column else -(_MOST_FACTOR**2)
+                yield f"{where}.covariance[{row}][{column}]", value, (least, _MOST_FACTOR**2)
+        yield f"{where}.noise", model.noise, (0.0, _MOST_NOISE)
+        yield f"{where}.num_runs", model.num_runs, (0, _MOST_RUNS)
+    for phase, time in calibration.time.items():
+        yield f"time.{phase}.interval_scale", time.interval_scale, (0.0, _MOST_FACTOR)
 
 
 def _errors(payload: Mapping[str, Any]) -> dict[str, HeldOut]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +100,9 @@ def calibrate(gpu: GpuSpec, calibration_dir: Path | None = None) -> Refit:
         DataFileError: a broken record file; nothing is written then.
     """
     roots = calibration_roots(calibration_dir)
-    payload = read_coefficients(roots, gpu.key)
     before = None
-    if payload is not None:
-        with suppress(DataFileError):  # to be replaced, whatever is wrong with it
+    with suppress(DataFileError):  # to be replaced, whatever is wrong with it
+        if (payload := read_coefficients(roots, gpu.key)) is not None:
             before = Calibration.from_dict(payload, source="")
     after = refit(gpu, calibration_dir)
     if not after.num_records:
@@ -137,8 +136,11 @@ def calibration_report(gpu: GpuSpec, calibration_dir: Path | None = None) -> Cal
     Raises:
         DataFileError: a broken file.
     """
-    records = read_measurements(calibration_roots(calibration_dir), gpu.key)
+    unread: dict[str, str] = {}
+    roots = calibration_roots(calibration_dir)
+    records = read_measurements(roots, gpu.key, leave_out=unread.__setitem__)
     calibration = load_calibration(gpu, calibration_dir)
+    calibration = replace(calibration, left_out={**unread, **calibration.left_out})
     versions: Counter[str] = Counter()
     for record in records:
         found = record.environment.get("libraries", record.environment.get("versions"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from whichlora.architecture import ModelSpec
 from whichlora.dataset import Workload
@@ -13,8 +13,11 @@ from whichlora.errors import ConfigError
 from whichlora.methods import get_method
 from whichlora.plan import Plan
 from whichlora.resolution import Job, resolve
+from whichlora.results import Answers, Refused
 from whichlora.shortlist import Group
-from whichlora.specs import GpuSpec, Padding, RunConfig
+from whichlora.specs import GpuSpec, Padding, Phase, RunConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +26,44 @@ class Candidates:
 
     Args:
         workload: the training that a model has at a batch size.
+        refused: combinations that the model or the device lacks, as they were met.
     """
 
     plan: Plan
     models: Mapping[str, ModelSpec]
     gpu: GpuSpec
     workload: Callable[[str, int], Workload]
+    refused: dict[RunConfig, Refused] = field(default_factory=dict)
 
     def inference_runs(self) -> list[RunConfig]:
-        """Every candidate of stage 1, its defaults filled in."""
-        return [run for group in self.serving() for run in group.runs()]
+        """Every candidate of stage 1, its defaults filled in.
+
+        Raises:
+            ConfigError: all of them are refused.
+        """
+        return self._some([run for group in self.serving() for run in group.runs()], "inference")
 
     def finetune_runs(self) -> list[RunConfig]:
-        """Every candidate of stage 2, its defaults filled in."""
-        return [run for group in self.training() for run in group.runs()]
+        """Every candidate of stage 2, its defaults filled in.
+
+        Raises:
+            ConfigError: all of them are refused.
+        """
+        return self._some([run for group in self.training() for run in group.runs()], "finetune")
 
     def number(self) -> tuple[int, int]:
-        """How many there are in each stage."""
-        return sum(one.size for one in self.serving()), sum(one.size for one in self.training())
+        """How many there are in each stage.
+
+        Raises:
+            ConfigError: all of one stage are refused.
+        """
+        serving = self._some([group.size for group in self.serving()], "inference")
+        training = self._some([group.size for group in self.training()], "finetune")
+        return sum(serving), sum(training)
+
+    def _some(self, candidates: list[T], phase: Phase) -> list[T]:
+        refused = [each for run, each in self.refused.items() if run.phase == phase]
+        return list(Answers(candidates, refused))
 
     def serving(self) -> Iterator[Group]:
         """Stage 1, one group for each model and attention kernel."""
@@ -87,23 +110,18 @@ class Candidates:
                     yield Group(job=job, axes=axes, steps=steps, lora_alpha=plan.lora_alpha)
 
     def _jobs(self, base: RunConfig, lists: Mapping[str, Sequence[Any]]) -> Iterator[Job]:
-        """`base` with every combination of `lists`; of several, what does not run is left out.
-
-        Raises:
-            ConfigError: none of them runs.
-        """
-        refused, found = None, False
+        """`base` with every combination of `lists`; what does not run is noted in `refused`."""
         for values in itertools.product(*lists.values()):
             run = replace(base, **dict(zip(lists, values, strict=True)))
             try:
-                job = resolve(self.models[base.model], run, self.gpu)
+                yield resolve(self.models[base.model], run, self.gpu)
             except ConfigError as error:
-                refused = error
-                continue
-            found = True
-            yield job
-        if refused is not None and not found:
-            raise refused
+                settings = {"phase": run.phase, "method": run.method} | dict(
+                    zip(lists, values, strict=True)
+                )
+                self.refused[run] = Refused(
+                    model=run.model, gpu=self.gpu.key, settings=settings, reason=str(error)
+                )
 
 
 def _padding(load: Workload, stated: Padding) -> Padding:

@@ -10,7 +10,7 @@ from typing import Any
 from whichlora import api
 from whichlora.dataset.workload import count_steps
 from whichlora.errors import ConfigError
-from whichlora.results import Interval, Prediction, known_values
+from whichlora.results import Answers, Interval, Prediction, Refused, known_values
 from whichlora.specs import RunConfig
 
 
@@ -56,13 +56,13 @@ class GuideRow:
 
 
 def make_guide(
-    runs: Iterable[RunConfig],
+    runs: Iterable[RunConfig | Refused],
     gpus: Sequence[str],
     *,
     num_samples: int,
     epochs: float = 1.0,
     calibration_dir: Path | None = None,
-) -> list[GuideRow]:
+) -> Answers[GuideRow]:
     """A row for every run on every accelerator, `num_samples` rows of full length as data.
 
     Raises:
@@ -70,7 +70,8 @@ def make_guide(
             phase without training.
     """
     rows = []
-    for one in api.estimate(runs, gpus, calibration_dir=calibration_dir):
+    predictions = api.estimate(runs, gpus, calibration_dir=calibration_dir)
+    for one in predictions:
         if one.time.step_s is None:
             raise ConfigError("phase: a guide is of fine-tuning; estimate shows inference")
         num_batches = -(-num_samples // one.run.batch_size)
@@ -84,4 +85,4 @@ def make_guide(
                 total_interval_s=(num_steps * low, num_steps * high),
             )
         )
-    return rows
+    return Answers(rows, predictions.refused)

@@ -75,7 +75,8 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
         ConfigError: an unknown model or accelerator, or settings that exclude each other.
     """
     device = api.find_gpu(gpu)
-    resolved = resolve(api.load_model(run.model), run, device)
+    model = api.load_model(run.model)
+    resolved = resolve(model, replace(run, model=model.name), device)
     return Recipe(
         run=resolved.run,
         gpu=device.key,
@@ -101,9 +102,12 @@ def hand_over(
     made = FORMATS[to](recipe)
     if recipe.trust_remote_code:
         made = replace(made, notes=(*made.notes, TRUSTS_CODE))
-    before, after = api.estimate(
+    predictions = api.estimate(
         [recipe.run, made.run], [recipe.gpu], calibration_dir=calibration_dir
     )
+    if predictions.refused:
+        raise ConfigError(predictions.refused[0].reason)
+    before, after = predictions
     paths = tuple(_write(folder / name, text) for name, text in made.files.items())
     then, now = before.run.to_dict(), after.run.to_dict()
     return Handover(

@@ -18,7 +18,7 @@ from whichlora.guide import GuideRow
 from whichlora.itemised import Line
 from whichlora.largest import Placement
 from whichlora.report import Progress
-from whichlora.results import Prediction
+from whichlora.results import Answers, Prediction, Refused
 from whichlora.specs import (
     AdapterDtype,
     AttentionKernel,
@@ -63,7 +63,7 @@ class RunSettings(TypedDict, total=False):
     loraplus_lr_ratio: float
     precision: Precision | Sequence[Precision]
     optimizer: Optimizer | Sequence[Optimizer]
-    gradient_checkpointing: bool | Sequence[bool]
+    gradient_checkpointing: bool | Sequence[bool] | None
     gradient_accumulation_steps: int | Sequence[int]
     attn: AttentionKernel | Sequence[AttentionKernel]
     padding: Padding | Sequence[Padding]
@@ -88,7 +88,7 @@ def estimate(
     calibration_dir: AnyPath | None = None,
     engine: Engine = "ledger",
     **settings: Unpack[RunSettings],
-) -> list[Prediction]:
+) -> Answers[Prediction]:
     """Peak memory and time of every combination; nothing is run or downloaded but a config.
 
     >>> (one,) = estimate("Qwen/Qwen2.5-7B", "rtx-4090-24gb", method="qlora", seq_len=1024)
@@ -103,8 +103,11 @@ def estimate(
         engine: "trace" asks the real code instead of the formulas (needs torch).
         settings: fields of `RunConfig`; a list makes a grid.
 
+    Returns:
+        A list; its `refused` are the combinations whose settings exclude each other.
+
     Raises:
-        ConfigError: an unknown name, or settings that exclude each other.
+        ConfigError: an unknown name, or nothing is left of the combinations.
     """
     return api.estimate(
         _runs(models, settings),
@@ -276,9 +279,11 @@ def _row(one: Prediction) -> dict[str, Any]:
     }
 
 
-def _runs(models: str | Sequence[str], settings: Mapping[str, Any]) -> Iterator[RunConfig]:
+def _runs(
+    models: str | Sequence[str], settings: Mapping[str, Any]
+) -> Iterator[RunConfig | Refused]:
     known = RunSettings.__annotations__
-    grid: dict[str, list[Any]] = {"model": _listed(models)}
+    grid: dict[str, list[Any]] = {"model": _listed(models), "gradient_checkpointing": [None]}
     for name, value in settings.items():
         if name not in known:
             raise ConfigError(f"{name}: is not a setting; accepted are {', '.join(known)}")
@@ -286,11 +291,11 @@ def _runs(models: str | Sequence[str], settings: Mapping[str, Any]) -> Iterator[
             grid[name] = [(value,) if isinstance(value, str) else tuple(value)]
         else:
             grid[name] = _listed(value)
-    return api.grid(grid)
+    return api.combinations(grid)
 
 
 def _one_run(function: str, model: str, settings: Mapping[str, Any]) -> RunConfig:
-    runs = list(_runs(model, settings))
+    runs = api.only_runs(_runs(model, settings))
     if len(runs) != 1:
         raise ConfigError(
             f"{function} takes one run, these settings make {len(runs)}; give one value of each, "

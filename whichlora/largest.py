@@ -12,11 +12,11 @@ from whichlora.errors import ConfigError
 from whichlora.prediction import judge, predict, predict_memory
 from whichlora.resolution import Job, resolve
 from whichlora.results import Prediction, Verdict
-from whichlora.specs import GpuSpec, RunConfig
+from whichlora.specs import MOST_COUNT, GpuSpec, RunConfig
 from whichlora.units import format_bytes
 
 Size = Literal["batch_size", "seq_len"]
-MAX_SIZE = 2**30  # no run is that large; a search for one more ends here
+MAX_SIZE = MOST_COUNT  # no run is that large; a search for one more ends here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

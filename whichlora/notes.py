@@ -59,6 +59,10 @@ def notes_on(job: Job) -> tuple[str, ...]:
             "PEFT 0.21 refuses DoRA and dropout on experts; leave them out with "
             "target_modules attention"
         )
+    if run.phase == "finetune" and not job.model.supports_checkpointing:
+        found.append(
+            f"gradient_checkpointing is off: the {job.model.model_type} of transformers has none"
+        )
     if run.phase == "finetune" and (run.use_rslora or run.loraplus_lr_ratio != 1):
         found.append("rsLoRA and LoRA+ take the bytes and the time of plain LoRA")
     if job.model.task == "seq2seq-lm" and run.phase == "finetune":

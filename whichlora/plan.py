@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Literal
 
 from whichlora.errors import ConfigError
@@ -14,7 +16,11 @@ from whichlora.specs import AttentionKernel, Optimizer, RunConfig
 ProfilePolicy = Literal["none", "frontier", "all"]
 Prefer = Literal["size", "time", "memory", "price", "order"]
 Collator = Literal["longest", "grouped", "fixed", "packed", "packed-bfd"]
+TrainOn = Literal["completions", "all"]
 DatasetKind = Literal["counts", "class", "file", "hub"]
+
+_Z95 = NormalDist().inv_cdf(0.95)
+_MOST_P95 = math.exp(_Z95**2 / 2)  # of the mean: no log-normal has a larger 95 % quantile
 
 DATA_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
@@ -78,6 +84,42 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """What a training writes and evaluates on its way.
+
+    Args:
+        save_steps: optimizer steps between checkpoints; None: a tenth of the run; 0: none.
+        save_total_limit: checkpoints that are kept, the newest.
+        eval_steps: optimizer steps between evaluations; None: at the end of each epoch; 0: none.
+
+    Raises:
+        ConfigError: no whole number, or below its least.
+    """
+
+    save_steps: int | None = None
+    save_total_limit: int = 2
+    eval_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("save_steps", 0), ("save_total_limit", 1), ("eval_steps", 0)):
+            value = getattr(self, name)
+            if value is None and least == 0:
+                continue
+            if type(value) is not int or not least <= value <= 10**9:
+                raise ConfigError(
+                    f"{name}: must be a whole number from {least} to 1,000,000,000, got {value!r}"
+                )
+
+    @property
+    def saves(self) -> bool:
+        return self.save_steps != 0
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_steps != 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetConfig:
     """Where the training text comes from and how a row becomes text.
 
@@ -85,29 +127,61 @@ class DatasetConfig:
         path: a local JSONL, CSV, Parquet or text file (or a folder with one named `train` and
             perhaps one named `validation`), a Hugging Face dataset id, or `module:Class` or
             `file.py:Class` of a `BaseDataset` subclass; empty where only counts are known.
-        template: format string over a row's columns; None with `messages` or one text column.
+        validation_path: a file with the rows to evaluate on, beside the file of `path`.
+        template: format string over a row's columns; without it and the columns below, columns
+            are recognised by their names.
         text_column, messages_column: which column holds plain text or chat messages.
+        prompt_column, completion_column: which columns hold a question and its answer.
         validation_fraction: share of rows kept for validation where the source has no split.
         split, config_name: of a Hugging Face dataset.
         num_samples, mean_tokens: size of the training split, for planning without the data.
+        p95_tokens, max_tokens: of its sequences, where they are known.
 
     Raises:
-        ConfigError: a template that does not name columns.
+        ConfigError: a template that does not name columns, or one of two columns alone.
     """
 
     path: str = ""
+    validation_path: str | None = None
     template: str | None = None
     text_column: str | None = None
     messages_column: str | None = None
+    prompt_column: str | None = None
+    completion_column: str | None = None
     validation_fraction: float = 0.05
     split: str = "train"
     config_name: str | None = None
     num_samples: int | None = None
     mean_tokens: float | None = None
+    p95_tokens: int | None = None
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.template is not None and not self.template_columns:
             raise ConfigError(f"dataset.template: names no column in braces, got {self.template!r}")
+        if (self.prompt_column is None) != (self.completion_column is None):
+            raise ConfigError(
+                "dataset: prompt_column and completion_column go together; give both or none"
+            )
+        if self.mean_tokens is not None and self.p95_tokens is not None:
+            most = _MOST_P95 * self.mean_tokens
+            if not self.mean_tokens <= self.p95_tokens <= most:
+                raise ConfigError(
+                    f"dataset.p95_tokens: must be from {math.ceil(self.mean_tokens)} to "
+                    f"{math.floor(most)} around a mean of {self.mean_tokens:.5g}, "
+                    f"got {self.p95_tokens}"
+                )
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation of the logarithm of the lengths, where `p95_tokens` tells it.
+
+        Kind: exact. Source: the mean of a log-normal is exp(m + s²/2), its quantile exp(m + z s).
+        """
+        if self.mean_tokens is None or self.p95_tokens is None:
+            return None
+        log_ratio = math.log(self.p95_tokens / self.mean_tokens)
+        return _Z95 - math.sqrt(max(0.0, _Z95**2 - 2 * log_ratio))
 
     @property
     def kind(self) -> DatasetKind:
@@ -185,9 +259,12 @@ class Plan:
         inference, finetune: settings that all candidates of a stage share; their `model`,
             `batch_size` and the other listed dimensions are replaced by the lists here.
         lora_alpha: None: twice the rank of each candidate.
+        gradient_checkpointing: None: on where the model has it.
         collator: how batches are made: rows padded to the longest of their batch, in random order
             or of similar lengths ("grouped"), or all to the longest allowed ("fixed"); or texts
             joined and cut into blocks ("packed"), or whole texts put together ("packed-bfd").
+        train_on: what has a loss: completions and the assistant's turns where the data has such,
+            or all tokens.
         gpu_limits: by device key, what takes the place of `limits` there.
         num_batches, num_runs: measured steps per fine-tuning profile, measured generations per
             inference profile.
@@ -212,7 +289,7 @@ class Plan:
     ranks: tuple[int, ...]
     lora_alpha: int | None = None
     finetune_batch_sizes: tuple[int, ...]
-    gradient_checkpointing: tuple[bool, ...] = (True,)
+    gradient_checkpointing: tuple[bool | None, ...] = (None,)
     attn: tuple[AttentionKernel, ...] = ("sdpa",)
     optimizers: tuple[Optimizer, ...] = ("adamw_torch_fused",)
     limits: Limits
@@ -221,6 +298,8 @@ class Plan:
     budget: Budget = field(default_factory=Budget)
     dataset: DatasetConfig
     collator: Collator = "longest"
+    train_on: TrainOn = "completions"
+    keeping: Keeping = field(default_factory=Keeping)
     epochs: float = 1.0
     learning_rate: float = 2e-4
     seed: int = 0

@@ -61,7 +61,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
         ConfigError: settings that exclude each other.
     """
     method = get_method(run.method)
-    run = with_defaults(run)
+    run = with_checkpointing(model, with_defaults(run))
     training = run.phase == "finetune"
     if training and method.trains_base and run.quant != "none":
         raise ConfigError(
@@ -88,6 +88,14 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
     stack = resolve_stack(run, trains_base=training and method.trains_base, device_kind=gpu.kind)
     _check_trained(model, run, stack)
     return Job(model=model, run=run, gpu=gpu, method=method, stack=stack, targets=targets)
+
+
+def with_checkpointing(model: ModelSpec, run: RunConfig) -> RunConfig:
+    """`run` with checkpointing on where nothing was said of it and the model has it."""
+    if run.gradient_checkpointing is not None:
+        return run
+    on = model.supports_checkpointing or run.phase == "inference"
+    return replace(run, gradient_checkpointing=on)
 
 
 def _check_attention(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:

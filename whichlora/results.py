@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from whichlora.errors import ConfigError
 from whichlora.specs import RunConfig
 
 SCHEMA_VERSION = 1
+MAX_REASONS = 3  # in the line that says why nothing is left
+
+T = TypeVar("T")
 
 Interval = tuple[float, float]
 Verdict = Literal["fits", "fails", "undecided"]
@@ -144,6 +148,51 @@ def known_values(values: Mapping[str, Any]) -> dict[str, Any]:
         return None if isinstance(value, float) and math.isnan(value) else value
 
     return {name: clean(value) for name, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """One combination of a grid that nothing can be predicted of.
+
+    Args:
+        gpu: the accelerator's key; empty where it was not asked.
+        settings: those that were asked for, by name of a `RunConfig` field.
+    """
+
+    model: str
+    settings: Mapping[str, Any]
+    reason: str
+    gpu: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON shape."""
+        return {
+            "model": self.model,
+            "gpu": self.gpu or None,
+            "settings": dict(self.settings),
+            "reason": self.reason,
+        }
+
+
+class Answers(list[T]):
+    """What a grid was answered with, and the combinations of it that were refused."""
+
+    def __init__(self, answered: Iterable[T] = (), refused: Iterable[Refused] = ()) -> None:
+        super().__init__(answered)
+        self.refused = tuple(refused)
+        if self.refused and not self:
+            raise ConfigError(_nothing_left(self.refused))
+
+
+def _nothing_left(refused: Sequence[Refused]) -> str:
+    """Why all of `refused` were; of a lone reason the reason alone."""
+    reasons = list(dict.fromkeys(each.reason for each in refused))
+    if len(reasons) == 1:
+        return reasons[0]
+    more = f"; and {len(reasons) - MAX_REASONS} more reasons" if len(reasons) > MAX_REASONS else ""
+    return (
+        f"nothing is left of {len(refused)} combinations: {'; '.join(reasons[:MAX_REASONS])}{more}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,11 +45,29 @@ class Quantity:
         )
 
     def chance_below(self, bound: float) -> float:
-        """Probability that the true value is at most `bound`, log-normal between the bounds."""
-        if self.measured or self.high <= self.low or self.low <= 0:
+        """Probability that the true value is at most `bound`, log-normal on either side.
+
+        The two sides of the value may reach differently far.
+        """
+        end = self.high if bound >= self.value else self.low
+        if self.measured or end == self.value or self.low <= 0:
             return 1.0 if self.value <= bound else 0.0
-        deviation = math.log(self.high / self.low) / (2 * TWO_SIDED_Z[self.confidence])
+        deviation = abs(math.log(end / self.value)) / TWO_SIDED_Z[self.confidence]
         return 0.5 * math.erfc(math.log(self.value / bound) / deviation / math.sqrt(2))
+
+    def widened(self, deviation: float) -> Quantity:
+        """The same with a further error, whose logarithm has this standard deviation."""
+        if not deviation:
+            return self
+        further = TWO_SIDED_Z[self.confidence] * deviation
+        below = math.hypot(math.log(self.value / self.low), further)
+        above = math.hypot(math.log(self.high / self.value), further)
+        return replace(
+            self,
+            low=self.value * math.exp(-below),
+            high=self.value * math.exp(above),
+            measured=False,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

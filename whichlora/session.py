@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from whichlora.device.profile import Profiler
 
 SIDE_BY_SIDE_RANKS = (4, 8, 16, 32, 64)
+_MOST_UNREAD = 3  # broken records that are told one by one
 
 
 class Progress(Protocol):
@@ -93,13 +94,28 @@ class Session:
         self.cold = prior_calibration(gpu)
         self.calibration: Calibration = api.load_calibration(gpu, plan.calibration_dir)
         # read once: a shared database holds more records than a run adds
-        self._records = list(read_measurements(self.roots, gpu.key))
+        self._records = self._read_records()
         self._resumed: dict[RunConfig, list[Measurement]] = {}
         for record in self._records:
             if record.provenance.get("run_id") == self.run_id:
                 self._resumed.setdefault(record.run, []).append(record)
         self._profiler: Profiler | None = None
         self._told_busy = False
+
+    def _read_records(self) -> list[Measurement]:
+        unread: list[str] = []
+
+        def leave_out(where: str, reason: str) -> None:
+            unread.append(f"left out: {where}: {reason}")
+
+        records = read_measurements(self.roots, self.gpu.key, leave_out=leave_out)
+        for line in unread[:_MOST_UNREAD]:
+            self.progress.say(line)
+        if len(unread) > _MOST_UNREAD:
+            self.progress.say(f"… and {len(unread) - _MOST_UNREAD} more records are left out")
+        if self.calibration.fallback:
+            self.progress.say(api.stale_note(self.calibration, self.plan.calibration_dir)[2:])
+        return list(records)
 
     # --- candidates
 
@@ -211,8 +227,8 @@ class Session:
         job = self.job(run)
         if run.phase == "inference":
             return outline_inference(job, num_runs=self.plan.num_runs)
-        widths = self.data.workload(run.model, run.batch_size).widths
-        steps = {width: n / run.gradient_accumulation_steps for width, n in widths.items()}
+        load = self.data.workload(run.model, run.batch_size)
+        steps = {width: n / run.gradient_accumulation_steps for width, n in load.widths.items()}
         return outline_training(job, steps, num_batches=self.plan.num_batches)
 
     def candidates(self, pursuit: Pursuit) -> list[Candidate]:
@@ -232,6 +248,8 @@ class Session:
                 failure = f"batch size {smaller.batch_size} already ran out of memory"
         elif training and measurement.step_s:
             time = self._measured_total(run, measurement)
+        if training and measurement is None:
+            time, memory = self._with_assumed_lengths(run, time, memory)
         tokens = self.data.workload(run.model, run.batch_size).padded_tokens if training else None
         return judge(
             prediction,
@@ -244,6 +262,18 @@ class Session:
             failure=failure,
             objective=self.plan.objective,
         )
+
+    def _with_assumed_lengths(
+        self, run: RunConfig, time: Quantity, memory: Quantity
+    ) -> tuple[Quantity, Quantity]:
+        """Time and memory with what is not known of the lengths, where they are assumed."""
+        load = self.data.workload(run.model, run.batch_size)
+        if load.least_longest < run.seq_len:
+            shorter = replace(run, seq_len=load.least_longest)
+            least = predict(self.models[run.model], shorter, self.gpu, self.calibration)
+            low = min(memory.low, least.memory.interval_bytes[0])
+            memory = replace(memory, low=low)
+        return time.widened(load.deviation), memory
 
     def _seconds(self, run: RunConfig, width: int) -> float:
         """Predicted seconds of one optimizer step at `width`; its features are kept."""
@@ -263,6 +293,7 @@ class Session:
             {width: self._seconds(run, width) for width in widths},
             profile,
             warm_up_s=measurement.warm_up_s,
+            deviation=load.deviation,
         )
 
     # --- measuring

@@ -39,6 +39,10 @@ FOUR_BIT_BNB: frozenset[str] = frozenset({"nf4", "nf4-dq", "fp4"})
 BNB_QUANTS: frozenset[str] = FOUR_BIT_BNB | {"int8"}
 CACHE_NBITS = (4, 2)  # what quanto and HQQ both have
 CACHE_GROUP_STEP = 8  # whole bytes of codes, whatever they are packed along
+# The bounds of settings, in whatever they are read from: far beyond any run, and small enough that
+# what is computed from them stays finite.
+MOST_COUNT = 10**9
+MOST_RATIO = 10**12
 ALL_LINEAR = "all-linear"
 ATTENTION = "attention"
 
@@ -120,6 +124,8 @@ def _at_least(setting: str, value: int, minimum: int, hint: str = "") -> None:
         raise ConfigError(f"{setting}: {value!r} is not a whole number; give {minimum} or more")
     if value < minimum:
         raise ConfigError(f"{setting}: must be {minimum} or more, got {value}{hint}")
+    if value > MOST_COUNT:
+        raise ConfigError(f"{setting}: must be {MOST_COUNT} or less, got {value:.6g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +141,7 @@ class RunConfig:
         modules_to_save: leaf names of modules that PEFT copies and trains as a whole beside the
             adapters: the token embedding, the output head.
         quant: how the base weights are stored; None until `methods.with_defaults` asks the method.
+        gradient_checkpointing: None until `resolution.resolve` asks the model: on where it has it.
         prepare_kbit: whether `prepare_model_for_kbit_training` runs; None until then, too.
         prompt_len, max_new_tokens: inference only.
         cache_backend, cache_nbits, cache_group_size, cache_residual_length: of kv_cache
@@ -163,7 +170,7 @@ class RunConfig:
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
     precision: Precision = "bf16"
     optimizer: Optimizer = "adamw_torch_fused"
-    gradient_checkpointing: bool = True
+    gradient_checkpointing: bool | None = True
     gradient_accumulation_steps: int = 1
     attn: AttentionKernel = "sdpa"
     padding: Padding = "none"
@@ -238,9 +245,10 @@ class RunConfig:
             raise ConfigError(
                 f"lora_dropout: must be at least 0 and below 1, got {self.lora_dropout}"
             )
-        if not 0.0 < self.loraplus_lr_ratio < float("inf"):
+        if not 0.0 < self.loraplus_lr_ratio <= MOST_RATIO:
             raise ConfigError(
-                f"loraplus_lr_ratio: must be above 0, got {self.loraplus_lr_ratio}; 16 is usual"
+                f"loraplus_lr_ratio: must be above 0 and at most {MOST_RATIO}, got "
+                f"{self.loraplus_lr_ratio}; 16 is usual"
             )
         if not self.target_modules:
             raise ConfigError(
@@ -257,9 +265,9 @@ class RunConfig:
         for name in ("target_modules", "modules_to_save"):
             for module in getattr(self, name):
                 require_printable(name, module)
-        for name in ("gradient_checkpointing", "use_rslora", "expandable_segments"):
+        for name in ("use_rslora", "expandable_segments"):
             _switch(name, getattr(self, name))
-        for name in ("prepare_kbit", "use_reentrant"):
+        for name in ("gradient_checkpointing", "prepare_kbit", "use_reentrant"):
             if getattr(self, name) is not None:
                 _switch(name, getattr(self, name))
 

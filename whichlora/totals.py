@@ -20,6 +20,7 @@ def profiled_total(
     profile: Sequence[tuple[int, float]],
     *,
     warm_up_s: float = 0.0,
+    deviation: float = 0.0,
 ) -> Quantity:
     """Predicted step times over all widths, scaled to those measured, and the warm-up.
 
@@ -31,6 +32,7 @@ def profiled_total(
         predicted_s: seconds of one step, by padded length, those profiled among them.
         profile: padded length and seconds of each step that was timed.
         warm_up_s: seconds of the profile's first step, at its longest length; 0 is not recorded.
+        deviation: standard deviation of the logarithm of the work, where lengths are assumed.
     """
     scale = sum(step_s for _, step_s in profile) / sum(predicted_s[width] for width, _ in profile)
     by_width = {width: count * scale * predicted_s[width] for width, count in steps.items()}
@@ -41,7 +43,11 @@ def profiled_total(
     scatter = (EXPECTED_RUNS * REPEATABILITY**2 + around) / freedom
     measured = {width for width, _ in profile}
     shares = (by_width[width] / steady for width in steps if width not in measured)
-    variance = REPEATABILITY**2 + scatter * (1 / len(errors) + sum(one * one for one in shares))
+    variance = (
+        deviation**2
+        + REPEATABILITY**2
+        + scatter * (1 / len(errors) + sum(one * one for one in shares))
+    )
     reach = math.exp(TWO_SIDED_Z[TIME_CONFIDENCE] * math.sqrt(variance))
     more = max(0.0, warm_up_s - scale * predicted_s[max(measured)])
     return Quantity(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from whichlora.dataset import (
     BYTE_LEVEL,
+    UNCUT,
     BaseDataset,
     TokenLengths,
     Workload,
@@ -12,8 +13,6 @@ from whichlora.dataset import (
     workload,
 )
 from whichlora.plan import Plan
-
-_UNCUT = 10**9  # tokens, more than any text has
 
 
 class TrainingData:
@@ -45,7 +44,7 @@ class TrainingData:
                 self.dataset,
                 tokenizer=tokenizer,
                 offline=self._plan.weights == "random",
-                max_length=_UNCUT if joins else self._plan.finetune.seq_len,
+                max_length=UNCUT if joins else self._plan.finetune.seq_len,
             )
         return self._lengths[tokenizer]
 

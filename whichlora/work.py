@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whichlora.architecture import Attention, Layer, ModelSpec
+from whichlora.architecture import Attention, Layer, Linear, ModelSpec
 from whichlora.cache_work import Conversion, expanding, storing
 from whichlora.memory import weights
 from whichlora.memory.activations import attention_kernel
@@ -89,13 +89,39 @@ def active_weights(layer: Layer) -> int:
     return sum(one.active * one.in_features * one.out_features for one in layer.linears)
 
 
+def visited_matrices(linear: Linear, tokens: Count) -> Count:
+    """How many matrices of that name a batch of `tokens` reads: one no token chose stays unread."""
+    return smallest(linear.count, tokens * linear.active) if linear.count > 1 else 1 + 0 * tokens
+
+
 def visited_weights(layer: Layer, tokens: Count) -> Count:
-    """Matrix elements that a batch of `tokens` reads: experts no token chose stay unread."""
+    """Matrix elements that a batch of `tokens` reads."""
     total = 0 * tokens
     for linear in layer.linears:
-        visited = smallest(linear.count, tokens * linear.active) if linear.count > 1 else 1
+        visited = visited_matrices(linear, tokens)
         total = total + visited * linear.in_features * linear.out_features
     return total
+
+
+def unpacking_bytes(layer: Layer, stack: Stack, rows: Count) -> Count:
+    """Bytes that one forward over `rows` moves to unpack quantised weights before their products.
+
+    A fused kernel reads the stored bytes once more. Above its rows, the weight is written in 16 bit
+    and read back. An expert sees its share of the rows, and one that no row chose is not unpacked.
+
+    Kind: estimate. Source: bitsandbytes 0.50 `matmul_4bit`; `FUSED_ROWS`.
+    """
+    moved = 0 * rows
+    for linear in layer.linears:
+        if not weights.is_quantised(linear, stack):
+            continue
+        visited = visited_matrices(linear, rows)
+        rows_each = rows * linear.active / visited
+        fused = rows_each <= FUSED_ROWS.get(stack.quant, 0)
+        stored = weights.linear_bytes(linear, stack) / linear.count
+        expanded = 4 * linear.in_features * linear.out_features
+        moved = moved + visited * (fused * stored + (1 - fused) * expanded)
+    return moved
 
 
 def head_weights(model: ModelSpec) -> tuple[int, int]:
@@ -284,9 +310,9 @@ def training_work(
         if stack.under_autocast and stack.base_bytes == 4 and stack.quant == "none":
             matrices = sum(one.num_weights for one in layer.linears)
             elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
-        if stack.quant != "none":
-            expanded = sum(one.num_weights for one in layer.linears if one.is_module)
-            dequant = dequant + count * expanded * 2 * 2 * (2 + recompute)
+        quantised = [one for one in layer.linears if weights.is_quantised(one, stack)]
+        expanded = sum(one.num_weights for one in quantised)
+        dequant = dequant + count * expanded * 2 * 2 * (2 + recompute)
         for linear in adapted(layer, targets) if not method.trains_base else ():
             forward = method.forward_ops[stack.autocast]
             launches = launches + count * (forward * (1 + recompute))
@@ -419,11 +445,7 @@ def inference_work(
             launches = launches + count * converted.launches
         moved = elementwise_forward_bytes(layer, run, stack, (), model.hidden_size)
         elementwise = elementwise + count * rows * moved
-        if stack.quant != "none":
-            expanded = sum(one.num_weights for one in layer.linears if one.is_module)
-            fused = rows <= FUSED_ROWS.get(stack.quant, 0)
-            # a fused kernel unpacks what it reads: one more pass over the stored bytes
-            dequant = dequant + count * (fused * stored + (1 - fused) * expanded * 4)
+        dequant = dequant + count * unpacking_bytes(layer, stack, rows)
         ops = layer_ops(layer, run) + quant_ops(layer, stack)
         launches = launches + count * (ops + expert_ops(layer, rows))
     serving = run.kv_cache == "vllm"

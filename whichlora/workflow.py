@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,12 +15,13 @@ from whichlora.config import load_plan
 from whichlora.data_format import TEXT_ROWS
 from whichlora.device.installed import installed_versions
 from whichlora.html_report import write_report
+from whichlora.numeric import TWO_SIDED_Z
 from whichlora.plan import Plan, Prefer
 from whichlora.policy import Decision, StoppedBy
-from whichlora.prediction import predict
+from whichlora.prediction import TIME_CONFIDENCE, predict
 from whichlora.profiling import device_of, gpu_of, require_profiler
 from whichlora.pursuit import Pursuit
-from whichlora.results import SCHEMA_VERSION, Measurement, Prediction
+from whichlora.results import SCHEMA_VERSION, Measurement, Prediction, Refused
 from whichlora.search import Candidate, accepted, kept_models, predicted_winner
 from whichlora.session import Progress, Session
 from whichlora.space import pareto
@@ -82,6 +84,7 @@ class Answer:
             and memory, fastest first.
         compared: every candidate measured in this run, beside its predictions.
         side_by_side: the best candidate with every method and rank, whatever the plan asked for.
+        refused: combinations of the plan that a model or the device lacks.
         dataset: sequences, tokens and epochs that the total times are for.
         files: what was written, by purpose.
         training: what the winning job reported, where it was run, or the `error` it ended with.
@@ -99,6 +102,7 @@ class Answer:
     compared: Sequence[Compared]
     tokens: str
     side_by_side: Sequence[Candidate] = ()
+    refused: Sequence[Refused] = ()
     dataset: Mapping[str, float] = field(default_factory=dict)
     calibration: Calibration | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
@@ -119,6 +123,7 @@ class Answer:
             "search": self.search.to_dict(),
             "front": [detailed_row(one, self.plan) for one in self.front],
             "kept_models": list(self.kept),
+            "refused": [combination.to_dict() for combination in self.refused],
             "inference": [detailed_row(one, self.plan) for one in self.inference],
             "finetune": [detailed_row(one, self.plan) for one in self.finetune],
             "files": {name: str(path) for name, path in self.files.items()},
@@ -219,7 +224,14 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
             f"{100 * load.padding_fraction:.1f} % of them padding ({load.collator}), longest batch "
             f"{best.run.batch_size} x {load.longest}"
         )
+        if load.deviation:
+            reach = math.exp(TWO_SIDED_Z[TIME_CONFIDENCE] * load.deviation)
+            tokens += (
+                f" at most; with other lengths {1 / reach:.2f} to {reach:.2f} times the tokens"
+            )
     tokens += f"; lengths: {lengths.method}"
+    if rows := session.data.dataset.describe():
+        tokens += f"; rows: {rows}"
     others = [session.data.lengths(name).method for name in plan.models if name != model]
     if guessed := sum(method.startswith("estimated") for method in others):
         tokens += f"; estimated for {guessed} of the other models, too"
@@ -238,6 +250,7 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
         search=search,
         compared=compared,
         tokens=tokens,
+        refused=list(session.asked.refused.values()),
         side_by_side=[] if shown is None else session.side_by_side(pursuit, shown.run),
         dataset={
             "num_sequences": lengths.num_sequences(),
@@ -362,11 +375,15 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
         masked_lm=model.task == "encoder",
         trust_remote_code=plan.trust_remote_code,
         data_format=rows,
+        train_on=plan.train_on,
+        keeping=plan.keeping,
     )
     write_object(folder / RECIPE_FILE, recipe.to_dict())
     script = FORMATS["transformers"](recipe)
     path = folder / "train.py"
-    write_text(path, script.files[path.name])
+    text = script.files[path.name]
+    if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text:
+        write_text(path, text)  # else checkpoints newer than the script are its own
     return {"job": path} | {f"data_{split}": file for split, file in data.items()}
 
 
@@ -377,17 +394,29 @@ def _train(session: Session, answer: Answer) -> dict[str, Any]:
     session.close()  # the job needs the device to itself
     folder = session.plan.output_dir
     job = answer.files["job"]
+    result = folder / "output" / "result.json"
+    if result.is_file() and result.stat().st_mtime > job.stat().st_mtime:
+        session.progress.say(f"trained before: {result}")
+        return read_object(result) | {"output": str(result.parent)}
     expected = answer.winner.total_s if answer.winner is not None else None
     session.progress.training(job, expected_s=None if expected is None else expected.value)
-    with (folder / "train.log").open("wb") as log:
-        done = subprocess.run(train_command(job), stdout=log, stderr=subprocess.STDOUT)
+    again = ["--resume"] * _was_stopped(job)
+    with (folder / "train.log").open("ab" if again else "wb") as log:
+        done = subprocess.run([*train_command(job), *again], stdout=log, stderr=subprocess.STDOUT)
     if done.returncode != 0:
         log_file = folder / "train.log"
         lines = log_file.read_text(encoding="utf-8", errors="replace").split("\n")
         raised = (line for line in reversed(lines) if "Error" in line.partition(":")[0])
-        why = next(raised, "it says why at the end of its output")[:300]
+        refused = next((line for line in lines if "is of an earlier start" in line), None)
+        why = (refused or next(raised, "it says why at the end of its output"))[:300]
         return {
             "error": f"{job}: ended with exit code {done.returncode}: {why}; its whole output is "
             f"in {log_file}"
         }
-    return read_object(folder / "output" / "result.json") | {"output": str(folder / "output")}
+    return read_object(result) | {"output": str(result.parent)}
+
+
+def _was_stopped(job: Path) -> bool:
+    """Whether a run of this very script wrote checkpoints, and was stopped or ended."""
+    states = job.parent.glob("output/checkpoint-*/trainer_state.json")
+    return any(state.stat().st_mtime > job.stat().st_mtime for state in states)

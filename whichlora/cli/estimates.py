@@ -76,7 +76,7 @@ def estimate(
     settings = run_settings(models, given)
     maximise = maximised(settings)
     predictions = api.estimate(
-        api.grid(settings),
+        api.combinations(settings),
         gpu,
         calibration_dir=calibration_dir,
         engine=engine,
@@ -87,12 +87,13 @@ def estimate(
         answer = {
             "schema_version": SCHEMA_VERSION,
             "predictions": [prediction.to_dict() for prediction in predictions],
+            "refused": [combination.to_dict() for combination in predictions.refused],
         }
         click.echo(json.dumps(answer, indent=1))
     else:
         from whichlora import report
 
-        report.print_predictions(predictions)
+        report.print_predictions(predictions, predictions.refused)
     if maximise and all(one.verdict != "fits" for one in predictions):
         sys.exit(EXIT_NOTHING_FITS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import click
 
 from whichlora.cli.options import (
     Positive,
-    as_json_text,
     calibration_option,
     json_option,
     list_option,
     words,
 )
 from whichlora.cli.settings import plain_settings, run_options
+from whichlora.results import SCHEMA_VERSION
 from whichlora.text import visible
 
 
@@ -67,15 +68,21 @@ def guide(
     from whichlora.guide import make_guide
 
     rows = make_guide(
-        api.grid(plain_settings(models, given, command="guide")),
+        api.combinations(plain_settings(models, given, command="guide")),
         gpus,
         num_samples=samples,
         epochs=epochs,
         calibration_dir=calibration_dir,
     )
     if as_json:
-        click.echo(as_json_text("guide", [row.to_row() for row in rows]))
+        answer = {
+            "schema_version": SCHEMA_VERSION,
+            "guide": [row.to_row() for row in rows],
+            "refused": [combination.to_dict() for combination in rows.refused],
+        }
+        click.echo(json.dumps(answer, indent=1))
     elif output is not None:
-        click.echo(visible(f"{report.write_guide(output, rows)}: {len(rows)} rows"))
+        path = report.write_guide(output, rows, rows.refused)
+        click.echo(visible(f"{path}: {len(rows)} rows"))
     else:
-        report.print_guide(rows)
+        report.print_guide(rows, rows.refused)

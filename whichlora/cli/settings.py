@@ -78,9 +78,8 @@ _SETTINGS = (
     choices("optimizer", "adamw_torch_fused", "Optimizer", specs.Optimizer),
     click.option(
         "--gradient-checkpointing/--no-gradient-checkpointing",
-        default=True,
-        show_default=True,
-        help="Recompute activations in the backward pass.",
+        default=None,
+        help="Recompute activations in the backward pass; default: where the model has that.",
     ),
     list_option(
         "gradient-accumulation-steps",

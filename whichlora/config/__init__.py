@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
-from whichlora.plan import Budget, DatasetConfig, Limits, Objective, Plan, SlurmConfig
+from whichlora.plan import Budget, DatasetConfig, Keeping, Limits, Objective, Plan, SlurmConfig
 from whichlora.specs import RunConfig
 
 if TYPE_CHECKING:  # pydantic and ruamel.yaml cost 100 ms, which only `run` needs to pay
@@ -136,7 +136,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         ranks=settings.ranks,
         lora_alpha=settings.lora_alpha,
         finetune_batch_sizes=stage2.batch_size,
-        gradient_checkpointing=settings.gradient_checkpointing,
+        gradient_checkpointing=settings.gradient_checkpointing or (None,),
         attn=settings.attn,
         optimizers=settings.optimizer,
         limits=_limits(settings),
@@ -149,6 +149,12 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         ),
         dataset=_dataset(settings.dataset, folder),
         collator=settings.collator,
+        train_on=settings.train_on,
+        keeping=Keeping(
+            save_steps=settings.save_steps,
+            save_total_limit=settings.save_total_limit,
+            eval_steps=settings.eval_steps,
+        ),
         epochs=settings.epochs,
         learning_rate=settings.learning_rate,
         seed=settings.seed,
@@ -219,7 +225,7 @@ def _finetune(settings: PlanFile, model: str) -> RunConfig:
         use_rslora=settings.use_rslora,
         loraplus_lr_ratio=settings.loraplus_lr_ratio,
         optimizer=settings.optimizer[0],
-        gradient_checkpointing=settings.gradient_checkpointing[0],
+        gradient_checkpointing=(settings.gradient_checkpointing or (None,))[0],
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         padding=settings.padding,
         loss_head=settings.loss_head,
@@ -314,15 +320,24 @@ def _bytes(with_unit: int | None, gb: float | None) -> int | None:
 def _dataset(given: Dataset, folder: Path) -> DatasetConfig:
     from whichlora.config.checks import resolve_dataset
 
-    mean_tokens = given.tokens / given.samples if given.tokens and given.samples else None
+    mean_tokens = given.mean_tokens
+    if given.tokens and given.samples:
+        mean_tokens = given.tokens / given.samples
     return DatasetConfig(
         path=resolve_dataset(given.path, folder) if given.path else "",
+        validation_path=(
+            resolve_dataset(given.validation_path, folder) if given.validation_path else None
+        ),
         template=given.template,
         text_column=given.text_column,
         messages_column=given.messages_column,
+        prompt_column=given.prompt_column,
+        completion_column=given.completion_column,
         validation_fraction=given.validation_fraction,
         split=given.split or "train",
         config_name=given.config_name,
         num_samples=given.samples,
         mean_tokens=mean_tokens,
+        p95_tokens=given.p95_tokens,
+        max_tokens=given.max_tokens,
     )

@@ -7,6 +7,8 @@ pass over whatever has the wrong type, which the schema reports.
 from __future__ import annotations
 
 import difflib
+import itertools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -17,7 +19,7 @@ from whichlora.config.document import Loc, Problem
 from whichlora.config.schema import Dataset
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
-from whichlora.plan import DATA_FILE_SUFFIXES, DatasetConfig
+from whichlora.plan import DATA_FILE_SUFFIXES, DatasetConfig, DatasetKind
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.models import resolve_name
 
@@ -31,6 +33,10 @@ _SPELLINGS = (
     ("peak_memory_gb", "peak_memory"),
     ("time_per_token_ms", "time_per_token"),
     ("total_time_mins", "total_time"),
+)
+_COUNTS = ("tokens", "samples", "mean_tokens", "p95_tokens", "max_tokens")
+_ROW_SETTINGS = (
+    *("template", "text_column", "messages_column", "prompt_column", "completion_column"),
 )
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CLASS = re.compile(r"(?P<source>[\w.]+|.+\.py):(?P<name>[A-Za-z_]\w*)")
@@ -204,7 +210,7 @@ def _check_budget(data: Data) -> Iterator[Problem]:
 def _check_dataset(data: Data, folder: Path) -> Iterator[Problem]:
     value = data.get("dataset")
     dataset = {"path": value} if isinstance(value, str) else _section(data, "dataset")
-    counts = [key for key in ("tokens", "samples") if key in dataset]
+    counts = [key for key in _COUNTS if key in dataset]
     path = dataset.get("path")
     if counts and "path" in dataset:
         yield Problem(
@@ -269,25 +275,53 @@ def _check_slurm(data: Data) -> Iterator[Problem]:
 
 
 def _check_counts(dataset: Data, counts: list[str], *, train: bool) -> Iterator[Problem]:
-    if len(counts) == 1:
-        other = {"tokens": "samples", "samples": "tokens"}[counts[0]]
+    size = [key for key in ("tokens", "mean_tokens") if key in counts]
+    if "samples" not in counts or not size:
+        other = "samples" if "samples" not in counts else "tokens"
         what = f"needs dataset.{other} beside it"
         yield Problem(loc=("dataset", counts[0]), what=what, accepted="both, or dataset.path")
+        return
+    if len(size) > 1:
+        what = "says the same as dataset.tokens over dataset.samples"
+        yield Problem(loc=("dataset", "mean_tokens"), what=what, accepted="one of the two")
         return
     for key in dataset:
         if key in Dataset.model_fields and key not in counts:
             what, accepted = "says how to read data, and dataset has only counts", "no such line"
             yield Problem(loc=("dataset", key), what=what, accepted=accepted)
-    tokens, samples = dataset["tokens"], dataset["samples"]
-    if isinstance(tokens, int) and isinstance(samples, int) and tokens < samples:
-        what = f"is less than one token for each of {samples} samples"
-        yield Problem(loc=("dataset", "tokens"), what=what, accepted=f"{samples} or more")
+    yield from _check_lengths(dataset)
     if train:
         yield Problem(
             loc=("train",),
             what="needs data to train on, and dataset has only counts",
             accepted="false, or give dataset.path",
         )
+
+
+def _check_lengths(dataset: Data) -> Iterator[Problem]:
+    """Lengths that no data can have together."""
+    tokens, samples = dataset.get("tokens"), dataset["samples"]
+    mean = dataset.get("mean_tokens")
+    if isinstance(tokens, int) and isinstance(samples, int) and samples > 0:
+        mean = tokens / samples
+        if tokens < samples:
+            what = f"is less than one token for each of {samples} samples"
+            yield Problem(loc=("dataset", "tokens"), what=what, accepted=f"{samples} or more")
+            return
+    longest, p95 = dataset.get("max_tokens"), dataset.get("p95_tokens")
+    if not isinstance(mean, int | float) or mean < 1:
+        return
+    if isinstance(longest, int) and longest < mean:
+        what = f"is less than the mean of {mean:.5g} tokens"
+        accepted = f"{math.ceil(mean)} or more"
+        yield Problem(loc=("dataset", "max_tokens"), what=what, accepted=accepted)
+    if isinstance(p95, int) and p95 > 0:
+        try:
+            DatasetConfig(mean_tokens=mean, p95_tokens=p95)
+        except ConfigError as error:
+            accepted = str(error).partition("must be ")[2].rpartition(",")[0]
+            what = "is no 95 % quantile of lengths with this mean"
+            yield Problem(loc=("dataset", "p95_tokens"), what=what, accepted=accepted)
 
 
 def _check_path(path: str, dataset: Data, folder: Path) -> Iterator[Problem]:
@@ -315,16 +349,41 @@ def _check_path(path: str, dataset: Data, folder: Path) -> Iterator[Problem]:
         if key in dataset and kind != "hub":
             what, accepted = "is for datasets of the hub only", "no such line"
             yield Problem(loc=("dataset", key), what=what, accepted=accepted)
-    for key in ("template", "text_column", "messages_column"):
+    for key in _ROW_SETTINGS:
         if key in dataset and kind == "class":
             what, accepted = "is not for a dataset class, which has to_text", "no such line"
             yield Problem(loc=("dataset", key), what=what, accepted=accepted)
+    yield from _check_validation_path(dataset, kind, folder)
+
+
+def _check_validation_path(dataset: Data, kind: DatasetKind, folder: Path) -> Iterator[Problem]:
+    path = dataset.get("validation_path")
+    if not isinstance(path, str):
+        return
+    loc, accepted = ("dataset", "validation_path"), "no such line"
+    resolved = resolve_dataset(path, folder)
+    if kind != "file":
+        yield Problem(
+            loc=loc, what="is for files only, and dataset.path is none", accepted=accepted
+        )
+    elif not os.path.isfile(resolved) or not resolved.endswith(DATA_FILE_SUFFIXES):
+        accepted = f"a file of type {', '.join(DATA_FILE_SUFFIXES)}, from this file's folder on"
+        yield Problem(loc=loc, what=f"is not there: no file {resolved}", accepted=accepted)
+    elif "validation_fraction" in dataset:
+        what = "gives the rows to evaluate on, and dataset.validation_fraction as well"
+        yield Problem(loc=loc, what=what, accepted="one of the two")
 
 
 def _check_text_settings(dataset: Data) -> Iterator[Problem]:
-    given = [key for key in ("template", "text_column", "messages_column") if key in dataset]
+    given = [key for key in _ROW_SETTINGS if key in dataset]
+    if given == ["prompt_column", "completion_column"]:
+        return
+    for key, partner in itertools.permutations(("prompt_column", "completion_column")):
+        if given == [key]:
+            what = f"needs dataset.{partner} beside it"
+            yield Problem(loc=("dataset", key), what=what, accepted="both, or neither")
     for key in given[1:]:
-        what = f"is a second way to make text, beside dataset.{given[0]}"
+        what = f"is a second way to read a row, beside dataset.{given[0]}"
         yield Problem(loc=("dataset", key), what=what, accepted="one of the two")
     template = dataset.get("template")
     if isinstance(template, str) and template.strip():

@@ -23,8 +23,10 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from whichlora.errors import ConfigError
-from whichlora.plan import Collator, Prefer, ProfilePolicy
+from whichlora.plan import Collator, Keeping, Prefer, ProfilePolicy, TrainOn
 from whichlora.specs import (
+    MOST_COUNT,
+    MOST_RATIO,
     AdapterDtype,
     AttentionKernel,
     BaseDtype,
@@ -41,6 +43,7 @@ from whichlora.specs import (
 from whichlora.units import parse_bytes
 
 _RUN = RunConfig(model="any")  # one place for the defaults that `estimate` and `run` share
+_KEEPING = Keeping()
 
 _MOST = 10**15  # more bytes or seconds than any machine has; keeps later arithmetic finite
 _SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -96,9 +99,9 @@ def _seen(name: str) -> str:
     return name
 
 
-Count = Annotated[int, Field(ge=1, le=10**9)]
+Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1), _OneOrMany()]
-Positive = Annotated[float, Field(gt=0, le=10**12, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=MOST_RATIO, allow_inf_nan=False)]
 Text = Annotated[str, Field(pattern=r"\S")]
 Name = Annotated[Text, AfterValidator(_seen)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1), _OneOrMany()]
@@ -187,12 +190,18 @@ class Dataset(_Section):
 
     path: Name | None = None
     """A JSONL, CSV, Parquet or text file, a hub dataset, `module:Class` or `file.py:Class`."""
+    validation_path: Name | None = None
+    """A file with the rows to evaluate on; without it, a share of the rows of `path`."""
     template: Text | None = None
-    """A row as text, such as '{instruction} {response}'; the names are columns."""
+    """A row as text, such as '{instruction} {response}'; without it, columns are recognised."""
     text_column: Name | None = None
     """The column that holds the text."""
     messages_column: Name | None = None
-    """The column that holds chat messages of role and content."""
+    """The column that holds chat messages: role and content, or from and value."""
+    prompt_column: Name | None = None
+    """The column that holds the question, which becomes the user's message."""
+    completion_column: Name | None = None
+    """The column that holds the answer to learn, which becomes the assistant's message."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of the rows kept for validation where the data has no such split."""
     split: Name | None = None
@@ -203,6 +212,12 @@ class Dataset(_Section):
     """Tokens in the training split, for planning without the data."""
     samples: Annotated[int, Field(ge=1, le=10**7)] | None = None
     """Samples in the training split, for planning without the data."""
+    mean_tokens: Annotated[float, Field(ge=1, le=10**8)] | None = None
+    """Mean tokens of a sample, in place of `tokens`."""
+    p95_tokens: Count | None = None
+    """Tokens that 95 % of the samples do not exceed; without it, as public instruction data."""
+    max_tokens: Count | None = None
+    """Tokens of the longest sample; without it, one may be as long as sequence_length."""
 
 
 class GpuLimits(_Section):
@@ -271,6 +286,14 @@ class PlanFile(_Section):
     """A key of `whichlora gpus`, a device name, cpu, or auto for the GPU of this machine."""
     epochs: Positive = 1.0
     """Passes over the training split."""
+    train_on: TrainOn = "completions"
+    """What is learned: completions and the assistant's turns where the data has them, or all."""
+    save_steps: Annotated[int, Field(ge=0, le=10**9)] | None = None
+    """Optimizer steps between checkpoints; without it, a tenth of the run; 0 writes none."""
+    save_total_limit: Count = _KEEPING.save_total_limit
+    """Checkpoints that are kept, the newest."""
+    eval_steps: Annotated[int, Field(ge=0, le=10**9)] | None = None
+    """Optimizer steps between evaluations; without it, each epoch; 0 for none."""
     collator: Collator = "longest"
     """How training batches are made: padded to their longest, of similar lengths, or packed."""
     sequence_length: Count = _RUN.seq_len
@@ -299,8 +322,9 @@ class PlanFile(_Section):
     precision: Precision = _RUN.precision
     optimizer: Optimizers = (_RUN.optimizer,)
     """Optimizers to compare."""
-    gradient_checkpointing: Switches = (_RUN.gradient_checkpointing,)
-    """Whether activations are computed again in the backward, or both to compare."""
+    gradient_checkpointing: Switches | None = None
+    """Whether activations are computed again in the backward, or both to compare; without it, where
+    the model has that."""
     gradient_accumulation_steps: Count = _RUN.gradient_accumulation_steps
     attn: AttentionKernels = (_RUN.attn,)
     """Attention kernels to compare, in both stages."""

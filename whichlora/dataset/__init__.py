@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from whichlora.dataset.base import BaseDataset, data_format
 from whichlora.dataset.export import write_jsonl
-from whichlora.dataset.lengths import TokenLengths
+from whichlora.dataset.lengths import UNCUT, TokenLengths
 from whichlora.dataset.sources import open_dataset
 from whichlora.dataset.tokens import BYTE_LEVEL, count_tokens
 from whichlora.dataset.workload import Workload, workload
 
 __all__ = [
     "BYTE_LEVEL",
+    "UNCUT",
     "BaseDataset",
     "TokenLengths",
     "Workload",

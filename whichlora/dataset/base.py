@@ -39,6 +39,10 @@ class BaseDataset(ABC):
         """
         return {"text": self.to_text(row)}
 
+    def describe(self) -> str:
+        """What is trained on, in words; by default that is up to the class."""
+        return f"as {type(self).__name__} gives it"
+
 
 def checked_splits(dataset: BaseDataset) -> dict[Split, Sequence[Row]]:
     splits = dataset.splits()
@@ -81,23 +85,29 @@ def examples(
     for index, row in enumerate(rows):
         try:
             example = dataset.to_example(row)
-            found = DataFormat.of(example)
-            texts = [text for value in example.values() for text in texts_of(value)]
-            "".join(texts).encode()
+            expected = checked_format(example, expected)
         except ConfigError as error:
-            name = type(dataset).__name__
-            raise ConfigError(f"dataset: row {index} of {split}: {name}: {error}") from None
-        except UnicodeEncodeError:  # JSON can spell half a character, as "\\ud83d"
-            raise ConfigError(
-                f"dataset: row {index} of {split}: holds half of a surrogate pair; remove it"
-            ) from None
-        expected = expected or found
-        if found != expected:
-            raise ConfigError(
-                f"dataset: row {index} of {split}: has {found.describe()}, and the rows before it "
-                f"have {expected.describe()}; give every row the same columns"
-            )
+            raise ConfigError(f"dataset: row {index} of {split}: {error}") from None
         yield example if any(text.strip() for text in texts_of(trained(example))) else None
+
+
+def checked_format(example: Example, expected: DataFormat | None = None) -> DataFormat:
+    """The format of `example`.
+
+    Raises:
+        ConfigError: it has none, or not the `expected` one; or its texts can't be written.
+    """
+    found = DataFormat.of(example)
+    try:
+        "".join(text for value in example.values() for text in texts_of(value)).encode()
+    except UnicodeEncodeError:  # JSON can spell half a character, as "\\ud83d"
+        raise ConfigError("holds half of a surrogate pair; remove it") from None
+    if expected is not None and found != expected:
+        raise ConfigError(
+            f"has {found.describe()}, and the rows before it have {expected.describe()}; give "
+            "every row the same columns"
+        )
+    return found
 
 
 def trained(example: Example) -> Any:

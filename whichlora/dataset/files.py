@@ -64,9 +64,13 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Row]]:
+    """A list of objects, or an object per line, which many files of this name hold."""
     try:
         rows = json.loads("".join(line for _, line in _lines(path)))
     except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            yield from _read_jsonl(path)
+            return
         raise DataFileError(
             f"{path}:{error.lineno}: is not JSON: {error.msg}; correct it"
         ) from None
@@ -77,13 +81,15 @@ def _read_json(path: Path) -> Iterator[tuple[int, Row]]:
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Row]]:
     csv.field_size_limit(2**31 - 1)  # its 128 KiB are less than one long document
+    _, header = next(_lines(path), (1, ""))
     reader = csv.reader(
-        (line for _, line in _lines(path)),
-        delimiter="\t" if path.suffix == ".tsv" else ",",
-        strict=True,
+        (line for _, line in _lines(path)), delimiter=_delimiter(path, header), strict=True
     )
     try:
         columns = next(reader, [])
+        twice = [column for column in columns if columns.count(column) > 1]
+        if twice:
+            raise DataFileError(f"{path}:1: has the column {twice[0]!r} twice; rename one of them")
         for values in reader:
             if values and len(values) != len(columns):
                 raise DataFileError(
@@ -95,6 +101,13 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Row]]:
                 yield reader.line_num, dict(zip(columns, values, strict=True))
     except csv.Error as error:
         raise DataFileError(f"{path}:{reader.line_num}: is not CSV: {error}; correct it") from None
+
+
+def _delimiter(path: Path, header: str) -> str:
+    """A comma, or what spreadsheets write too where the header has none: a semicolon or a tab."""
+    if path.suffix == ".tsv":
+        return "\t"
+    return next((mark for mark in (",", ";", "\t") if mark in header), ",")
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:

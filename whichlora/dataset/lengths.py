@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from whichlora.dataset.base import Split
 from whichlora.errors import ConfigError
+
+UNCUT = 10**9  # tokens, more than any text has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,9 @@ class TokenLengths:
         num_truncated: sequences that were cut, over all splits.
         num_empty: rows left out because they have no text, over all splits.
         method: "tokenizer <name>", "bytes", or how the lengths were estimated and why.
+        longest_possible: where lengths are assumed, that of the longest sequence that there may
+            be; None is the longest of `lengths`.
+        alternatives: where lengths are assumed, what they may be as well: less and more spread.
 
     Raises:
         ConfigError: no sequence to train on.
@@ -30,6 +36,8 @@ class TokenLengths:
     num_truncated: int = 0
     num_empty: int = 0
     method: str
+    longest_possible: int | None = None
+    alternatives: tuple[Self, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.lengths.get("train"):
@@ -46,7 +54,8 @@ class TokenLengths:
         return self.total_tokens(split) / self.num_sequences(split)
 
     def longest(self, split: Split = "train") -> int:
-        return max(self.lengths[split])
+        """The longest sequence, which memory is judged on."""
+        return max(*self.lengths[split], self.longest_possible or 0)
 
     def describe(self) -> str:
         """How much there is to train on, and what of the data is not trained on."""

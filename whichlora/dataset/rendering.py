@@ -1,4 +1,4 @@
-"""A row of columns → what is trained on: a template, a text column or chat messages."""
+"""A row of columns → the example that is trained on."""
 
 from __future__ import annotations
 
@@ -6,56 +6,224 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from whichlora.dataset.base import Example, Row
+from whichlora.dataset.columns import Columns, as_list, recognised
 from whichlora.errors import ConfigError
 from whichlora.plan import DatasetConfig
 
+Message = dict[str, Any]
 
-def rendering(config: DatasetConfig, columns: Sequence[str]) -> Callable[[Row], Example]:
-    """What makes an example of a row with `columns`."""
+# Names of speakers → roles of chat templates. Source: FastChat's ShareGPT files; LLaMA-Factory
+# 0.9.5, `data/parser.py`, the tags of its ShareGPT format; OpenAssistant's "prompter".
+_ROLES = {
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
+    **dict.fromkeys(("system",), "system"),
+}
+_SPEAKERS = (("role", "content"), ("from", "value"))  # keys of a message
+_TURNS = (("input", "output"), ("user", "assistant"), ("human", "assistant"))  # two in one object
+_FURTHER_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")  # that templates render
+
+
+def rendering(config: DatasetConfig, row: Row) -> tuple[Callable[[Row], Example], str]:
+    """What makes an example of rows with the columns of `row`, and how that is described.
+
+    Raises:
+        ConfigError: nothing says what to train on, or a column that was named is missing.
+    """
     if config.template is not None:
         template, names = config.template, config.template_columns
-        return lambda row: {"text": _fill(template, names, row)}
-    text_column, messages_column = config.text_column, config.messages_column
-    if text_column is None and messages_column is None:
-        text_column = "text" if "text" in columns else None
-        messages_column = "messages" if text_column is None and "messages" in columns else None
-    if text_column is not None:
-        return lambda row: {"text": _cell(row, text_column, str, "text")}
-    if messages_column is not None:
-        return lambda row: {"messages": messages_of(row, messages_column)}
-    example = " ".join(f"{{{column}}}" for column in columns[:2])
-    raise ConfigError(
-        f"dataset: has columns {', '.join(columns)}, and none is named text or messages; "
-        f"give dataset.template, such as {example!r}, text_column or messages_column"
+        return (
+            lambda row: {"text": _fill(template, names, row)}
+        ), f"template of {', '.join(names)}"
+    columns = _named(config) or recognised(row)
+    words = columns.describe()
+    if columns.kind == "preference":
+        words += "; rejected answers are kept, and not trained on by this supervised job"
+    return (lambda row: _example(row, columns)), words
+
+
+def _named(config: DatasetConfig) -> Columns | None:
+    """The columns that the config names."""
+    if config.text_column is not None:
+        return Columns(kind="text", chat=False, trained=config.text_column)
+    if config.messages_column is not None:
+        return Columns(kind="messages", chat=True, trained=config.messages_column)
+    if config.completion_column is None:
+        return None
+    return Columns(
+        kind="prompt-completion",
+        chat=True,
+        trained=config.completion_column,
+        prompt=config.prompt_column,
     )
 
 
-def _cell(row: Row, column: str, kind: type, kind_name: str) -> Any:
+def _example(row: Row, columns: Columns) -> Example:
+    if columns.kind == "text":
+        return {"text": _text(row, columns.trained)}
+    if columns.kind == "messages":
+        messages = _messages(row, columns.trained)
+        return {"messages": [*_system(row, columns, messages), *messages]}
+    if columns.kind == "preference":
+        return _preference(row, columns)
+    assert columns.prompt is not None, "an answer is to a prompt"
+    if not columns.chat:
+        texts = _text(row, columns.prompt), _text(row, columns.trained)
+        return dict(zip(("prompt", "completion"), texts, strict=True))
+    return {"prompt": _prompt(row, columns), "completion": _turn(row, columns.trained, "assistant")}
+
+
+def _preference(row: Row, columns: Columns) -> Example:
+    chosen, rejected = columns.trained, columns.rejected
+    assert rejected is not None, "a preference is between two answers"
+    if not columns.chat:
+        prompt = {"prompt": _text(row, columns.prompt)} if columns.prompt else {}
+        return prompt | {"chosen": _text(row, chosen), "rejected": _text(row, rejected)}
+    answers = _turn(row, chosen, "assistant"), _turn(row, rejected, "assistant")
+    num_shared = 0
+    while num_shared < min(map(len, answers)) - 1 and (
+        answers[0][num_shared] == answers[1][num_shared]
+    ):
+        num_shared += 1
+    prompt_turns = answers[0][:num_shared] or (_prompt(row, columns) if columns.prompt else [])
+    return {
+        **({"prompt": prompt_turns} if prompt_turns else {}),
+        "chosen": answers[0][num_shared:],
+        "rejected": answers[1][num_shared:],
+    }
+
+
+def _prompt(row: Row, columns: Columns) -> list[Message]:
+    """The turns before the answer."""
+    assert columns.prompt is not None, "asked for only where there is one"
+    prompt = _turn(row, columns.prompt, "user")
+    further = [_text(row, context, optional=True) for context in columns.contexts]
+    if any(further):
+        prompt[-1]["content"] = "\n\n".join(filter(None, (prompt[-1]["content"], *further)))
+    turns = [*_history(row, columns.history), *prompt]
+    return [*_system(row, columns, turns), *turns]
+
+
+def _turn(row: Row, column: str, role: str) -> list[Message]:
+    """The messages of a column, or its text as one message of `role`."""
+    if as_list(row.get(column)) is not None:
+        return _messages(row, column)
+    return [{"role": role, "content": _text(row, column)}]
+
+
+def _system(row: Row, columns: Columns, messages: Sequence[Message]) -> list[Message]:
+    """The message of the column of system prompts, where `messages` do not have one."""
+    text = _text(row, columns.system, optional=True) if columns.system is not None else ""
+    starts = bool(messages) and messages[0]["role"] == "system"
+    return [{"role": "system", "content": text}] if text and not starts else []
+
+
+def _history(row: Row, column: str | None) -> list[Message]:
+    """Earlier turns, as LLaMA-Factory has them: pairs of instruction and answer."""
+    if column is None or row.get(column) in (None, "", []):
+        return []
+    pairs = as_list(row[column]) or [row[column]]
+    if not all(isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in pairs):
+        raise ConfigError(f"column {column!r} must hold pairs of texts, [[user, assistant], …]")
+    roles = ("user", "assistant")
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(roles, pair, strict=True)
+    ]
+
+
+def _cell(row: Row, column: str) -> Any:
     if column not in row:
         raise ConfigError(f"column {column!r} is missing; there are {', '.join(map(str, row))}")
-    value = row[column]
-    if value is None or not isinstance(value, kind):
+    return row[column]
+
+
+def _text(row: Row, column: str, *, optional: bool = False) -> str:
+    value = _cell(row, column)
+    if value is None and optional:
+        return ""
+    if not isinstance(value, str):
         got = "nothing" if value is None else type(value).__name__
-        raise ConfigError(f"column {column!r} must hold {kind_name}, got {got}")
+        raise ConfigError(
+            f"column {column!r} must hold text, got {got}; correct or remove the row, or name "
+            "other columns under dataset"
+        )
     return value
 
 
 def _fill(template: str, columns: Sequence[str], row: Row) -> str:
-    values = {column: _cell(row, column, object, "a value") for column in columns}
+    values = {column: _cell(row, column) for column in columns}
+    missing = [column for column, value in values.items() if value is None]
+    if missing:
+        raise ConfigError(
+            f"column {missing[0]!r} must hold a value, got nothing; correct or remove the row"
+        )
     try:
         return template.format_map(values)
     except (KeyError, ValueError, TypeError) as error:
         raise ConfigError(f"dataset.template: can't be filled: {error}") from None
 
 
-def messages_of(row: Row, column: str) -> list[dict[str, str]]:
-    """Role and content of each message; content in parts is joined from its text parts."""
-    messages = []
-    for message in _cell(row, column, list, "a list of messages"):
-        if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
-            raise ConfigError(f"column {column!r}: a message must have role and content")
-        content = message["content"]
-        if isinstance(content, list):
-            content = "".join(str(part.get("text") or "") for part in content)
-        messages.append({"role": str(message["role"]), "content": str(content or "")})
+def _messages(row: Row, column: str) -> list[Message]:
+    """Role and content of each message, whichever way the file spells them."""
+    value = _cell(row, column)
+    turns = as_list(value)
+    if turns is None:
+        got = "nothing" if value is None else type(value).__name__
+        raise ConfigError(
+            f"column {column!r} must hold a list of messages, got {got}; correct or remove the row"
+        )
+    if turns and all(isinstance(turn, str) for turn in turns):  # in turn, the user first
+        speakers = ("user", "assistant")
+        return [{"role": speakers[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    messages: list[Message] = []
+    for number, turn in enumerate(turns, start=1):
+        try:
+            messages += _spoken(turn)
+        except ConfigError as error:
+            raise ConfigError(
+                f"column {column!r}: message {number} {error}; correct or remove the row"
+            ) from None
     return messages
+
+
+def _spoken(turn: Any) -> list[Message]:
+    """The message, or the two of a question with its answer, that one object spells."""
+    if isinstance(turn, Mapping):
+        for speaker, said in _SPEAKERS:
+            if {speaker, said} <= set(turn):
+                role = str(turn[speaker])
+                known = _ROLES.get(role.strip().lower())
+                if known is None and speaker == "from":
+                    raise ConfigError(f"is from {role!r}; accepted are {', '.join(_ROLES)}")
+                further = {key: turn[key] for key in _FURTHER_KEYS if turn.get(key) is not None}
+                return [{"role": known or role, "content": _joined(turn[said]), **further}]
+        for names in _TURNS:
+            if set(names) <= set(turn):
+                roles = ("user", "assistant")
+                return [
+                    {"role": role, "content": _joined(turn[name])}
+                    for role, name in zip(roles, names, strict=True)
+                ]
+    raise ConfigError("must have role and content, or from and value")
+
+
+def _joined(content: Any) -> str:
+    """Content as one text, whose parts are joined."""
+    if content is None:  # beside a call of a tool
+        return ""
+    if isinstance(content, list):
+        texts = [_part(part) if isinstance(part, Mapping) else part for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise ConfigError("has a part without text, and only text is trained on")
+        return "".join(texts)
+    if not isinstance(content, str):
+        raise ConfigError(f"must hold text, got {type(content).__name__}")
+    return content
+
+
+def _part(part: Mapping[str, Any]) -> Any:
+    """The text of one part; LLaMA-Factory 0.9.5 calls it value."""
+    return part.get("text", part.get("value")) if part.get("type", "text") == "text" else None

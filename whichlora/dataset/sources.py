@@ -7,16 +7,25 @@ import importlib.util
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from whichlora.dataset.base import BaseDataset, Example, Row, Split
+from whichlora.data_format import DataFormat
+from whichlora.dataset import assumed
+from whichlora.dataset.base import BaseDataset, Example, Row, checked_format
 from whichlora.dataset.files import read_rows
-from whichlora.dataset.lengths import TokenLengths
+from whichlora.dataset.lengths import UNCUT, TokenLengths
 from whichlora.dataset.rendering import rendering
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.plan import DATA_FILE_SUFFIXES, DatasetConfig
+
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval", "test"),
+}
+"""Names of files and of splits of the hub, the first that there is."""
 
 
 def open_dataset(config: DatasetConfig) -> BaseDataset:
@@ -31,11 +40,16 @@ def open_dataset(config: DatasetConfig) -> BaseDataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableDataset(BaseDataset):
-    """Rows of columns, and one function that makes an example of each."""
+    """Rows of columns, and one function that makes an example of each.
+
+    Args:
+        columns: which of them are trained on, in words.
+    """
 
     train: Sequence[Row]
     validation: Sequence[Row]
     render: Callable[[Row], Example]
+    columns: str
 
     def splits(self) -> Mapping[str, Sequence[Row]]:
         return {"train": self.train, "validation": self.validation}
@@ -43,70 +57,115 @@ class TableDataset(BaseDataset):
     def to_example(self, row: Row) -> Example:
         return self.render(row)
 
+    def describe(self) -> str:
+        return self.columns
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedDataset(BaseDataset):
-    """No data, only how much of it there is."""
+    """No data, only how much of it there is.
+
+    Args:
+        spread: standard deviation of the logarithm of the lengths, where it is known.
+        max_tokens: length of the longest sequence, where it is known.
+    """
 
     num_samples: int
     mean_tokens: float
+    spread: float | None = None
+    max_tokens: int | None = None
 
     def splits(self) -> Mapping[str, Sequence[Row]]:
         raise ConfigError(
             "dataset: gives only counts of tokens and samples; give dataset.path to train on data"
         )
 
+    def describe(self) -> str:
+        return ""
+
     def lengths(self, max_length: int) -> TokenLengths:
-        """Sequences as equal as whole numbers allow, with the total that the user gave."""
-        short = int(self.mean_tokens)
-        num_longer = round((self.mean_tokens - short) * self.num_samples)
-        counts = (min(short + 1, max_length),) * num_longer
-        counts += (min(short, max_length),) * (self.num_samples - num_longer)
-        num_truncated = num_longer if short == max_length else 0
+        """Lengths that are spread as those of public instruction data, and what they may be.
+
+        The longest sequence is one of `max_tokens`, or of any length: it is cut to `max_length`.
+        """
+        longest = max_length if self.max_tokens is None else min(self.max_tokens, max_length)
+        spreads = (assumed.NARROW, assumed.WIDE) if self.spread is None else ()
+        if self.max_tokens is None:
+            longest_method = "the longest may be as long as sequence_length"
+        else:
+            longest_method = f"the longest of {self.max_tokens} tokens"
+        shape = "as public instruction data" if self.spread is None else "as p95_tokens tells"
+        return replace(
+            self._spread(self.spread or assumed.TYPICAL, max_length),
+            longest_possible=None if longest == UNCUT else longest,
+            alternatives=tuple(self._spread(spread, max_length) for spread in spreads),
+            method=f"assumed, as only counts are given: log-normal around the mean of "
+            f"{self.mean_tokens:.4g} tokens, spread {shape}; {longest_method}",
+        )
+
+    def _spread(self, spread: float, max_length: int) -> TokenLengths:
+        longest = self.max_tokens or UNCUT
+        counts = assumed.lengths_of(
+            self.num_samples, self.mean_tokens, spread=spread, max_length=longest
+        )
         return TokenLengths(
-            lengths={"train": counts, "validation": ()},
+            lengths={"train": tuple(counts.clip(max=max_length).tolist()), "validation": ()},
             max_length=max_length,
-            num_truncated=self.num_samples if short > max_length else num_truncated,
-            method="given: dataset.tokens and dataset.samples, all sequences equally long",
+            num_truncated=int((counts > max_length).sum()),
+            method="assumed",
         )
 
 
 def _open_counts(config: DatasetConfig) -> BaseDataset:
     if config.num_samples is None or config.mean_tokens is None:
         raise ConfigError("dataset: names no data; give path, or tokens and samples")
-    return CountedDataset(num_samples=config.num_samples, mean_tokens=config.mean_tokens)
+    return CountedDataset(
+        num_samples=config.num_samples,
+        mean_tokens=config.mean_tokens,
+        spread=config.spread,
+        max_tokens=config.max_tokens,
+    )
 
 
 def _open_file(config: DatasetConfig) -> BaseDataset:
     path = Path(os.path.expanduser(config.path))
-    held_out: Path | None = None
+    files = {"train": [path], "validation": []}
     if path.is_dir():
-        folder = path
-        found = _split_file(folder, "train")
-        if found is None:
-            names = ", ".join(f"train{suffix}" for suffix in DATA_FILE_SUFFIXES)
-            raise DataFileError(f"{folder}: has no training file; accepted are {names}")
-        path = found
-        held_out = _split_file(folder, "validation")
-    rows = list(_read_rows(path, config))
-    if not rows:
-        raise DataFileError(f"{path}: has no rows; give at least one")
-    render = rendering(config, list(rows[0]))
-    train, validation = _hold_out(len(rows), 0.0 if held_out else config.validation_fraction)
-    return TableDataset(
-        train=[rows[index] for index in train],
-        validation=(
-            list(_read_rows(held_out, config))
-            if held_out
-            else [rows[index] for index in validation]
-        ),
-        render=render,
-    )
+        files = {split: _split_files(path, names) for split, names in SPLIT_NAMES.items()}
+        if not files["train"]:
+            present = ", ".join(sorted(file.name for file in _data_files(path))) or "no data file"
+            raise DataFileError(
+                f"{path}: has no training file, such as train.jsonl, but {present}; rename it, or "
+                "give the file as dataset.path"
+            )
+    if config.validation_path is not None:
+        files["validation"] = [Path(os.path.expanduser(config.validation_path))]
+    examples, columns = _read_examples(files["train"], config)
+    if not examples:
+        raise DataFileError(f"{files['train'][0]}: has no rows; give at least one")
+    if files["validation"]:
+        expected = checked_format(examples[0])
+        held_out, _ = _read_examples(files["validation"], config, expected)
+    else:
+        train, validation = _hold_out(len(examples), config.validation_fraction)
+        held_out = [examples[index] for index in validation]
+        examples = [examples[index] for index in train]
+    return TableDataset(train=examples, validation=held_out, render=dict, columns=columns)
 
 
-def _split_file(folder: Path, split: Split) -> Path | None:
-    files = (folder / f"{split}{suffix}" for suffix in DATA_FILE_SUFFIXES)
-    return next((file for file in files if file.is_file()), None)
+def _split_files(folder: Path, names: Sequence[str]) -> list[Path]:
+    """The file, or the files in parts as the hub has them, of the first name that has one."""
+    data_files = _data_files(folder)
+    for name in names:
+        for suffix in DATA_FILE_SUFFIXES:
+            parts = re.compile(rf"{name}(-\d+-of-\d+)?{re.escape(suffix)}")
+            if files := [file for file in data_files if parts.fullmatch(file.name)]:
+                return files
+    return []
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix in DATA_FILE_SUFFIXES)
 
 
 def _open_hub(config: DatasetConfig) -> BaseDataset:
@@ -121,10 +180,11 @@ def _open_hub(config: DatasetConfig) -> BaseDataset:
     try:
         rows = datasets.load_dataset(config.path, config.config_name, split=config.split)
         names = datasets.get_dataset_split_names(config.path, config.config_name)
+        validation = next((name for name in SPLIT_NAMES["validation"] if name in names), None)
         held_out = (
-            datasets.load_dataset(config.path, config.config_name, split="validation")
-            if "validation" in names
-            else None
+            None
+            if validation is None
+            else datasets.load_dataset(config.path, config.config_name, split=validation)
         )
     except Exception as error:  # the library raises whatever lies below it
         raise ConfigError(
@@ -135,11 +195,14 @@ def _open_hub(config: DatasetConfig) -> BaseDataset:
         raise ConfigError(
             f"dataset.split: {config.split!r} of {config.path} has no rows; give another"
         )
-    render = rendering(config, rows.column_names)
+    try:
+        render, columns = rendering(config, rows[0])
+    except ConfigError as error:
+        raise ConfigError(f"dataset: {config.path} {error}") from None
     if held_out is None:
-        train, validation = _hold_out(len(rows), config.validation_fraction)
-        rows, held_out = rows.select(train), rows.select(validation)
-    return TableDataset(train=rows, validation=held_out, render=render)
+        train, kept_back = _hold_out(len(rows), config.validation_fraction)
+        rows, held_out = rows.select(train), rows.select(kept_back)
+    return TableDataset(train=rows, validation=held_out, render=render, columns=columns)
 
 
 def _open_class(config: DatasetConfig) -> BaseDataset:
@@ -184,16 +247,24 @@ _OPENERS: dict[str, Callable[[DatasetConfig], BaseDataset]] = {
 }
 
 
-def _read_rows(path: Path, config: DatasetConfig) -> Iterator[Row]:
-    """Rows of `path` that are known to make examples."""
+def _read_examples(
+    paths: Sequence[Path], config: DatasetConfig, expected: DataFormat | None = None
+) -> tuple[list[Example], str]:
+    """What is trained on of every row, and from which columns it is made."""
+    examples: list[Example] = []
     render: Callable[[Row], Example] | None = None
-    for line, row in read_rows(path):
-        render = render or rendering(config, list(row))
-        try:
-            render(row)
-        except ConfigError as error:
-            raise DataFileError(f"{path}:{line}: {error}") from None
-        yield row
+    columns = ""
+    for path in paths:
+        for line, row in read_rows(path):
+            try:
+                if render is None:
+                    render, columns = rendering(config, row)
+                example = render(row)
+                expected = checked_format(example, expected)
+            except ConfigError as error:
+                raise DataFileError(f"{path}:{line}: {error}") from None
+            examples.append(example)
+    return examples, columns
 
 
 def _hold_out(num_rows: int, fraction: float) -> tuple[list[int], list[int]]:

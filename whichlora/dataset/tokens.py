@@ -6,7 +6,7 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from whichlora.data_format import ALPACA_CHAT_TEMPLATE, DataFormat
 from whichlora.dataset.base import (
@@ -21,9 +21,9 @@ from whichlora.dataset.base import (
 from whichlora.dataset.lengths import TokenLengths
 from whichlora.dataset.sources import CountedDataset
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.store.jsonfiles import read_object
 from whichlora.store.online import why_offline
 
-Encode = Callable[[list[str]], list[int]]  # texts to their numbers of tokens
 Count = Callable[[Sequence[Example]], list[int]]  # examples to their numbers of tokens
 Messages = Sequence[dict[str, Any]]
 
@@ -33,6 +33,28 @@ BYTE_LEVEL = "bytes"
 _BYTES_PER_TOKEN = 4  # of English text under today's vocabularies; said wherever it is used
 _ESTIMATE = f"estimated: 1 token per {_BYTES_PER_TOKEN} UTF-8 bytes"
 _CHUNK = 1024  # examples handed to the tokenizer at once
+
+MESSAGE_TOKENS = 5
+"""Tokens that a chat template adds to a message: around its role, before and after its content.
+
+Kind: exact for Llama 3 (`<|start_header_id|>` role `<|end_header_id|>` "\\n\\n" `<|eot_id|>`),
+ChatML, as Qwen and SmolLM2 have it (`<|im_start|>` role "\\n" `<|im_end|>` "\\n"), and Gemma
+(`<start_of_turn>` role "\\n" `<end_of_turn>` "\\n"); Phi-3 adds 4, Mistral 1 to 2. A system
+prompt that a template adds by itself (Llama 3.1, Qwen2.5) is not counted.
+Source: the chat_template of these models' tokenizer_config.json.
+"""
+
+
+class Encode(Protocol):
+    """What counts the tokens of texts."""
+
+    def __call__(self, texts: list[str], *, rendered: bool) -> list[int]:
+        """Numbers of tokens of `texts`.
+
+        Args:
+            rendered: they are from a chat template, which has written every special token;
+                otherwise those that the tokenizer adds count, and the end of the text.
+        """
 
 
 def count_tokens(
@@ -82,15 +104,28 @@ def _counter(tokenizer: str | None, expected: DataFormat, *, offline: bool) -> t
     """What counts the tokens of examples in the `expected` format, and its name."""
     encode, method = _encoder(tokenizer, offline=offline)
     if not expected.conversational:
-        return lambda chunk: encode(["".join(_trained_texts(example)) for example in chunk]), method
-    render = _chat_renderer(tokenizer, offline=offline)
+        return (
+            lambda chunk: encode(["".join(_all_texts(row)) for row in chunk], rendered=False),
+            method,
+        )
+    render = (
+        _byte_renderer() if tokenizer == BYTE_LEVEL else _chat_renderer(tokenizer, offline=offline)
+    )
     if render is not None:
-        return lambda chunk: encode([render(_messages(example)) for example in chunk]), method
+        return lambda chunk: encode(
+            [render(_messages(row)) for row in chunk], rendered=True
+        ), method
 
     def count(chunk: Sequence[Example]) -> list[int]:
-        return [sum(encode(list(_trained_texts(example)))) for example in chunk]
+        return [
+            1 + sum(MESSAGE_TOKENS + number for number in encode(_all_texts(row), rendered=True))
+            for row in chunk
+        ]
 
-    return count, f"{method}, without the chat template"
+    return count, (
+        f"{method}; for a chat template, which is not at hand, {MESSAGE_TOKENS} tokens a message "
+        "and 1 a conversation"
+    )
 
 
 def _messages(example: Example) -> Messages:
@@ -98,14 +133,14 @@ def _messages(example: Example) -> Messages:
     return [*example.get("prompt", ()), *trained(example)]
 
 
-def _trained_texts(example: Example) -> Sequence[str]:
-    return [*texts_of(example.get("prompt", "")), *texts_of(trained(example))]
+def _all_texts(example: Example) -> list[str]:
+    return [*texts_of(example.get("prompt", ())), *texts_of(trained(example))]
 
 
 def _encoder(tokenizer: str | None, *, offline: bool) -> tuple[Encode, str]:
     """What counts the tokens of texts, and its name."""
     if tokenizer == BYTE_LEVEL:
-        return lambda texts: [len(text.encode()) for text in texts], BYTE_LEVEL
+        return _count_bytes, BYTE_LEVEL
     if tokenizer is None:
         return _estimate, f"{_ESTIMATE}, as no tokenizer is named"
     file = _tokenizer_file(tokenizer, "tokenizer.json", offline=offline)
@@ -121,14 +156,34 @@ def _encoder(tokenizer: str | None, *, offline: bool) -> tuple[Encode, str]:
     fast.no_truncation()
     fast.no_padding()
 
-    def encode(texts: list[str]) -> list[int]:
-        return [len(encoding.ids) for encoding in fast.encode_batch(texts)]
+    end = _end_of_text(file.with_name("tokenizer_config.json"), fast)
+
+    def encode(texts: list[str], *, rendered: bool) -> list[int]:
+        encodings = fast.encode_batch(texts, add_special_tokens=not rendered)
+        if rendered or end is None:
+            return [len(encoding.ids) for encoding in encodings]
+        # the job ends each text, unless the tokenizer does
+        return [len(encoding.ids) + (encoding.ids[-1:] != [end]) for encoding in encodings]
 
     return encode, f"tokenizer {tokenizer}"
 
 
-def _estimate(texts: list[str]) -> list[int]:
-    return [-(-len(text.encode()) // _BYTES_PER_TOKEN) for text in texts]
+def _end_of_text(config: Path, fast: Any) -> int | None:
+    """The token that ends a text, None where there is none."""
+    if not config.is_file():
+        return None
+    token = read_object(config).get("eos_token")
+    name = token.get("content") if isinstance(token, dict) else token
+    return fast.token_to_id(name) if isinstance(name, str) else None
+
+
+def _count_bytes(texts: list[str], *, rendered: bool) -> list[int]:
+    return [len(text.encode()) + (not rendered) for text in texts]
+
+
+def _estimate(texts: list[str], *, rendered: bool) -> list[int]:
+    """One token per `_BYTES_PER_TOKEN`, and one that ends the text."""
+    return [-(-len(text.encode()) // _BYTES_PER_TOKEN) + (not rendered) for text in texts]
 
 
 def _tokenizer_file(tokenizer: str, name: str, *, offline: bool) -> Path | None:
@@ -171,9 +226,6 @@ def _chat_renderer(tokenizer: str | None, *, offline: bool) -> Callable[[Message
             f"tokenizers: {tokenizer} can't be loaded: {reason}; check its files"
         ) from error
     template = None if loaded.chat_template else ALPACA_CHAT_TEMPLATE
-    # A first token that tokenizing adds anyway must not stand in the text as well.
-    adds_first = loaded.bos_token and loaded("").input_ids[:1] == [loaded.bos_token_id]
-    first = loaded.bos_token if adds_first else ""
 
     def render(messages: Messages) -> str:
         try:
@@ -185,6 +237,17 @@ def _chat_renderer(tokenizer: str | None, *, offline: bool) -> Callable[[Message
                 f"dataset: the chat template of {tokenizer} refuses messages of {roles}: {reason}; "
                 "correct the rows, or choose another model"
             ) from None
-        return text.removeprefix(first)
+        return text
 
     return render
+
+
+def _byte_renderer() -> Callable[[Messages], str] | None:
+    """The template that a job with random weights takes, None where jinja2 is not installed."""
+    try:
+        jinja2 = importlib.import_module("jinja2")
+    except ImportError:
+        return None
+    template = jinja2.Template(ALPACA_CHAT_TEMPLATE)
+    end = "\0"  # one token
+    return lambda messages: str(template.render(messages=messages, eos_token=end))

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 from whichlora.dataset.batching import batches
 from whichlora.dataset.lengths import TokenLengths
 from whichlora.plan import Collator
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 WIDTH_BINS = 16  # distinct batch widths that the total time is summed over
+_ALTERNATIVE_Z = NormalDist().inv_cdf(0.95)  # 90 % of data sets lie between the alternatives
 _MOST_SHUFFLES = 4  # epochs whose batches are drawn; the others are like them
 
 
@@ -21,10 +28,13 @@ class Workload:
     Args:
         collator: what made them.
         widths: padded length to the number of whole micro-batches over all epochs, binned.
-        longest: padded length of the longest batch: what memory is judged on.
+        longest: padded length of the longest batch: what memory is judged on. Where lengths are
+            assumed, the longest that there may be; `least_longest` is the shortest.
         varied: batches hold rows of different lengths, so that they carry padding.
         num_batches, num_steps: micro-batches and optimizer steps of the whole training.
         real_tokens, padded_tokens: that it trains on, without and with padding.
+        deviation: standard deviation of the logarithm of `padded_tokens`, where lengths are
+            assumed.
     """
 
     collator: Collator
@@ -35,6 +45,8 @@ class Workload:
     num_steps: int
     real_tokens: int
     padded_tokens: int
+    least_longest: int
+    deviation: float = 0.0
 
     @property
     def padding_fraction(self) -> float:
@@ -90,26 +102,32 @@ def workload(
     import numpy as np
 
     seq_len = lengths.max_length if seq_len is None else seq_len
-    table = np.concatenate(
-        [
-            batches(
-                lengths.lengths["train"],
-                collator,
-                batch_size=batch_size,
-                seq_len=seq_len,
-                accumulation=accumulation,
-                seed=seed,
-                epoch=epoch,
-            )
-            for epoch in range(min(_MOST_SHUFFLES, math.ceil(epochs)))
-        ]
-    )
+    num_epochs = min(_MOST_SHUFFLES, math.ceil(epochs))
+
+    def draw(lengths: TokenLengths) -> NDArray[np.int64]:
+        return np.concatenate(
+            [
+                batches(
+                    lengths.lengths["train"],
+                    collator,
+                    batch_size=batch_size,
+                    seq_len=seq_len,
+                    accumulation=accumulation,
+                    seed=seed,
+                    epoch=epoch,
+                )
+                for epoch in range(num_epochs)
+            ]
+        )
+
+    table = draw(lengths)
+    others = [draw(alternative) for alternative in lengths.alternatives]
     drawn = len(table)
-    per_epoch = drawn // min(_MOST_SHUFFLES, math.ceil(epochs))
+    per_epoch = drawn // num_epochs
     num_steps, num_batches = count_steps(per_epoch, accumulation, epochs)
     widths, sizes = table.T
-    longest = int(widths.max())
-    bins = widths // max(1, -(-longest // WIDTH_BINS))
+    widest = int(widths.max())
+    bins = widths // max(1, -(-widest // WIDTH_BINS))
     found: dict[int, float] = {}
     for one in np.unique(bins):
         # the mean width of a bin stands for it, so that the tokens stay what they are; an
@@ -118,17 +136,26 @@ def workload(
         share = sizes[inside] / batch_size
         mean = max(1, round(float((widths[inside] * share).sum() / share.sum())))
         found[mean] = found.get(mean, 0.0) + float(share.sum()) * num_batches / drawn
-    padded = float((widths * sizes).sum()) * num_batches / drawn
+    padded = float(table.prod(axis=1).sum()) * num_batches / drawn
     return Workload(
         collator=collator,
         widths=found,
-        longest=longest,
+        longest=max(widest, min(lengths.longest(), seq_len)),
         varied=bool(_varied(lengths, collator, batch_size, seq_len)),
         num_batches=num_batches,
         num_steps=num_steps,
         real_tokens=round(_real_tokens(lengths, collator, seq_len) * num_batches / per_epoch),
         padded_tokens=round(padded),
+        least_longest=min(int(each[:, 0].max()) for each in (table, *others)),
+        deviation=_deviation(table, others),
     )
+
+
+def _deviation(table: NDArray[np.int64], others: Sequence[NDArray[np.int64]]) -> float:
+    """Standard deviation of the log of the padded tokens, of which `others` bound 90 %."""
+    tokens = float(table.prod(axis=1).sum())
+    logs = (abs(math.log(float(other.prod(axis=1).sum()) / tokens)) for other in others)
+    return max(logs, default=0.0) / _ALTERNATIVE_Z
 
 
 def _varied(lengths: TokenLengths, collator: Collator, batch_size: int, seq_len: int) -> bool:

@@ -9,8 +9,8 @@ from typing import Any, Self, get_args
 
 from whichlora.data_format import TEXT_ROWS, DataFormat
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.job import Weights
-from whichlora.plan import Collator
+from whichlora.job import KEEPING, Weights
+from whichlora.plan import Collator, Keeping, TrainOn
 from whichlora.specs import RunConfig
 from whichlora.text import require_printable
 
@@ -51,6 +51,8 @@ class Recipe:
     trust_remote_code: bool = False
     batching: Collator | None = None
     data_format: DataFormat = TEXT_ROWS
+    train_on: TrainOn = "completions"
+    keeping: Keeping = KEEPING
 
     def __post_init__(self) -> None:
         require_printable("gpu", self.gpu)
@@ -74,6 +76,11 @@ class Recipe:
                 f"batching: {self.batching!r} is not known; accepted are "
                 f"{', '.join(get_args(Collator))}"
             )
+        if self.train_on not in get_args(TrainOn):
+            raise ConfigError(
+                f"train_on: {self.train_on!r} is not known; accepted are "
+                f"{', '.join(get_args(TrainOn))}"
+            )
         if not isinstance(self.model_config, Mapping | None):
             raise ConfigError(
                 f"model_config: must be an object, got {type(self.model_config).__name__}"
@@ -87,7 +94,11 @@ class Recipe:
         return (
             {"schema_version": RECIPE_SCHEMA_VERSION}
             | fields
-            | {"run": self.run.to_dict(), "data_format": dataclasses.asdict(self.data_format)}
+            | {
+                "run": self.run.to_dict(),
+                "data_format": dataclasses.asdict(self.data_format),
+                "keeping": dataclasses.asdict(self.keeping),
+            }
         )
 
     @classmethod
@@ -109,6 +120,7 @@ class Recipe:
             return cls(
                 run=RunConfig.from_dict(fields.pop("run")),
                 data_format=DataFormat(**fields.pop("data_format", {})),
+                keeping=Keeping(**fields.pop("keeping", {})),
                 target_modules=targets if isinstance(targets, str) else tuple(targets),
                 **fields,
             )

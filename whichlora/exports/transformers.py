@@ -27,5 +27,7 @@ def export(recipe: Recipe) -> Export:
         masked_lm=recipe.masked_lm,
         trust_remote_code=recipe.trust_remote_code,
         data_format=recipe.data_format,
+        train_on=recipe.train_on,
+        keeping=recipe.keeping,
     )
     return Export(files={FILE: script}, command=f"python {FILE}", run=recipe.run)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from whichlora import timing
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import (
     TIME_PHASES,
@@ -30,7 +29,7 @@ from whichlora.resolution import resolve
 from whichlora.results import Measurement
 from whichlora.samples import Sample, Table, memory_samples, time_samples
 from whichlora.specs import GpuSpec
-from whichlora.timing import FEATURES, TimeModel
+from whichlora.timing import FEATURES, TimeModel, seconds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,9 +39,9 @@ if TYPE_CHECKING:
 
 FindModel = Callable[[Measurement], ModelSpec]
 
-# A record farther than this from datasheet and priors is an error of whoever wrote it: fifty times
-# what a throttled or shared device is off.
-MOST_FACTOR = 1000.0
+# Measured over expected, least and greatest: beyond them it is no measurement of this device.
+PLAUSIBLE_TIME = (1e-3, 1e4)
+PLAUSIBLE_MEMORY = (0.05, 20.0)
 REPORTED_WEIGHT = 0.25  # an error 2.7 times the ordinary, which one normal run in 150 has
 
 
@@ -83,8 +82,33 @@ def digest(measurements: Iterable[Measurement]) -> str:
     return digest_of(measurement.id for measurement in measurements)
 
 
+def _implausible(samples: Mapping[str, Sequence[Sample]], start: Calibration) -> str:
+    """Why no device can have measured `samples`; empty where one can.
+
+    A slipped unit or a forged record is off by orders of magnitude, and one is enough to make the
+    whole fit singular. The slowest devices are 20 times slower than their priors.
+    """
+    for phase, of_phase in samples.items():
+        for sample in of_phase:
+            if phase == "memory":
+                expected, accepted = sum(sample.features.values()), PLAUSIBLE_MEMORY
+            else:
+                expected, accepted = seconds(start.time[phase], sample.features)[0], PLAUSIBLE_TIME
+            ratio = sample.value / expected if expected > 0 else math.inf
+            if not accepted[0] <= ratio <= accepted[1]:
+                return (
+                    f"{phase}: {sample.value:.3g} {'bytes' if phase == 'memory' else 's'} is "
+                    f"{ratio:.2g} times what the datasheet says; accepted are {accepted[0]:g} to "
+                    f"{accepted[1]:g} times; remove the record"
+                )
+    return ""
+
+
 def _gather(
-    measurements: Iterable[Measurement], start: Calibration, gpu: GpuSpec, find_model: FindModel
+    measurements: Iterable[Measurement],
+    gpu: GpuSpec,
+    find_model: FindModel,
+    start: Calibration,
 ) -> tuple[dict[str, list[Sample]], dict[str, int], dict[str, str]]:
     """Samples by "memory" and time phase, parameters by model, why a record has no sample."""
     found: dict[str, list[Sample]] = {phase: [] for phase in ("memory", *TIME_PHASES)}
@@ -108,34 +132,17 @@ def _gather(
         except WhichLoraError as error:  # of a newer release, or a model whose config is not here
             left_out[measurement.id] = str(error)
             continue
+        if job.run.model not in num_params:
+            num_params[job.run.model] = model.num_params
         samples = time_samples(job, measurement)
         if not job.run.libraries:
             samples["memory"] = memory_samples(job, measurement)
-        why = _absurd(samples, start)
-        if why:
-            left_out[measurement.id] = why
+        if fault := _implausible(samples, start):
+            left_out[measurement.id] = fault
             continue
-        if job.run.model not in num_params:
-            num_params[job.run.model] = model.num_params
-        for phase, some in samples.items():
-            found[phase].extend(some)
+        for phase, of_phase in samples.items():
+            found[phase].extend(of_phase)
     return found, num_params, left_out
-
-
-def _absurd(samples: Mapping[str, Sequence[Sample]], start: Calibration) -> str:
-    """Why no device can have measured a record's samples; empty where one can."""
-    for phase, some in samples.items():
-        for sample in some:
-            if phase == "memory":
-                expected = sum(start.memory.mean[part] * sample.features[part] for part in PARTS)
-            else:
-                expected = float(timing.seconds(start.time[phase], sample.features)[0])
-            if not (expected / MOST_FACTOR <= sample.value <= expected * MOST_FACTOR):
-                return (
-                    f"its {phase} is {sample.value:.3g}, {expected:.3g} by datasheet and priors: "
-                    f"no device is {MOST_FACTOR:.0f} times off; delete the record if it is wrong"
-                )
-    return ""
 
 
 def fit(
@@ -161,7 +168,7 @@ def fit(
     """
     require("a fit to recorded runs", "scipy", extra="profile")
     start = prior_calibration(gpu)
-    found, num_params, left_out = _gather(measurements, start, gpu, find_model)
+    found, num_params, left_out = _gather(measurements, gpu, find_model, start)
     summaries: dict[str, HeldOut] = {}
     cold: dict[str, HeldOut] = {}
     outliers: list[Outlier] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 from whichlora.data_format import ALPACA_CHAT_TEMPLATE, TEXT_ROWS, DataFormat
 from whichlora.errors import ConfigError
+from whichlora.job import templates
 from whichlora.job.lines import (
     RANDOM_CHECKPOINT_LINES,
     adapter_lines,
@@ -18,23 +20,19 @@ from whichlora.job.lines import (
     is_loraplus,
     model_lines,
     optimizer_lines,
+    predicted_versions,
     tokenizer_lines,
 )
-from whichlora.job.templates import (
-    BYTE_TOKENIZER,
-    HEAD,
-    RANDOM_MODEL,
-    READ_ROWS,
-    READ_TEXTS,
-    RENDER_CHATS,
-    TAIL,
-)
-from whichlora.methods import with_defaults
-from whichlora.plan import Collator
-from whichlora.python_source import Code, import_lines, literal
+from whichlora.job.rows import row_functions
+from whichlora.methods import get_method, with_defaults
+from whichlora.plan import Collator, Keeping, TrainOn
+from whichlora.python_source import Code, call, import_lines, literal
 from whichlora.specs import RunConfig
 
 Weights = Literal["pretrained", "random"]
+
+KEEPING = Keeping()
+SAVED_SHARE = 0.1  # of a run, between two checkpoints where the plan does not say
 
 _IMPORTABLE = {
     "peft": ("LoraConfig", "get_peft_config", "get_peft_model", "prepare_model_for_kbit_training"),
@@ -47,8 +45,10 @@ _IMPORTABLE = {
         "AutoTokenizer",
         "BitsAndBytesConfig",
         "DataCollatorForLanguageModeling",
+        "DataCollatorForSeq2Seq",
         "PreTrainedTokenizerFast",
         "Trainer",
+        "TrainerCallback",
         "TrainingArguments",
         "set_seed",
     ),
@@ -75,11 +75,13 @@ def train_script(
     max_steps: int | None = None,
     trust_remote_code: bool = False,
     data_format: DataFormat = TEXT_ROWS,
+    train_on: TrainOn = "completions",
+    keeping: Keeping = KEEPING,
 ) -> str:
     """The source of a script that fine-tunes `run` on the `train.jsonl` beside it.
 
-    It evaluates on `validation.jsonl` if there is one, and writes the adapter (or the model) and
-    `result.json` to `output/`. Only the lines that the settings need are in it.
+    It evaluates on `validation.jsonl` if there is one, and writes checkpoints, the adapter (or
+    the model) and `result.json` to `output/`. Only the lines that the settings need are in it.
 
     Args:
         target_modules: leaf names that get an adapter, or "all-linear".
@@ -91,6 +93,7 @@ def train_script(
         masked_lm: an encoder, trained to fill in masked tokens.
         max_steps: stop after so many optimizer steps instead of `epochs`.
         data_format: what a row of `train.jsonl` looks like.
+        train_on: "completions" leaves prompts and the turns of others without a loss.
 
     Raises:
         ConfigError: a run that the script can't perform.
@@ -101,6 +104,7 @@ def train_script(
     takes_bytes = random_config is not None and tokenizer is None
     model_class = "AutoModelForMaskedLM" if masked_lm else "AutoModelForCausalLM"
     hub = {"trust_remote_code": True} if trust_remote_code else {}
+    chats = data_format.conversational and not masked_lm
     constants = {
         "MODEL": run.model if random_config is None else Code('HERE / "random-weights"'),
         "TOKENIZER": tokenizer,
@@ -111,46 +115,86 @@ def train_script(
         "EPOCHS": epochs if max_steps is None else None,
         "MAX_STEPS": max_steps,
         "LEARNING_RATE": learning_rate,
+        "SAVE_STEPS": _save_steps(keeping) if keeping.saves else None,
+        "SAVE_TOTAL_LIMIT": keeping.save_total_limit if keeping.saves else None,
+        "EVAL_STEPS": keeping.eval_steps or None,
         "SEED": seed,
+        "PREDICTED_WITH": predicted_versions(run),
+        "CHAT_TEMPLATE": _chat_template() if chats else None,
         "MODEL_CONFIG": _without_quantisation(random_config),
-        "CHAT_TEMPLATE": ALPACA_CHAT_TEMPLATE if data_format.conversational else None,
     }
     reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
     main = [
+        *templates.RESUME_LINES * keeping.saves,
+        "compare_versions()",
         *allocator_lines(run),
         "set_seed(SEED)",
         *tokenizer_lines(tokenizer, takes_bytes, hub),
+        *templates.CHAT_TEMPLATE_LINES * chats,
+        *templates.TRAIN_LINES,
+        *templates.VALIDATION_LINES * keeping.evaluates,
         *RANDOM_CHECKPOINT_LINES * (random_config is not None),
         *model_lines(run, model_class, hub),
         *adapter_lines(run, target_modules),
-        *argument_lines(run, limited=max_steps is not None, grouped=reader == "grouped"),
+        *argument_lines(run, keeping, limited=max_steps is not None, grouped=reader == "grouped"),
         *optimizer_lines(run),
     ]
+    narrow = keeping.saves and run.narrows_adapters and not get_method(run.method).trains_base
     body = "".join(
         [
-            RANDOM_MODEL.format(model_class=model_class, dtype=run.weight_dtype)
+            templates.VERSIONS,
+            templates.LAST_CHECKPOINT * keeping.saves,
+            templates.NARROW_TRAINER * narrow,
+            templates.RANDOM_MODEL.format(model_class=model_class, dtype=run.weight_dtype)
             if random_config is not None
             else "",
-            BYTE_TOKENIZER if takes_bytes else "",
-            READ_ROWS[reader].format(
-                read_texts=RENDER_CHATS if data_format.conversational else READ_TEXTS
-            ),
+            templates.BYTE_TOKENIZER if takes_bytes else "",
+            row_functions(data_format, train_on=train_on, reader=reader, masked_lm=masked_lm),
             "def main():\n",
             indent("\n".join(main) + "\n", "    "),
-            TAIL.format(
-                masked_lm=masked_lm,
-                optimizer="        optimizers=(optimizer, None),\n" if is_loraplus(run) else "",
-            ),
+            _tail(run, keeping, reader, narrow=narrow, masked_lm=masked_lm),
         ]
     )
     return _head(body, constants) + body
 
 
+def _tail(
+    run: RunConfig, keeping: Keeping, reader: Collator, *, narrow: bool, masked_lm: bool
+) -> str:
+    """The training itself, and what it leaves."""
+    fixed = {"pad_to_multiple_of": Code("SEQ_LEN")} if reader == "fixed" else {}
+    pads = "DataCollatorForLanguageModeling" if masked_lm else "DataCollatorForSeq2Seq"
+    last = templates.LAST_EVALUATION if keeping.eval_steps else ""
+    return templates.TAIL.format(
+        trainer="NarrowTrainer" if narrow else "Trainer",
+        evaluation="        eval_dataset=validation_rows or None,\n" * keeping.evaluates,
+        collator=call(pads, Code("tokenizer"), **fixed),
+        optimizer="        optimizers=(optimizer, None),\n" * is_loraplus(run),
+        callbacks="        callbacks=[LogAtCheckpoints()],\n" * keeping.saves,
+        resume="resume_from_checkpoint=checkpoint" * keeping.saves,
+        stopped=templates.STOPPED if keeping.saves else templates.STOPPED_WITHOUT,
+        validation=(last + templates.VALIDATION_LOSS) * keeping.evaluates,
+    )
+
+
+def _save_steps(keeping: Keeping) -> int | float:
+    """As `TrainingArguments` take it: below 1 it is a share of the run."""
+    return SAVED_SHARE if keeping.save_steps is None else keeping.save_steps
+
+
+def _chat_template() -> Code:
+    """The template for a tokenizer without one, a line of source for each of its parts."""
+    parts = re.split(r"(?<=[%}]\})|(?<=\. )", ALPACA_CHAT_TEMPLATE)
+    lines = indent("\n".join(literal(part) for part in parts if part), "    ")
+    return Code(f"(\n{lines}\n)")
+
+
 def _head(body: str, constants: Mapping[str, Any]) -> str:
     """The docstring, the imports that `body` needs, and the constants that are set."""
-    return HEAD.format(
-        os="import os\n" if "os.environ" in body else "",
-        bisect="from bisect import bisect_left, insort\n" if "insort(" in body else "",
+    used = f"Path(__file__)\n{body}"
+    lines = (line for line, word in templates.STANDARD if re.search(rf"\b{re.escape(word)}", used))
+    return templates.HEAD.format(
+        standard="\n".join(lines),
         imports=import_lines(body, _IMPORTABLE),
         constants="\n".join(
             f"{name} = {literal(value)}" for name, value in constants.items() if value is not None

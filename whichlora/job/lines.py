@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whichlora.methods import get_method
+from whichlora.plan import Keeping
 from whichlora.python_source import Code, call
-from whichlora.specs import FOUR_BIT_BNB, RunConfig
+from whichlora.specs import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
 
+BNB_OPTIMIZERS = frozenset({"adamw_8bit", "paged_adamw_8bit", "lion"})
 RANDOM_CHECKPOINT_LINES = ["if not MODEL.exists():", "    write_random_model()"]
 
 
@@ -19,6 +21,14 @@ def allocator_lines(run: RunConfig) -> list[str]:
         "# Before CUDA starts; an older torch reads PYTORCH_CUDA_ALLOC_CONF instead.",
         'os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")',
     ]
+
+
+def predicted_versions(run: RunConfig) -> dict[str, str]:
+    """Version of each library that the script uses, as the prediction takes it."""
+    uses = {"torch": True, "transformers": True}
+    uses["peft"] = not get_method(run.method).trains_base
+    uses["bitsandbytes"] = (run.quant or "none") in BNB_QUANTS or run.optimizer in BNB_OPTIMIZERS
+    return {name: getattr(run.versions, name) for name, used in uses.items() if used}
 
 
 def is_loraplus(run: RunConfig) -> bool:
@@ -50,7 +60,7 @@ def tokenizer_lines(tokenizer: str | None, takes_bytes: bool, hub: Mapping[str, 
     return [
         f"tokenizer = {call('AutoTokenizer.from_pretrained', source, **hub)}",
         "if tokenizer.pad_token is None:",
-        "    tokenizer.pad_token = tokenizer.eos_token",
+        "    tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token",
         'tokenizer.padding_side = "right"',
     ]
 
@@ -100,7 +110,24 @@ def adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[s
     return lines
 
 
-def argument_lines(run: RunConfig, *, limited: bool, grouped: bool) -> list[str]:
+def saving_options(keeping: Keeping) -> dict[str, Any]:
+    """When `TrainingArguments` save and evaluate."""
+    options: dict[str, Any] = {"save_strategy": "no"}
+    if keeping.saves:
+        options = {
+            "save_strategy": "steps",
+            "save_steps": Code("SAVE_STEPS"),
+            "save_total_limit": Code("SAVE_TOTAL_LIMIT"),
+        }
+    if keeping.evaluates:
+        how = "epoch" if keeping.eval_steps is None else "steps"
+        options["eval_strategy"] = Code(f'"{how}" if validation_rows else "no"')
+        if keeping.eval_steps is not None:
+            options["eval_steps"] = Code("EVAL_STEPS")
+    return options
+
+
+def argument_lines(run: RunConfig, keeping: Keeping, *, limited: bool, grouped: bool) -> list[str]:
     options: dict[str, Any] = {
         "output_dir": Code("OUTPUT"),
         "per_device_train_batch_size": Code("BATCH_SIZE"),
@@ -118,7 +145,7 @@ def argument_lines(run: RunConfig, *, limited: bool, grouped: bool) -> list[str]
         "prediction_loss_only": True,
         "logging_first_step": True,
         "logging_steps": 10,
-        "save_strategy": "no",
+        **saving_options(keeping),
         "report_to": "none",
     }
     lines = []

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+# What a script may import of the standard library, and the word that shows that it needs it.
+STANDARD = (
+    ("import argparse", "argparse."),
+    ("import json", "json."),
+    ("import os", "os."),
+    ("import re", "re."),
+    ("import shlex", "shlex."),
+    ("import sys", "sys."),
+    ("from bisect import bisect_left, insort", "insort("),
+    ("from importlib.metadata import version", "version("),
+    ("from os.path import commonprefix", "commonprefix("),
+    ("from pathlib import Path", "Path("),
+    ("from resource import RUSAGE_SELF, getrusage", "getrusage("),
+)
 HEAD = '''\
 """Fine-tune MODEL on the train.jsonl beside this file.
 
-Written by WhichLoRA for exactly the run it predicted; edit it as you like.
+After an interruption `python train.py --resume` goes on from the last checkpoint. Written by
+WhichLoRA for exactly the run it predicted; edit it as you like.
 """
 
-import json
-{os}{bisect}from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
+{standard}
 
 import torch
 {imports}
@@ -46,86 +59,118 @@ def byte_tokenizer():
 
 
 '''
-READ_TEXTS = """\
-    with path.open(encoding="utf-8") as file:
-        texts = [json.loads(line)["text"] for line in file]
-"""
-RENDER_CHATS = """\
-    with path.open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    template = tokenizer.chat_template or CHAT_TEMPLATE
-    # Tokenizing adds a first token by itself.
-    first = tokenizer.bos_token if tokenizer("")["input_ids"] else ""
-    texts = [
-        tokenizer.apply_chat_template(
-            row["messages"], chat_template=template, tokenize=False
-        ).removeprefix(first or "")
-        for row in rows
-    ]
-"""
-READ_ROWS = {
-    "longest": '''\
-def read_rows(path, tokenizer):
-    """The texts of a JSONL file as token ids; batches are padded to their longest."""
-{read_texts}\
-    ids = tokenizer(texts, truncation=True, max_length=SEQ_LEN)["input_ids"]
-    return [{{"input_ids": row}} for row in ids if row]
+LAST_CHECKPOINT = '''\
+def last_checkpoint():
+    """The newest checkpoint that was written whole, None if there is none."""
+    states = OUTPUT.glob("checkpoint-*/trainer_state.json")
+    for state in sorted(states, key=os.path.getmtime, reverse=True):
+        try:
+            json.loads(state.read_text(encoding="utf-8"))
+            return state.parent
+        except ValueError:  # it was killed while it wrote
+            continue
+    return None
 
 
-''',
-    "fixed": '''\
-def read_rows(path, tokenizer):
-    """The texts of a JSONL file as token ids, cut or padded to SEQ_LEN."""
-{read_texts}\
-    columns = tokenizer(
-        texts, truncation=True, padding="max_length", max_length=SEQ_LEN
-    )
-    rows = zip(columns["input_ids"], columns["attention_mask"], strict=True)
-    return [{{"input_ids": ids, "attention_mask": mask}} for ids, mask in rows]
+class LogAtCheckpoints(TrainerCallback):
+    """Losses are averaged from log to log: a resumed run logs the same ones."""
 
-
-''',
-    "packed": '''\
-def read_rows(path, tokenizer):
-    """The texts of a JSONL file, joined and cut into blocks of SEQ_LEN: no padding."""
-{read_texts}\
-    rows = tokenizer(texts, verbose=False)["input_ids"]
-    ids = [token for row in rows for token in row]
-    starts = range(0, len(ids) - SEQ_LEN + 1, SEQ_LEN)
-    return [{{"input_ids": ids[start : start + SEQ_LEN]}} for start in starts]
-
-
-''',
-}
-READ_ROWS["grouped"] = READ_ROWS["longest"]
-READ_ROWS["packed-bfd"] = '''\
-def read_rows(path, tokenizer):
-    """The texts of a JSONL file, whole, put together into rows of up to SEQ_LEN."""
-{read_texts}\
-    ids = tokenizer(texts, truncation=True, max_length=SEQ_LEN)["input_ids"]
-    rows = []
-    for start in range(0, len(ids), 1000):  # each thousand on its own, as TRL packs
-        room = []  # left, and in which row
-        for row in sorted(ids[start : start + 1000], key=len, reverse=True):
-            fits = bisect_left(room, (len(row), -1))
-            left, number = room.pop(fits) if fits < len(room) else (SEQ_LEN, len(rows))
-            rows += [[]] * (number == len(rows))
-            rows[number] = rows[number] + row
-            insort(room, (left - len(row), number))
-    return [{{"input_ids": row}} for row in rows if row]
+    def on_step_end(self, args, state, control, **_):
+        control.should_log |= control.should_save
 
 
 '''
+VERSIONS = '''\
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def compare_versions():
+    """Say which libraries are not those that the prediction is of."""
+    others = []
+    for name, predicted in PREDICTED_WITH.items():
+        here = version(name).partition("+")[0]
+        if here != predicted:
+            others.append(f"{name} {here}, predicted {predicted}")
+    if others:
+        say(f"note: memory and time may differ: {'; '.join(others)}")
+
+
+'''
+NARROW_TRAINER = '''\
+class NarrowTrainer(Trainer):
+    """PEFT widens the adapters that it loads from a checkpoint; these are to stay narrow."""
+
+    def _load_from_checkpoint(self, *args, **options):
+        dtypes = {name: one.dtype for name, one in self.model.named_parameters()}
+        super()._load_from_checkpoint(*args, **options)
+        for name, parameter in self.model.named_parameters():
+            parameter.data = parameter.data.to(dtypes[name])
+
+
+'''
+RESUME_LINES = """\
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--resume", action="store_true", help="go on after a stop")
+resume = parser.parse_args().resume
+checkpoint = last_checkpoint()
+if checkpoint and not resume:
+    raise SystemExit(
+        f"{checkpoint}: is of an earlier start; go on from it with --resume, or "
+        f"remove {OUTPUT} to start again"
+    )
+if resume and not checkpoint:
+    say(f"{OUTPUT}: has no whole checkpoint; starting at step 1")
+""".splitlines()
+CHAT_TEMPLATE_LINES = """\
+if tokenizer.chat_template is None:
+    say("note: the tokenizer has no chat template; it is saved with CHAT_TEMPLATE")
+    tokenizer.chat_template = CHAT_TEMPLATE
+""".splitlines()
+TRAIN_LINES = ['train_rows = read_rows(HERE / "train.jsonl", tokenizer)']
+VALIDATION_LINES = """\
+validation = HERE / "validation.jsonl"
+validation_rows = read_rows(validation, tokenizer) if validation.exists() else []
+""".splitlines()
+STOPPED = """\
+        if checkpoint := last_checkpoint():
+            again = shlex.join(["python", sys.argv[0], "--resume"])
+            say(f"stopped; go on from {checkpoint} with: {again}")
+        else:
+            say("stopped before the first checkpoint")
+"""
+STOPPED_WITHOUT = """\
+        say("stopped; no checkpoint was asked for")
+"""
+LAST_EVALUATION = """\
+    history = trainer.state.log_history
+    evaluated = [entry["step"] for entry in history if "eval_loss" in entry]
+    if validation_rows and outcome.global_step not in evaluated:
+        trainer.evaluate()
+"""
+VALIDATION_LOSS = """\
+    for entry in trainer.state.log_history:
+        if "eval_loss" in entry:
+            result["validation_loss"] = entry["eval_loss"]
+"""
 TAIL = """\
     # As planned: the Trainer would spread each batch over every GPU that it sees.
     args._n_gpu = min(args.n_gpu, 1)
-    trainer = Trainer(
+    trainer = {trainer}(
         model=model,
         args=args,
-        train_dataset=read_rows(HERE / "train.jsonl", tokenizer),
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm={masked_lm}),
-{optimizer}    )
-    outcome = trainer.train()
+        train_dataset=train_rows,
+{evaluation}\
+        data_collator={collator},
+{optimizer}{callbacks}\
+    )
+    try:
+        outcome = trainer.train({resume})
+    except BaseException as error:
+{stopped}\
+        if isinstance(error, KeyboardInterrupt):
+            sys.exit(130)
+        raise
 
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     result = {{
@@ -138,12 +183,8 @@ TAIL = """\
         result["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
     else:  # the whole process; Linux counts in KiB
         result["peak_process_bytes"] = 1024 * getrusage(RUSAGE_SELF).ru_maxrss
-    trainer.save_model(OUTPUT)
+{validation}    trainer.save_model(OUTPUT)
     tokenizer.save_pretrained(OUTPUT)
-
-    validation = HERE / "validation.jsonl"
-    if validation.exists() and (rows := read_rows(validation, tokenizer)):
-        result["validation_loss"] = trainer.evaluate(rows)["eval_loss"]
     with (OUTPUT / "result.json").open("w", encoding="utf-8") as file:
         json.dump(result, file, indent=2)
     for name, value in result.items():

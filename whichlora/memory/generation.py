@@ -57,7 +57,12 @@ def inference_ledger(
     if stored is not None:
         reader = replace(stack, stores=stored)
     working = forward_bytes(
-        model, reader, side="encoder" if two_stacks else "", prompt=True, **sized
+        model,
+        reader,
+        side="encoder" if two_stacks else "",
+        prompt=True,
+        queries=prompt_len,
+        **sized,
     ) + activations.rotary_bytes(model, stack, span=positions)
     if model.task == "causal-lm":
         working = working + activations.kept_mask_bytes(model, reader, checkpointed=True, **sized)
@@ -91,7 +96,12 @@ def inference_ledger(
             idle = smallest(idle, working + allocator.PAGES_BYTES)
         return replace(found, idle_bytes=idle)
     decoding = forward_bytes(
-        model, stack, tokens=batch_size, span=last_tokens, side="decoder" if two_stacks else ""
+        model,
+        stack,
+        tokens=batch_size,
+        span=last_tokens,
+        side="decoder" if two_stacks else "",
+        decoding=True,
     )
     append = kv_cache.append_transient_bytes(model, tokens=last_tokens, **common)
     if run.kv_cache == "dynamic" and stack.libraries.cache_of_tuples:

@@ -16,13 +16,16 @@ from whichlora.memory.layer_code import (
     stream_bytes,
     working_points,
 )
-from whichlora.memory.tape import Kept, chunks, evaluate, most
+from whichlora.memory.tape import Kept, chunks, evaluate, most, without_sequences
 from whichlora.methods.base import Method
 from whichlora.numeric import Count, is_plain, largest
 from whichlora.specs import RunConfig
 from whichlora.stack import Stack
 from whichlora.targets import adapted
 
+# The state decayed, what comes to it and their sum, in fp32, beside the cached one. Source:
+# transformers 5.23 `torch_recurrent_gated_delta_rule`, `mamba2_selective_state_update`.
+_STEP_STATES = 3
 _WEIGHT_COPIES = ("weight, cast", "adapter, cast")  # as `operators` calls them
 
 
@@ -175,12 +178,17 @@ def forward_bytes(
     span: Count,
     side: str = "",
     prompt: bool = False,
+    queries: Count | None = None,
+    decoding: bool = False,
 ) -> Count:
     """Alive while a forward without gradients is in the layer that needs most.
 
     Args:
+        span: keys that each token may see.
         side: only the layers of this stack, "encoder" or "decoder".
         prompt: of `generate`, of which the last position alone is scored.
+        queries: tokens of each sequence, where a preallocated cache makes more keys than these.
+        decoding: one token of each sequence, so that a recurrent layer has no chunks.
 
     With the looked-up embeddings and the layer's input, which the model's loop holds.
     Kind: exact.
@@ -202,12 +210,16 @@ def forward_bytes(
         streams = num_streams * stream * model.hidden_size * tokens
         before = returned_probabilities(layer, stack)
         streams = streams + evaluate(before, tokens=tokens, span=span, r=0)
-        for share, masked, ragged in _cases(layer, stack, span):
+        state_elements = sum(one.recurrent_elements for one in layer.attentions)
+        length = span if queries is None or not state_elements else queries
+        for share, masked, ragged in _cases(layer, stack, length):
             points = working_points(
                 layer, model.hidden_size, stack, masked=masked, stream=stream, ragged=ragged
             )
-            in_layer = streams + beside + most(points, tokens=tokens, span=span, r=0)
-            found.append(share * in_layer)
+            if decoding:
+                points = tuple(without_sequences(form) for form in points)
+            in_layer = streams + beside + most(points, tokens=tokens, span=length, r=0)
+            found.append(share * (in_layer + decoding * _STEP_STATES * 4 * state_elements * tokens))
     return largest(*found)
 
 

@@ -29,7 +29,7 @@ from whichlora.memory.trained import (
     unwanted_gradient_bytes,
 )
 from whichlora.methods.base import Method
-from whichlora.numeric import Count, largest
+from whichlora.numeric import Count, largest, smallest
 from whichlora.specs import ALL_LINEAR, GpuSpec, RunConfig
 from whichlora.stack import Stack
 from whichlora.targets import adapted
@@ -46,6 +46,7 @@ PARTS = (
     "allocator",
     "context",
 )
+_AFTER_LAYERS = ("embedding_backward", "optimizer_step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +255,7 @@ def training_ledger(
     copies = _autocast_copies(model, stack, method, trained)
     mask_bytes, kept_mask_bytes = (
         activations.kept_mask_bytes(model, stack, checkpointed=checkpointed, **sized)
-        for checkpointed in (True, run.gradient_checkpointing)
+        for checkpointed in (True, bool(run.gradient_checkpointing))
     )
     masks = Tensor(
         "masks and biases that layers share",
@@ -264,9 +265,12 @@ def training_ledger(
     if run.gradient_checkpointing:
         groups = [
             *(
-                Group(tensors=(_checkpoint(model, one),), count=one.count, **sized)
+                Group(
+                    tensors=() if _holds_input(one) else (_checkpoint(model, one),),
+                    count=one.count,
+                    **sized,
+                )
                 for one in layers
-                if not _holds_input(one)
             ),
             Group(tensors=(masks,), **sized),
             *(Group(tensors=x.held, count=x.count, **sized) for x in layers),
@@ -279,12 +283,14 @@ def training_ledger(
         of_first = [worst + own for worst, own in zip(in_backward, each, strict=True)]
         in_forward = largest(*(one.forward for one in layers))
     else:
-        firsts = {group.stack: x for group, x in zip(model.groups[::-1], layers[::-1], strict=True)}
-        unsaved: Count = 0 * tokens
         norms_train = run.bias == "all" and any(one.bias for one in model.groups[0].layer.norms)
-        if not needs_grad and not norms_train:
-            unsaved = sum((one.unsaved for one in firsts.values()), start=0 * tokens)
-        less = Tensor("not kept by the first layer, whose input is frozen", constant=-unsaved)
+        unsaved: dict[str, Count] = {}  # by the first layer of each stack
+        for group, x in zip(model.groups[::-1], layers[::-1], strict=True):
+            unsaved[group.stack] = 0 * tokens + x.unsaved * (not needs_grad and not norms_train)
+        less = Tensor(
+            "not kept by the first layer, whose input is frozen",
+            constant=-sum(unsaved.values(), start=0 * tokens),
+        )
         again: Count = 0 * trained
         for group, x in zip(model.groups, layers, strict=True):
             if group.shared:  # autocast copies a weight once, however many layers read it
@@ -301,7 +307,9 @@ def training_ledger(
         fact = facts.SAVED
         in_backward = [one.backward - one.saved for one in layers]
         each = [one.saved for one in layers]
-        of_first = [one.backward - unsaved for one in layers]
+        of_first = [
+            x.backward - unsaved[group.stack] for group, x in zip(model.groups, layers, strict=True)
+        ]
         in_forward = largest(*(one.forward - one.saved for one in layers), 0 * tokens)
         # the model's loop names the looked-up rows, the layer's input and the masks
         named = 2 * model.hidden_size * max(one.stream_bytes for one in layers)
@@ -448,13 +456,18 @@ def training_ledger(
         for group, one in zip(model.groups[1:], in_backward[1:], strict=True):
             place = group.positions[0]
             left = after(model, [x.gradients for x in layers], place) + head_gradient
+            # the first of `groups` are the layers; those after this one have given theirs back
+            waiting = [
+                replace(x, count=sum(position <= place for position in y.positions))
+                for x, y in zip(groups, model.groups, strict=False)
+            ]
             moments[f"layer_{place}_backward"] = (
                 *before,
                 Entry(facts.KEPT_LOGITS, kept_logits),
                 Entry(facts.LATER_LAYERS_GRADIENTS, left * (run.gradient_accumulation_steps == 1)),
-                kept_by_layers,
+                listed(fact, *waiting, *groups[len(layers) :], before_layers),
                 late_remainders,
-                Entry(facts.LAYER_BACKWARD, one - after(model, each, place)),
+                Entry(facts.LAYER_BACKWARD, one),
             )
     if inputs is not None and inputs.backward:
         in_inputs = most(inputs.backward, r=r, **sized)
@@ -521,6 +534,11 @@ def training_ledger(
         idle_bytes=idle,
         workspace_bytes=allocator.workspace_bytes(gpu, training=True),
     )
+    # these segments are idle while layers run; a later peak is cut from what they left
+    in_layers = [found.moment_bytes(name) for name in moments if name not in _AFTER_LAYERS]
+    later = largest(*in_layers) + idle - found.peak_allocated_bytes
+    idle = largest(later, smallest(idle, allocator.PAGES_BYTES))
+    found = replace(found, idle_bytes=idle)
     if gpu.kind == "cpu" or run.expandable_segments:
         return found
     # The optimizer's lists of small tensors find no use for the segments of the activations.

@@ -103,6 +103,11 @@ def total(forms: Iterable[Form]) -> Form:
     return result
 
 
+def without_sequences(form: Form) -> Form:
+    """Without what a chunk or a whole sequence takes."""
+    return (*form[:7], 0, 0, 0)
+
+
 def evaluate(form: Form, *, tokens: Count, span: Count, r: Count) -> Count:
     """The number, or array of numbers, that `form` stands for."""
     of_token, of_pair, fixed, of_rank_token, of_rank, of_square, of_many = form[:7]

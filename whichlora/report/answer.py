@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from whichlora.report.plane import plane
 from whichlora.report.rows import comparison_rows, comparison_summary
 from whichlora.report.terminal import MAX_REASONS, new_table, open_console, print_table, say
-from whichlora.report.words import certainty, deciding, describe, reason, relaxed, variant
+from whichlora.report.words import certainty, deciding, describe, reason, refusals, relaxed, variant
 from whichlora.search import Candidate, rejected_before, relaxations
 from whichlora.units import format_bytes, format_count, format_seconds
 
@@ -25,7 +25,8 @@ def explanation(answer: Answer) -> list[str]:
     """The answer and its reasons in lines of plain text."""
     best = answer.winner
     lines = _nothing(answer) if best is None else _winner(answer, best)
-    dropped = [model for model in answer.plan.models if model not in answer.kept]
+    asked = {one.run.model for one in answer.inference}
+    dropped = [model for model in answer.plan.models if model in asked - {*answer.kept}]
     for model in dropped:
         of_model = [one for one in answer.inference if one.run.model == model]
         closest = max(of_model, key=lambda one: one.chance)
@@ -41,7 +42,7 @@ def explanation(answer: Answer) -> list[str]:
         lines.append(
             f"… and {len(before) - MAX_REASONS} more better-ranked candidates, see the table"
         )
-    return lines
+    return lines + refusals(answer.refused)
 
 
 def _winner(answer: Answer, best: Candidate) -> list[str]:

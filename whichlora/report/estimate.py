@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from whichlora.report.terminal import new_table, open_console, print_table, say
-from whichlora.report.words import VERDICTS, variant
-from whichlora.results import MemoryPrediction, Prediction
+from whichlora.report.words import VERDICTS, refusals, variant
+from whichlora.results import MemoryPrediction, Prediction, Refused
 from whichlora.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def print_predictions(predictions: Sequence[Prediction]) -> None:
+def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refused] = ()) -> None:
     """A table of all predictions; the byte breakdown as well when there is only one."""
     console = open_console()
     numbers = ("batch", "tokens", "peak", "95 % interval", "of the device", "time", "tokens/s")
@@ -54,6 +54,8 @@ def print_predictions(predictions: Sequence[Prediction]) -> None:
     )
     if len(predictions) == 1:
         _print_breakdown(console, predictions[0])
+    for text in refusals(refused):
+        say(console, text)
     for text in dict.fromkeys(one.basis for one in predictions):
         say(console, f"basis: {text}")
     for text in dict.fromkeys(note for one in predictions for note in one.notes):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from whichlora.errors import ConfigError
 from whichlora.report.sheet import as_csv
 from whichlora.report.terminal import open_console, print_table, say
-from whichlora.report.words import VERDICTS, variant
+from whichlora.report.words import VERDICTS, refusals, variant
+from whichlora.results import Refused
 from whichlora.store.jsonfiles import write_text
 from whichlora.units import format_bytes, format_count, format_seconds
 
@@ -41,7 +42,7 @@ th, td { padding: .3em .8em; border-bottom: 1px solid #8884; text-align: left; }
 """
 
 
-def print_guide(rows: Sequence[GuideRow]) -> None:
+def print_guide(rows: Sequence[GuideRow], refused: Sequence[Refused] = ()) -> None:
     console = open_console()
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
@@ -53,11 +54,11 @@ def print_guide(rows: Sequence[GuideRow]) -> None:
         lift=("tokens", "model", "accelerator", "method", "batch"),
         spare=("tokens/s", "90 % interval", "95 % interval"),
     )
-    for text in _footer(rows):
+    for text in _footer(rows, refused):
         say(console, text)
 
 
-def write_guide(path: Path, rows: Sequence[GuideRow]) -> Path:
+def write_guide(path: Path, rows: Sequence[GuideRow], refused: Sequence[Refused] = ()) -> Path:
     """The guide in the format that the end of `path` names.
 
     Raises:
@@ -69,27 +70,27 @@ def write_guide(path: Path, rows: Sequence[GuideRow]) -> Path:
             f"--output: {path} ends with {path.suffix or 'nothing'}; accepted are "
             f"{', '.join(WRITERS)}"
         )
-    write_text(path, WRITERS[path.suffix](rows))
+    write_text(path, WRITERS[path.suffix](rows, refused))
     return path
 
 
-def _markdown(rows: Sequence[GuideRow]) -> str:
+def _markdown(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> str:
     lines = [
         f"| {' | '.join(_COLUMNS)} |",
         f"| {' | '.join('---:' if one in _NUMBERS else '---' for one in _COLUMNS)} |",
         *(f"| {' | '.join(_cells(row))} |" for row in rows),
         "",
-        *_footer(rows),
+        *_footer(rows, refused),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _csv(rows: Sequence[GuideRow]) -> str:
+def _csv(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> str:
     """In base units, for programs."""
     return as_csv([row.to_row() for row in rows])
 
 
-def _html(rows: Sequence[GuideRow]) -> str:
+def _html(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> str:
     """One page without a script."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
@@ -101,7 +102,7 @@ def _html(rows: Sequence[GuideRow]) -> str:
         )
 
     body = "\n".join(f"<tr>{line('td', _cells(row))}</tr>" for row in rows)
-    notes = "\n".join(f"<p>{escape(text)}</p>" for text in _footer(rows))
+    notes = "\n".join(f"<p>{escape(text)}</p>" for text in _footer(rows, refused))
     return (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         f"<title>Parameter guide</title>\n<style>\n{_STYLE}</style>\n"
@@ -110,7 +111,7 @@ def _html(rows: Sequence[GuideRow]) -> str:
     )
 
 
-WRITERS: dict[str, Callable[[Sequence[GuideRow]], str]] = {
+WRITERS: dict[str, Callable[[Sequence[GuideRow], Sequence[Refused]], str]] = {
     ".md": _markdown,
     ".csv": _csv,
     ".html": _html,
@@ -136,7 +137,11 @@ def _cells(row: GuideRow) -> tuple[str, ...]:
     )
 
 
-def _footer(rows: Sequence[GuideRow]) -> list[str]:
+def _footer(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> list[str]:
     bases = dict.fromkeys(f"{row.prediction.gpu}: {row.prediction.basis}" for row in rows)
     notes = dict.fromkeys(note for row in rows for note in row.prediction.notes)
-    return [*(f"basis: {text}" for text in bases), *(f"note: {text}" for text in notes)]
+    return [
+        *refusals(refused),
+        *(f"basis: {text}" for text in bases),
+        *(f"note: {text}" for text in notes),
+    ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from whichlora.methods import get_method
-from whichlora.results import Measurement, Prediction
+from whichlora.results import Measurement, Prediction, Refused
 from whichlora.search import Candidate, Check, Relaxation
 from whichlora.specs import RunConfig
 from whichlora.units import format_bytes, format_seconds
@@ -93,6 +94,33 @@ def relaxed(found: Relaxation) -> str:
         f"{check.limit} {show(check.quantity.value)} instead of {show(check.bound)} (+{more:.0%}) "
         f"would do for {describe(found.candidate.run)} ({how})"
     )
+
+
+def refusals(refused: Sequence[Refused], most: int = 4) -> list[str]:
+    """A line for each reason, with the combinations that it refused."""
+    several_gpus = len({combination.gpu for combination in refused}) > 1
+    groups: dict[str, dict[str, None]] = {}
+    for combination in refused:
+        gpu = combination.gpu if several_gpus else ""
+        why = combination.reason.replace(gpu, "it") if gpu else combination.reason
+        groups.setdefault(why, {})[_combination(combination, gpu)] = None
+    lines = []
+    for why, names in groups.items():
+        shown = ", ".join(list(names)[:most])
+        more = f" and {len(names) - most} more" if len(names) > most else ""
+        lines.append(f"left out: {shown}{more}: {why}")
+    return lines
+
+
+def _combination(refused: Refused, gpu: str) -> str:
+    words = [refused.model.rpartition("/")[2]]
+    if refused.settings.get("phase") == "inference":
+        words.append("inference")
+    elif "method" in refused.settings:
+        words.append(str(refused.settings["method"]))
+    if gpu:
+        words.append(f"on {gpu}")
+    return " ".join(words)
 
 
 _STOPPED_BY = {

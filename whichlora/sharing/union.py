@@ -18,11 +18,13 @@ from whichlora.errors import DataFileError
 from whichlora.results import Measurement
 from whichlora.store.gpu_file import read_gpu
 from whichlora.store.jsonfiles import is_slug, write_bytes
-from whichlora.store.measurements import read_measurements, read_records, record_files, union
+from whichlora.store.measurements import MAX_FILE_BYTES, read_records, record_files, union
 from whichlora.store.record import encode_record
 
 MAX_FILES = 10_000
-MAX_TOTAL_BYTES = 1 << 30  # of one source: a million records, and what fits a laptop's memory
+MAX_TOTAL_BYTES = (
+    MAX_FILE_BYTES  # of one source: a million records, and what fits a laptop's memory
+)
 _PACKED = (".gz", ".zip", ".zst", ".bz2", ".xz")
 
 Placed = tuple[Measurement, str]  # a record and its place, path:line
@@ -157,7 +159,7 @@ def add(
                     written.append(path)
                     write_bytes(path, data)
         for gpu in {path.parent.parent.name for path in written}:
-            read_measurements(roots, gpu)  # another writer may have added the same id meanwhile
+            union(_placed_here(roots, gpu))  # another writer may have added the same id meanwhile
     except DataFileError:
         for path in written:
             with suppress(OSError):
@@ -173,7 +175,12 @@ def add(
 
 
 def _placed_here(roots: Sequence[Path], gpu: str) -> list[Placed]:
-    return [placed for path in record_files(roots, gpu) for placed in read_records(path, gpu=gpu)]
+    """The records here; one that is broken hinders no merge, and whoever fits tells of it."""
+    return [
+        placed
+        for path in record_files(roots, gpu)
+        for placed in read_records(path, gpu=gpu, leave_out=lambda *_: None)
+    ]
 
 
 def _by_gpu(records: Iterable[Placed]) -> dict[str, list[Placed]]:

@@ -11,6 +11,17 @@ from whichlora.store.jsonfiles import check_schema_version, read_object, require
 COEFFICIENTS_SCHEMA_VERSION = 1
 
 
+def coefficients_file(roots: Iterable[Path], gpu: str) -> Path | None:
+    """Where the coefficients of `gpu` are: in the first of `roots` that has any.
+
+    Raises:
+        ConfigError: `gpu` can't name a folder.
+    """
+    require_slug("gpu", gpu)
+    paths = (root / gpu / "coefficients.json" for root in roots)
+    return next((path for path in paths if path.is_file()), None)
+
+
 def read_coefficients(roots: Iterable[Path], gpu: str) -> dict[str, Any] | None:
     """What was fitted for `gpu`, from the first of `roots` that has it; None where none has.
 
@@ -18,9 +29,7 @@ def read_coefficients(roots: Iterable[Path], gpu: str) -> dict[str, Any] | None:
         ConfigError: `gpu` can't name a folder.
         DataFileError: the file is broken, or newer than this release.
     """
-    require_slug("gpu", gpu)
-    paths = (root / gpu / "coefficients.json" for root in roots)
-    path = next((path for path in paths if path.is_file()), None)
+    path = coefficients_file(roots, gpu)
     if path is None:
         return None
     values = read_object(path)

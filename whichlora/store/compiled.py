@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from whichlora.results import SCHEMA_VERSION, Measurement, Outcome
-from whichlora.specs import RunConfig
+from whichlora.specs import MOST_COUNT, MOST_RATIO, RunConfig
 
 MAX_BYTES = 10**15  # 1 PB: no device, but a slipped unit
 MAX_SECONDS = 10**7  # four months
@@ -60,7 +60,7 @@ def _record_schema() -> Any:
     free = core.dict_schema(text, core.any_schema())
     count = core.int_schema(strict=True, ge=0, lt=MAX_BYTES)
     size = core.nullable_schema(count)
-    length = core.int_schema(strict=True, gt=0, lt=10**9)
+    length = core.int_schema(strict=True, gt=0, le=MOST_COUNT)
     schemas: dict[str, Any] = {
         "id": core.str_schema(strict=True, min_length=1, max_length=200),
         "gpu": text,
@@ -127,8 +127,8 @@ def _setting_schema(hint: Any) -> Any:
         return core.dict_schema(max_length=0)
     plain: dict[Any, Any] = {
         bool: core.bool_schema(strict=True),
-        float: core.float_schema(strict=True, ge=1, allow_inf_nan=False),  # a ratio
-        int: core.int_schema(strict=True, ge=1),
+        float: core.float_schema(strict=True, ge=1, le=MOST_RATIO, allow_inf_nan=False),  # a ratio
+        int: core.int_schema(strict=True, ge=1, le=MOST_COUNT),
         str: _name_schema(),
     }
     return plain[hint]

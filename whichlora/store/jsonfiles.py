@@ -7,14 +7,17 @@ import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.units import MiB, format_bytes
 
 _SLUG = re.compile(r"[a-z0-9]+(?:[.-][a-z0-9]+)*")
 _MAX_SLUG = 120
+MAX_OBJECT_BYTES = 512 * MiB  # a whole answer of 100,000 candidates has less
 
 
 def is_slug(text: str) -> bool:
@@ -68,10 +71,29 @@ def read_object(path: Path) -> dict[str, Any]:
         DataFileError: the file can't be read, or `parse_object` refuses it.
     """
     try:
+        check_plain_file(path, MAX_OBJECT_BYTES)
         data = path.read_bytes()
     except OSError as error:
         raise DataFileError(f"{path}: can't be read ({error.strerror}); check the file") from None
     return parse_object(data, str(path))
+
+
+def check_plain_file(path: Path, most_bytes: int) -> None:
+    """Refuse what no data file is: a pipe may never end, and a huge file takes all memory.
+
+    Raises:
+        DataFileError: a folder, a pipe, a device, or more than `most_bytes`.
+        OSError: nothing that can be looked at.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
+        raise DataFileError(f"{path}: is {kind}, not a file; remove or rename it")
+    if status.st_size > most_bytes:
+        raise DataFileError(
+            f"{path}: has {format_bytes(status.st_size)}, at most {format_bytes(most_bytes)} are "
+            "accepted; check the file"
+        )
 
 
 def check_schema_version(values: Mapping[str, Any], newest: int, where: str) -> None:

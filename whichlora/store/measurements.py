@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import gc
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whichlora.errors import DataFileError
 from whichlora.results import Measurement
-from whichlora.store.jsonfiles import parse_object, require_slug, sync_folder
+from whichlora.store.jsonfiles import check_plain_file, parse_object, require_slug, sync_folder
 from whichlora.store.locks import lock_file, unlock_file
 from whichlora.store.record import MAX_LINE_BYTES, decode_record, encode_record, id_of_record
+from whichlora.units import GiB
+
+MAX_FILE_BYTES = GiB  # a million records
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +135,32 @@ def _is_torn(last: bytes) -> bool:
     return False
 
 
-def read_measurements(roots: Iterable[Path], gpu: str) -> tuple[Measurement, ...]:
+LeaveOut = Callable[[str, str], None]
+"""Takes the place (path:line) of what can't be read, and why."""
+
+
+def read_measurements(
+    roots: Iterable[Path], gpu: str, *, leave_out: LeaveOut | None = None
+) -> tuple[Measurement, ...]:
     """All records of `gpu` in all `roots`, each once, by date; the order of roots is no matter.
 
     A last line that a killed writer left unfinished is not a record yet and is passed over.
+
+    Args:
+        leave_out: told of each broken record, which is left out then; without it the first is
+            an error.
 
     Raises:
         ConfigError: `gpu` can't name a folder.
         DataFileError: a broken line or record (path:line: key: …), or two records of one id.
     """
     with _collector_paused():
-        return union(
-            placed for path in record_files(roots, gpu) for placed in read_records(path, gpu=gpu)
+        placed = (
+            placed
+            for path in record_files(roots, gpu)
+            for placed in read_records(path, gpu=gpu, leave_out=leave_out)
         )
+        return union(placed, leave_out=leave_out)
 
 
 @contextmanager
@@ -167,39 +183,60 @@ def record_files(roots: Iterable[Path], gpu: str) -> list[Path]:
     ]
 
 
-def read_records(path: Path, *, gpu: str | None = None) -> Iterator[tuple[Measurement, str]]:
+def read_records(
+    path: Path, *, gpu: str | None = None, leave_out: LeaveOut | None = None
+) -> Iterator[tuple[Measurement, str]]:
     """Every record of one file and its place, path:line.
 
     Args:
         gpu: the accelerator that all of them must be of; None is what each says itself.
+        leave_out: as of `read_measurements`.
 
     Raises:
         DataFileError: a broken line or record.
     """
-    for line, where in _lines(path):
-        found = decode_record(line, where)
-        if gpu is not None and found.gpu != gpu:
-            raise DataFileError(
-                f"{where}: gpu: is {found.gpu!r} in the folder of {gpu!r}; move the record"
-            )
-        yield found, where
+    for line, where in _lines(path, leave_out):
+        try:
+            record = decode_record(line, where)
+            if gpu is not None and record.gpu != gpu:
+                raise DataFileError(
+                    f"{where}: gpu: is {record.gpu!r} in the folder of {gpu!r}; move the record"
+                )
+        except DataFileError as error:
+            _refuse(error, where, leave_out)
+        else:
+            yield record, where
 
 
-def union(records: Iterable[tuple[Measurement, str]]) -> tuple[Measurement, ...]:
+def _refuse(error: DataFileError, where: str, leave_out: LeaveOut | None) -> None:
+    if leave_out is None:
+        raise error
+    leave_out(where, str(error).removeprefix(f"{where}: "))
+
+
+def union(
+    records: Iterable[tuple[Measurement, str]], *, leave_out: LeaveOut | None = None
+) -> tuple[Measurement, ...]:
     """Each record once, by date, whatever their order.
+
+    Args:
+        leave_out: as of `read_measurements`; of two records of one id, neither is taken.
 
     Raises:
         DataFileError: two records of one id, naming both places.
     """
     found: dict[str, tuple[Measurement, str]] = {}
+    refused: set[str] = set()
     for measurement, where in records:
         known, first = found.setdefault(measurement.id, (measurement, where))
         if known is not measurement and not _agree(known, measurement):
-            raise DataFileError(
+            error = DataFileError(
                 f"{where}: id: {measurement.id!r} is another record at {first}; "
                 "records never change, so remove the wrong one"
             )
-    each = (measurement for measurement, _ in found.values())
+            _refuse(error, where, leave_out)
+            refused.add(measurement.id)
+    each = (measurement for measurement, _ in found.values() if measurement.id not in refused)
     return tuple(sorted(each, key=lambda record: (record.date, record.id)))
 
 
@@ -213,20 +250,23 @@ def _agree(one: Measurement, other: Measurement) -> bool:
 def record_ids(roots: Iterable[Path], gpu: str) -> set[str]:
     """Ids of all records of `gpu`, nothing else of them read or checked: 50 times as fast.
 
+    What is no record is passed over: whoever reads the records tells of it.
+
     Raises:
         ConfigError: `gpu` can't name a folder.
-        DataFileError: a line that is no record.
     """
-    return {
-        id_of_record(line, where)
-        for path in record_files(roots, gpu)
-        for line, where in _lines(path)
-    }
+    found = set()
+    for path in record_files(roots, gpu):
+        for line, where in _lines(path, lambda *_: None):
+            with suppress(DataFileError):
+                found.add(id_of_record(line, where))
+    return found
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, str]]:
+def _lines(path: Path, leave_out: LeaveOut | None) -> Iterator[tuple[bytes, str]]:
     """Each whole line of `path` and its place, path:line."""
     try:
+        check_plain_file(path, MAX_FILE_BYTES)
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
                 if len(line) > MAX_LINE_BYTES:
@@ -235,7 +275,13 @@ def _lines(path: Path) -> Iterator[tuple[bytes, str]]:
                         "which no record is; remove the line"
                     )
                 if not line.endswith(b"\n") and _is_torn(line):
+                    if leave_out is not None:
+                        reason = "is not finished; its writer was killed, or is at work"
+                        leave_out(f"{path}:{number}", reason)
                     return
                 yield line, f"{path}:{number}"
+    except DataFileError as error:
+        _refuse(error, str(path), leave_out)
     except OSError as error:
-        raise DataFileError(f"{path}: can't be read ({error.strerror}); check the file") from None
+        refusal = DataFileError(f"{path}: can't be read ({error.strerror}); check the file")
+        _refuse(refusal, str(path), leave_out)

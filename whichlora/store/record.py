@@ -11,7 +11,7 @@ from typing import get_args
 
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.results import SCHEMA_VERSION, Measurement, Outcome
-from whichlora.specs import RunConfig
+from whichlora.specs import MOST_COUNT, RunConfig
 from whichlora.store.compiled import MAX_BYTES, MAX_SECONDS, parse_record
 from whichlora.store.jsonfiles import check_schema_version, parse_object
 
@@ -148,7 +148,9 @@ def _are_durations(value: object) -> bool:
 
 
 def _are_lengths(value: object) -> bool:
-    return type(value) is list and all(type(item) is int and 0 < item < 10**9 for item in value)
+    return type(value) is list and all(
+        type(item) is int and 0 < item <= MOST_COUNT for item in value
+    )
 
 
 def _is_bytes_or_null(value: object) -> bool:

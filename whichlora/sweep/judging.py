@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from whichlora import api
 from whichlora.dataset import TokenLengths
+from whichlora.errors import ConfigError
 from whichlora.plan import Budget, Plan, ProfilePolicy
 from whichlora.policy import Decision, Spent, exhausted
 from whichlora.pursuit import Pursuit
@@ -38,16 +39,26 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
 
     The group's accelerator is what the drivers on its nodes said; before the first task ran, what
     its type and features say. A group whose nodes differ is judged once for each kind.
+
+    Raises:
+        ConfigError: no group runs any candidate.
     """
     lengths: dict[str, TokenLengths] = {}
     judged: list[Judged] = []
+    refusals: list[ConfigError] = []
     for group in sweep.groups:
         folder = sweep.run_dir / group.name
         for key in _met(sweep, group) or [group.gpu]:
             own = replace(plan, output_dir=folder, gpu=key)
             gpu = api.find_gpu(key)
             session = Session(own, gpu, progress, fresh=False, lengths=lengths)
-            pursuit = session.pursuit(session.runs())
+            try:
+                runs = session.runs()
+            except ConfigError as error:  # the other groups may run what this one refuses
+                refusals.append(error)
+                progress.say(f"{group.name} left out: {error}")
+                continue
+            pursuit = session.pursuit(runs)
             _, refused = session.recall(pursuit)
             for difference, number in refused.items():
                 progress.say(
@@ -65,6 +76,8 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
                     candidates=session.candidates(pursuit),
                 )
             )
+    if refusals and not judged:
+        raise refusals[0]
     return judged
 
 

@@ -1,0 +1,230 @@
+"""Columns as public data sets name them, and which of them are the prompt and the answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whichlora.data_format import DataKind
+from whichlora.dataset.base import Row
+from whichlora.errors import ConfigError
+
+# Names in lower case with "_" for spaces and hyphens, the likeliest first. Source: the columns of
+# the public data sets that tests/test_columns.py lists.
+PREFERENCES = (
+    *(("chosen", "rejected"), ("chosen_response", "rejected_response")),
+    ("response_j", "response_k"),
+)
+CONVERSATIONS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "data")
+PROMPTS = (
+    *("instruction", "instructions", "definition", "question", "questions", "query", "prompt"),
+    *("problem", "inputs", "input", "user", "human"),
+)
+ANSWERS = (
+    *("output", "response", "completion", "solution", "generated_solution", "answer", "answers"),
+    *("best_answer", "target", "targets", "assistant", "bot", "gpt", "reply"),
+)
+PAIRS = (
+    *(("document", "summary"), ("article", "highlights"), ("article", "summary")),
+    *(("dialogue", "summary"), ("text", "summary"), ("source", "target"), ("src", "tgt")),
+    *(("input_text", "target_text"), ("input_text", "output_text"), ("q", "a")),
+    *(("text", "code"), ("text", "output"), ("text", "response"), ("text", "answer")),
+    *(("text", "label"), ("sentence", "label")),
+)
+CONTEXTS = ("input", "inputs", "context", "passage", "document")  # beside a prompt
+SYSTEMS = ("system", "system_prompt", "system_message")
+HISTORIES = ("history",)  # earlier turns, as pairs
+TEXTS = ("text", "content", "code")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """What each column of a data set is.
+
+    Args:
+        kind: of the examples that they make.
+        chat: texts are turns of a conversation, which the model's chat template renders.
+        trained: what the model learns to write: the text, the conversation or the answer.
+        prompt, rejected, system, history: columns, where there are such.
+        contexts: columns that follow the prompt, after a blank line.
+        unused: all others.
+    """
+
+    kind: DataKind
+    chat: bool
+    trained: str
+    prompt: str | None = None
+    rejected: str | None = None
+    system: str | None = None
+    history: str | None = None
+    contexts: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Which columns make an example, and which are left out."""
+        first = ", ".join(filter(None, (self.system, self.history, self.prompt, *self.contexts)))
+        words = f"{first} -> {self.trained}" if first else self.trained
+        words += f" (rejected: {self.rejected})" if self.rejected else ""
+        words += f" as {'messages' if self.chat else 'text'}"
+        return words + (f" (not used: {', '.join(self.unused)})" if self.unused else "")
+
+
+def recognised(row: Row) -> Columns:
+    """What the columns of `row` are, by their names and by what they hold.
+
+    Raises:
+        ConfigError: they are not known by name; says what to write instead.
+    """
+    columns = (
+        _preference(row)
+        or _conversation(row)
+        or _prompt_completion(row)
+        or _instruction(row)
+        or _plain_text(row)
+    )
+    if columns is None:
+        raise ConfigError(_advice(row))
+    return columns
+
+
+def as_list(value: Any) -> list[Any] | None:
+    """`value` if it is a list, or the list that a cell of a CSV file spells as JSON."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    return value if isinstance(value, list) else None
+
+
+def _preference(row: Row) -> Columns | None:
+    by_name = _by_name(row)
+    for names in PREFERENCES:
+        if not set(names) <= set(by_name):
+            continue
+        chosen, rejected = (by_name[name] for name in names)
+        messages = as_list(row[chosen]) is not None
+        system = None if messages else _first_text(row, SYSTEMS)
+        prompt = next((by_name[name] for name in PROMPTS if name in by_name), None)
+        as_in_trl = prompt is None or (prompt == by_name.get("prompt") and system is None)
+        return _columns(
+            row,
+            kind="preference",
+            chat=messages or not as_in_trl,
+            trained=chosen,
+            rejected=rejected,
+            prompt=prompt,
+            system=system,
+        )
+    return None
+
+
+def _conversation(row: Row) -> Columns | None:
+    by_name = _by_name(row)
+    for name in CONVERSATIONS:
+        if name in by_name and as_list(row[by_name[name]]) is not None:
+            system = _first_text(row, SYSTEMS)
+            return _columns(row, kind="messages", chat=True, trained=by_name[name], system=system)
+    return None
+
+
+def _prompt_completion(row: Row) -> Columns | None:
+    """The two columns of TRL: texts are kept as they are, messages as messages."""
+    by_name = _by_name(row)
+    if not {"prompt", "completion"} <= set(by_name) or set(SYSTEMS) & set(by_name):
+        return None
+    prompt, completion = by_name["prompt"], by_name["completion"]
+    chat = as_list(row[completion]) is not None
+    return _columns(row, kind="prompt-completion", chat=chat, trained=completion, prompt=prompt)
+
+
+def _instruction(row: Row) -> Columns | None:
+    by_name = _by_name(row)
+    answer = _first_text(row, ANSWERS)
+    prompt = _first_text(row, PROMPTS)
+    if answer is None or prompt is None:
+        pairs = ([_first_text(row, [name]) for name in names] for names in PAIRS)
+        prompt, answer = next((pair for pair in pairs if None not in pair), (None, None))
+    if answer is None or prompt is None:
+        return None
+    return _columns(
+        row,
+        kind="prompt-completion",
+        chat=True,
+        trained=answer,
+        prompt=prompt,
+        system=next((by_name[name] for name in SYSTEMS if name in by_name), None),
+        history=next((by_name[name] for name in HISTORIES if name in by_name), None),
+        contexts=tuple(
+            by_name[name]
+            for name in CONTEXTS
+            if name in by_name and by_name[name] not in (prompt, answer)
+        ),
+    )
+
+
+def _plain_text(row: Row) -> Columns | None:
+    by_name = _by_name(row)
+    column = next((by_name[name] for name in TEXTS if name in by_name), None)
+    if column is None and len(row) == 1 and not set(by_name) & set(CONVERSATIONS):
+        column = next((one for one, value in row.items() if isinstance(value, str)), None)
+    if column is not None:
+        return _columns(row, kind="text", chat=False, trained=column)
+    named = next((by_name[name] for name in CONVERSATIONS if name in by_name), None)
+    if named is None:
+        return None
+    return _columns(row, kind="messages", chat=True, trained=named)
+
+
+def _by_name(row: Row) -> dict[str, str]:
+    """Columns by the name that they are compared by; the first of two that differ in case."""
+    names: dict[str, str] = {}
+    for column in row:
+        names.setdefault(re.sub(r"[\s_-]+", "_", column.strip().lower()), column)
+    return names
+
+
+def _first_text(row: Row, names: Sequence[str]) -> str | None:
+    """The column of the first of `names` that holds text in `row`, else that holds nothing."""
+    by_name = _by_name(row)
+    columns = [by_name[name] for name in names if name in by_name]
+    texts = (one for one in columns if isinstance(row[one], str))
+    return next(texts, next((one for one in columns if row[one] is None), None))
+
+
+def _columns(row: Row, **parts: Any) -> Columns:
+    used = {part for part in parts.values() if isinstance(part, str)} | set(
+        parts.get("contexts", ())
+    )
+    return Columns(unused=tuple(column for column in row if column not in used), **parts)
+
+
+def _advice(row: Row) -> str:
+    """What to write where no column is known: every text, the likeliest answer last."""
+    likely = [*(names[1] for names in (*PAIRS, *PREFERENCES)), *reversed(ANSWERS)]
+    places = {
+        column: likely.index(name) if name in likely else -1
+        for name, column in _by_name(row).items()
+    }
+    texts = [column for column in row if isinstance(row[column], str)]
+    scalars = [column for column in row if isinstance(row[column], str | int | float)]
+    if texts:  # beside them a number can only be the answer
+        scalars = [one for one in scalars if one in texts or places.get(one, -1) >= 0]
+    scalars = sorted(scalars, key=lambda column: places.get(column, -1))
+    words = f"has the columns {', '.join(row)}, whose names do not tell which to train on"
+    nested = [column for column in row if isinstance(row[column], dict | list)]
+    if nested:
+        words += f"; {', '.join(nested)} must be made text or messages first, to be used"
+    if not scalars:
+        return f"{words}; give rows with text, messages, or prompt and completion"
+    template = "\\n".join(f"{{{column}}}" for column in scalars)
+    advice = f'dataset.template, such as "{template}"'
+    if len(scalars) > 1 and set(scalars[-2:]) <= set(texts):
+        advice = (
+            f"dataset.prompt_column and dataset.completion_column, such as {scalars[-2]} and "
+            f"{scalars[-1]}, or {advice}"
+        )
+    return f"{words}; give {advice}"
