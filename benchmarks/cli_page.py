@@ -47,6 +47,7 @@ Made by `python benchmarks/cli_page.py`; `whichlora COMMAND --help` prints the s
 | 1 | nothing meets the limits; the closest candidate is printed |
 | 2 | bad request, or what it needs failed: one line on stderr says what, and what to do |
 | 130 | interrupted; `whichlora run` and `slurm resume` go on with what was measured |
+| 141 | whoever read the output ended first, as in `whichlora gpus \\| head` |
 
 A traceback is a bug: please report it.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from whichlora.text import visible
 
 EXIT_NOTHING_FITS = 1
 EXIT_BAD_REQUEST = 2
+EXIT_UNREAD = 141  # as a shell says of SIGPIPE
 EXIT_INTERRUPTED = 130  # as a shell says of SIGINT; click's own 1 would mean that nothing fits
 
 
@@ -48,6 +50,16 @@ def goes_on_with(*command: str) -> Iterator[None]:
         raise Interrupted(f"interrupted; what was measured is kept, go on with: {text}") from None
 
 
+class Unread(OneLine):
+    """Whoever read the output has gone (`… | head`): nothing to tell, and nothing went wrong."""
+
+    exit_code = EXIT_UNREAD
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, 1)  # what is still buffered has nowhere to go
+
+
 class Group(click.Group):
     """Turns our errors and click's into one line; any other exception keeps its traceback."""
 
@@ -66,6 +78,8 @@ def _one_line() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise Interrupted("interrupted") from None
+    except BrokenPipeError:  # of which click would say 1, that nothing fits
+        raise Unread("") from None
     except InfeasibleError as error:
         raise NothingFits(f"nothing fits: {error}") from None
     except WhichLoraError as error:

@@ -31,6 +31,10 @@ def open_console(*, stderr: bool = False) -> Console:
                 else:
                     yield segment._replace(text=visible(segment.text, keep="\n"))
 
+        def on_broken_pipe(self) -> None:
+            """Leave the exit code to the command line; rich's own 1 means that nothing fits."""
+            raise
+
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PLAIN_WIDTH
     return VisibleConsole(stderr=stderr, width=width, highlight=False, soft_wrap=False)
