@@ -231,6 +231,70 @@ def test_a_dry_run_measures_nothing_and_still_answers(
     assert not answer.winner.measured
 
 
+GPU_LIST = "gpu: [l4, 4090, t4]\ngpu_prices: {l4: 0.5, 4090: 0.4}\n"
+
+
+def test_each_gpu_of_a_list_is_answered_for_and_the_best_recommended(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none")
+    path.write_text(path.read_text().replace("gpu: cpu\n", GPU_LIST))
+    answer = workflow.run(path, progress=Silent())
+    choice = answer.choice
+    assert choice is not None
+    assert choice.best is not None
+    assert answer.gpu.key == choice.best.gpu == "rtx-4090-24gb"
+    assert [on.gpu for on in choice.gpus] == ["l4-24gb", "rtx-4090-24gb", "t4-16gb"]
+    seconds = {on.gpu: on.least_s(choice.model) for on in choice.gpus}
+    assert choice.fastest is not None
+    assert seconds[choice.fastest.gpu] == min(seconds.values())
+    assert choice.cheapest is not None
+    costs = {
+        on.gpu: seconds[on.gpu] / 3600 * answer.plan.objective.price_per_hour[on.gpu]
+        for on in choice.gpus[:2]
+    }
+    assert choice.cost_of_model(choice.cheapest) == pytest.approx(min(costs.values()))
+    written = json.loads((tmp_path / "out" / "answer.json").read_text())
+    assert written["gpu"] == "rtx-4090-24gb"
+    assert [row["recommended"] for row in written["gpus"]] == [False, True, False]
+    assert written["gpus"][2]["cost"] is None
+    assert (tmp_path / "out" / "t4-16gb" / "answer.json").is_file()
+    assert "On each GPU" in (tmp_path / "out" / "report.html").read_text()
+    assert any(line.startswith("GPU: rtx-4090-24gb is recomm") for line in written["explanation"])
+
+
+def test_of_a_list_only_the_device_of_this_machine_is_profiled(
+    tmp_path: Path, fake_device: type[FakeProfiler]
+) -> None:
+    path = write_config(tmp_path, profile="all")
+    path.write_text(path.read_text().replace("gpu: cpu\n", "gpu: [4090, cpu]\n"))
+    answer = workflow.run(path, progress=Silent())
+    assert fake_device.calls
+    assert answer.choice is not None
+    assert [on.measured for on in answer.choice.gpus] == [False, True]
+
+
+def test_a_gpu_that_runs_nothing_of_the_plan_leaves_the_others(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none")
+    text = path.read_text().replace("gpu: cpu\n", "gpu: [2080ti, 4090]\n")
+    text = text.replace("precision: fp32", "precision: bf16")
+    path.write_text(text + "attn: flash_attention_2\n")
+    answer = workflow.run(path, progress=Silent())
+    assert answer.choice is not None
+    assert "does not run on rtx-2080-ti-11gb" in answer.choice.gpus[0].refusal
+    assert answer.gpu.key == "rtx-4090-24gb"
+
+
+def test_one_gpu_has_the_answer_it_always_had(tmp_path: Path) -> None:
+    workflow.run(write_config(tmp_path, profile="none"), progress=Silent())
+    assert "gpus" not in json.loads((tmp_path / "out" / "answer.json").read_text())
+
+
+def test_training_needs_one_gpu(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none")
+    path.write_text(path.read_text().replace("gpu: cpu\n", GPU_LIST) + "train: true\n")
+    with pytest.raises(ConfigError, match="train: true needs one gpu, got 3"):
+        workflow.run(path, progress=Silent())
+
+
 def test_a_model_that_a_setting_refuses_leaves_the_others_in_the_plan(tmp_path: Path) -> None:
     models = f"{MODELS[0]}, albert/albert-base-v2"
     path = write_config(tmp_path, profile="none", models=models)

@@ -255,6 +255,7 @@ class Plan:
     Args:
         source: path of the config file.
         gpu: a key, alias or device name, or "auto" for the device of this machine.
+        gpus: all that it is asked for, of which `gpu` is the first.
         tokenizers: model name to tokenizer name, where they differ.
         inference, finetune: settings that all candidates of a stage share; their `model`,
             `batch_size` and the other listed dimensions are replaced by the lists here.
@@ -278,6 +279,7 @@ class Plan:
     source: Path
     output_dir: Path
     gpu: str
+    gpus: tuple[str, ...] = ()
     models: tuple[str, ...]
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     inference: RunConfig

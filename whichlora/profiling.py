@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from whichlora.device.busy import busy_cpu, busy_gpu
@@ -47,8 +48,27 @@ def require_profiler() -> None:
     Profiler.require_libraries()
 
 
+def gpus_of(plan: Plan) -> list[GpuSpec]:
+    """The devices that `plan` is for, each once.
+
+    Raises:
+        ConfigError: an unknown name, or no GPU here where the plan names none.
+    """
+    specs = [gpu_of(replace(plan, gpu=name)) for name in plan.gpus or (plan.gpu,)]
+    return list({spec.key: spec for spec in specs}.values())
+
+
+def is_here(gpu: GpuSpec) -> bool:
+    """Whether this machine has `gpu`."""
+    try:
+        device_of(gpu)
+    except ConfigError:
+        return False
+    return True
+
+
 def gpu_of(plan: Plan) -> GpuSpec:
-    """The device that `plan` is for.
+    """The device that `plan` is for; of a list, the first.
 
     "auto" means a GPU: on a laptop without one, the CPU is for whoever asks for it by name, since
     profiling would build models there that it can't hold.

@@ -13,13 +13,16 @@ from whichlora import api
 from whichlora.calibration import Calibration
 from whichlora.config import load_plan
 from whichlora.data_format import TEXT_ROWS
+from whichlora.dataset import TokenLengths
 from whichlora.device.installed import installed_versions
+from whichlora.errors import ConfigError
+from whichlora.gpu_choice import GpuChoice, OnGpu, choose_gpu
 from whichlora.html_report import write_report
 from whichlora.numeric import TWO_SIDED_Z
 from whichlora.plan import Plan, Prefer
 from whichlora.policy import Decision, StoppedBy
 from whichlora.prediction import TIME_CONFIDENCE, predict
-from whichlora.profiling import device_of, gpu_of, require_profiler
+from whichlora.profiling import device_of, gpus_of, is_here, require_profiler
 from whichlora.pursuit import Pursuit
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction, Refused
 from whichlora.search import Candidate, accepted, kept_models, predicted_winner
@@ -85,6 +88,7 @@ class Answer:
         compared: every candidate measured in this run, beside its predictions.
         side_by_side: the best candidate with every method and rank, whatever the plan asked for.
         refused: combinations of the plan that a model or the device lacks.
+        choice: what every GPU of a list comes to; this is the answer of the recommended one.
         dataset: sequences, tokens and epochs that the total times are for.
         files: what was written, by purpose.
         training: what the winning job reported, where it was run, or the `error` it ended with.
@@ -103,6 +107,7 @@ class Answer:
     tokens: str
     side_by_side: Sequence[Candidate] = ()
     refused: Sequence[Refused] = ()
+    choice: GpuChoice | None = None
     dataset: Mapping[str, float] = field(default_factory=dict)
     calibration: Calibration | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
@@ -128,6 +133,7 @@ class Answer:
             "finetune": [detailed_row(one, self.plan) for one in self.finetune],
             "files": {name: str(path) for name, path in self.files.items()},
             "training": None if self.training is None else dict(self.training),
+            **({} if self.choice is None else {"gpus": self.choice.to_rows()}),
         } | answer_facts(self)
 
 
@@ -147,17 +153,90 @@ def run(
     plan = load_plan(config)
     if prefer is not None:
         plan = replace(plan, objective=replace(plan.objective, prefer=prefer))
-    gpu = gpu_of(plan)
-    if plan.profile != "none":
-        device_of(gpu)
+    gpus = gpus_of(plan)
+    if plan.profile != "none" and not any(map(is_here, gpus)):
+        device_of(gpus[0])  # says what this machine has
+    if plan.train and len(gpus) > 1:
+        raise ConfigError(
+            f"{plan.source}: train: true needs one gpu, got {len(gpus)}; set train: false, and "
+            "start the job of the recommended one there"
+        )
     if plan.profile != "none" or plan.train:
         require_profiler()
     with hold_folder(plan.output_dir):
-        return _run(plan, gpu, progress, fresh=fresh)
+        if len(gpus) == 1:
+            return _run(plan, gpus[0], progress, fresh=fresh, lengths={})
+        return _run_on_each(plan, gpus, progress, fresh=fresh)
 
 
-def _run(plan: Plan, gpu: GpuSpec, progress: Progress, *, fresh: bool) -> Answer:
-    session = Session(plan, gpu, progress, fresh=fresh)
+def _run_on_each(plan: Plan, gpus: Sequence[GpuSpec], progress: Progress, *, fresh: bool) -> Answer:
+    """The answer of the recommended GPU, with what the others come to; one folder for each.
+
+    Only a GPU of this machine is profiled.
+
+    Raises:
+        ConfigError: none of them can carry out the plan.
+    """
+    lengths: dict[str, TokenLengths] = {}
+    answers: dict[str, Answer] = {}
+    refusals: dict[str, ConfigError] = {}
+    here = {gpu.key for gpu in gpus if plan.profile != "none" and is_here(gpu)}
+    for gpu in gpus:
+        own = replace(
+            plan,
+            gpu=gpu.key,
+            gpus=(gpu.key,),
+            output_dir=plan.output_dir / gpu.key,
+            profile=plan.profile if gpu.key in here else "none",
+        )
+        try:
+            answers[gpu.key] = _run(own, gpu, progress, fresh=fresh, lengths=lengths)
+        except ConfigError as error:
+            progress.say(f"{gpu.key} left out: {error}")
+            refusals[gpu.key] = error
+    if not answers:
+        raise next(iter(refusals.values()))
+    choice = choose_gpu(
+        [_on_gpu(gpu.key, answers, refusals, measured=gpu.key in here) for gpu in gpus],
+        plan.objective,
+    )
+    best = answers[choice.best.gpu] if choice.best else next(iter(answers.values()))
+    files = {
+        **best.files,
+        "answer": plan.output_dir / "answer.json",
+        "report": plan.output_dir / "report.html",
+    }
+    return _write_answer(plan.output_dir, replace(best, choice=choice, files=files))
+
+
+def _on_gpu(
+    key: str,
+    answers: Mapping[str, Answer],
+    refusals: Mapping[str, ConfigError],
+    *,
+    measured: bool,
+) -> OnGpu:
+    if key in refusals:
+        return OnGpu(gpu=key, refusal=str(refusals[key]))
+    answer = answers[key]
+    return OnGpu(
+        gpu=key,
+        winner=answer.winner,
+        finetune=answer.finetune,
+        measured=measured,
+        folder=str(answer.plan.output_dir),
+    )
+
+
+def _run(
+    plan: Plan,
+    gpu: GpuSpec,
+    progress: Progress,
+    *,
+    fresh: bool,
+    lengths: dict[str, TokenLengths],
+) -> Answer:
+    session = Session(plan, gpu, progress, fresh=fresh, lengths=lengths)
     try:
         answer = _search(session)
         answer = replace(answer, files=write_files(session, answer))
@@ -167,8 +246,12 @@ def _run(plan: Plan, gpu: GpuSpec, progress: Progress, *, fresh: bool) -> Answer
         session.close()
     report = plan.output_dir / "report.html"
     answer = replace(answer, files={**answer.files, "report": report})
-    write_object(plan.output_dir / "answer.json", answer.to_dict())
-    write_report(plan.output_dir, report)
+    return _write_answer(plan.output_dir, answer)
+
+
+def _write_answer(folder: Path, answer: Answer) -> Answer:
+    write_object(folder / "answer.json", answer.to_dict())
+    write_report(folder, answer.files["report"])
     return answer
 
 

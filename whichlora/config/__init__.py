@@ -124,7 +124,8 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
     return Plan(
         source=path,
         output_dir=_folder(settings.output_dir, folder) or Path("runs") / path.stem,
-        gpu=settings.gpu,
+        gpu=settings.gpu[0],
+        gpus=settings.gpu,
         models=models,
         tokenizers=_tokenizers(stage1.tokenizers, names, folder),
         inference=_inference(settings, models[0]),

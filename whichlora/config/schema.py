@@ -111,6 +111,7 @@ GpuName = Annotated[
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
     WithJsonSchema({"type": ["string", "integer"], "pattern": r"\S"}),
 ]
+GpuNames = Annotated[tuple[GpuName, ...], Field(min_length=1), _OneOrMany()]
 _TextKeys = BeforeValidator(
     lambda value: (
         {str(key) if type(key) is int else key: each for key, each in value.items()}
@@ -282,8 +283,9 @@ class PlanFile(_Section):
     stage2_profile: Stage2 = Field(default_factory=Stage2)
     models: Names | None = None
     """Models to choose from: hub ids, aliases, or local folders ('./my-model')."""
-    gpu: GpuName = "auto"
-    """A key of `whichlora gpus`, a device name, cpu, or auto for the GPU of this machine."""
+    gpu: GpuNames = ("auto",)
+    """A key of `whichlora gpus`, a device name, cpu, or auto for the GPU of this machine; of
+    several, each is answered for and the best one recommended."""
     epochs: Positive = 1.0
     """Passes over the training split."""
     train_on: TrainOn = "completions"

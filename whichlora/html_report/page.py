@@ -46,6 +46,7 @@ def page(source: Source) -> str:
         "answer": _answer(source),
         "lead": "".join(_figure_slot(one) for one in figures if one["id"] == _lead(figures)),
         "figures": "".join(_figure_slot(one) for one in figures if one["id"] != _lead(figures)),
+        "gpus": _gpus(source),
         "side_by_side": _side_by_side(source),
         "missing": _missing(source),
         "provenance": _provenance(source),
@@ -273,11 +274,39 @@ def _side_by_side(source: Source) -> str:
         "Known from",
         "Memory",
     )
+    return _plain_table(head, rows)
+
+
+def _plain_table(head: Sequence[str], rows: Sequence[str]) -> str:
     return (
         "<div class=scroll><table class=plain><thead><tr>"
         + "".join(f"<th scope=col>{title}</th>" for title in head)
         + f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _gpus(source: Source) -> str:
+    """What the plan comes to on each GPU of its list."""
+    if not source.gpus:
+        return ""
+    rows = []
+    for on in source.gpus:
+        cells = (
+            ", ".join(on.marks) or NONE,
+            on.winner or on.refusal or "nothing meets every limit",
+            NONE if on.peak_bytes is None else format_bytes(on.peak_bytes),
+            NONE if on.total_s is None else format_seconds(on.total_s),
+            NONE if on.cost is None else f"{on.cost:.2f}",
+            "measured" if on.measured else "predicted",
+        )
+        rows.append(
+            f"<tr{' class=wins' if 'recommended' in on.marks else ''}>"
+            f"<th scope=row>{escape(on.gpu)}</th>"
+            + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            + "</tr>"
+        )
+    head = ("GPU", "Best for", "Winner there", "Peak memory", "Total time", "Cost", "Known from")
+    return f"<section><h2>On each GPU</h2>{_plain_table(head, rows)}</section>"
 
 
 def _missing(source: Source) -> str:

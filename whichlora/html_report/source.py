@@ -88,6 +88,25 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OnGpu:
+    """What the plan comes to on one GPU of its list, as `gpu_choice.OnGpu` was written.
+
+    Args:
+        winner: its name; empty where there is none, and `refusal` may say why.
+        marks: what is best about it: "recommended", "fastest", "cheapest".
+    """
+
+    gpu: str
+    winner: str
+    refusal: str
+    peak_bytes: float | None
+    total_s: float | None
+    cost: float | None
+    measured: bool
+    marks: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Everything that the report shows.
 
@@ -98,6 +117,7 @@ class Source:
         points: the candidates of both stages; `winner` is the index of the best one, `front` those
             of fine-tuning candidates that no other beats in both time and memory.
         side_by_side: one shape with every method and rank.
+        gpus: every GPU of the plan's list; empty where it has one.
         missing: parts of the report that this answer has no data for.
     """
 
@@ -114,6 +134,7 @@ class Source:
     side_by_side: Sequence[Point]
     comparison: Sequence[Compared]
     missing: Sequence[str]
+    gpus: Sequence[OnGpu] = ()
 
     def limit(self, name: str) -> float | None:
         """The limit called `name`; None where there is none."""
@@ -180,6 +201,29 @@ def _source(values: Mapping[str, Any]) -> Source:
         side_by_side=[_point(row, gpu) for row in values.get("side_by_side", ())],
         comparison=[_compared(row) for row in values.get("comparison", ())],
         missing=missing,
+        gpus=[_on_gpu(row) for row in values.get("gpus", ())],
+    )
+
+
+def _on_gpu(row: Mapping[str, Any]) -> OnGpu:
+    winner = row["winner"] or {}
+    name = ""
+    if winner:
+        short = str(winner["model"]).rsplit("/", 1)[-1]
+        name = f"{short} {winner['method']}, batch {winner['batch_size']}"
+    values = {
+        key: None if row[key] is None else float(row[key])
+        for key in ("peak_bytes", "total_time_s", "cost")
+    }
+    return OnGpu(
+        gpu=str(row["gpu"]),
+        winner=name,
+        refusal=str(row["refusal"]),
+        peak_bytes=values["peak_bytes"],
+        total_s=values["total_time_s"],
+        cost=values["cost"],
+        measured=bool(row["measured"]),
+        marks=[mark for mark in ("recommended", "fastest", "cheapest") if row[mark]],
     )
 
 

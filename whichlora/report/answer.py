@@ -18,6 +18,7 @@ MAX_ROWS = 40  # of a stage; what was measured stands there anyway
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from whichlora.gpu_choice import GpuChoice
     from whichlora.workflow import Answer
 
 
@@ -42,7 +43,57 @@ def explanation(answer: Answer) -> list[str]:
         lines.append(
             f"… and {len(before) - MAX_REASONS} more better-ranked candidates, see the table"
         )
-    return lines + refusals(answer.refused)
+    return [*lines, *_of_gpus(answer.choice), *refusals(answer.refused)]
+
+
+def _of_gpus(choice: GpuChoice | None) -> list[str]:
+    """Which of several GPUs is recommended, which is fastest and which cheapest."""
+    if choice is None or choice.best is None:
+        return []
+    lines = [f"GPU: {choice.best.gpu} is recommended, the best of {len(choice.gpus)}."]
+    if choice.fastest is not None:
+        seconds = choice.fastest.least_s(choice.model) or 0.0
+        lines.append(
+            f"  fastest for {choice.model}: {choice.fastest.gpu}, {format_seconds(seconds)}"
+        )
+    if choice.cheapest is not None:
+        cost, gpu = choice.cost_of_model(choice.cheapest), choice.cheapest.gpu
+        lines.append(f"  cheapest for {choice.model}: {gpu}, {cost:.2f}")
+    else:
+        lines.append("  gpu_prices, the price of an hour, would say which is cheapest")
+    return lines
+
+
+def gpu_rows(choice: GpuChoice) -> list[tuple[str, ...]]:
+    """The GPUs of a plan as cells: winner, memory, time, price and what is best about it."""
+    rows: list[tuple[str, ...]] = []
+    for on in choice.gpus:
+        best, cost = on.winner, choice.cost(on)
+        marks = {"recommended": choice.best, "fastest": choice.fastest, "cheapest": choice.cheapest}
+        rows.append(
+            (
+                on.gpu,
+                on.refusal or ("nothing meets every limit" if best is None else describe(best.run)),
+                "-" if best is None else format_bytes(best.memory_bytes.value),
+                "-" if best is None or not best.total_s else format_seconds(best.total_s.value),
+                "-" if cost is None else f"{cost:.2f}",
+                "measured" if best is not None and best.measured else "predicted",
+                ", ".join(mark for mark, marked in marks.items() if marked is on),
+            )
+        )
+    return rows
+
+
+def _print_gpus(console: Console, choice: GpuChoice) -> None:
+    numbers = ("peak", "total", "cost")
+    print_table(
+        console,
+        ("GPU", "winner", *numbers, "source", ""),
+        gpu_rows(choice),
+        right=numbers,
+        spare=("source", "cost", "peak"),
+        title="the plan on each GPU",
+    )
 
 
 def _winner(answer: Answer, best: Candidate) -> list[str]:
@@ -102,6 +153,8 @@ def print_answer(answer: Answer) -> None:
         console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
     for line in explanation(answer):
         say(console, line)
+    if answer.choice is not None:
+        _print_gpus(console, answer.choice)
     if len(answer.front) > 1:
         _print_front(console, answer.front)
     compared = comparison_rows(answer.compared)

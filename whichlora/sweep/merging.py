@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from whichlora.gpu_choice import rank_across
 from whichlora.html_report import write_report
 from whichlora.plan import Plan
 from whichlora.policy import exhausted
@@ -67,7 +68,7 @@ def merge(plan: Plan, sweep: Sweep, judged: Sequence[Judged]) -> Recommendation:
     """
     groups = [_conclude(plan, sweep, one) for one in judged]
     ranked = [
-        (_rank(plan, one.answer.winner, one.judged.group.gpu), number)
+        (rank_across(plan.objective, one.answer.winner, one.judged.group.gpu), number)
         for number, one in enumerate(groups)
         if one.answer.winner is not None
     ]
@@ -75,14 +76,6 @@ def merge(plan: Plan, sweep: Sweep, judged: Sequence[Judged]) -> Recommendation:
     found = Recommendation(groups=groups, best=best)
     write_object(sweep.run_dir / "recommendation.json", found.to_dict())
     return found
-
-
-def _rank(plan: Plan, winner: Candidate, gpu: str) -> tuple[float, ...]:
-    """As among the candidates of one GPU; where money decides, an hour costs what it does there."""
-    place, *rest = winner.rank
-    if plan.objective.prefer == "price" and winner.total_s is not None:
-        return (place, winner.total_s.value * plan.objective.price_per_hour[gpu], *rest)
-    return winner.rank
 
 
 def _conclude(plan: Plan, sweep: Sweep, judged: Judged) -> GroupAnswer:

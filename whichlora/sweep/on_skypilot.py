@@ -26,8 +26,8 @@ class SkyPilotEngine:
 
     def find_groups(self, plan: Plan) -> tuple[list[GpuGroup], list[str]]:
         """The values of `slurm.gpus`, or else `gpu`: a cloud has every GPU, so it must be said."""
-        names = [*dict.fromkeys(plan.slurm.gpus.values())] or [plan.gpu]
-        if names == ["auto"]:
+        names = [*dict.fromkeys(plan.slurm.gpus.values())] or [*(plan.gpus or (plan.gpu,))]
+        if "auto" in names:
             raise ConfigError(
                 "gpu: auto names no GPU of a cloud; write gpu: h100-sxm-80gb, or several as "
                 "slurm.gpus: {one: h100-sxm-80gb, two: l4-24gb}"
