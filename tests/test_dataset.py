@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from written_job import script_of
 
 from whichlora.config import load_plan
 from whichlora.data_format import ALPACA_CHAT_TEMPLATE, DataFormat
@@ -31,7 +32,9 @@ from whichlora.dataset import (
 )
 from whichlora.dataset.assumed import RELATIVE_DEVIATIONS
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.job import train_script
 from whichlora.plan import DatasetConfig
+from whichlora.specs import RunConfig
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 
@@ -374,7 +377,7 @@ def test_rows_without_text_are_left_out_and_counted() -> None:
     lengths = count_bytes(Rows("abc", "", " \n"))
     assert (lengths.lengths["train"], lengths.num_empty) == ((4,), 2)
     assert lengths.describe().endswith("longest 4, 2 rows without text are left out")
-    with pytest.raises(ConfigError, match="has no text in its split train"):
+    with pytest.raises(ConfigError, match="has no text to learn in its split train"):
         count_bytes(Rows("", " "))
 
 
@@ -582,6 +585,78 @@ def test_a_class_may_give_examples_of_any_format(tmp_path: Path) -> None:
 def test_rows_of_two_formats_are_told() -> None:
     with pytest.raises(ConfigError, match="row 1 of train: has messages as messages, and the rows"):
         count_bytes(Examples({"text": "a"}, {"messages": [USER]}))
+
+
+EVERY_FORMAT = (
+    {"text": "to be or not"},
+    {"prompt": "to be ", "completion": "or not"},
+    {"prompt": "to be ", "chosen": "or not", "rejected": "to"},
+    {"messages": [SYSTEM, USER, ASSISTANT, USER, ASSISTANT]},
+    {"prompt": [USER], "completion": [ASSISTANT]},
+    {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [USER]},
+    {"chosen": [USER, ASSISTANT], "rejected": [USER, USER]},
+)
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path, **config: Any) -> None:
+    """A tokenizer of bytes that begins each text with <s>, as Llama's does."""
+    tokenizers = pytest.importorskip("tokenizers")
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate([*special, *alphabet])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    content = {"tokenizer_class": "PreTrainedTokenizerFast"} | names | config
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("example", EVERY_FORMAT)
+@pytest.mark.parametrize("kind", ["bytes", "with a chat template", "without"])
+def test_planned_lengths_are_those_that_the_job_trains_on(
+    tmp_path: Path, example: dict[str, Any], kind: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(
+        tmp_path, **({"chat_template": CHATML} if kind == "with a chat template" else {})
+    )
+    weights: dict[str, Any] = {"weights": "random"} if kind == "bytes" else {}
+    path = tmp_path / "train.py"
+    path.write_text(
+        train_script(
+            RunConfig(model="tiny", precision="fp32"),
+            target_modules="all-linear",
+            model_config={"model_type": "llama"},
+            data_format=DataFormat.of(example),
+            **weights,
+        )
+    )
+    script = script_of(path)
+    tokenizer = (
+        script.byte_tokenizer()
+        if kind == "bytes"
+        else transformers.AutoTokenizer.from_pretrained(tmp_path)
+    )
+    if tokenizer.chat_template is None:  # as the job does before it reads its rows
+        tokenizer.chat_template = getattr(script, "CHAT_TEMPLATE", None)
+    ids, _ = script.encode(example, tokenizer)
+    planned = count_tokens(
+        Examples(example),
+        tokenizer=BYTE_LEVEL if kind == "bytes" else str(tmp_path),
+        offline=True,
+        max_length=999,
+    )
+    assert planned.lengths["train"] == (len(ids),)
 
 
 @pytest.mark.oracle

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from statistics import NormalDist, quantiles
+from collections.abc import Iterable, Mapping
+from statistics import NormalDist, median, quantiles
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,10 +36,18 @@ Source: `benchmarks/public_lengths.py` over the named repositories on GitHub; th
 the Hugging Face hub (mean 528.10, standard deviation 657.89).
 """
 
-# of the logarithm of the lengths: typical, and between which 90 % of the data sets lie
-_SHAPES = [math.sqrt(math.log1p(ratio**2)) for ratio in RELATIVE_DEVIATIONS.values()]
-TYPICAL = quantiles(_SHAPES, n=2, method="inclusive")[0]
-NARROW, *_, WIDE = quantiles(_SHAPES, n=20, method="inclusive")
+
+def spreads(relative_deviations: Iterable[float]) -> tuple[float, float, float]:
+    """Standard deviations of the logarithm: the median, and between which 90 % of them lie.
+
+    Kind: exact of a log-normal. Source: its squared deviation over its mean is exp(s²) - 1.
+    """
+    shapes = [math.sqrt(math.log1p(ratio**2)) for ratio in relative_deviations]
+    narrow, *_, wide = quantiles(shapes, n=20, method="inclusive")
+    return median(shapes), narrow, wide
+
+
+TYPICAL, NARROW, WIDE = spreads(RELATIVE_DEVIATIONS.values())
 
 _MOST_DISTINCT = 10_000  # quantiles that stand for more samples
 

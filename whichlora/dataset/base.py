@@ -64,7 +64,10 @@ def data_format(dataset: BaseDataset) -> DataFormat:
     for example in examples(dataset, "train", checked_splits(dataset)["train"]):
         if example is not None:
             return DataFormat.of(example)
-    raise ConfigError("dataset: has no text in its split train; give at least one row")
+    raise ConfigError(
+        "dataset: has no text to learn in its split train: no row, or only empty texts and "
+        "answers; give at least one"
+    )
 
 
 def examples(

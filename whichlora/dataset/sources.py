@@ -68,12 +68,15 @@ class CountedDataset(BaseDataset):
     Args:
         spread: standard deviation of the logarithm of the lengths, where it is known.
         max_tokens: length of the longest sequence, where it is known.
+        typical, between: what is assumed of the spread where it is not known.
     """
 
     num_samples: int
     mean_tokens: float
     spread: float | None = None
     max_tokens: int | None = None
+    typical: float = assumed.TYPICAL
+    between: tuple[float, float] = (assumed.NARROW, assumed.WIDE)
 
     def splits(self) -> Mapping[str, Sequence[Row]]:
         raise ConfigError(
@@ -89,14 +92,14 @@ class CountedDataset(BaseDataset):
         The longest sequence is one of `max_tokens`, or of any length: it is cut to `max_length`.
         """
         longest = max_length if self.max_tokens is None else min(self.max_tokens, max_length)
-        spreads = (assumed.NARROW, assumed.WIDE) if self.spread is None else ()
+        spreads = self.between if self.spread is None else ()
         if self.max_tokens is None:
             longest_method = "the longest may be as long as sequence_length"
         else:
             longest_method = f"the longest of {self.max_tokens} tokens"
         shape = "as public instruction data" if self.spread is None else "as p95_tokens tells"
         return replace(
-            self._spread(self.spread or assumed.TYPICAL, max_length),
+            self._spread(self.typical if self.spread is None else self.spread, max_length),
             longest_possible=None if longest == UNCUT else longest,
             alternatives=tuple(self._spread(spread, max_length) for spread in spreads),
             method=f"assumed, as only counts are given: log-normal around the mean of "

@@ -172,6 +172,9 @@ def print_answer(answer: Answer) -> None:
     if "job" in answer.files and not trained:
         from whichlora.job import train_command
 
+        if "data_train" not in answer.files:
+            data = answer.files["job"].with_name("train.jsonl")
+            say(console, f'put your rows into {data} first, as {{"text": ...}} lines', whole=True)
         command = shlex.join(train_command(answer.files["job"]))
         say(console, f"start the fine-tuning with: {command}", whole=True)
 
