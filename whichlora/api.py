@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from whichlora.store.measurements import read_measurements, record_ids
 from whichlora.store.paths import data_folder, user_calibration_folder
 from whichlora.targets import resolve_targets
 
+MOST_COMBINATIONS = 20_000  # half a minute of predictions
 # Settings that a phase does not read: a grid over them would only repeat itself.
 _FINETUNE_ONLY = (
     "method",
@@ -174,7 +176,7 @@ def grid(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
     appears twice.
 
     Raises:
-        ConfigError: a value that is not accepted.
+        ConfigError: a value that is not accepted, or more combinations than `MOST_COMBINATIONS`.
     """
     yield from only_runs(combinations(settings))
 
@@ -200,6 +202,7 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
         ConfigError: settings that none of the combinations can mean.
     """
     _check_storage_is_told(settings)
+    _check_number(settings)
     seen: set[RunConfig] = set()
     for phase in settings.get("phase", ("finetune",)):
         unread = _INFERENCE_ONLY if phase == "finetune" else _FINETUNE_ONLY
@@ -217,6 +220,20 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
             if run not in seen:
                 seen.add(run)
                 yield run
+
+
+def _check_number(settings: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse a grid that nobody could wait for, nor read."""
+    numbers = {name: len(set(values)) for name, values in settings.items()}
+    combinations = math.prod(numbers.values())
+    if combinations > MOST_COMBINATIONS:
+        longest = sorted(numbers, key=lambda name: -numbers[name])[:3]
+        most = ", ".join(f"{numbers[name]} of {name}" for name in longest if numbers[name] > 1)
+        raise ConfigError(
+            f"these settings make {combinations} combinations ({most}), more than "
+            f"{MOST_COMBINATIONS}; give fewer values, or let 'whichlora run' search them with "
+            "profile: none"
+        )
 
 
 def _check_storage_is_told(settings: Mapping[str, Sequence[Any]]) -> None:

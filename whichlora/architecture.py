@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from whichlora.errors import ConfigError
+
 Task = Literal["causal-lm", "seq2seq-lm", "encoder"]
 NormKind = Literal[
     "rms", "rms_offset", "rms_power", "rms_mixed", "layer", "layer_steps", "layer_narrow"
@@ -198,6 +200,16 @@ class Attention:
     always_masked: bool = False
     keys_from: Literal["two", "one", "earlier"] | None = None
     keeps_keys: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind != "softmax":
+            return
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name}: is {getattr(self, name)}, must be 1 or more; correct the sizes of "
+                    "the model's config"
+                )
 
     @property
     def q_width(self) -> int:

@@ -28,7 +28,7 @@ class Libraries:
     def __post_init__(self) -> None:
         for one in fields(self):
             version = getattr(self, one.name)
-            if not version.replace(".", "").isdigit():
+            if not isinstance(version, str) or not version.replace(".", "").isdigit():
                 raise ConfigError(
                     f"libraries: {one.name}={version!r} is no version; give numbers and dots, "
                     f"such as {one.default}"

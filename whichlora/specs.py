@@ -259,7 +259,7 @@ class RunConfig:
 
     def _check_names(self) -> None:
         """Names and switches, which come from files of others, too."""
-        if self.model:  # the defaults of all settings are those of a run without one
+        if self.model != "":  # the defaults of all settings are those of a run without one
             require_printable("model", self.model)
         require_printable("method", self.method)
         for name in ("target_modules", "modules_to_save"):
@@ -370,7 +370,13 @@ class RunConfig:
         fields = dict(values)
         for name in ("target_modules", "modules_to_save"):
             if name in fields:
+                if not isinstance(fields[name], list | tuple):
+                    raise ConfigError(f"{name}: {fields[name]!r} is not a list of names")
                 fields[name] = tuple(fields[name])
         if "libraries" in fields:
-            fields["libraries"] = tuple(sorted(dict(fields["libraries"]).items()))
+            if not isinstance(fields["libraries"], Mapping):
+                raise ConfigError(
+                    f"libraries: {fields['libraries']!r} is not an object of versions"
+                )
+            fields["libraries"] = tuple(sorted(fields["libraries"].items()))
         return cls(**fields)

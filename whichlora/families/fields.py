@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, Self
 
 from whichlora.errors import ConfigError
 
 MAX_LAYERS = 10_000  # the deepest model of the database has 126
+MAX_SIZE = 10**9  # of anything else: a thousand times the largest vocabulary
+MAX_NUMBER = 1e30  # of a factor or a scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,8 @@ class Fields:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{self.name}: {key} is {value!r}, not a whole number of 1 or more")
+        if value > MAX_SIZE:
+            raise ConfigError(f"{self.name}: {key} is more than {MAX_SIZE}; correct it")
         return value
 
     def layers(self, key: str = "num_hidden_layers", *, fallback: int | None = None) -> int:
@@ -89,8 +92,9 @@ class Fields:
         value = self.get(key)
         if value is None:
             return None
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value):
-            return value
+        # compared, since neither NaN nor an integer beyond every float passes that
+        if type(value) in (int, float) and -MAX_NUMBER <= value <= MAX_NUMBER:
+            return value  # type: ignore[no-any-return]
         raise ConfigError(f"{self.name}: {key} is {value!r}, not a number")
 
     def probability(self, *keys: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,8 @@ from whichlora.errors import DataFileError
 from whichlora.results import SCHEMA_VERSION
 from whichlora.store.jsonfiles import check_schema_version, read_object
 from whichlora.text import visible
+
+_MOST = 1e24  # bytes, seconds or parameters: beyond all of them
 
 STAGES = ("cold", "before", "after")  # of a prediction: datasheet, when chosen, last refit
 
@@ -150,8 +153,8 @@ def read_source(place: Path) -> Source:
     Raises:
         DataFileError: no answer there, one of a newer release, or one that is damaged.
     """
-    path = place / "answer.json" if place.is_dir() else place
-    if not path.exists():
+    path = place / "answer.json" if os.path.isdir(place) else place
+    if not os.path.exists(path):  # os.path: what no file system can hold is not there
         raise DataFileError(
             f"{place}: has no answer.json; give the output directory of a finished `whichlora run`"
         )
@@ -175,6 +178,50 @@ def _all_visible(value: Any) -> Any:
     return visible(value) if isinstance(value, str) else value
 
 
+def _number(value: Any, *, positive: bool = False) -> float:
+    """`value`, if it is a number that bytes, seconds or counts can have.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if type(value) in (int, float) and 0 <= value <= _MOST and not (positive and value == 0):
+        return float(value)
+    wanted = "above 0" if positive else "from 0"
+    raise ValueError(f"{str(value)[:40]!r} is not a number {wanted} to {_MOST:g}")
+
+
+def _count(value: Any) -> int:
+    number = _number(value)
+    if not number.is_integer():
+        raise ValueError(f"{value!r} is not a whole number")
+    return int(value)
+
+
+def _texts(values: Any) -> list[str]:
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{str(values)[:40]!r} is no list")
+    return [str(value) for value in values]
+
+
+def _provenance(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the figures are from, with the types that the page shows."""
+    device = _object(values, "device")
+    if device:
+        unverified = _texts(device.get("unverified", ()))
+        device |= {"memory_bytes": _number(device["memory_bytes"]), "unverified": unverified}
+    environments = values.get("environments", ())
+    if not all(isinstance(one, dict) for one in environments):
+        raise TypeError("environments are no objects")
+    date = values.get("date")
+    return dict(values) | {
+        "device": device,
+        "date": None if date is None else str(date),
+        "notes": _texts(values.get("notes", ())),
+        "environments": environments,
+        **{key: _object(values, key) for key in ("calibration", "libraries")},
+    }
+
+
 def _source(values: Mapping[str, Any]) -> Source:
     gpu = str(values["gpu"])
     points = [_point(row, gpu) for stage in ("inference", "finetune") for row in values[stage]]
@@ -185,16 +232,18 @@ def _source(values: Mapping[str, Any]) -> Source:
     sequences = _object(values, "dataset").get("num_sequences")
     trained = _object(values, "training").get("train_s")
     limits = _object(values, "limits")
-    provenance = _object(values, "provenance")
     return Source(
         texts={key: str(values.get(key) or "") for key in ("config", "gpu", "basis", "tokens")},
         explanation=[str(line) for line in values.get("explanation", ())],
-        limits={name: float(bound) for name, bound in limits.items() if bound is not None},
-        num_sequences=None if sequences is None else float(sequences),
+        limits={
+            name: _number(bound, positive=True)
+            for name, bound in limits.items()
+            if bound is not None
+        },
+        num_sequences=None if sequences is None else _number(sequences),
         job=str(_object(values, "files").get("job") or ""),
-        trained_s=None if trained is None else float(trained),
-        provenance=provenance
-        | {key: _object(provenance, key) for key in ("device", "calibration", "libraries")},
+        trained_s=None if trained is None else _number(trained),
+        provenance=_provenance(_object(values, "provenance")),
         points=points,
         winner=None if best is None else _place(points, _point(best, gpu)),
         front=[_place(points, _point(row, gpu)) for row in values.get("front", ())],
@@ -246,14 +295,14 @@ def _compared(row: Mapping[str, Any]) -> Compared:
     return Compared(
         name=str(row["name"]),
         quantity=str(row["quantity"]),
-        measured=float(row["measured"]),
+        measured=_number(row["measured"], positive=True),
         predicted={
             stage: Estimate(
-                value=float(one["value"]), low=float(one["low"]), high=float(one["high"])
+                value=_number(one["value"]), low=_number(one["low"]), high=_number(one["high"])
             )
             for stage, one in stages.items()
         },
-        confidence={stage: float(one["confidence"]) for stage, one in stages.items()},
+        confidence={stage: _number(one["confidence"]) for stage, one in stages.items()},
     )
 
 
@@ -261,7 +310,8 @@ def _point(row: Mapping[str, Any], gpu: str) -> Point:
     training = row["phase"] == "finetune"
     rank = f" r={row['r']}" if row["r"] != "" else ""
     variant = f"{row['method']}{rank}" if training else "inference"
-    tokens = str(row["seq_len"]) if training else f"{row['prompt_len']}+{row['max_new_tokens']}"
+    lengths = ("seq_len",) if training else ("prompt_len", "max_new_tokens")
+    tokens = "+".join(str(_count(row[name])) for name in lengths)
     short = str(row["model"]).rsplit("/", 1)[-1]
     usable = row.get("usable_bytes")
     return Point(
@@ -271,26 +321,26 @@ def _point(row: Mapping[str, Any], gpu: str) -> Point:
         method=str(row["method"]) if training else "inference",
         variant=str(row.get("variant", variant)),
         gpu=str(row.get("gpu", gpu)),
-        batch_size=int(row["batch_size"]),
+        batch_size=_count(row["batch_size"]),
         tokens=tokens,
-        num_params=int(row["num_params"]),
-        num_trainable_params=int(row.get("num_trainable_params", 0)),
+        num_params=_count(row["num_params"]),
+        num_trainable_params=_count(row.get("num_trainable_params", 0)),
         peak_bytes=_estimate(row, "peak", "bytes"),
-        predicted_peak_bytes=float(row.get("predicted_peak_bytes", row["peak_bytes"])),
+        predicted_peak_bytes=_number(row.get("predicted_peak_bytes", row["peak_bytes"])),
         time_per_token_s=_estimate(row, "time_per_token", "s"),
         total_s=None if row["total_time_s"] == "" else _estimate(row, "total_time", "s"),
-        usable_bytes=None if usable is None else float(usable),
+        usable_bytes=None if usable is None else _number(usable),
         measured=row["source"] == "measured",
         outcome=str(row["outcome"]),
         verdict=str(row["verdict"]),
         reason=str(row["reason"]),
-        breakdown={str(part): int(size) for part, size in row.get("breakdown", {}).items()},
+        breakdown={str(part): _count(size) for part, size in row.get("breakdown", {}).items()},
     )
 
 
 def _estimate(row: Mapping[str, Any], quantity: str, unit: str) -> Estimate:
     return Estimate(
-        value=float(row[f"{quantity}_{unit}"]),
-        low=float(row[f"{quantity}_low_{unit}"]),
-        high=float(row[f"{quantity}_high_{unit}"]),
+        value=_number(row[f"{quantity}_{unit}"]),
+        low=_number(row[f"{quantity}_low_{unit}"]),
+        high=_number(row[f"{quantity}_high_{unit}"]),
     )

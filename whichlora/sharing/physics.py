@@ -38,6 +38,8 @@ def impossible(measurement: Measurement, model: ModelSpec, gpu: GpuSpec) -> str:
 
 
 def _faults(job: Job, measurement: Measurement) -> Iterator[str]:
+    if measurement.step_s and job.run.phase != "finetune":
+        yield "step_s: is of fine-tuning, the run is an inference"
     parts = weight_bytes(job.model, job.stack)
     # tables of positions are as long as the config says, and an alias may have fewer
     weights = sum(parts.values()) - parts["buffers"]

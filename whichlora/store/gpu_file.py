@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -39,6 +40,11 @@ def read_gpu(path: Path) -> GpuSpec:
             f"{path}: key: is {values['key']!r}, the folder is {path.parent.name!r}; "
             "rename one of them"
         )
+    if values["kind"] == "cuda" and str(values.get("compute_capability")).startswith("gfx"):
+        raise DataFileError(
+            f"{path}: compute_capability: {values['compute_capability']} is not of kind cuda; "
+            "correct one of them"
+        )
     peaks = {f"peak_flops_per_s.{dtype}" for dtype in values["peak_flops_per_s"]}
     for fact in (*values["sources"], *values["unverified"]):
         if fact not in peaks and fact not in _FIELDS:
@@ -75,8 +81,11 @@ def write_gpu(root: Path, spec: GpuSpec) -> Path:
     return path
 
 
+_CAPABILITY = re.compile(r"[0-9]{1,2}\.[0-9]{1,2}|gfx[0-9a-f]{3,8}")
+
+
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value.strip() != ""
+    return isinstance(value, str) and value.strip() != "" and value.isprintable()
 
 
 def _is_count(value: object) -> bool:
@@ -129,7 +138,10 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "num_multiprocessors": ("a count, or null", lambda v: v is None or _is_count(v)),
     "l2_bytes": ("a count, or null", lambda v: v is None or _is_count(v)),
-    "compute_capability": ("a text, or null", lambda v: v is None or _is_text(v)),
+    "compute_capability": (
+        "a text such as 9.0, for kind rocm such as gfx942, or null",
+        lambda v: v is None or (_is_text(v) and _CAPABILITY.fullmatch(v) is not None),
+    ),
     "context_bytes": ("a count, or null", lambda v: v is None or _is_count(v)),
     "aliases": ("a list of texts", _is_texts),
     "names": ("a list of texts", _is_texts),

@@ -1,0 +1,413 @@
+"""Everything that reads what a stranger wrote, each with cases made from honest ones."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import random
+import shutil
+from contextlib import chdir
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+from answers import answer_values
+from click.testing import CliRunner
+from harness import Target
+from mutation import NUMBERS, TEXTS, mutated, odd_value
+
+from whichlora import api, databases, handover, workflow
+from whichlora.calibration import prior_calibration
+from whichlora.cli import main
+from whichlora.config import load_plan
+from whichlora.dataset import BYTE_LEVEL, count_tokens, open_dataset, write_jsonl
+from whichlora.errors import WhichLoraError
+from whichlora.exports import FORMATS
+from whichlora.formulas import formulas_digest
+from whichlora.html_report.page import page
+from whichlora.html_report.source import read_source
+from whichlora.plan import DatasetConfig
+from whichlora.report import Progress
+from whichlora.results import Measurement
+from whichlora.sharing.table import format_table
+from whichlora.specs import RunConfig
+from whichlora.store.measurements import read_measurements
+from whichlora.store.paths import data_folder
+
+MODEL, GPU = "HuggingFaceTB/SmolLM2-135M", "l4-24gb"
+SMALL_MODELS = (
+    MODEL,
+    "Qwen/Qwen2.5-0.5B",
+    "EleutherAI/pythia-160m",
+    "google-bert/bert-base-uncased",
+)
+
+
+def write_json(path: Path, value: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value), encoding="utf-8")
+    return path
+
+
+def emptied(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+# --- the command line
+
+# What measures, reaches the network or starts processes of its own; and the fit of all shipped
+# records, which takes seconds: the target `records` fits a few.
+NOT_ASKED = ("fit", "run", "slurm", "profile-task", "pull", "push", "completion")
+WORDS = (
+    MODEL, "qwen2.5-7b", "llama", "meta-llama/Llama-3.1-8B,Qwen/Qwen2.5-0.5B", "t5-small", "albert",
+    GPU, "h100-sxm-80gb", "a100", "4090", "24GB", "cpu", "all", "h100-sxm-80gb,l4-24gb", "lora",
+    "full,qlora", "dora", "inference", "finetune,inference", "fp16", "bf16-pure", "nf4", "int8",
+    "eager", "flash_attention_2", "adamw_8bit", "1,2,4", "max", "512", "0.1", "q_proj", "liger",
+    "transformers=4.44.2", "torch=x", "out.csv", "out.html", "out.json", ".", "missing/x",
+    "quantized", "static", "hqq", "embed_tokens", "attention", "png", "--", "-", "--json", "-h",
+)  # fmt: skip
+
+
+def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    found: dict[tuple[str, ...], Any] = {}
+    for name, command in group.commands.items():
+        if name in NOT_ASKED:
+            continue
+        if isinstance(command, click.Group):
+            found |= commands(command, (*path, name))
+        else:
+            found[(*path, name)] = command
+    return found
+
+
+COMMANDS = commands()
+
+
+def make_command_line(rng: random.Random) -> list[str]:
+    path = rng.choice(list(COMMANDS))
+    words = list(path)
+    for parameter in COMMANDS[path].params:
+        if isinstance(parameter, click.Argument):
+            words += [_word(rng, parameter) for _ in range(rng.choice((1, 1, 1, 1, 0, 2)))]
+        elif rng.random() < 0.12 and "--measure" not in parameter.opts:
+            words.append(rng.choice([*parameter.opts, *parameter.secondary_opts]))
+            if not parameter.is_flag and rng.random() < 0.95:
+                words.append(_word(rng, parameter))
+    if "--gpu" not in words and rng.random() < 0.9 and path[0] in ("estimate", "explain", "export"):
+        words += ["--gpu", GPU]
+    return words
+
+
+def _word(rng: random.Random, parameter: click.Parameter) -> str:
+    way = rng.random()
+    if way < 0.35 and isinstance(parameter.type, click.Choice):
+        return str(rng.choice(list(parameter.type.choices)))
+    if way < 0.35 and isinstance(parameter, click.Argument):
+        return rng.choice(SMALL_MODELS)
+    if way < 0.75:
+        return rng.choice(WORDS)
+    if way < 0.9:
+        return str(rng.choice(NUMBERS))
+    word = rng.choice(TEXTS)
+    return word.replace("\x00", "x").replace("\ud800", "\udcff")  # as a process is given them
+
+
+def run_command_line(words: list[str], folder: Path) -> None:
+    if "trace" in words:  # starts a process, and takes seconds
+        return
+    with chdir(emptied(folder)):
+        result = CliRunner().invoke(main, words, prog_name="whichlora")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code in (0, 1, 2), f"exit code {result.exit_code}"
+    assert "Traceback" not in result.output
+    assert result.exit_code != 2 or result.stderr.strip(), "refused without a word"
+
+
+# --- a model's config.json
+
+
+@cache
+def model_names() -> list[str]:
+    return [one.hub_id for one in api.list_models()]
+
+
+RUNS: tuple[dict[str, Any], ...] = (
+    {"method": "lora", "seq_len": 512},
+    {"method": "qlora", "seq_len": 300, "batch_size": 2, "gradient_checkpointing": False},
+    {"method": "full", "seq_len": 128, "attn": "eager"},
+    {"method": "dora", "loss_head": "liger", "precision": "fp16"},
+    {"phase": "inference", "kv_cache": "static"},
+    {"phase": "inference", "quant": "nf4", "kv_cache": "quantized"},
+)
+
+
+def make_model(rng: random.Random) -> dict[str, Any]:
+    config = dict(api.load_model(rng.choice(model_names())).config)
+    return {"config": mutated(rng, config), "run": rng.choice(RUNS)}
+
+
+def run_model(case: dict[str, Any], folder: Path) -> None:
+    write_json(emptied(folder) / "config.json", case["config"])
+    run = RunConfig(model=str(folder), **case["run"])
+    for prediction in api.estimate([run], [GPU, "cpu"]):
+        check_prediction(prediction)
+
+
+def check_prediction(prediction: Any) -> None:
+    """What no prediction may be, whatever it was asked."""
+    memory = prediction.memory
+    assert all(size >= 0 for size in memory.breakdown.values()), f"negative {memory.breakdown}"
+    assert sum(memory.breakdown.values()) == memory.device_used_bytes
+    json.dumps(prediction.to_dict(), allow_nan=False)
+
+
+# --- a plan
+
+
+PLAN: dict[str, Any] = {
+    "models": [MODEL, "EleutherAI/pythia-160m"],
+    "gpu": GPU,
+    "dataset": {"samples": 100, "tokens": 10_000},
+    "sequence_length": 256,
+    "epochs": 2,
+    "stage1_profile": {"batch_size": [1, 2], "time_per_token": "1s", "peak_memory": "20GiB"},
+    "stage2_profile": {"batch_size": [1, 4], "total_time": "4h", "peak_memory_gb": 20},
+    "methods": ["lora", "qlora"],
+    "ranks": [8],
+    "optimizer": "adamw_torch",
+    "gpu_limits": {GPU: {"total_time": "1h"}},
+    "gpu_prices": {GPU: 0.5},
+    "prefer": "size",
+    "confidence": 0.9,
+    "profile": "none",
+    "learning_rate": 1e-4,
+    "seed": 1,
+    "slurm": {"account": "lab", "environment": {"A": "b"}, "gpus": {"gpu": GPU}, "memory": "8GiB"},
+}
+
+
+def make_plan(rng: random.Random) -> str:
+    text = json.dumps(mutated(rng, PLAN), indent=1)  # is YAML, too
+    for _ in range(rng.choice((0, 0, 0, 1, 3))):
+        place = rng.randrange(len(text))
+        text = text[:place] + rng.choice((*TEXTS, "\n", ":", "&a", "*a", "!!x", "- ", "#", "\t"))
+        text += rng.choice(("", text[place:]))
+    return text
+
+
+def run_plan(text: str, folder: Path) -> None:
+    path = emptied(folder) / "plan.yaml"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    with chdir(folder):
+        plan = load_plan(path)
+        measures = plan.profile != "none" or plan.train
+        if measures or plan.calibration_dir is not None or not _is_within(folder, plan.output_dir):
+            return  # measures on this machine, or writes where no test may
+        workflow.run(path, progress=Progress(quiet=True))
+
+
+def _is_within(folder: Path, place: Path) -> bool:
+    return place.resolve().is_relative_to(folder.resolve())
+
+
+# --- answer.json
+
+
+def make_answer(rng: random.Random) -> Any:
+    return mutated(rng, answer_values())
+
+
+def run_answer(case: Any, folder: Path) -> None:
+    text = page(read_source(write_json(folder / "answer.json", case)))
+    assert "</html>" in text
+
+
+# --- records, tables, coefficients, gpu.json
+
+
+@cache
+def records() -> list[dict[str, Any]]:
+    shipped = read_measurements([data_folder("calibration")], "a100-sxm-80gb")
+    return [one.to_dict() | {"gpu": GPU} for one in shipped[::40]]
+
+
+def make_records(rng: random.Random) -> list[Any]:
+    chosen = rng.sample(records(), 4)
+    number = rng.randrange(4)
+    chosen[number] = mutated(rng, chosen[number])
+    return chosen
+
+
+def run_records(case: list[Any], folder: Path) -> None:
+    emptied(folder)
+    other, own = folder / "other", folder / "own"
+    path = other / GPU / "measurements" / "run.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in case), encoding="utf-8")
+    try:
+        databases.merge_records(other, calibration_dir=own)
+    except WhichLoraError:
+        assert not own.exists(), "half of a refused database was merged"
+        own = other  # as if it had been copied by hand
+    gpu = api.find_gpu(GPU)
+    databases.calibrate(gpu, own)
+    databases.calibration_report(gpu, own)
+    for run in RUNS[::3]:
+        for prediction in api.estimate([RunConfig(model=MODEL, **run)], [GPU], calibration_dir=own):
+            check_prediction(prediction)
+
+
+def make_table(rng: random.Random) -> list[list[str]]:
+    chosen = [
+        Measurement(
+            **{key: _tuples(value) for key, value in one.items() if key != "schema_version"}
+        )
+        for one in rng.sample(records(), 2)
+    ]
+    rows = list(csv.reader(io.StringIO(format_table(chosen))))
+    for _ in range(rng.randrange(1, 4)):
+        row = rng.choice(rows)
+        value = odd_value(rng)
+        row[rng.randrange(len(row))] = value if isinstance(value, str) else json.dumps(value)
+    return rows
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def run_table(case: list[list[str]], folder: Path) -> None:
+    text = io.StringIO()
+    csv.writer(text).writerows(case)
+    path = emptied(folder) / "table.csv"
+    path.write_text(text.getvalue(), encoding="utf-8", errors="surrogatepass")
+    databases.import_table(path, skip_bad=True, calibration_dir=folder / "own")
+
+
+@cache
+def coefficients() -> dict[str, Any]:
+    values = prior_calibration(api.find_gpu(GPU)).to_dict() | {"formulas": formulas_digest()}
+    return json.loads(json.dumps(values | {"schema_version": 1}))
+
+
+def make_coefficients(rng: random.Random) -> Any:
+    return mutated(rng, coefficients())
+
+
+def run_coefficients(case: Any, folder: Path) -> None:
+    write_json(emptied(folder) / GPU / "coefficients.json", case)
+    for run in (RUNS[0], RUNS[4]):
+        job = RunConfig(model=MODEL, **run)
+        for prediction in api.estimate([job], [GPU], calibration_dir=folder):
+            check_prediction(prediction)
+    databases.calibration_report(api.find_gpu(GPU), folder)
+
+
+def make_gpu(rng: random.Random) -> Any:
+    path = data_folder("calibration") / rng.choice((GPU, "h100-sxm-80gb", "t4-16gb")) / "gpu.json"
+    values = json.loads(path.read_text()) | {"key": "mine", "aliases": [], "names": []}
+    return mutated(rng, values)
+
+
+def run_gpu(case: Any, folder: Path) -> None:
+    write_json(emptied(folder) / "mine" / "gpu.json", case)
+    before = os.environ.get("WHICHLORA_CALIBRATION")
+    os.environ["WHICHLORA_CALIBRATION"] = str(folder)
+    try:
+        assert api.find_gpu(GPU).key == GPU
+        for run in (RUNS[1], RUNS[4]):
+            for prediction in api.estimate([RunConfig(model=MODEL, **run)], ["mine"]):
+                check_prediction(prediction)
+    finally:
+        if before is None:
+            del os.environ["WHICHLORA_CALIBRATION"]
+        else:
+            os.environ["WHICHLORA_CALIBRATION"] = before
+
+
+# --- recipe.json
+
+
+@cache
+def recipe() -> dict[str, Any]:
+    run = RunConfig(model=MODEL, method="qlora", batch_size=2, seq_len=128)
+    return json.loads(json.dumps(handover.make_recipe(run, GPU).to_dict()))
+
+
+def make_recipe(rng: random.Random) -> dict[str, Any]:
+    return {"recipe": mutated(rng, recipe()), "to": rng.choice(list(FORMATS))}
+
+
+def run_recipe(case: dict[str, Any], folder: Path) -> None:
+    write_json(emptied(folder) / handover.RECIPE_FILE, case["recipe"])
+    handover.hand_over(handover.read_recipe(folder), case["to"], folder)
+
+
+# --- training data
+
+
+ROWS: tuple[dict[str, Any], ...] = (
+    {"text": "a sentence of a text"},
+    {"prompt": "two and two?", "completion": "four"},
+    {"instruction": "add", "input": "2 2", "output": "4"},
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
+    {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+    {"prompt": "p", "chosen": "c", "rejected": "r"},
+)
+
+
+def make_data(rng: random.Random) -> dict[str, Any]:
+    rows = [dict(rng.choice(ROWS))] * rng.randrange(1, 4)
+    if rng.random() < 0.8:
+        rows = mutated(rng, rows)
+    settings: dict[str, Any] = {}
+    if rng.random() < 0.4:
+        columns = ("text", "prompt", "messages", "conversations", "instruction", *TEXTS)
+        name = rng.choice(("text_column", "messages_column", "template"))
+        column = rng.choice(columns)
+        settings[name] = f"{{{column}}}" if name == "template" else column
+    if rng.random() < 0.3:
+        settings["validation_fraction"] = rng.choice((0.0, 0.5, 0.999))
+    return {"suffix": rng.choice((".jsonl", ".csv", ".txt", ".json")), "rows": rows} | settings
+
+
+def run_data(case: dict[str, Any], folder: Path) -> None:
+    settings = dict(case)
+    path = emptied(folder) / f"data{settings.pop('suffix')}"
+    rows = settings.pop("rows")
+    rows = rows if isinstance(rows, list) else [rows]
+    if path.suffix == ".csv":
+        text = io.StringIO()
+        lines = [[*row] for row in rows[:1] if isinstance(row, dict)]
+        lines += [[*row.values()] for row in rows if isinstance(row, dict)]
+        csv.writer(text).writerows([[str(cell) for cell in line] for line in lines])
+        content = text.getvalue()
+    else:
+        content = "".join(f"{json.dumps(row)}\n" for row in rows)
+    path.write_text(content, encoding="utf-8", errors="surrogatepass")
+    data = open_dataset(DatasetConfig(path=str(path), **settings))
+    count_tokens(data, tokenizer=BYTE_LEVEL, offline=True, max_length=512)
+    write_jsonl(data, folder / "out")
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target(name="command_line", make=make_command_line, run=run_command_line),
+        Target(name="model", make=make_model, run=run_model),
+        Target(name="plan", make=make_plan, run=run_plan),
+        Target(name="answer", make=make_answer, run=run_answer),
+        Target(name="records", make=make_records, run=run_records),
+        Target(name="table", make=make_table, run=run_table),
+        Target(name="coefficients", make=make_coefficients, run=run_coefficients),
+        Target(name="gpu", make=make_gpu, run=run_gpu),
+        Target(name="recipe", make=make_recipe, run=run_recipe),
+        Target(name="data", make=make_data, run=run_data),
+    )
+}
