@@ -18,8 +18,8 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whichlora import api, databases
-from whichlora.calibration import prior_calibration
+from whichlora import api, databases, report
+from whichlora.calibration import HeldOut, prior_calibration
 from whichlora.cli import main
 from whichlora.errors import DataFileError
 from whichlora.prediction import predict
@@ -783,3 +783,31 @@ def test_conflicting_records_are_not_pushed(tmp_path: Path, root: Path, memory_u
     assert "1 record was here already" in done(
         "pull", memory_url, "--calibration-dir", tmp_path / "a"
     )
+
+
+def told_of_fit(
+    capsys: pytest.CaptureFixture[str], *, used: bool, now: float, typical: float
+) -> str:
+    """What `calibrate` prints of a fit whose left-out runs are `now` off, the datasheet's 6 %."""
+    cold = HeldOut(num_runs=7, median=0.06, worst=0.3, typical=0.15)
+    found = replace(
+        prior_calibration(api.find_gpu(GPU)),
+        held_out={"finetune": HeldOut(num_runs=7, median=now, worst=0.3, typical=typical)},
+        cold={"finetune": cold},
+        by_datasheet=() if used else ("finetune",),
+    )
+    report.print_refit(databases.Refit(before=None, after=found))
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_fit_no_better_than_the_datasheet_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "finetune:" not in told_of_fit(capsys, used=True, now=0.05, typical=0.1)
+    said = told_of_fit(capsys, used=False, now=0.09, typical=0.2)
+    assert "the fit is worse than datasheet and priors on the 7 runs left out" in said
+    assert "so it is not used" in said
+    said = told_of_fit(capsys, used=True, now=0.07, typical=0.1)
+    assert "its mean is below (10.0% against 15.0%), so it is used" in said
+    said = told_of_fit(capsys, used=True, now=0.07, typical=0.16)
+    assert "by no more than chance in 7 runs that scatter by 20%" in said

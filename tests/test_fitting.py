@@ -151,7 +151,41 @@ def test_the_fit_explains_the_next_prediction() -> None:
     records = [measured(run, truth) for run in runs()[:5]]
     found = fit(records, GPU, api.model_of)
     basis = predict(api.load_model(MODELS[0]), runs()[0], GPU, found).basis
-    assert basis == f"ledger + calibration {GPU.key}: 5 memory and 5 time runs of 5 records"
+    assert basis.startswith(
+        f"ledger + calibration {GPU.key}: 5 memory and 5 time runs of 5 records; finetune "
+    )
+    assert basis.endswith("% off on 5 left-out runs")
+
+
+def test_a_stage_without_runs_says_whose_speed_it_has() -> None:
+    found = fit([measured(run, slower(3.0)) for run in runs()[:5]], GPU, api.model_of)
+    run = RunConfig(model=MODELS[0], phase="inference")
+    basis = predict(api.load_model(MODELS[0]), run, GPU, found).basis
+    assert "5 memory and 0 time runs of 5 records; the speed is from 5 runs of other" in basis
+
+
+def test_a_fit_that_is_worse_on_left_out_runs_gives_way_to_the_datasheet() -> None:
+    """Four models that err in turns: three of them always mislead about the fourth."""
+    errors = dict(zip(MODELS, (1.8, 1 / 1.8, 1.8, 1 / 1.8), strict=True))
+    cold = prior_calibration(GPU)
+    records = [measured(run, cold, noise=lambda run=run: errors[run.model]) for run in runs()]
+    found = fit(records, GPU, api.model_of)
+    assert found.by_datasheet == ("finetune",)
+    assert found.held_out["finetune"].median > found.cold["finetune"].median
+    assert found.time["finetune"].mean == cold.time["finetune"].mean
+    assert found.time["finetune"].noise > cold.time["finetune"].noise
+    assert found.time["finetune"].num_runs == 0
+    basis = predict(api.load_model(MODELS[0]), runs()[0], GPU, found).basis
+    assert "0 time runs" in basis
+    assert "finetune by datasheet and priors, which are better on left-out runs" in basis
+    assert Calibration.from_dict(found.to_dict(), source="coefficients.json") == found
+
+
+def test_a_fit_that_learned_is_used() -> None:
+    found = fit(
+        [measured(run, true_calibration(products=1.3)) for run in runs()], GPU, api.model_of
+    )
+    assert found.by_datasheet == ()
 
 
 def test_held_out_errors_are_of_models_the_fit_did_not_see() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -70,11 +70,16 @@ def part_spread() -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """Relative error of a model on runs it was not fitted to."""
+    """Relative error of a model on runs it was not fitted to.
+
+    Args:
+        typical: the mean of the logs' sizes, as a relative error; None in older files.
+    """
 
     num_runs: int
     median: float
     worst: float
+    typical: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +116,8 @@ class Calibration:
         digest: of the record ids it was fitted to, so that a stale file is noticed.
         formulas: digest of the formulas it was fitted with; coefficients of others mean nothing.
         num_older: of the records, those measured on other library versions.
+        by_datasheet: phases ("memory" is one) whose fit was worse on left-out runs than datasheet
+            and priors alone, which then stayed.
         fallback: why stored coefficients are not used; never stored itself.
     """
 
@@ -126,17 +133,30 @@ class Calibration:
     digest: str = ""
     formulas: str = ""
     num_older: int = 0
+    by_datasheet: tuple[str, ...] = ()
     fallback: str = ""
 
-    def basis(self, *, memory_runs: int, time_runs: int) -> str:
-        """One line that names what stands behind a prediction."""
-        if not memory_runs and not time_runs:
+    def basis(self, *, memory_runs: int, time_runs: int, phases: Sequence[str] = ()) -> str:
+        """One line that names what stands behind a prediction.
+
+        Args:
+            phases: whose coefficients its time is made of.
+        """
+        others = sum(model.num_runs for name, model in self.time.items() if name not in phases)
+        if not memory_runs and not time_runs and not (phases and others):
             return "ledger + datasheet priors (no run on this device yet)"
-        return (
-            f"ledger + calibration {self.gpu}: {memory_runs} memory and {time_runs} time runs "
-            f"of {self.num_records} records"
-            + (f", {self.num_older} of other library versions" if self.num_older else "")
-        )
+        runs = f"{memory_runs} memory and {time_runs} time runs of {self.num_records} records"
+        older = f", {self.num_older} of other library versions" if self.num_older else ""
+        learned = ""
+        if phases and not time_runs and others:
+            learned = f"; the speed is from {others} runs of other phases"
+        for phase in phases:
+            if phase in self.by_datasheet:
+                learned += f"; {phase} by datasheet and priors, which are better on left-out runs"
+            elif phase in self.held_out:
+                one = self.held_out[phase]
+                learned += f"; {phase} {one.median:.0%} off on {one.num_runs} left-out runs"
+        return f"ledger + calibration {self.gpu}: {runs}{older}{learned}"
 
     def to_dict(self) -> dict[str, Any]:
         """The content of `coefficients.json`, without its schema version."""
@@ -194,6 +214,7 @@ class Calibration:
                 digest=str(payload.get("digest", "")),
                 formulas=str(payload.get("formulas", "")),
                 num_older=int(payload.get("num_older", 0)),
+                by_datasheet=tuple(str(phase) for phase in payload.get("by_datasheet", ())),
             )
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise DataFileError(
@@ -235,6 +256,7 @@ def _errors(payload: Mapping[str, Any]) -> dict[str, HeldOut]:
             num_runs=int(one["num_runs"]),
             median=float(one["median"]),
             worst=float(one["worst"]),
+            typical=None if one.get("typical") is None else float(one["typical"]),
         )
         for name, one in payload.items()
     }

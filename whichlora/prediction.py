@@ -335,14 +335,15 @@ def predict(
         least += memory.peak_allocated_bytes - by_ledger
         traced_basis = f"memory traced on the real code, {traced.note}; "
     training = job.run.phase == "finetune"
+    phases: tuple[str, ...] = ("finetune",)
+    if not training:
+        phases = ("prefill",) if model.task == "encoder" else ("prefill", "decode")
     if not gpu.is_timed:
-        time, time_runs = unknown_time(training=training), 0
+        time, phases = unknown_time(training=training), ()
     elif training:
         time = predict_step(job, calibration)
-        time_runs = calibration.time["finetune"].num_runs
     else:
         time = predict_generation(job, calibration)
-        time_runs = calibration.time["decode"].num_runs
     verdict = judge(memory, least, gpu)
     num_params = model.num_params
     trained = num_trained(job) if training else 0
@@ -359,7 +360,11 @@ def predict(
         fits=verdict == "fits",
         verdict=verdict,
         basis=traced_basis
-        + calibration.basis(memory_runs=calibration.memory.num_runs, time_runs=time_runs)
+        + calibration.basis(
+            memory_runs=calibration.memory.num_runs,
+            time_runs=calibration.time[phases[-1]].num_runs if phases else 0,
+            phases=phases,
+        )
         + ("" if gpu.is_timed else "; memory only"),
         notes=notes_on(job),
     )

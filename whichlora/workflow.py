@@ -324,6 +324,7 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
         basis=session.calibration.basis(
             memory_runs=session.calibration.memory.num_runs,
             time_runs=session.calibration.time["finetune"].num_runs,
+            phases=("finetune",),
         ),
         inference=inference,
         finetune=finetune,

@@ -42,12 +42,31 @@ FindModel = Callable[[Measurement], ModelSpec]
 # Measured over expected, least and greatest: beyond them it is no measurement of this device.
 PLAUSIBLE_TIME = (1e-3, 1e4)
 PLAUSIBLE_MEMORY = (0.05, 20.0)
+WORTH_SAYING = 0.1  # of the noise of a run; less is lost in it
 REPORTED_WEIGHT = 0.25  # an error 2.7 times the ordinary, which one normal run in 150 has
 
 
 def _summary(errors: Array) -> HeldOut:
     sizes = sorted(abs(math.expm1(error)) for error in errors.tolist())
-    return HeldOut(num_runs=len(sizes), median=median(sizes), worst=sizes[-1])
+    typical = math.expm1(sum(map(abs, errors.tolist())) / len(sizes))
+    return HeldOut(num_runs=len(sizes), median=median(sizes), worst=sizes[-1], typical=typical)
+
+
+def _is_worse(errors: Array, alone: Array, noise: float) -> bool:
+    """Whether a fit errs more on runs it did not see than datasheet and priors alone.
+
+    By more than chance: the mean difference of the logs' sizes, run by run, is above its standard
+    error, and above what matters beside the noise of a run.
+
+    Args:
+        errors, alone: log errors of the same runs by the fit and without one.
+        noise: standard deviation of the log of a run, before any.
+    """
+    import numpy as np
+
+    differences = np.abs(errors) - np.abs(alone)
+    chance = float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    return float(differences.mean()) > max(chance, WORTH_SAYING * noise)
 
 
 def _outliers(table: Table, phase: str, errors: Array, prior_noise: float) -> Iterator[Outlier]:
@@ -174,25 +193,34 @@ def fit(
     outliers: list[Outlier] = []
     time: dict[str, TimeModel] = {}
     tables = {phase: Table.of(found[phase], FEATURES) for phase in TIME_PHASES}
+    by_datasheet: list[str] = []
     for phase, model in fit_phases(tables, gpu).items():
         before, table = start.time[phase], tables[phase]
+        alone = time_errors(before, table.take(table.judged()))
         if found[phase]:
-            cold[phase] = _summary(time_errors(before, table.take(table.judged())))
+            cold[phase] = _summary(alone)
             outliers += _outliers(table, phase, time_errors(model, table), before.noise)
-        if held_out and len(table.judged()) >= 3:
+        if held_out and len(alone) >= 3:
             model, errors = sharpened(model, tables, gpu, phase)
             summaries[phase] = _summary(errors)
+            if _is_worse(errors, alone, before.noise):
+                by_datasheet.append(phase)
+                model = replace(before, noise=held_out_noise(alone, before.noise))
         time[phase] = model
     table = Table.of(found["memory"], PARTS)
     memory = fit_memory(table, start.memory)
+    alone = memory_errors(start.memory, table)
     if found["memory"]:
-        cold["memory"] = _summary(memory_errors(start.memory, table))
+        cold["memory"] = _summary(alone)
         errors = memory_errors(memory, table)
         outliers += _outliers(table, "memory", errors, start.memory.noise)
     if held_out and len(found["memory"]) >= 3:
         errors = held_out_errors(table, start.memory)
         summaries["memory"] = _summary(errors)
         memory = replace(memory, noise=held_out_noise(errors, start.memory.noise))
+        if _is_worse(errors, alone, start.memory.noise):
+            by_datasheet.append("memory")
+            memory = replace(start.memory, noise=held_out_noise(alone, start.memory.noise))
     return Calibration(
         gpu=gpu.key,
         memory=memory,
@@ -206,4 +234,5 @@ def fit(
         digest=digest(measurements),
         formulas=formulas_digest(),
         num_older=sum(bool(one.config.get("libraries")) for one in measurements),
+        by_datasheet=tuple(by_datasheet),
     )

@@ -37,7 +37,37 @@ def print_refit(refit: Refit) -> None:
     say(console, f"{after.gpu}: {after.num_records} records")
     console.print(table)
     say(console, "median error; 'before' and 'now' on runs that were left out of the fit")
+    for phase in after.held_out:
+        if line := _against_datasheet(after, phase):
+            say(console, line)
     _print_distrusted(console, after)
+
+
+def _against_datasheet(calibration: Calibration, phase: str) -> str:
+    """What to make of a fit that is no better than the datasheet; empty where it is."""
+    cold, now = calibration.cold[phase], calibration.held_out[phase]
+    if phase in calibration.by_datasheet:
+        return (
+            f"{phase}: the fit is worse than datasheet and priors on the {now.num_runs} runs left "
+            "out, by more than chance, so it is not used: they are too few, or too unlike each "
+            "other"
+        )
+    if now.median <= cold.median:
+        return ""
+    if now.typical is not None and cold.typical is not None and now.typical < cold.typical:
+        return (
+            f"{phase}: the fit's median is above the datasheet's, its mean is below "
+            f"({now.typical:.1%} against {cold.typical:.1%}), so it is used"
+        )
+    return (
+        f"{phase}: the fit is no better than the datasheet, by no more than chance in "
+        f"{now.num_runs} runs that scatter by {_noise(calibration, phase):.0%}; it is used, more "
+        "runs will tell"
+    )
+
+
+def _noise(calibration: Calibration, phase: str) -> float:
+    return (calibration.memory if phase == "memory" else calibration.time[phase]).noise
 
 
 def print_calibration(found: CalibrationReport) -> None:
