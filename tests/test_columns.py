@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from whichlora.data_format import DataFormat
-from whichlora.dataset import BaseDataset, data_format, open_dataset
-from whichlora.errors import ConfigError, DataFileError
+from whichlora.dataset import (
+    BaseDataset,
+    count_tokens,
+    data_format,
+    open_dataset,
+    write_jsonl,
+)
+from whichlora.errors import ConfigError, DataFileError, WhichLoraError
 from whichlora.plan import DatasetConfig
 
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
@@ -391,3 +398,41 @@ def test_a_folder_without_a_training_file_lists_what_it_has(tmp_path: Path) -> N
     write_text(tmp_path / "mine.jsonl", "a")
     with pytest.raises(DataFileError, match=r"no training file, such as train\.jsonl, but mine"):
         open_dataset(DatasetConfig(path=str(tmp_path)))
+
+
+# -- whatever a file holds ------------------------------------------------------------------------
+
+NAMES = ("text", "messages", "conversations", "prompt", "completion", "chosen", "rejected")
+MORE_NAMES = ("instruction", "input", "output", "system", "history", "question", "answer", "id")
+
+
+def any_value(dice: random.Random, depth: int = 0) -> Any:
+    """A value as JSON may hold it: texts, messages of every spelling, and what is neither."""
+    plain = ["", "a", " ", "[", "[[1]]", '[{"role": "user"}]', "\ud83d", None, 1, 0.5, True]
+    if depth > 2 or dice.random() < 0.5:
+        return dice.choice(plain)
+    if dice.random() < 0.5:
+        return [any_value(dice, depth + 1) for _ in range(dice.randrange(4))]
+    keys = ("role", "content", "from", "value", "input", "output", "type", "text", "tool_calls")
+    chosen = dice.sample(keys, dice.randrange(1, 4))
+    return {key: any_value(dice, depth + 1) for key in chosen}
+
+
+def test_any_row_is_an_example_or_one_line(tmp_path: Path) -> None:
+    dice = random.Random(0)
+    num_read, refusals = 0, []
+    for _ in range(1000):
+        names = dice.sample(NAMES + MORE_NAMES, dice.randrange(1, 5))
+        rows = [{name: any_value(dice) for name in names} for _ in range(dice.randrange(1, 3))]
+        try:
+            dataset = open_rows(tmp_path, *rows)
+            lengths = count_tokens(dataset, tokenizer=None, offline=True, max_length=99)
+            written = write_jsonl(dataset, tmp_path / "out")["train"].read_text().splitlines()
+        except WhichLoraError as error:
+            refusals.append(str(error))
+            continue
+        num_read += 1
+        assert len(written) == lengths.num_sequences()
+        assert {DataFormat.of(json.loads(line)) for line in written} == {data_format(dataset)}
+    assert num_read > 30
+    assert not any("\n" in refusal for refusal in refusals)

@@ -186,6 +186,12 @@ BROKEN = {
         "text,id\na,1\nb\n",
         ":3: has 1 values for the 2 columns text, id; quote a value that holds the delimiter",
     ),
+    "lists in lists": (
+        "t.jsonl",
+        '{"text": ' + "[" * 100_000,
+        ":1: is not JSON: maximum recursion depth exceeded while decoding a JSON array from a "
+        "unicode string; correct the line",
+    ),
     "column twice": (
         "t.csv",
         "text,text\na,b\n",

@@ -79,6 +79,8 @@ class DataFormat:
         Raises:
             ConfigError: columns of no format, or text and messages mixed.
         """
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"a row must be a mapping of columns, got {type(row).__name__}")
         for kind, columns in COLUMNS.items():
             optional = {"prompt"} if kind == "preference" else set()
             if set(columns) - optional <= set(row) <= set(columns):
@@ -92,7 +94,9 @@ class DataFormat:
                     f"each, got {', '.join(sorted(one.__name__ for one in types))}"
                 )
         accepted = "; ".join(", ".join(columns) for columns in COLUMNS.values())
-        raise ConfigError(f"a row has the columns {', '.join(row)}; accepted are {accepted}")
+        raise ConfigError(
+            f"a row has the columns {', '.join(map(str, row))}; accepted are {accepted}"
+        )
 
 
 TEXT_ROWS = DataFormat()

@@ -95,7 +95,7 @@ def as_list(value: Any) -> list[Any] | None:
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or lists in lists without end
             return None
     return value if isinstance(value, list) else None
 

@@ -50,7 +50,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
             raise DataFileError(
                 f"{path}:{number}: is not JSON: {reason}; correct the line"
@@ -74,6 +74,8 @@ def _read_json(path: Path) -> Iterator[tuple[int, Row]]:
         raise DataFileError(
             f"{path}:{error.lineno}: is not JSON: {error.msg}; correct it"
         ) from None
+    except (ValueError, RecursionError) as error:  # numbers or lists that are too deep to read
+        raise DataFileError(f"{path}: is not JSON: {error}; correct it") from None
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise DataFileError(f"{path}: is not a JSON list of objects; one row is one object")
     yield from enumerate(rows, start=1)

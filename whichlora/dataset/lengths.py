@@ -25,7 +25,8 @@ class TokenLengths:
         method: "tokenizer <name>", "bytes", or how the lengths were estimated and why.
         longest_possible: where lengths are assumed, that of the longest sequence that there may
             be; None is the longest of `lengths`.
-        alternatives: where lengths are assumed, what they may be as well: less and more spread.
+        alternatives: where lengths are assumed, what they may be as well: less and more spread;
+            of many sequences, some that stand for all.
 
     Raises:
         ConfigError: no sequence to train on.

@@ -27,6 +27,8 @@ SPLIT_NAMES = {
 }
 """Names of files and of splits of the hub, the first that there is."""
 
+_MOST_ALTERNATIVE = 20_000  # samples that stand for all of them, in what lengths may be as well
+
 
 def open_dataset(config: DatasetConfig) -> BaseDataset:
     """The data that `config` names.
@@ -101,7 +103,12 @@ class CountedDataset(BaseDataset):
         return replace(
             self._spread(self.typical if self.spread is None else self.spread, max_length),
             longest_possible=None if longest == UNCUT else longest,
-            alternatives=tuple(self._spread(spread, max_length) for spread in spreads),
+            alternatives=tuple(
+                replace(self, num_samples=min(self.num_samples, _MOST_ALTERNATIVE))._spread(
+                    spread, max_length
+                )
+                for spread in spreads
+            ),
             method=f"assumed, as only counts are given: log-normal around the mean of "
             f"{self.mean_tokens:.4g} tokens, spread {shape}; {longest_method}",
         )

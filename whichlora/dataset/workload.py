@@ -147,14 +147,21 @@ def workload(
         real_tokens=round(_real_tokens(lengths, collator, seq_len) * num_batches / per_epoch),
         padded_tokens=round(padded),
         least_longest=min(int(each[:, 0].max()) for each in (table, *others)),
-        deviation=_deviation(table, others),
+        deviation=_deviation(
+            _mean_padded(lengths, table),
+            list(map(_mean_padded, lengths.alternatives, others)),
+        ),
     )
 
 
-def _deviation(table: NDArray[np.int64], others: Sequence[NDArray[np.int64]]) -> float:
-    """Standard deviation of the log of the padded tokens, of which `others` bound 90 %."""
-    tokens = float(table.prod(axis=1).sum())
-    logs = (abs(math.log(float(other.prod(axis=1).sum()) / tokens)) for other in others)
+def _mean_padded(lengths: TokenLengths, table: NDArray[np.int64]) -> float:
+    """Padded tokens for each sequence of `lengths`, whose batches are `table`."""
+    return float(table.prod(axis=1).sum()) / lengths.num_sequences()
+
+
+def _deviation(tokens: float, others: Sequence[float]) -> float:
+    """Standard deviation of the log of a number of tokens, of which `others` bound 90 %."""
+    logs = (abs(math.log(other / tokens)) for other in others)
     return max(logs, default=0.0) / _ALTERNATIVE_Z
 
 
