@@ -470,6 +470,25 @@ def test_a_generation_that_is_mostly_prompt_teaches_nothing() -> None:
     assert fit([record], GPU, api.model_of).time == prior_calibration(GPU).time
 
 
+def test_times_of_a_busy_device_count_only_where_quiet_ones_are_few() -> None:
+    truth = prior_calibration(GPU)
+    quiet = [measured(run, truth) for run in runs()[:4]]
+    busy = [
+        measured(
+            run, slower(3.0), id=f"busy-{number}", provenance={"busy": "other programs use 90%"}
+        )
+        for number, run in enumerate(runs()[:4])
+    ]
+    alone = fit(busy, GPU, api.model_of)
+    assert alone.time["finetune"].num_runs == 4
+    assert alone.left_out == {}
+    both = fit([*quiet, *busy], GPU, api.model_of)
+    assert both.time["finetune"].num_runs == 4
+    assert error_of(both, truth, runs()[5]) < 0.05
+    assert set(both.left_out) == {f"busy-{number}" for number in range(4)}
+    assert both.memory.num_runs == 8
+
+
 def test_the_order_of_records_does_not_matter() -> None:
     truth = true_calibration(products=1.3)
     records = [measured(run, truth) for run in runs()[:6]]

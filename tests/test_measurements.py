@@ -269,6 +269,39 @@ def test_a_killed_writer_leaves_only_whole_records(tmp_path: Path) -> None:
     assert len(read_measurements([tmp_path], GPU)) == len(before) + 1
 
 
+def _write_and_acknowledge(root: Path, writer: int, acknowledged: Path) -> None:
+    log = MeasurementLog(root, GPU, "shared")
+    with acknowledged.open("w") as file:
+        for number in itertools.count():
+            record = a_measurement(number, id=f"{writer}-{number}")
+            log.append(record)
+            file.write(f"{record.id}\n")
+            file.flush()
+
+
+def test_killing_writers_of_one_log_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    told = [tmp_path / f"acknowledged-{n}" for n in range(4)]
+    writers = [
+        context.Process(target=_write_and_acknowledge, args=(tmp_path, n, told[n]))
+        for n in range(4)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer, file in zip(writers, told, strict=True):  # one after another, the others at work
+        while not (file.exists() and file.read_bytes().count(b"\n") > 20):
+            assert writer.is_alive()
+            time.sleep(0.005)
+        assert writer.pid is not None
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+    found = record_ids([tmp_path], GPU)
+    for number, file in enumerate(told):
+        names = set(file.read_text().split())
+        assert names <= found
+        assert len({name for name in found if name.startswith(f"{number}-")} - names) <= 1
+
+
 def test_a_full_disk_is_reported_and_the_next_record_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

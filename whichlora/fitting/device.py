@@ -43,6 +43,7 @@ FindModel = Callable[[Measurement], ModelSpec]
 PLAUSIBLE_TIME = (1e-3, 1e4)
 PLAUSIBLE_MEMORY = (0.05, 20.0)
 WORTH_SAYING = 0.1  # of the noise of a run; less is lost in it
+ENOUGH_QUIET = 3  # samples of a quiet device that make those of a busy one dispensable
 REPORTED_WEIGHT = 0.25  # an error 2.7 times the ordinary, which one normal run in 150 has
 
 
@@ -131,6 +132,7 @@ def _gather(
 ) -> tuple[dict[str, list[Sample]], dict[str, int], dict[str, str]]:
     """Samples by "memory" and time phase, parameters by model, why a record has no sample."""
     found: dict[str, list[Sample]] = {phase: [] for phase in ("memory", *TIME_PHASES)}
+    disturbed: dict[str, list[Sample]] = {phase: [] for phase in TIME_PHASES}
     num_params: dict[str, int] = {}
     left_out: dict[str, str] = {}
     models: dict[tuple[object, str], ModelSpec | WhichLoraError] = {}
@@ -159,8 +161,16 @@ def _gather(
         if fault := _implausible(samples, start):
             left_out[measurement.id] = fault
             continue
+        is_disturbed = bool(measurement.provenance.get("busy"))
         for phase, of_phase in samples.items():
+            target = disturbed if is_disturbed and phase in disturbed else found
+            target[phase].extend(of_phase)
+    for phase, of_phase in disturbed.items():
+        if len(found[phase]) < ENOUGH_QUIET:
             found[phase].extend(of_phase)
+        else:
+            reason = f"{phase}: measured on a busy device, and quiet runs teach its times instead"
+            left_out |= {sample.record: reason for sample in of_phase}
     return found, num_params, left_out
 
 

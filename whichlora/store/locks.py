@@ -73,6 +73,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, _this_process(), 0)
         yield
+        os.ftruncate(descriptor, 0)
     finally:
         if owner_file is not None:
             owner_file.unlink(missing_ok=True)
