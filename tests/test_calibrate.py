@@ -22,7 +22,9 @@ from whichlora import api, databases, report
 from whichlora.calibration import HeldOut, prior_calibration
 from whichlora.cli import main
 from whichlora.errors import DataFileError
-from whichlora.prediction import predict
+from whichlora.memory.weights import weight_bytes
+from whichlora.prediction import predict, step_features
+from whichlora.resolution import resolve
 from whichlora.results import Measurement
 from whichlora.sharing import remote, union
 from whichlora.sharing.physics import impossible
@@ -227,6 +229,35 @@ def test_quantised_experts_may_be_as_small_as_their_codes() -> None:
     assert impossible(replace(record, prefill_s=()), model, gpu) == ""
     small = replace(record, peak_allocated_bytes=20 * 2**30)
     assert "less than the weights" in impossible(small, model, gpu)
+
+
+def test_a_board_may_pass_its_datasheet_by_a_quarter_and_no_more() -> None:
+    """`sharing.physics` says where the slack comes from."""
+    gpu = api.find_gpu(GPU)
+    model = api.load_model(MODEL)
+    run = RunConfig(model=MODEL, batch_size=4, seq_len=1024, precision="bf16-no-autocast")
+    features = step_features(resolve(model, run, gpu))
+    floor = max(features["products"], features["weights"])
+    for factor, is_refused in ((0.82, False), (0.78, True)):
+        record = a_record(config=run.to_dict(), step_s=(factor * floor,) * 3)
+        assert ("faster than the datasheet" in impossible(record, model, gpu)) is is_refused
+
+
+@pytest.mark.parametrize(
+    ("of_weights", "of_device", "said"),
+    [(0.98, None, ""), (0.96, None, "less than the weights"),
+     (None, 1.01, ""), (None, 1.03, "more than a100-sxm-80gb has")],
+)  # fmt: skip
+def test_a_peak_may_differ_from_what_is_known_by_2_or_3_percent(
+    of_weights: float | None, of_device: float | None, said: str
+) -> None:
+    gpu, model = api.find_gpu(GPU), api.load_model(MODEL)
+    stored = weight_bytes(model, resolve(model, a_record().run, gpu).stack)
+    weights = sum(stored.values()) - stored["buffers"]
+    size = weights * of_weights if of_weights else gpu.memory_bytes * (of_device or 0)
+    found = impossible(a_record(peak_allocated_bytes=round(size)), model, gpu)
+    assert said in found
+    assert bool(said) == bool(found)
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,17 @@ def test_a_record_that_the_disk_has_not_confirmed_is_not_acknowledged(
         MeasurementLog(tmp_path, GPU, "run").append(a_measurement())
 
 
+def test_a_record_in_an_old_file_waits_for_the_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = MeasurementLog(tmp_path, GPU, "run")
+    log.append(a_measurement(1))  # the folders are on the disk
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda at: synced.append(os.readlink(f"/proc/self/fd/{at}")))
+    log.append(a_measurement(2))
+    assert synced == [str(log.path)]
+
+
 def _write_forever(root: Path) -> None:
     log = MeasurementLog(root, GPU, "run")
     for number in itertools.count():

@@ -364,6 +364,23 @@ def test_8_bit_optimizers_keep_32_bits_for_embeddings_and_small_tensors(
     assert size == per_param * tensor.num_params
 
 
+@pytest.mark.parametrize(
+    ("name", "width", "codes"),
+    [
+        ("adamw_8bit", 4096, 2 * 4096),
+        ("paged_adamw_8bit", 99_999, 2 * 99_999),
+        ("paged_adamw_8bit", 100_000, 0),  # on the host
+    ],
+)
+def test_from_4096_elements_states_are_8_bit_and_from_100_000_on_the_host(
+    name: str, width: int, codes: int
+) -> None:
+    """bitsandbytes 0.50.2: `min_8bit_size` and `get_state_buffer`."""
+    tensor = Trained(rows=1, width=width, param_bytes=4)
+    size = optimizer.state_bytes([tensor], optimizer=name, device_kind="cuda")
+    assert size == codes + 2 * 4 * -(-width // 256)
+
+
 def test_adafactor_keeps_sums_over_rows_and_columns() -> None:
     matrix = Trained(rows=8, width=4096, param_bytes=2)
     vector = Trained(rows=1, width=4096, param_bytes=2)

@@ -398,3 +398,21 @@ def test_every_feature_has_a_place_in_the_outlook() -> None:
     job = resolve(api.load_model(NAMES[1]), train, CPU)
     (one,) = outline_training(job, {64: 2.0}, num_batches=1).passes
     assert len(one[2]) == len(FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_worth_a_run"), [(0.995, False), (0.985, False), (0.9, True)]
+)
+def test_a_rival_must_promise_at_least_2_percent_to_be_worth_a_run(
+    seconds: float, is_worth_a_run: bool
+) -> None:
+    field = contest(tier=[0.0, 0.0])
+    found = decided(field, [1.0, seconds], sure=(0,), spread=1e-6)
+    assert found.best == 0
+    assert (found.following == 1) is is_worth_a_run
+    assert found.confidence == (0.0 if is_worth_a_run else 1.0)
+
+
+def test_any_gain_of_a_better_tier_is_worth_a_run() -> None:
+    found = decided(contest(tier=[1.0, 0.0]), [1.0, 1.0], sure=(0,), spread=1e-6)
+    assert found.following == 1

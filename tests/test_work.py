@@ -533,3 +533,30 @@ def test_layers_that_borrow_keys_read_the_last_position_of_a_prompt_alone() -> N
         if group.layer.attentions[0].keys_from == "earlier"
     )
     assert flops["flash_attention_2"] - flops["sdpa"] == 2 * borrowed * (2 * 64 - 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "attn", "halved"),
+    [
+        ("Qwen/Qwen2.5-0.5B", "sdpa", True),  # the kernel skips what the mask hides
+        ("Qwen/Qwen2.5-0.5B", "eager", False),
+        ("google-bert/bert-base-uncased", "sdpa", False),  # every token sees every other
+    ],
+)
+def test_only_a_causal_kernel_spares_half_of_the_scores(name: str, attn: str, halved: bool) -> None:
+    layer = next(iter(api.load_model(name).layers()))[0]
+    (attention,) = layer.attentions
+    per_key = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
+    found = work.attention_flops_per_token(layer, 1000, attn, triangular=True)
+    assert found == 1000 * per_key * (1 if halved else 2)
+    assert work.attention_flops_per_token(layer, 1000, attn, triangular=False) == 2000 * per_key
+
+
+def test_a_decoder_reads_all_of_the_encoder_s_output() -> None:
+    layers = [layer for layer, _ in api.load_model("google-t5/t5-small").layers()]
+    decoder = next(layer for layer in layers if len(layer.attentions) == 2)
+    itself, cross = decoder.attentions
+    assert cross.cross
+    per_key = itself.num_attention_heads * (itself.head_dim + itself.v_head_dim)
+    found = work.attention_flops_per_token(decoder, 10, "sdpa", triangular=True)
+    assert found == 10 * per_key * (1 + 2)
