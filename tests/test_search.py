@@ -131,7 +131,16 @@ def test_an_encoder_is_timed_by_the_tokens_it_reads() -> None:
     assert found.time_per_token_s.value == pytest.approx(1.0 / 100)
 
 
-@pytest.mark.parametrize("outcome", ["oom", "crashed", "killed", "timeout", "error"])
+def test_a_time_out_says_so_and_leaves_open_whether_the_limits_are_met() -> None:
+    stopped = measurement(TRAIN, outcome="timeout", detail="one line")
+    found = judge(prediction(TRAIN), Limits(), measurement=stopped)
+    assert found.timed_out
+    assert not found.failed
+    assert found.verdict != "misses"
+    assert found.failure == "timeout: one line"
+
+
+@pytest.mark.parametrize("outcome", ["oom", "crashed", "killed", "error"])
 def test_a_run_that_failed_misses_and_says_how(outcome: str) -> None:
     failed = measurement(TRAIN, outcome=outcome, detail="one line")  # type: ignore[arg-type]
     found = judge(prediction(TRAIN), Limits(), measurement=failed)
