@@ -353,6 +353,30 @@ def test_a_hub_dataset_without_validation_is_split(monkeypatch: pytest.MonkeyPat
     assert (len(texts_of(dataset)), len(texts_of(dataset, "validation"))) == (8, 2)
 
 
+@pytest.mark.parametrize(
+    ("split", "names", "held_out"),
+    [
+        ("train", ("train", "test"), "test"),
+        ("train_sft", ("train_sft", "test_prefs", "test_sft", "validation"), "test_sft"),
+        ("train", ("train", "dev", "test"), "dev"),
+    ],
+)
+def test_a_hub_dataset_keeps_the_split_that_goes_with_the_training_split(
+    monkeypatch: pytest.MonkeyPatch, split: str, names: tuple[str, ...], held_out: str
+) -> None:
+    fake_hub(monkeypatch, **{name: HubRows([{"text": name}]) for name in names})
+    dataset = open_dataset(DatasetConfig(path="org/data", split=split))
+    assert texts_of(dataset, "validation") == [held_out]
+
+
+def test_a_hub_dataset_of_unknown_columns_is_told_what_to_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_hub(monkeypatch, train=HubRows([{"Frage": "q", "Antwort": "a"}]))
+    with pytest.raises(ConfigError, match=r"^dataset: org/data has the columns Frage, Antwort, wh"):
+        open_dataset(DatasetConfig(path="org/data"))
+
+
 def test_a_hub_dataset_that_can_not_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hub(monkeypatch)
     with pytest.raises(
@@ -624,6 +648,21 @@ def write_tokenizer(folder: Path, **config: Any) -> None:
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     content = {"tokenizer_class": "PreTrainedTokenizerFast"} | names | config
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.oracle
+def test_messages_that_a_chat_template_refuses_are_told(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    refuses = "{{ raise_exception('System role not supported') }}"
+    write_tokenizer(tmp_path, chat_template=refuses)
+    with pytest.raises(ConfigError, match="refuses the messages of system, user that") as caught:
+        count_tokens(
+            Examples({"messages": [SYSTEM, USER]}),
+            tokenizer=str(tmp_path),
+            offline=True,
+            max_length=99,
+        )
+    assert "'Be brief.': System role not supported; correct the row, or" in str(caught.value)
 
 
 @pytest.mark.oracle

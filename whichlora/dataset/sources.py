@@ -190,7 +190,9 @@ def _open_hub(config: DatasetConfig) -> BaseDataset:
     try:
         rows = datasets.load_dataset(config.path, config.config_name, split=config.split)
         names = datasets.get_dataset_split_names(config.path, config.config_name)
-        validation = next((name for name in SPLIT_NAMES["validation"] if name in names), None)
+        suffix = config.split.removeprefix("train")  # train_sft goes with test_sft
+        wanted = [name + end for end in (suffix, "") for name in SPLIT_NAMES["validation"]]
+        validation = next((name for name in wanted if name in names), None)
         held_out = (
             None
             if validation is None

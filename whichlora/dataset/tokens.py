@@ -233,9 +233,10 @@ def _chat_renderer(tokenizer: str | None, *, offline: bool) -> Callable[[Message
         except Exception as error:  # a template raises what it likes
             reason = " ".join(str(error).split())[:200]
             roles = ", ".join(str(message["role"]) for message in messages)
+            begin = messages[0]["content"][:60] if messages else ""
             raise ConfigError(
-                f"dataset: the chat template of {tokenizer} refuses messages of {roles}: {reason}; "
-                "correct the rows, or choose another model"
+                f"dataset: the chat template of {tokenizer} refuses the messages of {roles} that "
+                f"begin with {begin!r}: {reason}; correct the row, or choose another model"
             ) from None
         return text
 
