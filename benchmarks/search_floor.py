@@ -70,12 +70,12 @@ class Oracle:
         """The run that adds most to the confidence per second."""
         worth: dict[int, float] = {}
         contest = self.problem.contest
-        models = set(contest.model[decision.chance_to_win > 0].tolist())
-        for position in range(len(contest.model)):
+        models = set(contest.form[decision.chance_to_win > 0].tolist())
+        for position in range(len(contest.form)):
             likely = decision.chance_to_win[position] > 0 or not contest.training[position]
             if position in self.search.measured or not likely:
                 continue
-            if int(contest.model[position]) not in models:
+            if int(contest.form[position]) not in models:
                 continue
             after = self._with([position], decision)
             gain = after.decide().confidence - decision.confidence
@@ -95,7 +95,7 @@ def floor(problem: Limited, confidence: float) -> tuple[float, float, int]:
         serving = [
             i
             for i in np.flatnonzero(~contest.training & problem.meets).tolist()
-            if contest.model[i] == contest.model[winner]
+            if contest.form[i] == contest.form[winner]
         ]
         if serving:
             oracle.take(min(serving, key=lambda i: problem.table.records[i].device_s))

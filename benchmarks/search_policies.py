@@ -52,12 +52,12 @@ def _has_winner(problem: Limited, asked: list[int]) -> bool:
     winner = problem.winner
     if winner is None or winner not in asked:
         return False
-    return _serves(problem, int(problem.contest.model[winner]), asked)
+    return _serves(problem, int(problem.contest.form[winner]), asked)
 
 
 def _serves(problem: Limited, model: int, asked: Iterable[int]) -> bool:
     contest = problem.contest
-    inference = ~contest.training & (contest.model == model)
+    inference = ~contest.training & (contest.form == model)
     return not inference.any() or any(inference[i] and problem.meets[i] for i in asked)
 
 
@@ -69,8 +69,8 @@ def binary_search(problem: Limited) -> Result:
     device = Device(problem)
     contest, table = problem.contest, problem.table
     answer = None
-    for model in sorted(set(contest.model.tolist()), key=lambda m: _tier(problem, m)):
-        of_model = [i for i in range(len(table.records)) if contest.model[i] == model]
+    for model in sorted(set(contest.form.tolist()), key=lambda m: _tier(problem, m)):
+        of_model = [i for i in range(len(table.records)) if contest.form[i] == model]
         serving = [i for i in of_model if not contest.training[i]]
         if serving and not any(problem.meets[i] for i in _largest_fit(device, serving)):
             # the largest batch is not in time: the others may be
@@ -94,7 +94,7 @@ def binary_search(problem: Limited) -> Result:
 
 
 def _tier(problem: Limited, model: int) -> float:
-    return float(problem.contest.tier[problem.contest.model == model][0])
+    return float(problem.contest.tier[problem.contest.form == model][0])
 
 
 def _largest_fit(device: Device, positions: list[int]) -> list[int]:
@@ -131,7 +131,7 @@ def optuna_tpe(problem: Limited, seed: int, *, patience: int | None = None) -> R
     training = [i for i in range(len(table.records)) if contest.training[i]]
     settings = {
         i: {
-            "model": int(contest.model[i]),
+            "model": int(contest.form[i]),
             "variant": _variant(problem, i),
             "batch": _batch(problem, i),
         }
@@ -151,11 +151,11 @@ def optuna_tpe(problem: Limited, seed: int, *, patience: int | None = None) -> R
         if position is None:
             study.tell(trial, 1e3)
             continue
-        model = int(contest.model[position])
+        model = int(contest.form[position])
         for i in range(len(table.records)):
             if _serves(problem, model, device.asked):
                 break
-            if not contest.training[i] and contest.model[i] == model and i not in device.asked:
+            if not contest.training[i] and contest.form[i] == model and i not in device.asked:
                 device.measure(i)
         cost = problem.cost[position]
         if position not in device.asked:

@@ -65,7 +65,7 @@ def limited(table: Table, dice: random.Random) -> Limited:
     tier = np.array(tiers([-float(table.num_params[name]) for name in names]))
     contest = Contest(
         training=training,
-        model=model,
+        form=model,
         tier=tier,
         price=np.ones(len(runs)),
         most_bytes=most_bytes,

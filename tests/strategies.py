@@ -70,6 +70,9 @@ def inference_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
         "attn": st.sampled_from(("sdpa", "eager")),
         "quant": st.sampled_from(("none", "nf4", "nf4-dq", "int8", "gptq-int8")),
         "kv_cache": st.sampled_from(("dynamic", "static", "paged", "vllm")),
+        "serve": st.sampled_from(("merged", "as-trained")),
+        "method": st.sampled_from(("lora", "dora")),
+        "r": st.integers(1, 64),
     }
     return _runs(choices, fixed)
 

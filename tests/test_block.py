@@ -111,5 +111,6 @@ def test_a_block_of_inference_says_what_each_run_says(data: st.DataObject) -> No
         "batch_size": data.draw(SIZES),
         "prompt_len": data.draw(LENGTHS),
         "max_new_tokens": data.draw(SIZES),
+        "r": data.draw(SIZES),
     }
     assert_alike(run, gpu, data.draw(calibrations(gpu)), axes)

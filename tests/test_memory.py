@@ -204,7 +204,10 @@ def test_arrays_of_candidates_get_what_each_gets_alone_in_training(
     run=inference_runs(),
     gpu=DEVICES,
     sizes=st.lists(
-        st.tuples(st.integers(1, 64), st.integers(1, 4096), st.integers(1, 1024)), min_size=1
+        st.tuples(
+            st.integers(1, 64), st.integers(1, 4096), st.integers(1, 1024), st.integers(1, 128)
+        ),
+        min_size=1,
     ),
 )
 @settings(max_examples=50)
@@ -212,13 +215,14 @@ def test_arrays_of_candidates_get_what_each_gets_alone_in_inference(
     run: RunConfig, gpu: GpuSpec, sizes: list[tuple[int, int, int]]
 ) -> None:
     one = job(run, gpu)
-    common = (one.model, one.run, one.stack, one.gpu)
-    batch_size, prompt_len, new = np.array(sizes).T
+    common = (one.model, one.run, one.stack, one.method, one.gpu, one.targets)
+    batch_size, prompt_len, new, r = np.array(sizes).T
     together = inference_ledger(
-        *common, batch_size=batch_size, prompt_len=prompt_len, max_new_tokens=new
+        *common, batch_size=batch_size, prompt_len=prompt_len, max_new_tokens=new, r=r
     )
     alone = [
-        inference_ledger(*common, batch_size=b, prompt_len=p, max_new_tokens=n) for b, p, n in sizes
+        inference_ledger(*common, batch_size=b, prompt_len=p, max_new_tokens=n, r=k)
+        for b, p, n, k in sizes
     ]
     assert together.peak_allocated_bytes.tolist() == [x.peak_allocated_bytes for x in alone]
 

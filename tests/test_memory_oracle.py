@@ -122,6 +122,19 @@ def test_a_quantised_cache_peaks_as_predicted(backend: str) -> None:
     assert relative_error(*oracle.peak(one)) < GENERATION
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"kv_cache": "static", "attn": "eager"}, {"prompt_len": 1, "r": 64}], ids=str
+)
+@pytest.mark.parametrize("method", ["lora", "qlora", "dora", "qdora"])
+@pytest.mark.parametrize("family", [*QUICKSTART, "gpt2"])
+def test_a_model_served_as_trained_peaks_as_predicted(
+    family: str, method: str, settings: dict[str, Any]
+) -> None:
+    served = {"phase": "inference", "serve": "as-trained", "method": method}
+    one = oracle.case(family, **served, **settings)
+    assert relative_error(*oracle.peak(one)) < GENERATION
+
+
 @pytest.mark.parametrize("settings", [{}, {"attn": "eager"}, {"kv_cache": "static"}], ids=str)
 @pytest.mark.parametrize("family", [*QUICKSTART, "gemma2", "gpt2", "t5"])
 def test_a_generation_peaks_as_predicted(family: str, settings: dict[str, Any]) -> None:

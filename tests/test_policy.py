@@ -198,7 +198,7 @@ def contest(
     number = len(tier)
     return Contest(
         training=np.array([True] * number + [False] * number),
-        model=np.array([*range(number)] * 2),
+        form=np.array([*range(number)] * 2),
         tier=np.array(tier * 2),
         price=np.array((price or [1.0] * number) * 2),
         most_bytes=np.array([most_bytes] * 2 * number),

@@ -184,10 +184,13 @@ def test_many_candidates_at_once_are_what_each_is(backend: CacheBackend) -> None
         one.model,
         one.run,
         one.stack,
+        one.method,
         GPU,
+        one.targets,
         batch_size=columns[0],
         prompt_len=columns[1],
         max_new_tokens=columns[2],
+        r=one.run.r,
     )
     for index, (batch_size, prompt_len, max_new_tokens) in enumerate(shapes):
         run = replace(

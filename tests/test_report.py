@@ -74,7 +74,9 @@ def answer(*finetune: Candidate, winner: Candidate | None, kept: tuple[str, ...]
 def test_a_candidate_has_a_name_that_tells_it_from_the_others() -> None:
     assert report.describe(TRAIN) == "good lora r=16, batch 4, 100 tokens"
     assert report.describe(replace(TRAIN, method="full")) == "good full, batch 4, 100 tokens"
-    assert report.describe(SERVE) == "good inference, batch 1, prompt 16, 8 new tokens"
+    assert report.describe(SERVE) == (
+        "good inference, merged 16-bit, batch 1, prompt 16, 8 new tokens"
+    )
 
 
 def test_a_reason_has_the_value_the_limit_and_where_the_value_is_from() -> None:

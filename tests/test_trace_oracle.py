@@ -111,6 +111,7 @@ def test_reserved_over_allocated_agrees_with_the_reference_replays(
         {"use_reentrant": True},
         {"padding": "padded", "batch_size": 2},
         {"phase": "inference", "prompt_len": 64, "max_new_tokens": 6},
+        {"phase": "inference", "prompt_len": 64, "max_new_tokens": 3, "method": "qlora"},
     ],
     ids=str,
 )
@@ -143,6 +144,10 @@ def test_four_layers_stretched_agree_with_all_layers(settings: dict[str, Any]) -
         {"loss_head": "raw", "precision": "bf16-pure"},
         {"phase": "inference", "prompt_len": 512, "max_new_tokens": 4},
         {"phase": "inference", "prompt_len": 64, "max_new_tokens": 2, "quant": "nf4-dq"},
+        {"phase": "inference", "prompt_len": 512, "max_new_tokens": 4, "method": "qlora"},
+        {"phase": "inference", "prompt_len": 64, "max_new_tokens": 4, "method": "qdora"},
+        {"phase": "inference", "prompt_len": 64, "method": "dora", "serve": "as-trained"}
+        | {"max_new_tokens": 4, "r": 64},
     ],
     ids=str,
 )

@@ -132,12 +132,26 @@ def test_the_frontier_finds_what_profiling_everything_finds_in_fewer_runs(
 def test_a_model_that_cannot_be_served_is_never_fine_tuned(
     tmp_path: Path, fake_device: type[FakeProfiler]
 ) -> None:
-    answer = workflow.run(write_config(tmp_path, inference_memory="1GiB"), progress=Silent())
+    path = write_config(tmp_path, inference_memory="1GiB", methods="lora")
+    answer = workflow.run(path, progress=Silent())
     assert "Qwen/Qwen2.5-0.5B" not in answer.kept
     trained = {run.model for run in fake_device.calls if run.phase == "finetune"}
     assert "Qwen/Qwen2.5-0.5B" not in trained
     assert answer.winner is not None
     assert answer.winner.run.model == "EleutherAI/pythia-160m"
+
+
+def test_a_method_falls_only_with_the_form_in_which_its_model_is_served(
+    tmp_path: Path, fake_device: type[FakeProfiler]
+) -> None:
+    answer = workflow.run(write_config(tmp_path, inference_memory="1GiB"), progress=Silent())
+    trained = {(run.model, run.method) for run in fake_device.calls if run.phase == "finetune"}
+    assert ("Qwen/Qwen2.5-0.5B", "lora") not in trained  # 16 bit and merged it takes 2 GiB in fp32
+    assert answer.winner is not None
+    assert (answer.winner.run.model, answer.winner.run.method) == ("Qwen/Qwen2.5-0.5B", "qlora")
+    served = [one.run for one in answer.inference if one.form == answer.winner.form]
+    assert all((run.serve, run.quant, run.r) == ("as-trained", "nf4-dq", 8) for run in served)
+    assert any(run in fake_device.calls for run in served)
 
 
 def test_what_is_clearly_slower_is_not_timed_to_the_end_and_the_winner_is(tmp_path: Path) -> None:
@@ -684,7 +698,7 @@ def test_killing_the_run_loses_no_finished_measurement(tmp_path: Path, seed: int
     assert "resumed:" in done.stderr
     # at most the one measurement that was under way when the process died ran twice
     assert calls.read_text().count("\n") <= records() + 1
-    assert records() == 6 + 18
+    assert records() == 2 * 6 + 18  # two forms in which each model is served
 
 
 def test_a_time_per_token_times_the_tokens_it_is_of_is_the_total_beside_it(tmp_path: Path) -> None:

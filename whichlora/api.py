@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.explanation import Explanation
 from whichlora.formulas import formulas_digest
 from whichlora.largest import Placement, Size, largest_that_fits, place, smallest_first, with_size
-from whichlora.methods import get_method
+from whichlora.methods import with_defaults
 from whichlora.prediction import predict
 from whichlora.resolution import with_checkpointing
 from whichlora.results import Answers, Measurement, Prediction, Refused, TracedPeak
@@ -50,8 +50,10 @@ _FINETUNE_ONLY = (
     "loss_head",
     "prepare_kbit",
 )
+# Those of them that a generation with an unmerged adapter reads.
+_OF_ADAPTER = ("method", "r", "target_modules", "modules_to_save", "adapter_dtype")
 _QUANTISED_ONLY = ("cache_backend", "cache_nbits", "cache_group_size", "cache_residual_length")
-_INFERENCE_ONLY = ("prompt_len", "max_new_tokens", "kv_cache", *_QUANTISED_ONLY)
+_INFERENCE_ONLY = ("prompt_len", "max_new_tokens", "serve", "kv_cache", *_QUANTISED_ONLY)
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
@@ -173,7 +175,7 @@ def grid(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
     """Every combination of `settings` (a list of values by name of a `RunConfig` field).
 
     A setting that a phase does not read is left at its default there, so that no candidate
-    appears twice.
+    appears twice: a method is one of an inference only where its model is served as trained.
 
     Raises:
         ConfigError: a value that is not accepted, or more combinations than `MOST_COMBINATIONS`.
@@ -201,14 +203,18 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
     Raises:
         ConfigError: settings that none of the combinations can mean.
     """
-    _check_storage_is_told(settings)
     _check_number(settings)
     seen: set[RunConfig] = set()
     for phase in settings.get("phase", ("finetune",)):
-        unread = _INFERENCE_ONLY if phase == "finetune" else _FINETUNE_ONLY
+        unread: Collection[str] = _INFERENCE_ONLY
+        if phase == "inference":
+            unread = set(_FINETUNE_ONLY) - set(_OF_ADAPTER)
         names = [name for name in settings if name not in unread and name != "phase"]
         for values in itertools.product(*(settings[name] for name in names)):
             chosen = dict(zip(names, values, strict=True))
+            if phase == "inference" and _is_merged(chosen):
+                merged = (*_OF_ADAPTER, "serve")
+                chosen = {name: chosen[name] for name in chosen if name not in merged}
             if chosen.get("kv_cache") != "quantized":
                 chosen = {name: chosen[name] for name in chosen if name not in _QUANTISED_ONLY}
             try:
@@ -236,17 +242,11 @@ def _check_number(settings: Mapping[str, Sequence[Any]]) -> None:
         )
 
 
-def _check_storage_is_told(settings: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse inference alone "with QLoRA": 16-bit weights are not what was meant."""
-    if set(settings.get("phase", ())) != {"inference"} or any(settings.get("quant", ())):
-        return
-    for name in settings.get("method", ()):
-        if (stored := get_method(name).base_quant) != "none":
-            raise ConfigError(
-                f"method: {name} is a way to train, and inference serves its adapter merged into "
-                f"16-bit weights; leave it out for that, or give quant {stored} to serve a 4-bit "
-                "base"
-            )
+def _is_merged(inference: Mapping[str, Any]) -> bool:
+    """Whether the settings of an inference leave no adapter beside the weights."""
+    names = ("method", "serve")
+    given = {name: inference[name] for name in names if name in inference}
+    return with_defaults(RunConfig(model="", phase="inference", **given)).serve == "merged"
 
 
 def estimate(
@@ -391,7 +391,9 @@ def _load_traceable(name: str) -> ModelSpec:
 def _trace(model: ModelSpec, run: RunConfig, layers: str) -> TracedPeak:
     from whichlora.device.tracer import trace_peaks
 
-    targets = resolve_targets(model, run.target_modules) if run.phase == "finetune" else ()
+    targets: tuple[str, ...] = ()
+    if run.phase == "finetune" or with_defaults(run).serve == "as-trained":
+        targets = resolve_targets(model, run.target_modules)
     return trace_peaks(
         run,
         model_config=model.config,

@@ -112,10 +112,10 @@ def _training(job: Job, sizes: Mapping[str, Count]) -> tuple[Features, Count, Co
 
 def _inference(job: Job, sizes: Mapping[str, Count]) -> tuple[Features, Count, Count]:
     """The same of a generation."""
-    batch_size, prompt_len, new_tokens = (sizes[name] for name in job.size_names)
+    batch_size, prompt_len, new_tokens, r = (sizes[name] for name in job.size_names)
 
     def forward(context: Count, *, decoding: bool) -> dict[str, Real]:
-        return forward_features(job, context=context, decoding=decoding, batch_size=batch_size)
+        return forward_features(job, context=context, decoding=decoding, batch_size=batch_size, r=r)
 
     prefill = {"prefill": forward(prompt_len, decoding=False)}
     if job.model.task == "encoder":

@@ -14,6 +14,7 @@ from whichlora.methods import get_method
 from whichlora.plan import Plan
 from whichlora.resolution import Job, resolve
 from whichlora.results import Answers, Refused
+from whichlora.serving import serving_form, serving_run
 from whichlora.shortlist import Group
 from whichlora.specs import GpuSpec, Padding, Phase, RunConfig
 
@@ -66,17 +67,29 @@ class Candidates:
         return list(Answers(candidates, refused))
 
     def serving(self) -> Iterator[Group]:
-        """Stage 1, one group for each model and attention kernel."""
+        """Stage 1, one group for each form in which a model is served, and attention kernel."""
         import numpy as np
 
         plan = self.plan
         lists = (plan.prompt_lens, plan.max_new_tokens, plan.inference_batch_sizes)
         prompt_len, new_tokens, batch_size = np.ix_(*lists)
         axes = {"batch_size": batch_size, "prompt_len": prompt_len, "max_new_tokens": new_tokens}
-        for name in plan.models:
-            base = replace(plan.inference, model=name)
-            for job in self._jobs(base, {"attn": plan.attn}):
+        forms = dict.fromkeys(self.form(run) for run in self._variants())
+        for form in forms:
+            for job in self._jobs(form, {"attn": plan.attn}):
                 yield Group(job=job, axes=axes)
+
+    def form(self, run: RunConfig) -> RunConfig:
+        """In which form the model of `run`, a candidate of either stage, is served."""
+        if run.phase == "finetune":
+            run = serving_run(self.plan.inference, run, self.plan.serve)
+        return serving_form(run)
+
+    def _variants(self) -> Iterator[RunConfig]:
+        """A fine-tuning of every model, method and rank."""
+        plan = self.plan
+        for name, method, r in itertools.product(plan.models, plan.methods, plan.ranks):
+            yield replace(plan.finetune, model=name, method=method, r=r)
 
     def training(self) -> Iterator[Group]:
         """Stage 2, one group for each model, method, stack and kind of padding."""

@@ -114,6 +114,7 @@ def _sizes(job: Job) -> dict[str, int]:
     }
     if training:
         sizes["seq_len"] = run.seq_len
+    if training or job.has_adapters:
         sizes["trained_params"] = num_trained(job)
     attentions = [one for layer, _ in model.layers() for one in layer.attentions]
     for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):

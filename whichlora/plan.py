@@ -11,7 +11,7 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from whichlora.errors import ConfigError
-from whichlora.specs import AttentionKernel, Optimizer, RunConfig
+from whichlora.specs import AttentionKernel, Optimizer, Quant, RunConfig, Serve
 
 ProfilePolicy = Literal["none", "frontier", "all"]
 Prefer = Literal["size", "time", "memory", "price", "order"]
@@ -261,6 +261,8 @@ class Plan:
             `batch_size` and the other listed dimensions are replaced by the lists here.
         lora_alpha: None: twice the rank of each candidate.
         gradient_checkpointing: None: on where the model has it.
+        serve: the form in which stage 1 judges a model: with its adapter unmerged on the base that
+            it was trained on, merged, or merged and quantised that way; None: as each method says.
         collator: how batches are made: rows padded to the longest of their batch, in random order
             or of similar lengths ("grouped"), or all to the longest allowed ("fixed"); or texts
             joined and cut into blocks ("packed"), or whole texts put together ("packed-bfd").
@@ -290,6 +292,7 @@ class Plan:
     methods: tuple[str, ...]
     ranks: tuple[int, ...]
     lora_alpha: int | None = None
+    serve: Serve | Quant | None = None
     finetune_batch_sizes: tuple[int, ...]
     gradient_checkpointing: tuple[bool | None, ...] = (None,)
     attn: tuple[AttentionKernel, ...] = ("sdpa",)

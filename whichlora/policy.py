@@ -35,7 +35,7 @@ class Contest:
 
     Args:
         training: fine-tuning, as opposed to inference; a winner is one of these.
-        model: number of its model; a winner's model must serve within the limits, too.
+        form: number of the form in which its model is served; that must meet the limits, too.
         tier: what goes before any time or memory, the least first (the largest model, or the
             user's order); all equal where the preference is a quantity.
         price: of an hour on its device.
@@ -43,7 +43,7 @@ class Contest:
     """
 
     training: Flags
-    model: NDArray[np.int64]
+    form: NDArray[np.int64]
     tier: Array
     price: Array
     most_bytes: Array
@@ -107,12 +107,12 @@ def decide(
     # what was measured to equal its limit meets it: logarithms round
     in_time = seconds <= contest.most_s * (1 + ROUNDING)
     meets = in_time & (num_bytes <= contest.most_bytes * (1 + ROUNDING)) & ~known.impossible
-    served = _per_model(contest, meets)
-    confirmed = _per_model(contest, (meets & known.settled)[:1])[0]
+    served = _per_form(contest, meets)
+    confirmed = _per_form(contest, (meets & known.settled)[:1])[0]
     cost = _cost(contest, seconds, num_bytes)
-    stands = meets & contest.training & served[:, contest.model]
+    stands = meets & contest.training & served[:, contest.form]
     cost = np.where(stands, cost, np.inf)
-    settled = known.settled & contest.training & confirmed[contest.model]
+    settled = known.settled & contest.training & confirmed[contest.form]
     best = _best(cost, settled)
     rivals = np.where(settled, np.inf, cost)
     if best is not None:
@@ -132,18 +132,18 @@ def decide(
     )
 
 
-def _per_model(contest: Contest, flags: Flags) -> Flags:
-    """Whether an inference of each model is flagged, shape [num_worlds, num_models].
+def _per_form(contest: Contest, flags: Flags) -> Flags:
+    """Whether an inference of each form is flagged, shape [num_worlds, num_forms].
 
-    A model without an inference candidate was not asked to serve.
+    A form without an inference candidate was not asked for.
     """
     import numpy as np
 
-    found = np.ones((len(flags), int(contest.model.max()) + 1), dtype=bool)
-    for model in range(found.shape[1]):
-        asked = ~contest.training & (contest.model == model)
+    found = np.ones((len(flags), int(contest.form.max()) + 1), dtype=bool)
+    for form in range(found.shape[1]):
+        asked = ~contest.training & (contest.form == form)
         if asked.any():
-            found[:, model] = flags[:, asked].any(axis=1)
+            found[:, form] = flags[:, asked].any(axis=1)
     return found
 
 
@@ -178,7 +178,7 @@ def _following(
 ) -> int | None:
     """The run with the best chance to settle the winner per device second.
 
-    A candidate wins only if its model serves within the limits as well. Where both are open, the
+    A candidate wins only if its form serves within the limits as well. Where both are open, the
     run that is likelier to refute the candidate per second goes first: it may spare the other.
     """
     import numpy as np
@@ -186,19 +186,19 @@ def _following(
     serving = _serving(contest, known, chance, run_s)
     to_train = np.where(known.measured, 0.0, run_s)
     to_serve = np.zeros(len(run_s))
-    for model, position in serving.items():
-        if not confirmed[model]:
-            to_serve[contest.model == model] = run_s[position]
+    for form, position in serving.items():
+        if not confirmed[form]:
+            to_serve[contest.form == form] = run_s[position]
     needed = to_train + to_serve
     # what timed out is not run again, nor what only an inference that timed out could confirm
-    can_serve = confirmed[contest.model] | np.isin(contest.model, list(serving))
+    can_serve = confirmed[contest.form] | np.isin(contest.form, list(serving))
     is_open = (wins > 0) & ~known.timed_out & (can_serve | ~contest.training)
     value = np.where(is_open, wins / np.maximum(needed, 1e-9), 0.0)
     if not value.any():
         return None
     target = int(np.argmax(value))
-    inference = serving.get(int(contest.model[target]))
-    if confirmed[contest.model[target]] or inference is None:
+    inference = serving.get(int(contest.form[target]))
+    if confirmed[contest.form[target]] or inference is None:
         return target
     if known.measured[target]:
         return inference
@@ -207,19 +207,19 @@ def _following(
 
 
 def _serving(contest: Contest, known: Known, chance: Array, run_s: Array) -> dict[int, int]:
-    """The inference run of each model that most likely shows that it serves, per second."""
+    """The inference run of each form that most likely shows that it serves, per second."""
     import numpy as np
 
     found: dict[int, int] = {}
     open_ones = ~contest.training & ~known.measured & ~known.impossible & (chance > 0)
     for position in np.flatnonzero(open_ones).tolist():
-        model = int(contest.model[position])
-        other = found.get(model)
+        form = int(contest.form[position])
+        other = found.get(form)
         # a second try costs as much again: a likely run is worth more than a cheap one
         if other is None or chance[position] ** 2 / run_s[position] > (
             chance[other] ** 2 / run_s[other]
         ):
-            found[model] = position
+            found[form] = position
     return found
 
 

@@ -32,17 +32,10 @@ def ledger(job: Job, **sizes: Count) -> Ledger:
     Args:
         sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
     """
+    parts = (job.model, job.run, job.stack, job.method, job.gpu, job.targets)
     if job.run.phase == "inference":
-        return inference_ledger(job.model, job.run, job.stack, job.gpu, **_sizes(job, sizes))
-    return training_ledger(
-        job.model,
-        job.run,
-        job.stack,
-        job.method,
-        job.gpu,
-        job.targets,
-        **_sizes(job, sizes),
-    )
+        return inference_ledger(*parts, **_sizes(job, sizes))
+    return training_ledger(*parts, **_sizes(job, sizes))
 
 
 def num_trained(job: Job, r: Count | None = None) -> Count:
@@ -164,18 +157,26 @@ def step_features(job: Job, **sizes: Count) -> dict[str, Real]:
 
 
 def forward_features(
-    job: Job, *, context: Count, decoding: bool, batch_size: Count | None = None
+    job: Job,
+    *,
+    context: Count,
+    decoding: bool,
+    batch_size: Count | None = None,
+    r: Count | None = None,
 ) -> dict[str, Real]:
     """Time features of one forward: the prompt pass, or one decoding step.
 
     Args:
-        batch_size: in place of the run's own.
+        batch_size, r: in place of the run's own.
     """
     done = work.inference_work(
         job.model,
         job.run,
         job.stack,
+        method=job.method,
+        targets=job.targets,
         batch_size=job.run.batch_size if batch_size is None else batch_size,
+        r=job.run.r if r is None else r,
         context=context,
         decoding=decoding,
     )

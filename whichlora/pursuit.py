@@ -112,7 +112,7 @@ class Pursuit:
         training = self.contest.training
         for stage in (~training, training):
             for position in stage.nonzero()[0].tolist():
-                if training[position] and self.contest.model[position] not in self._serving():
+                if training[position] and self.contest.form[position] not in self._serving():
                     continue
                 if position not in self.measured and not self._impossible()[position]:
                     self.take(position, measure(position, None), learn)
@@ -127,14 +127,14 @@ class Pursuit:
         self._believed = None
 
     def _serving(self) -> set[int]:
-        """Models with a measured inference that meets its limits."""
+        """Forms with a measured inference that meets its limits."""
         found = set()
         for position, one in self.measured.items():
             if one.outcome == "ok" and not self.contest.training[position]:
                 time, memory = self.quantities(position)
                 limits = self.contest.most_s[position], self.contest.most_bytes[position]
                 if time.value <= limits[0] and memory.value <= limits[1]:
-                    found.add(int(self.contest.model[position]))
+                    found.add(int(self.contest.form[position]))
         return found
 
     def out_of_memory(self) -> list[RunConfig]:

@@ -37,16 +37,21 @@ class Job:
     targets: tuple[str, ...]
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether the run holds adapters beside the base: it trains them, or serves them so."""
+        return bool(self.targets)
+
+    @property
     def peft_targets(self) -> str | tuple[str, ...]:
         """What PEFT is told: its own word for all linears, which also finds experts, or names."""
         return ALL_LINEAR if self.run.target_modules == (ALL_LINEAR,) else self.targets
 
     @property
-    def size_names(self) -> tuple[str, str, str]:
+    def size_names(self) -> tuple[str, ...]:
         """Settings that formulas also take as arrays, so that many runs are counted at once."""
         if self.run.phase == "finetune":
             return ("batch_size", "seq_len", "r")
-        return ("batch_size", "prompt_len", "max_new_tokens")
+        return ("batch_size", "prompt_len", "max_new_tokens", "r")
 
     @property
     def dtype(self) -> str:
@@ -82,7 +87,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
     if not training and run.cache_format is not None:
         check_quantisable(model, run.cache_format)
     targets: tuple[str, ...] = ()
-    if training and not method.trains_base:
+    if not method.trains_base and (training or run.serve == "as-trained"):
         targets = resolve_targets(model, run.target_modules)
         check_saved_modules(model, run.modules_to_save)
     stack = resolve_stack(run, trains_base=training and method.trains_base, device_kind=gpu.kind)

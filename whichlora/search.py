@@ -103,6 +103,7 @@ class Candidate:
         failure: why it has no measured values (a failed profile, or a smaller batch that ran out
             of memory), empty otherwise.
         objective: what ranks it among those that meet the limits.
+        form: in which its model is served (`serving.serving_form`).
     """
 
     prediction: Prediction
@@ -113,6 +114,7 @@ class Candidate:
     measurement: Measurement | None = None
     failure: str = ""
     objective: Objective = LARGEST
+    form: RunConfig | None = None
 
     @property
     def run(self) -> RunConfig:
@@ -168,6 +170,7 @@ def judge(
     measurement: Measurement | None = None,
     failure: str = "",
     objective: Objective = LARGEST,
+    form: RunConfig | None = None,
 ) -> Candidate:
     """Apply `limits` and the device's own memory to one candidate.
 
@@ -218,6 +221,7 @@ def judge(
         measurement=measurement,
         failure=failure,
         objective=objective,
+        form=form,
     )
 
 
@@ -299,6 +303,14 @@ def kept_models(candidates: Sequence[Candidate]) -> tuple[str, ...]:
     kept = [candidate for candidate in candidates if accepted(candidate)]
     kept.sort(key=lambda one: (-one.prediction.num_params, one.run.model))
     return tuple(dict.fromkeys(candidate.run.model for candidate in kept))
+
+
+def chance_to_serve(inference: Iterable[Candidate]) -> dict[RunConfig | None, float]:
+    """By form in which a model is served: that of its likeliest shape to meet the limits."""
+    chances: dict[RunConfig | None, float] = {}
+    for candidate in inference:
+        chances[candidate.form] = max(candidate.chance, chances.get(candidate.form, 0.0))
+    return chances
 
 
 def rejected_before(winner: Candidate | None, candidates: Sequence[Candidate]) -> list[Candidate]:

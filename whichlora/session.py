@@ -142,7 +142,8 @@ class Session:
             tier=dict(zip(self.models, tiers(places), strict=True)),
             prefer=objective.prefer,
         )
-        return shortlist(self.asked.serving(), self.asked.training(), self.calibration, wanted)
+        asked = self.asked
+        return shortlist(asked.serving(), asked.training(), self.calibration, wanted, asked.form)
 
     def side_by_side(self, pursuit: Pursuit, run: RunConfig) -> list[Candidate]:
         """`run` with every method and rank; what its model or its libraries refuse is left out."""
@@ -189,7 +190,8 @@ class Session:
         outlines = [self._outline(run) for run in runs]
         training = np.array([run.phase == "finetune" for run in runs])
         names = [run.model for run in runs]
-        numbers = {name: number for number, name in enumerate(self.models)}
+        forms = [self.asked.form(run) for run in runs]
+        numbers = {form: number for number, form in enumerate(dict.fromkeys(forms))}
         device = float(self.gpu.memory_bytes)
 
         def per_stage(finetune: float | None, inference: float | None, most: float) -> Any:
@@ -198,7 +200,7 @@ class Session:
 
         contest = Contest(
             training=training,
-            model=np.array([numbers[name] for name in names]),
+            form=np.array([numbers[form] for form in forms]),
             tier=np.array(
                 tiers([plan.objective.place(n, self.models[n].num_params) for n in names])
             ),
@@ -260,6 +262,7 @@ class Session:
             total_tokens=tokens,
             measurement=measurement,
             failure=failure,
+            form=self.asked.form(run),
             objective=self.plan.objective,
         )
 

@@ -9,7 +9,7 @@ it is asked again as soon as the calibration has changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MANY = 300  # candidates from which on a plan is shortlisted
 NUM_WORLDS = 64
 BEST_OF_A_WORLD = 4
-SERVING_SHAPES = 4  # of each model that stay on the shortlist
+SERVING_SHAPES = 4  # of each form that stay on the shortlist
 SEED = 0
 
 
@@ -98,33 +98,44 @@ class Wanted:
 
 
 def shortlist(
-    serving: Iterable[Group], training: Iterable[Group], calibration: Calibration, wanted: Wanted
+    serving: Iterable[Group],
+    training: Iterable[Group],
+    calibration: Calibration,
+    wanted: Wanted,
+    form: Callable[[RunConfig], RunConfig],
 ) -> list[RunConfig]:
     """The candidates of both stages that are worth a decision.
 
     Of training, the best of every world, and each model's smallest and fastest, which explain what
-    is lacking where nothing meets the limits; of serving, the likeliest shapes of each model.
+    is lacking where nothing meets the limits; of serving, the likeliest shapes of each form in
+    which one of these is served.
+
+    Args:
+        form: in which a candidate of either stage is served.
     """
     import numpy as np
 
     worlds = _Worlds(np.random.default_rng(SEED), calibration)
-    shapes: dict[str, _Shapes] = {}
+    shapes: dict[RunConfig, _Shapes] = {}
     for group in serving:
-        shapes.setdefault(group.job.run.model, _Shapes()).add(group, worlds, wanted)
+        shapes.setdefault(form(group.job.run), _Shapes()).add(group, worlds, wanted)
     best = _Best()
     extremes: dict[str, _Extremes] = {}
     for group in training:
         model = group.job.run.model
         seconds, num_bytes = worlds.training(group)
         meets = (seconds <= wanted.total_s) & (num_bytes <= wanted.finetune_bytes)
-        if model in shapes:  # else it was not asked to serve
-            meets &= shapes[model].served[:, None]
+        forms = [form(replace(group.job.run, r=int(r))) for r in group.axes["r"][:, 0]]
+        not_asked = np.ones(NUM_WORLDS, dtype=bool)
+        served = [shapes[each].served if each in shapes else not_asked for each in forms]
+        meets &= np.repeat(np.stack(served, axis=1), group.size // len(forms), axis=1)
         quantity = num_bytes if wanted.prefer == "memory" else seconds
         best.add(group, np.where(meets, np.log(quantity) + 1e3 * wanted.tier[model], np.inf))
         extremes.setdefault(model, _Extremes()).add(group, seconds[0], num_bytes[0])
-    found = [run for each in shapes.values() for run in each.runs()]
-    found += [run for each in extremes.values() for run in each.runs()]
-    return list(dict.fromkeys([*found, *best.runs()]))
+    trained = [run for each in extremes.values() for run in each.runs()] + best.runs()
+    forms = list(dict.fromkeys(map(form, trained)))
+    found = [run for each in forms if each in shapes for run in shapes[each].runs()]
+    return list(dict.fromkeys([*found, *trained]))
 
 
 class _Worlds:
@@ -270,7 +281,7 @@ class _Extremes:
 
 @dataclass(slots=True)
 class _Shapes:
-    """The serving shapes of one model, and the worlds in which one of them meets the limits."""
+    """The serving shapes of one form, and the worlds in which one of them meets the limits."""
 
     served: Any = False
     _found: list[tuple[float, float, Group, int]] = field(default_factory=list)

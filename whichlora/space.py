@@ -93,7 +93,7 @@ _INSIDE = ("batch_size", "seq_len", "r", "prompt_len", "max_new_tokens")
 def _split(job: Job, settings: Mapping[str, Sequence[Any]], block_runs: int) -> Iterator[Block]:
     """The runs of one job in blocks of at most `block_runs`, cut along the longest axis."""
     axes = {name: tuple(settings.get(name, (getattr(job.run, name),))) for name in job.size_names}
-    if job.run.phase == "finetune" and job.method.trains_base:
+    if not job.has_adapters:
         axes["r"] = axes["r"][:1]
     pending = [axes]
     while pending:

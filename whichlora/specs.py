@@ -30,6 +30,7 @@ Bias = Literal["none", "all", "lora_only"]
 BaseDtype = Literal["auto", "float32"]
 AdapterDtype = Literal["auto", "float32", "bfloat16"]
 Engine = Literal["ledger", "trace"]
+Serve = Literal["as-trained", "merged"]
 KvCache = Literal["dynamic", "static", "quantized", "paged", "vllm"]
 CacheBackend = Literal["quanto", "hqq", "fp8"]
 
@@ -133,8 +134,8 @@ class RunConfig:
     """One candidate: a model, a phase and every setting that memory or time depends on.
 
     Args:
-        method: a name registered in `whichlora.methods`; ignored for inference, since LoRA
-            merges into the weights.
+        method: a name registered in `whichlora.methods`; inference reads it, and the settings of
+            its adapter, where the model is served as trained.
         batch_size: sequences per device per micro-step.
         seq_len: tokens per sequence in fine-tuning, padding included.
         target_modules: leaf names of the adapted layers, or ("all-linear",) or ("attention",).
@@ -144,6 +145,9 @@ class RunConfig:
         gradient_checkpointing: None until `resolution.resolve` asks the model: on where it has it.
         prepare_kbit: whether `prepare_model_for_kbit_training` runs; None until then, too.
         prompt_len, max_new_tokens: inference only.
+        serve: inference: the base as the method stores it with its adapter unmerged
+            ("as-trained"), or one set of weights stored as `quant` says ("merged"); None until
+            `methods.with_defaults` asks the method.
         cache_backend, cache_nbits, cache_group_size, cache_residual_length: of kv_cache
             quantized; `backend`, `nbits`, `q_group_size` and `residual_length` in the
             `cache_config` of transformers.
@@ -179,6 +183,7 @@ class RunConfig:
     prepare_kbit: bool | None = None
     prompt_len: int = 512
     max_new_tokens: int = 128
+    serve: Serve | None = None
     kv_cache: KvCache = "dynamic"
     cache_backend: CacheBackend = "quanto"
     cache_nbits: int = 4
@@ -204,6 +209,8 @@ class RunConfig:
         _choice("padding", self.padding, get_args(Padding))
         _choice("loss_head", self.loss_head, get_args(LossHead))
         _choice("kv_cache", self.kv_cache, get_args(KvCache))
+        if self.serve is not None:
+            _choice("serve", self.serve, get_args(Serve))
         _choice("cache_backend", self.cache_backend, get_args(CacheBackend))
         self._check_cache()
         if self.quant is not None:
@@ -368,6 +375,7 @@ class RunConfig:
                 f"{unknown[0]}: is not a setting; known are {', '.join(sorted(known))}"
             )
         fields = dict(values)
+        fields.setdefault("serve", "merged")  # older records know no other form
         for name in ("target_modules", "modules_to_save"):
             if name in fields:
                 if not isinstance(fields[name], list | tuple):

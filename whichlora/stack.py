@@ -90,6 +90,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     half = 4 if precision in FP32_PRECISIONS else 2
     prepared = run.phase == "finetune" and bool(run.prepare_kbit) and quant in BNB_QUANTS
     autocast = run.phase == "finetune" and precision in AUTOCAST_PRECISIONS
+    has_adapters = not trains_base and (run.phase == "finetune" or run.serve == "as-trained")
     narrow = run.narrows_adapters
 
     wide_base = run.has_master_weights  # which are of training under autocast alone
@@ -104,7 +105,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
         # PEFT's 4-bit layers leave the cast to autocast, so that targets share their input; so
         # they do where adapters are as wide as the stream.
         mode = "P" if quant in BNB_QUANTS or trains_base or narrow else "A"
-    elif run.phase == "finetune" and not (trains_base or narrow):
+    elif has_adapters and not narrow:
         mode = "C"
     else:
         mode = "P"
@@ -136,7 +137,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
         adapter_product_bytes=4 if mode in ("C", "F") and fp32_adapters else 2,
         shared_inputs=mode in ("P", "F") and not narrow_adapters,
         input_bytes=4 if mode in ("C", "F") and not narrow_adapters else 2,
-        lora_dropout=run.lora_dropout,
+        lora_dropout=run.lora_dropout if run.phase == "finetune" else 0.0,
         # PEFT widens the input to the adapter's dtype before it drops; autocast narrows it after.
         dropped_bytes=4 if widens_input else half,
         training=run.phase == "finetune",

@@ -259,6 +259,38 @@ def expert_ops(layer: Layer, tokens: Count) -> Count:
     return EXPERT_OPS * visited
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterWork:
+    """What one forward does for the adapter of one matrix, A·x and B·A·x left out.
+
+    Args:
+        weight_flops, weight_bytes: whatever the number of tokens.
+        token_flops, token_bytes: per token.
+        dequant_bytes: of the quantised weight, expanded for the adapter alone.
+    """
+
+    weight_flops: Count
+    weight_bytes: int
+    token_flops: int
+    token_bytes: int
+    dequant_bytes: int
+    launches: int
+
+
+def adapter_work(linear: Linear, stack: Stack, method: Method, *, r: Count) -> AdapterWork:
+    """Kind: as of the functions of `method`, which count it."""
+    expands = method.expands_weight and weights.is_quantised(linear, stack)
+    again = method.base_products(stack) * linear.active
+    return AdapterWork(
+        weight_flops=method.weight_flops(linear, r),
+        weight_bytes=method.weight_bytes(linear, stack),
+        token_flops=2 * again * linear.in_features * linear.out_features,
+        token_bytes=method.token_bytes(linear, stack)[0],
+        dequant_bytes=linear.num_weights * 2 * 2 if expands else 0,
+        launches=method.forward_ops[stack.autocast],
+    )
+
+
 def training_work(
     model: ModelSpec,
     run: RunConfig,
@@ -314,19 +346,17 @@ def training_work(
         expanded = sum(one.num_weights for one in quantised)
         dequant = dequant + count * expanded * 2 * 2 * (2 + recompute)
         for linear in adapted(layer, targets) if not method.trains_base else ():
-            forward = method.forward_ops[stack.autocast]
-            launches = launches + count * (forward * (1 + recompute))
+            adapter = adapter_work(linear, stack, method, r=r)
+            launches = launches + count * adapter.launches * (1 + recompute)
             launches = launches + count * method.backward_ops[stack.autocast]
-            product_flops = product_flops + count * method.weight_flops(linear, r) * (1 + recompute)
-            again = method.base_products(stack) * linear.active * (2 + recompute)
-            each = linear.in_features * linear.out_features
-            product_flops = product_flops + count * 2 * tokens * again * each
-            forward_bytes, backward_bytes = method.token_bytes(linear, stack)
-            per_token = forward_bytes * (1 + recompute) + backward_bytes
-            whatever = method.weight_bytes(linear, stack) * (1 + recompute)
+            product_flops = product_flops + count * adapter.weight_flops * (1 + recompute)
+            per_token = adapter.token_flops * (2 + recompute)  # the input's gradient is one more
+            product_flops = product_flops + count * tokens * per_token
+            backward_bytes = method.token_bytes(linear, stack)[1]
+            per_token = adapter.token_bytes * (1 + recompute) + backward_bytes
+            whatever = adapter.weight_bytes * (1 + recompute)
             elementwise = elementwise + count * (tokens * per_token + whatever)
-            if method.expands_weight and weights.is_quantised(linear, stack):
-                dequant = dequant + count * linear.num_weights * 2 * 2 * (1 + recompute)
+            dequant = dequant + count * adapter.dequant_bytes * (1 + recompute)
         base_ops = layer_ops(layer, run) + quant_ops(layer, stack) + expert_ops(layer, tokens)
         launches = launches + count * base_ops * (1 + recompute)
         launches = launches + (count * base_ops * BACKWARD_RATIO)
@@ -392,8 +422,14 @@ def inference_work(
     batch_size: Count,
     context: Count,
     decoding: bool,
+    method: Method = lora.METHOD,
+    targets: tuple[str, ...] = (),
+    r: Count = 0,
 ) -> Work:
     """One forward: the prompt pass over `context` tokens, or one decoding step that sees them.
+
+    Each adapter that is not merged (of the matrices named in `targets`) does in every forward what
+    it does in one of training: PEFT caches nothing of DoRA's norms between tokens.
 
     The head sees the last position only, an encoder's every one. Of two stacks the first reads the
     prompt, and the second begins with one token.
@@ -443,9 +479,21 @@ def inference_work(
             of_sequence = converted.element_bytes * attention.cache_elements * context
             elementwise = elementwise + count * batch_size * of_sequence
             launches = launches + count * converted.launches
-        moved = elementwise_forward_bytes(layer, run, stack, (), model.hidden_size)
+        moved = elementwise_forward_bytes(layer, run, stack, targets, model.hidden_size)
         elementwise = elementwise + count * rows * moved
         dequant = dequant + count * unpacking_bytes(layer, stack, rows)
+        for linear in adapted(layer, targets):
+            adapter = adapter_work(linear, stack, method, r=r)
+            params = method.adapter_params(linear, r)
+            share = linear.active / linear.count  # of experts
+            read = smallest(1.0, rows * share)
+            product_flops = product_flops + count * 2 * rows * share * params
+            product_flops = product_flops + count * adapter.weight_flops
+            weight_read = weight_read + count * read * params * stack.adapter_bytes
+            of_tokens = rows * adapter.token_bytes
+            elementwise = elementwise + count * (of_tokens + adapter.weight_bytes)
+            dequant = dequant + count * adapter.dequant_bytes
+            launches = launches + count * adapter.launches
         ops = layer_ops(layer, run) + quant_ops(layer, stack)
         launches = launches + count * (ops + expert_ops(layer, rows))
     serving = run.kv_cache == "vllm"

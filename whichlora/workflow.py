@@ -25,7 +25,14 @@ from whichlora.prediction import TIME_CONFIDENCE, predict
 from whichlora.profiling import device_of, gpus_of, is_here, require_profiler
 from whichlora.pursuit import Pursuit
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction, Refused
-from whichlora.search import Candidate, accepted, kept_models, predicted_winner
+from whichlora.search import (
+    LIKELY,
+    Candidate,
+    accepted,
+    chance_to_serve,
+    kept_models,
+    predicted_winner,
+)
 from whichlora.session import Progress, Session
 from whichlora.space import pareto
 from whichlora.specs import GpuSpec, RunConfig
@@ -82,7 +89,8 @@ class Answer:
 
     Args:
         inference, finetune: every candidate of the two stages, as it stands at the end.
-        kept: models that meet the inference limits, largest first.
+        kept: models that meet the inference limits in a form in which they may be served, largest
+            first.
         front: fine-tuning candidates that meet the limits and that no other beats in both time
             and memory, fastest first.
         compared: every candidate measured in this run, beside its predictions.
@@ -280,8 +288,9 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
     candidates = session.candidates(pursuit)
     inference = [one for one in candidates if one.run.phase == "inference"]
     kept = kept_models(inference)
+    serves = chance_to_serve(inference)
     training = (one for one in candidates if one.run.phase == "finetune")
-    finetune = [one for one in training if one.run.model in kept]
+    finetune = [one for one in training if serves.get(one.form, 0.0) >= LIKELY]
     best = candidates[position] if position is not None else None
     if plan.profile == "none":
         best = predicted_winner(finetune)

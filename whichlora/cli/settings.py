@@ -110,6 +110,13 @@ _SETTINGS = (
     ),
     list_option("prompt-len", "512", "Prompt tokens (inference).", counts("prompt-len")),
     list_option("max-new-tokens", "128", "Generated tokens (inference).", counts("max-new-tokens")),
+    click.option(
+        "--serve",
+        default=None,
+        help=f"How a method's model is served ({', '.join(get_args(specs.Serve))}; inference): "
+        "its adapter beside the base that it was trained on, or merged into it; default: "
+        "as-trained for qlora and qdora, else merged.",
+    ),
     choices("kv-cache", "dynamic", "Key-value cache (inference)", specs.KvCache),
     choices("cache-backend", "quanto", "Quantiser of kv-cache quantized", specs.CacheBackend),
     list_option("cache-nbits", "4", "Bits of a quantised cache: 4 or 2.", counts("cache-nbits")),
@@ -152,6 +159,9 @@ def run_settings(models: Sequence[str], given: Mapping[str, Any]) -> dict[str, l
     quants: list[str | None] = [None]
     if given["quant"] is not None:
         quants = list(words("quant", tuple(get_args(specs.Quant)))(None, None, given["quant"]))
+    serve: list[str | None] = [None]
+    if given["serve"] is not None:
+        serve = list(words("serve", tuple(get_args(specs.Serve)))(None, None, given["serve"]))
     saved = []
     if given["modules_to_save"] is not None:
         saved = words("modules-to-save")(None, None, given["modules_to_save"])
@@ -168,6 +178,7 @@ def run_settings(models: Sequence[str], given: Mapping[str, Any]) -> dict[str, l
         **{name: [given[name]] for name in single},
         "model": list(models),
         "quant": quants,
+        "serve": serve,
         "target_modules": [tuple(given["target_modules"])],
         "modules_to_save": [tuple(saved)],
     }

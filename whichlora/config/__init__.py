@@ -136,6 +136,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         methods=settings.methods,
         ranks=settings.ranks,
         lora_alpha=settings.lora_alpha,
+        serve=settings.serve,
         finetune_batch_sizes=stage2.batch_size,
         gradient_checkpointing=settings.gradient_checkpointing or (None,),
         attn=settings.attn,

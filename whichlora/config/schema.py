@@ -39,6 +39,7 @@ from whichlora.specs import (
     Precision,
     Quant,
     RunConfig,
+    Serve,
 )
 from whichlora.units import parse_bytes
 
@@ -335,6 +336,9 @@ class PlanFile(_Section):
     loss_head: LossHead = _RUN.loss_head
     quant: Quant | None = None
     """Storage of the base weights in both stages; without it, the method decides."""
+    serve: Serve | Quant | None = None
+    """How stage 1 judges a model: as-trained (the base as it was trained on, with its adapter),
+    merged (16 bit), or merged in a storage; without it, as each method says."""
     quant_group_size: Count = _RUN.quant_group_size
     """Weights that share a scale in a GPTQ or AWQ checkpoint."""
     expandable_segments: bool = _RUN.expandable_segments

@@ -93,10 +93,11 @@ def finished_model(model: Any, run: RunConfig, target_modules: Sequence[str] | s
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         quantizer.postprocess_model(model)
-    if run.phase == "inference":
+    if run.phase == "inference" and run.serve == "merged":
         return model.eval()
     task = _PEFT_TASKS.get(auto_class_of(model.config))
-    return _with_adapters(model, run, task, target_modules)
+    model = _with_adapters(model, run, task, target_modules)
+    return model.eval() if run.phase == "inference" else model.train()
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
@@ -218,12 +219,12 @@ def names_kept_wide(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
 def _with_adapters(
     model: Any, run: RunConfig, task: str | None, target_modules: Sequence[str] | str
 ) -> Any:
-    if run.prepare_kbit:
+    if run.prepare_kbit and run.phase == "finetune":
         # Checkpointing is the trainer's part: it asks for it in the spelling of its own version.
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     keywords = get_method(run.method).peft_config(run)
     if keywords is None:
-        return model.train()
+        return model
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     # A key "peft_type" names another adapter than LoRA; the config class follows from it.
     config = get_peft_config(
@@ -237,4 +238,4 @@ def _with_adapters(
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "magnitude" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
-    return model.train()
+    return model

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -97,7 +98,9 @@ def trace(
             raise DoesNotRepeatError("the model has no list of them")
         recorder = Recorder(layers, run)
         recorder.note_loaded(model)
-        recorder.watch(model)
+        # `generate` of a PEFT model calls the model inside, and passes its own forward over
+        generates = run.phase == "inference" and isinstance(model, PeftModel)
+        recorder.watch(model.get_base_model() if generates else model)
         with recorder:
             if run.phase == "inference":
                 measure_inference(model, stand_in, _NoMeter(), 0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from whichlora.architecture import ModelSpec
 from whichlora.memory import activations, allocator, facts, kv_cache, logits, quantised_cache
 from whichlora.memory.entries import Entry
 from whichlora.memory.layer_bytes import forward_bytes
-from whichlora.memory.ledger import Ledger, weight_entries
+from whichlora.memory.ledger import Ledger, adapter_entries, weight_entries
+from whichlora.methods.base import Method
 from whichlora.numeric import Count, largest, smallest
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.stack import Stack
@@ -18,14 +20,24 @@ def inference_ledger(
     model: ModelSpec,
     run: RunConfig,
     stack: Stack,
+    method: Method,
     gpu: GpuSpec,
+    targets: tuple[str, ...],
     *,
     batch_size: Count,
     prompt_len: Count,
     max_new_tokens: Count,
+    r: Count,
 ) -> Ledger:
-    """Moments of one generation: the prompt pass and the last decoding step."""
+    """Moments of one generation: the prompt pass and the last decoding step.
+
+    Args:
+        targets: names of the matrices whose adapters are not merged, if any.
+    """
     static = weight_entries(model, stack, like=batch_size)
+    if targets:
+        static += adapter_entries(model, run, stack, method, targets, r)
+    adapters: dict[str, Any] = {"targets": targets, "method": method, "r": r}
     element_bytes = stack.compute_bytes
     # an encoder reads the prompt of a seq2seq model; its decoder begins with one token
     first_tokens = prompt_len if model.task != "seq2seq-lm" else 1 + 0 * prompt_len
@@ -63,6 +75,7 @@ def inference_ledger(
         prompt=True,
         queries=prompt_len,
         **sized,
+        **adapters,
     ) + activations.rotary_bytes(model, stack, span=positions)
     if model.task == "causal-lm":
         working = working + activations.kept_mask_bytes(model, reader, checkpointed=True, **sized)
@@ -102,6 +115,7 @@ def inference_ledger(
         span=last_tokens,
         side="decoder" if two_stacks else "",
         decoding=True,
+        **adapters,
     )
     append = kv_cache.append_transient_bytes(model, tokens=last_tokens, **common)
     if run.kv_cache == "dynamic" and stack.libraries.cache_of_tuples:

@@ -18,6 +18,7 @@ from whichlora.memory.layer_code import (
 )
 from whichlora.memory.tape import Kept, chunks, evaluate, most, without_sequences
 from whichlora.methods.base import Method
+from whichlora.methods.lora import METHOD as LORA
 from whichlora.numeric import Count, is_plain, largest
 from whichlora.specs import RunConfig
 from whichlora.stack import Stack
@@ -176,6 +177,9 @@ def forward_bytes(
     *,
     tokens: Count,
     span: Count,
+    targets: tuple[str, ...] = (),
+    method: Method = LORA,
+    r: Count = 0,
     side: str = "",
     prompt: bool = False,
     queries: Count | None = None,
@@ -185,6 +189,7 @@ def forward_bytes(
 
     Args:
         span: keys that each token may see.
+        targets, method, r: of adapters that are not merged.
         side: only the layers of this stack, "encoder" or "decoder".
         prompt: of `generate`, of which the last position alone is scored.
         queries: tokens of each sequence, where a preallocated cache makes more keys than these.
@@ -195,10 +200,11 @@ def forward_bytes(
     """
     found: list[Count] = [0 * tokens]
     beside: Count = 0 * tokens
-    inputs = layer_input_points(model, (), stack)
+    sizes = {"tokens": tokens, "span": span, "r": r}
+    inputs = layer_input_points(model, targets, stack, method)
     if inputs is not None:
         embedded = stack.stream_bytes * model.hidden_size * tokens
-        found.append(embedded + most(inputs.forward, tokens=tokens, span=span, r=0))
+        found.append(embedded + most(inputs.forward, **sizes))
         beside = inputs.packed_bytes * tokens
     layers = [group.layer for group in model.groups if side in ("", group.stack)]
     if prompt:
@@ -209,16 +215,23 @@ def forward_bytes(
         num_streams = 3 if model.adds_positions and model.task == "causal-lm" else 2
         streams = num_streams * stream * model.hidden_size * tokens
         before = returned_probabilities(layer, stack)
-        streams = streams + evaluate(before, tokens=tokens, span=span, r=0)
+        streams = streams + evaluate(before, **sizes)
         state_elements = sum(one.recurrent_elements for one in layer.attentions)
         length = span if queries is None or not state_elements else queries
         for share, masked, ragged in _cases(layer, stack, length):
             points = working_points(
-                layer, model.hidden_size, stack, masked=masked, stream=stream, ragged=ragged
+                layer,
+                model.hidden_size,
+                targets,
+                stack,
+                method,
+                masked=masked,
+                stream=stream,
+                ragged=ragged,
             )
             if decoding:
                 points = tuple(without_sequences(form) for form in points)
-            in_layer = streams + beside + most(points, tokens=tokens, span=length, r=0)
+            in_layer = streams + beside + most(points, tokens=tokens, span=length, r=r)
             found.append(share * (in_layer + decoding * _STEP_STATES * 4 * state_elements * tokens))
     return largest(*found)
 

@@ -24,7 +24,6 @@ from whichlora.memory.tape import (
     per_token,
 )
 from whichlora.methods.base import Method
-from whichlora.methods.lora import METHOD as LORA
 from whichlora.stack import Stack
 
 
@@ -203,11 +202,23 @@ def layer_points(
 
 @lru_cache(maxsize=512)
 def working_points(
-    layer: Layer, hidden_size: int, stack: Stack, *, masked: bool, stream: int, ragged: bool = False
+    layer: Layer,
+    hidden_size: int,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method,
+    *,
+    masked: bool,
+    stream: int,
+    ragged: bool = False,
 ) -> tuple[Form, ...]:
-    """Points of a forward without gradients and adapters, the layer's input left out."""
-    tape = Tape()
-    code = Code(tape, stack, (), LORA, masked, stream, ragged=ragged)
+    """Points of a forward without gradients, the layer's input left out.
+
+    Args:
+        targets: names of the matrices with an adapter; none of a merged model.
+    """
+    tape = Tape(no_grad=True)
+    code = Code(tape, stack, targets, method, masked, stream, ragged=ragged)
     x = tape.input(per_token(hidden_size), stream, needs_grad=False)
     tape.hold(run_layer(code, layer, x))
     points, _ = tape.forward(saving=False)

@@ -138,6 +138,25 @@ def weight_entries(model: ModelSpec, stack: Stack, *, like: Count) -> list[Entry
     return [Entry(facts.WEIGHTS[name], size + 0 * like) for name, size in stored.items()]
 
 
+def adapter_entries(
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    method: Method,
+    targets: tuple[str, ...],
+    r: Count,
+) -> list[Entry]:
+    """Weights of the adapters, those that no text passes among them, and of copied modules."""
+    num_params = trained_params(model, targets, method, r)
+    for linear in _idle_adapted(model, run, targets):
+        num_params = num_params + method.adapter_params(linear, r)
+    copied = gradient_bytes(saved_modules(model, run.modules_to_save, stack.embedding_bytes))
+    return [
+        Entry(facts.ADAPTERS, num_params * stack.adapter_bytes),
+        Entry(facts.SAVED_MODULES, copied + 0 * r),
+    ]
+
+
 def _inputs(model: ModelSpec, stack: Stack, tokens: Count, span: Count) -> Entry:
     batch = Tensor("token ids, labels, mask", 24, element_bytes=8)
     rotary = Tensor(
@@ -196,9 +215,7 @@ def training_ledger(
 
     static = weight_entries(model, stack, like=tokens)
     if not method.trains_base:
-        idle = sum(method.adapter_params(one, r) for one in _idle_adapted(model, run, targets))
-        static.append(Entry(facts.ADAPTERS, (trained + idle) * stack.adapter_bytes))
-        static.append(Entry(facts.SAVED_MODULES, gradient_bytes(copied) + 0 * trained))
+        static += adapter_entries(model, run, stack, method, targets, r)
     states = optimizer.state_bytes(tensors, optimizer=run.optimizer, device_kind=gpu.kind)
     in_step = optimizer.step_temporary_bytes(tensors, optimizer=run.optimizer, device_kind=gpu.kind)
     static.append(Entry(facts.OPTIMIZER_STATES, states + 0 * trained))

@@ -269,7 +269,7 @@ class Code:
                 product = self.cast(product, size)
             result = self.add(result, product, f"{linear.name}: result")
         result = self.cast(result, size)
-        self.tape.hold(given)
+        self.tape.hold(given, x)  # the caller's argument lives as long as the call
         return result
 
     def _base(self, linear: Linear, x: Tensor) -> Tensor:
@@ -415,5 +415,7 @@ class Code:
         three = self.scale(two)
         tape.hold(two)
         found = self.add(one, three)
-        tape.hold(lora_weight, weight, narrow_eye, lora_result, ratio, norm, x)
+        if not tape.no_grad:  # the graph behind `lora_weight` reads it in a backward
+            tape.hold(narrow_eye)
+        tape.hold(lora_weight, weight, base, lora_result, ratio, norm, x)
         return self.add(result, found)

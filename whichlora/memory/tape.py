@@ -213,9 +213,13 @@ class Tape:
 
     A tensor lives until the last operator that reads it; `hold` says where a Python name, or a
     caller's, keeps it longer.
+
+    Args:
+        no_grad: nothing gets a gradient, so that operators keep nothing for a backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, no_grad: bool = False) -> None:
+        self.no_grad = no_grad
         self._forms: list[Form] = []
         self._steps: list[_Step] = []
         self._nodes: list[_Node] = []
@@ -236,6 +240,7 @@ class Tape:
 
     def weight(self, elements: Form, size: int, *, trained: bool = False) -> Tensor:
         """A parameter or a table: alive anyway."""
+        trained = trained and not self.no_grad
         return Tensor(-1, elements, size, self._edge(), trained, is_leaf=trained)
 
     def input(self, elements: Form, size: int, *, needs_grad: bool) -> Tensor:

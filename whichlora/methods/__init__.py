@@ -60,22 +60,30 @@ def get_method(name: str) -> Method:
 def with_defaults(run: RunConfig) -> RunConfig:
     """`run` with what its method and its libraries decide filled in.
 
-    The method knows its storage; inference keeps the weights as they are, since adapters merge.
+    The method knows its storage, and how its model is served. Merged weights are stored in 16 bit
+    where `quant` does not say otherwise; a model without adapters has nothing to merge.
     PEFT's recipes prepare a bitsandbytes base for training, TRL 1.16 never does.
 
     Raises:
         ConfigError: no such method.
     """
+    method = get_method(run.method)
+    training = run.phase == "finetune"
+    serve = run.serve or method.serve
+    if training or method.trains_base:  # which do not ask
+        serve = "merged"
     quant = run.quant
     if quant is None:
-        quant = get_method(run.method).base_quant if run.phase == "finetune" else "none"
+        quant = method.base_quant if training or serve == "as-trained" else "none"
     prepare_kbit = run.prepare_kbit
     if prepare_kbit is None:
         prepare_kbit = quant in BNB_QUANTS and run.loss_head != "trl-fused"
     use_reentrant = run.use_reentrant
     if use_reentrant is None:
         use_reentrant = run.versions.checkpoints_reentrant
-    return replace(run, quant=quant, prepare_kbit=prepare_kbit, use_reentrant=use_reentrant)
+    return replace(
+        run, quant=quant, serve=serve, prepare_kbit=prepare_kbit, use_reentrant=use_reentrant
+    )
 
 
 __all__ = ["ENTRY_POINT_GROUP", "Method", "get_method", "list_methods", "with_defaults"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from whichlora.architecture import Linear
 from whichlora.numeric import Count
-from whichlora.specs import Quant, RunConfig
+from whichlora.specs import Quant, RunConfig, Serve
 from whichlora.stack import Stack
 
 
@@ -37,6 +37,7 @@ class Method:
             its key "peft_type"), None for a method without adapters.
         trains_base: all base weights get gradients.
         base_quant: storage of the base weights where the user does not say.
+        serve: how its model is served where the user does not say.
         adapter_params: trainable parameters added for rank r.
         adapter_shapes: (rows, width) of the tensors that one of the `count` matrices gets; None:
             optimizers are told of one tensor with all of its parameters.
@@ -54,6 +55,7 @@ class Method:
     peft_config: Callable[[RunConfig], dict[str, Any] | None]
     trains_base: bool = False
     base_quant: Quant = "none"
+    serve: Serve = "merged"
     adapter_params: Callable[[Linear, Count], Count] = _no_params
     adapter_shapes: Callable[[Linear, Count], tuple[tuple[Count, Count], ...]] | None = None
     weight_flops: Callable[[Linear, Count], Count] = _no_params

@@ -11,4 +11,5 @@ METHOD = replace(
     name="qdora",
     summary="DoRA on a 4-bit base (NF4, double quantisation)",
     base_quant=qlora.METHOD.base_quant,
+    serve=qlora.METHOD.serve,
 )

@@ -11,4 +11,5 @@ METHOD = replace(
     name="qlora",
     summary="low-rank adapters on a 4-bit base (NF4, double quantisation)",
     base_quant="nf4-dq",
+    serve="as-trained",
 )

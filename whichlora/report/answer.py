@@ -10,7 +10,8 @@ from whichlora.report.plane import plane
 from whichlora.report.rows import comparison_rows, comparison_summary
 from whichlora.report.terminal import MAX_REASONS, new_table, open_console, print_table, say
 from whichlora.report.words import certainty, deciding, describe, reason, refusals, relaxed, variant
-from whichlora.search import Candidate, rejected_before, relaxations
+from whichlora.search import LIKELY, Candidate, rejected_before, relaxations
+from whichlora.serving import form_in_words
 from whichlora.units import format_bytes, format_count, format_seconds
 
 MAX_ROWS = 40  # of a stage; what was measured stands there anyway
@@ -26,12 +27,12 @@ def explanation(answer: Answer) -> list[str]:
     """The answer and its reasons in lines of plain text."""
     best = answer.winner
     lines = _nothing(answer) if best is None else _winner(answer, best)
-    asked = {one.run.model for one in answer.inference}
-    dropped = [model for model in answer.plan.models if model in asked - {*answer.kept}]
-    for model in dropped:
-        of_model = [one for one in answer.inference if one.run.model == model]
-        closest = max(of_model, key=lambda one: one.chance)
-        lines.append(f"{model} left out in stage 1: {deciding(closest)}")
+    dropped = _left_out_in_stage_1(answer)
+    for one in dropped[:MAX_REASONS]:
+        form = form_in_words(one.run)
+        lines.append(f"{one.run.model} left out in stage 1 ({form}): {deciding(one)}")
+    if len(dropped) > MAX_REASONS:
+        lines.append(f"… and {len(dropped) - MAX_REASONS} more left out in stage 1, see the table")
     before = rejected_before(best, answer.finetune)
     for one in before[:MAX_REASONS]:
         why = deciding(one)
@@ -94,6 +95,17 @@ def _print_gpus(console: Console, choice: GpuChoice) -> None:
         spare=("source", "cost", "peak"),
         title="the plan on each GPU",
     )
+
+
+def _left_out_in_stage_1(answer: Answer) -> list[Candidate]:
+    """The closest shape of each form that fell; of a model that fell in every form, the closest."""
+    closest: dict[object, Candidate] = {}
+    for one in sorted(answer.inference, key=lambda one: -one.chance):
+        form = one.form if one.run.model in answer.kept else None
+        closest.setdefault((one.run.model, form), one)
+    kept = answer.kept
+    fell = [one for one in closest.values() if one.run.model not in kept or one.chance < LIKELY]
+    return sorted(fell, key=lambda one: answer.plan.models.index(one.run.model))
 
 
 def _winner(answer: Answer, best: Candidate) -> list[str]:

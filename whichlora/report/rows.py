@@ -17,12 +17,15 @@ def candidate_row(candidate: Candidate) -> dict[str, Any]:
     run, memory, time = candidate.run, candidate.memory_bytes, candidate.time_per_token_s
     total = candidate.total_s
     training = run.phase == "finetune"
+    has_method = training or run.serve == "as-trained"
     return {
         "model": run.model,
         "num_params": candidate.prediction.num_params,
         "phase": run.phase,
-        "method": run.method if training else "",
-        "r": run.r if training and run.method != "full" else "",
+        "method": run.method if has_method else "",
+        "r": run.r if has_method and run.method != "full" else "",
+        "serve": "" if training else run.serve,
+        "quant": run.quant,
         "attn": run.attn,
         "optimizer": run.optimizer if training else "",
         "gradient_checkpointing": run.gradient_checkpointing if training else "",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from whichlora.methods import get_method
 from whichlora.results import Measurement, Prediction, Refused
 from whichlora.search import Candidate, Check, Relaxation
+from whichlora.serving import form_in_words
 from whichlora.specs import RunConfig
 from whichlora.units import format_bytes, format_seconds
 
@@ -28,7 +29,7 @@ def variant(run: RunConfig, plan: Plan | None = None) -> str:
     if not training:
         stored = run.cache_format
         cache = run.kv_cache if stored is None else f"{stored.nbits}-bit {stored.backend}"
-        name = f"inference, {cache} cache"
+        name = f"inference, {form_in_words(run)}, {cache} cache"
     else:
         name = run.method if run.method == "full" else f"{run.method} r={run.r}"
     if plan is None:
@@ -48,8 +49,8 @@ def describe(run: RunConfig) -> str:
     name = run.model.split("/")[-1]
     if run.phase == "inference":
         return (
-            f"{name} inference, batch {run.batch_size}, prompt {run.prompt_len}, "
-            f"{run.max_new_tokens} new tokens"
+            f"{name} inference, {form_in_words(run)}, batch {run.batch_size}, prompt "
+            f"{run.prompt_len}, {run.max_new_tokens} new tokens"
         )
     rank = "" if get_method(run.method).trains_base else f" r={run.r}"
     return f"{name} {run.method}{rank}, batch {run.batch_size}, {run.seq_len} tokens"

@@ -100,7 +100,8 @@ def worth_profiling(
     """Candidates whose runs could change the answer, all at once: an array has no second look.
 
     Those that win in most of the drawn worlds, until what is left out wins in no more of them than
-    the asked confidence allows; and before the first of each model what shows that it serves.
+    the asked confidence allows; and before the first of each form in which a model is served
+    what shows that it serves.
     Where results reopen the question, the next round asks for more.
 
     Returns:
@@ -111,16 +112,16 @@ def worth_profiling(
     if policy == "all":
         return [one for one in candidates if not one.measured and not one.failure]
     doubt, chosen = 1 - decision.confidence, list[Candidate]()
-    models: set[str] = set()
+    forms: set[RunConfig | None] = set()
     for position in decision.chance_to_win.argsort()[::-1].tolist():
         wins = float(decision.chance_to_win[position])
         if wins <= 0 or doubt <= 1 - budget.confidence:
             break
         doubt -= wins
-        model = candidates[position].run.model
-        if model not in models:
-            models.add(model)
-            chosen += _serving(model, candidates, decision)
+        form = candidates[position].form
+        if form not in forms:
+            forms.add(form)
+            chosen += _serving(form, candidates, decision)
         if not candidates[position].measured:
             chosen.append(candidates[position])
     return chosen
@@ -170,12 +171,14 @@ def _expected_s(judged: Judged) -> dict[RunConfig, float]:
     return dict(zip(pursuit.runs, expected_s, strict=True))
 
 
-def _serving(model: str, candidates: Sequence[Candidate], decision: Decision) -> list[Candidate]:
+def _serving(
+    form: RunConfig | None, candidates: Sequence[Candidate], decision: Decision
+) -> list[Candidate]:
     """The shape that surely serves within the limits, or else every one that may."""
     shapes = [
         (float(decision.chance_to_meet[position]), position)
         for position, one in enumerate(candidates)
-        if one.run.phase == "inference" and one.run.model == model
+        if one.run.phase == "inference" and one.form == form
     ]
     if any(candidates[i].measured and candidates[i].verdict == "meets" for _, i in shapes):
         return []
