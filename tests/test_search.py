@@ -13,6 +13,7 @@ from whichlora.search import (
     MIN_CHANCE,
     Candidate,
     Quantity,
+    bolder_than,
     dominated,
     judge,
     kept_models,
@@ -203,11 +204,25 @@ def candidate(model: str, size: int, used: float = 8 * GiB, total: float = 100.0
     return judge(guess, Limits(), total_s=quantity(total))
 
 
-def test_a_dry_run_answers_with_what_is_more_likely_than_not() -> None:
-    likely = candidate("org/likely", 8, USABLE_BYTES / 1.05)
+def test_a_dry_run_answers_with_what_meets_every_limit_as_surely_as_asked() -> None:
+    hopeless = candidate("org/hopeless", 10, USABLE_BYTES * 2)
     unlikely = candidate("org/unlikely", 9, USABLE_BYTES * 1.05)
-    assert predicted_winner([unlikely, likely, candidate("org/small", 1)]) is likely
+    likely = candidate("org/likely", 8, USABLE_BYTES / 1.05)
+    sure, small = candidate("org/sure", 4), candidate("org/small", 1)
+    found = [small, hopeless, sure, likely, unlikely]
+    assert predicted_winner(found, 0.5) is likely
+    assert predicted_winner(found, 0.95) is sure
+    assert bolder_than(sure, found, 0.95) == [unlikely, likely]
+    assert predicted_winner([unlikely, likely], 0.95) is None
+    assert bolder_than(None, [unlikely, likely], 0.95) == [unlikely, likely]
     assert kept_models([unlikely, likely]) == ("org/likely",)
+
+
+def test_a_dry_run_is_no_surer_of_a_model_than_of_its_serving() -> None:
+    doubtful = replace(candidate("org/large", 9), chance_to_serve=0.8)
+    sure = candidate("org/small", 1)
+    assert predicted_winner([doubtful, sure], 0.95) is sure
+    assert bolder_than(sure, [doubtful, sure], 0.95) == [doubtful]
 
 
 def test_what_would_have_won_is_listed_best_first() -> None:

@@ -24,8 +24,10 @@ from whichlora import api, report, workflow
 from whichlora.cli import main
 from whichlora.device.installed import installed_versions
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.search import Candidate
 from whichlora.specs import RunConfig
 from whichlora.store.locks import hold_folder
+from whichlora.workflow import Answer
 
 MODELS = ("HuggingFaceTB/SmolLM2-135M", "EleutherAI/pythia-160m", "Qwen/Qwen2.5-0.5B")
 CONFIG = """
@@ -328,6 +330,55 @@ def test_a_plan_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "gradient_checkpointing: true\n")
     with pytest.raises(ConfigError, match="the albert of transformers has none"):
         workflow.run(path, progress=Silent())
+
+
+def dry_run_with_a_tight_limit(folder: Path, more: str = "") -> tuple[Answer, Candidate]:
+    """The answer where the best candidate needs just what the limit allows, and that candidate."""
+    (folder / "free").mkdir()
+    free = workflow.run(write_config(folder / "free", profile="none"), progress=Silent()).winner
+    assert free is not None
+    limit = f"{round(free.memory_bytes.value) + 1} B"
+    path = write_config(folder, profile="none", finetune_memory=limit)
+    path.write_text(path.read_text() + more)
+    return workflow.run(path, progress=Silent()), free
+
+
+def test_a_dry_run_crowns_no_coin_flip_and_says_what_may_fit(tmp_path: Path) -> None:
+    answer, bold = dry_run_with_a_tight_limit(tmp_path)
+    assert answer.winner is not None
+    assert answer.winner.chance_of_both_stages >= 0.95
+    assert bold.run in [one.run for one in answer.may_fit]
+    text = (tmp_path / "out" / "answer.md").read_text()
+    line = next(line for line in text.splitlines() if report.describe(bold.run) in line)
+    assert line.startswith("may fit, 50% chance: ")
+    rows = json.loads((tmp_path / "out" / "answer.json").read_text())["may_fit"]
+    assert [row["name"] for row in rows] == [report.describe(one.run) for one in answer.may_fit]
+    assert rows[0]["chance_of_both_stages"] < 0.95
+    assert "may fit, 50% chance" in (tmp_path / "out" / "report.html").read_text()
+    assert all(one.chance_of_both_stages >= 0.95 for one in answer.front)
+
+
+def test_a_dry_run_is_as_bold_as_it_was_asked_to_be(tmp_path: Path) -> None:
+    answer, bold = dry_run_with_a_tight_limit(tmp_path, "confidence: 0.5\n")
+    assert answer.winner is not None
+    assert answer.winner.run == bold.run
+
+
+def test_a_dry_run_that_is_sure_of_nothing_has_no_winner_and_no_job(tmp_path: Path) -> None:
+    (tmp_path / "free").mkdir()
+    path = write_config(tmp_path / "free", profile="none")
+    candidates = workflow.run(path, progress=Silent()).finetune
+    least = min(one.memory_bytes.value for one in candidates)
+    path = write_config(tmp_path, profile="none", finetune_memory=f"{round(least)} B")
+    answer = workflow.run(path, progress=Silent())
+    assert answer.winner is None
+    assert answer.may_fit
+    assert "job" not in answer.files
+    lines = report.explanation(answer)
+    assert lines[0].startswith("Nothing meets every limit with the asked confidence of 95%")
+    assert "`profile: frontier` measures what may fit" in lines[1]
+    assert any(line.startswith("may fit, ") for line in lines)
+    assert CliRunner().invoke(main, ["run", str(path)]).exit_code == 1
 
 
 def test_a_dry_run_answers_for_an_accelerator_that_is_not_here(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whichlora.plan import Objective
-from whichlora.search import Candidate, accepted
+from whichlora.search import LIKELY, Candidate, accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +16,7 @@ class OnGpu:
 
     Args:
         finetune: candidates of the fine-tuning.
+        least_chance: with which one of them counts as meeting its limits.
         measured: whether its candidates could be profiled: it is in this machine.
         folder: of its own answer, empty where there is none.
         refusal: why it can carry out nothing of the plan.
@@ -24,6 +25,7 @@ class OnGpu:
     gpu: str
     winner: Candidate | None = None
     finetune: Sequence[Candidate] = ()
+    least_chance: float = LIKELY
     measured: bool = False
     folder: str = ""
     refusal: str = ""
@@ -33,7 +35,9 @@ class OnGpu:
         times = (
             candidate.total_s.value
             for candidate in self.finetune
-            if candidate.run.model == model and candidate.total_s and accepted(candidate)
+            if candidate.run.model == model
+            and candidate.total_s
+            and accepted(candidate, self.least_chance)
         )
         return min(times, default=None)
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Literal
 
 from whichlora.numeric import TWO_SIDED_Z
-from whichlora.plan import Limits, Objective
+from whichlora.plan import Limits, Objective, Plan
 from whichlora.results import Measurement, Prediction
 from whichlora.specs import RunConfig
 
@@ -104,6 +104,7 @@ class Candidate:
             of memory), empty otherwise.
         objective: what ranks it among those that meet the limits.
         form: in which its model is served (`serving.serving_form`).
+        chance_to_serve: of a fine-tuning: that its form meets the limits of inference.
     """
 
     prediction: Prediction
@@ -115,6 +116,7 @@ class Candidate:
     failure: str = ""
     objective: Objective = LARGEST
     form: RunConfig | None = None
+    chance_to_serve: float = 1.0
 
     @property
     def run(self) -> RunConfig:
@@ -140,6 +142,11 @@ class Candidate:
         if self.failed:
             return 0.0
         return math.prod(check.chance for check in self.checks)
+
+    @property
+    def chance_of_both_stages(self) -> float:
+        """That its form meets the limits of inference, too; of an inference its own chance."""
+        return self.chance * self.chance_to_serve
 
     @property
     def verdict(self) -> Verdict:
@@ -284,18 +291,33 @@ def dominated(run: RunConfig, failed: Iterable[RunConfig]) -> RunConfig | None:
     return None
 
 
-def accepted(candidate: Candidate) -> bool:
-    """Whether `candidate` counts as meeting its limits.
-
-    Where no measurement decides, more likely than not is enough, and the answer states the chance.
-    """
-    return candidate.chance >= LIKELY
+def least_chance(plan: Plan) -> float:
+    """With which a candidate of `plan` counts as meeting its limits where nothing was measured."""
+    return plan.budget.confidence if plan.profile == "none" else LIKELY
 
 
-def predicted_winner(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The best-ranked accepted candidate of a dry run."""
-    meeting = [candidate for candidate in candidates if accepted(candidate)]
+def accepted(candidate: Candidate, least: float = LIKELY) -> bool:
+    """Whether `candidate` counts as meeting its limits: more likely than not, or than `least`."""
+    return candidate.chance_of_both_stages >= least
+
+
+def predicted_winner(candidates: Sequence[Candidate], confidence: float) -> Candidate | None:
+    """Of a dry run: the best-ranked candidate that meets every limit with `confidence`."""
+    meeting = [candidate for candidate in candidates if accepted(candidate, confidence)]
     return min(meeting, key=lambda candidate: candidate.rank, default=None)
+
+
+def bolder_than(
+    winner: Candidate | None, candidates: Sequence[Candidate], confidence: float
+) -> list[Candidate]:
+    """Of a dry run: what would rank before `winner` and may fit, best first."""
+    found = [
+        candidate
+        for candidate in candidates
+        if MIN_CHANCE <= candidate.chance_of_both_stages < confidence
+        and (winner is None or candidate.rank < winner.rank)
+    ]
+    return sorted(found, key=lambda candidate: candidate.rank)
 
 
 def kept_models(candidates: Sequence[Candidate]) -> tuple[str, ...]:

@@ -29,8 +29,10 @@ from whichlora.search import (
     LIKELY,
     Candidate,
     accepted,
+    bolder_than,
     chance_to_serve,
     kept_models,
+    least_chance,
     predicted_winner,
 )
 from whichlora.session import Progress, Session
@@ -94,6 +96,8 @@ class Answer:
         front: fine-tuning candidates that meet the limits and that no other beats in both time
             and memory, fastest first.
         compared: every candidate measured in this run, beside its predictions.
+        may_fit: of a dry run: what would rank before the winner and meets every limit with less
+            than the asked confidence, best first.
         side_by_side: the best candidate with every method and rank, whatever the plan asked for.
         refused: combinations of the plan that a model or the device lacks.
         choice: what every GPU of a list comes to; this is the answer of the recommended one.
@@ -113,6 +117,7 @@ class Answer:
     search: Search
     compared: Sequence[Compared]
     tokens: str
+    may_fit: Sequence[Candidate] = ()
     side_by_side: Sequence[Candidate] = ()
     refused: Sequence[Refused] = ()
     choice: GpuChoice | None = None
@@ -134,6 +139,7 @@ class Answer:
             "winner": None if self.winner is None else detailed_row(self.winner, self.plan),
             "objective": asdict(self.plan.objective),
             "search": self.search.to_dict(),
+            "may_fit": [detailed_row(one, self.plan) for one in self.may_fit],
             "front": [detailed_row(one, self.plan) for one in self.front],
             "kept_models": list(self.kept),
             "refused": [combination.to_dict() for combination in self.refused],
@@ -231,6 +237,7 @@ def _on_gpu(
         gpu=key,
         winner=answer.winner,
         finetune=answer.finetune,
+        least_chance=least_chance(answer.plan),
         measured=measured,
         folder=str(answer.plan.output_dir),
     )
@@ -289,11 +296,20 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
     inference = [one for one in candidates if one.run.phase == "inference"]
     kept = kept_models(inference)
     serves = chance_to_serve(inference)
+    candidates = [
+        one
+        if one.run.phase == "inference"
+        else replace(one, chance_to_serve=serves.get(one.form, 0.0))
+        for one in candidates
+    ]
     training = (one for one in candidates if one.run.phase == "finetune")
-    finetune = [one for one in training if serves.get(one.form, 0.0) >= LIKELY]
+    finetune = [one for one in training if one.chance_to_serve >= LIKELY]
     best = candidates[position] if position is not None else None
+    may_fit: list[Candidate] = []
+    least = least_chance(plan)
     if plan.profile == "none":
-        best = predicted_winner(finetune)
+        best = predicted_winner(finetune, least)
+        may_fit = bolder_than(best, finetune, least)
     if pursuit.measured:
         session.calibration = api.refit(session.gpu, plan.calibration_dir)
     compared = [
@@ -305,7 +321,9 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
         )
         for measurement, one, before in session.compared
     ]
-    shown = best or min(finetune, key=lambda one: (-one.chance, one.rank), default=None)
+    shown = best or min(
+        finetune, key=lambda one: (-one.chance_of_both_stages, one.rank), default=None
+    )
     model = plan.models[0] if shown is None else shown.run.model
     lengths = session.data.lengths(model)
     tokens = f"{lengths.describe()} (for {model})"
@@ -339,7 +357,8 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
         finetune=finetune,
         kept=kept,
         winner=best,
-        front=_front(finetune),
+        may_fit=may_fit,
+        front=_front(finetune, least),
         search=search,
         compared=compared,
         tokens=tokens,
@@ -412,11 +431,15 @@ def summary(
     )
 
 
-def _front(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates that meet the limits and that no other beats in both time and memory."""
+def _front(candidates: Sequence[Candidate], least: float) -> list[Candidate]:
+    """Candidates that meet the limits and that no other beats in both time and memory.
+
+    Args:
+        least: chance to meet them.
+    """
     import numpy as np
 
-    meeting = [one for one in candidates if accepted(one)]
+    meeting = [one for one in candidates if accepted(one, least)]
     time_s = np.array([(one.total_s or one.time_per_token_s).value for one in meeting])
     num_bytes = np.array([one.memory_bytes.value for one in meeting])
     return [meeting[i] for i in pareto(time_s, num_bytes).tolist()] if meeting else []

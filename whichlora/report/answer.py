@@ -27,13 +27,15 @@ def explanation(answer: Answer) -> list[str]:
     """The answer and its reasons in lines of plain text."""
     best = answer.winner
     lines = _nothing(answer) if best is None else _winner(answer, best)
+    lines += _may_fit(answer)
     dropped = _left_out_in_stage_1(answer)
     for one in dropped[:MAX_REASONS]:
         form = form_in_words(one.run)
         lines.append(f"{one.run.model} left out in stage 1 ({form}): {deciding(one)}")
     if len(dropped) > MAX_REASONS:
         lines.append(f"… and {len(dropped) - MAX_REASONS} more left out in stage 1, see the table")
-    before = rejected_before(best, answer.finetune)
+    bold = {one.run for one in answer.may_fit}
+    before = [one for one in rejected_before(best, answer.finetune) if one.run not in bold]
     for one in before[:MAX_REASONS]:
         why = deciding(one)
         if not why:  # predicted to meet everything, and to be hardly better
@@ -113,11 +115,13 @@ def _winner(answer: Answer, best: Candidate) -> list[str]:
     size = format_count(best.prediction.num_params)
     how = "measured"
     if not best.measured:
-        how = f"predicted, {best.chance:.0%} chance to meet every limit of fine-tuning"
+        how = f"predicted, {best.chance_of_both_stages:.0%} chance to meet every limit"
     lines = [
         f"Winner: {run.model} ({size} parameters), {variant(run, answer.plan)}, "
         f"batch size {run.batch_size} ({how})."
     ]
+    if best.form is not None:
+        lines.append(f"  served as {form_in_words(best.form)}")
     if best.measured:
         lines.append(f"  {certainty(answer.search, found=True)}")
     lines.append(f"  {_PREFERENCE[objective.prefer]}")
@@ -137,7 +141,29 @@ _PREFERENCE = {
 }
 
 
+def _may_fit(answer: Answer) -> list[str]:
+    """What a dry run leaves open, with its chance and the limit that it is least sure to meet."""
+    lines = []
+    for one in answer.may_fit[:MAX_REASONS]:
+        why = deciding(one)
+        if not why and one.form is not None:
+            served = form_in_words(one.form)
+            why = f"{one.chance_to_serve:.0%} chance to meet the limits of stage 1 as {served}"
+        chance = f"{one.chance_of_both_stages:.0%}"
+        lines.append(f"may fit, {chance} chance: {describe(one.run)}: {why}")
+    if len(answer.may_fit) > MAX_REASONS:
+        lines.append(f"… and {len(answer.may_fit) - MAX_REASONS} more that may fit, see the table")
+    return lines
+
+
 def _nothing(answer: Answer) -> list[str]:
+    if answer.may_fit:
+        asked = answer.plan.budget.confidence
+        return [
+            f"Nothing meets every limit with the asked confidence of {asked:.0%}; nothing was "
+            "measured.",
+            "  `profile: frontier` measures what may fit; a lower `confidence` takes it unmeasured",
+        ]
     lines = ["Nothing meets every limit.", f"  {certainty(answer.search, found=False)}"]
     pool = [*answer.finetune] or [*answer.inference]
     closest = max(pool, key=lambda one: (one.chance, -one.memory_bytes.value), default=None)
@@ -223,7 +249,7 @@ def _print_stage(
                 "-" if untimed else format_seconds(one.time_per_token_s.value),
                 "-" if total is None or untimed else format_seconds(total.value),
                 "measured" if one.measured else "predicted",
-                "WINNER" if one is answer.winner else one.failure.split(":")[0] or one.verdict,
+                _verdict(answer, one),
             )
         )
     numbers = ("batch", "tokens", "peak", "per token", "total")
@@ -238,6 +264,14 @@ def _print_stage(
         title=title,
         caption=f"… and {more} predicted ones, see candidates.csv" if more else "",
     )
+
+
+def _verdict(answer: Answer, candidate: Candidate) -> str:
+    if candidate is answer.winner:
+        return "WINNER"
+    if any(candidate is one for one in answer.may_fit):
+        return f"may fit, {candidate.chance_of_both_stages:.0%}"
+    return candidate.failure.split(":")[0] or candidate.verdict
 
 
 def _plane(answer: Answer, width: int) -> list[str]:

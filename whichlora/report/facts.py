@@ -34,6 +34,7 @@ def detailed_row(candidate: Candidate, plan: Plan | None = None) -> dict[str, An
         "moment": prediction.memory.moment,
         "breakdown": {part: size for part, size in prediction.memory.breakdown.items() if size},
         "chance": candidate.chance,
+        "chance_of_both_stages": candidate.chance_of_both_stages,
     }
 
 
