@@ -323,6 +323,29 @@ def test_a_run_of_one_stage_alone_still_has_a_report(tmp_path: Path) -> None:
     ]
 
 
+def test_many_models_have_numbers_in_marks_and_legend_and_few_do_not(tmp_path: Path) -> None:
+    def plane(count: int) -> list[dict[str, Any]]:
+        folder = write_answer(tmp_path / str(count), many_candidates(count))
+        figures = {one["id"]: one for one in build_figures(read_source(folder))}
+        found: list[dict[str, Any]] = figures["plane-finetune"]["data"]
+        return found
+
+    many = plane(60)  # of 20 models
+    marked = [set(trace["text"]) for trace in many if "text" in trace]
+    numbers = set().union(*marked)
+    assert len(numbers) == len(marked) == 20  # one for each model, in all of its marks
+    legend = {trace["name"].partition(" ")[0] for trace in many if trace["x"] == [None]}
+    assert numbers <= legend
+    assert not any("text" in trace for trace in plane(8))  # of 8 models
+
+
+def test_reasons_after_the_sixth_are_folded_away(tmp_path: Path) -> None:
+    lines = ["Winner: it.", *(f"reason {i}" for i in range(20))]
+    text = page_of(tmp_path, answer_values(explanation=lines)).text
+    assert "14 more reasons" in text
+    assert all(line in text for line in lines[1:])
+
+
 @pytest.mark.parametrize("make", [axes.seconds_axis, axes.bytes_axis, axes.counts_axis])
 @given(
     low=st.floats(1e-6, 1e12),

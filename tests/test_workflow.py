@@ -22,6 +22,7 @@ from rich.console import Console
 
 from whichlora import api, report, workflow
 from whichlora.cli import main
+from whichlora.config import DEFAULT_MODELS
 from whichlora.device.installed import installed_versions
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.search import Candidate
@@ -506,6 +507,30 @@ def test_the_answer_fits_a_terminal_with_numbers_and_words_whole(
     assert [one for one in lines if len(one) > width and str(tmp_path) not in one] == []
     verdicts = re.findall(r" (WINNER|meets|misses|undecided) *$", text.getvalue(), re.MULTILINE)
     assert len(verdicts) == len(answer.inference) + len(answer.finetune)
+
+
+TWENTY = ", ".join(DEFAULT_MODELS)
+
+
+@pytest.mark.parametrize("gpu", ["a100-sxm-80gb", "rtx-4090-24gb"])
+def test_with_twenty_models_the_winner_stands_on_one_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str
+) -> None:
+    path = write_config(tmp_path, profile="none", models=TWENTY)
+    text = path.read_text().replace("gpu: cpu", f"gpu: {gpu}").replace("fp32", "bf16")
+    path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    answer = workflow.run(Path("config.yaml"), progress=Silent())
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr("whichlora.report.short.open_console", lambda: console)
+    report.print_short(answer)
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= 24, out.getvalue()
+    assert answer.winner is not None
+    assert sum(line.startswith(f"Winner: {answer.winner.run.model}") for line in lines) == 1
+    assert sum(line.rstrip().endswith("WINNER") for line in lines) == 1
+    assert any(": --all" in line for line in lines)
 
 
 def test_a_training_that_fails_costs_nobody_the_answer(

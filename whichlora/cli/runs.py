@@ -25,8 +25,9 @@ ImageFormat = Literal["png", "svg"]
     type=click.Choice(["size", "time", "memory", "price", "order"]),
     help="What ranks the candidates that meet the limits, in place of what CONFIG says.",
 )
+@click.option("--all", "show_all", is_flag=True, help="Print every candidate and every reason.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
-def run(config: Path, fresh: bool, prefer: Prefer | None, as_json: bool) -> None:
+def run(config: Path, fresh: bool, prefer: Prefer | None, show_all: bool, as_json: bool) -> None:
     """Find the largest model that meets the limits of CONFIG.
 
     And with it the LoRA variant and the batch size. Predicts every candidate, profiles those that
@@ -45,8 +46,10 @@ def run(config: Path, fresh: bool, prefer: Prefer | None, as_json: bool) -> None
         answer = workflow.run(config, fresh=fresh, prefer=prefer, progress=progress)
     if as_json:
         click.echo(json.dumps(answer.to_dict(), indent=1))
-    else:
+    elif show_all:
         report.print_answer(answer)
+    else:
+        report.print_short(answer)
     if answer.training is not None and "error" in answer.training:
         raise MeasurementError(answer.training["error"])
     if answer.winner is None:

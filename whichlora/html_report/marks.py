@@ -1,4 +1,8 @@
-"""How a candidate looks in every figure: colour by model, shape by method, filled if measured."""
+"""How a candidate looks in every figure: colour by model, shape by method, filled if measured.
+
+Colours alone tell a few models apart. With more, each has a number, too, in its marks and in the
+legend.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,8 @@ COLOURS = (
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "star", "hexagon")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 OUT_OF_MEMORY = "x"
+MAX_BY_COLOUR = 8  # models; more of them have numbers, too
+MAX_NUMBERED = 600  # points; more of them hide each other's numbers
 MUTED = "#808080"
 
 PART_COLOURS = {
@@ -43,13 +49,35 @@ class Marks:
     """Colours by model and shapes by method, the same in every figure of one report.
 
     Args:
-        labels: of models: the name without its organisation, where no other model has it.
+        labels: of models: the name without its organisation, where no other model has it, after
+            its number where there are many.
+        numbers: by model, the largest first; empty where colours tell them apart.
     """
 
     labels: dict[str, str]
     colours: dict[str, str]
     symbols: dict[str, str]
     dashes: dict[str, str]
+    numbers: dict[str, str]
+
+    def with_numbers(self, trace: dict[str, Any], points: Sequence[Point]) -> dict[str, Any]:
+        """`trace` of `points`, which are of one model, with its number in every mark."""
+        if not self.numbers or not points:
+            return trace
+        colour = self.colours[points[0].model]
+        return trace | {
+            "mode": f"{trace['mode']}+text",
+            "text": [self.numbers[points[0].model]] * len(points),
+            "textfont": {
+                "size": 9,
+                "color": ["#ffffff" if self.is_filled(point) else colour for point in points],
+            },
+            "marker": trace["marker"] | {"size": 14},
+        }
+
+    @staticmethod
+    def is_filled(point: Point) -> bool:
+        return point.measured and not point.over_memory and not point.failed
 
     def symbol(self, point: Point) -> str:
         if point.over_memory or point.failed:
@@ -74,8 +102,14 @@ def marks_of(source: Source) -> Marks:
     methods = list(dict.fromkeys(point.method for point in everyone if point.stage == "finetune"))
     short = Counter(model.rsplit("/", 1)[-1] for model in models)
     labels = {model: model.rsplit("/", 1)[-1] for model in models}
+    labels = {model: name if short[name] == 1 else model for model, name in labels.items()}
+    numbers = {}
+    if len(models) > MAX_BY_COLOUR and len(everyone) <= MAX_NUMBERED:
+        numbers = {model: str(number) for number, model in enumerate(models, start=1)}
+        labels = {model: f"{numbers[model]} {name}" for model, name in labels.items()}
     return Marks(
-        labels={model: name if short[name] == 1 else model for model, name in labels.items()},
+        labels=labels,
+        numbers=numbers,
         colours=_cycled(models, COLOURS),
         symbols=_cycled(methods, SYMBOLS) | {"inference": "circle"},
         dashes=_cycled(methods, DASHES) | {"inference": "solid"},
@@ -99,7 +133,8 @@ def error_bars(estimates: Sequence[Estimate], *, thickness: float = 1) -> dict[s
 
 
 def colour_legend(marks: Marks, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """One entry per model, which shows and hides all that has its legend group."""
+    """One entry per model, which shows and hides all that has its legend group; largest first."""
+    order = list(marks.colours)
     return [
         {
             "type": "scatter",
@@ -111,7 +146,7 @@ def colour_legend(marks: Marks, points: Sequence[Point]) -> list[dict[str, Any]]
             "marker": {"symbol": "circle", "color": marks.colours[model], "size": 9},
             "hoverinfo": "skip",
         }
-        for model in dict.fromkeys(point.model for point in points)
+        for model in sorted({point.model for point in points}, key=order.index)
     ]
 
 

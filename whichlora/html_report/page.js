@@ -30,9 +30,11 @@
   const form = byId("filters");
   for (const { key, title, values } of filters) {
     if (values.length < 2) continue;
-    const group = document.createElement("fieldset");
-    const legend = document.createElement("legend");
-    legend.textContent = title;
+    // many values are folded away: twenty models would fill a telephone's screen
+    const many = values.length > 8;
+    const group = document.createElement(many ? "details" : "fieldset");
+    const legend = document.createElement(many ? "summary" : "legend");
+    legend.textContent = many ? `${title} (${values.length})` : title;
     group.append(legend);
     for (const value of values) {
       const label = document.createElement("label");
@@ -67,11 +69,13 @@
       customdata: keep(trace.customdata, wanted),
     };
     if (trace.marker) kept.marker = { ...trace.marker, symbol: keep(trace.marker.symbol, wanted) };
+    if (trace.text) kept.text = keep(trace.text, wanted);
+    if (trace.textfont) kept.textfont = { ...trace.textfont, color: keep(trace.textfont.color, wanted) };
     if (trace.error_x) kept.error_x = bars(trace.error_x);
     if (trace.error_y) kept.error_y = bars(trace.error_y);
     if (!trace.hoverinfo && !trace.hovertemplate) {
-      kept.text = kept.customdata.map((i) => hover[i]);
-      kept.hovertemplate = "%{text}<extra></extra>";
+      kept.hovertext = kept.customdata.map((i) => hover[i]);
+      kept.hovertemplate = "%{hovertext}<extra></extra>";
     }
     return kept;
   };
@@ -106,7 +110,7 @@
     const pair = "xaxis2" in figure.layout;
     const entries = figure.data.filter((trace) => trace.showlegend !== false).length;
     const plots = pair ? 640 : 380; // pixels, and below them the legend, two entries in a row or one
-    const legend = 60 + 22 * entries;
+    const legend = 60 + 30 * entries;
     target.style.height = `${plots + legend}px`;
     const layout = pair ? stacked(figure.layout) : figure.layout;
     return { ...layout, legend: { ...layout.legend, y: -70 / plots, yanchor: "top" } };

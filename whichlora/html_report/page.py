@@ -21,6 +21,7 @@ COLUMNS = (
 )  # fmt: skip
 NUMBERS = frozenset(COLUMNS[2:4] + COLUMNS[7:13])
 NONE = "–"
+MAX_REASONS = 6  # before the first figure; the others are folded away
 
 
 def write_report(place: Path, output: Path | None = None) -> Path:
@@ -169,13 +170,21 @@ def _answer(source: Source) -> str:
         best = source.points[source.winner]
         headline = f"Fine-tune {best.model} with {best.variant}, batch size {best.batch_size}"
         cards = _cards(source, best)
-    reasons = "".join(f"<li>{_prose(line.strip())}</li>" for line in lines[1:])
+    items = [f"<li>{_prose(line.strip())}</li>" for line in lines[1:]]
+    rest = items[MAX_REASONS:] if len(items) > MAX_REASONS + 1 else []
+    reasons = "".join(items[: len(items) - len(rest)])
+    folded = (
+        f"<details><summary>{len(rest)} more reasons</summary>"
+        f"<ul class=reasons>{''.join(rest)}</ul></details>"
+        if rest
+        else ""
+    )
     if not lines and source.winner is not None:
         reasons = f"<li>{escape(source.points[source.winner].name)} was found best.</li>"
     return (
         f"<p class=kicker>{escape(_kicker(source))}</p><h1>{escape(headline)}</h1>"
         f"<dl class=cards>{cards}</dl>"
-        f"<h2>Why</h2><ul class=reasons tabindex=0>{reasons}</ul>{_start(source)}"
+        f"<h2>Why</h2><ul class=reasons>{reasons}</ul>{folded}{_start(source)}"
     )
 
 

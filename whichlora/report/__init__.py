@@ -13,6 +13,7 @@ from whichlora.report.live import SweepProgress
 from whichlora.report.placements import print_placements
 from whichlora.report.progress import Progress
 from whichlora.report.rows import candidate_row, comparison_rows, comparison_summary
+from whichlora.report.short import print_short
 from whichlora.report.sweep import print_recommendation, print_status, print_sweep
 from whichlora.report.terminal import MAX_REASONS
 from whichlora.report.words import deciding, describe, reason, times, variant
@@ -42,6 +43,7 @@ __all__ = [
     "print_predictions",
     "print_recommendation",
     "print_refit",
+    "print_short",
     "print_status",
     "print_sweep",
     "reason",

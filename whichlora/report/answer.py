@@ -87,7 +87,7 @@ def gpu_rows(choice: GpuChoice) -> list[tuple[str, ...]]:
     return rows
 
 
-def _print_gpus(console: Console, choice: GpuChoice) -> None:
+def print_gpus_of(console: Console, choice: GpuChoice) -> None:
     numbers = ("peak", "total", "cost")
     print_table(
         console,
@@ -192,7 +192,7 @@ def print_answer(answer: Answer) -> None:
     for line in explanation(answer):
         say(console, line)
     if answer.choice is not None:
-        _print_gpus(console, answer.choice)
+        print_gpus_of(console, answer.choice)
     if len(answer.front) > 1:
         _print_front(console, answer.front)
     compared = comparison_rows(answer.compared)
@@ -204,7 +204,7 @@ def print_answer(answer: Answer) -> None:
         say(console, f"note: {note}")
     trained = answer.training is not None and "error" not in answer.training
     if trained:
-        _print_training(console, answer)
+        print_training(console, answer)
     for purpose, path in answer.files.items():
         say(console, f"{purpose}: {path}", whole=True)
     if "job" in answer.files and not trained:
@@ -331,7 +331,7 @@ def _print_errors(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     console.print(table)
 
 
-def _print_training(console: Console, answer: Answer) -> None:
+def print_training(console: Console, answer: Answer) -> None:
     training, best = answer.training or {}, answer.winner
     seconds = training.get("train_s")
     if isinstance(seconds, int | float) and best is not None and best.total_s is not None:

@@ -149,6 +149,8 @@ def _pair(
             }
             if bars:
                 trace["error_y"] = error_bars(estimates)
+            if mode == "markers":  # a line is told by its colour, its dashes and its hover text
+                trace = marks.with_numbers(trace, own_points)
             data.append(trace)
     time_limit = None if limits[0] is None else source.limit(limits[0])
     times = limit_lines([(time_limit, "limit", format_seconds, "y", known[0])])

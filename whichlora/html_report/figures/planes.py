@@ -128,7 +128,7 @@ def _clouds(
         }
         if bars:
             trace |= {"error_x": error_bars(times), "error_y": error_bars(peaks)}
-        traces.append(trace)
+        traces.append(marks.with_numbers(trace, [points[i] for i in own]))
     return traces
 
 

@@ -1,0 +1,116 @@
+"""The answer of a run on one screen; `--all` and the files have the rest."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from whichlora.report.answer import explanation, print_gpus_of, print_training
+from whichlora.report.terminal import open_console, print_table, say
+from whichlora.report.words import variant
+from whichlora.search import Candidate, accepted
+from whichlora.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from whichlora.workflow import Answer
+
+MAX_MODELS = 4
+MAX_OTHERS = 1  # reasons beside those of the winner
+MAX_NOTES = 2
+
+
+def print_short(answer: Answer) -> None:
+    """The best candidate of each model, the winner with its reasons, and where the rest is."""
+    console = open_console()
+    if answer.choice is None:
+        _print_models(console, answer)
+    else:
+        print_gpus_of(console, answer.choice)
+    blocks = _blocks(explanation(answer))
+    shown = [block for i, block in enumerate(blocks) if i == 0 or block[0].startswith("GPU: ")]
+    others = [block for block in blocks if block not in shown]
+    for block in (*shown, *others[:MAX_OTHERS]):
+        for line in block:
+            say(console, line)
+    if len(others) > MAX_OTHERS:
+        say(console, f"… and {len(others) - MAX_OTHERS} more reasons: --all, or {_name(answer)}")
+    for note in _notes(answer):
+        say(console, f"note: {note}")
+    say(console, f"basis: {answer.basis}")
+    if "report" in answer.files:
+        say(console, f"report: {answer.files['report']}", whole=True)
+    if answer.training is not None and "error" not in answer.training:
+        print_training(console, answer)
+    elif "job" in answer.files:
+        from whichlora.job import train_command
+
+        command = shlex.join(train_command(answer.files["job"]))
+        say(console, f"start the fine-tuning with: {command}", whole=True)
+
+
+def best_of_each_model(answer: Answer) -> list[Candidate]:
+    """The best-ranked candidate that meets the limits of each model, the winner's first."""
+    best: dict[str, Candidate] = {}
+    if answer.winner is not None:
+        best[answer.winner.run.model] = answer.winner
+    for candidate in sorted(answer.finetune, key=lambda each: each.rank):
+        if accepted(candidate):
+            best.setdefault(candidate.run.model, candidate)
+    return list(best.values())
+
+
+def _print_models(console: Console, answer: Answer) -> None:
+    models = best_of_each_model(answer)
+    rows = [
+        (
+            candidate.run.model,
+            variant(candidate.run, answer.plan),
+            str(candidate.run.batch_size),
+            format_bytes(candidate.memory_bytes.value),
+            "-" if candidate.total_s is None else format_seconds(candidate.total_s.value),
+            "measured" if candidate.measured else "predicted",
+            "WINNER" if candidate is answer.winner else candidate.verdict,
+        )
+        for candidate in models[:MAX_MODELS]
+    ]
+    if not rows:
+        return
+    numbers = ("batch", "peak", "total")
+    more = [f"{len(models) - MAX_MODELS} more models meet every limit"] * (len(models) > MAX_MODELS)
+    fallen = len(set(answer.plan.models)) - len(models)
+    more += [f"{fallen} meet not all of them"] * (fallen > 0)
+    print_table(
+        console,
+        ("model", "variant", *numbers, "source", "verdict"),
+        rows,
+        right=numbers,
+        lift=("source", "variant"),
+        spare=("source", "variant"),
+        title=f"the best of each model on {answer.gpu.key}",
+        caption=f"{', '.join(more)}: --all" if more else "",
+    )
+
+
+def _blocks(lines: list[str]) -> list[list[str]]:
+    """Each line with the indented ones below it."""
+    blocks: list[list[str]] = []
+    for line in lines:
+        if line.startswith(" ") and blocks:
+            blocks[-1].append(line)
+        else:
+            blocks.append([line])
+    return blocks
+
+
+def _notes(answer: Answer) -> list[str]:
+    """What the names in the table were taken as; of many, the winner's."""
+    notes = [*answer.plan.notes, *answer.gpu.notes]
+    if len(notes) <= MAX_NOTES or answer.winner is None:
+        return notes[:MAX_NOTES]
+    return [note for note in notes if answer.winner.run.model in note or note in answer.gpu.notes]
+
+
+def _name(answer: Answer) -> str:
+    return str(answer.files["summary"]) if "summary" in answer.files else "answer.json"
