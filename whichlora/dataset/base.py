@@ -100,17 +100,17 @@ def checked_format(example: Example, expected: DataFormat | None = None) -> Data
     Raises:
         ConfigError: it has none, or not the `expected` one; or its texts can't be written.
     """
-    found = DataFormat.of(example)
+    row_format = DataFormat.of(example)
     try:
         "".join(text for value in example.values() for text in texts_of(value)).encode()
     except UnicodeEncodeError:  # JSON can spell half a character, as "\\ud83d"
         raise ConfigError("holds half of a surrogate pair; remove it") from None
-    if expected is not None and found != expected:
+    if expected is not None and row_format != expected:
         raise ConfigError(
-            f"has {found.describe()}, and the rows before it have {expected.describe()}; give "
+            f"has {row_format.describe()}, and the rows before it have {expected.describe()}; give "
             "every row the same columns"
         )
-    return found
+    return row_format
 
 
 def trained(example: Example) -> Any:

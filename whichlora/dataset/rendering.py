@@ -195,11 +195,11 @@ def _spoken(turn: Any) -> list[Message]:
         for speaker, said in _SPEAKERS:
             if {speaker, said} <= set(turn):
                 role = str(turn[speaker])
-                known = _ROLES.get(role.strip().lower())
-                if known is None and speaker == "from":
+                standard_role = _ROLES.get(role.strip().lower())
+                if standard_role is None and speaker == "from":
                     raise ConfigError(f"is from {role!r}; accepted are {', '.join(_ROLES)}")
                 further = {key: turn[key] for key in _FURTHER_KEYS if turn.get(key) is not None}
-                return [{"role": known or role, "content": _joined(turn[said]), **further}]
+                return [{"role": standard_role or role, "content": _joined(turn[said]), **further}]
         for names in _TURNS:
             if set(names) <= set(turn):
                 roles = ("user", "assistant")

@@ -191,8 +191,8 @@ def _open_hub(config: DatasetConfig) -> BaseDataset:
         rows = datasets.load_dataset(config.path, config.config_name, split=config.split)
         names = datasets.get_dataset_split_names(config.path, config.config_name)
         suffix = config.split.removeprefix("train")  # train_sft goes with test_sft
-        wanted = [name + end for end in (suffix, "") for name in SPLIT_NAMES["validation"]]
-        validation = next((name for name in wanted if name in names), None)
+        held_out_names = [name + end for end in (suffix, "") for name in SPLIT_NAMES["validation"]]
+        validation = next((name for name in held_out_names if name in names), None)
         held_out = (
             None
             if validation is None
