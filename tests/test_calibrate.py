@@ -598,6 +598,13 @@ def test_two_contents_of_one_id_are_refused(tmp_path: Path, root: Path) -> None:
     assert files(root) == before
 
 
+def test_two_records_of_one_id_here_hinder_no_merge_of_others(tmp_path: Path, root: Path) -> None:
+    a_database(root, [a_record(1)])
+    a_database(root, [a_record(1, peak_allocated_bytes=80 * 10**9)], "other")
+    a_database(tmp_path / "theirs", [a_record(2)])
+    assert "1 new record" in done("merge", tmp_path / "theirs")
+
+
 def test_a_writer_that_came_first_wins_and_the_merge_is_withdrawn(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,10 @@ QUANTITIES: dict[str, tuple[str, str, bool]] = {
     "peak_reserved": ("peak_reserved_bytes", "bytes", False),
     "device_used": ("device_used_bytes", "bytes", False),
 }
-MAY_BE_ZERO = ("prefill", "decode_per_token", "device_time", "warm_up")  # as in a record
+MAY_BE_ZERO = (  # as in a record, which refuses no bytes of a run that ended well
+    *("prefill", "decode_per_token", "device_time", "warm_up"),
+    *("peak_allocated", "peak_reserved", "device_used"),
+)
 SETTINGS = tuple(field.name for field in dataclasses.fields(RunConfig))
 PLAIN = ("id", "gpu", "date", "outcome", "detail", "source", "batch_seq_len", "model_config")
 COUNTED = ("moment_peak_bytes", "largest_blocks_bytes")  # as a record has them

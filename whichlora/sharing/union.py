@@ -159,7 +159,9 @@ def add(
                     written.append(path)
                     write_bytes(path, data)
         for gpu in {path.parent.parent.name for path in written}:
-            union(_placed_here(roots, gpu))  # another writer may have added the same id meanwhile
+            added_ids = {record.id for record in fresh[gpu]}
+            # another writer may have added the same id meanwhile
+            union(one for one in _placed_here(roots, gpu) if one[0].id in added_ids)
     except DataFileError:
         for path in written:
             with suppress(OSError):
@@ -198,7 +200,8 @@ def new_records(
     Raises:
         DataFileError: one id with two contents, or a new record that no device can have measured.
     """
-    union([*ours, *theirs])
+    wanted = {record.id for record, _ in theirs}
+    union([*(placed for placed in ours if placed[0].id in wanted), *theirs])
     known = {record.id for record, _ in ours}
     found = {record.id: (record, where) for record, where in theirs if record.id not in known}
     for record, where in found.values():
