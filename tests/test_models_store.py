@@ -228,6 +228,7 @@ def test_a_name_of_many_models_lists_eight(monkeypatch: pytest.MonkeyPatch) -> N
         ("llama3.1:8b-instruct-q4_K_M", "meta-llama/Llama-3.1-8B-Instruct with method qlora"),
         ("Mistral-7B-Instruct-v0.2.Q5_K_M.gguf", "the model it was made from with method qlora"),
         ("Mistral-7B-Instruct-v0.2-GGUF", "mistralai/Mistral-7B-Instruct-v0.2 with method qlora"),
+        ("TheBloke/Llama 2 7B-GPTQ", "meta-llama/Llama-2-7b-hf with quant gptq-int4"),
         ("my own model-GPTQ", "the model it was made from with quant gptq-int4"),
     ],
 )

@@ -40,7 +40,7 @@ def gpus(as_json: bool) -> None:
 @click.argument("pattern", default="")
 @click.option("--json", "as_json", is_flag=True, help="Print every field.")
 def models(pattern: str, as_json: bool) -> None:
-    """List the models whose name contains PATTERN.
+    """List the models whose name or alias contains PATTERN, blanks and dashes aside.
 
     \b
     Example:
@@ -48,7 +48,12 @@ def models(pattern: str, as_json: bool) -> None:
     """
     from whichlora import api, report
 
-    found = [one for one in api.list_models() if pattern.lower() in one.hub_id.lower()]
+    wanted = _letters(pattern)
+    found = [
+        one
+        for one in api.list_models()
+        if any(wanted in _letters(name) for name in (one.hub_id, *one.aliases))
+    ]
     if as_json:
         import dataclasses
 
@@ -59,3 +64,7 @@ def models(pattern: str, as_json: bool) -> None:
         report.print_models(found)
     else:
         click.echo(f"no model has {pattern!r} in its name; 'whichlora models' lists all")
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum() or letter in "./")

@@ -76,7 +76,8 @@ def gpu_rows(choice: GpuChoice) -> list[tuple[str, ...]]:
         rows.append(
             (
                 on.gpu,
-                on.refusal or ("nothing meets every limit" if best is None else describe(best.run)),
+                on.refusal or ("nothing fits" if best is None else best.run.model),
+                "-" if best is None else f"{variant(best.run)}, batch {best.run.batch_size}",
                 "-" if best is None else format_bytes(best.memory_bytes.value),
                 "-" if best is None or not best.total_s else format_seconds(best.total_s.value),
                 "-" if cost is None else f"{cost:.2f}",
@@ -91,10 +92,10 @@ def print_gpus_of(console: Console, choice: GpuChoice) -> None:
     numbers = ("peak", "total", "cost")
     print_table(
         console,
-        ("GPU", "winner", *numbers, "source", ""),
+        ("GPU", "model", "variant", *numbers, "source", ""),
         gpu_rows(choice),
         right=numbers,
-        spare=("source", "cost", "peak"),
+        spare=("source", "peak", "variant"),
         title="the plan on each GPU",
     )
 

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
     from whichlora.workflow import Answer
 
-MAX_MODELS = 4
+MAX_MODELS = 3
 MAX_OTHERS = 1  # reasons beside those of the winner
 MAX_NOTES = 2
+CERTAIN = " (100% chance to meet it)"  # goes without saying on one screen
 
 
 def print_short(answer: Answer) -> None:
@@ -33,7 +34,7 @@ def print_short(answer: Answer) -> None:
     others = [block for block in blocks if block not in shown]
     for block in (*shown, *others[:MAX_OTHERS]):
         for line in block:
-            say(console, line)
+            say(console, line.removesuffix(CERTAIN))
     if len(others) > MAX_OTHERS:
         say(console, f"… and {len(others) - MAX_OTHERS} more reasons: --all, or {_name(answer)}")
     for note in _notes(answer):
@@ -51,7 +52,7 @@ def print_short(answer: Answer) -> None:
 
 
 def best_of_each_model(answer: Answer) -> list[Candidate]:
-    """The best-ranked candidate that meets the limits of each model, the winner's first."""
+    """The best-ranked candidate of each model that likely meets the limits, the winner's first."""
     best: dict[str, Candidate] = {}
     if answer.winner is not None:
         best[answer.winner.run.model] = answer.winner
@@ -78,7 +79,9 @@ def _print_models(console: Console, answer: Answer) -> None:
     if not rows:
         return
     numbers = ("batch", "peak", "total")
-    more = [f"{len(models) - MAX_MODELS} more models meet every limit"] * (len(models) > MAX_MODELS)
+    more = [f"{len(models) - MAX_MODELS} more models likely meet every limit"] * (
+        len(models) > MAX_MODELS
+    )
     fallen = len(set(answer.plan.models)) - len(models)
     more += [f"{fallen} meet not all of them"] * (fallen > 0)
     print_table(

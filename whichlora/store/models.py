@@ -111,7 +111,7 @@ def resolve_name(name: str) -> tuple[str, str]:
 
 def refuse_copy(name: str) -> str:
     """Why a name such as Llama-2-7B-GPTQ is refused, and what to give; "" for any other."""
-    copy = quantised(name)
+    copy = quantised(name.rpartition("/")[2])
     if copy is None:
         return ""
     form, rest, instead = copy
