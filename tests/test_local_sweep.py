@@ -22,11 +22,13 @@ from fake_profiler import FakeProfiler
 
 from whichlora import workflow
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.store.locks import hold_folder
 from whichlora.sweep import following, rounds
 from whichlora.sweep.merging import Recommendation
 from whichlora.sweep.on_skypilot import SkyPilotEngine
 from whichlora.sweep.on_this_machine import LocalEngine
 from whichlora.sweep.state import Sweep
+from whichlora.sweep.tasks import profile_task
 
 TESTS = Path(__file__).parent
 H100, L40S = "h100-sxm-80gb", "l40s-48gb"
@@ -116,6 +118,31 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         engine = LocalEngine()
         follow(plan(write_config(folder), engine), engine)
         yield folder / "out"
+
+
+def test_a_machine_without_gpu_profiles_on_its_cpu_only_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = plan(write_config(tmp_path), LocalEngine())
+    monkeypatch.setattr("whichlora.store.gpus.detect_gpus", tuple)
+    array = next(array for array in planned.arrays if array.group == H100)
+    with pytest.raises(ConfigError, match=f"its tasks are for {H100}, and .* has no GPU"):
+        profile_task(tmp_path / "out" / array.tasks_file, [0])
+    (tmp_path / "again").mkdir()
+    with pytest.raises(ConfigError, match="gpu: is not set, and this machine has no GPU"):
+        plan(write_config(tmp_path / "again"), LocalEngine())
+    assert not records(tmp_path)
+
+
+def test_a_second_follower_of_a_sweep_is_refused(tmp_path: Path) -> None:
+    sweep = plan(write_config(tmp_path), LocalEngine())
+    with hold_folder(tmp_path / "out"):
+        for act in (
+            lambda: follow(sweep, LocalEngine()),
+            lambda: following.resume(sweep.run_dir, Silent()),
+        ):
+            with pytest.raises(DataFileError, match="another start is at work there"):
+                act()
 
 
 def test_each_gpu_of_this_machine_gets_a_child_of_its_own(tmp_path: Path) -> None:
