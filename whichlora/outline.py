@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeAlias
 
+from whichlora.besides import evaluation_features
 from whichlora.memory.ledger import PARTS
 from whichlora.prediction import forward_features, ledger, mean_context, part_bytes, step_features
 from whichlora.resolution import Job
 from whichlora.timing import FEATURES
 
+NOTHING: Mapping[int, float] = MappingProxyType({})
 UNTIMED = 2  # steps of a profile beside the timed ones: warm-up, and the one that counts bytes
 
 Pass: TypeAlias = tuple[str, float, tuple[float, ...]]
@@ -33,16 +36,26 @@ class Outline:
     trial: tuple[Pass, ...]
 
 
-def outline_training(job: Job, steps: Mapping[int, float], *, num_batches: int) -> Outline:
+def outline_training(
+    job: Job,
+    steps: Mapping[int, float],
+    *,
+    num_batches: int,
+    evaluated: Mapping[int, float] = NOTHING,
+) -> Outline:
     """A fine-tuning.
 
     Args:
         steps: number of optimizer steps by padded length.
         num_batches: timed in a profile.
+        evaluated: number of evaluation batches by padded length.
     """
     passes = tuple(
         ("finetune", count, _row(step_features(job, seq_len=length)))
         for length, count in steps.items()
+    ) + tuple(
+        ("prefill", count, _row(evaluation_features(job, width=length)))
+        for length, count in evaluated.items()
     )
     longest = _row(step_features(job))
     trial = ("finetune", float(num_batches + UNTIMED), longest)

@@ -83,6 +83,9 @@ class Budget:
     device_s: float | None = None
 
 
+SAVED_SHARE = 0.1  # of a run, between two checkpoints where the plan does not say
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
     """What a training writes and evaluates on its way.

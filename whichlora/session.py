@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from whichlora import api, timing
 from whichlora.architecture import ModelSpec
+from whichlora.besides import Besides, besides, evaluation_seconds
 from whichlora.calibration import Calibration, prior_calibration
 from whichlora.dataset import TokenLengths
 from whichlora.enumeration import Candidates
@@ -231,7 +232,12 @@ class Session:
             return outline_inference(job, num_runs=self.plan.num_runs)
         load = self.data.workload(run.model, run.batch_size)
         steps = {width: n / run.gradient_accumulation_steps for width, n in load.widths.items()}
-        return outline_training(job, steps, num_batches=self.plan.num_batches)
+        return outline_training(
+            job,
+            steps,
+            num_batches=self.plan.num_batches,
+            evaluated=self.data.evaluation(run.model, run.batch_size),
+        )
 
     def candidates(self, pursuit: Pursuit) -> list[Candidate]:
         """Every candidate in the light of what is known now, in the order of `pursuit`."""
@@ -291,12 +297,27 @@ class Session:
         load = self.data.workload(run.model, run.batch_size)
         profile = list(zip(measurement.batch_seq_len, measurement.step_s, strict=True))
         widths = {*load.widths, *measurement.batch_seq_len}
+        evaluated = self.data.evaluation(run.model, run.batch_size)
         return profiled_total(
             {width: n / run.gradient_accumulation_steps for width, n in load.widths.items()},
             {width: self._seconds(run, width) for width in widths},
             profile,
             warm_up_s=measurement.warm_up_s,
+            evaluation_s=evaluation_seconds(self.job(run), self.calibration, evaluated),
             deviation=load.deviation,
+        )
+
+    def besides(self, run: RunConfig) -> Besides:
+        """What `run` takes besides its steps."""
+        load = self.data.workload(run.model, run.batch_size)
+        widths = self.data.evaluation(run.model, run.batch_size)
+        return besides(
+            self.job(run),
+            self.calibration,
+            self.plan.keeping,
+            widths=widths,
+            num_steps=load.num_steps,
+            epochs=self.plan.epochs,
         )
 
     # --- measuring

@@ -11,7 +11,8 @@ from whichlora.numeric import TWO_SIDED_Z
 from whichlora.prediction import TIME_CONFIDENCE
 from whichlora.search import Quantity
 
-WARM_UP_REACH = 2.0  # what a first step takes beyond the others may differ by this. Kind: estimate
+# What a first step takes beyond the others, or evaluations take, may differ by this. Kind: estimate
+WARM_UP_REACH = 2.0
 
 
 def profiled_total(
@@ -20,6 +21,7 @@ def profiled_total(
     profile: Sequence[tuple[int, float]],
     *,
     warm_up_s: float = 0.0,
+    evaluation_s: float = 0.0,
     deviation: float = 0.0,
 ) -> Quantity:
     """Predicted step times over all widths, scaled to those measured, and the warm-up.
@@ -31,6 +33,7 @@ def profiled_total(
         steps: optimizer steps by padded length.
         predicted_s: seconds of one step, by padded length, those profiled among them.
         profile: padded length and seconds of each step that was timed.
+        evaluation_s: predicted seconds of all evaluations, which a profile does not measure.
         warm_up_s: seconds of the profile's first step, at its longest length; 0 is not recorded.
         deviation: standard deviation of the logarithm of the work, where lengths are assumed.
     """
@@ -49,7 +52,7 @@ def profiled_total(
         + scatter * (1 / len(errors) + sum(one * one for one in shares))
     )
     reach = math.exp(TWO_SIDED_Z[TIME_CONFIDENCE] * math.sqrt(variance))
-    more = max(0.0, warm_up_s - scale * predicted_s[max(measured)])
+    more = max(0.0, warm_up_s - scale * predicted_s[max(measured)]) + evaluation_s
     return Quantity(
         value=steady + more,
         low=steady / reach + more / WARM_UP_REACH,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from whichlora.besides import num_evaluations
 from whichlora.dataset import (
     BYTE_LEVEL,
     UNCUT,
@@ -9,6 +10,7 @@ from whichlora.dataset import (
     TokenLengths,
     Workload,
     count_tokens,
+    evaluation_widths,
     open_dataset,
     workload,
 )
@@ -27,6 +29,7 @@ class TrainingData:
         self.dataset: BaseDataset = open_dataset(plan.dataset)
         self._plan = plan
         self._lengths: dict[str, TokenLengths] = {} if lengths is None else lengths
+        self._evaluated: dict[tuple[str, int], dict[int, float]] = {}
         self._workloads: dict[tuple[str, int], Workload] = {}
 
     def tokenizer(self, model: str) -> str:
@@ -62,3 +65,21 @@ class TrainingData:
                 seed=self._plan.seed,
             )
         return self._workloads[key]
+
+    def evaluation(self, model: str, batch_size: int) -> dict[int, float]:
+        """Padded length to the number of evaluation batches of a whole training of `model`."""
+        plan = self._plan
+        key = (self.tokenizer(model), batch_size)
+        if key not in self._evaluated:
+            load = self.workload(model, batch_size)
+            passes = num_evaluations(plan.keeping, num_steps=load.num_steps, epochs=plan.epochs)
+            widths = evaluation_widths(
+                self.lengths(model),
+                batch_size=batch_size,
+                collator=plan.collator,
+                seq_len=plan.finetune.seq_len,
+            )
+            self._evaluated[key] = {
+                width: passes * count for width, count in widths.items() if passes
+            }
+        return self._evaluated[key]

@@ -6,7 +6,7 @@ functions serve training, the prompt pass and decoding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whichlora.architecture import Attention, Layer, Linear, ModelSpec
 from whichlora.cache_work import Conversion, expanding, storing
@@ -378,6 +378,54 @@ def training_work(
         dequant_bytes=dequant * steps,
         optimizer_bytes=num_trained * 7 * param_bytes,
         launches=launches * steps + optimizer_ops,
+    )
+
+
+def evaluation_work(
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    batch_size: Count,
+    seq_len: Count,
+    r: Count,
+    num_trained: Count,
+) -> Work:
+    """One forward with its loss and without a graph; every token is scored.
+
+    What checkpointing adds to a step is one more forward of the layers; the head and the loss
+    come on top. Kind: estimate.
+    """
+    again, once = (
+        training_work(
+            model,
+            replace(run, gradient_checkpointing=checkpointed, gradient_accumulation_steps=1),
+            stack,
+            method,
+            targets,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            r=r,
+            num_trained=num_trained,
+        )
+        for checkpointed in (True, False)
+    )
+    tokens = batch_size * seq_len
+    head, around = head_weights(model)
+    vocab = model.vocab_size if head else 0
+    return Work(
+        product_flops=again.product_flops - once.product_flops + 2 * tokens * (head + around),
+        weight_read_bytes=again.weight_read_bytes
+        - once.weight_read_bytes
+        + head * stack.embedding_bytes,
+        attention_flops=again.attention_flops - once.attention_flops,
+        attention_bytes=0 * tokens,
+        elementwise_bytes=again.elementwise_bytes - once.elementwise_bytes + 12 * tokens * vocab,
+        dequant_bytes=again.dequant_bytes - once.dequant_bytes,
+        optimizer_bytes=0 * tokens,
+        launches=again.launches - once.launches + OUTSIDE_OPS,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from whichlora import api
+from whichlora.besides import Besides
 from whichlora.calibration import Calibration
 from whichlora.config import load_plan
 from whichlora.data_format import TEXT_ROWS
@@ -101,6 +102,7 @@ class Answer:
         side_by_side: the best candidate with every method and rank, whatever the plan asked for.
         refused: combinations of the plan that a model or the device lacks.
         choice: what every GPU of a list comes to; this is the answer of the recommended one.
+        besides: what the winner's evaluations and checkpoints take.
         dataset: sequences, tokens and epochs that the total times are for.
         files: what was written, by purpose.
         training: what the winning job reported, where it was run, or the `error` it ended with.
@@ -119,6 +121,7 @@ class Answer:
     tokens: str
     may_fit: Sequence[Candidate] = ()
     side_by_side: Sequence[Candidate] = ()
+    besides: Besides | None = None
     refused: Sequence[Refused] = ()
     choice: GpuChoice | None = None
     dataset: Mapping[str, float] = field(default_factory=dict)
@@ -364,6 +367,7 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
         tokens=tokens,
         refused=list(session.asked.refused.values()),
         side_by_side=[] if shown is None else session.side_by_side(pursuit, shown.run),
+        besides=None if best is None else session.besides(best.run),
         dataset={
             "num_sequences": lengths.num_sequences(),
             "tokens_per_epoch": lengths.total_tokens(),

@@ -7,7 +7,7 @@ from whichlora.dataset.export import write_jsonl
 from whichlora.dataset.lengths import UNCUT, TokenLengths
 from whichlora.dataset.sources import open_dataset
 from whichlora.dataset.tokens import BYTE_LEVEL, count_tokens
-from whichlora.dataset.workload import Workload, workload
+from whichlora.dataset.workload import Workload, evaluation_widths, workload
 
 __all__ = [
     "BYTE_LEVEL",
@@ -17,6 +17,7 @@ __all__ = [
     "Workload",
     "count_tokens",
     "data_format",
+    "evaluation_widths",
     "open_dataset",
     "workload",
     "write_jsonl",

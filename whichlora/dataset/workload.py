@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from whichlora.dataset.batching import batches
+from whichlora.dataset.batching import batches, best_fit_decreasing
 from whichlora.dataset.lengths import TokenLengths
 from whichlora.plan import Collator
 
@@ -127,19 +127,10 @@ def workload(
     num_steps, num_batches = count_steps(per_epoch, accumulation, epochs)
     widths, sizes = table.T
     widest = int(widths.max())
-    bins = widths // max(1, -(-widest // WIDTH_BINS))
-    found: dict[int, float] = {}
-    for one in np.unique(bins):
-        # the mean width of a bin stands for it, so that the tokens stay what they are; an
-        # incomplete batch counts as the part of one that it is
-        inside = bins == one
-        share = sizes[inside] / batch_size
-        mean = max(1, round(float((widths[inside] * share).sum() / share.sum())))
-        found[mean] = found.get(mean, 0.0) + float(share.sum()) * num_batches / drawn
     padded = float(table.prod(axis=1).sum()) * num_batches / drawn
     return Workload(
         collator=collator,
-        widths=found,
+        widths=_binned(widths, sizes / batch_size * (num_batches / drawn)),
         longest=max(widest, min(lengths.longest(), seq_len)),
         varied=bool(_varied(lengths, collator, batch_size, seq_len)),
         num_batches=num_batches,
@@ -152,6 +143,46 @@ def workload(
             list(map(_mean_padded, lengths.alternatives, others)),
         ),
     )
+
+
+def evaluation_widths(
+    lengths: TokenLengths, *, batch_size: int, collator: Collator, seq_len: int
+) -> dict[int, float]:
+    """Padded length to the number of batches of one pass over the validation rows, binned.
+
+    The rows come in their order. Rows that are too few to pack make no batch.
+    """
+    import numpy as np
+
+    rows = np.minimum(np.asarray(lengths.lengths.get("validation", ()), dtype=np.int64), seq_len)
+    if collator == "packed":
+        rows = np.full(lengths.total_tokens("validation") // seq_len, seq_len, dtype=np.int64)
+    elif collator == "packed-bfd":
+        rows = best_fit_decreasing(rows, seq_len)
+    if not len(rows):
+        return {}
+    starts = np.arange(0, len(rows), batch_size)
+    widths = np.maximum.reduceat(rows, starts)
+    if collator == "fixed":
+        widths = np.full_like(widths, seq_len)
+    return _binned(widths, np.minimum(batch_size, len(rows) - starts) / batch_size)
+
+
+def _binned(widths: NDArray[np.int64], counts: NDArray[np.float64]) -> dict[int, float]:
+    """`counts` by width, in few bins.
+
+    The mean width of a bin stands for it, so that the tokens stay what they are; an incomplete
+    batch counts as the part of one that it is.
+    """
+    import numpy as np
+
+    bins = widths // max(1, -(-int(widths.max()) // WIDTH_BINS))
+    summed: dict[int, float] = {}
+    for each in np.unique(bins):
+        share = counts[bins == each]
+        mean = max(1, round(float((widths[bins == each] * share).sum() / share.sum())))
+        summed[mean] = summed.get(mean, 0.0) + float(share.sum())
+    return summed
 
 
 def _mean_padded(lengths: TokenLengths, table: NDArray[np.int64]) -> float:

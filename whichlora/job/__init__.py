@@ -25,14 +25,13 @@ from whichlora.job.lines import (
 )
 from whichlora.job.rows import row_functions
 from whichlora.methods import get_method, with_defaults
-from whichlora.plan import Collator, Keeping, TrainOn
+from whichlora.plan import SAVED_SHARE, Collator, Keeping, TrainOn
 from whichlora.python_source import Code, call, import_lines, literal
 from whichlora.specs import RunConfig
 
 Weights = Literal["pretrained", "random"]
 
 KEEPING = Keeping()
-SAVED_SHARE = 0.1  # of a run, between two checkpoints where the plan does not say
 
 _IMPORTABLE = {
     "peft": ("LoraConfig", "get_peft_config", "get_peft_model", "prepare_model_for_kbit_training"),

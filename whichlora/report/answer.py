@@ -199,6 +199,8 @@ def print_answer(answer: Answer) -> None:
     compared = comparison_rows(answer.compared)
     if compared:
         _print_errors(console, compared)
+    for line in besides_training(answer):
+        say(console, line)
     say(console, f"data: {answer.tokens}")
     say(console, f"basis: {answer.basis}")
     for note in answer_notes(answer):
@@ -216,6 +218,28 @@ def print_answer(answer: Answer) -> None:
             say(console, f'put your rows into {data} first, as {{"text": ...}} lines', whole=True)
         command = shlex.join(train_command(answer.files["job"]))
         say(console, f"start the fine-tuning with: {command}", whole=True)
+
+
+def besides_training(answer: Answer) -> list[str]:
+    """What evaluations and checkpoints of the winner take."""
+    also = answer.besides
+    if also is None:
+        return []
+    lines = ["besides training:"]
+    if also.evaluation_peak_bytes is not None:
+        times = "once" if also.evaluations == 1 else f"{also.evaluations} times"
+        lines.append(
+            f"  evaluation: {times}, {format_seconds(also.evaluation_s)} of the total, peak "
+            f"{format_bytes(also.evaluation_peak_bytes)}"
+        )
+    if also.checkpoints:
+        one = also.checkpoint_weights_bytes + also.checkpoint_optimizer_bytes
+        lines.append(
+            f"  checkpoints: {also.checkpoints}, each {format_bytes(one)} on disk "
+            f"({format_bytes(also.checkpoint_optimizer_bytes)} of optimizer states), at most "
+            f"{format_bytes(also.kept_bytes)} at once"
+        )
+    return lines if len(lines) > 1 else []
 
 
 def answer_notes(answer: Answer) -> list[str]:

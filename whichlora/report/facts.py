@@ -52,6 +52,7 @@ def answer_facts(answer: Answer) -> dict[str, Any]:
             "total_time_s": limits.total_time_s,
         },
         "dataset": dict(answer.dataset),
+        "besides_training": None if answer.besides is None else answer.besides.to_dict(),
         "comparison": [row for one in answer.compared for row in compared_quantities(one)],
         "side_by_side": [detailed_row(one) for one in answer.side_by_side],
         "provenance": {
