@@ -12,11 +12,13 @@ from ruamel.yaml import YAML
 from whichlora import handover, recommend
 from whichlora.cli import exports as command
 from whichlora.cli import main
+from whichlora.data_format import DataFormat
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.exports import FORMATS, Recipe
 from whichlora.exports.skypilot import ACCELERATORS
 from whichlora.exports.yaml import yaml_text
 from whichlora.installation import Installation
+from whichlora.plan import Keeping
 from whichlora.results import SCHEMA_VERSION
 from whichlora.specs import RunConfig
 from whichlora.store.gpus import list_gpus
@@ -109,6 +111,68 @@ def test_what_a_tool_cannot_do_is_refused(
 
 def test_every_accelerator_with_a_sky_name_is_in_the_catalog() -> None:
     assert set(ACCELERATORS) <= {gpu.key for gpu in list_gpus()}
+
+
+# --- rows and checkpoints
+
+ROWS = {
+    "prompt-completion": DataFormat(kind="prompt-completion", conversational=True),
+    "messages": DataFormat(kind="messages", conversational=True),
+    "preference": DataFormat(kind="preference"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "train_on", "expected"),
+    [
+        ("prompt-completion", "completions", {"completion_only_loss": True}),
+        ("prompt-completion", "all", {"completion_only_loss": False}),
+        ("messages", "completions", {"assistant_only_loss": True}),
+        ("messages", "all", {"assistant_only_loss": False}),
+    ],
+)
+def test_trl_is_told_what_of_a_row_has_a_loss(
+    kind: str, train_on: Any, expected: dict[str, bool]
+) -> None:
+    made = FORMATS["trl"](recipe(data_format=ROWS[kind], train_on=train_on))
+    settings = YAML(typ="safe", pure=True).load(made.files["trl.yaml"])
+    assert {name: settings.get(name) for name in expected} == expected
+    assert "dataset_text_field" not in settings
+    marks = any("{% generation %}" in note for note in made.notes)
+    assert marks is (expected == {"assistant_only_loss": True})
+
+
+@pytest.mark.parametrize(
+    ("to", "kind"),
+    [
+        *((to, kind) for to in ("axolotl", "llamafactory", "unsloth") for kind in ROWS),
+        ("trl", "preference"),
+    ],
+)
+def test_rows_that_an_export_cannot_name_are_refused(to: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"--to {to}: the rows of train.jsonl are"):
+        FORMATS[to](recipe(data_format=ROWS[kind]))
+
+
+@pytest.mark.parametrize("to", ["trl", "axolotl", "llamafactory"])
+@pytest.mark.parametrize(
+    ("keeping", "expected"),
+    [
+        (Keeping(), {"save_strategy": "steps", "save_steps": 0.1, "save_total_limit": 2}),
+        (
+            Keeping(save_steps=50, save_total_limit=7),
+            {"save_strategy": "steps", "save_steps": 50, "save_total_limit": 7},
+        ),
+        (Keeping(save_steps=0), {"save_strategy": "no"}),
+    ],
+)
+def test_checkpoints_are_kept_as_the_plan_says(
+    to: str, keeping: Keeping, expected: dict[str, Any]
+) -> None:
+    made = FORMATS[to](recipe(keeping=keeping))
+    settings = YAML(typ="safe", pure=True).load(next(iter(made.files.values())))
+    saved = {name: value for name, value in settings.items() if name.startswith("save_")}
+    assert saved == expected
 
 
 # --- recipes

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain, without
+from whichlora.exports.recipe import (
+    DATA_FILE,
+    Export,
+    Recipe,
+    padding_note,
+    require_plain,
+    saving,
+    without,
+)
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
 from whichlora.specs import BNB_QUANTS, FP32_PRECISIONS, RunConfig
@@ -55,6 +63,7 @@ def export(recipe: Recipe) -> Export:
         "fp16": run.precision == "fp16",
         "tf32": run.precision == "tf32",
         "seed": recipe.seed,
+        **saving(recipe),
         "output_dir": "./output-axolotl",
     }
     command = f"axolotl train {FILE}"

@@ -7,7 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain, without
+from whichlora.exports.recipe import (
+    DATA_FILE,
+    Export,
+    Recipe,
+    padding_note,
+    require_plain,
+    saving,
+    without,
+)
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
 from whichlora.specs import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig
@@ -57,7 +65,7 @@ def export(recipe: Recipe) -> Export:
         "pure_bf16": run.precision == "bf16-pure",
         "seed": recipe.seed,
         "output_dir": "output-llamafactory",
-        "save_strategy": "no",
+        **saving(recipe),
         "report_to": "none",
     }
     if recipe.tokenizer is not None:

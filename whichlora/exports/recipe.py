@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, get_args
 
-from whichlora.data_format import TEXT_ROWS, DataFormat
+from whichlora.data_format import TEXT_ROWS, DataFormat, DataKind
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.job import KEEPING, Weights
-from whichlora.plan import Collator, Keeping, TrainOn
+from whichlora.plan import SAVED_SHARE, Collator, Keeping, TrainOn
 from whichlora.specs import RunConfig
 from whichlora.text import require_printable
 
@@ -155,11 +155,20 @@ class Export:
     notes: tuple[str, ...] = ()
 
 
-def require_plain(recipe: Recipe, tool: str, *, quants: frozenset[str]) -> None:
+def require_plain(
+    recipe: Recipe,
+    tool: str,
+    *,
+    quants: frozenset[str],
+    kinds: frozenset[DataKind] = frozenset({"text"}),
+) -> None:
     """Refuse what only the script of WhichLoRA can do.
 
+    Args:
+        kinds: rows that the export of `tool` can name.
+
     Raises:
-        ConfigError: an encoder, random weights, or a storage that `tool` doesn't load.
+        ConfigError: an encoder, random weights, other rows, or a storage that it doesn't load.
     """
     if recipe.masked_lm:
         raise ConfigError(
@@ -171,10 +180,10 @@ def require_plain(recipe: Recipe, tool: str, *, quants: frozenset[str]) -> None:
             f"--to {tool}: {recipe.run.model} is an encoder-decoder, which needs pairs of texts; "
             "the exports are of single texts, so give a decoder"
         )
-    if recipe.data_format != TEXT_ROWS:
+    if recipe.data_format.kind not in kinds:
         raise ConfigError(
             f"--to {tool}: the rows of {DATA_FILE} are {recipe.data_format.describe()}, and this "
-            "export is of single texts; use --to transformers"
+            f"export is of {' or '.join(sorted(kinds))}; use --to transformers"
         )
     if recipe.weights == "random":
         raise ConfigError(
@@ -197,6 +206,18 @@ def without(run: RunConfig, tool: str, *names: str) -> tuple[RunConfig, tuple[st
     defaults: dict[str, Any] = {name: getattr(plain, name) for name in left_out}
     notes = tuple(f"{tool} has no {name}: {chosen[name]} is left out" for name in left_out)
     return dataclasses.replace(run, **defaults), notes
+
+
+def saving(recipe: Recipe) -> dict[str, Any]:
+    """When checkpoints are written, by the Trainer's own keys, which tools on top of it take."""
+    keeping = recipe.keeping
+    if not keeping.saves:
+        return {"save_strategy": "no"}
+    return {
+        "save_strategy": "steps",
+        "save_steps": keeping.save_steps or SAVED_SHARE,
+        "save_total_limit": keeping.save_total_limit,
+    }
 
 
 def padding_note(recipe: Recipe, *known: str) -> tuple[str, ...]:

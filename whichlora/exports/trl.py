@@ -5,14 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from whichlora.data_format import DataKind
 from whichlora.errors import ConfigError
-from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain, without
+from whichlora.exports.recipe import (
+    DATA_FILE,
+    Export,
+    Recipe,
+    padding_note,
+    require_plain,
+    saving,
+    without,
+)
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
 from whichlora.specs import FOUR_BIT_BNB, RunConfig
 
 FILE = "trl.yaml"
 _UNKNOWN = ("bias", "adapter_dtype", "loraplus_lr_ratio", "expandable_segments")
+_KINDS: frozenset[DataKind] = frozenset({"text", "prompt-completion", "messages"})
+_TEMPLATE = "TRL needs a chat template in the tokenizer; without one, add chat_template_path"
+_MARKS = "TRL tells the assistant's turns by the marks {% generation %} of the chat template"
 _QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 
 
@@ -22,7 +34,7 @@ def export(recipe: Recipe) -> Export:
     Raises:
         ConfigError: what TRL can't do.
     """
-    require_plain(recipe, "trl", quants=_QUANTS)
+    require_plain(recipe, "trl", quants=_QUANTS, kinds=_KINDS)
     run, left_out = without(recipe.run, "TRL", *_UNKNOWN)
     run, notes = under_trl(run)
     notes += left_out
@@ -35,7 +47,7 @@ def export(recipe: Recipe) -> Export:
     settings |= _quantisation(run) | _adapter(recipe, run)
     settings |= {
         "datasets": [{"path": "json", "data_files": DATA_FILE}],
-        "dataset_text_field": "text",
+        **_rows(recipe),
         "max_length": run.seq_len,
         "packing": recipe.batching == "packed",
         **({"packing_strategy": "wrapped"} if recipe.batching == "packed" else {}),
@@ -51,9 +63,13 @@ def export(recipe: Recipe) -> Export:
         **({"tf32": True} if run.precision == "tf32" else {}),
         "seed": recipe.seed,
         "output_dir": "output-trl",
-        "save_strategy": "no",
+        **saving(recipe),
         "report_to": "none",
     }
+    if recipe.data_format.conversational:
+        notes = (*notes, _TEMPLATE)
+    if recipe.data_format.kind == "messages" and recipe.train_on == "completions":
+        notes = (*notes, _MARKS)
     if recipe.trust_remote_code:
         settings["trust_remote_code"] = True
     if recipe.tokenizer is not None:
@@ -63,6 +79,17 @@ def export(recipe: Recipe) -> Export:
     return Export(
         files={FILE: yaml_text(settings, head=head)}, command=command, run=run, notes=notes
     )
+
+
+def _rows(recipe: Recipe) -> dict[str, Any]:
+    """What a row is, and what of it has a loss."""
+    learned = recipe.train_on == "completions"
+    match recipe.data_format.kind:
+        case "prompt-completion":
+            return {"completion_only_loss": learned}
+        case "messages":
+            return {"assistant_only_loss": learned}
+    return {"dataset_text_field": "text"}
 
 
 def _quantisation(run: RunConfig) -> dict[str, Any]:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
-from whichlora.exports.recipe import DATA_FILE, Export, Recipe, padding_note, require_plain, without
+from whichlora.exports.recipe import (
+    DATA_FILE,
+    Export,
+    Recipe,
+    padding_note,
+    require_plain,
+    saving,
+    without,
+)
 from whichlora.methods import get_method
 from whichlora.python_source import Code, call, literal
 from whichlora.specs import FP32_PRECISIONS, RunConfig
@@ -101,7 +109,7 @@ def _trainer(recipe: Recipe, run: RunConfig) -> Code:
         bf16=run.precision == "bf16",
         fp16=run.precision == "fp16",
         seed=recipe.seed,
-        save_strategy="no",
+        **saving(recipe),
         report_to="none",
     )
     return call(
