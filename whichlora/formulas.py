@@ -44,6 +44,7 @@ _RUNS = (
     RunConfig(model="", phase="inference", batch_size=2),
     RunConfig(model="", phase="inference", quant="nf4", attn="eager", prompt_len=64),
     RunConfig(model="", phase="inference", kv_cache="static", precision="fp32"),
+    RunConfig(model="", phase="inference", method="qdora", serve="as-trained", prompt_len=64),
 )
 
 
