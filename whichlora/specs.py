@@ -349,9 +349,14 @@ class RunConfig:
         return self.adapter_dtype == "bfloat16"
 
     def chosen(self) -> dict[str, Any]:
-        """The settings that are not at their defaults, as JSON types: what names a record."""
-        defaults = type(self)(model="").to_dict()
-        return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
+        """The settings that are not at their defaults, as JSON types: what names a record.
+
+        A default is what a record without the setting means, so that one that is added names no
+        record anew.
+        """
+        defaults = self.from_dict({"model": ""}).to_dict()
+        chosen = self.to_dict().items()
+        return {name: value for name, value in chosen if value not in (None, defaults[name])}
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as JSON types, in declaration order."""
