@@ -20,6 +20,7 @@ from whichlora.prediction import (
     ALLOCATED_PARTS,
     MEMORY_CONFIDENCE,
     TIME_CONFIDENCE,
+    WIDEST,
     forward_features,
     ledger,
     mean_context,
@@ -130,7 +131,7 @@ def judge_block(counts: Counts, calibration: Calibration) -> BlockPrediction:
 
     memory = _judge_memory(counts, calibration.memory)
     time_s, deviation = _judge_time(counts, calibration)
-    factor = np.exp(TWO_SIDED_Z[TIME_CONFIDENCE] * deviation)
+    factor = np.exp(np.minimum(TWO_SIDED_Z[TIME_CONFIDENCE] * deviation, WIDEST))
     return BlockPrediction(
         **memory,
         time_s=np.broadcast_to(time_s, counts.shape),

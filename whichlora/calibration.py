@@ -222,8 +222,9 @@ class Calibration:
             ) from error
         for key, value, accepted in _numbers(found):
             if not accepted[0] <= value <= accepted[1]:  # refuses NaN, too
+                shown = f"{value:g}" if isinstance(value, float) else str(value)[:20]
                 raise DataFileError(
-                    f"{source}: {key}: got {value:g}; must be from {accepted[0]:g} to "
+                    f"{source}: {key}: got {shown}; must be from {accepted[0]:g} to "
                     f"{accepted[1]:g}; {_REBUILD} {found.gpu}"
                 )
         return found

@@ -20,6 +20,7 @@ from whichlora.specs import GpuSpec, RunConfig
 
 MEMORY_CONFIDENCE = 0.95
 TIME_CONFIDENCE = 0.90
+WIDEST = 30.0  # log of the factor of an interval: nothing is known beyond, and no float is left
 
 
 def _sizes(job: Job, given: Mapping[str, Count]) -> dict[str, Count]:
@@ -190,7 +191,7 @@ def mean_context(prompt_len: Count, max_new_tokens: Count) -> Count:
 
 def time_interval(total: float, deviation: float) -> tuple[float, float]:
     """Bounds of `total` seconds at `TIME_CONFIDENCE`, its log having that `deviation`."""
-    factor = math.exp(TWO_SIDED_Z[TIME_CONFIDENCE] * deviation)
+    factor = math.exp(min(TWO_SIDED_Z[TIME_CONFIDENCE] * deviation, WIDEST))
     return total / factor, total * factor
 
 
