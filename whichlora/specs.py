@@ -126,7 +126,7 @@ def _at_least(setting: str, value: int, minimum: int, hint: str = "") -> None:
     if value < minimum:
         raise ConfigError(f"{setting}: must be {minimum} or more, got {value}{hint}")
     if value > MOST_COUNT:
-        raise ConfigError(f"{setting}: must be {MOST_COUNT} or less, got {value:.6g}")
+        raise ConfigError(f"{setting}: must be {MOST_COUNT} or less, got {str(value)[:20]}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

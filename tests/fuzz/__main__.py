@@ -52,7 +52,8 @@ def main() -> int:
                 TARGETS[name], cases=arguments.cases, seed=arguments.seed, folder=folder
             )
             took_s = time.process_time() - start
-            print(f"{name}: {count} cases, {len(failures)} failures, {took_s:.0f} s of processor time", flush=True)
+            told = f"{len(failures)} failures, {took_s:.0f} s of processor time"
+            print(f"{name}: {count} cases, {told}", flush=True)
             places = Counter((one.where, one.fault[:90]) for one in failures)
             for (where, fault), number in places.most_common():
                 first = next(
