@@ -62,6 +62,8 @@ def test_predicting_needs_no_extra(command: str) -> None:
         ("calibrate fit --gpu a100-sxm-80gb", "profile"),
         ("estimate smollm2-135m --gpu a100-sxm-80gb --engine trace", "profile"),
         ("report OUT --static png", "images"),
+        ("slurm plan PLAN --engine local --submit", "profile"),
+        ("slurm resume OUT", "profile"),
     ],
 )
 def test_what_needs_an_extra_says_so_in_one_line_before_it_works(
@@ -88,4 +90,4 @@ def test_coefficients_of_other_formulas_are_fitted_anew_only_with_scipy(tmp_path
     command = "estimate smollm2-135m --gpu a100-sxm-80gb --calibration-dir"
     done = whichlora(*command.split(), str(tmp_path))
     assert done.returncode == 2
-    assert "was fitted to other formulas, and a new fit to its records: needs scipy" in done.stderr
+    assert "is of other formulas; a fit to recorded runs: needs scipy" in done.stderr

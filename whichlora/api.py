@@ -121,9 +121,11 @@ def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calib
         fallback = str(error)
     try:
         return replace(_fit(gpu, roots, held_out=False), fallback=fallback)
-    except ConfigError:  # the library that fits is not installed
+    except ConfigError as error:  # the library that fits is not installed
         if not fallback:
-            raise
+            raise ConfigError(
+                f"{gpu.key}/coefficients.json: is of other formulas; {error}"
+            ) from None
         return replace(prior_calibration(gpu), fallback=fallback)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from whichlora.cli.faults import EXIT_NOTHING_FITS, goes_on_with
+from whichlora.extras import require
 from whichlora.text import visible
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ def plan(config: Path, submit: bool, engine: str, fresh: bool, as_json: bool) ->
     from whichlora.sweep import following, rounds
     from whichlora.sweep.engines import ENGINES
 
+    if submit:
+        require("--submit", "scipy", extra="profile")
     with report.SweepProgress(quiet=as_json) as progress:
         runner = ENGINES[engine]()
         sweep = rounds.plan_sweep(config, runner, name=engine, progress=progress, fresh=fresh)
@@ -129,6 +132,7 @@ def _conclude(
 ) -> None:
     from whichlora import report
 
+    require("a sweep's answer", "scipy", extra="profile")
     with (
         goes_on_with("slurm", "resume", str(run_dir)),
         report.SweepProgress(quiet=as_json) as progress,

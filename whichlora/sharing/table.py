@@ -301,7 +301,7 @@ def _numbers(name: str, row: Mapping[str, str]) -> list[float]:
             value = float(match[1]) if match and not match[2] else 0.0
         except ValueError:
             value = 0.0
-        if not value > 0:
+        if not 0 < value < math.inf:
             raise ConfigError(f"{name}: {cell[:40]!r} is not a number above 0")
         found.append(value)
     return found
