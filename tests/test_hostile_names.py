@@ -145,7 +145,8 @@ def comments(text: str) -> list[str]:
 def test_a_recipe_of_somebody_else_is_refused_in_one_line_or_read(
     name: str, tmp_path: Path
 ) -> None:
-    for field in ("gpu", "tokenizer", "weights", "batching", "target_modules", "epochs", "seed"):
+    texts = ("gpu", "tokenizer", "weights", "batching", "target_modules", "train_on")
+    for field in (*texts, "epochs", "seed", "data_format", "keeping"):
         values = base().to_dict() | {field: name}
         (tmp_path / "recipe.json").write_text(json.dumps(values))
         read = attempt(lambda: handover.read_recipe(tmp_path))
@@ -171,6 +172,12 @@ def test_a_recipe_of_somebody_else_is_refused_in_one_line_or_read(
         {"target_modules": [1]},
         {"target_modules": 5},
         {"gpu": None},
+        {"data_format": {"kind": "text", "conversational": True}},
+        {"data_format": {"kind": ["text"]}},
+        {"keeping": {"save_steps": "print()"}},
+        {"keeping": {"save_total_limit": 0}},
+        {"keeping": {"colour": 1}},
+        {"train_on": None},
         {"run": []},
         {"run": {"model": "x", "gradient_checkpointing": "os.system('x')"}},
         {"run": {"model": "x", "use_rslora": 1}},

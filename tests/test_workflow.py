@@ -533,6 +533,31 @@ def test_with_twenty_models_the_winner_stands_on_one_screen(
     assert any(": --all" in line for line in lines)
 
 
+def test_a_training_that_was_stopped_goes_on_and_one_that_ended_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = (
+        "import pathlib, sys, time; out = pathlib.Path(sys.argv[1]) / 'output'; "
+        "(out / 'checkpoint-5').mkdir(parents=True, exist_ok=True); time.sleep(0.02); "
+        "(out / 'checkpoint-5/trainer_state.json').write_text('{}'); "
+        "(out / 'starts').open('a').write(f'{sys.argv[2:]}'); "
+        "'--resume' in sys.argv or sys.exit(1); "
+        "(out / 'result.json').write_text('{\"train_s\": 3.0}')"
+    )
+    command = [sys.executable, "-c", job, str(tmp_path / "out")]
+    monkeypatch.setattr("whichlora.job.train_command", lambda _: command)
+    config = write_config(tmp_path, profile="none")
+    config.write_text(config.read_text() + "train: true\n")
+    for expected, starts in ((2, "[]"), (0, "[]['--resume']"), (0, "[]['--resume']")):
+        result = CliRunner().invoke(main, ["run", str(config)])
+        assert result.exit_code == expected
+        assert (tmp_path / "out/output/starts").read_text() == starts
+    assert "trained before: " in result.stderr
+    config.write_text(config.read_text() + "learning_rate: 0.001\n")  # another job
+    assert CliRunner().invoke(main, ["run", str(config)]).exit_code == 2
+    assert (tmp_path / "out/output/starts").read_text() == "[]['--resume'][]"
+
+
 def test_a_training_that_fails_costs_nobody_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
