@@ -242,6 +242,17 @@ def besides_training(answer: Answer) -> list[str]:
     return lines if len(lines) > 1 else []
 
 
+def besides_in_short(answer: Answer) -> str:
+    """The same in one line, empty where there is nothing besides."""
+    also = answer.besides
+    parts = []
+    if also is not None and also.evaluations:
+        parts.append(f"{format_seconds(also.evaluation_s)} of evaluation")
+    if also is not None and also.checkpoints:
+        parts.append(f"{format_bytes(also.kept_bytes)} of checkpoints on disk")
+    return f"besides training: {', '.join(parts)}" if parts else ""
+
+
 def answer_notes(answer: Answer) -> list[str]:
     """What must be known about the winner, and about every candidate: the device, say."""
     each = [one.prediction.notes for one in (*answer.inference, *answer.finetune)]

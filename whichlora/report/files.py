@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from whichlora.report.answer import answer_notes, explanation
+from whichlora.report.answer import answer_notes, besides_training, explanation
 from whichlora.report.rows import candidate_row, comparison_rows
 from whichlora.report.sheet import as_csv
 from whichlora.store.jsonfiles import write_text
@@ -33,6 +33,7 @@ def write_comparison(path: Path, answer: Answer) -> Path:
 def write_summary(path: Path, answer: Answer) -> Path:
     """The answer and its reasons as Markdown."""
     lines = [f"# WhichLoRA on {answer.gpu.key}", "", *explanation(answer), ""]
+    lines += [line.strip() for line in besides_training(answer)]
     lines += [f"Data: {answer.tokens}.", f"Basis: {answer.basis}."]
     lines += [f"Note: {note}." for note in answer_notes(answer)]
     return _write_text(path, "\n\n".join(line for line in lines if line) + "\n")

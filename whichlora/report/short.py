@@ -5,7 +5,12 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from whichlora.report.answer import explanation, print_gpus_of, print_training
+from whichlora.report.answer import (
+    besides_in_short,
+    explanation,
+    print_gpus_of,
+    print_training,
+)
 from whichlora.report.terminal import open_console, print_table, say
 from whichlora.report.words import variant
 from whichlora.search import Candidate, accepted
@@ -39,6 +44,8 @@ def print_short(answer: Answer) -> None:
         say(console, f"… and {len(others) - MAX_OTHERS} more reasons: --all, or {_name(answer)}")
     for note in _notes(answer):
         say(console, f"note: {note}")
+    if also := besides_in_short(answer):
+        say(console, also)
     say(console, f"basis: {answer.basis}")
     if "report" in answer.files:
         say(console, f"report: {answer.files['report']}", whole=True)
