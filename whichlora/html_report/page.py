@@ -301,12 +301,12 @@ def _gpus(source: Source) -> str:
     rows = []
     for on in source.gpus:
         cells = (
-            ", ".join(on.marks) or NONE,
             on.winner or on.refusal or "nothing meets every limit",
             NONE if on.peak_bytes is None else format_bytes(on.peak_bytes),
             NONE if on.total_s is None else format_seconds(on.total_s),
             NONE if on.cost is None else f"{on.cost:.2f}",
             "measured" if on.measured else "predicted",
+            ", ".join(on.marks) or NONE,
         )
         rows.append(
             f"<tr{' class=wins' if 'recommended' in on.marks else ''}>"
@@ -314,7 +314,7 @@ def _gpus(source: Source) -> str:
             + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
             + "</tr>"
         )
-    head = ("GPU", "Best for", "Winner there", "Peak memory", "Total time", "Cost", "Known from")
+    head = ("GPU", "Winner there", "Peak memory", "Total time", "Cost", "Known from", "Best for")
     return f"<section><h2>On each GPU</h2>{_plain_table(head, rows)}</section>"
 
 
