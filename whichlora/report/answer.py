@@ -14,6 +14,7 @@ from whichlora.search import LIKELY, Candidate, rejected_before, relaxations
 from whichlora.serving import form_in_words
 from whichlora.units import format_bytes, format_count, format_seconds
 
+MAY_FIT = "may fit"
 MAX_ROWS = 40  # of a stage; what was measured stands there anyway
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def _may_fit(answer: Answer) -> list[str]:
             served = form_in_words(one.form)
             why = f"{one.chance_to_serve:.0%} chance to meet the limits of stage 1 as {served}"
         chance = f"{one.chance_of_both_stages:.0%}"
-        lines.append(f"may fit, {chance} chance: {describe(one.run)}: {why}")
+        lines.append(f"{MAY_FIT}, {chance} chance: {describe(one.run)}: {why}")
     if len(answer.may_fit) > MAX_REASONS:
         lines.append(f"… and {len(answer.may_fit) - MAX_REASONS} more that may fit, see the table")
     return lines
@@ -285,7 +286,7 @@ def _print_stage(
                 "-" if untimed else format_seconds(one.time_per_token_s.value),
                 "-" if total is None or untimed else format_seconds(total.value),
                 "measured" if one.measured else "predicted",
-                _verdict(answer, one),
+                verdict_of(answer, one),
             )
         )
     numbers = ("batch", "tokens", "peak", "per token", "total")
@@ -302,11 +303,12 @@ def _print_stage(
     )
 
 
-def _verdict(answer: Answer, candidate: Candidate) -> str:
+def verdict_of(answer: Answer, candidate: Candidate) -> str:
+    """In a word: the winner, what may fit in a dry run, how it failed, or what the limits say."""
     if candidate is answer.winner:
         return "WINNER"
     if any(candidate is one for one in answer.may_fit):
-        return f"may fit, {candidate.chance_of_both_stages:.0%}"
+        return f"{MAY_FIT}, {candidate.chance_of_both_stages:.0%}"
     return candidate.failure.split(":")[0] or candidate.verdict
 
 

@@ -10,10 +10,11 @@ from whichlora.report.answer import (
     explanation,
     print_gpus_of,
     print_training,
+    verdict_of,
 )
 from whichlora.report.terminal import open_console, print_table, say
 from whichlora.report.words import variant
-from whichlora.search import Candidate, accepted
+from whichlora.search import Candidate, accepted, least_chance
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -59,13 +60,14 @@ def print_short(answer: Answer) -> None:
 
 
 def best_of_each_model(answer: Answer) -> list[Candidate]:
-    """The best-ranked candidate of each model that likely meets the limits, the winner's first."""
+    """The best-ranked candidate of each model that meets the limits, or may, the winner's first."""
     best: dict[str, Candidate] = {}
     if answer.winner is not None:
         best[answer.winner.run.model] = answer.winner
-    for candidate in sorted(answer.finetune, key=lambda each: each.rank):
-        if accepted(candidate):
-            best.setdefault(candidate.run.model, candidate)
+    least = least_chance(answer.plan)
+    meeting = (candidate for candidate in answer.finetune if accepted(candidate, least))
+    for candidate in (*sorted(meeting, key=lambda each: each.rank), *answer.may_fit):
+        best.setdefault(candidate.run.model, candidate)
     return list(best.values())
 
 
@@ -79,7 +81,7 @@ def _print_models(console: Console, answer: Answer) -> None:
             format_bytes(candidate.memory_bytes.value),
             "-" if candidate.total_s is None else format_seconds(candidate.total_s.value),
             "measured" if candidate.measured else "predicted",
-            "WINNER" if candidate is answer.winner else candidate.verdict,
+            verdict_of(answer, candidate),
         )
         for candidate in models[:MAX_MODELS]
     ]
