@@ -27,7 +27,7 @@ from whichlora.memory.trained import Trained, trained_tensors
 from whichlora.notes import notes_on
 from whichlora.prediction import ledger, part_bytes
 from whichlora.resolution import Job, resolve
-from whichlora.specs import GpuSpec, RunConfig
+from whichlora.specs import GpuSpec, Quant, RunConfig
 from whichlora.stack import Stack
 from whichlora.store.models import find_model
 from whichlora.units import GiB, MiB
@@ -383,6 +383,27 @@ def test_from_4096_elements_states_are_8_bit_and_from_100_000_on_the_host(
     tensor = Trained(rows=1, width=width, param_bytes=4)
     size = optimizer.state_bytes([tensor], optimizer=name, device_kind="cuda")
     assert size == codes + 2 * 4 * -(-width // 256)
+
+
+@pytest.mark.parametrize("quant", ["none", "nf4"])
+def test_a_bias_stays_in_16_bit_beside_its_matrix(quant: Quant) -> None:
+    """Qwen 2.5 has biases at queries, keys and values, and none elsewhere."""
+    found = job(RunConfig(model="Qwen/Qwen2.5-0.5B", phase="inference", quant=quant))
+    layer = found.model.groups[0].layer
+    for linear in layer.linears:
+        without = weights.linear_bytes(replace(linear, bias=False), found.stack)
+        beside = weights.linear_bytes(linear, found.stack) - without
+        assert beside == (2 * linear.out_features if linear.bias else 0)
+    assert {linear.bias for linear in layer.linears} == {True, False}
+
+
+@pytest.mark.parametrize(("param_bytes", "per_param"), [(4, 8), (2, 16)])
+def test_adafactor_makes_two_fp32_tensors_of_its_largest_parameter_and_copies_of_a_narrow_one(
+    param_bytes: int, per_param: int
+) -> None:
+    tensors = [Trained(rows=8, width=width, param_bytes=param_bytes) for width in (64, 4096)]
+    size = optimizer.step_temporary_bytes(tensors, optimizer="adafactor", device_kind="cuda")
+    assert size == per_param * 8 * 4096
 
 
 def test_adafactor_keeps_sums_over_rows_and_columns() -> None:

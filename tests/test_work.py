@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whichlora import api, families, work
-from whichlora.architecture import Linear
+from whichlora.architecture import Layer, Linear, ModelSpec
 from whichlora.memory.ledger import trained_params
 from whichlora.methods import lora
 from whichlora.resolution import Job, resolve
@@ -560,3 +560,21 @@ def test_a_decoder_reads_all_of_the_encoder_s_output() -> None:
     per_key = itself.num_attention_heads * (itself.head_dim + itself.v_head_dim)
     found = work.attention_flops_per_token(decoder, 10, "sdpa", triangular=True)
     assert found == 10 * per_key * (1 + 2)
+
+
+def test_a_decoding_step_reads_the_states_of_a_recurrent_layer() -> None:
+    job = job_of(RunConfig(model="Qwen/Qwen3.5-9B", phase="inference"))
+
+    def moved(model: ModelSpec) -> float:
+        return float(
+            work.inference_work(
+                model, job.run, job.stack, batch_size=1, context=100, decoding=True
+            ).attention_bytes
+        )
+
+    def stateless(layer: Layer) -> Layer:
+        bare = [replace(one, recurrent_elements=0) for one in layer.attentions]
+        return replace(layer, attentions=tuple(bare))
+
+    groups = [replace(group, layer=stateless(group.layer)) for group in job.model.groups]
+    assert moved(job.model) > moved(replace(job.model, groups=tuple(groups))) > 0
