@@ -533,6 +533,23 @@ def test_with_twenty_models_the_winner_stands_on_one_screen(
     assert any(": --all" in line for line in lines)
 
 
+@pytest.mark.parametrize("estimated", [False, True])
+def test_the_job_cuts_rows_where_the_plan_says_if_their_lengths_are_estimated(
+    tmp_path: Path, estimated: bool
+) -> None:
+    config = write_config(tmp_path, profile="none")
+    text = config.read_text()
+    (longest,) = {int(n) for n in re.findall(r"sequence_length: (\d+)", text)}
+    text = text.replace("weights: random\n", "") if estimated else text
+    config.write_text(text)
+    answer = workflow.run(config, progress=Silent())
+    assert answer.winner is not None
+    job = (tmp_path / "out" / "train.py").read_text()
+    assert ("estimated" in answer.tokens) is estimated
+    cut = longest if estimated else answer.winner.run.seq_len
+    assert f"SEQ_LEN = {cut}\n" in job
+
+
 def test_a_training_that_was_stopped_goes_on_and_one_that_ended_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

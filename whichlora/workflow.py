@@ -481,8 +481,12 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
     if plan.dataset.kind != "counts":
         data = write_jsonl(session.data.dataset, folder)
         rows = data_format(session.data.dataset)
+    run = best
+    if session.data.lengths(best.model).method.startswith("estimated"):
+        # the longest row is a guess, and a row that is longer is not to lose its end for it
+        run = replace(best, seq_len=plan.finetune.seq_len)
     recipe = Recipe(
-        run=best,
+        run=run,
         gpu=session.gpu.key,
         target_modules=session.job(best).peft_targets,
         epochs=plan.epochs,
