@@ -19,7 +19,8 @@ def test_few_runs_halve_the_error_of_all_candidates(
 ) -> None:
     progress = Silent()
     found = measuring.measure(write_config(tmp_path), budget_s=600.0, progress=progress).after
-    assert 1 <= len(fake_device.calls) <= 15  # of 24 candidates
+    trained = [run for run in fake_device.calls if run.phase == "finetune"]
+    assert 1 <= len(trained) <= 9  # of 18 candidates; inferences cost less and are all measured
     assert len(set(fake_device.calls)) == len(fake_device.calls)
     assert found.num_records == len(fake_device.calls)
     assert found.time["finetune"].num_runs > 0
