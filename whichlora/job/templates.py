@@ -135,12 +135,12 @@ validation_rows = read_rows(validation, tokenizer) if validation.exists() else [
 STOPPED = """\
         if checkpoint := last_checkpoint():
             again = shlex.join(["python", sys.argv[0], "--resume"])
-            say(f"stopped; go on from {checkpoint} with: {again}")
+            say(f"\\nstopped; go on from {checkpoint} with: {again}")
         else:
-            say("stopped before the first checkpoint")
+            say("\\nstopped before the first checkpoint")
 """
 STOPPED_WITHOUT = """\
-        say("stopped; no checkpoint was asked for")
+        say("\\nstopped; no checkpoint was asked for")
 """
 LAST_EVALUATION = """\
     history = trainer.state.log_history
