@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from whichlora.numeric import TWO_SIDED_Z
+from whichlora.numeric import TWO_SIDED_Z, WIDEST
 from whichlora.search import Quantity
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Belief:
         variance = float((self.shared[position] ** 2).sum() + self.own[position, position])
         value = math.exp(self.log_value[position])
         confidence = 0.95
-        reach = math.exp(TWO_SIDED_Z[confidence] * math.sqrt(max(0.0, variance)))
+        reach = math.exp(min(WIDEST, TWO_SIDED_Z[confidence] * math.sqrt(max(0.0, variance))))
         return Quantity(
             value=value,
             low=value / reach,

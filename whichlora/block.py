@@ -15,12 +15,11 @@ from whichlora import timing
 from whichlora.calibration import Calibration, MemoryModel
 from whichlora.memory import allocator
 from whichlora.memory.ledger import PARTS
-from whichlora.numeric import TWO_SIDED_Z, Count, Real
+from whichlora.numeric import TWO_SIDED_Z, WIDEST, Count, Real
 from whichlora.prediction import (
     ALLOCATED_PARTS,
     MEMORY_CONFIDENCE,
     TIME_CONFIDENCE,
-    WIDEST,
     forward_features,
     ledger,
     mean_context,

@@ -15,6 +15,7 @@ Real: TypeAlias = Any
 """A `float`, or a NumPy float array."""
 
 
+WIDEST = 30.0  # log of the factor of an interval: nothing is known beyond, and no float is left
 TWO_SIDED_Z = {0.90: 1.644854, 0.95: 1.959964}
 """Normal quantile that bounds a two-sided interval, by its confidence."""
 

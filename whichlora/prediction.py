@@ -13,14 +13,13 @@ from whichlora.memory import allocator
 from whichlora.memory.generation import inference_ledger
 from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
 from whichlora.notes import notes_on
-from whichlora.numeric import TWO_SIDED_Z, Count, Real, largest
+from whichlora.numeric import TWO_SIDED_Z, WIDEST, Count, Real, largest
 from whichlora.resolution import Job, resolve
 from whichlora.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak, Verdict
 from whichlora.specs import GpuSpec, RunConfig
 
 MEMORY_CONFIDENCE = 0.95
 TIME_CONFIDENCE = 0.90
-WIDEST = 30.0  # log of the factor of an interval: nothing is known beyond, and no float is left
 
 
 def _sizes(job: Job, given: Mapping[str, Count]) -> dict[str, Count]:

@@ -103,6 +103,7 @@ def _seen(name: str) -> str:
 Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1), _OneOrMany()]
 Positive = Annotated[float, Field(gt=0, le=MOST_RATIO, allow_inf_nan=False)]
+Gigabytes = Annotated[float, Field(ge=1e-9, le=MOST_RATIO, allow_inf_nan=False)]
 Text = Annotated[str, Field(pattern=r"\S")]
 Name = Annotated[Text, AfterValidator(_seen)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1), _OneOrMany()]
@@ -166,7 +167,7 @@ class Stage1(_Section):
     """Limit: time of the whole generation over the generated tokens of all sequences."""
     time_per_token: Duration | None = None
     """The same limit with a unit."""
-    peak_memory_gb: Positive | None = None
+    peak_memory_gb: Gigabytes | None = None
     """Limit on the device memory, in GB of 10**9 bytes."""
     peak_memory: Size | None = None
     """The same limit with a unit; 24GiB and 24GB are different amounts."""
@@ -181,7 +182,7 @@ class Stage2(_Section):
     """Limit on the whole fine-tuning, in minutes."""
     total_time: Duration | None = None
     """The same limit with a unit."""
-    peak_memory_gb: Positive | None = None
+    peak_memory_gb: Gigabytes | None = None
     """Limit on the device memory, in GB of 10**9 bytes."""
     peak_memory: Size | None = None
     """The same limit with a unit; 24GiB and 24GB are different amounts."""

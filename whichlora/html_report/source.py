@@ -13,7 +13,7 @@ from whichlora.results import SCHEMA_VERSION
 from whichlora.store.jsonfiles import check_schema_version, read_object
 from whichlora.text import visible
 
-_MOST = 1e24  # bytes, seconds or parameters: beyond all of them
+_MOST = 1e40  # bytes, seconds or parameters, and the widest interval of the largest plan
 
 STAGES = ("cold", "before", "after")  # of a prediction: datasheet, when chosen, last refit
 
