@@ -515,3 +515,10 @@ def test_epochs_are_a_number_above_zero(
     assert (result.exit_code, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_choice_is_told_in_one_line() -> None:
+    result = CliRunner().invoke(main, ["export", "smollm2-135m"], prog_name="whichlora")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert "Missing option '--to'. Choose from: transformers, trl, axolotl" in line

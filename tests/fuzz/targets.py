@@ -11,7 +11,7 @@ import shutil
 from contextlib import chdir
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import click
 from answers import answer_values
@@ -88,6 +88,30 @@ def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> dict[tupl
 COMMANDS = commands()
 
 
+def _good_values() -> dict[str, list[str]]:
+    """Values that an option takes, by flag."""
+    values = {
+        "--gpu": [GPU, "h100-sxm-80gb,l4-24gb", "4090"],
+        "--gpus": [GPU, "h100-sxm-80gb"],
+        "--models": list(SMALL_MODELS),
+        "--method": ["lora", "full,qlora", "dora", "qdora"],
+        "--target-modules": ["q_proj,v_proj", "attention", "all-linear"],
+        "--libraries": ["transformers=4.44.2", "torch=2.1.1,peft=0.13.0"],
+        "--lora-dropout": ["0.1", "0,0.5"],
+        "--batch-size": ["1", "1,2", "max"],
+    }
+    for name, hint in get_type_hints(RunConfig).items():
+        flag = f"--{name.replace('_', '-')}"
+        accepted = [one for part in (hint, *get_args(hint)) for one in get_args(part)]
+        texts = [one for one in (*get_args(hint), *accepted) if isinstance(one, str)]
+        if flag not in values:
+            values[flag] = texts or ["1", "8", "64", "512", "8,16"]
+    return values
+
+
+GOOD = _good_values()
+
+
 def make_command_line(rng: random.Random) -> list[str]:
     paths = list(COMMANDS)
     weights = [len(COMMANDS[path].params) for path in paths]  # more options, more to get wrong
@@ -95,8 +119,11 @@ def make_command_line(rng: random.Random) -> list[str]:
     words = list(path)
     for parameter in COMMANDS[path].params:
         if isinstance(parameter, click.Argument):
-            words += [_word(rng, parameter) for _ in range(rng.choice((1, 1, 1, 1, 0, 2)))]
-        elif rng.random() < 0.12 and "--measure" not in parameter.opts:
+            words += [_word(rng, parameter) for _ in range(rng.choice((1,) * 18 + (0, 2)))]
+        elif (
+            rng.random() < (0.95 if parameter.required else 0.12)
+            and "--measure" not in parameter.opts
+        ):
             words.append(rng.choice([*parameter.opts, *parameter.secondary_opts]))
             if not parameter.is_flag and rng.random() < 0.95:
                 words.append(_word(rng, parameter))
@@ -107,6 +134,9 @@ def make_command_line(rng: random.Random) -> list[str]:
 
 def _word(rng: random.Random, parameter: click.Parameter) -> str:
     way = rng.random()
+    good = GOOD.get(parameter.opts[0])
+    if good and rng.random() < 0.85:
+        return rng.choice(good)
     if way < 0.35 and isinstance(parameter.type, click.Choice):
         return str(rng.choice(list(parameter.type.choices)))
     if way < 0.35 and isinstance(parameter, click.Argument):

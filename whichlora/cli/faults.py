@@ -88,5 +88,5 @@ def _one_line() -> Iterator[None]:
         raise
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "whichlora"
-        fault = error.format_message().rstrip(".")
+        fault = " ".join(error.format_message().split()).rstrip(".")  # choices are in lines
         raise OneLine(f"{command}: {fault}; see '{command} --help'") from None

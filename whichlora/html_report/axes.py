@@ -61,7 +61,9 @@ def counts_axis(title: str, values: Sequence[float], *, most: int = MAX_TICKS) -
 
 def linear_bytes_axis(title: str, highest: float) -> dict[str, Any]:
     """An axis of bytes from zero, for bars that add up."""
-    step = next(step for step in (2.0**power for power in range(60)) if highest / step <= MAX_TICKS)
+    step = next(
+        step for step in (2.0**power for power in range(160)) if highest / step <= MAX_TICKS
+    )
     ticks = [step * i for i in range(int(highest / step) + 1)]
     return {
         "title": {"text": title},

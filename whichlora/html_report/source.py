@@ -190,8 +190,8 @@ def _number(value: Any, *, positive: bool = False) -> float:
     raise ValueError(f"{str(value)[:40]!r} is not a number {wanted} to {_MOST:g}")
 
 
-def _count(value: Any) -> int:
-    number = _number(value)
+def _count(value: Any, *, positive: bool = False) -> int:
+    number = _number(value, positive=positive)
     if not number.is_integer():
         raise ValueError(f"{value!r} is not a whole number")
     return int(value)
@@ -323,7 +323,7 @@ def _point(row: Mapping[str, Any], gpu: str) -> Point:
         gpu=str(row.get("gpu", gpu)),
         batch_size=_count(row["batch_size"]),
         tokens=tokens,
-        num_params=_count(row["num_params"]),
+        num_params=_count(row["num_params"], positive=True),
         num_trainable_params=_count(row.get("num_trainable_params", 0)),
         peak_bytes=_estimate(row, "peak", "bytes"),
         predicted_peak_bytes=_number(row.get("predicted_peak_bytes", row["peak_bytes"])),
