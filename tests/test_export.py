@@ -199,6 +199,30 @@ def test_a_folder_without_a_winner_is_refused(tmp_path: Path) -> None:
         handover.read_recipe(tmp_path)
 
 
+def test_a_run_for_several_gpus_exports_the_winner_of_the_recommended_one(tmp_path: Path) -> None:
+    for gpu in ("l4-24gb", "rtx-4090-24gb"):
+        (tmp_path / gpu).mkdir()
+        (tmp_path / gpu / "recipe.json").write_text(json.dumps(recipe().to_dict()))
+    rows = [{"gpu": "l4-24gb", "recommended": False}, {"gpu": "rtx-4090-24gb", "recommended": True}]
+    (tmp_path / "answer.json").write_text(json.dumps({"gpus": rows}))
+    assert handover.folder_of_winner(tmp_path) == tmp_path / "rtx-4090-24gb"
+    assert handover.folder_of_winner(tmp_path / "l4-24gb") == tmp_path / "l4-24gb"
+    assert whichlora("export", str(tmp_path), "--to", "trl").exit_code == 0
+    assert (tmp_path / "rtx-4090-24gb" / "trl.yaml").is_file()
+
+
+@pytest.mark.parametrize("gpus", [[{"gpu": "../x", "recommended": True}], ["x"], 3, None])
+def test_an_answer_leads_an_export_to_no_folder_outside_of_its_own(
+    tmp_path: Path, gpus: Any
+) -> None:
+    run, outside = tmp_path / "run", tmp_path / "x"
+    for folder in (run, outside):
+        folder.mkdir()
+    (outside / "recipe.json").write_text(json.dumps(recipe().to_dict()))
+    (run / "answer.json").write_text(json.dumps({"gpus": gpus}))
+    assert handover.folder_of_winner(run) == run
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -49,6 +49,24 @@ class Handover:
         }
 
 
+def folder_of_winner(folder: Path) -> Path:
+    """`folder` of a run; of a run for several GPUs, that of the recommended one within it.
+
+    Raises:
+        DataFileError: its answer can't be read.
+    """
+    path = folder / "answer.json"
+    if (folder / RECIPE_FILE).is_file() or not path.is_file():
+        return folder
+    rows = read_object(path).get("gpus")
+    for row in rows if isinstance(rows, list) else ():
+        if isinstance(row, dict) and row.get("recommended") is True:
+            gpu = str(row.get("gpu"))
+            if (folder / gpu / RECIPE_FILE).is_file() and gpu == Path(gpu).name:
+                return folder / gpu
+    return folder
+
+
 def read_recipe(folder: Path) -> Recipe:
     """The winner of the run in `folder`.
 
@@ -125,4 +143,11 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-__all__ = ["DATA_FILE", "Handover", "hand_over", "make_recipe", "read_recipe"]
+__all__ = [
+    "DATA_FILE",
+    "Handover",
+    "folder_of_winner",
+    "hand_over",
+    "make_recipe",
+    "read_recipe",
+]

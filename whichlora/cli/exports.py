@@ -69,6 +69,7 @@ def export(
         raise ConfigError(f"{source}: no such folder; give that of a whichlora run, or of a model")
     if folder.is_dir() and not (folder / "config.json").is_file():
         _refuse_settings(ctx)
+        folder = handover.folder_of_winner(folder)
         recipe = handover.read_recipe(folder)
     else:
         runs = list(api.grid(plain_settings([source], given, command="export")))
