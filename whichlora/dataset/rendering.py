@@ -108,7 +108,13 @@ def _prompt(row: Row, columns: Columns) -> list[Message]:
 def _turn(row: Row, column: str, role: str) -> list[Message]:
     """The messages of a column, or its text as one message of `role`."""
     if as_list(row.get(column)) is not None:
-        return _messages(row, column)
+        messages = _messages(row, column)
+        if not messages:
+            raise ConfigError(
+                f"column {column!r} must hold a message, got an empty list; correct or remove the "
+                "row"
+            )
+        return messages
     return [{"role": role, "content": _text(row, column)}]
 
 
