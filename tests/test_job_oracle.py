@@ -172,6 +172,19 @@ def test_a_row_whose_prompt_fills_the_length_is_left_out(
     assert "1 of 2 rows are left out" in capsys.readouterr().err
 
 
+def test_a_job_without_rows_to_learn_from_ends_in_one_line(tmp_path: Path) -> None:
+    path = write(tmp_path, [{"prompt": "a" * 200, "completion": "b"}] * 3, data_format=PAIR)
+    done = run_script(path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"{tmp_path / 'train.jsonl'}: no row is left to train on"
+    (tmp_path / "train.jsonl").unlink()
+    done = run_script(path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(
+        "train.jsonl: is missing; put your rows there, as lines of JSON with prompt, completion"
+    )
+
+
 def test_a_tokenizer_without_a_chat_template_is_saved_with_the_plain_one(tmp_path: Path) -> None:
     rows = [{"messages": TURNS}] * 4
     run = replace(RUN, seq_len=512, batch_size=1)

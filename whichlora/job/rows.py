@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whichlora.data_format import DataFormat
+from whichlora.data_format import COLUMNS, DataFormat
 from whichlora.plan import Collator, TrainOn
 
 _END = '''\
@@ -121,6 +121,8 @@ _READ = '''\
 def read_rows(path, tokenizer):
     """{summary}"""
     encoded = []
+    if not path.exists():
+        raise SystemExit(f"{{path}}: is missing; put your rows there, as lines of {example}")
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -183,7 +185,11 @@ _MASKED_ROWS = """\
 def row_functions(data: DataFormat, *, train_on: TrainOn, reader: Collator, masked_lm: bool) -> str:
     """The source of `read_rows` and of what it calls, for rows of one format."""
     encode = _masked(data, reader) if masked_lm else _causal(data, train_on)
-    read = _READ.format(summary=_SUMMARIES[reader], batching=_BATCHING[reader])
+    read = _READ.format(
+        summary=_SUMMARIES[reader],
+        batching=_BATCHING[reader],
+        example=f"JSON with {', '.join(COLUMNS[data.kind])}",
+    )
     return encode + read + (_MASKED_ROWS if masked_lm else _CAUSAL_ROWS)
 
 

@@ -127,7 +127,11 @@ if tokenizer.chat_template is None:
     say("note: the tokenizer has no chat template; it is saved with CHAT_TEMPLATE")
     tokenizer.chat_template = CHAT_TEMPLATE
 """.splitlines()
-TRAIN_LINES = ['train_rows = read_rows(HERE / "train.jsonl", tokenizer)']
+TRAIN_LINES = """\
+train_rows = read_rows(HERE / "train.jsonl", tokenizer)
+if not train_rows:
+    raise SystemExit(f"{HERE / 'train.jsonl'}: no row is left to train on")
+""".splitlines()
 VALIDATION_LINES = """\
 validation = HERE / "validation.jsonl"
 validation_rows = read_rows(validation, tokenizer) if validation.exists() else []
