@@ -122,7 +122,8 @@ def read_rows(path, tokenizer):
     """{summary}"""
     encoded = []
     if not path.exists():
-        raise SystemExit(f"{{path}}: is missing; put your rows there, as lines of {example}")
+        columns = "{columns}"
+        raise SystemExit(f"{{path}}: is missing; put rows there, as JSON lines with {{columns}}")
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -188,7 +189,7 @@ def row_functions(data: DataFormat, *, train_on: TrainOn, reader: Collator, mask
     read = _READ.format(
         summary=_SUMMARIES[reader],
         batching=_BATCHING[reader],
-        example=f"JSON with {', '.join(COLUMNS[data.kind])}",
+        columns=", ".join(COLUMNS[data.kind]),
     )
     return encode + read + (_MASKED_ROWS if masked_lm else _CAUSAL_ROWS)
 
