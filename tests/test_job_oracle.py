@@ -181,7 +181,7 @@ def test_a_job_without_rows_to_learn_from_ends_in_one_line(tmp_path: Path) -> No
     done = run_script(path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(
-        "train.jsonl: is missing; put rows there, as JSON lines with prompt, completion"
+        "train.jsonl: is missing; put rows there, JSON lines of prompt, completion"
     )
 
 

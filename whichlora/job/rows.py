@@ -123,7 +123,7 @@ def read_rows(path, tokenizer):
     encoded = []
     if not path.exists():
         columns = "{columns}"
-        raise SystemExit(f"{{path}}: is missing; put rows there, as JSON lines with {{columns}}")
+        raise SystemExit(f"{{path}}: is missing; put rows there, JSON lines of {{columns}}")
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
