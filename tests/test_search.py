@@ -139,6 +139,8 @@ def test_a_time_out_says_so_and_leaves_open_whether_the_limits_are_met() -> None
     assert not found.failed
     assert found.verdict != "misses"
     assert found.failure == "timeout: one line"
+    assert found.source == "predicted"
+    assert judge(prediction(TRAIN), Limits(), measurement=measurement(TRAIN)).source == "measured"
 
 
 @pytest.mark.parametrize("outcome", ["oom", "crashed", "killed", "error"])

@@ -419,6 +419,8 @@ def test_a_time_out_leaves_the_answer_open_and_counts_until_more_time_is_given(
     tried = [one for one in first.finetune if one.measured]
     assert first.winner is None
     assert {one.verdict for one in tried} == {"undecided"}
+    rows = {row["source"] for row in first.to_dict()["finetune"] if row["outcome"] == "timeout"}
+    assert rows == {"predicted"}
     assert len(tried) == len(first.finetune)  # a time-out says nothing about larger batches
     assert first.search.confidence < 0.5
     measured = len(fake_device.calls)

@@ -132,6 +132,11 @@ class Candidate:
         return self.measurement is not None and self.measurement.outcome == "timeout"
 
     @property
+    def source(self) -> Literal["measured", "predicted"]:
+        """Where its values are from; of a profile that was stopped they are the predicted ones."""
+        return "measured" if self.measured and not self.timed_out else "predicted"
+
+    @property
     def failed(self) -> bool:
         """Whether it cannot run at all."""
         return bool(self.failure) and not self.timed_out

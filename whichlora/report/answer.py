@@ -82,7 +82,7 @@ def gpu_rows(choice: GpuChoice) -> list[tuple[str, ...]]:
                 "-" if best is None else format_bytes(best.memory_bytes.value),
                 "-" if best is None or not best.total_s else format_seconds(best.total_s.value),
                 "-" if cost is None else f"{cost:.2f}",
-                "measured" if best is not None and best.measured else "predicted",
+                "predicted" if best is None else best.source,
                 ", ".join(mark for mark, marked in marks.items() if marked is on),
             )
         )
@@ -275,7 +275,7 @@ def _print_stage(
     for one in shown:
         run, total = one.run, one.total_s
         training = run.phase == "finetune"
-        untimed = bool(one.failure) and one.measured
+        untimed = one.failed and one.measured
         rows.append(
             (
                 run.model,
@@ -285,7 +285,7 @@ def _print_stage(
                 "-" if untimed else format_bytes(one.memory_bytes.value),
                 "-" if untimed else format_seconds(one.time_per_token_s.value),
                 "-" if total is None or untimed else format_seconds(total.value),
-                "measured" if one.measured else "predicted",
+                one.source,
                 verdict_of(answer, one),
             )
         )
@@ -337,7 +337,7 @@ def _print_front(console: Console, front: Sequence[Candidate]) -> None:
             str(one.run.batch_size),
             format_bytes(one.memory_bytes.value),
             format_seconds((one.total_s or one.time_per_token_s).value),
-            "measured" if one.measured else "predicted",
+            one.source,
         )
         for one in front[:MAX_REASONS]
     ]

@@ -121,7 +121,7 @@ def _ran_out(candidate: Candidate) -> bool:
 
 
 def _precedence(candidate: Candidate, winner: Candidate | None) -> tuple[bool, bool, bool]:
-    return (candidate is winner, _ran_out(candidate), candidate.measured)
+    return (candidate is winner, _ran_out(candidate), candidate.source == "measured")
 
 
 def _mark(candidate: Candidate, winner: Candidate | None, letters: dict[str, str]) -> str:
@@ -130,7 +130,7 @@ def _mark(candidate: Candidate, winner: Candidate | None, letters: dict[str, str
     if _ran_out(candidate):
         return OUT_OF_MEMORY
     letter = letters[candidate.run.model]
-    return letter.upper() if candidate.measured else letter
+    return letter.upper() if candidate.source == "measured" else letter
 
 
 def _framed(grid: list[list[str]], up: Scale, limits: Sequence[float]) -> list[str]:

@@ -35,7 +35,7 @@ def candidate_row(candidate: Candidate) -> dict[str, Any]:
         "max_new_tokens": "" if training else run.max_new_tokens,
         "verdict": candidate.verdict,
         "reason": deciding(candidate),
-        "source": "measured" if candidate.measured else "predicted",
+        "source": candidate.source,
         "outcome": candidate.measurement.outcome if candidate.measurement else "",
         "peak_bytes": round(memory.value),
         "peak_low_bytes": round(memory.low),

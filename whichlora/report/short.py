@@ -80,7 +80,7 @@ def _print_models(console: Console, answer: Answer) -> None:
             str(candidate.run.batch_size),
             format_bytes(candidate.memory_bytes.value),
             "-" if candidate.total_s is None else format_seconds(candidate.total_s.value),
-            "measured" if candidate.measured else "predicted",
+            candidate.source,
             verdict_of(answer, candidate),
         )
         for candidate in models[:MAX_MODELS]
