@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -73,6 +74,95 @@ def test_a_dtype_without_units_takes_the_fp32_rate() -> None:
     turing = api.find_gpu("t4-16gb")
     assert "bf16" not in turing.peak_flops_per_s
     assert timing.product_rate(turing, "bf16") == turing.peak_flops_per_s["fp32"]
+
+
+def stated_priors() -> list[tuple[str, list[str]]]:
+    """Rows of the table of priors in `docs/time.md`: coefficient, and four cells."""
+    page = (Path(__file__).parent.parent / "docs" / "time.md").read_text(encoding="utf-8")
+    table = page.split("| coefficient | accelerator | deviation |")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return [(row[0], row[1:]) for row in rows[2:]]
+
+
+def stated_value(cell: str) -> float:
+    number, unit = cell.split()[:2]
+    return 100 / float(number) if unit == "%" else float(number) * {"ms": 1e-3, "µs": 1e-6}[unit]
+
+
+PHASES_OF = {
+    "training": ("finetune",),
+    "prompt": ("prefill",),
+    "decoding": ("decode",),
+    "prompt or decoding": ("prefill", "decode"),
+}
+
+
+@pytest.mark.parametrize(("label", "cells"), stated_priors(), ids=lambda part: str(part)[:30])
+def test_the_page_states_the_priors_in_use(label: str, cells: list[str]) -> None:
+    name, _, which = label.partition(", ")
+    phases = PHASES_OF.get(which, TIME_PHASES)
+    names = [name] if which in ("", *PHASES_OF) else [name, which]
+    for gpu, mean, deviation in ((GPU, *cells[:2]), (CPU, *cells[2:])):
+        for phase in phases:
+            model = timing.prior_model(gpu, phase)
+            for one in names:
+                row = FEATURES.index(one)
+                spread = math.sqrt(model.covariance[row][row])
+                assert model.mean[one] == pytest.approx(stated_value(mean)), phase
+                assert spread / model.mean[one] == pytest.approx(float(deviation)), phase
+
+
+def test_a_device_that_nobody_measured_has_no_runs_and_independent_coefficients() -> None:
+    assert {one.partition(",")[0] for one, _ in stated_priors()} >= {"launch", "constant", "engine"}
+    for gpu, noise in ((GPU, 0.2), (CPU, 0.35)):
+        model = timing.prior_model(gpu, "finetune")
+        assert (model.num_runs, model.noise, model.interval_scale) == (0, noise, 1)
+        assert model.overlaps == (gpu is GPU)
+        rows = enumerate(model.covariance)
+        assert not any(value for i, row in rows for j, value in enumerate(row) if i != j)
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "factor"),
+    [
+        ("a100-sxm-80gb", "bf16", 1.01),
+        ("h100-sxm-80gb", "bf16", 0.83),
+        ("l4-24gb", "bf16", 0.78),
+        ("l4-24gb", "fp32", 0.56),
+        ("rtx-4090-24gb", "bf16", 1.27),
+    ],
+)
+def test_the_page_states_the_factors_of_the_boards_power(
+    key: str, dtype: str, factor: float
+) -> None:
+    assert timing.power_factor(api.find_gpu(key), dtype) == pytest.approx(factor, abs=0.005)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "tf32"])
+def test_the_power_of_16_bit_counts_alike_and_of_tf32_twice(dtype: str) -> None:
+    half = timing.power_factor(GPU, "bf16")
+    rate = timing.product_rate(GPU, dtype) / timing.product_rate(GPU, "bf16")
+    needed = 2 if dtype == "tf32" else 1
+    assert timing.power_factor(GPU, dtype) == pytest.approx(half / math.cbrt(rate * needed))
+
+
+def test_the_deviation_of_a_run_joins_its_coefficients_and_its_noise() -> None:
+    """Two features of 3 s and 4 s, each known to a tenth: 0.5 s of 7 s, and 0.2 of a run."""
+    model = replace(timing.prior_model(CPU, "finetune"), noise=0.2, interval_scale=2.0)
+    size = range(len(FEATURES))
+    mean = dict.fromkeys(FEATURES, 1.0)
+    diagonal = tuple(tuple(0.01 * (i == j) for j in size) for i in size)
+    model = replace(model, mean=mean, covariance=diagonal)
+    found = dict.fromkeys(FEATURES, 0.0) | {"elementwise": 3.0, "constant": 4.0}
+    total, _ = timing.seconds(model, found)
+    assert total == 7
+    expected = 2 * math.hypot(0.5 / 7, 0.2)
+    assert timing.log_deviation(model, found, total) == pytest.approx(expected)
+    # where both errors go together, they add up
+    together = tuple(tuple(0.01 for _ in size) for _ in size)
+    shared = timing.log_deviation(replace(model, covariance=together), found, total)
+    assert shared == pytest.approx(2 * math.hypot(0.7 / 7, 0.2))
+    assert timing.log_deviation(model, found, 0.0) == 2 * 0.2
 
 
 # Largest PyTorch products over the peak, as github.com/zzc0721/torch-performance-test-data lists

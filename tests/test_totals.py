@@ -1,7 +1,10 @@
 """A few profiled batches to a whole training: its value, and how wide its interval is."""
 
+import math
+
 import pytest
 
+from whichlora.belief import EXPECTED_RUNS, REPEATABILITY
 from whichlora.search import Quantity
 from whichlora.totals import WARM_UP_REACH, profiled_total
 
@@ -37,3 +40,32 @@ def test_a_first_step_that_takes_longer_is_paid_once() -> None:
     assert cold.high == pytest.approx(warm.high + 6.0 * WARM_UP_REACH)
     quick = profiled_total(STEPS, PREDICTED, profile, warm_up_s=3.0)
     assert quick == warm
+
+
+def test_an_interval_by_hand() -> None:
+    """Two steps of one width, on a device that repeats to 2 %, which two runs say beforehand.
+
+    Errors of +10 % and -10 % in the log scatter by (2 * 0.02² + 2 * 0.1²) / (2 + 2 - 1); their mean
+    is known twice as well, and the width that was not measured is off by as much on its own.
+    """
+    assert (EXPECTED_RUNS, REPEATABILITY) == (2, 0.02)
+    profile = [(64, math.exp(0.1)), (64, math.exp(-0.1))]
+    scale = math.cosh(0.1)
+    scatter = (2 * 0.02**2 + 2 * 0.1**2) / 3
+    found = profiled_total({64: 100.0, 128: 50.0}, PREDICTED, profile, deviation=0.2)
+    assert found.value == pytest.approx(200 * scale)
+    half_of_the_time = 0.5**2
+    variance = 0.2**2 + 0.02**2 + scatter * (1 / 2 + half_of_the_time)
+    assert math.log(found.high / found.value) == pytest.approx(
+        1.6449 * math.sqrt(variance), rel=1e-4
+    )
+    assert found.low * found.high == pytest.approx(found.value**2)
+    assert found.confidence == 0.9
+
+
+def test_evaluations_may_take_twice_or_half_of_what_is_predicted() -> None:
+    profile = [(256, 4.0), (64, 1.0)]
+    without = profiled_total(STEPS, PREDICTED, profile)
+    found = profiled_total(STEPS, PREDICTED, profile, evaluation_s=30.0)
+    gained = [found.value - without.value, found.low - without.low, found.high - without.high]
+    assert gained == pytest.approx([30, 15, 60])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from whichlora import api, families, work
 from whichlora.architecture import Layer, Linear, ModelSpec
 from whichlora.memory.ledger import trained_params
+from whichlora.memory.weights import CODE_TABLE_BYTES
 from whichlora.methods import lora
 from whichlora.resolution import Job, resolve
 from whichlora.specs import Precision, RunConfig
@@ -578,3 +579,187 @@ def test_a_decoding_step_reads_the_states_of_a_recurrent_layer() -> None:
 
     groups = [replace(group, layer=stateless(group.layer)) for group in job.model.groups]
     assert moved(job.model) > moved(replace(job.model, groups=tuple(groups))) > 0
+
+
+# --- by hand: TINY["llama"] has 43,008 weights in each of 6 layers and 320 words of width 64
+
+TINY_LLAMA = TINY["llama"] | {"model_type": "llama"}
+LAYER_WEIGHTS = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 160
+HEAD_WEIGHTS = 320 * 64
+LAYER_KERNELS = 38  # traced: forward of a Llama layer; its backward has 60
+# Bytes per token in 16 bit: two norms that widen, square, ...; two residuals; rotary embedding of
+# queries and keys; queries, keys and values laid out; activation and product of the MLP.
+LAYER_MOVES = 2 * 64 * (7 * 4 + 4 * 2) + 2 * 3 * 2 * 64 + 10 * 2 * 96 + 2 * 2 * 128 + 5 * 2 * 160
+
+
+def tiny_job(config: dict[str, Any] = TINY_LLAMA, **keys: Any) -> Job:
+    usual = {"model": "tiny", "precision": "bf16-pure", "gradient_checkpointing": False}
+    return job_of(RunConfig(**usual | keys), config)
+
+
+def test_a_full_step_of_a_tiny_llama_by_hand() -> None:
+    tokens = 3 * 48
+    found = training(tiny_job(method="full"), batch_size=3, seq_len=48)
+    weights = 6 * LAYER_WEIGHTS + HEAD_WEIGHTS
+    assert found.product_flops == 6 * tokens * weights  # one product forward and two backward
+    assert found.weight_read_bytes == 3 * 2 * weights
+    # 4 heads of 16 twice, each sees half of 48 keys; backward is two and a half forwards
+    assert found.attention_flops == 6 * tokens * 48 * 4 * 32 * 3.5
+    # backward reads a gradient and what was saved for each that it writes; the loss in fp32
+    assert found.elementwise_bytes == tokens * (6 * LAYER_MOVES * 2.5 + 30 * 320)
+    assert found.attention_bytes == found.dequant_bytes == found.engine_steps == 0
+    # parameter read and written, gradient read, two states read and written: in 16 bit
+    norms = (2 * 6 + 1) * 64
+    assert found.optimizer_bytes == 7 * 2 * (weights + norms)
+    of_layers = 6 * LAYER_KERNELS * (1 + 1.6)
+    assert found.launches == pytest.approx(of_layers + 22 + 32 + 1 + 20)
+
+
+def test_a_step_of_lora_on_a_tiny_llama_by_hand() -> None:
+    tokens = 3 * 48
+    job = tiny_job(method="lora", r=8)
+    found = training(job, batch_size=3, seq_len=48)
+    trained = 6 * 8 * ((64 + 64) * 2 + (64 + 32) * 2 + (64 + 160) * 3)
+    frozen = 6 * LAYER_WEIGHTS + HEAD_WEIGHTS
+    # frozen weights: forward and the input's gradient; factors: their own gradient as well
+    assert found.product_flops == tokens * (4 * frozen + 6 * trained)
+    assert found.weight_read_bytes == 2 * 2 * frozen
+    repeated = tiny_job(method="lora", r=8, gradient_checkpointing=True)
+    again = training(repeated, batch_size=3, seq_len=48)
+    assert again.product_flops - found.product_flops == 2 * tokens * (6 * LAYER_WEIGHTS + trained)
+    assert again.attention_flops / found.attention_flops == pytest.approx(4.5 / 3.5)
+    assert again.weight_read_bytes - found.weight_read_bytes == 2 * 6 * LAYER_WEIGHTS
+
+
+def test_a_decoding_step_of_a_tiny_llama_by_hand() -> None:
+    def step(**keys: Any) -> Work:
+        job = tiny_job(phase="inference", **keys)
+        return work.inference_work(
+            job.model, job.run, job.stack, batch_size=2, context=100, decoding=True
+        )
+
+    found = step()
+    assert found.product_flops == 2 * 2 * (6 * LAYER_WEIGHTS + HEAD_WEIGHTS)
+    assert found.weight_read_bytes == 2 * (6 * LAYER_WEIGHTS + HEAD_WEIGHTS)
+    assert found.attention_flops == 2 * 2 * 6 * 100 * 4 * 16 * 2
+    # keys and values of 2 heads of 16: a dynamic cache is read and written, then read
+    cache = 2 * 6 * 100 * 2 * 2 * 16 * 2
+    assert found.attention_bytes == 3 * cache
+    assert step(kv_cache="static").attention_bytes == cache
+    # eager attention repeats two heads' keys and values for four, and reads those
+    assert step(attn="eager").attention_bytes == (2 + 1 + 2 * 2) * cache
+    assert found.elementwise_bytes == 2 * (6 * LAYER_MOVES + 12 * 320)
+    assert found.launches == 6 * LAYER_KERNELS + 22
+    assert found.engine_steps == found.dequant_bytes == found.optimizer_bytes == 0
+    served = step(kv_cache="vllm")
+    assert (served.launches, served.engine_steps) == (1, 1)
+
+
+def test_a_prompt_of_a_tiny_llama_by_hand() -> None:
+    job = tiny_job(phase="inference")
+    found = work.inference_work(
+        job.model, job.run, job.stack, batch_size=2, context=100, decoding=False
+    )
+    assert found.product_flops == 2 * (200 * 6 * LAYER_WEIGHTS + 2 * HEAD_WEIGHTS)
+    assert found.attention_flops == 200 * 6 * 100 * 4 * 32  # half of the scores
+    assert found.attention_bytes == 2 * 6 * 100 * 2 * 2 * 16 * 2
+    assert found.elementwise_bytes == 200 * 6 * LAYER_MOVES + 2 * 12 * 320
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "per_weight", "tables"),
+    [
+        (1, 4.5 / 8, 7),  # inside the kernel: codes, a scale of 64 weights, and the code table
+        (2, 4, 0),  # written in 16 bit and read back
+    ],
+)
+def test_a_single_row_unpacks_four_bits_inside_its_kernel(
+    batch_size: int, per_weight: float, tables: int
+) -> None:
+    job = tiny_job(phase="inference", quant="nf4")
+    found = work.inference_work(
+        job.model, job.run, job.stack, batch_size=batch_size, context=8, decoding=True
+    )
+    per_layer = LAYER_WEIGHTS * per_weight + tables * CODE_TABLE_BYTES
+    assert found.dequant_bytes == 6 * per_layer
+    assert found.launches == 6 * (LAYER_KERNELS + 7 * 5) + 22  # 7 matrices, 5 kernels more each
+
+
+@pytest.mark.parametrize(("checkpointing", "passes"), [(False, 2), (True, 3)])
+def test_training_unpacks_four_bits_in_every_pass(checkpointing: bool, passes: int) -> None:
+    job = tiny_job(method="qlora", gradient_checkpointing=checkpointing)
+    assert training(job).dequant_bytes == passes * 6 * LAYER_WEIGHTS * 4
+
+
+@pytest.mark.parametrize(
+    ("precision", "moved"),
+    [("fp32", (32, 36)), ("bf16-pure", (24, 28))],  # as PyTorch moved them (the oracle above)
+)
+def test_score_matrices_move_so_many_bytes_per_head(precision: str, moved: tuple[int, int]) -> None:
+    job = tiny_job(method="full", attn="eager", precision=precision)
+    (attention,) = next(iter(job.model.layers()))[0].attentions
+    assert work.score_bytes(attention, job.stack) == (4 * moved[0], 4 * moved[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "attn", "kernels"),
+    [
+        ("llama", "sdpa", LAYER_KERNELS),
+        ("llama", "eager", LAYER_KERNELS + 4),
+        ("qwen3", "sdpa", LAYER_KERNELS + 2 * 6),  # norms of queries and keys
+        # two norms; a product for queries, keys and values, and one out; no gate
+        ("gpt2", "sdpa", 12 + 2 + 4 + 1 + 2 + 1 + 1),
+    ],
+)
+def test_kernels_of_a_layer(name: str, attn: str, kernels: int) -> None:
+    job = tiny_job(TINY[name] | {"model_type": name}, method="full", attn=attn)
+    assert work.layer_ops(next(iter(job.model.layers()))[0], job.run) == kernels
+
+
+def test_an_evaluation_is_one_forward_that_scores_every_token() -> None:
+    job = tiny_job(method="full")
+    found = work.evaluation_work(
+        job.model,
+        job.run,
+        job.stack,
+        job.method,
+        job.targets,
+        batch_size=3,
+        seq_len=48,
+        r=8,
+        num_trained=1,
+    )
+    tokens = 3 * 48
+    weights = 6 * LAYER_WEIGHTS + HEAD_WEIGHTS
+    assert found.product_flops == 2 * tokens * weights
+    assert found.weight_read_bytes == 2 * weights
+    assert found.attention_flops == 6 * tokens * 48 * 4 * 32
+    assert found.elementwise_bytes == tokens * (6 * LAYER_MOVES + 12 * 320)
+    assert found.launches == pytest.approx(6 * LAYER_KERNELS + 22)
+    assert found.optimizer_bytes == found.attention_bytes == 0
+
+
+def test_a_token_of_a_mixture_visits_its_experts_alone() -> None:
+    config = {
+        "model_type": "mixtral",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    job = tiny_job(config, phase="inference")
+    attention, router, expert = 64 * (64 + 32 + 32 + 64), 64 * 8, 3 * 64 * 96
+    for batch_size, visited in ((1, 2), (3, 6), (5, 8)):
+        found = work.inference_work(
+            job.model, job.run, job.stack, batch_size=batch_size, context=10, decoding=True
+        )
+        in_token = 2 * (attention + router + 2 * expert) + HEAD_WEIGHTS
+        assert found.product_flops == 2 * batch_size * in_token
+        read = 2 * (attention + router + visited * expert) + HEAD_WEIGHTS
+        assert found.weight_read_bytes == pytest.approx(2 * read)
+        # norms, attention as in a Llama; routing and its sums; each expert that is visited
+        assert found.launches == 22 + 2 * (12 + 20 + 11 + 8 * visited)
