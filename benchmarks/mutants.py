@@ -1,12 +1,14 @@
 """Do the tests notice a wrong formula? `mutants.py [--sample 300] [--only TEXT] [--write]`.
 
 Draws small changes of the modules in `mutation_targets.toml` (an operator, a comparison, a
-constant, a condition, a dropped call), runs the tests that are named there for each, and counts how
-many fail. Prints the survivors; `--write` makes `docs/mutants.md`. Every mutant is a fork of one
-process that has the libraries imported, and is loaded by an import hook: no file changes.
+constant, a condition, a dropped call), runs the tests of the files named there that call the
+changed function, the fastest first, and counts how many changes make one fail. Prints the
+survivors; `--write` makes `docs/mutants.md`. No file changes: one process collects the tests, and
+each mutant is a fork of it in which the function has the changed code. A change of what runs at
+import is loaded by an import hook in a process of its own.
 
-mutmut 3, judged by its documentation and not run: it needs the whole suite once for its statistics,
-about 20 minutes of processor time here, and names no tests per module.
+A script of our own rather than mutmut: each target names its tests, none of which needs torch, and
+each mutant is given a bounded time, so that a sample ends in minutes.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import argparse
 import ast
 import copy
 import datetime
+import functools
+import gc
+import importlib
 import importlib.abc
 import importlib.util
 import itertools
@@ -24,12 +29,13 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np  # noqa: F401  imported before the forks
@@ -41,7 +47,8 @@ TARGETS = Path(__file__).with_name("mutation_targets.toml")
 PAGE = ROOT / "docs" / "mutants.md"
 GOAL = 0.9  # share of the mutants that should be killed
 MOST_S = 20.0  # of tests that each mutant is given, by their usual time, the fastest first
-HANGS = 10.0  # times that, after which a mutant counts as killed
+HANGS = 8.0  # times the usual time of its tests, after which a mutant counts as killed
+START_S = 30.0  # that a process may need before its first test
 
 _SWAPS: dict[type, type] = {
     ast.Add: ast.Sub,
@@ -92,12 +99,16 @@ class Mutant:
     Args:
         function: that it is in, with its class; "" at the top of the module.
         first_line: where that function starts, which is how a run of it is recognised.
+        is_at_import: whether it changes what runs when the module is imported.
+        text: source of the line it is in.
     """
 
     module: str
     function: str
     first_line: int
+    is_at_import: bool
     line: int
+    text: str
     before: str
     after: str
     path: _Path = field(repr=False)
@@ -105,7 +116,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        return f"{self.module}:{self.function}: {self.before} -> {self.after}"
+        return f"{self.module}:{self.function}: {self.before} -> {self.after} in: {self.text}"
 
     def changed(self, source: str) -> ast.Module:
         """The whole module with the change in it."""
@@ -137,7 +148,7 @@ def read_targets(path: Path = TARGETS) -> tuple[list[Target], dict[str, str]]:
 
 def mutants_of(target: Target, source: str) -> Iterator[Mutant]:
     """Every change of the module that the operators know, in the order of its lines."""
-    tree = ast.parse(source)
+    tree, lines = ast.parse(source), source.splitlines()
     for path, function, first_line in _places(tree):
         if target.functions and function.split(".")[-1] not in target.functions:
             continue
@@ -147,7 +158,9 @@ def mutants_of(target: Target, source: str) -> Iterator[Mutant]:
                 module=target.module,
                 function=function,
                 first_line=first_line,
-                line=getattr(old, "lineno", 0),
+                is_at_import=_is_at_import(tree, path),
+                line=old.lineno,
+                text=lines[old.lineno - 1].strip(),
                 before=ast.unparse(old),
                 after=ast.unparse(new),
                 path=path,
@@ -172,7 +185,7 @@ def _places(tree: ast.Module) -> Iterator[tuple[_Path, str, int]]:
                 if isinstance(child, ast.FunctionDef | ast.ClassDef):
                     inside = f"{function}.{child.name}".lstrip(".")
                     if isinstance(child, ast.FunctionDef):
-                        first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
+                        first = min([child.lineno, *(item.lineno for item in child.decorator_list)])
                 step = (*path, (name, index))
                 yield step, inside, first
                 yield from walk(child, step, inside, first)
@@ -189,6 +202,16 @@ def _is_for_readers(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr | ast.Raise | ast.Assert | ast.Import | ast.ImportFrom)
 
 
+def _is_at_import(tree: ast.Module, path: _Path) -> bool:
+    """Whether no function's body holds the place: the module, a class, or a default."""
+    node: Any = tree
+    for name, index in path:
+        if isinstance(node, ast.Lambda) or (isinstance(node, ast.FunctionDef) and name == "body"):
+            return isinstance(node, ast.Lambda)
+        node = getattr(node, name) if index is None else getattr(node, name)[index]
+    return True
+
+
 def _at(tree: ast.AST, path: _Path) -> Any:
     node: Any = tree
     for name, index in path:
@@ -200,6 +223,8 @@ def _changes(node: ast.AST) -> Iterator[ast.AST]:
     if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in _SWAPS:
         if isinstance(node, ast.BinOp) and any(map(_is_text, (node.left, node.right))):
             return
+        if isinstance(node.op, ast.Mult) and ast.unparse(node.left) in ("0", "0.0"):
+            return  # broadcasts, and zero divided is the same
         changed = copy.deepcopy(node)
         changed.op = _SWAPS[type(node.op)]()
         yield changed
@@ -229,7 +254,7 @@ def _is_text(node: ast.AST) -> bool:
     )
 
 
-# --- runs
+# --- processes
 
 
 class _Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -249,55 +274,48 @@ class _Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(tree, self.path, "exec"), module.__dict__)
 
 
-class _Plugin:
-    """Finds failures without making them small; and notes who calls what, where asked."""
-
-    def __init__(self, modules: dict[str, str] | None = None) -> None:
-        self.modules = modules or {}
-        self.calls: dict[str, set[str]] = {}
-        self.seconds: dict[str, float] = {}
-        self.failed: list[str] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.failed.append(report.nodeid)
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection(self) -> None:
-        usual = settings.get_profile("untimed")
-        settings.register_profile("mutants", usual, phases=(Phase.explicit, Phase.generate))
-        settings.load_profile("mutants")
-
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        called: set[str] = set()
-        seen: set[CodeType] = set()
-
-        def note(frame: Any, event: str, _: Any) -> None:
-            code = frame.f_code
-            if event == "call" and code not in seen:
-                seen.add(code)
-                module = self.modules.get(code.co_filename)
-                if module is not None:
-                    called.add(f"{module}:{code.co_firstlineno}")
-
-        if self.modules:
-            sys.setprofile(note)
-        start = time.perf_counter()
-        yield
-        sys.setprofile(None)
-        self.seconds[item.nodeid] = time.perf_counter() - start
-        self.calls[item.nodeid] = called
+def _put(mutant: Mutant) -> None:
+    """Give the functions that are loaded the changed code, wherever they are referred to."""
+    target = Target(module=mutant.module, tests=())
+    tree = mutant.changed(target.path.read_text())
+    codes = dict(_codes(compile(tree, str(target.path), "exec")))
+    for thing in gc.get_objects():
+        if isinstance(thing, FunctionType) and thing.__code__.co_filename == str(target.path):
+            changed = codes.get(_key(thing.__code__))
+            if changed is not None and changed != thing.__code__:
+                thing.__code__ = changed
 
 
-def _in_child(work: Any, limit_s: float) -> int | None:
+def _codes(code: CodeType) -> Iterator[tuple[tuple[str, int], CodeType]]:
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            if not part.co_name.startswith("<"):  # a lambda is not alone in its line
+                yield _key(part), part
+            yield from _codes(part)
+
+
+def _key(code: CodeType) -> tuple[str, int]:
+    return code.co_qualname, code.co_firstlineno
+
+
+def _forget() -> None:
+    """Empty every cache of ours, which another test may have filled."""
+    for thing in gc.get_objects():
+        if not isinstance(thing, functools._lru_cache_wrapper):
+            continue
+        if str(getattr(thing, "__module__", "")).startswith("whichlora"):
+            thing.cache_clear()
+
+
+def _in_child(work: Callable[[], int], limit_s: float, *, is_quiet: bool = True) -> int | None:
     """Exit status of `work` in a fork; None where it ran out of time."""
     child = os.fork()
     if child == 0:
         os.setsid()
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
+        if is_quiet:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
         status = 70
         try:
             status = int(work())
@@ -314,12 +332,7 @@ def _in_child(work: Any, limit_s: float) -> int | None:
     return None
 
 
-def _pytest(tests: Sequence[str], plugin: _Plugin, folder: str) -> int:
-    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = folder
-    os.environ["XDG_CACHE_HOME"] = folder
-    os.chdir(ROOT)
-    arguments = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", *tests]
-    return int(pytest.main(arguments, plugins=[plugin]))
+# --- tests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,48 +343,178 @@ class Usual:
     calls: dict[str, list[str]]
 
     def tests_of(self, mutant: Mutant, files: Sequence[str]) -> list[str]:
-        """Tests of `files`, those that call the function first, and the faster ones before."""
+        """Tests of `files` that call the function, all where none does, the faster ones before."""
         place = f"{mutant.module}:{mutant.first_line}"
         inside = [test for test in self.seconds if test.split("::")[0] in files]
-        inside.sort(key=lambda test: (place not in self.calls[test], self.seconds[test]))
-        spent = itertools.accumulate(self.seconds[test] for test in inside)
-        return [test for test, seconds in zip(inside, spent, strict=True) if seconds < MOST_S]
+        calling = [test for test in inside if place in self.calls[test]]
+        ordered = sorted(calling or inside, key=lambda test: self.seconds[test])
+        spent = itertools.accumulate(self.seconds[test] for test in ordered)
+        return [test for test, seconds in zip(ordered, spent, strict=True) if seconds < MOST_S]
+
+    def limit_s(self, tests: Sequence[str]) -> float:
+        return START_S + HANGS * sum(self.seconds[test] for test in tests)
 
 
-def usual(targets: Sequence[Target]) -> Usual:
-    """Run every named test once.
+class _Plugin:
+    """Runs the collected tests by `work` in place of pytest's own loop, and collects failures."""
+
+    def __init__(self, work: Callable[[_Plugin, pytest.Session], None] | None = None) -> None:
+        self.work = work
+        self.failed: list[str] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        common = settings.get_profile("untimed")
+        phases = (Phase.explicit, Phase.generate)  # failures need not be made small
+        settings.register_profile("mutants", common, phases=phases, database=None)
+        settings.load_profile("mutants")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if self.work is None or session.testsfailed:
+            return None
+        self.work(self, session)
+        return True
+
+    def first_failure(self, session: pytest.Session, tests: Sequence[str]) -> bool:
+        """Run these tests until one fails."""
+        by_name = {item.nodeid: item for item in session.items}
+        for test, following in itertools.pairwise([*tests, None]):
+            after = None if following is None else by_name[following]
+            session.config.hook.pytest_runtest_protocol(item=by_name[test], nextitem=after)
+            if self.failed:
+                return True
+        return False
+
+
+def _pytest(tests: Sequence[str], plugin: _Plugin) -> int:
+    os.chdir(ROOT)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = folder
+        os.environ["XDG_CACHE_HOME"] = folder
+        arguments = ["-x", "-q", "-s", "-p", "no:cacheprovider", f"--basetemp={folder}/tests"]
+        return int(pytest.main([*arguments, "--hypothesis-seed=0", *tests], plugins=[plugin]))
+
+
+def _usual(plugin: _Plugin, session: pytest.Session, targets: Sequence[Target]) -> dict[str, Any]:
+    """Run every test once and note the functions that it calls, its fixtures included."""
+    modules = {str(target.path): target.module for target in targets}
+    seconds, calls = {}, {}
+    for item, following in itertools.pairwise([*session.items, None]):
+        called: set[str] = set()
+        seen: set[CodeType] = set()
+
+        def note(frame: Any, event: str, _: Any, called: Any = called, seen: Any = seen) -> None:
+            code = frame.f_code
+            if event == "call" and code not in seen:
+                seen.add(code)
+                module = modules.get(code.co_filename)
+                if module is not None:
+                    called.add(f"{module}:{code.co_firstlineno}")
+
+        _forget()
+        threading.setprofile(note)
+        sys.setprofile(note)
+        start = time.perf_counter()
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        sys.setprofile(None)
+        threading.setprofile(None)
+        seconds[item.nodeid] = time.perf_counter() - start
+        calls[item.nodeid] = sorted(called)
+    return {"seconds": seconds, "calls": calls, "failed": plugin.failed}
+
+
+# --- runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    target: Target
+    mutant: Mutant
+    is_killed: bool
+
+
+def run(
+    targets: Sequence[Target], mutants: Sequence[tuple[Target, Mutant]], minutes: float
+) -> list[Result]:
+    """The fate of each mutant, as far as the time goes.
 
     Raises:
-        SystemExit: one fails without any change.
+        SystemExit: a test fails without any change.
     """
     files = sorted({test for target in targets for test in target.tests})
-    plugin = _Plugin({str(target.path): target.module for target in targets})
+    end = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory() as folder:
-        note = Path(folder) / "usual.json"
+        note, fates = Path(folder) / "usual.json", Path(folder) / "fates.json"
 
-        def work() -> int:
-            status = _pytest(files, plugin, folder)
-            calls = {test: sorted(called) for test, called in plugin.calls.items()}
-            found = {"seconds": plugin.seconds, "calls": calls, "failed": plugin.failed}
-            note.write_text(json.dumps(found))
-            return status
+        def warm(plugin: _Plugin, session: pytest.Session) -> None:
+            for target in targets:
+                importlib.import_module(target.module)
+            _forget()
 
-        status = _in_child(work, 3600)
-        found = json.loads(note.read_text()) if note.exists() else {"failed": []}
-        if status != 0:
-            what = ", ".join(found["failed"]) or f"pytest ended with {status}"
-            raise SystemExit(f"mutants.py: the tests fail as they are: {what}")
-        return Usual(seconds=found["seconds"], calls=found["calls"])
+            def unchanged() -> int:
+                found = _usual(plugin, session, targets)
+                note.write_text(json.dumps(found))
+                return len(found["failed"])
+
+            if _in_child(unchanged, 3600) != 0:
+                return
+            as_is = _read(note)
+            seconds = sum(as_is.seconds.values())
+            print(f"{len(as_is.seconds)} tests take {seconds:.0f} s as they are", flush=True)
+            killed: dict[int, bool] = {}
+            for number, (target, mutant) in enumerate(mutants):
+                if mutant.is_at_import or time.monotonic() > end:
+                    continue
+                tests = as_is.tests_of(mutant, target.tests)
+
+                def changed(mutant: Mutant = mutant, tests: Sequence[str] = tests) -> int:
+                    _put(mutant)
+                    return int(plugin.first_failure(session, tests))
+
+                killed[number] = _in_child(changed, as_is.limit_s(tests)) != 0
+                if not killed[number]:
+                    print(f"survived: {mutant.name} (line {mutant.line})", flush=True)
+            fates.write_text(json.dumps(killed))
+
+        def whole() -> int:
+            return _pytest(files, _Plugin(warm))
+
+        _in_child(whole, 24 * 3600, is_quiet=False)
+        if not fates.exists():
+            failed = json.loads(note.read_text())["failed"] if note.exists() else ["collection"]
+            raise SystemExit(f"mutants.py: the tests fail as they are: {', '.join(failed)}")
+        as_is = _read(note)
+        killed = {int(number): dead for number, dead in json.loads(fates.read_text()).items()}
+    for number, (target, mutant) in enumerate(mutants):
+        if mutant.is_at_import and time.monotonic() < end:
+            killed[number] = _is_killed_at_import(mutant, as_is, target.tests)
+            if not killed[number]:
+                print(f"survived: {mutant.name} (line {mutant.line})", flush=True)
+    return [
+        Result(target=target, mutant=mutant, is_killed=killed[number])
+        for number, (target, mutant) in enumerate(mutants)
+        if number in killed
+    ]
 
 
-def is_killed(mutant: Mutant, tests: Sequence[str], limit_s: float) -> bool:
-    with tempfile.TemporaryDirectory() as folder:
+def _read(note: Path) -> Usual:
+    found = json.loads(note.read_text())
+    return Usual(seconds=found["seconds"], calls=found["calls"])
 
-        def work() -> int:
-            sys.meta_path.insert(0, _Loader(mutant))
-            return _pytest(tests, _Plugin(), folder)
 
-        return _in_child(work, limit_s) != 0
+def _is_killed_at_import(mutant: Mutant, as_is: Usual, files: Sequence[str]) -> bool:
+    tests = as_is.tests_of(mutant, files)
+
+    def work() -> int:
+        sys.meta_path.insert(0, _Loader(mutant))
+        return _pytest(tests, _Plugin())
+
+    return _in_child(work, as_is.limit_s(tests)) != 0
 
 
 def drawn(targets: Sequence[Target], number: int, seed: int) -> list[tuple[Target, Mutant]]:
@@ -391,32 +534,33 @@ def drawn(targets: Sequence[Target], number: int, seed: int) -> list[tuple[Targe
 # --- the page
 
 
-def page(results: Sequence[tuple[Target, Mutant, bool]], reasons: dict[str, str]) -> str:
-    counted = [one for one in results if one[1].name not in reasons]
-    killed = sum(one[2] for one in counted)
+def page(results: Sequence[Result], reasons: dict[str, str], command: str) -> str:
+    counted = [result for result in results if result.mutant.name not in reasons]
+    killed = sum(result.is_killed for result in counted)
     lines = [
         "# Mutants",
         "",
-        f"Made by `benchmarks/mutants.py --write` on {datetime.date.today()}: {len(results)} small "
-        f"changes of the formulas, the time model, the search and the store, drawn with a seed. "
-        f"{len(results) - len(counted)} change nothing. The tests of "
-        f"`benchmarks/mutation_targets.toml` kill {killed} of {len(counted)}, "
+        f"Made by `{command}` on {datetime.date.today()}: {len(results)} small changes of the "
+        f"formulas, the time model, the search and the store, drawn with a seed. "
+        f"{len(results) - len(counted)} change nothing that can be seen. The tests that "
+        f"`benchmarks/mutation_targets.toml` names kill {killed} of the other {len(counted)}, "
         f"{killed / max(1, len(counted)):.0%}.",
         "",
-        "| module | mutants | killed |",
-        "| --- | ---: | ---: |",
+        "| module | sampled | killed | survived | equivalent |",
+        "| --- | ---: | ---: | ---: | ---: |",
     ]
-    for target in dict.fromkeys(target for target, _, _ in counted):
-        ended = [is_dead for of, _, is_dead in counted if of == target]
-        lines.append(f"| `{target.module}` | {len(ended)} | {sum(ended)} |")
+    for target in dict.fromkeys(result.target for result in results):
+        sampled = [result for result in results if result.target == target]
+        ended = [result.is_killed for result in counted if result.target == target]
+        lines.append(
+            f"| `{target.module}` | {len(sampled)} | {sum(ended)} | {len(ended) - sum(ended)} "
+            f"| {len(sampled) - len(ended)} |"
+        )
     lines += ["", "## Survivors", ""]
-    lines += [f"- `{mutant.name}` (line {mutant.line})" for _, mutant, dead in counted if not dead]
-    lines += ["", "## Changes of nothing", ""]
-    lines += [
-        f"- `{mutant.name}`: {reasons[mutant.name]}"
-        for _, mutant, _ in results
-        if mutant.name in reasons
-    ]
+    lines += [f"- `{result.mutant.name}`" for result in counted if not result.is_killed]
+    lines += ["", "## Equivalent", ""]
+    named = [name for name in reasons if any(result.mutant.name == name for result in results)]
+    lines += [f"- `{name}`: {reasons[name]}" for name in named]
     return "\n".join(lines) + "\n"
 
 
@@ -429,31 +573,22 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="targets whose module contains one of these, with commas"
     )
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop drawing after these")
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop after these")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     every, reasons = read_targets()
-    targets = [one for one in every if any(part in one.module for part in options.only.split(","))]
-    as_is = usual(targets)
-    print(
-        f"{len(as_is.seconds)} tests take {sum(as_is.seconds.values()):.0f} s as they are",
-        flush=True,
-    )
-    end = time.monotonic() + 60 * options.minutes
-    results: list[tuple[Target, Mutant, bool]] = []
-    for target, mutant in drawn(targets, options.sample, options.seed):
-        if time.monotonic() > end:
-            break
-        tests = as_is.tests_of(mutant, target.tests)
-        dead = is_killed(mutant, tests, HANGS * MOST_S)
-        results.append((target, mutant, dead))
-        if not dead:
-            print(f"survived: {mutant.name} (line {mutant.line})", flush=True)
-    counted = [dead for _, mutant, dead in results if mutant.name not in reasons]
-    share = sum(counted) / max(1, len(counted))
-    print(f"{sum(counted)} of {len(counted)} killed, {share:.1%}")
+    targets = [
+        target for target in every if any(part in target.module for part in options.only.split(","))
+    ]
+    results = run(targets, drawn(targets, options.sample, options.seed), options.minutes)
+    counted = [result for result in results if result.mutant.name not in reasons]
+    num_killed = sum(result.is_killed for result in counted)
+    share = num_killed / max(1, len(counted))
+    num_equivalent = len(results) - len(counted)
+    print(f"{num_killed} of {len(counted)} killed, {share:.1%}; {num_equivalent} equivalent")
     if options.write:
-        PAGE.write_text(page(results, reasons))
+        command = f"benchmarks/mutants.py --sample {options.sample} --seed {options.seed} --write"
+        PAGE.write_text(page(results, reasons, command))
     if share < GOAL:
         raise SystemExit(1)
 

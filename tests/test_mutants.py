@@ -41,8 +41,25 @@ def test_a_mutant_names_its_function_and_leaves_the_others_alone() -> None:
     source = "def f(a):\n    return a + 1\n\ndef g(a):\n    return a * 2\n"
     target = mutants.Target(module="m", tests=(), functions=("g",))
     found = list(mutants.mutants_of(target, source))
-    assert {one.name for one in found} == {"m:g: a * 2 -> a // 2", "m:g: 2 -> 3"}
+    assert {one.name for one in found} == {
+        "m:g: a * 2 -> a // 2 in: return a * 2",
+        "m:g: 2 -> 3 in: return a * 2",
+    }
     assert {one.first_line for one in found} == {4}
+
+
+def test_defaults_tables_and_lambdas_are_changes_of_what_runs_at_import() -> None:
+    source = "TABLE = {1: lambda a: a + 2}\ndef f(a=3):\n    return a + 4\n"
+    found = mutants.mutants_of(mutants.Target(module="m", tests=()), source)
+    at_import = {one.before: one.is_at_import for one in found}
+    assert at_import == {
+        "1": True,
+        "a + 2": True,
+        "2": True,
+        "3": True,
+        "a + 4": False,
+        "4": False,
+    }
 
 
 def test_a_sample_takes_from_every_target_and_is_the_same_again() -> None:
