@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -99,8 +100,21 @@ def list_models() -> tuple[model_store.ModelRecord, ...]:
 
 
 def calibration_roots(calibration_dir: Path | None = None) -> tuple[Path, ...]:
-    """Folders that hold calibrations: the user's, which goes before and is written to, and ours."""
-    return (calibration_dir or user_calibration_folder(), data_folder("calibration"))
+    """Folders that hold calibrations: the user's, which goes before and is written to, and ours.
+
+    Raises:
+        ConfigError: a path that the file system does not take.
+    """
+    own = calibration_dir or user_calibration_folder()
+    try:
+        os.stat(own)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # to be made, or told by what writes there
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"calibration folder {str(own)[:80]!r}: can't be read; give another"
+        ) from None
+    return (own, data_folder("calibration"))
 
 
 def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.config.document import Loc, Problem
-from whichlora.config.schema import Dataset
+from whichlora.config.schema import MOST_TOKENS, Dataset
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
 from whichlora.plan import DATA_FILE_SUFFIXES, DatasetConfig, DatasetKind
@@ -302,20 +302,25 @@ def _check_lengths(dataset: Data) -> Iterator[Problem]:
     """Lengths that no data can have together."""
     tokens, samples = dataset.get("tokens"), dataset["samples"]
     mean = dataset.get("mean_tokens")
-    if isinstance(tokens, int) and isinstance(samples, int) and samples > 0:
+    # what is beyond MOST_TOKENS the schema refuses, and no float may hold
+    if (
+        isinstance(tokens, int)
+        and isinstance(samples, int)
+        and 0 < samples <= MOST_TOKENS >= tokens
+    ):
         mean = tokens / samples
         if tokens < samples:
             what = f"is less than one token for each of {samples} samples"
             yield Problem(loc=("dataset", "tokens"), what=what, accepted=f"{samples} or more")
             return
     longest, p95 = dataset.get("max_tokens"), dataset.get("p95_tokens")
-    if not isinstance(mean, int | float) or mean < 1:
+    if not isinstance(mean, int | float) or not 1 <= mean <= MOST_TOKENS:
         return
     if isinstance(longest, int) and longest < mean:
         what = f"is less than the mean of {mean:.5g} tokens"
         accepted = f"{math.ceil(mean)} or more"
         yield Problem(loc=("dataset", "max_tokens"), what=what, accepted=accepted)
-    if isinstance(p95, int) and p95 > 0:
+    if isinstance(p95, int) and 0 < p95 <= MOST_TOKENS:
         try:
             DatasetConfig(mean_tokens=mean, p95_tokens=p95)
         except ConfigError as error:

@@ -46,6 +46,7 @@ from whichlora.units import parse_bytes
 _RUN = RunConfig(model="any")  # one place for the defaults that `estimate` and `run` share
 _KEEPING = Keeping()
 
+MOST_TOKENS = 10**15
 _MOST = 10**15  # more bytes or seconds than any machine has; keeps later arithmetic finite
 _SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION_PART = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|h|d)(?![A-Za-z])", re.IGNORECASE)
@@ -211,7 +212,7 @@ class Dataset(_Section):
     """Training split of a hub dataset."""
     config_name: Name | None = None
     """Configuration of a hub dataset."""
-    tokens: Annotated[int, Field(ge=1, le=10**15)] | None = None
+    tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     """Tokens in the training split, for planning without the data."""
     samples: Annotated[int, Field(ge=1, le=10**7)] | None = None
     """Samples in the training split, for planning without the data."""

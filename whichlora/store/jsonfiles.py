@@ -122,7 +122,8 @@ def write_object(path: Path, values: Mapping[str, Any]) -> None:
         DataFileError: the disk refused; the old file is untouched.
     """
     text = json.dumps(values, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
-    write_bytes(path, (text + "\n").encode())
+    # half a surrogate pair, which JSON may escape and UTF-8 can't hold, stays escaped
+    write_bytes(path, (text + "\n").encode(errors="backslashreplace"))
 
 
 def write_bytes(path: Path, data: bytes) -> None:
