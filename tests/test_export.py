@@ -1,5 +1,6 @@
 """Exports for other tools: their text, what they refuse, and what changes under the tool."""
 
+import ast
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -145,13 +146,91 @@ def test_trl_is_told_what_of_a_row_has_a_loss(
 @pytest.mark.parametrize(
     ("to", "kind"),
     [
-        *((to, kind) for to in ("axolotl", "llamafactory", "unsloth") for kind in ROWS),
+        ("axolotl", "prompt-completion"),
+        ("axolotl", "preference"),
+        ("llamafactory", "prompt-completion"),
+        ("llamafactory", "preference"),
         ("trl", "preference"),
     ],
 )
 def test_rows_that_an_export_cannot_name_are_refused(to: str, kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"--to {to}: the rows of train.jsonl are"):
+    with pytest.raises(ConfigError, match=f"--to {to}: the rows of train.jsonl are .*; it takes "):
         FORMATS[to](recipe(data_format=ROWS[kind]))
+
+
+@pytest.mark.parametrize("train_on", ["completions", "all"])
+def test_axolotl_is_told_what_of_a_conversation_has_a_loss(train_on: Any) -> None:
+    made = FORMATS["axolotl"](recipe(data_format=ROWS["messages"], train_on=train_on))
+    settings = YAML(typ="safe", pure=True).load(made.files["axolotl.yaml"])
+    (data,) = settings["datasets"]
+    assert (data["type"], data["field_messages"]) == ("chat_template", "messages")
+    assert data["roles_to_train"] == ["assistant"]
+    assert settings["train_on_inputs"] is (train_on == "all")
+
+
+@pytest.mark.parametrize("train_on", ["completions", "all"])
+def test_llamafactory_is_told_the_roles_and_what_of_a_conversation_has_a_loss(
+    train_on: Any,
+) -> None:
+    made = FORMATS["llamafactory"](recipe(data_format=ROWS["messages"], train_on=train_on))
+    settings = YAML(typ="safe", pure=True).load(made.files["llamafactory.yaml"])
+    data = json.loads(made.files["dataset_info.json"])["train"]
+    assert (data["formatting"], data["columns"]) == ("sharegpt", {"messages": "messages"})
+    assert (data["tags"]["role_tag"], data["tags"]["assistant_tag"]) == ("role", "assistant")
+    assert (settings["stage"], settings["mask_history"]) == ("sft", False)
+    assert settings["train_on_prompt"] is (train_on == "all")
+    assert any("template:" in note for note in made.notes)
+
+
+def test_llamafactory_refuses_to_learn_prompts_of_plain_text() -> None:
+    pairs = DataFormat(kind="prompt-completion")
+    with pytest.raises(ConfigError, match=r"it can't learn prompts of plain text .*train_on: all"):
+        FORMATS["llamafactory"](recipe(data_format=pairs, train_on="all"))
+
+
+@pytest.mark.parametrize(
+    ("to", "size"),
+    [
+        ("axolotl", "eval_batch_size"),
+        ("llamafactory", "per_device_eval_batch_size"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("keeping", "when"),
+    [
+        (Keeping(), {"eval_strategy": "epoch"}),
+        (Keeping(eval_steps=50), {"eval_strategy": "steps", "eval_steps": 50}),
+        (Keeping(eval_steps=0), {}),
+    ],
+)
+def test_validation_rows_are_evaluated_as_the_plan_says(
+    to: str, size: str, keeping: Keeping, when: dict[str, Any]
+) -> None:
+    made = FORMATS[to](recipe(keeping=keeping, validation=True))
+    settings = YAML(typ="safe", pure=True).load(next(iter(made.files.values())))
+    expected = {**when, size: RUN.batch_size} if when else {}
+    names = ("eval_strategy", "eval_steps", size)
+    assert {name: settings[name] for name in names if name in settings} == expected
+    assert ("validation.jsonl" in "".join(made.files.values())) is bool(when)
+    assert "validation.jsonl" not in "".join(FORMATS[to](recipe()).files.values())
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_the_script_for_unsloth_reads_rows_as_the_job_does(kind: str) -> None:
+    job = FORMATS["transformers"](recipe(data_format=ROWS[kind])).files["train.py"]
+    made = FORMATS["unsloth"](recipe(data_format=ROWS[kind], validation=True))
+    script = made.files["train_unsloth.py"]
+
+    def functions(source: str) -> dict[str, str]:
+        tree = ast.parse(source)
+        return {
+            node.name: ast.unparse(node) for node in tree.body if isinstance(node, ast.FunctionDef)
+        }
+
+    ours, theirs = functions(job), functions(script)
+    assert {"read_rows", "encode"} <= set(theirs)
+    assert {name: ours[name] for name in theirs} == theirs
+    assert 'eval_dataset=Dataset.from_list(read_rows(HERE / "validation.jsonl"' in script
 
 
 @pytest.mark.parametrize("to", ["trl", "axolotl", "llamafactory"])

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from written_job import script_of
 
 from whichlora import handover
 from whichlora.data_format import DataFormat
+from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS, Recipe
 from whichlora.job import train_script
 from whichlora.plan import Keeping
@@ -293,3 +295,163 @@ def test_the_job_has_the_labels_and_the_losses_of_trl(
     trainer.train()
     expected = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+# --- the rows of each kind, as the other tools read them
+
+
+def exported(
+    to: str, kind: str, folder: Path, *, train_on: str = "completions"
+) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
+    """The file of the export, the rows, and what `train.py` makes of them."""
+    from oracle_memory import CONFIGS
+    from oracle_tokenizer import byte_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = folder / "model"
+    config = AutoConfig.for_model("llama", **CONFIGS["llama"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(model)
+    run = RunConfig(model=str(model), method="lora", batch_size=2, seq_len=512)
+    recipe = replace(
+        handover.make_recipe(run, "l4-24gb"),
+        data_format=ROW_FORMATS[kind],
+        train_on=train_on,
+        validation=True,
+    )
+    for tool in (to, "transformers"):
+        for name, text in FORMATS[tool](recipe).files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    rows = rows_of(kind)
+    for split in ("train", "validation"):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    encoded = script_of(folder / "train.py").read_rows(folder / "train.jsonl", tokenizer)
+    return folder / next(iter(FORMATS[to](recipe).files)), rows, encoded
+
+
+ROW_FORMATS = {kind: data_format for kind, (data_format, _) in FORMATS_AGAINST_TRL.items()}
+
+
+@pytest.mark.parametrize("train_on", ["completions", "all"])
+@pytest.mark.parametrize("kind", ["text", "prompt-completion", "messages"])
+def test_axolotl_makes_the_ids_and_labels_of_the_job(
+    kind: str, train_on: str, tmp_path: Path
+) -> None:
+    schemas = pytest.importorskip("axolotl.utils.schemas.config", reason="needs Axolotl")
+    strategies = pytest.importorskip("axolotl.prompt_strategies", reason="needs addict, colorama")
+    from axolotl.utils.dict import DictDefault
+    from transformers import AutoTokenizer
+
+    path, rows, encoded = exported("axolotl", kind, tmp_path, train_on=train_on)
+    values = YAML(typ="safe", pure=True).load(path.read_text())
+    config = DictDefault(
+        schemas.AxolotlInputConfig.model_validate(values).model_dump(exclude_none=True)
+    )
+    (data,), (validation,) = config.datasets, config.test_datasets
+    assert (data.path, validation.path, validation.split) == (
+        "train.jsonl",
+        "validation.jsonl",
+        "train",
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    named = data.type
+    strategy = (
+        strategies.load(named, tokenizer, config, data)
+        if isinstance(named, str)
+        else strategies.load("user_defined", tokenizer, config, named.to_dict())
+    )
+    made = []
+    for row in rows:
+        batch = {"text": [row["text"]]} if kind == "text" else row
+        tokenized = strategy.tokenize_prompt(batch)
+        columns = {name: tokenized[name] for name in ("input_ids", "labels")}
+        made.append({name: ids[0] for name, ids in columns.items()} if kind == "text" else columns)
+    assert [row["input_ids"] for row in made] == [row["input_ids"] for row in encoded]
+    if (kind, train_on) == ("messages", "all"):  # all turns, without the words around them
+        questions = [turn["content"] for row in rows for turn in row["messages"]]
+        learned = [tokenizer.decode([i for i in row["labels"] if i != -100]) for row in made]
+        assert all(question in " ".join(learned) for question in questions)
+    else:
+        assert [row["labels"] for row in made] == [row["labels"] for row in encoded]
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt-completion", "messages"])
+@pytest.mark.parametrize("train_on", ["completions", "all"])
+def test_llamafactory_makes_the_ids_and_labels_of_the_job(
+    kind: str, train_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
+    monkeypatch.setitem(sys.modules, "torchaudio", ModuleType("torchaudio"))  # no sound in text
+    hparams = pytest.importorskip("llamafactory.hparams", reason="needs LLaMA-Factory")
+    omegaconf = pytest.importorskip("omegaconf")
+    from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
+    from transformers import AutoTokenizer
+
+    if (kind, train_on) == ("prompt-completion", "all"):
+        with pytest.raises(ConfigError, match="can't learn prompts of plain text"):
+            exported("llamafactory", kind, tmp_path, train_on=train_on)
+        return
+    path, rows, encoded = exported("llamafactory", kind, tmp_path, train_on=train_on)
+    monkeypatch.chdir(tmp_path)
+    values = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path))
+    model, data, training, tuning, _ = hparams.get_train_args(values | {"use_cpu": True})
+    assert training.eval_strategy == "epoch"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    template = get_template_and_fix_tokenizer(tokenizer, data)
+    read = get_dataset(template, model, data, training, tuning.stage, tokenizer=tokenizer)
+    assert len(read["eval_dataset"]) == len(rows)
+    made = read["train_dataset"]
+    if kind == "prompt-completion":  # two line breaks before the end
+        breaks = tokenizer("\n\n")["input_ids"]
+        for row in encoded:
+            row["input_ids"][-1:-1] = row["labels"][-1:-1] = breaks
+    assert list(made["input_ids"]) == [row["input_ids"] for row in encoded]
+    if kind != "text":  # there its collator makes the labels
+        assert list(made["labels"]) == [row["labels"] for row in encoded]
+
+
+@pytest.mark.parametrize("kind", FORMATS_AGAINST_TRL)
+def test_the_script_for_unsloth_trains_on_the_ids_and_labels_of_the_job(
+    kind: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("trl", reason="needs TRL beside the profile extra")
+    path, _, encoded = exported("unsloth", kind, tmp_path)
+    (tmp_path / "unsloth.py").write_text(UNSLOTH_ON_A_CPU)
+    source = path.read_text().replace("bf16=True", "bf16=False,\n        use_cpu=True")
+    columns = "{name: row[name] for name in ('input_ids', 'labels')}"
+    seen = ", ".join(f"[{columns} for row in trainer.{split}_dataset]" for split in SPLITS)
+    path.write_text(f"{source}\n(HERE / 'seen.json').write_text(json.dumps([{seen}]))\n")
+    done = subprocess.run(
+        [sys.executable, path.name],
+        cwd=tmp_path,
+        env=dict(os.environ) | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "seen.json").read_text()) == [encoded, encoded]
+    assert (tmp_path / "output-unsloth" / "adapter_config.json").is_file()
+
+
+SPLITS = ("train", "eval")
+UNSLOTH_ON_A_CPU = """\
+# Unsloth needs a GPU: its two calls, by what lies below them.
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+class FastLanguageModel:
+    def from_pretrained(model_name, **settings):
+        return (
+            AutoModelForCausalLM.from_pretrained(model_name, dtype="float32"),
+            AutoTokenizer.from_pretrained(model_name),
+        )
+
+    def get_peft_model(model, r, lora_alpha, target_modules, **settings):
+        config = LoraConfig(r=r, lora_alpha=lora_alpha, target_modules=target_modules)
+        return get_peft_model(model, config)
+"""

@@ -100,3 +100,8 @@ class DataFormat:
 
 
 TEXT_ROWS = DataFormat()
+TEXT_PAIRS = DataFormat(kind="prompt-completion")
+CHAT_PAIRS = DataFormat(kind="prompt-completion", conversational=True)
+CHAT_ROWS = DataFormat(kind="messages", conversational=True)
+TEXT_PREFERENCES = DataFormat(kind="preference")
+CHAT_PREFERENCES = DataFormat(kind="preference", conversational=True)

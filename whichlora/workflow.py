@@ -501,6 +501,7 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
         data_format=rows,
         train_on=plan.train_on,
         keeping=plan.keeping,
+        validation="validation" in data,
     )
     write_object(folder / RECIPE_FILE, recipe.to_dict())
     script = FORMATS["transformers"](recipe)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from whichlora.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFormat
 from whichlora.exports.recipe import (
     DATA_FILE,
+    VALIDATION_FILE,
     Export,
     Recipe,
+    evaluating,
     padding_note,
     require_plain,
     saving,
@@ -22,15 +26,36 @@ FILE = "axolotl.yaml"
 _UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "expandable_segments")
 # It has one kind of 4 bits for adapters: NF4 with double quantisation.
 _QUANTS = frozenset({"none", "int8", "nf4-dq"})
+_PROMPT_AS_IT_IS = "{instruction}"
+_ROWS: Mapping[DataFormat, Mapping[str, Any]] = {
+    TEXT_ROWS: {"type": "completion", "field": "text"},
+    TEXT_PAIRS: {
+        "type": {
+            "field_instruction": "prompt",
+            "field_output": "completion",
+            "format": _PROMPT_AS_IT_IS,
+            "no_input_format": _PROMPT_AS_IT_IS,
+        }
+    },
+    CHAT_ROWS: {
+        "type": "chat_template",
+        "chat_template": "tokenizer_default_fallback_alpaca",  # as the job of WhichLoRA
+        "field_messages": "messages",
+        "message_property_mappings": {"role": "role", "content": "content"},
+        "roles_to_train": ["assistant"],
+        "train_on_eos": "turn",
+    },
+}
+"""How a data set of each format is named. Source: Axolotl 0.19, `utils/schemas/datasets.py`."""
 
 
 def export(recipe: Recipe) -> Export:
-    """Completion on texts; its kernels for LoRA, which are not modelled, are switched off.
+    """SFT; its kernels for LoRA, which are not modelled, are switched off.
 
     Raises:
         ConfigError: what Axolotl can't do.
     """
-    require_plain(recipe, "axolotl", quants=_QUANTS)
+    require_plain(recipe, "axolotl", quants=_QUANTS, rows=_ROWS)
     run, left_out = without(recipe.run, "Axolotl", *_UNKNOWN)
     run, notes = under_axolotl(run)
     notes += left_out
@@ -42,9 +67,12 @@ def export(recipe: Recipe) -> Export:
         settings["trust_remote_code"] = True
     settings |= _adapter(recipe, run)
     settings |= {
-        "datasets": [{"path": DATA_FILE, "ds_type": "json", "type": "completion", "field": "text"}],
+        "datasets": [_dataset(recipe, DATA_FILE)],
+        **_evaluation(recipe),
         "val_set_size": 0.0,
+        "train_on_inputs": recipe.train_on == "all",
         "sequence_len": run.seq_len,
+        "excess_length_strategy": "truncate",
         "sample_packing": False,
         "pad_to_sequence_len": False,
         "micro_batch_size": run.batch_size,
@@ -71,6 +99,20 @@ def export(recipe: Recipe) -> Export:
     return Export(
         files={FILE: yaml_text(settings, head=head)}, command=command, run=run, notes=notes
     )
+
+
+def _dataset(recipe: Recipe, file: str) -> dict[str, Any]:
+    return {"path": file, "ds_type": "json", **_ROWS[recipe.data_format]}
+
+
+def _evaluation(recipe: Recipe) -> dict[str, Any]:
+    """The validation rows, and when they are evaluated; nothing without them."""
+    when = evaluating(recipe)
+    if not when:
+        return {}
+    validation = _dataset(recipe, VALIDATION_FILE) | {"split": "train"}  # its name in a file
+    size = recipe.run.batch_size
+    return {"test_datasets": [validation], "eval_batch_size": size, **when}
 
 
 def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from whichlora.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFormat
 from whichlora.errors import ConfigError
 from whichlora.exports.recipe import (
     DATA_FILE,
+    VALIDATION_FILE,
     Export,
     Recipe,
+    evaluating,
     padding_note,
     require_plain,
     saving,
@@ -24,15 +28,37 @@ FILE = "llamafactory.yaml"
 _UNKNOWN: tuple[str, ...] = ("bias", "adapter_dtype", "expandable_segments")
 _QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 _ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
+_ROWS: Mapping[DataFormat, Mapping[str, Any]] = {
+    TEXT_ROWS: {"columns": {"prompt": "text"}},
+    TEXT_PAIRS: {"columns": {"prompt": "prompt", "response": "completion"}},
+    CHAT_ROWS: {
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages"},
+        "tags": {
+            "role_tag": "role",
+            "content_tag": "content",
+            "user_tag": "user",
+            "assistant_tag": "assistant",
+            "system_tag": "system",
+        },
+    },
+}
+"""How a data set of each format is named. Source: LLaMA-Factory 0.9.5, `data/parser.py`."""
+_TURNS = (
+    "LLaMA-Factory reads the chat template of the tokenizer, or puts the turns together without "
+    "any: name the model's own as template:, such as qwen or llama3",
+    "LLaMA-Factory drops a conversation in which user and assistant do not take turns",
+)
+_END = "LLaMA-Factory's template without words, fewshot, puts two line breaks before the end"
 
 
 def export(recipe: Recipe) -> Export:
-    """Its stage for plain texts, `pt`, without the packing it would turn on there.
+    """Its stage for plain texts, `pt`, without the packing it would turn on there; else `sft`.
 
     Raises:
         ConfigError: what LLaMA-Factory can't do.
     """
-    require_plain(recipe, "llamafactory", quants=_QUANTS)
+    require_plain(recipe, "llamafactory", quants=_QUANTS, rows=_ROWS)
     unknown = _UNKNOWN
     if not get_method(recipe.run.method).trains_base:
         unknown += ("base_dtype",)
@@ -48,13 +74,18 @@ def export(recipe: Recipe) -> Export:
     }
     if recipe.trust_remote_code:
         settings["trust_remote_code"] = True
-    settings |= _quantisation(run) | {"stage": "pt", "do_train": True} | _adapter(recipe, run)
+    rows, rows_notes = _rows(recipe)
+    notes += rows_notes
+    settings |= _quantisation(run) | rows | {"do_train": True} | _adapter(recipe, run)
+    evaluation = evaluating(recipe)
     settings |= {
         "dataset": "train",
+        **({"eval_dataset": "validation"} if evaluation else {}),
         "dataset_dir": ".",
         "cutoff_len": run.seq_len,
         "packing": False,
         "per_device_train_batch_size": run.batch_size,
+        **({"per_device_eval_batch_size": run.batch_size} | evaluation if evaluation else {}),
         "gradient_accumulation_steps": run.gradient_accumulation_steps,
         "num_train_epochs": recipe.epochs,
         "learning_rate": recipe.learning_rate,
@@ -70,7 +101,8 @@ def export(recipe: Recipe) -> Export:
     }
     if recipe.tokenizer is not None:
         notes = (*notes, f"LLaMA-Factory takes the model's own tokenizer, not {recipe.tokenizer}")
-    data = {"train": {"file_name": DATA_FILE, "columns": {"prompt": "text"}}}
+    files = {"train": DATA_FILE} | ({"validation": VALIDATION_FILE} if evaluation else {})
+    data = {name: {"file_name": file, **_ROWS[recipe.data_format]} for name, file in files.items()}
     command = f"llamafactory-cli train {FILE}"
     head = f"Written by WhichLoRA for LLaMA-Factory 0.9.5. Start it here with: {command}"
     return Export(
@@ -82,6 +114,26 @@ def export(recipe: Recipe) -> Export:
         run=run,
         notes=notes,
     )
+
+
+def _rows(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The stage, what of a row has a loss, and what to say of it.
+
+    Raises:
+        ConfigError: prompts that are to be learned as well, which it does not end.
+    """
+    everything = recipe.train_on == "all"
+    if recipe.data_format == TEXT_ROWS:
+        return {"stage": "pt"}, ()
+    if recipe.data_format == CHAT_ROWS:
+        return {"stage": "sft", "train_on_prompt": everything, "mask_history": False}, _TURNS
+    if everything:
+        raise ConfigError(
+            "--to llamafactory: it can't learn prompts of plain text and the end of a text "
+            "(train_on: all); give the rows as one text with dataset.template, or use --to "
+            "transformers"
+        )
+    return {"stage": "sft", "template": "fewshot", "train_on_prompt": False}, (_END,)
 
 
 def _quantisation(run: RunConfig) -> dict[str, Any]:

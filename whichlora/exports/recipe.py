@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, get_args
 
-from whichlora.data_format import TEXT_ROWS, DataFormat, DataKind
+from whichlora.data_format import TEXT_ROWS, DataFormat
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.job import KEEPING, Weights
 from whichlora.plan import SAVED_SHARE, Collator, Keeping, TrainOn
@@ -17,6 +17,7 @@ from whichlora.text import require_printable
 RECIPE_SCHEMA_VERSION = 1
 MOST_EPOCHS = 10**12  # as in a config file
 DATA_FILE = "train.jsonl"  # beside the exported files, rows of `Recipe.data_format`
+VALIDATION_FILE = "validation.jsonl"  # the same, where `Recipe.validation` says so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class Recipe:
         model_config: the Hugging Face config.
         masked_lm: an encoder, trained to fill in masked tokens.
         data_format: what a row of `train.jsonl` and `validation.jsonl` looks like.
+        validation: there is a `validation.jsonl`.
 
     Raises:
         ConfigError: a field of another type or out of its range.
@@ -53,6 +55,7 @@ class Recipe:
     data_format: DataFormat = TEXT_ROWS
     train_on: TrainOn = "completions"
     keeping: Keeping = KEEPING
+    validation: bool = False
 
     def __post_init__(self) -> None:
         require_printable("gpu", self.gpu)
@@ -85,7 +88,7 @@ class Recipe:
             raise ConfigError(
                 f"model_config: must be an object, got {type(self.model_config).__name__}"
             )
-        for name in ("masked_lm", "trust_remote_code"):
+        for name in ("masked_lm", "trust_remote_code", "validation"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is neither true nor false")
 
@@ -160,12 +163,12 @@ def require_plain(
     tool: str,
     *,
     quants: frozenset[str],
-    kinds: frozenset[DataKind] = frozenset({"text"}),
+    rows: Collection[DataFormat],
 ) -> None:
     """Refuse what only the script of WhichLoRA can do.
 
     Args:
-        kinds: rows that the export of `tool` can name.
+        rows: formats that `tool` takes as they stand in `train.jsonl`.
 
     Raises:
         ConfigError: an encoder, random weights, other rows, or a storage that it doesn't load.
@@ -180,10 +183,10 @@ def require_plain(
             f"--to {tool}: {recipe.run.model} is an encoder-decoder, which needs pairs of texts; "
             "the exports are of single texts, so give a decoder"
         )
-    if recipe.data_format.kind not in kinds:
+    if recipe.data_format not in rows:
         raise ConfigError(
-            f"--to {tool}: the rows of {DATA_FILE} are {recipe.data_format.describe()}, and this "
-            f"export is of {' or '.join(sorted(kinds))}; use --to transformers"
+            f"--to {tool}: the rows of {DATA_FILE} are {recipe.data_format.describe()}; it takes "
+            f"{' or '.join(accepted.describe() for accepted in rows)}; use --to transformers"
         )
     if recipe.weights == "random":
         raise ConfigError(
@@ -218,6 +221,15 @@ def saving(recipe: Recipe) -> dict[str, Any]:
         "save_steps": keeping.save_steps or SAVED_SHARE,
         "save_total_limit": keeping.save_total_limit,
     }
+
+
+def evaluating(recipe: Recipe) -> dict[str, Any]:
+    """When the validation rows are evaluated, by the Trainer's own keys; nothing without them."""
+    if not (recipe.validation and recipe.keeping.evaluates):
+        return {}
+    if recipe.keeping.eval_steps is None:
+        return {"eval_strategy": "epoch"}
+    return {"eval_strategy": "steps", "eval_steps": recipe.keeping.eval_steps}
 
 
 def padding_note(recipe: Recipe, *known: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from whichlora.data_format import DataKind
+from whichlora.data_format import CHAT_PAIRS, CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS
 from whichlora.errors import ConfigError
 from whichlora.exports.recipe import (
     DATA_FILE,
@@ -22,7 +22,7 @@ from whichlora.specs import FOUR_BIT_BNB, RunConfig
 
 FILE = "trl.yaml"
 _UNKNOWN = ("bias", "adapter_dtype", "loraplus_lr_ratio", "expandable_segments")
-_KINDS: frozenset[DataKind] = frozenset({"text", "prompt-completion", "messages"})
+_ROWS = (TEXT_ROWS, TEXT_PAIRS, CHAT_PAIRS, CHAT_ROWS)
 _TEMPLATE = "TRL needs a chat template in the tokenizer; without one, add chat_template_path"
 _MARKS = "TRL tells the assistant's turns by the marks {% generation %} of the chat template"
 _QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
@@ -34,7 +34,7 @@ def export(recipe: Recipe) -> Export:
     Raises:
         ConfigError: what TRL can't do.
     """
-    require_plain(recipe, "trl", quants=_QUANTS, kinds=_KINDS)
+    require_plain(recipe, "trl", quants=_QUANTS, rows=_ROWS)
     run, left_out = without(recipe.run, "TRL", *_UNKNOWN)
     run, notes = under_trl(run)
     notes += left_out

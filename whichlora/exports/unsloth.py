@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from whichlora.data_format import (
+    CHAT_PAIRS,
+    CHAT_PREFERENCES,
+    CHAT_ROWS,
+    TEXT_PAIRS,
+    TEXT_PREFERENCES,
+    TEXT_ROWS,
+)
 from whichlora.errors import ConfigError
 from whichlora.exports.recipe import (
     DATA_FILE,
+    VALIDATION_FILE,
     Export,
     Recipe,
+    evaluating,
     padding_note,
     require_plain,
     saving,
     without,
 )
+from whichlora.job import chat_template, templates
+from whichlora.job.rows import row_functions
 from whichlora.methods import get_method
 from whichlora.python_source import Code, call, literal
 from whichlora.specs import FP32_PRECISIONS, RunConfig
@@ -22,6 +34,8 @@ FILE = "train_unsloth.py"
 _OUTPUT = "output-unsloth"
 _UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "loraplus_lr_ratio", "expandable_segments")
 _QUANTS = frozenset({"none", "int8", "nf4-dq"})
+_ROWS = (TEXT_ROWS, TEXT_PAIRS, CHAT_PAIRS, CHAT_ROWS, TEXT_PREFERENCES, CHAT_PREFERENCES)
+_PACKED = ("packed", "packed-bfd")
 _HEAD = '''\
 """Fine-tune a model on the train.jsonl beside this file under Unsloth.
 
@@ -30,9 +44,15 @@ Written by WhichLoRA; edit it as you like.
 
 from unsloth import FastLanguageModel  # first: it patches what is imported after it
 
+{standard}
+
 import torch
-from datasets import load_dataset
+from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
+
+HERE = Path(__file__).resolve().parent
+{constants}
+
 
 '''
 
@@ -40,23 +60,41 @@ from trl import SFTConfig, SFTTrainer
 def export(recipe: Recipe) -> Export:
     """A script; checkpointing is PyTorch's own, not the one that moves activations to the host.
 
+    Token ids and labels are those of `train.py`: rows that have labels Unsloth takes as they are,
+    padded to the longest (unsloth_zoo 2026.10, `dataset_utils.py`, `sft_prepare_dataset`).
+
     Raises:
         ConfigError: what Unsloth can't do.
     """
-    require_plain(recipe, "unsloth", quants=_QUANTS)
+    require_plain(recipe, "unsloth", quants=_QUANTS, rows=_ROWS)
     run, left_out = without(recipe.run, "Unsloth", *_UNKNOWN)
     run, notes = under_unsloth(run)
     notes += left_out
-    notes += padding_note(recipe)
+    notes += padding_note(recipe, *_PACKED)
+    constants = {"SEQ_LEN": Code(run.seq_len)}
+    chats = recipe.data_format.conversational
+    if chats:
+        constants["CHAT_TEMPLATE"] = chat_template()
+    functions = templates.SAY + row_functions(
+        recipe.data_format,
+        train_on=recipe.train_on,
+        reader=recipe.batching if recipe.batching in _PACKED else "longest",
+        masked_lm=False,
+    )
     lines = [
         f"model, tokenizer = {_load(run)}",
+        *templates.CHAT_TEMPLATE_LINES * chats,
         *_adapter_lines(recipe, run),
         f"trainer = {_trainer(recipe, run)}",
         "trainer.train()",
         f"model.save_pretrained({literal(_OUTPUT)})",
         f"tokenizer.save_pretrained({literal(_OUTPUT)})",
     ]
-    script = _HEAD + "\n".join(lines) + "\n"
+    head = _HEAD.format(
+        standard=templates.standard_imports(f"Path(__file__)\n{functions}"),  # no text of a user
+        constants="\n".join(f"{name} = {value}" for name, value in constants.items()),
+    )
+    script = head + functions + "\n".join(lines) + "\n"
     return Export(files={FILE: script}, command=f"python {FILE}", run=run, notes=notes)
 
 
@@ -95,11 +133,11 @@ def _adapter_lines(recipe: Recipe, run: RunConfig) -> list[str]:
 
 
 def _trainer(recipe: Recipe, run: RunConfig) -> Code:
+    evaluation = evaluating(recipe)
     arguments = call(
         "SFTConfig",
         output_dir=_OUTPUT,
-        dataset_text_field="text",
-        max_length=run.seq_len,
+        max_length=Code("SEQ_LEN"),
         packing=False,
         per_device_train_batch_size=run.batch_size,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
@@ -110,15 +148,21 @@ def _trainer(recipe: Recipe, run: RunConfig) -> Code:
         fp16=run.precision == "fp16",
         seed=recipe.seed,
         **saving(recipe),
+        **({"per_device_eval_batch_size": run.batch_size} | evaluation if evaluation else {}),
         report_to="none",
     )
     return call(
         "SFTTrainer",
         model=Code("model"),
         processing_class=Code("tokenizer"),
-        train_dataset=call("load_dataset", "json", data_files=DATA_FILE, split="train"),
+        train_dataset=_dataset(DATA_FILE),
+        **({"eval_dataset": _dataset(VALIDATION_FILE)} if evaluation else {}),
         args=arguments,
     )
+
+
+def _dataset(file: str) -> Code:
+    return call("Dataset.from_list", Code(f"read_rows(HERE / {literal(file)}, tokenizer)"))
 
 
 def under_unsloth(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:

@@ -119,7 +119,7 @@ def train_script(
         "EVAL_STEPS": keeping.eval_steps or None,
         "SEED": seed,
         "PREDICTED_WITH": predicted_versions(run),
-        "CHAT_TEMPLATE": _chat_template() if chats else None,
+        "CHAT_TEMPLATE": chat_template() if chats else None,
         "MODEL_CONFIG": _without_quantisation(random_config),
     }
     reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
@@ -141,6 +141,7 @@ def train_script(
     narrow = keeping.saves and run.narrows_adapters and not get_method(run.method).trains_base
     body = "".join(
         [
+            templates.SAY,
             templates.VERSIONS,
             templates.LAST_CHECKPOINT * keeping.saves,
             templates.NARROW_TRAINER * narrow,
@@ -181,7 +182,7 @@ def _save_steps(keeping: Keeping) -> int | float:
     return SAVED_SHARE if keeping.save_steps is None else keeping.save_steps
 
 
-def _chat_template() -> Code:
+def chat_template() -> Code:
     """The template for a tokenizer without one, a line of source for each of its parts."""
     parts = re.split(r"(?<=[%}]\})|(?<=\. )", ALPACA_CHAT_TEMPLATE)
     lines = indent("\n".join(literal(part) for part in parts if part), "    ")
@@ -190,10 +191,8 @@ def _chat_template() -> Code:
 
 def _head(body: str, constants: Mapping[str, Any]) -> str:
     """The docstring, the imports that `body` needs, and the constants that are set."""
-    used = f"Path(__file__)\n{body}"
-    lines = (line for line, word in templates.STANDARD if re.search(rf"\b{re.escape(word)}", used))
     return templates.HEAD.format(
-        standard="\n".join(lines),
+        standard=templates.standard_imports(f"Path(__file__)\n{body}"),
         imports=import_lines(body, _IMPORTABLE),
         constants="\n".join(
             f"{name} = {literal(value)}" for name, value in constants.items() if value is not None

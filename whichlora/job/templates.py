@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 # What a script may import of the standard library, and the word that shows that it needs it.
 STANDARD = (
     ("import argparse", "argparse."),
@@ -16,6 +18,13 @@ STANDARD = (
     ("from pathlib import Path", "Path("),
     ("from resource import RUSAGE_SELF, getrusage", "getrusage("),
 )
+
+
+def standard_imports(body: str) -> str:
+    """The import lines of the standard library that `body` needs."""
+    return "\n".join(line for line, word in STANDARD if re.search(rf"\b{re.escape(word)}", body))
+
+
 HEAD = '''\
 """Fine-tune MODEL on the train.jsonl beside this file.
 
@@ -80,11 +89,13 @@ class LogAtCheckpoints(TrainerCallback):
 
 
 '''
-VERSIONS = '''\
+SAY = """\
 def say(text):
     print(text, file=sys.stderr, flush=True)
 
 
+"""
+VERSIONS = '''\
 def compare_versions():
     """Say which libraries are not those that the prediction is of."""
     others = []
