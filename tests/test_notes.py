@@ -56,3 +56,14 @@ def test_experts_that_are_bare_parameters_stay_16_bit_and_refuse_dora() -> None:
 
 def test_both_stacks_of_an_encoder_decoder_have_the_length_asked() -> None:
     assert "encoder and decoder are both taken at seq_len tokens" in notes(T5)
+
+
+def test_more_tokens_than_a_table_of_positions_has_fail() -> None:
+    assert "exceed the model's 1024 positions, and looking up more fails" in notes("gpt2")
+    assert "fails" not in notes(seq_len=8193)  # rotary positions are computed
+
+
+def test_the_new_tokens_of_an_encoder_are_none() -> None:
+    settings = {"phase": "inference", "prompt_len": 512, "max_new_tokens": 128}
+    assert "exceed" not in notes("google-bert/bert-base-uncased", **settings)
+    assert "1025 tokens exceed" in notes("gpt2", **settings | {"prompt_len": 897})

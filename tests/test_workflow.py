@@ -25,6 +25,7 @@ from whichlora.cli import main
 from whichlora.config import DEFAULT_MODELS
 from whichlora.device.installed import installed_versions
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.handover import hand_over, read_recipe
 from whichlora.search import Candidate
 from whichlora.specs import RunConfig
 from whichlora.store.locks import hold_folder
@@ -550,6 +551,34 @@ def test_the_job_cuts_rows_where_the_plan_says_if_their_lengths_are_estimated(
     assert ("estimated" in answer.tokens) is estimated
     cut = longest if estimated else answer.winner.run.seq_len
     assert f"SEQ_LEN = {cut}\n" in job
+    recipe = read_recipe(tmp_path / "out")
+    done = hand_over(recipe, "transformers", tmp_path / "out")
+    peak = answer.winner.prediction.memory.device_used_bytes
+    assert done.before.memory.device_used_bytes == done.after.memory.device_used_bytes == peak
+    assert (tmp_path / "out" / "train.py").read_text() == job
+
+
+@pytest.mark.parametrize("weights", ["random", "pretrained"])
+def test_rows_are_cut_to_the_positions_that_a_model_can_look_up(
+    tmp_path: Path, weights: str
+) -> None:
+    data = tmp_path / "long.jsonl"
+    data.write_text((json.dumps({"text": "a word or two " * 1000}) + "\n") * 40)
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        "models: [gpt2, EleutherAI/pythia-160m]\nmethods: lora\ngpu: a100-sxm-80gb\n"
+        f"dataset: {data}\nprofile: none\nweights: {weights}\noutput_dir: {tmp_path / 'out'}\n"
+        "prefer: order\nstage2_profile: {batch_size: [1, 2]}\n"
+    )
+    progress = Silent()
+    answer = workflow.run(plan, progress=progress)
+    lengths = {one.run.model: one.run.seq_len for one in answer.finetune}
+    assert lengths == {"gpt2": 1024, "EleutherAI/pythia-160m": 2048}
+    assert "gpt2: rows are cut to 1024 tokens, all its positions" in progress.said
+    assert answer.winner is not None
+    assert answer.winner.run.model == "gpt2"
+    assert "rows are cut to 1024 tokens" in answer.tokens
+    assert "SEQ_LEN = 1024\n" in (tmp_path / "out" / "train.py").read_text()
 
 
 def test_a_training_that_was_stopped_goes_on_and_one_that_ended_is_not_repeated(

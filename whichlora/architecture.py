@@ -573,6 +573,13 @@ class ModelSpec:
         """Whether looked-up positions are added to the looked-up tokens."""
         return any("position" in one.name or one.name == "wpe" for one in self.embeddings)
 
+    @property
+    def longest_input(self) -> int | None:
+        """Tokens that its table of positions has vectors for; None where they are computed."""
+        tables = (table for table in self.embeddings if table.kind != "buffer")
+        looked_up = any("position" in table.name or table.name == "wpe" for table in tables)
+        return self.max_position_embeddings if looked_up else None
+
     def layers(self) -> Iterator[tuple[Layer, int]]:
         """Each distinct layer with the number of times the forward runs it."""
         return ((group.layer, group.count) for group in self.groups)

@@ -121,7 +121,9 @@ def hand_over(
     if recipe.trust_remote_code:
         made = replace(made, notes=(*made.notes, TRUSTS_CODE))
     predictions = api.estimate(
-        [recipe.run, made.run], [recipe.gpu], calibration_dir=calibration_dir
+        [recipe.predicted(recipe.run), recipe.predicted(made.run)],
+        [recipe.gpu],
+        calibration_dir=calibration_dir,
     )
     if predictions.refused:
         raise ConfigError(predictions.refused[0].reason)

@@ -19,9 +19,12 @@ def notes_on(job: Job) -> tuple[str, ...]:
     run, gpu = job.run, job.gpu
     found = [*job.model.notes, *gpu.notes]
     limit = job.model.max_position_embeddings
-    length = run.seq_len if run.phase == "finetune" else run.prompt_len + run.max_new_tokens
+    length = run.seq_len if run.phase == "finetune" else run.prompt_len
+    if run.phase == "inference" and job.model.task == "causal-lm":
+        length += run.max_new_tokens
     if limit and length > limit:
-        found.append(f"{length} tokens exceed the model's {limit} positions")
+        fails = ", and looking up more fails" if job.model.longest_input else ""
+        found.append(f"{length} tokens exceed the model's {limit} positions{fails}")
     without = gpu.is_timed and job.dtype not in gpu.peak_flops_per_s
     if job.dtype in ("bf16", "fp16") and without:
         found.append(

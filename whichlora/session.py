@@ -17,7 +17,6 @@ from whichlora import api, timing
 from whichlora.architecture import ModelSpec
 from whichlora.besides import Besides, besides, evaluation_seconds
 from whichlora.calibration import Calibration, prior_calibration
-from whichlora.dataset import TokenLengths
 from whichlora.enumeration import Candidates
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import list_methods
@@ -37,7 +36,7 @@ from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.jsonfiles import read_object, write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
 from whichlora.totals import profiled_total
-from whichlora.training_data import TrainingData
+from whichlora.training_data import Counted, TrainingData
 
 if TYPE_CHECKING:
     from whichlora.device.profile import Profiler
@@ -68,7 +67,7 @@ class Session:
         progress: Progress,
         *,
         fresh: bool,
-        lengths: dict[str, TokenLengths] | None = None,
+        lengths: Counted | None = None,
     ) -> None:
         objective = plan.objective
         if objective.prefer == "price" and gpu.key not in objective.price_per_hour:
@@ -83,7 +82,11 @@ class Session:
             name: api.load_model(name, trust_remote_code=plan.trust_remote_code)
             for name in plan.models
         }
-        self.data = TrainingData(plan, lengths)
+        self.data = TrainingData(plan, self.models, lengths)
+        for name in plan.models:
+            most = self.data.seq_len(name)
+            if most < plan.finetune.seq_len and self.data.lengths(name).longest() >= most:
+                progress.say(f"{name}: rows are cut to {most} tokens, all its positions")
         self.asked = Candidates(plan, self.models, gpu, self.data.workload)
         self._features: dict[tuple[RunConfig, int], dict[str, float]] = {}
         self._jobs: dict[RunConfig, Job] = {}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from whichlora.architecture import ModelSpec
 from whichlora.besides import num_evaluations
 from whichlora.dataset import (
     BYTE_LEVEL,
@@ -16,21 +20,27 @@ from whichlora.dataset import (
 )
 from whichlora.plan import Plan
 
+Counted: TypeAlias = dict[tuple[str, int], TokenLengths]
+"""Token lengths by tokenizer, and by the length that rows are cut to."""
+
 
 class TrainingData:
     """Token lengths by model, and the batches that a training makes of them.
 
     Args:
-        lengths: by tokenizer, what was counted so far; runs on the same data on other devices
+        lengths: what was counted so far; runs on the same data on other devices
             share it.
     """
 
-    def __init__(self, plan: Plan, lengths: dict[str, TokenLengths] | None = None) -> None:
+    def __init__(
+        self, plan: Plan, models: Mapping[str, ModelSpec], lengths: Counted | None = None
+    ) -> None:
         self.dataset: BaseDataset = open_dataset(plan.dataset)
         self._plan = plan
-        self._lengths: dict[str, TokenLengths] = {} if lengths is None else lengths
-        self._evaluated: dict[tuple[str, int], dict[int, float]] = {}
-        self._workloads: dict[tuple[str, int], Workload] = {}
+        self._models = models
+        self._lengths: Counted = {} if lengths is None else lengths
+        self._evaluated: dict[tuple[str, int, int], dict[int, float]] = {}
+        self._workloads: dict[tuple[str, int, int], Workload] = {}
 
     def tokenizer(self, model: str) -> str:
         """The tokenizer that `model` is trained with."""
@@ -38,28 +48,34 @@ class TrainingData:
             return BYTE_LEVEL
         return self._plan.tokenizers.get(model, model)
 
+    def seq_len(self, model: str) -> int:
+        """Tokens that rows are cut to: as the plan says, but no more than `model` can look up."""
+        asked = self._plan.finetune.seq_len
+        return min(asked, self._models[model].longest_input or asked)
+
     def lengths(self, model: str) -> TokenLengths:
         """Token lengths of the data as the tokenizer of `model` cuts them."""
         tokenizer = self.tokenizer(model)
+        key = (tokenizer, self.seq_len(model))
         joins = self._plan.collator == "packed"  # before it cuts
-        if tokenizer not in self._lengths:
-            self._lengths[tokenizer] = count_tokens(
+        if key not in self._lengths:
+            self._lengths[key] = count_tokens(
                 self.dataset,
                 tokenizer=tokenizer,
                 offline=self._plan.weights == "random",
-                max_length=UNCUT if joins else self._plan.finetune.seq_len,
+                max_length=UNCUT if joins else self.seq_len(model),
             )
-        return self._lengths[tokenizer]
+        return self._lengths[key]
 
     def workload(self, model: str, batch_size: int) -> Workload:
         """The batches of a whole training of `model`."""
-        key = (self.tokenizer(model), batch_size)
+        key = (self.tokenizer(model), self.seq_len(model), batch_size)
         if key not in self._workloads:
             self._workloads[key] = workload(
                 self.lengths(model),
                 collator=self._plan.collator,
                 batch_size=batch_size,
-                seq_len=self._plan.finetune.seq_len,
+                seq_len=self.seq_len(model),
                 accumulation=self._plan.finetune.gradient_accumulation_steps,
                 epochs=self._plan.epochs,
                 seed=self._plan.seed,
@@ -69,7 +85,7 @@ class TrainingData:
     def evaluation(self, model: str, batch_size: int) -> dict[int, float]:
         """Padded length to the number of evaluation batches of a whole training of `model`."""
         plan = self._plan
-        key = (self.tokenizer(model), batch_size)
+        key = (self.tokenizer(model), self.seq_len(model), batch_size)
         if key not in self._evaluated:
             load = self.workload(model, batch_size)
             passes = num_evaluations(plan.keeping, num_steps=load.num_steps, epochs=plan.epochs)
@@ -77,7 +93,7 @@ class TrainingData:
                 self.lengths(model),
                 batch_size=batch_size,
                 collator=plan.collator,
-                seq_len=plan.finetune.seq_len,
+                seq_len=self.seq_len(model),
             )
             self._evaluated[key] = {
                 width: passes * count for width, count in widths.items() if passes

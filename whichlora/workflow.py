@@ -14,7 +14,6 @@ from whichlora.besides import Besides
 from whichlora.calibration import Calibration
 from whichlora.config import load_plan
 from whichlora.data_format import TEXT_ROWS
-from whichlora.dataset import TokenLengths
 from whichlora.device.installed import installed_versions
 from whichlora.errors import ConfigError
 from whichlora.gpu_choice import GpuChoice, OnGpu, choose_gpu
@@ -41,6 +40,7 @@ from whichlora.space import pareto
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.store.jsonfiles import read_object, write_object, write_text
 from whichlora.store.locks import hold_folder
+from whichlora.training_data import Counted
 
 Ending: TypeAlias = StoppedBy | Literal["everything measured", "not measured", "under way"]
 
@@ -194,7 +194,7 @@ def _run_on_each(plan: Plan, gpus: Sequence[GpuSpec], progress: Progress, *, fre
     Raises:
         ConfigError: none of them can carry out the plan.
     """
-    lengths: dict[str, TokenLengths] = {}
+    lengths: Counted = {}
     answers: dict[str, Answer] = {}
     refusals: dict[str, ConfigError] = {}
     here = {gpu.key for gpu in gpus if plan.profile != "none" and is_here(gpu)}
@@ -252,7 +252,7 @@ def _run(
     progress: Progress,
     *,
     fresh: bool,
-    lengths: dict[str, TokenLengths],
+    lengths: Counted,
 ) -> Answer:
     session = Session(plan, gpu, progress, fresh=fresh, lengths=lengths)
     try:
@@ -481,10 +481,10 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
     if plan.dataset.kind != "counts":
         data = write_jsonl(session.data.dataset, folder)
         rows = data_format(session.data.dataset)
-    run = best
+    run, longest = best, None
     if session.data.lengths(best.model).method.startswith("estimated"):
         # the longest row is a guess, and a row that is longer is not to lose its end for it
-        run = replace(best, seq_len=plan.finetune.seq_len)
+        run, longest = replace(best, seq_len=session.data.seq_len(best.model)), best.seq_len
     recipe = Recipe(
         run=run,
         gpu=session.gpu.key,
@@ -495,6 +495,7 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
         tokenizer=None if plan.weights == "random" else plan.tokenizers.get(best.model),
         weights=plan.weights,
         model_config=dict(model.config),
+        longest=longest,
         batching=plan.collator,  # what the total time was summed over
         masked_lm=model.task == "encoder",
         trust_remote_code=plan.trust_remote_code,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, get_args
 
 from whichlora.data_format import TEXT_ROWS, DataFormat
@@ -33,6 +33,8 @@ class Recipe:
         tokenizer: hub id or path; None takes the model's own.
         model_config: the Hugging Face config.
         masked_lm: an encoder, trained to fill in masked tokens.
+        longest: tokens of the longest row as it is estimated, where `run` cuts later; the
+            prediction is of these.
         data_format: what a row of `train.jsonl` and `validation.jsonl` looks like.
         validation: there is a `validation.jsonl`.
 
@@ -52,6 +54,7 @@ class Recipe:
     masked_lm: bool = False
     trust_remote_code: bool = False
     batching: Collator | None = None
+    longest: int | None = None
     data_format: DataFormat = TEXT_ROWS
     train_on: TrainOn = "completions"
     keeping: Keeping = KEEPING
@@ -74,6 +77,10 @@ class Recipe:
                 f"weights: {self.weights!r} is not known; accepted are "
                 f"{', '.join(get_args(Weights))}"
             )
+        if self.longest is not None and type(self.longest) is not int:
+            raise ConfigError(f"longest: must be a whole number, got {self.longest!r}")
+        if self.longest is not None:
+            _number("longest", self.longest, above=0, most=self.run.seq_len)
         if self.batching not in (None, *get_args(Collator)):
             raise ConfigError(
                 f"batching: {self.batching!r} is not known; accepted are "
@@ -91,6 +98,10 @@ class Recipe:
         for name in ("masked_lm", "trust_remote_code", "validation"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is neither true nor false")
+
+    def predicted(self, run: RunConfig) -> RunConfig:
+        """`run`, which a tool makes of this recipe, with rows as long as they are estimated."""
+        return run if self.longest is None else replace(run, seq_len=self.longest)
 
     def to_dict(self) -> dict[str, Any]:
         fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from whichlora import api
-from whichlora.dataset import TokenLengths
 from whichlora.errors import ConfigError
 from whichlora.plan import Budget, Plan, ProfilePolicy
 from whichlora.policy import Decision, Spent, exhausted
@@ -17,6 +16,7 @@ from whichlora.slurm.discovery import GpuGroup
 from whichlora.specs import RunConfig
 from whichlora.sweep.state import Sweep
 from whichlora.sweep.tasks import find_records, read_start
+from whichlora.training_data import Counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
     Raises:
         ConfigError: no group runs any candidate.
     """
-    lengths: dict[str, TokenLengths] = {}
+    lengths: Counted = {}
     judged: list[Judged] = []
     refusals: list[ConfigError] = []
     for group in sweep.groups:
