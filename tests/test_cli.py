@@ -401,7 +401,6 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--gpu", "nosuch"), "unknown GPU 'nosuch'"),
     (("--gpu", "all"), "'whichlora where' judges every one"),
     (("--gpu", "rtx4099"), "unknown GPU 'rtx4099': did you mean"),
-    (("--gpu", "a100"), "GPU 'a100' is ambiguous: a100-pcie-40gb, a100-pcie-80gb"),
     (("--gpu", ""), "--gpu: has an empty name"),
     (("--precision", "tf32", "--gpu", "cpu"), "precision: tf32 has no units on cpu"),
     (

@@ -251,6 +251,24 @@ def test_an_amount_of_memory_gives_a_verdict_and_no_time() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "key", "others"),
+    [
+        ("A100", "a100-sxm-40gb", "a100-pcie-40gb, a100-pcie-80gb, a100-sxm-40gb, a100-sxm-80gb"),
+        ("v100 sxm2", "v100-sxm2-16gb", "v100-sxm2-16gb, v100-sxm2-32gb"),
+        ("3080", "rtx-3080-10gb", "rtx-3080-10gb, rtx-3080-12gb"),
+        ("4060 ti", "rtx-4060-ti-8gb", "rtx-4060-ti-16gb, rtx-4060-ti-8gb"),
+        ("a100 pcie", "a100-pcie-40gb", "a100-pcie-40gb, a100-pcie-80gb"),
+    ],
+)
+def test_what_is_asked_for_by_a_shared_name_is_its_board_with_the_least_memory(
+    name: str, key: str, others: str
+) -> None:
+    spec = find_target(name)
+    assert spec.key == key
+    assert spec.notes == (f"{name}: taken as {key}, the one with the least memory of {others}",)
+
+
+@pytest.mark.parametrize(
     ("name", "candidates"),
     [
         ("A100", "a100-pcie-40gb, a100-pcie-80gb, a100-sxm-40gb, a100-sxm-80gb"),

@@ -71,13 +71,16 @@ def is_known_model(name: str) -> bool:
     return model_store.find_model(name) is not None
 
 
-def find_gpu(name: str = "auto") -> GpuSpec:
+def find_gpu(name: str = "auto", *, least_memory: bool = False) -> GpuSpec:
     """The accelerator called `name`: a key, an alias, a driver's name, "cpu" or "auto".
+
+    Args:
+        least_memory: of boards that share `name`, take the one with the least memory.
 
     Raises:
         ConfigError: unknown or ambiguous; the message has the candidates.
     """
-    return gpu_store.find_gpu(name)
+    return gpu_store.find_gpu(name, least_memory=least_memory)
 
 
 def find_target(name: str) -> GpuSpec:

@@ -92,7 +92,7 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
     Raises:
         ConfigError: an unknown model or accelerator, or settings that exclude each other.
     """
-    device = api.find_gpu(gpu)
+    device = api.find_gpu(gpu, least_memory=True)
     model = api.load_model(run.model)
     resolved = resolve(model, replace(run, model=model.name), device)
     return Recipe(

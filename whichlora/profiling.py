@@ -76,7 +76,7 @@ def gpu_of(plan: Plan) -> GpuSpec:
     Raises:
         ConfigError: an unknown name, or no GPU here where the plan names none.
     """
-    gpu = find_gpu(plan.gpu)
+    gpu = find_gpu(plan.gpu, least_memory=True)
     if gpu.kind == "cpu" and plan.gpu.strip().lower() == "auto":
         raise ConfigError(
             f"{plan.source}: gpu: is not set, and this machine has no GPU; name the one that the "

@@ -36,12 +36,15 @@ _VENDOR_WORDS = re.compile(
 )
 
 
-def find_gpu(name: str) -> GpuSpec:
+def find_gpu(name: str, *, least_memory: bool = False) -> GpuSpec:
     """The accelerator that `name` means, here or elsewhere; `notes` say so where it is not exact.
 
     Args:
         name: a key, an alias, the name a driver prints, "cpu" for this host's CPU, "auto" for
             the first GPU here and the CPU where there is none.
+        least_memory: of boards that share `name`, take the one with the least memory: what fits
+            there fits on the others. Without it they are refused, since a record or a price is
+            of one board.
 
     Raises:
         ConfigError: no accelerator has that name, or several have.
@@ -65,8 +68,8 @@ def find_gpu(name: str) -> GpuSpec:
         index = read_index()
         keys = _keys_named(name, index)
         if len(keys) > 1:
-            return _usual(name, keys)
-        spec = _load(keys[0]) if keys else _by_words(name, index)
+            return _usual(name, keys, least_memory)
+        spec = _load(keys[0]) if keys else _by_words(name, index, least_memory)
         if spec is not None:
             return spec
     if key.startswith("cpu-"):
@@ -90,24 +93,30 @@ def find_target(name: str) -> GpuSpec:
     Raises:
         ConfigError: as `find_gpu`.
     """
-    return _any_card(name) or find_gpu(name)
+    return _any_card(name) or find_gpu(name, least_memory=True)
 
 
-def _usual(name: str, keys: Sequence[str]) -> GpuSpec:
+def _usual(name: str, keys: Sequence[str], least_memory: bool) -> GpuSpec:
     """The board that people mean by a name that several have.
 
     Raises:
-        ConfigError: the packaged files say of none that it is.
+        ConfigError: the packaged files say of none that it is, and memory is not to decide.
     """
-    key = _packaged_index()["usual"].get(_squash(name))
+    usual = _packaged_index()["usual"]
+    key, why = usual.get(_squash(name)), "the usual one"
+    if key is None and least_memory:
+        boards = [spec for spec in map(_load, keys) if spec is not None]
+        least_bytes = (1 + _SAME_BOARD_FRACTION) * min(spec.memory_bytes for spec in boards)
+        smallest = [spec.key for spec in boards if spec.memory_bytes <= least_bytes]
+        key = next((key for key in smallest if key in usual.values()), smallest[0])
+        why = "the one with the least memory"
     spec = _load(key) if key else None
     if spec is None:
         raise ConfigError(f"GPU {name!r} is ambiguous: {', '.join(keys)}; give one of these")
-    note = f"{name}: taken as {key}, the usual one of {', '.join(keys)}"
-    return replace(spec, notes=(note,))
+    return replace(spec, notes=(f"{name}: taken as {key}, {why} of {', '.join(keys)}",))
 
 
-def _by_words(name: str, index: Mapping[str, Any]) -> GpuSpec | None:
+def _by_words(name: str, index: Mapping[str, Any], least_memory: bool) -> GpuSpec | None:
     """The board with every word of `name` among its names: "4090 24gb"; None without one.
 
     Raises:
@@ -122,7 +131,7 @@ def _by_words(name: str, index: Mapping[str, Any]) -> GpuSpec | None:
             further[key] = len(_words(key) - wanted)
     closest = sorted(key for key in further if further[key] == min(further.values()))
     if len(closest) > 1:
-        return _usual(name, closest)
+        return _usual(name, closest, least_memory)
     spec = _load(closest[0]) if closest else None
     return spec and replace(spec, notes=(f"{name}: taken as {spec.key}",))
 
