@@ -533,7 +533,37 @@ def test_with_twenty_models_the_winner_stands_on_one_screen(
     assert answer.winner is not None
     assert sum(line.startswith(f"Winner: {answer.winner.run.model}") for line in lines) == 1
     assert sum(line.rstrip().endswith("WINNER") for line in lines) == 1
-    assert any(": --all" in line for line in lines)
+    assert any("--all" in line for line in lines)
+
+
+def test_the_short_answer_keeps_what_must_be_known_before_the_winner_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"prompt": "Why? " * 40, "chosen": "Because.", "rejected": "No."}
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(row)}\n" * 40)
+    keys = {
+        "gpu": "t4-16gb",
+        "models": "Qwen/Qwen3-0.6B",
+        "methods": "lora",
+        "dataset": "pairs.jsonl",
+        "sequence_length": 16,
+        "profile": "none",
+    }
+    (tmp_path / "plan.yaml").write_text(json.dumps(keys))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    answer = workflow.run(Path("plan.yaml"), progress=Silent())
+    report.print_short(answer)
+    printed = capsys.readouterr().out
+    for caution in (
+        "lengths are estimated",
+        "rows are cut to 16 tokens",
+        "rejected answers are kept, and not trained on",
+        "t4-16gb has no bf16 matrix units",
+    ):
+        assert caution in printed
+        assert any(caution in noted for noted in answer.to_dict()["cautions"])
+    assert "not verified" not in printed
 
 
 @pytest.mark.parametrize("estimated", [False, True])

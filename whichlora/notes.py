@@ -12,6 +12,7 @@ from whichlora.targets import all_linears
 # Compute capability below which PyTorch's wheels for CUDA 12.8 and later have no kernels, since
 # which version. Source: release notes of 2.8; github.com/pytorch/pytorch, issue 172352.
 _DROPPED = ((7.0, "2.8"), (7.5, "2.11"))
+UNVERIFIED = "datasheet facts"  # how the note on facts that nobody confirmed begins
 
 
 def notes_on(job: Job) -> tuple[str, ...]:
@@ -42,7 +43,7 @@ def notes_on(job: Job) -> tuple[str, ...]:
     if stored := _stored(job):
         found.append(stored)
     if gpu.unverified:
-        found.append(f"datasheet facts of {gpu.key} not verified: {', '.join(gpu.unverified)}")
+        found.append(f"{UNVERIFIED} of {gpu.key} not verified: {', '.join(gpu.unverified)}")
     bare = any(
         not one.is_module
         for layer, _ in job.model.layers()

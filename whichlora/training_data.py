@@ -67,6 +67,17 @@ class TrainingData:
             )
         return self._lengths[key]
 
+    def cautions(self, model: str) -> tuple[str, ...]:
+        """What of the data must be known before a plan is acted on."""
+        lengths = self.lengths(model)
+        cautions = []
+        if not lengths.is_counted:
+            cautions.append(f"lengths are {lengths.method}")
+        if lengths.num_truncated:
+            cautions.append(f"{lengths.num_truncated} rows are cut to {lengths.max_length} tokens")
+        _, _, not_trained_on = self.dataset.describe().partition("; ")
+        return (*cautions, *([not_trained_on] if not_trained_on else ()))
+
     def workload(self, model: str, batch_size: int) -> Workload:
         """The batches of a whole training of `model`."""
         key = (self.tokenizer(model), self.seq_len(model), batch_size)

@@ -18,6 +18,7 @@ from whichlora.device.installed import installed_versions
 from whichlora.errors import ConfigError
 from whichlora.gpu_choice import GpuChoice, OnGpu, choose_gpu
 from whichlora.html_report import write_report
+from whichlora.notes import UNVERIFIED
 from whichlora.numeric import TWO_SIDED_Z
 from whichlora.plan import Plan, Prefer
 from whichlora.policy import Decision, StoppedBy
@@ -103,6 +104,7 @@ class Answer:
         refused: combinations of the plan that a model or the device lacks.
         choice: what every GPU of a list comes to; this is the answer of the recommended one.
         besides: what the winner's evaluations and checkpoints take.
+        cautions: what must be known of the data and the winner before either is acted on.
         dataset: sequences, tokens and epochs that the total times are for.
         files: what was written, by purpose.
         training: what the winning job reported, where it was run, or the `error` it ended with.
@@ -119,6 +121,7 @@ class Answer:
     search: Search
     compared: Sequence[Compared]
     tokens: str
+    cautions: Sequence[str] = ()
     may_fit: Sequence[Candidate] = ()
     side_by_side: Sequence[Candidate] = ()
     besides: Besides | None = None
@@ -139,6 +142,7 @@ class Answer:
             "gpu": self.gpu.key,
             "basis": self.basis,
             "tokens": self.tokens,
+            "cautions": list(self.cautions),
             "winner": None if self.winner is None else detailed_row(self.winner, self.plan),
             "objective": asdict(self.plan.objective),
             "search": self.search.to_dict(),
@@ -365,6 +369,7 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
         search=search,
         compared=compared,
         tokens=tokens,
+        cautions=_cautions(session, best, model),
         refused=list(session.asked.refused.values()),
         side_by_side=[] if shown is None else session.side_by_side(pursuit, shown.run),
         besides=None if best is None else session.besides(best.run),
@@ -376,6 +381,16 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
         },
         calibration=session.calibration,
     )
+
+
+def _cautions(session: Session, best: Candidate | None, model: str) -> list[str]:
+    """What must be known of the data of `model` and of the winner before either is acted on."""
+    cautions = list(session.data.cautions(model))
+    if best is not None:
+        of_model = session.models[model].notes
+        notes = (note for note in best.prediction.notes if note not in of_model)
+        cautions += [note for note in notes if not note.startswith(UNVERIFIED)]
+    return cautions
 
 
 def _pursue(session: Session, pursuit: Pursuit) -> tuple[Pursuit, Search, int | None]:

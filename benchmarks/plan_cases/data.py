@@ -148,7 +148,7 @@ def other_files(folder: Folder) -> str:
     folder.write("data.csv", table.getvalue())
     folder.write_rows("split/train.jsonl", [{"text": PROMPT}] * ROWS)
     folder.write_rows("split/validation.jsonl", [{"text": PROMPT}] * 8)
-    for dataset, num_validation in (("data.csv", 3), ("./split", 8)):
+    for dataset, num_validation in (("data.csv", 4), ("./split", 8)):
         result = plan_of(folder, dataset)
         expect(result.code == 0, result.last_line)
         written = len(folder.rows("runs/plan/validation.jsonl"))
@@ -164,7 +164,7 @@ def broken_rows(folder: Folder) -> str:
         folder.write_rows("data.jsonl", [good] * 5 + [broken] + [good] * 5)
         result = plan_of(folder, "data.jsonl")
         lines = result.stderr.strip().splitlines()
-        expect(result.code == 2 and "5" in lines[-1], f"{broken}: {result.last_line}")
+        expect(result.code == 2 and ":6:" in lines[-1], f"{broken}: {result.last_line}")
         told.append(lines[-1])
     return told[-1]
 

@@ -44,6 +44,11 @@ class TokenLengths:
         if not self.lengths.get("train"):
             raise ConfigError("dataset: has no text in its split train; give at least one row")
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether a tokenizer counted them; else they are estimated from bytes, or assumed."""
+        return not self.method.startswith(("estimated", "assumed"))
+
     def num_sequences(self, split: Split = "train") -> int:
         return len(self.lengths.get(split, ()))
 

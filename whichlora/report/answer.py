@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from whichlora.notes import UNVERIFIED
 from whichlora.report.plane import plane
 from whichlora.report.rows import comparison_rows, comparison_summary
 from whichlora.report.terminal import MAX_REASONS, new_table, open_console, print_table, say
@@ -261,7 +262,7 @@ def answer_notes(answer: Answer) -> list[str]:
     of_winner = () if answer.winner is None else answer.winner.prediction.notes
     found = dict.fromkeys((*answer.plan.notes, *of_winner, *of_all))
     if answer.compared:  # what was measured has taken the datasheet's place
-        return [note for note in found if not note.startswith("datasheet facts")]
+        return [note for note in found if not note.startswith(UNVERIFIED)]
     return list(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from whichlora.largest import Placement
+from whichlora.notes import UNVERIFIED
 from whichlora.report.sheet import WIDE, Sheet, show
 from whichlora.report.terminal import open_console, say
 from whichlora.report.words import VERDICTS, describe
@@ -28,7 +29,7 @@ def print_placements(placements: Sequence[Placement]) -> None:
     notes: dict[str, list[str]] = {}
     for one in judged:
         for text in () if one.prediction is None else one.prediction.notes:
-            if not text.startswith("datasheet facts"):  # the stars say so
+            if not text.startswith(UNVERIFIED):  # the stars say so
                 notes.setdefault(text.replace(one.gpu.key, "it"), []).append(one.gpu.key)
     for text, keys in notes.items():
         of_all = len(keys) == len(judged)

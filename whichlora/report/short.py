@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 MAX_MODELS = 3
 MAX_OTHERS = 1  # reasons beside those of the winner
 MAX_NOTES = 2
-CERTAIN = " (100% chance to meet it)"  # goes without saying on one screen
+TO_MEET_IT = " chance to meet it)"
+CERTAIN = f" (100%{TO_MEET_IT}"  # goes without saying on one screen
 
 
 def print_short(answer: Answer) -> None:
@@ -40,16 +41,16 @@ def print_short(answer: Answer) -> None:
     others = [block for block in blocks if block not in shown]
     for block in (*shown, *others[:MAX_OTHERS]):
         for line in block:
-            say(console, line.removesuffix(CERTAIN))
-    if len(others) > MAX_OTHERS:
-        say(console, f"… and {len(others) - MAX_OTHERS} more reasons: --all, or {_name(answer)}")
+            say(console, line.removesuffix(CERTAIN).replace(TO_MEET_IT, " chance)"))
     for note in _notes(answer):
         say(console, f"note: {note}")
     if also := besides_in_short(answer):
         say(console, also)
     say(console, f"basis: {answer.basis}")
     if "report" in answer.files:
-        say(console, f"report: {answer.files['report']}", whole=True)
+        more = len(others) - MAX_OTHERS
+        reasons = f" ({more} more reasons there, or with --all)" if more > 0 else ""
+        say(console, f"report: {answer.files['report']}{reasons}", whole=True)
     if answer.training is not None and "error" not in answer.training:
         print_training(console, answer)
     elif "job" in answer.files:
@@ -117,12 +118,11 @@ def _blocks(lines: list[str]) -> list[list[str]]:
 
 
 def _notes(answer: Answer) -> list[str]:
-    """What the names in the table were taken as; of many, the winner's."""
-    notes = [*answer.plan.notes, *answer.gpu.notes]
-    if len(notes) <= MAX_NOTES or answer.winner is None:
-        return notes[:MAX_NOTES]
-    return [note for note in notes if answer.winner.run.model in note or note in answer.gpu.notes]
+    """What must be known before the winner is trained, and what names were taken as.
 
-
-def _name(answer: Answer) -> str:
-    return str(answer.files["summary"]) if "summary" in answer.files else "answer.json"
+    Of many names, the winner's.
+    """
+    meanings = list(answer.plan.notes)
+    if len(meanings) > MAX_NOTES and answer.winner is not None:
+        meanings = [note for note in meanings if answer.winner.run.model in note]
+    return list(dict.fromkeys((*answer.cautions, *answer.gpu.notes, *meanings[:MAX_NOTES])))
