@@ -45,6 +45,7 @@ HERE = Path(__file__).resolve().parent
 RANDOM_MODEL = '''\
 def write_random_model():
     """A checkpoint with random weights, so that nothing is downloaded."""
+    set_seed(SEED)
     config = AutoConfig.for_model(**MODEL_CONFIG)
     model = {model_class}.from_config(config, dtype=torch.{dtype})
     model.save_pretrained(MODEL)
@@ -176,6 +177,7 @@ TAIL = """\
         args=args,
         train_dataset=train_rows,
 {evaluation}\
+        processing_class=tokenizer,  # what ends a text for it does so for the model
         data_collator={collator},
 {optimizer}{callbacks}\
     )
