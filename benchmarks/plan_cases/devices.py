@@ -14,6 +14,10 @@ from plan_cases.registry import case, expect
 
 GPU = "t4-16gb"
 SEEN = [("Qwen/Qwen3-0.6B", "lora"), ("meta-llama/Llama-3.2-1B", "qlora")]
+SETTINGS = (
+    *("model", "phase", "method", "batch_size", "seq_len", "r", "lora_alpha", "precision"),
+    *("optimizer", "gradient_checkpointing", "gradient_accumulation_steps", "attn", "padding"),
+)
 UNSEEN = [("Qwen/Qwen3-1.7B", "lora"), ("HuggingFaceTB/SmolLM2-360M", "dora")]
 
 
@@ -35,12 +39,7 @@ def learnt(folder: Folder, slower: float) -> float:
     rows = [
         {
             "gpu": GPU,
-            "model": run.run.model,
-            "phase": "finetune",
-            "method": run.run.method,
-            "batch_size": run.run.batch_size,
-            "seq_len": run.run.seq_len,
-            "precision": "fp16",
+            **{name: getattr(run.run, name) for name in SETTINGS},
             "step_s": run.time.step_s * slower,
             "date": "2026-11-01",
             "source": "made of the prior by plans.py",
@@ -55,6 +54,8 @@ def learnt(folder: Folder, slower: float) -> float:
     variables = {"WHICHLORA_CALIBRATION": str(calibration)}
     imported = folder.whichlora("calibrate", "import", "records.csv", **variables)
     expect(imported.code == 0, imported.last_line)
+    fitted = folder.whichlora("calibrate", "--gpu", GPU, **variables)
+    expect(fitted.code == 0, fitted.last_line)
     before = runs(UNSEEN, calibration_dir=empty)
     after = runs(UNSEEN, calibration_dir=calibration)
     errors = [
