@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from whichlora.errors import DataFileError
-from whichlora.store.locks import hold_folder
+from whichlora.store.locks import LOCK_FILE, hold_folder
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from whichlora.store.locks import hold_folder
+from whichlora.store.locks import LOCK_FILE, hold_folder
 with hold_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -104,3 +104,13 @@ def test_a_folder_that_cannot_be_made_gets_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataFileError, match="set output_dir to a folder of yours"):
         hold_folder(tmp_path / "file" / "out").__enter__()
+
+
+def test_the_holder_is_named_in_the_file_while_it_holds_it_and_no_longer(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).write_text("x" * 1000)
+    with hold_folder(tmp_path):
+        owner = json.loads((tmp_path / LOCK_FILE).read_bytes())
+        assert owner["pid"] == os.getpid()
+        assert owner["host"] == os.uname().nodename
+        assert owner["process_start"]
+    assert (tmp_path / LOCK_FILE).read_bytes() == b""

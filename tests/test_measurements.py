@@ -549,3 +549,15 @@ def test_coefficients_written_by_many_are_always_those_of_one(tmp_path: Path) ->
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
+
+
+def test_a_folder_is_made_before_anything_is_measured_and_refused_if_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = MeasurementLog(tmp_path, "a100-sxm-80gb", "run")
+    log.prepare()
+    log.prepare()
+    assert log.path.parent.is_dir()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(DataFileError, match=r"can't be written \(Permission denied\)"):
+        log.prepare()

@@ -23,7 +23,7 @@ from whichlora.memory.entries import Kind
 from whichlora.memory.generation import inference_ledger
 from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
 from whichlora.memory.replay import MIN_BLOCK_BYTES
-from whichlora.memory.trained import Trained, trained_tensors
+from whichlora.memory.trained import Trained, trained_biases, trained_tensors
 from whichlora.notes import notes_on
 from whichlora.prediction import ledger, part_bytes
 from whichlora.resolution import Job, resolve
@@ -579,3 +579,117 @@ def test_an_encoder_waits_while_the_decoder_goes_backward() -> None:
         for name in ("first_decoder_layer_backward", "first_layer_backward")
     }
     assert later["first_decoder_layer_backward"] < later["first_layer_backward"]
+
+
+@pytest.mark.parametrize(
+    ("bias", "trained"),
+    # per layer: queries with keys and values, their projection, the MLP's two, two norms
+    [
+        ("none", 0),
+        ("lora_only", 12 * 2304),
+        ("all", 12 * (2304 + 768 + 3072 + 768 + 2 * 768) + 768),
+    ],
+)
+def test_gpt_2_has_102_144_biases_to_train(bias: str, trained: int) -> None:
+    found = trained_biases(model("openai-community/gpt2"), ("c_attn",), bias, 4)
+    assert sum(one.num_params * one.count for one in found) == trained
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "moved_mib"),
+    [
+        (1024, 4096, 0),  # segments that others can use
+        (5120, 7168, 2 * 12),  # 10 MiB to 14 MiB in steps of 2: two, of 12 MiB on average
+    ],
+)
+def test_a_growing_cache_leaves_its_old_segments_behind(
+    first: int, last: int, moved_mib: int
+) -> None:
+    """Llama 3 8B: a token takes 2 KiB of keys, and of values, in each of 32 layers."""
+    size = kv_cache.left_behind_bytes(
+        model(LLAMA_3_8B), batch_size=1, first_tokens=first, last_tokens=last, element_bytes=2
+    )
+    assert size == 2 * 32 * moved_mib * MiB
+
+
+@pytest.mark.parametrize(("precision", "per_weight"), [("bf16-pure", 4 + 2), ("fp32", 4)])
+def test_a_trained_head_of_the_fused_loss_has_a_gradient_in_fp32(
+    precision: Any, per_weight: int
+) -> None:
+    run = RunConfig(model=LLAMA_3_8B, method="full", loss_head="trl-fused", precision=precision)
+    found = job(run)
+    frozen = replace(found.stack, trains_base=False)
+    trained, kept = (
+        logits.loss_backward_bytes(found.model, stack, tokens=100, loss_head="trl-fused")
+        for stack in (found.stack, frozen)
+    )
+    assert trained - kept == per_weight * 128_256 * 4096
+
+
+@pytest.mark.parametrize(("transformers", "caches"), [("4.41.0", 2), ("4.43.0", 1)])
+@pytest.mark.parametrize("new_tokens", [1, 2])
+def test_a_cache_of_tuples_is_there_twice_while_it_grows(
+    transformers: str, caches: int, new_tokens: int
+) -> None:
+    run = RunConfig(
+        model="meta-llama/Meta-Llama-3-8B",
+        phase="inference",
+        prompt_len=1000,
+        max_new_tokens=new_tokens,
+        libraries=(("transformers", transformers),),
+    )
+    entries = ledger(job(run)).moments["second_token"]
+    (size,) = (entry.num_bytes for entry in entries if entry.fact is facts.TWO_CACHES)
+    assert size == (caches if new_tokens > 1 else 1) * 1000 * 128 * 1024
+
+
+def test_the_fused_loss_holds_one_tile_of_logits_beside_its_hidden_states() -> None:
+    """4,096 tokens by 32,768 words at once; per token two bytes a hidden entry and 40 more."""
+    found = job(RunConfig(model=LLAMA_3_8B, loss_head="trl-fused", precision="bf16-pure"))
+    for tokens in (100, 10_000):
+        size = logits.loss_forward_bytes(
+            found.model, found.stack, tokens=tokens, loss_head="trl-fused"
+        )
+        assert size == min(tokens, 4096) * 32_768 * 2 + tokens * (2 * 4096 + 40)
+
+
+def test_adafactor_makes_two_stages_of_one_parameter_and_copies_of_a_narrow_one() -> None:
+    wide = Trained(rows=8, width=100, param_bytes=4)
+    narrow = Trained(rows=8, width=100, param_bytes=2)
+    absent = Trained(rows=8, width=1000, param_bytes=4, count=0)
+    for tensor, size in ((wide, 2 * 4 * 800), (narrow, 4 * 4 * 800)):
+        tensors = [tensor, absent]
+        found = optimizer.step_temporary_bytes(tensors, optimizer="adafactor", device_kind="cuda")
+        assert found == size
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_name", "size"),
+    [("dynamic", 2 * 100 * 8 * 128 * 2), ("static", 0), ("vllm", 0)],
+)
+def test_only_a_dynamic_cache_copies_a_layers_keys_to_append_a_token(
+    kv_cache_name: str, size: int
+) -> None:
+    found = kv_cache.append_transient_bytes(
+        model(LLAMA_3_8B), batch_size=2, tokens=100, kv_cache=kv_cache_name, element_bytes=2
+    )
+    assert found == size
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "size"),
+    [
+        ("cuda", "8.0", 8_519_680),
+        ("cuda", None, 8_519_680),
+        ("cuda", "9.0", 32 * MiB),
+        ("cuda", "12.0", 32 * MiB),
+        ("rocm", None, 0),
+        ("cpu", None, 0),
+    ],
+)
+def test_a_workspace_of_products_is_larger_from_hopper_on_and_twice_in_training(
+    kind: Any, capability: str | None, size: int
+) -> None:
+    gpu = replace(A100, kind=kind, compute_capability=capability)
+    assert allocator.workspace_bytes(gpu, training=False) == size
+    assert allocator.workspace_bytes(gpu, training=True) == 2 * size

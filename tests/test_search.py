@@ -295,3 +295,54 @@ def test_a_further_error_widens_a_quantity_and_keeps_its_value() -> None:
     assert wide.low * wide.high == pytest.approx(64.0)
     assert wide.widened(0.1).high < wide.widened(0.2).high
     assert exact.widened(0.0) == exact
+
+
+def test_a_quantity_in_parts_keeps_how_far_it_reaches() -> None:
+    parts = Quantity(value=90.0, low=80.0, high=120.0, measured=True, confidence=0.5).divided(10)
+    assert parts == Quantity(value=9.0, low=8.0, high=12.0, measured=True, confidence=0.5)
+
+
+def test_a_further_error_adds_to_each_side_as_independent_errors_do() -> None:
+    lopsided = Quantity(value=8.0, low=8 / math.exp(0.3), high=8 * math.exp(0.6), measured=True)
+    wide = lopsided.widened(0.4 / 1.6448536)
+    assert math.log(wide.value / wide.low) == pytest.approx(0.5)
+    assert math.log(wide.high / wide.value) == pytest.approx(math.hypot(0.6, 0.4))
+    assert not wide.measured
+
+
+def test_what_is_believed_counts_until_there_is_a_measurement() -> None:
+    memory, time = quantity(5 * GiB), quantity(0.001)
+    believed = {"memory": memory, "time_per_token_s": time}
+    found = judge(prediction(TRAIN), Limits(), **believed)  # type: ignore[arg-type]
+    assert (found.memory_bytes, found.time_per_token_s) == (memory, time)
+    run = measurement(TRAIN, used_bytes=7 * GiB, step_s=0.2)
+    found = judge(prediction(TRAIN), Limits(), measurement=run, **believed)  # type: ignore[arg-type]
+    assert found.memory_bytes.value == 7 * GiB
+    assert found.time_per_token_s.value == pytest.approx(0.2 / 100)
+    failed = measurement(TRAIN, outcome="error")
+    found = judge(prediction(TRAIN), Limits(), measurement=failed, **believed)  # type: ignore[arg-type]
+    assert (found.memory_bytes, found.time_per_token_s) == (memory, time)
+
+
+def test_the_interval_of_a_step_is_that_of_each_of_its_tokens() -> None:
+    trained = judge(prediction(TRAIN, time_s=0.1, time_factor=2.0), Limits()).time_per_token_s
+    assert (trained.value, trained.low, trained.high) == pytest.approx((1e-3, 0.5e-3, 2e-3))
+    served = judge(prediction(SERVE, time_s=0.1, time_factor=2.0), Limits()).time_per_token_s
+    assert (served.value, served.low, served.high) == pytest.approx((0.1, 0.05, 0.2))
+
+
+def test_limits_are_those_of_the_phase() -> None:
+    limits = Limits(finetune_bytes=1, inference_bytes=2, time_per_token_s=3.0, total_time_s=4.0)
+    total = quantity(1.0)
+    trained = judge(prediction(TRAIN), limits, total_s=total).checks
+    assert [(check.unit, check.bound) for check in trained] == [
+        ("bytes", USABLE_BYTES),
+        ("bytes", 1),
+        ("s", 4.0),
+    ]
+    served = judge(prediction(SERVE), limits).checks
+    assert [(check.unit, check.bound) for check in served] == [
+        ("bytes", USABLE_BYTES),
+        ("bytes", 2),
+        ("s", 3.0),
+    ]
