@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from whichlora.dataset import (
     count_tokens,
     data_format,
     open_dataset,
+    workload,
     write_jsonl,
 )
 from whichlora.dataset.assumed import RELATIVE_DEVIATIONS
@@ -451,7 +453,33 @@ def test_an_estimate_says_that_it_is_one_and_why(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     lengths = count_tokens(Rows("abcde"), tokenizer=tokenizer, offline=True, max_length=9)
     assert lengths.lengths["train"] == (3,)
-    assert lengths.method == f"estimated: 1 token per 4 UTF-8 bytes, as {why}"
+    assert lengths.method == (
+        f"estimated: 1 token per 4 UTF-8 bytes, which may be 2.96 to 5, as {why}"
+    )
+
+
+def test_an_estimate_goes_with_what_tokenizers_may_make_of_it() -> None:
+    rows = Rows(*("word " * (8 * number) for number in range(1, 26)))  # 40 to 1000 bytes
+    lengths = count_tokens(rows, tokenizer=None, offline=True, max_length=10_000)
+    fewest, most = (sum(each.lengths["train"]) for each in lengths.alternatives)
+    num_bytes = 40 * 25 * 26 // 2
+    assert fewest == pytest.approx(num_bytes / 5 + 25, rel=0.02)
+    assert most == pytest.approx(num_bytes / 2.96 + 25, rel=0.02)
+    assert (max(lengths.lengths["train"]), lengths.longest()) == (251, 357)
+    load = workload(lengths, batch_size=4, seq_len=10_000)
+    assert (load.least_longest, load.longest) == (201, 357)
+    alone = workload(lengths, batch_size=1, seq_len=10_000)  # without padding
+    reach = math.exp(NormalDist().inv_cdf(0.95) * alone.deviation)
+    assert alone.padded_tokens / reach <= fewest
+    assert alone.padded_tokens * reach == pytest.approx(most)
+    cut = count_tokens(rows, tokenizer=None, offline=True, max_length=300)
+    assert cut.longest() == 300
+
+
+def test_counted_lengths_are_what_they_are() -> None:
+    lengths = count_tokens(Rows("a" * 40), tokenizer=BYTE_LEVEL, offline=True, max_length=99)
+    assert (lengths.alternatives, lengths.longest()) == ((), 41)
+    assert workload(lengths, batch_size=1, seq_len=99).deviation == 0
 
 
 def test_a_tokenizer_in_a_folder_counts(tmp_path: Path) -> None:

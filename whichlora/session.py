@@ -278,7 +278,7 @@ class Session:
     def _with_assumed_lengths(
         self, run: RunConfig, time: Quantity, memory: Quantity
     ) -> tuple[Quantity, Quantity]:
-        """Time and memory with what is not known of the lengths, where they are assumed."""
+        """Time and memory with what is not known of lengths that are assumed or estimated."""
         load = self.data.workload(run.model, run.batch_size)
         if load.least_longest < run.seq_len:
             shorter = replace(run, seq_len=load.least_longest)

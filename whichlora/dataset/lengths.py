@@ -23,10 +23,10 @@ class TokenLengths:
         num_truncated: sequences that were cut, over all splits.
         num_empty: rows left out because they have no text, over all splits.
         method: "tokenizer <name>", "bytes", or how the lengths were estimated and why.
-        longest_possible: where lengths are assumed, that of the longest sequence that there may
-            be; None is the longest of `lengths`.
-        alternatives: where lengths are assumed, what they may be as well: less and more spread;
-            of many sequences, some that stand for all.
+        longest_possible: where lengths are assumed or estimated, that of the longest sequence that
+            there may be; None is the longest of `lengths`.
+        alternatives: where lengths are assumed or estimated, what they may be as well: less and
+            more spread, or shorter and longer; of many sequences, some that stand for all.
 
     Raises:
         ConfigError: no sequence to train on.

@@ -29,12 +29,12 @@ class Workload:
         collator: what made them.
         widths: padded length to the number of whole micro-batches over all epochs, binned.
         longest: padded length of the longest batch: what memory is judged on. Where lengths are
-            assumed, the longest that there may be; `least_longest` is the shortest.
+            assumed or estimated, the longest that there may be; `least_longest` is the shortest.
         varied: batches hold rows of different lengths, so that they carry padding.
         num_batches, num_steps: micro-batches and optimizer steps of the whole training.
         real_tokens, padded_tokens: that it trains on, without and with padding.
         deviation: standard deviation of the logarithm of `padded_tokens`, where lengths are
-            assumed.
+            assumed or estimated.
     """
 
     collator: Collator
