@@ -274,6 +274,7 @@ def test_a_folder_without_a_winner_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no recipe.json; give the folder of a whichlora"):
         handover.read_recipe(tmp_path)
     (tmp_path / "answer.json").write_text('{"winner": null}')
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe().to_dict()))  # of an earlier start
     with pytest.raises(ConfigError, match="nothing met the limits of this run"):
         handover.read_recipe(tmp_path)
 

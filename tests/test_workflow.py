@@ -588,6 +588,20 @@ def test_the_job_cuts_rows_where_the_plan_says_if_their_lengths_are_estimated(
     assert (tmp_path / "out" / "train.py").read_text() == job
 
 
+def test_a_later_answer_without_a_winner_says_that_the_job_is_of_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    path = write_config(tmp_path, profile="none")
+    assert workflow.run(path, progress=Silent()).winner is not None
+    path = write_config(tmp_path, profile="none", total_time="1ms")
+    progress = Silent()
+    assert workflow.run(path, progress=progress).winner is None
+    job = tmp_path / "out" / "train.py"
+    assert f"{job}: is of an earlier answer, not of this one" in progress.said
+    with pytest.raises(ConfigError, match="nothing to export"):
+        read_recipe(tmp_path / "out")
+
+
 @pytest.mark.parametrize("weights", ["random", "pretrained"])
 def test_rows_are_cut_to_the_positions_that_a_model_can_look_up(
     tmp_path: Path, weights: str

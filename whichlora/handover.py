@@ -56,9 +56,7 @@ def folder_of_winner(folder: Path) -> Path:
         DataFileError: its answer can't be read.
     """
     path = folder / "answer.json"
-    if (folder / RECIPE_FILE).is_file() or not path.is_file():
-        return folder
-    rows = read_object(path).get("gpus")
+    rows = read_object(path).get("gpus") if path.is_file() else None
     for row in rows if isinstance(rows, list) else ():
         if isinstance(row, dict) and row.get("recommended") is True:
             gpu = str(row.get("gpu"))
@@ -74,11 +72,11 @@ def read_recipe(folder: Path) -> Recipe:
         ConfigError: the run found nothing that fits, or there is none.
         DataFileError: its file can't be read.
     """
-    path = folder / RECIPE_FILE
+    path, answer = folder / RECIPE_FILE, folder / "answer.json"
+    # the recipe of an earlier start may still be there
+    if answer.is_file() and read_object(answer).get("winner") is None:
+        raise ConfigError(f"{folder}: nothing met the limits of this run; nothing to export")
     if not path.is_file():
-        answer = folder / "answer.json"
-        if answer.is_file() and read_object(answer).get("winner") is None:
-            raise ConfigError(f"{folder}: nothing met the limits of this run; nothing to export")
         raise ConfigError(f"{folder}: has no {RECIPE_FILE}; give the folder of a whichlora run")
     return Recipe.from_dict(read_object(path), where=str(path))
 

@@ -480,6 +480,8 @@ def write_files(session: Session, answer: Answer) -> dict[str, Path]:
         files["measurements"] = session.log.path
     if answer.winner is not None:
         files |= _write_job(session, answer.winner.run)
+    elif (folder / "train.py").is_file():
+        session.progress.say(f"{folder / 'train.py'}: is of an earlier answer, not of this one")
     return files
 
 

@@ -301,7 +301,7 @@ class PlanFile(_Section):
     """Optimizer steps between evaluations; without it, each epoch; 0 for none."""
     collator: Collator = "longest"
     """How training batches are made: padded to their longest, of similar lengths, or packed."""
-    sequence_length: Count = _RUN.seq_len
+    sequence_length: Annotated[int, Field(ge=2, le=MOST_COUNT)] = _RUN.seq_len
     """Longest training sequence in tokens; longer ones are truncated."""
     methods: Names = ("lora", "qlora", "dora", "qdora")
     """Fine-tuning methods to compare."""
