@@ -190,3 +190,13 @@ def test_packed_batches_hold_the_same_tokens_however_these_are_spread() -> None:
     load = workload(lengths, batch_size=8, collator="packed", seq_len=1024)
     assert (load.longest, load.least_longest) == (1024, 1024)
     assert load.deviation < 0.01
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(1, 1.0), (3, 1.0), (16, 1.0), (24, 1.5)])
+def test_a_batch_that_takes_all_rows_and_more_counts_as_a_whole_step(
+    rows: int, steps: float
+) -> None:
+    load = workload(token_lengths(*[20] * rows), batch_size=16)
+    assert sum(load.widths.values()) == pytest.approx(steps)
+    assert load.num_steps == math.ceil(rows / 16)
+    assert load.padded_tokens == 20 * rows

@@ -127,10 +127,12 @@ def workload(
     num_steps, num_batches = count_steps(per_epoch, accumulation, epochs)
     widths, sizes = table.T
     widest = int(widths.max())
+    # fewer rows than a batch: the time of a step hardly falls with its rows, so it counts whole
+    parts = np.ones_like(sizes, dtype=np.float64) if per_epoch == 1 else sizes / batch_size
     padded = float(table.prod(axis=1).sum()) * num_batches / drawn
     return Workload(
         collator=collator,
-        widths=_binned(widths, sizes / batch_size * (num_batches / drawn)),
+        widths=_binned(widths, parts * (num_batches / drawn)),
         longest=max(widest, min(lengths.longest(), seq_len)),
         varied=bool(_varied(lengths, collator, batch_size, seq_len)),
         num_batches=num_batches,
