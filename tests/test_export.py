@@ -146,10 +146,6 @@ def test_trl_is_told_what_of_a_row_has_a_loss(
 @pytest.mark.parametrize(
     ("to", "kind"),
     [
-        ("axolotl", "prompt-completion"),
-        ("axolotl", "preference"),
-        ("llamafactory", "prompt-completion"),
-        ("llamafactory", "preference"),
         ("trl", "preference"),
     ],
 )
@@ -180,6 +176,44 @@ def test_llamafactory_is_told_the_roles_and_what_of_a_conversation_has_a_loss(
     assert (settings["stage"], settings["mask_history"]) == ("sft", False)
     assert settings["train_on_prompt"] is (train_on == "all")
     assert any("template:" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("to", ["axolotl", "llamafactory"])
+def test_a_prompt_in_messages_and_its_answer_become_one_conversation(
+    to: str, tmp_path: Path
+) -> None:
+    question, answer = ({"role": role, "content": "\u2028"} for role in ("user", "assistant"))
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    kinds = {
+        "prompt-completion": {"prompt": [question], "completion": [answer]},
+        "preference": {"chosen": [question, answer], "rejected": [question, question]},
+    }
+    for kind, row in kinds.items():
+        rows = DataFormat(kind=kind, conversational=True)  # type: ignore[arg-type]
+        for split in ("train", "validation"):
+            line = json.dumps(row, ensure_ascii=False) + "\n"
+            (run / f"{split}.jsonl").write_text(line, encoding="utf-8")
+        one = recipe(data_format=rows, validation=True)
+        done = handover.hand_over(one, to, other, data=run)
+        assert {path.name for path in done.paths} > {"train_sft.jsonl", "validation_sft.jsonl"}
+        (line,) = (other / "train_sft.jsonl").read_text(encoding="utf-8").strip("\n").split("\n")
+        assert json.loads(line) == {
+            "messages": [question | {"train": False}, answer | {"train": True}]
+        }
+        assert "train_sft.jsonl" in "".join(done.export.files.values())
+    (run / "train.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(DataFileError, match="has a row that is not of its recipe's format"):
+        handover.hand_over(one, to, other, data=run)
+
+
+@pytest.mark.parametrize("to", ["axolotl", "llamafactory"])
+def test_what_was_chosen_becomes_the_completion(to: str, tmp_path: Path) -> None:
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    handover.hand_over(recipe(data_format=ROWS["preference"]), to, tmp_path)
+    made = (tmp_path / "train_sft.jsonl").read_text()
+    assert json.loads(made) == {"prompt": "a", "completion": "b"}
 
 
 def test_llamafactory_refuses_to_learn_prompts_of_plain_text() -> None:

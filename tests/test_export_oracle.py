@@ -18,6 +18,7 @@ from whichlora import handover
 from whichlora.data_format import DataFormat
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS, Recipe
+from whichlora.exports.simpler import simpler_row
 from whichlora.job import train_script
 from whichlora.plan import Keeping
 from whichlora.specs import RunConfig
@@ -321,13 +322,19 @@ def exported(
         train_on=train_on,
         validation=True,
     )
-    for tool in (to, "transformers"):
-        for name, text in FORMATS[tool](recipe).files.items():
+    for split in ("train", "validation"):
+        lines = "".join(json.dumps(row) + "\n" for row in rows_of(kind))
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    for tool in ("transformers", to):
+        made = FORMATS[tool](recipe)
+        for name, text in made.files.items():
             (folder / name).write_text(text, encoding="utf-8")
     rows = rows_of(kind)
-    for split in ("train", "validation"):
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    if made.made_of:
+        rows = [simpler_row(row) for row in rows]
+        for name in made.made_of:
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / name).write_text(lines, encoding="utf-8")
     encoded = script_of(folder / "train.py").read_rows(folder / "train.jsonl", tokenizer)
     return folder / next(iter(FORMATS[to](recipe).files)), rows, encoded
 
@@ -336,7 +343,7 @@ ROW_FORMATS = {kind: data_format for kind, (data_format, _) in FORMATS_AGAINST_T
 
 
 @pytest.mark.parametrize("train_on", ["completions", "all"])
-@pytest.mark.parametrize("kind", ["text", "prompt-completion", "messages"])
+@pytest.mark.parametrize("kind", FORMATS_AGAINST_TRL)
 def test_axolotl_makes_the_ids_and_labels_of_the_job(
     kind: str, train_on: str, tmp_path: Path
 ) -> None:
@@ -351,11 +358,8 @@ def test_axolotl_makes_the_ids_and_labels_of_the_job(
         schemas.AxolotlInputConfig.model_validate(values).model_dump(exclude_none=True)
     )
     (data,), (validation,) = config.datasets, config.test_datasets
-    assert (data.path, validation.path, validation.split) == (
-        "train.jsonl",
-        "validation.jsonl",
-        "train",
-    )
+    assert validation.path == data.path.replace("train", "validation")
+    assert validation.split == "train"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     named = data.type
     strategy = (
@@ -370,7 +374,7 @@ def test_axolotl_makes_the_ids_and_labels_of_the_job(
         columns = {name: tokenized[name] for name in ("input_ids", "labels")}
         made.append({name: ids[0] for name, ids in columns.items()} if kind == "text" else columns)
     assert [row["input_ids"] for row in made] == [row["input_ids"] for row in encoded]
-    if (kind, train_on) == ("messages", "all"):  # all turns, without the words around them
+    if train_on == "all" and "messages" in rows[0]:  # all turns, without the words around them
         questions = [turn["content"] for row in rows for turn in row["messages"]]
         learned = [tokenizer.decode([i for i in row["labels"] if i != -100]) for row in made]
         assert all(question in " ".join(learned) for question in questions)
@@ -378,7 +382,7 @@ def test_axolotl_makes_the_ids_and_labels_of_the_job(
         assert [row["labels"] for row in made] == [row["labels"] for row in encoded]
 
 
-@pytest.mark.parametrize("kind", ["text", "prompt-completion", "messages"])
+@pytest.mark.parametrize("kind", FORMATS_AGAINST_TRL)
 @pytest.mark.parametrize("train_on", ["completions", "all"])
 def test_llamafactory_makes_the_ids_and_labels_of_the_job(
     kind: str, train_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

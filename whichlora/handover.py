@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from whichlora import api
-from whichlora.errors import ConfigError
+from whichlora.errors import ConfigError, DataFileError
 from whichlora.exports import DATA_FILE, FORMATS, Export, Recipe
+from whichlora.exports.simpler import simpler_row
 from whichlora.resolution import resolve
 from whichlora.results import Prediction
 from whichlora.specs import RunConfig
@@ -105,13 +107,21 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
 
 
 def hand_over(
-    recipe: Recipe, to: str, folder: Path, *, calibration_dir: Path | None = None
+    recipe: Recipe,
+    to: str,
+    folder: Path,
+    *,
+    data: Path | None = None,
+    calibration_dir: Path | None = None,
 ) -> Handover:
     """Write `recipe` for the tool `to` into `folder`, and predict it as that tool runs it.
 
+    Args:
+        data: the folder of `train.jsonl`; None is `folder`.
+
     Raises:
         ConfigError: no such tool, or something that it can't do.
-        DataFileError: a file can't be written.
+        DataFileError: a file can't be written, or rows that the tool needs can't be read.
     """
     if to not in FORMATS:
         raise ConfigError(f"--to: {to!r} is not known; accepted are {', '.join(FORMATS)}")
@@ -126,7 +136,10 @@ def hand_over(
     if predictions.refused:
         raise ConfigError(predictions.refused[0].reason)
     before, after = predictions
-    paths = tuple(_write(folder / name, text) for name, text in made.files.items())
+    texts = dict(made.files)
+    for name, source in made.made_of.items():
+        texts[name] = _simpler((data or folder) / source)
+    paths = tuple(_write(folder / name, text) for name, text in texts.items())
     then, now = before.run.to_dict(), after.run.to_dict()
     return Handover(
         to=to,
@@ -136,6 +149,22 @@ def hand_over(
         paths=paths,
         changes={name: (then[name], now[name]) for name in now if then[name] != now[name]},
     )
+
+
+def _simpler(path: Path) -> str:
+    """The rows of a JSONL file in the formats that more tools take."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        rows = [simpler_row(json.loads(line)) for line in lines if line]
+    except OSError as error:
+        raise DataFileError(
+            f"{path}: can't be read ({error.strerror}); give the folder of a whichlora run"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DataFileError(
+            f"{path}: has a row that is not of its recipe's format; run whichlora run again"
+        ) from None
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _write(path: Path, text: str) -> Path:

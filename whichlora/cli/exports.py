@@ -79,7 +79,9 @@ def export(
             raise ConfigError("--phase: export writes a fine-tuning, got inference; leave it out")
         recipe = handover.make_recipe(runs[0], gpu, epochs=epochs, learning_rate=learning_rate)
         folder = Path()
-    done = handover.hand_over(recipe, to, output or folder, calibration_dir=calibration_dir)
+    done = handover.hand_over(
+        recipe, to, output or folder, data=folder, calibration_dir=calibration_dir
+    )
     if as_json:
         click.echo(json.dumps({"schema_version": SCHEMA_VERSION} | done.to_dict(), indent=1))
         return

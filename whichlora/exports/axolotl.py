@@ -8,8 +8,6 @@ from typing import Any
 
 from whichlora.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFormat
 from whichlora.exports.recipe import (
-    DATA_FILE,
-    VALIDATION_FILE,
     Export,
     Recipe,
     evaluating,
@@ -18,6 +16,7 @@ from whichlora.exports.recipe import (
     saving,
     without,
 )
+from whichlora.exports.simpler import TRAINED, file_names, made_of, simpler_format
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
 from whichlora.specs import BNB_QUANTS, FP32_PRECISIONS, RunConfig
@@ -55,7 +54,9 @@ def export(recipe: Recipe) -> Export:
     Raises:
         ConfigError: what Axolotl can't do.
     """
-    require_plain(recipe, "axolotl", quants=_QUANTS, rows=_ROWS)
+    require_plain(
+        recipe, "axolotl", quants=_QUANTS, rows=_ROWS, data=simpler_format(recipe.data_format)
+    )
     run, left_out = without(recipe.run, "Axolotl", *_UNKNOWN)
     run, notes = under_axolotl(run)
     notes += left_out
@@ -67,7 +68,7 @@ def export(recipe: Recipe) -> Export:
         settings["trust_remote_code"] = True
     settings |= _adapter(recipe, run)
     settings |= {
-        "datasets": [_dataset(recipe, DATA_FILE)],
+        "datasets": [_dataset(recipe, file_names(recipe)[0])],
         **_evaluation(recipe),
         "val_set_size": 0.0,
         "train_on_inputs": recipe.train_on == "all",
@@ -97,12 +98,19 @@ def export(recipe: Recipe) -> Export:
     command = f"axolotl train {FILE}"
     head = f"Written by WhichLoRA for Axolotl 0.19. Start it here with: {command}"
     return Export(
-        files={FILE: yaml_text(settings, head=head)}, command=command, run=run, notes=notes
+        files={FILE: yaml_text(settings, head=head)},
+        command=command,
+        run=run,
+        notes=notes,
+        made_of=made_of(recipe),
     )
 
 
 def _dataset(recipe: Recipe, file: str) -> dict[str, Any]:
-    return {"path": file, "ds_type": "json", **_ROWS[recipe.data_format]}
+    rows = _ROWS[simpler_format(recipe.data_format)]
+    marked = rows is _ROWS[CHAT_ROWS] and recipe.data_format != CHAT_ROWS
+    marks = {"message_field_training": TRAINED} if recipe.train_on == "completions" else {}
+    return {"path": file, "ds_type": "json", **rows, **(marks if marked else {})}
 
 
 def _evaluation(recipe: Recipe) -> dict[str, Any]:
@@ -110,7 +118,7 @@ def _evaluation(recipe: Recipe) -> dict[str, Any]:
     when = evaluating(recipe)
     if not when:
         return {}
-    validation = _dataset(recipe, VALIDATION_FILE) | {"split": "train"}  # its name in a file
+    validation = _dataset(recipe, file_names(recipe)[1]) | {"split": "train"}  # its name in a file
     size = recipe.run.batch_size
     return {"test_datasets": [validation], "eval_batch_size": size, **when}
 

@@ -10,8 +10,6 @@ from typing import Any
 from whichlora.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFormat
 from whichlora.errors import ConfigError
 from whichlora.exports.recipe import (
-    DATA_FILE,
-    VALIDATION_FILE,
     Export,
     Recipe,
     evaluating,
@@ -20,6 +18,7 @@ from whichlora.exports.recipe import (
     saving,
     without,
 )
+from whichlora.exports.simpler import file_names, made_of, simpler_format
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
 from whichlora.specs import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig
@@ -58,7 +57,9 @@ def export(recipe: Recipe) -> Export:
     Raises:
         ConfigError: what LLaMA-Factory can't do.
     """
-    require_plain(recipe, "llamafactory", quants=_QUANTS, rows=_ROWS)
+    require_plain(
+        recipe, "llamafactory", quants=_QUANTS, rows=_ROWS, data=simpler_format(recipe.data_format)
+    )
     unknown = _UNKNOWN
     if not get_method(recipe.run.method).trains_base:
         unknown += ("base_dtype",)
@@ -101,8 +102,11 @@ def export(recipe: Recipe) -> Export:
     }
     if recipe.tokenizer is not None:
         notes = (*notes, f"LLaMA-Factory takes the model's own tokenizer, not {recipe.tokenizer}")
-    files = {"train": DATA_FILE} | ({"validation": VALIDATION_FILE} if evaluation else {})
-    data = {name: {"file_name": file, **_ROWS[recipe.data_format]} for name, file in files.items()}
+    splits = ("train", "validation")[: 1 + bool(evaluation)]
+    data = {
+        split: {"file_name": file, **_ROWS[simpler_format(recipe.data_format)]}
+        for split, file in zip(splits, file_names(recipe), strict=False)
+    }
     command = f"llamafactory-cli train {FILE}"
     head = f"Written by WhichLoRA for LLaMA-Factory 0.9.5. Start it here with: {command}"
     return Export(
@@ -113,6 +117,7 @@ def export(recipe: Recipe) -> Export:
         command=command,
         run=run,
         notes=notes,
+        made_of=made_of(recipe),
     )
 
 
@@ -123,10 +128,12 @@ def _rows(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
         ConfigError: prompts that are to be learned as well, which it does not end.
     """
     everything = recipe.train_on == "all"
-    if recipe.data_format == TEXT_ROWS:
+    data = simpler_format(recipe.data_format)
+    if data == TEXT_ROWS:
         return {"stage": "pt"}, ()
-    if recipe.data_format == CHAT_ROWS:
-        return {"stage": "sft", "train_on_prompt": everything, "mask_history": False}, _TURNS
+    if data == CHAT_ROWS:
+        last_alone = recipe.data_format != CHAT_ROWS and not everything
+        return {"stage": "sft", "train_on_prompt": everything, "mask_history": last_alone}, _TURNS
     if everything:
         raise ConfigError(
             "--to llamafactory: it can't learn prompts of plain text and the end of a text "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, get_args
 
 from whichlora.data_format import TEXT_ROWS, DataFormat
@@ -161,12 +161,14 @@ class Export:
         command: what starts the training, in the folder of the files.
         run: what the tool will run, which is to be predicted again.
         notes: what of the recipe the tool can't do, or does in a way that is not modelled.
+        made_of: file of rows to the one that `simpler_row` makes it of.
     """
 
     files: Mapping[str, str]
     command: str
     run: RunConfig
     notes: tuple[str, ...] = ()
+    made_of: Mapping[str, str] = field(default_factory=dict)
 
 
 def require_plain(
@@ -175,11 +177,13 @@ def require_plain(
     *,
     quants: frozenset[str],
     rows: Collection[DataFormat],
+    data: DataFormat | None = None,
 ) -> None:
     """Refuse what only the script of WhichLoRA can do.
 
     Args:
-        rows: formats that `tool` takes as they stand in `train.jsonl`.
+        rows: formats that `tool` takes.
+        data: that of the rows that it is given; None is as they stand in `train.jsonl`.
 
     Raises:
         ConfigError: an encoder, random weights, other rows, or a storage that it doesn't load.
@@ -194,7 +198,7 @@ def require_plain(
             f"--to {tool}: {recipe.run.model} is an encoder-decoder, which needs pairs of texts; "
             "the exports are of single texts, so give a decoder"
         )
-    if recipe.data_format not in rows:
+    if (data or recipe.data_format) not in rows:
         raise ConfigError(
             f"--to {tool}: the rows of {DATA_FILE} are {recipe.data_format.describe()}; it takes "
             f"{' or '.join(accepted.describe() for accepted in rows)}; use --to transformers"

@@ -1,0 +1,62 @@
+"""Rows for tools that take neither preferences nor a prompt in messages of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from whichlora.data_format import (
+    CHAT_PAIRS,
+    CHAT_PREFERENCES,
+    CHAT_ROWS,
+    TEXT_PAIRS,
+    TEXT_PREFERENCES,
+    DataFormat,
+)
+from whichlora.exports.recipe import DATA_FILE, VALIDATION_FILE, Recipe
+
+TRAINED = "train"  # of a message: whether it is learned
+
+_SIMPLER: Mapping[DataFormat, DataFormat] = {
+    CHAT_PAIRS: CHAT_ROWS,
+    CHAT_PREFERENCES: CHAT_ROWS,
+    TEXT_PREFERENCES: TEXT_PAIRS,
+}
+
+
+def simpler_format(data: DataFormat) -> DataFormat:
+    """What `simpler_row` makes of rows of the format `data`."""
+    return _SIMPLER.get(data, data)
+
+
+def file_names(recipe: Recipe) -> tuple[str, str]:
+    """The files of rows for training and for validation."""
+    if recipe.data_format in _SIMPLER:
+        return "train_sft.jsonl", "validation_sft.jsonl"
+    return DATA_FILE, VALIDATION_FILE
+
+
+def made_of(recipe: Recipe) -> dict[str, str]:
+    """File to the one whose rows are to be made simpler for it; nothing where they are."""
+    pairs = zip(file_names(recipe), (DATA_FILE, VALIDATION_FILE), strict=True)
+    files = {file: source for file, source in pairs if file != source}
+    return dict(list(files.items())[: 1 + recipe.validation])
+
+
+def simpler_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as one list of messages, or as prompt and completion.
+
+    The answer is the completion or what was chosen; without a prompt, the last message of it.
+    """
+    answer = row["completion"] if "completion" in row else row["chosen"]
+    if isinstance(answer, str):
+        return {"prompt": row.get("prompt", ""), "completion": answer}
+    prompt = row.get("prompt", answer[:-1])
+    answer = answer if "prompt" in row else answer[-1:]
+    return {
+        "messages": [
+            message | {TRAINED: learned}
+            for messages, learned in ((prompt, False), (answer, True))
+            for message in messages
+        ]
+    }
