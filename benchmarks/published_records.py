@@ -15,6 +15,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def _record(found: list[Observation]) -> Measurement:
         id=f"published-{hashlib.sha256(content.encode()).hexdigest()[:24]}",
         gpu=one.gpu,
         date=date[0] if date else RELEASED[one.source],
-        config=one.run.to_dict(),
+        config=replace(one.run, serve="merged").to_dict(),  # what was measured had no adapter
         model_config=None if known else dict(one.model.config),
         outcome="ok",
         environment={

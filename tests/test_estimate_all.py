@@ -69,6 +69,7 @@ def test_no_estimate_loads_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
     count, modules = json.loads(done.stdout)
-    assert count == len(MODELS) * (len(METHODS) + 1)
+    # served is what is merged, whatever trained it, and each quantised base with its adapter
+    assert count == len(MODELS) * (len(METHODS) + 3)
     heavy = {"torch", "transformers", "peft", "bitsandbytes", "pandas", "sklearn", "scipy"}
     assert not heavy & set(modules)
