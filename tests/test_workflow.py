@@ -26,6 +26,7 @@ from whichlora.config import DEFAULT_MODELS
 from whichlora.device.installed import installed_versions
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.handover import hand_over, read_recipe
+from whichlora.report.answer import gpu_rows
 from whichlora.search import Candidate
 from whichlora.specs import RunConfig
 from whichlora.store.locks import hold_folder
@@ -288,6 +289,23 @@ def test_of_a_list_only_the_device_of_this_machine_is_profiled(
     assert fake_device.calls
     assert answer.choice is not None
     assert [on.measured for on in answer.choice.gpus] == [False, True]
+
+
+def test_where_no_gpu_of_a_list_is_sure_the_likeliest_one_is_shown(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none", total_time="3s")
+    gpus = "gpu: [p4, h100-sxm-80gb, t4]\nconfidence: 0.999\n"
+    path.write_text(path.read_text().replace("gpu: cpu\n", gpus))
+    answer = workflow.run(path, progress=Silent())
+    assert answer.choice is not None
+    assert answer.winner is None
+    assert answer.gpu.key == max(answer.choice.gpus, key=lambda on: on.best_chance).gpu
+    assert answer.gpu.key != answer.choice.gpus[0].gpu
+    assert f"GPU: all of this is of {answer.gpu.key}, the likeliest of 3." in report.explanation(
+        answer
+    )
+    cells = {row[0]: row[1] for row in gpu_rows(answer.choice)}
+    chance = max(on.best_chance for on in answer.choice.gpus)
+    assert cells[answer.gpu.key] == (f"may fit, {chance:.0%}" if chance >= 0.5 else "nothing fits")
 
 
 def test_a_gpu_that_runs_nothing_of_the_plan_leaves_the_others(tmp_path: Path) -> None:

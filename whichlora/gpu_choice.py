@@ -30,6 +30,11 @@ class OnGpu:
     folder: str = ""
     refusal: str = ""
 
+    @property
+    def best_chance(self) -> float:
+        """Of the likeliest fine-tuning to meet every limit."""
+        return max((candidate.chance_of_both_stages for candidate in self.finetune), default=0.0)
+
     def least_s(self, model: str) -> float | None:
         """Seconds of the fastest fine-tuning of `model` that meets the limits."""
         times = (

@@ -221,7 +221,8 @@ def _run_on_each(plan: Plan, gpus: Sequence[GpuSpec], progress: Progress, *, fre
         [_on_gpu(gpu.key, answers, refusals, measured=gpu.key in here) for gpu in gpus],
         plan.objective,
     )
-    best = answers[choice.best.gpu] if choice.best else next(iter(answers.values()))
+    nearest = max(choice.gpus, key=lambda on: (on.gpu in answers, on.best_chance))
+    best = answers[(choice.best or nearest).gpu]
     files = {
         **best.files,
         "answer": plan.output_dir / "answer.json",

@@ -21,7 +21,7 @@ MAX_ROWS = 40  # of a stage; what was measured stands there anyway
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from whichlora.gpu_choice import GpuChoice
+    from whichlora.gpu_choice import GpuChoice, OnGpu
     from whichlora.workflow import Answer
 
 
@@ -48,13 +48,20 @@ def explanation(answer: Answer) -> list[str]:
         lines.append(
             f"… and {len(before) - MAX_REASONS} more better-ranked candidates, see the table"
         )
-    return [*lines, *_of_gpus(answer.choice), *refusals(answer.refused)]
+    gpus = _of_gpus(answer.choice, answer.gpu.key)
+    return [*lines, *gpus, *refusals(answer.refused)]
 
 
-def _of_gpus(choice: GpuChoice | None) -> list[str]:
-    """Which of several GPUs is recommended, which is fastest and which cheapest."""
-    if choice is None or choice.best is None:
+def _of_gpus(choice: GpuChoice | None, shown: str) -> list[str]:
+    """Which of several GPUs is recommended, which is fastest and which cheapest.
+
+    Args:
+        shown: the GPU that the answer is of.
+    """
+    if choice is None:
         return []
+    if choice.best is None:
+        return [f"GPU: all of this is of {shown}, the likeliest of {len(choice.gpus)}."]
     lines = [f"GPU: {choice.best.gpu} is recommended, the best of {len(choice.gpus)}."]
     if choice.fastest is not None:
         seconds = choice.fastest.least_s(choice.model) or 0.0
@@ -78,7 +85,7 @@ def gpu_rows(choice: GpuChoice) -> list[tuple[str, ...]]:
         rows.append(
             (
                 on.gpu,
-                on.refusal or ("nothing fits" if best is None else best.run.model),
+                on.refusal or (_without_winner(on) if best is None else best.run.model),
                 "-" if best is None else f"{variant(best.run)}, batch {best.run.batch_size}",
                 "-" if best is None else format_bytes(best.memory_bytes.value),
                 "-" if best is None or not best.total_s else format_seconds(best.total_s.value),
@@ -88,6 +95,10 @@ def gpu_rows(choice: GpuChoice) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def _without_winner(on: OnGpu) -> str:
+    return f"{MAY_FIT}, {on.best_chance:.0%}" if on.best_chance >= LIKELY else "nothing fits"
 
 
 def print_gpus_of(console: Console, choice: GpuChoice) -> None:
