@@ -416,17 +416,20 @@ def _pytest(tests: Sequence[str], plugin: _Plugin) -> int:
         return int(pytest.main([*arguments, "--hypothesis-seed=0", *tests], plugins=[plugin]))
 
 
-def _usual(plugin: _Plugin, session: pytest.Session, targets: Sequence[Target]) -> dict[str, Any]:
+def _usual(
+    plugin: _Plugin, items: Sequence[pytest.Item], targets: Sequence[Target]
+) -> dict[str, Any]:
     """Run every test once and note the functions that it calls, its fixtures included."""
     called: set[str] = set()
     for target in targets:
         _note_calls(target, called)
     seconds, calls = {}, {}
-    for item, following in itertools.pairwise([*session.items, None]):
+    for item, following in itertools.pairwise([*items, None]):
+        assert item is not None
         _forget()
         called.clear()
         start = time.perf_counter()
-        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         seconds[item.nodeid] = time.perf_counter() - start
         calls[item.nodeid] = sorted(called)
     return {"seconds": seconds, "calls": calls, "failed": plugin.failed}
@@ -452,7 +455,7 @@ def run(
     """The fate of each mutant, as far as the time goes.
 
     Args:
-        usual: file of what the tests do when nothing is wrong; made where there is none.
+        usual: file of what the tests do when nothing is wrong; those it lacks are run and added.
 
     Raises:
         SystemExit: a test fails without any change.
@@ -466,12 +469,17 @@ def run(
             for target in targets:
                 importlib.import_module(target.module)
 
-            def unchanged() -> int:
-                found = _usual(plugin, session, targets)
-                note.write_text(json.dumps(found))
-                return len(found["failed"])
+            before = json.loads(note.read_text()) if note.exists() else {"seconds": {}, "calls": {}}
+            unseen = [item for item in session.items if item.nodeid not in before["seconds"]]
 
-            if not note.exists() and _in_child(unchanged, 3600) != 0:
+            def unchanged() -> int:
+                found = _usual(plugin, unseen, targets)
+                for name in ("seconds", "calls"):
+                    found[name] = before[name] | found[name]
+                note.write_text(json.dumps(found))
+                return min(len(found["failed"]), 1)
+
+            if unseen and _in_child(unchanged, 3600) != 0:
                 return
             as_is = _read(note)
             seconds = sum(as_is.seconds.values())

@@ -22,7 +22,7 @@ from whichlora.specs import RunConfig
 from whichlora.store.coefficients import read_coefficients, write_coefficients
 from whichlora.store.compiled import parse_record
 from whichlora.store.measurements import MeasurementLog, read_measurements, record_ids
-from whichlora.store.record import MAX_LINE_BYTES, check_record
+from whichlora.store.record import MAX_LINE_BYTES, check_record, encode_record
 
 GPU = "t4-16gb"
 
@@ -561,3 +561,18 @@ def test_a_folder_is_made_before_anything_is_measured_and_refused_if_it_cannot_b
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(DataFileError, match=r"can't be written \(Permission denied\)"):
         log.prepare()
+
+
+def test_the_longest_line_that_can_be_read_back_is_written_and_none_longer() -> None:
+    usual = len(encode_record(a_measurement(detail=""), "r"))
+    longest = a_measurement(detail="x" * (MAX_LINE_BYTES - usual))
+    assert len(encode_record(longest, "r")) == MAX_LINE_BYTES
+    with pytest.raises(DataFileError, match="has 1048577 bytes, at most 1048576"):
+        encode_record(a_measurement(detail="x" * (MAX_LINE_BYTES - usual + 1)), "r")
+
+
+def test_a_file_of_records_is_no_program(tmp_path: Path) -> None:
+    record = a_measurement()
+    log = MeasurementLog(tmp_path, record.gpu, "run")
+    log.append(record)
+    assert log.path.stat().st_mode & 0o111 == 0

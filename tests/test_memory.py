@@ -693,3 +693,47 @@ def test_a_workspace_of_products_is_larger_from_hopper_on_and_twice_in_training(
     gpu = replace(A100, kind=kind, compute_capability=capability)
     assert allocator.workspace_bytes(gpu, training=False) == size
     assert allocator.workspace_bytes(gpu, training=True) == 2 * size
+
+
+def held(run: RunConfig, moment: str, fact: Any) -> int:
+    (size,) = (entry.num_bytes for entry in ledger(job(run)).moments[moment] if entry.fact is fact)
+    return int(size)
+
+
+def test_a_cache_of_tuples_keeps_the_old_cache_beside_the_new_one() -> None:
+    """Llama 3 8B: 128 KiB a token; the last step reads 1009 tokens and makes it 1008 to 1009."""
+    run = RunConfig(
+        model="meta-llama/Meta-Llama-3-8B",
+        phase="inference",
+        prompt_len=1000,
+        max_new_tokens=10,
+        libraries=(("transformers", "4.41.0"),),
+    )
+    assert held(run, "decode", facts.FULL_CACHE) == 1009 * 128 * 1024
+    assert held(run, "decode", facts.APPENDED) == 1008 * 128 * 1024
+    once = replace(run, max_new_tokens=1)
+    assert held(once, "decode", facts.APPENDED) == 0
+    # later versions copy one layer's keys alone
+    today = replace(run, libraries=())
+    assert held(today, "decode", facts.APPENDED) == 1009 * 8 * 128 * 2
+
+
+def test_an_encoder_holds_its_last_hidden_states_and_every_logit() -> None:
+    run = RunConfig(
+        model="google-bert/bert-base-uncased",
+        phase="inference",
+        batch_size=2,
+        prompt_len=100,
+        precision="bf16",
+    )
+    assert held(run, "logits", facts.EVERY_LOGIT) == 200 * 30_522 * 2
+    assert held(run, "logits", facts.LAST_HIDDEN) == 2 * 200 * 768 * 2
+
+
+def test_a_prompt_leaves_its_last_hidden_states_and_the_logits_of_one_position() -> None:
+    run = RunConfig(
+        model="meta-llama/Meta-Llama-3-8B", phase="inference", batch_size=2, prompt_len=100
+    )
+    assert held(run, "first_logits", facts.LAST_HIDDEN) == 200 * 4096 * 6
+    assert held(run, "first_logits", facts.PROMPT_LOGITS) == 2 * 128_256 * (2 + 8)
+    assert held(run, "first_logits", facts.PROMPT_CACHE) == 200 * 128 * 1024

@@ -122,3 +122,16 @@ def test_the_fastest_rate_that_a_library_may_choose_is_the_limit() -> None:
     full = replace(run, quant="none")
     least = prompt_s(full, GPU, decoding=False)
     assert impossible(record(full, prefill_s=(1.02 * floor * least,)), MODEL, GPU)
+
+
+def test_only_a_quantised_mixture_may_be_smaller_than_its_stored_weights() -> None:
+    """57.4 billion parameters: 107 GiB in 16 bit; in 8 and in 4 bit no less than the codes."""
+    model = api.load_model("Qwen/Qwen2-57B-A14B")
+    gpu = replace(GPU, memory_bytes=200 * 2**30)
+    sizes = {"none": 107, "gptq-int8": 53.4, "gptq-int4": 26.7}
+    for quant, least_gib in sizes.items():
+        run = RunConfig(model=model.name, phase="inference", quant=quant)
+        for factor, is_refused in ((0.99, False), (0.95, True)):
+            size = round(factor * least_gib * 2**30)
+            found = impossible(record(run, peak_allocated_bytes=size), model, gpu)
+            assert bool(found) is is_refused, quant

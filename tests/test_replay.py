@@ -181,3 +181,10 @@ def test_a_hundred_thousand_events_take_about_a_second() -> None:
     start_s = time.process_time()
     replay(events)
     assert time.process_time() - start_s < 5  # about 0.7 s on an idle core
+
+
+def test_the_peak_is_where_it_is_first_reached() -> None:
+    events = [Event(0, 512), Event(1, 512), Event(1, None), Event(2, 512), Event(2, None)]
+    found = replay(events)
+    assert (found.peak_allocated_bytes, found.peak_event) == (1024, 1)
+    assert (found.num_done, found.allocated_bytes) == (5, 512)

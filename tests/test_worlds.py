@@ -71,3 +71,19 @@ def test_an_inference_errs_as_its_prediction_does(monkeypatch: pytest.MonkeyPatc
     reach = np.log(found.interval_s[1] / found.time_per_token_s)
     spread = np.log(seconds[1:, 0]).std()
     assert spread == pytest.approx(reach / TWO_SIDED_Z[TIME_CONFIDENCE], rel=0.03)
+
+
+@pytest.mark.parametrize(("lora_alpha", "of_rank_16"), [(None, 32), (20, 20)])
+def test_a_candidate_of_a_group_has_its_own_settings(
+    lora_alpha: int | None, of_rank_16: int
+) -> None:
+    axes = {
+        "batch_size": np.array([[2, 4, 8]]),
+        "seq_len": np.array([[512, 480, 384]]),
+        "r": np.array([[8], [16]]),
+    }
+    group = Group(job=resolve(SPEC, TRAIN, GPU), axes=axes, lora_alpha=lora_alpha)
+    assert (group.shape, group.size) == ((2, 3), 6)
+    run = group.run(4)
+    assert (run.batch_size, run.seq_len, run.r, run.lora_alpha) == (4, 480, 16, of_rank_16)
+    assert [one.batch_size for one in group.runs()] == [2, 4, 8, 2, 4, 8]
