@@ -737,3 +737,21 @@ def test_a_prompt_leaves_its_last_hidden_states_and_the_logits_of_one_position()
     assert held(run, "first_logits", facts.LAST_HIDDEN) == 200 * 4096 * 6
     assert held(run, "first_logits", facts.PROMPT_LOGITS) == 2 * 128_256 * (2 + 8)
     assert held(run, "first_logits", facts.PROMPT_CACHE) == 200 * 128 * 1024
+
+
+@pytest.mark.parametrize(("phase", "threads"), [("inference", 1), ("finetune", 2)])
+def test_backward_runs_in_a_thread_with_a_workspace_of_its_own(phase: Any, threads: int) -> None:
+    found = ledger(job(RunConfig(model=LLAMA_3_8B, phase=phase)))
+    assert found.workspace_bytes == threads * 8_519_680
+
+
+@pytest.mark.parametrize(
+    ("precision", "loss_head", "per_entry"),
+    [("bf16", "raw", 4), ("bf16-pure", "raw", 2), ("bf16", "hf", 0)],  # accelerate widens
+)
+def test_a_loop_with_its_own_loss_keeps_the_logits(
+    precision: Any, loss_head: Any, per_entry: int
+) -> None:
+    found = job(RunConfig(model=LLAMA_3_8B, precision=precision, loss_head=loss_head))
+    size = logits.kept_logits_bytes(found.model, found.stack, tokens=10, loss_head=loss_head)
+    assert size == 10 * 128_256 * per_entry

@@ -20,7 +20,7 @@ from whichlora.memory import facts, kv_cache
 from whichlora.memory.generation import inference_ledger
 from whichlora.prediction import ledger
 from whichlora.resolution import Job, resolve
-from whichlora.specs import CacheBackend, GpuSpec, RunConfig
+from whichlora.specs import CacheBackend, CacheFormat, GpuSpec, RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model
 
@@ -198,3 +198,26 @@ def test_many_candidates_at_once_are_what_each_is(backend: CacheBackend) -> None
         )
         alone = ledger(replace(one, run=run))
         assert whole.peak_allocated_bytes[index] == alone.peak_allocated_bytes
+
+
+def test_a_cache_in_fp8_has_a_scale_for_the_keys_and_one_for_the_values() -> None:
+    stored = CacheFormat(backend="fp8", nbits=8, group_size=None, residual_length=0)
+    assert kv_cache.stored_bytes(1000, stored, 2) == 1000 + 2 * 4
+
+
+def test_four_bits_have_a_scale_and_a_zero_for_each_group() -> None:
+    stored = CacheFormat(backend="quanto", nbits=4, group_size=64, residual_length=128)
+    assert kv_cache.stored_bytes(1000, stored, 2) == 500 + 2 * 2 * 16
+
+
+def test_a_generation_shorter_than_its_residual_is_never_quantised_anew() -> None:
+    """128 new tokens stay as they are; the 129th step is the first that quantises them."""
+    length = job().run.cache_format.residual_length  # type: ignore[union-attr]
+    assert length == 128
+    for new_tokens, is_renewed in ((2, False), (128, False), (129, True)):
+        one = job(prompt_len=512, max_new_tokens=new_tokens)
+        sizes = [
+            entry(one, "renewal", fact)
+            for fact in (facts.FRESH_CACHE, facts.EXPANDED, facts.QUANTISING)
+        ]
+        assert all(size > 0 for size in sizes) if is_renewed else sizes == [0, 0, 0]

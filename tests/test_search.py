@@ -19,6 +19,7 @@ from whichlora.search import (
     kept_models,
     predicted_winner,
     rejected_before,
+    relaxations,
 )
 from whichlora.specs import RunConfig
 from whichlora.units import GiB
@@ -346,3 +347,24 @@ def test_limits_are_those_of_the_phase() -> None:
         ("bytes", 2),
         ("s", 3.0),
     ]
+
+
+def test_the_smallest_change_of_one_limit_that_would_help_is_named() -> None:
+    limits = Limits(finetune_bytes=10 * GiB, total_time_s=100.0)
+
+    def candidate(name: str, gib: float, seconds: float, **more: str) -> Candidate:
+        run = replace(TRAIN, model=name)
+        found = prediction(run, used_bytes=gib * GiB)
+        return judge(found, limits, total_s=quantity(seconds, measured=True), **more)  # type: ignore[arg-type]
+
+    both = candidate("org/both", 30, 1000)
+    large, larger = candidate("org/large", 12, 50), candidate("org/larger", 15, 50)
+    slow, slower = candidate("org/slow", 5, 200), candidate("org/slower", 5, 300)
+    failed = candidate("org/failed", 11, 50, failure="error")
+    found = relaxations([both, larger, large, failed, slower, slow])
+    assert {one.candidate.run.model for one in found} == {large.run.model, slow.run.model}
+    assert {one.check.limit: one.check.quantity.value for one in found} == {
+        "peak memory limit": 12 * GiB,
+        "total time limit": 200.0,
+    }
+    assert relaxations([candidate("org/fits", 5, 50)]) == []
