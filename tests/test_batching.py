@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whichlora.dataset import TokenLengths, workload
+from whichlora.dataset import TokenLengths, evaluation_widths, workload
 from whichlora.dataset.batching import batches, best_fit_decreasing, length_grouped
 from whichlora.dataset.sources import CountedDataset
 from whichlora.errors import ConfigError
@@ -200,3 +200,7 @@ def test_a_batch_that_takes_all_rows_and_more_counts_as_a_whole_step(
     assert sum(load.widths.values()) == pytest.approx(steps)
     assert load.num_steps == math.ceil(rows / 16)
     assert load.padded_tokens == 20 * rows
+    splits = {"train": (9,), "validation": (20,) * rows}
+    lengths = TokenLengths(lengths=splits, max_length=64, method="test")
+    widths = evaluation_widths(lengths, batch_size=16, collator="longest", seq_len=64)
+    assert sum(widths.values()) == pytest.approx(steps)

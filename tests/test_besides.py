@@ -100,7 +100,7 @@ def lengths(*validation: int) -> TokenLengths:
         ("grouped", {7: 1.0, 20: 1.0, 3: 0.5}),
         ("fixed", {64: 2.5}),
         ("packed", {}),
-        ("packed-bfd", {37: 0.5}),
+        ("packed-bfd", {37: 1.0}),  # the only batch counts whole
     ],
 )
 def test_validation_rows_are_batched_in_their_order(

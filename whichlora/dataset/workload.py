@@ -127,8 +127,7 @@ def workload(
     num_steps, num_batches = count_steps(per_epoch, accumulation, epochs)
     widths, sizes = table.T
     widest = int(widths.max())
-    # fewer rows than a batch: the time of a step hardly falls with its rows, so it counts whole
-    parts = np.ones_like(sizes, dtype=np.float64) if per_epoch == 1 else sizes / batch_size
+    parts = _parts(sizes, batch_size, per_epoch=per_epoch)
     padded = float(table.prod(axis=1).sum()) * num_batches / drawn
     return Workload(
         collator=collator,
@@ -167,7 +166,16 @@ def evaluation_widths(
     widths = np.maximum.reduceat(rows, starts)
     if collator == "fixed":
         widths = np.full_like(widths, seq_len)
-    return _binned(widths, np.minimum(batch_size, len(rows) - starts) / batch_size)
+    sizes = np.minimum(batch_size, len(rows) - starts)
+    return _binned(widths, _parts(sizes, batch_size, per_epoch=len(starts)))
+
+
+def _parts(sizes: NDArray[np.int64], batch_size: int, *, per_epoch: int) -> NDArray[np.float64]:
+    """The part of a full batch that each counts as.
+
+    The only batch of an epoch counts whole: its time hardly falls with its rows.
+    """
+    return sizes / (sizes if per_epoch == 1 else batch_size)
 
 
 def _binned(widths: NDArray[np.int64], counts: NDArray[np.float64]) -> dict[int, float]:
