@@ -576,3 +576,19 @@ def test_a_file_of_records_is_no_program(tmp_path: Path) -> None:
     log = MeasurementLog(tmp_path, record.gpu, "run")
     log.append(record)
     assert log.path.stat().st_mode & 0o111 == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "is_accepted"),
+    [(0, True), (10**15 - 1, True), (None, True), (10**15, False), (-1, False)],
+)
+def test_a_run_without_memory_may_have_used_none_and_no_run_a_petabyte(
+    size: int | None, is_accepted: bool
+) -> None:
+    oom = a_measurement(outcome="oom", step_s=(), peak_allocated_bytes=size)
+    line = json.dumps(oom.to_dict()).encode()
+    if is_accepted:
+        assert check_record(line, "r").peak_allocated_bytes == size
+    else:
+        with pytest.raises(DataFileError, match="r: peak_allocated_bytes: got"):
+            check_record(line, "r")

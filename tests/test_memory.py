@@ -755,3 +755,38 @@ def test_a_loop_with_its_own_loss_keeps_the_logits(
     found = job(RunConfig(model=LLAMA_3_8B, precision=precision, loss_head=loss_head))
     size = logits.kept_logits_bytes(found.model, found.stack, tokens=10, loss_head=loss_head)
     assert size == 10 * 128_256 * per_entry
+
+
+def test_the_fused_loss_goes_backward_over_a_tile_and_eight_bytes_a_hidden_entry() -> None:
+    found = job(RunConfig(model=LLAMA_3_8B, loss_head="trl-fused", precision="bf16-pure"))
+    for tokens in (100, 10_000):
+        size = logits.loss_backward_bytes(
+            found.model, found.stack, tokens=tokens, loss_head="trl-fused"
+        )
+        assert size == min(tokens, 4096) * 32_768 * 2 + tokens * (8 * 4096 + 12)
+
+
+@pytest.mark.parametrize(
+    ("loss_head", "forward", "backward"),
+    [
+        # logits in 16 bit, in fp32 and shifted; log-softmax and its two gradients
+        ("hf", None, 12 * 128_256),
+        ("unsloth", None, 8 * 128_256 + 2 * 4096),
+        ("liger", 2 * 4096, 4 * 4096),
+        # logits stay with the loop; its gradient, and the head's input from it
+        ("raw", 2 * 128_256, (2 + 2) * 128_256 + 2 * 4096),
+    ],
+)
+def test_bytes_per_token_of_each_loss(loss_head: Any, forward: int | None, backward: int) -> None:
+    found = job(RunConfig(model=LLAMA_3_8B, loss_head=loss_head, precision="bf16-pure"))
+    what = found.model, found.stack
+    if forward is not None:
+        assert logits.loss_forward_bytes(*what, tokens=10, loss_head=loss_head) == 10 * forward
+    assert logits.loss_backward_bytes(*what, tokens=10, loss_head=loss_head) == 10 * backward
+
+
+@pytest.mark.parametrize(("name", "per_entry"), [("google/gemma-2-2b", 2 + 2), (LLAMA_3_8B, 2)])
+def test_a_softcap_keeps_its_tanh_beside_the_logits(name: str, per_entry: int) -> None:
+    found = job(RunConfig(model=name, loss_head="raw", precision="bf16-pure"))
+    size = logits.loss_forward_bytes(found.model, found.stack, tokens=10, loss_head="raw")
+    assert size == 10 * found.model.vocab_size * per_entry

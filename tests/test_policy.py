@@ -324,7 +324,8 @@ def test_the_search_says_why_it_stops() -> None:
     assert stop(replace(open_still, confidence=0.96), Spent(), Budget(confidence=0.99)) is None
     assert stop(replace(open_still, confidence=0.96), Spent(), Budget(confidence=0.96)) == "certain"
     assert stop(open_still, Spent(runs=4), Budget(runs=4)) == "runs"
-    assert stop(open_still, Spent(device_s=61.0), Budget(device_s=60.0)) == "device_s"
+    assert stop(open_still, Spent(device_s=60.0), Budget(device_s=60.0)) == "device_s"
+    assert stop(open_still, Spent(device_s=59.0, runs=3), Budget(device_s=60.0, runs=4)) is None
     assert stop(replace(open_still, following=None), Spent(), Budget()) == "nothing left"
 
 

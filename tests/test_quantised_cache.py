@@ -23,6 +23,7 @@ from whichlora.resolution import Job, resolve
 from whichlora.specs import CacheBackend, CacheFormat, GpuSpec, RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model
+from whichlora.work import conversion
 
 RECORDED = json.loads((Path(__file__).parent / "golden/quantised_cache.json").read_text("utf-8"))
 GPU = find_gpu("a100-sxm-80gb")
@@ -221,3 +222,13 @@ def test_a_generation_shorter_than_its_residual_is_never_quantised_anew() -> Non
             for fact in (facts.FRESH_CACHE, facts.EXPANDED, facts.QUANTISING)
         ]
         assert all(size > 0 for size in sizes) if is_renewed else sizes == [0, 0, 0]
+
+
+def test_a_step_pays_its_share_of_storing_the_cache_anew() -> None:
+    """Every 128th step quantises all of it; every step expands it."""
+    one = job()
+    kept = storing(one.run.cache_format, one.stack.compute_bytes, "cuda")  # type: ignore[arg-type]
+    read = expanding(one.run.cache_format, one.stack.compute_bytes)  # type: ignore[arg-type]
+    step = conversion(one.run, one.stack, decoding=True)
+    assert step.element_bytes == pytest.approx(read.element_bytes + kept.element_bytes / 128)
+    assert conversion(one.run, one.stack, decoding=False) == kept
