@@ -790,3 +790,28 @@ def test_a_softcap_keeps_its_tanh_beside_the_logits(name: str, per_entry: int) -
     found = job(RunConfig(model=name, loss_head="raw", precision="bf16-pure"))
     size = logits.loss_forward_bytes(found.model, found.stack, tokens=10, loss_head="raw")
     assert size == 10 * found.model.vocab_size * per_entry
+
+
+def test_a_recurrent_layer_keeps_a_window_and_an_fp32_state_however_long_the_prompt() -> None:
+    """Mamba 2: 128 inner channels and two states of 24 in a window of 4; 8 heads of 16 by 24."""
+    config = {
+        "model_type": "granitemoehybrid",
+        "hidden_size": 64,
+        "shared_intermediate_size": 160,
+        "num_hidden_layers": 6,
+        "layer_types": ["mamba", "mamba", "attention"] * 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 0,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 24,
+        "vocab_size": 320,
+    }
+    spec = families.build(config, name="m")
+    mamba = 4 * (2 * (128 + 2 * 24) * 4 + 4 * 8 * 16 * 24)
+    attention = 2 * 2 * 2 * 2 * 16  # bytes, layers, keys and values, heads of 16
+    for tokens in (1, 10):
+        size = kv_cache.cache_bytes(
+            spec, batch_size=3, tokens=tokens, kv_cache="dynamic", element_bytes=2
+        )
+        assert size == 3 * (mamba + attention * tokens)

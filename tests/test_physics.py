@@ -135,3 +135,11 @@ def test_only_a_quantised_mixture_may_be_smaller_than_its_stored_weights() -> No
             size = round(factor * least_gib * 2**30)
             found = impossible(record(run, peak_allocated_bytes=size), model, gpu)
             assert bool(found) is is_refused, quant
+
+
+@pytest.mark.parametrize(("new_tokens", "is_judged"), [(1, False), (2, True)])
+def test_a_single_token_comes_from_the_prompt_and_has_no_decoding_step(
+    new_tokens: int, is_judged: bool
+) -> None:
+    run = replace(SERVE, max_new_tokens=new_tokens)
+    assert bool(impossible(record(run, decode_s_per_token=(1e-6,)), MODEL, GPU)) is is_judged

@@ -65,7 +65,9 @@ def test_a_training_errs_as_its_prediction_does(monkeypatch: pytest.MonkeyPatch)
 def test_an_inference_errs_as_its_prediction_does(monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunConfig(model=SPEC.name, phase="inference", batch_size=4, prompt_len=256)
     axes = {"batch_size": np.array([[4]])}
-    seconds, _ = worlds(monkeypatch).serving(Group(job=resolve(SPEC, run, GPU), axes=axes))
+    group = Group(job=resolve(SPEC, run, GPU), axes=axes)
+    seconds, num_bytes = worlds(monkeypatch).serving(group)
+    assert seconds.shape == num_bytes.shape == (20_000, 1)
     found = predict(SPEC, run, GPU, prior_calibration(GPU)).time
     assert seconds[0][0] == pytest.approx(found.time_per_token_s, rel=1e-6)
     reach = np.log(found.interval_s[1] / found.time_per_token_s)
