@@ -815,3 +815,22 @@ def test_a_recurrent_layer_keeps_a_window_and_an_fp32_state_however_long_the_pro
             spec, batch_size=3, tokens=tokens, kv_cache="dynamic", element_bytes=2
         )
         assert size == 3 * (mamba + attention * tokens)
+
+
+@pytest.mark.parametrize(("precision", "per_entry"), [("bf16", 2 + 4), ("fp32", 4)])
+def test_an_old_prompt_pass_scores_every_position(precision: Any, per_entry: int) -> None:
+    found = job(RunConfig(model=LLAMA_3_8B, phase="inference", precision=precision))
+    size = logits.prompt_bytes(found.model, found.stack, tokens=10)
+    assert size == 10 * 128_256 * per_entry
+    headless = replace(found.model, head=None)
+    assert logits.prompt_bytes(headless, found.stack, tokens=10) == 0
+
+
+def test_biases_count_among_the_trained_parameters() -> None:
+    found = job(RunConfig(model="openai-community/gpt2", r=8, target_modules=("c_attn",)))
+    numbers = [
+        trained_params(found.model, found.targets, found.method, 8, bias=bias)
+        for bias in ("none", "lora_only", "all")
+    ]
+    factors = 12 * 8 * (768 + 2304)
+    assert numbers == [factors, factors + 12 * 2304, factors + 102_144]

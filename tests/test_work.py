@@ -647,7 +647,10 @@ def test_a_decoding_step_of_a_tiny_llama_by_hand() -> None:
     assert found.attention_bytes == 3 * cache
     assert step(kv_cache="static").attention_bytes == cache
     # eager attention repeats two heads' keys and values for four, and reads those
-    assert step(attn="eager").attention_bytes == (2 + 1 + 2 * 2) * cache
+    eager = step(attn="eager")
+    assert eager.attention_bytes == (2 + 1 + 2 * 2) * cache
+    # and moves 24 bytes of scores per query, head and key
+    assert eager.elementwise_bytes - found.elementwise_bytes == 2 * 6 * 4 * 100 * 24
     assert found.elementwise_bytes == 2 * (6 * LAYER_MOVES + 12 * 320)
     assert found.launches == 6 * LAYER_KERNELS + 22
     assert found.engine_steps == found.dequant_bytes == found.optimizer_bytes == 0
