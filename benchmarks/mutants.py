@@ -572,7 +572,8 @@ def page(
         "",
         f"Made by `{command}` on {datetime.date.today()}: {len(results)} small changes of the "
         f"formulas, the time model, the search and the store, drawn with a seed. "
-        f"Of {num_drawn} drawn, those were run that the time allowed. "
+        f"Of {num_drawn} drawn, those were run that the time allowed, "
+        f"each with {MOST_S:g} s of tests at most, the fastest first; the goal is {GOAL:.0%}. "
         f"{len(results) - len(counted)} change nothing that can be seen. The tests that "
         f"`benchmarks/mutation_targets.toml` names kill {killed} of the other {len(counted)}, "
         f"{killed / max(1, len(counted)):.0%}.",
