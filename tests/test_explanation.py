@@ -168,13 +168,15 @@ def test_half_of_a_size_never_needs_more(run: RunConfig, gpu: GpuSpec) -> None:
         assert after.device_used_bytes <= before.device_used_bytes
 
 
-# 8-bit optimizers keep wide states of small tensors: there a higher rank can be cheaper
+# Where a higher rank can be cheaper (docs/memory.md): 8-bit optimizers keep wide states of small
+# tensors, and blocks of one rank leave remainders that those of the next one do not. Ranks that
+# double outweigh these.
 @given(run=finetune_runs(optimizer="adamw_torch_fused"), gpu=DEVICES)
 @settings(max_examples=20, deadline=None)
 def test_the_largest_saving_comes_first_and_a_rank_never_gets_cheaper(
     run: RunConfig, gpu: GpuSpec
 ) -> None:
-    found = explained(run, gpu)
+    found = explained(replace(run, r=16, lora_alpha=32), gpu)
     used = [one.prediction.memory.device_used_bytes for one in found.savings]
     assert used == sorted(used)
     ranks = [one.prediction.memory.peak_allocated_bytes for one in found.ranks]
