@@ -1,6 +1,7 @@
 """Checkpoints and evaluations of the real Trainer on CPU, against what is predicted of them."""
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from whichlora.specs import RunConfig
 
 pytestmark = pytest.mark.oracle
 torch = pytest.importorskip("torch")
+bitsandbytes = pytest.importorskip("bitsandbytes")
 
 CONFIG = {
     "model_type": "llama",
@@ -27,6 +29,14 @@ CONFIG = {
     "max_position_embeddings": 512,
 }
 WIDTH = 128
+
+
+@pytest.fixture(autouse=True)
+def forgetful_bitsandbytes() -> Iterator[None]:
+    """Let no test keep tensors: the Trainer registers embeddings for 8-bit optimizers for good."""
+    yield
+    bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+    gc.collect()
 
 
 @pytest.mark.parametrize(
@@ -50,8 +60,7 @@ def test_a_checkpoint_and_an_evaluation_are_as_large_as_predicted(
 
     from whichlora.device.cpu_peak import CpuPeak, live_tensor_bytes
 
-    gc.collect()
-    before = live_tensor_bytes()  # bitsandbytes holds the parameters of earlier optimizers
+    before = live_tensor_bytes()  # of what else the test process holds
     gpu = api.find_gpu("cpu")
     run = RunConfig(model="x", batch_size=2, seq_len=WIDTH, r=16, **settings)
     job = resolve(families.build(CONFIG, name="x"), run, gpu)
