@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,7 +63,7 @@ def folder_of_winner(folder: Path) -> Path:
     for row in rows if isinstance(rows, list) else ():
         if isinstance(row, dict) and row.get("recommended") is True:
             gpu = str(row.get("gpu"))
-            if (folder / gpu / RECIPE_FILE).is_file() and gpu == Path(gpu).name:
+            if os.path.isfile(folder / gpu / RECIPE_FILE) and gpu == Path(gpu).name:
                 return folder / gpu
     return folder
 

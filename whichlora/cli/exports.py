@@ -67,7 +67,7 @@ def export(
     folder = Path(source)
     if source.startswith((".", "/", "~")) and not os.path.exists(folder):
         raise ConfigError(f"{source}: no such folder; give that of a whichlora run, or of a model")
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    if os.path.isdir(folder) and not (folder / "config.json").is_file():
         _refuse_settings(ctx)
         folder = handover.folder_of_winner(folder)
         recipe = handover.read_recipe(folder)

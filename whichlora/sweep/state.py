@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -108,7 +109,7 @@ class Sweep:
             DataFileError: it holds none, or a broken one.
         """
         path = run_dir / "sweep.json"
-        if not path.exists():
+        if not os.path.exists(path):
             raise DataFileError(
                 f"{run_dir}: holds no sweep (no sweep.json); give the output_dir of a config that "
                 "'whichlora slurm CONFIG.yaml' has read"
