@@ -28,6 +28,18 @@ def data(folder: Folder, tokens: int = TOKENS) -> dict[str, Any]:
     return {"path": "data.jsonl", "validation_fraction": 0}
 
 
+def write_dry_plan(folder: Folder, *, tokens: int = TOKENS, **keys: Any) -> None:
+    """A plan without measurements over rows of `tokens` each, whose stage 1 asks for little."""
+    folder.write_plan(
+        sequence_length=tokens,
+        profile="none",
+        padding="none",
+        dataset=data(folder, tokens),
+        stage1_profile=SMALL_STAGE_1,
+        **keys,
+    )
+
+
 def chance_below(value: float, low: float, high: float, bound: float, confidence: float) -> float:
     """Probability that a log-normal quantity with this interval is at most `bound`."""
     deviation = math.log(high / low) / (2 * Z[confidence])
@@ -104,14 +116,11 @@ def named(run: Prediction | None) -> str:
 
 @case("What is the largest model I can QLoRA on my RTX 4090 at 1024 tokens?")
 def qlora_on_a_4090(folder: Folder) -> str:
-    folder.write_plan(
+    write_dry_plan(
+        folder,
         gpu="4090",
         methods="qlora",
-        sequence_length=1024,
-        profile="none",
-        padding="none",
-        dataset=data(folder, 1024),
-        stage1_profile=SMALL_STAGE_1,
+        tokens=1024,
     )
     runs = fitting(DEFAULT_MODELS, "rtx-4090-24gb", ["qlora"], seq_len=1024)
     return check_winner(folder, largest(runs))
@@ -119,15 +128,12 @@ def qlora_on_a_4090(folder: Folder) -> str:
 
 @case("The same, but the adapter is merged into 16 bits before it is served on that card.")
 def qlora_served_merged(folder: Folder) -> str:
-    folder.write_plan(
+    write_dry_plan(
+        folder,
         gpu="4090",
         methods="qlora",
         serve="merged",
-        sequence_length=1024,
-        profile="none",
-        padding="none",
-        dataset=data(folder, 1024),
-        stage1_profile=SMALL_STAGE_1,
+        tokens=1024,
     )
     served = [
         run.run.model
@@ -147,14 +153,10 @@ def qlora_served_merged(folder: Folder) -> str:
 
 @case("Full fine-tuning on one A100 80 GB, AdamW: which model?")
 def full_on_an_a100(folder: Folder) -> str:
-    folder.write_plan(
+    write_dry_plan(
+        folder,
         gpu="a100-sxm-80gb",
         methods="full",
-        sequence_length=TOKENS,
-        profile="none",
-        padding="none",
-        dataset=data(folder),
-        stage1_profile=SMALL_STAGE_1,
     )
     return check_winner(folder, largest(fitting(DEFAULT_MODELS, "a100-sxm-80gb", ["full"])))
 
@@ -162,14 +164,10 @@ def full_on_an_a100(folder: Folder) -> str:
 @case("LoRA, QLoRA or DoRA on an L4 within 12 GiB?")
 def variants_within_a_memory_limit(folder: Folder) -> str:
     methods = ["lora", "qlora", "dora"]
-    folder.write_plan(
+    write_dry_plan(
+        folder,
         gpu="l4-24gb",
         methods=methods,
-        sequence_length=TOKENS,
-        profile="none",
-        padding="none",
-        dataset=data(folder),
-        stage1_profile=SMALL_STAGE_1,
         stage2_profile={"peak_memory": "12GiB"},
     )
     runs = fitting(DEFAULT_MODELS, "l4-24gb", methods, limit_bytes=12 * 2**30)
@@ -179,14 +177,10 @@ def variants_within_a_memory_limit(folder: Folder) -> str:
 @case("The largest model that one epoch of my data trains in 10 minutes on an H100.")
 def within_a_deadline(folder: Folder) -> str:
     methods = ["lora", "qlora"]
-    folder.write_plan(
+    write_dry_plan(
+        folder,
         gpu="h100-sxm-80gb",
         methods=methods,
-        sequence_length=TOKENS,
-        profile="none",
-        padding="none",
-        dataset=data(folder),
-        stage1_profile=SMALL_STAGE_1,
         stage2_profile={"total_time": "10min"},
     )
     runs = fitting(DEFAULT_MODELS, "h100-sxm-80gb", methods, limit_s=600)
@@ -196,17 +190,13 @@ def within_a_deadline(folder: Folder) -> str:
 @case("I don't care for size: what trains fastest on a T4 in fp16?")
 def fastest_on_a_t4(folder: Folder) -> str:
     models = ["meta-llama/Llama-3.2-1B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B"]
-    folder.write_plan(
+    write_dry_plan(
+        folder,
         gpu="t4-16gb",
         models=models,
         methods=["lora", "qlora"],
         precision="fp16",
         prefer="time",
-        sequence_length=TOKENS,
-        profile="none",
-        padding="none",
-        dataset=data(folder),
-        stage1_profile=SMALL_STAGE_1,
     )
     runs = fitting(models, "t4-16gb", ["lora", "qlora"], precision="fp16")
     return check_winner(folder, min(runs, key=total_s))
@@ -215,16 +205,12 @@ def fastest_on_a_t4(folder: Folder) -> str:
 @case("Same three models: which takes the least memory?")
 def least_memory(folder: Folder) -> str:
     models = ["meta-llama/Llama-3.2-1B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B"]
-    folder.write_plan(
+    write_dry_plan(
+        folder,
         gpu="rtx-3060-12gb",
         models=models,
         methods=["lora", "qlora"],
         prefer="memory",
-        sequence_length=TOKENS,
-        profile="none",
-        padding="none",
-        dataset=data(folder),
-        stage1_profile=SMALL_STAGE_1,
     )
     runs = fitting(models, "rtx-3060-12gb", ["lora", "qlora"])
     return check_winner(folder, min(runs, key=lambda run: run.memory.device_used_bytes))
@@ -233,16 +219,12 @@ def least_memory(folder: Folder) -> str:
 @case("My order of models is Qwen 8B, Llama 8B, Mistral 7B; take the first that fits 16 GB.")
 def my_own_order(folder: Folder) -> str:
     models = ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B", "mistralai/Mistral-7B-v0.3"]
-    folder.write_plan(
+    write_dry_plan(
+        folder,
         gpu="rtx-4080-16gb",
         models=models,
         methods=["lora"],
         prefer="order",
-        sequence_length=TOKENS,
-        profile="none",
-        padding="none",
-        dataset=data(folder),
-        stage1_profile=SMALL_STAGE_1,
     )
     runs = fitting(models, "rtx-4080-16gb", ["lora"])
     order = {name: place for place, name in enumerate(models)}
@@ -254,30 +236,22 @@ def my_own_order(folder: Folder) -> str:
 
 @case("LoRA of Mistral 24B on a 4090: does it fit?")
 def nothing_fits(folder: Folder) -> str:
-    folder.write_plan(
+    write_dry_plan(
+        folder,
         gpu="4090",
         models="mistralai/Mistral-Small-24B-Base-2501",
         methods="lora",
-        sequence_length=TOKENS,
-        profile="none",
-        padding="none",
-        dataset=data(folder),
-        stage1_profile=SMALL_STAGE_1,
     )
     return check_winner(folder, None)
 
 
 @case("QLoRA of the Qwen 30B-A3B mixture on 24 GB with stock bitsandbytes (experts stay 16 bit)?")
 def mixture_on_24_gb(folder: Folder) -> str:
-    folder.write_plan(
+    write_dry_plan(
+        folder,
         gpu="4090",
         models="Qwen/Qwen3-30B-A3B",
         methods="qlora",
-        sequence_length=TOKENS,
-        profile="none",
-        padding="none",
-        dataset=data(folder),
-        stage1_profile=SMALL_STAGE_1,
     )
     return check_winner(folder, None)
 
