@@ -3,7 +3,7 @@
 `DATABASE.md` is that of https://github.com/zzc0721/torch-performance-test-data, which is not part
 of this repository: a row for each board that somebody measured, with the best rate that square
 products of PyTorch reached in each dtype. Boards that the catalog has with their power give the
-constants of `timing.power_factor`. Prints a table of `docs/time.md`; `--write` stores it there.
+constants of `timing.power_factor`. Prints `docs/accuracy/board_power.md`; `--write` stores it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from markdown_tables import markdown_table, write_between
+from markdown_tables import markdown_table, write_page
 
 from whichlora.errors import ConfigError
 from whichlora.specs import GpuSpec
 from whichlora.store.gpus import find_gpu
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "time.md"
-BEGIN, END = "<!-- board_power.py -->", "<!-- end of board_power.py -->"
+PAGE, TITLE = "board_power", "The power of a board"
 COLUMNS = ("device", "fp32", "tf32", "fp16", "bf16")
 UNITS = {"bf16, fp16": ("bf16", "fp16"), "fp32": ("fp32",)}
 LAW = 1 / 3
@@ -147,7 +146,7 @@ def main() -> None:
     text = table(Path(paths[0]).read_text(encoding="utf-8"))
     print(text)
     if "--write" in sys.argv[1:]:
-        write_between(DOCUMENT, BEGIN, END, text)
+        write_page(PAGE, TITLE, text)
 
 
 if __name__ == "__main__":

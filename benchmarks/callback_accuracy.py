@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import oracle_trainer as oracle  # noqa: E402
-from markdown_tables import markdown_table, row  # noqa: E402
+from markdown_tables import markdown_table, row, write_page  # noqa: E402
 from memory_on_cpu import environment  # noqa: E402
 from time_accuracy import CALIBRATION_RUNS, MODELS  # noqa: E402
 
@@ -69,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--time", action="store_true", help="the time of larger models instead")
     parser.add_argument("--records", type=Path, help="measurements to fit to, as JSON lines")
-    parser.add_argument("--output", type=Path, help="a file instead of stdout")
+    parser.add_argument("--write", action="store_true", help="store the table in docs/accuracy")
     options = parser.parse_args()
 
     counter, unit = ("time", "s") if options.time else ("memory", "MiB")
@@ -106,11 +106,11 @@ def main() -> None:
     )
     command = " ".join(["python", "benchmarks/callback_accuracy.py", *sys.argv[1:]])
     table = markdown_table(head, rows, first_figure=2)
-    text = f"{environment()}. Made by `{command}`.\n\n{table}\n\n{whole}\n"
-    if options.output is None:
-        print(text)
-    else:
-        options.output.write_text(text, encoding="utf-8")
+    text = f"{environment()}, `{command}`.\n\n{table}\n\n{whole}."
+    print(text)
+    if options.write:
+        page = "callback_time" if options.time else "callback_memory"
+        write_page(page, f"{counter.capitalize()} that the callback predicts", text)
 
 
 if __name__ == "__main__":

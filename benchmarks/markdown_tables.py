@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+
+PAGES = Path(__file__).parent.parent / "docs" / "accuracy"
 
 
 def row(cells: Iterable[object]) -> str:
@@ -24,11 +28,12 @@ def markdown_table(
     return "\n".join(row(cells) for cells in (head, rule, *rows))
 
 
-def write_between(document: Path, begin: str, end: str, text: str) -> None:
-    """Put `text` between two marks that each stand once in `document`."""
-    before, rest = document.read_text(encoding="utf-8").split(begin)
-    _, after = rest.split(end)
-    document.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
+def write_page(page: str, title: str, text: str) -> None:
+    """Write `docs/accuracy/<page>.md`, which says that the running script made it today."""
+    today = datetime.datetime.now(datetime.UTC).date()
+    made = f"Made by `benchmarks/{Path(sys.argv[0]).name} --write` on {today}."
+    document = PAGES / f"{page}.md"
+    document.write_text(f"# {title}\n\n{made}\n\n{text}\n", encoding="utf-8")
 
 
 def percent(fraction: float) -> str:

@@ -8,7 +8,7 @@ ledger is always asked anew.
     python benchmarks/memory_accuracy.py --slice 0:100     only these runs (also 0:400:2)
     python benchmarks/memory_accuracy.py --only mixtral --retrace
     python benchmarks/memory_accuracy.py --later                  types that came after the draws
-    python benchmarks/memory_accuracy.py --no-trace --write       docs/accuracy_ledger.md
+    python benchmarks/memory_accuracy.py --no-trace --write       docs/accuracy/ledger.md
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from markdown_tables import markdown_table  # noqa: E402
 from whichlora.specs import RunConfig  # noqa: E402
 from whichlora.units import GiB  # noqa: E402
 
-DOCUMENT = ROOT / "docs" / "accuracy_ledger.md"
+DOCUMENT = ROOT / "docs" / "accuracy" / "ledger.md"
 FAR_OFF = 0.04
 SECOND_TEXT = """\
 Drawn with another seed, and looked at after the formulas were finished (2026-11-21). Of its first
@@ -285,14 +285,14 @@ def document(
         f"Made by `benchmarks/memory_accuracy.py --write` on {today}, Python "
         f"{platform.python_version()}, {versions}; no GPU was used. {num_drawn} runs drawn with "
         f"seed {seed} from all families, {len(lines)} of them tried so far, {len(compared)} traced "
-        "([trace.md](trace.md)). Errors are of the peak of allocated memory, predicted over "
+        "([trace.md](../trace.md)). Errors are of the peak of allocated memory, predicted over "
         "traced, less one: positive is too high. Nothing was fitted.",
         *(f"## By {title}\n\n{grouped(compared, title)}" for title in GROUPS),
         "## Every moment\n\nAlso where it is not the peak. What a trace calls forward goes on to "
         "the optimizer's step, so that full fine-tuning clips all its gradients there; the ledger "
         f"has them in the step.\n\n{by_moment(compared)}",
         "## Reserved by the allocator\n\nPredicted against the replay of the same traces through "
-        "the caching allocator's rules on a card without end, workspaces left out; the bound is "
+        "the caching allocator's rules with unlimited memory, workspaces left out; the bound is "
         "the upper end of the stated 95 % interval of a device that nobody has profiled.\n\n"
         f"{reserved(compared)}\n\n{far_off_reserve(compared)}",
         f"## Runs further off than {FAR_OFF:.0%}\n\n{far_off(compared)}".replace("%\n", " %\n"),

@@ -3,10 +3,10 @@
 Draws small changes of the modules in `mutation_targets.toml` (an operator, a comparison, a
 constant, a condition, a dropped call), runs the tests of the files named there that call the
 changed function, in the order of the files and the fastest of a file first, and counts how many
-changes make one fail. Prints the
-survivors; `--write` makes `docs/mutants.md`. No file changes: one process collects the tests, and
-each mutant is a fork of it in which the function has the changed code. A change of what runs at
-import is loaded by an import hook in a process of its own.
+changes make one fail. Prints the survivors; `--write` makes `docs/accuracy/mutants.md`. No file
+changes: one process collects the tests, and each mutant is a fork of it in which the function has
+the changed code. A change of what runs at import is loaded by an import hook in a process of its
+own.
 
 A script of our own rather than mutmut: each target names its tests, none of which needs torch, and
 each mutant is given a bounded time, so that a sample ends in minutes.
@@ -44,7 +44,7 @@ from hypothesis import Phase, settings
 
 ROOT = Path(__file__).parents[1]
 TARGETS = Path(__file__).with_name("mutation_targets.toml")
-PAGE = ROOT / "docs" / "mutants.md"
+PAGE = ROOT / "docs" / "accuracy" / "mutants.md"
 GOAL = 0.9  # share of the mutants that should be killed
 MOST_S = 25.0  # of tests that each mutant is given, by their usual time
 HANGS = 8.0  # times the usual time of its tests, after which a mutant counts as killed

@@ -1,6 +1,6 @@
 """Other estimators on the fine-tuning runs that ours is judged on: `peers.py [--write]`.
 
-Prints `docs/peers.md`; `--write` stores it there, and its first table in the README. The others'
+Prints `docs/accuracy/peers.md`; `--write` stores it, and its first table in the README. The others'
 answers are kept in `peer_answers.jsonl`, so that this needs none of them; `--python PATH` asks them
 again under an interpreter that has them, one child process per tool (`peer_adapters.py`), `--tool
 NAME` only one.
@@ -36,7 +36,7 @@ from whichlora.prediction import MEMORY_CONFIDENCE
 
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- peers.py -->\n", "<!-- end -->"
-DOCUMENT = Path(__file__).parent.parent / "docs" / "peers.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "accuracy" / "peers.md"
 FAR_TOO_LOW = -0.05
 STATED: tuple[Quantity, ...] = ("peak_allocated", "device_used")
 TITLES: dict[Quantity, str] = {
@@ -248,8 +248,9 @@ def document() -> str:
     parts = [
         "# Beside other estimators",
         f"Made by `benchmarks/peers.py --write` on {today}, Python {platform.python_version()}. "
-        "Every tool gets the published fine-tuning runs on which [accuracy.md](accuracy.md) judges "
-        f"ours: {counts['peak_allocated']} peaks of the allocator and {counts['device_used']} of "
+        "Every tool gets the published fine-tuning runs on which "
+        f"[published.md](published.md) judges ours: "
+        f"{counts['peak_allocated']} peaks of the allocator and {counts['device_used']} of "
         "the device, of `fms_acceleration_bench` on an A100 of 80 GB and four of `fsdp_qlora` on a "
         "card of 16 GB. Each is asked offline through its own interface, with the model's sizes "
         "and exact parameter count where its table lacks the model, and with every setting it has "

@@ -3,25 +3,29 @@
 Each case writes its files into an empty folder, calls the command line there and compares what it
 answers with what is right. The right answer comes from somewhere else: a search by brute force
 over single predictions, arithmetic that the case spells out, or the generated job itself, run on
-this CPU. `--write` puts the table into docs/plans.md.
+this CPU. `--write` puts the table into docs/accuracy/plans.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
 
-from markdown_tables import markdown_table, write_between
+from markdown_tables import markdown_table, write_page
 from plan_cases import CASES, WrongAnswerError
 from plan_cases.folder import Folder
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "plans.md"
-START, END = "<!-- plans.py -->", "<!-- end -->"
+PAGE, TITLE = "plans", "Plans against their right answers"
+METHOD = (
+    "Plans as people write them go through the command line, and the answers are compared with "
+    "right answers that other code found. Who wins is a brute-force search over single "
+    "predictions, with each limit as a probability. What the job does is seen by running it on "
+    "this CPU. Names, data and files have an answer that the case spells out."
+)
 HEAD = ("case", "question", "right", "answer", "s")
 
 
@@ -30,7 +34,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("names", nargs="*", help="cases to run; all by default")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/plans.md")
+    parser.add_argument("--write", action="store_true", help="write docs/accuracy/plans.md")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(CASES)
     if unknown:
@@ -55,8 +59,7 @@ def main() -> int:
     counted = f"{len(rows) - num_wrong} of {len(rows)} answered right"
     print(f"{table}\n\n{counted}")
     if arguments.write:
-        today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-        write_between(DOCUMENT, START, END, f"{today}: {counted}.\n\n{table}")
+        write_page(PAGE, TITLE, f"{METHOD}\n\n{counted}.\n\n{table}")
     return 1 if num_wrong else 0
 
 

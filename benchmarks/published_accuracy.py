@@ -1,7 +1,7 @@
 """Predictions against what others measured: `published_accuracy.py [--write]`.
 
-Prints the tables of `docs/accuracy.md`; `--write` stores them there. Memory is predicted from
-arithmetic alone. Time is predicted cold (datasheet and priors) and with a fit to the other models
+Prints `docs/accuracy/published.md`; `--write` stores it. Memory is predicted from arithmetic alone.
+Time is predicted cold (datasheet and priors) and with a fit to the other models
 or the other GPUs; the fit never sees the group it predicts.
 """
 
@@ -34,7 +34,7 @@ from whichlora.prediction import MEMORY_CONFIDENCE, predict_memory
 from whichlora.resolution import resolve
 from whichlora.units import GiB
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "accuracy.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "accuracy" / "published.md"
 FAR_OFF = 0.10
 
 COUNTERS: dict[Quantity, str] = {
@@ -214,7 +214,7 @@ def document() -> str:
         "the libraries that made them are those each row states, and are an input of the "
         "prediction. Errors are predicted over measured, less one: positive is too high. A table "
         "never mixes counters. The ledger against the trace of the real code is in "
-        "[accuracy_ledger.md](accuracy_ledger.md).",
+        "[ledger.md](ledger.md).",
         "## Memory",
         "Nothing was fitted. `n` is rows; p90 and median are of sizes, worst has its sign.",
         *memory_section(),

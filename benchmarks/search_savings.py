@@ -3,7 +3,7 @@
 Replays searches over tables of real runs, each from an empty calibration and under a random set of
 limits. Compared are policies that know nothing of the formulas. An oracle stops a search the moment
 it has measured the true winner, which no policy can know; where nothing meets the limits, there is
-no such moment. `--write` puts the tables into docs/search.md.
+no such moment. `--write` puts the tables into docs/accuracy/search.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import datetime
 import platform
 import random
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import search_table
-from markdown_tables import markdown_table, median_and_p90, write_between
+from markdown_tables import markdown_table, median_and_p90, write_page
 from search_devices import Table, invented_table, measured_tables, published_table
 from search_policies import (
     binary_search,
@@ -35,8 +34,7 @@ from search_replay import Limited, Result, ours, replay
 
 from whichlora.plan import Budget
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "search.md"
-START, END = "<!-- search_savings.py -->", "<!-- end -->"
+PAGE, TITLE = "search", "What the search saves"
 PATIENCE = (5, 10, 20)  # fine-tunings after which TPE gives up
 WARM = (0, 4, 16, 64)  # records of the device before the search
 HEAD = (
@@ -145,13 +143,12 @@ def report(options: argparse.Namespace) -> list[str]:
             published_table()
         ]
     lines = [
-        f"Made by `benchmarks/search_savings.py` on {datetime.date.today()}, Python "
-        f"{platform.python_version()}, NumPy {np.__version__}, {options.sets} sets of limits, "
-        f"seed {options.seed}."
+        f"Python {platform.python_version()}, NumPy {np.__version__}, {options.sets} sets of "
+        f"limits, seed {options.seed}."
     ]
     for title, tables in groups.items():
         sizes = ", ".join(f"{len(table.records)} runs" for table in tables[:3])
-        lines += ["", f"### {title}", "", f"Tables: {len(tables)} ({sizes}).", ""]
+        lines += ["", f"## {title}", "", f"Tables: {len(tables)} ({sizes}).", ""]
         # two models and no inference: more limits would ask the same few questions again
         sets = min(options.sets, options.warm_sets) if "Published" in title else options.sets
         lines.append(compared(tables, sets, options.seed))
@@ -166,12 +163,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--invented", type=int, default=0, help="try so many invented devices")
     parser.add_argument("--folder", type=Path, default=search_table.FOLDER)
-    parser.add_argument("--write", action="store_true", help=f"store the tables in {DOCUMENT.name}")
+    parser.add_argument("--write", action="store_true", help="store the tables in docs/accuracy")
     options = parser.parse_args()
     lines = report(options)
     print("\n".join(lines))
     if options.write:
-        write_between(DOCUMENT, START, END, "\n".join(lines))
+        write_page(PAGE, TITLE, "\n".join(lines))
 
 
 if __name__ == "__main__":

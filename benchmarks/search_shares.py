@@ -32,7 +32,7 @@ from whichlora.fitting import fit
 from whichlora.outlook import Outlook
 from whichlora.plan import Budget
 
-REPLAY_SEED = 2  # of limits that no table of docs/search.md shows
+REPLAY_SEED = 2  # of limits that no table of docs/accuracy/search.md shows
 NAMES = ("MODEL_SHARE", "METHOD_SHARE", "VARIANT_SHARE", "ALIKE_PER_DOUBLING")
 NOW = (
     likeness.MODEL_SHARE,

@@ -4,7 +4,7 @@ No device here is real. Each is the prior of a real one, slowed down `k` times a
 resource: its arithmetic (the peak of the datasheet over `k`), its memory (the bandwidth over `k`),
 or its host (launches and constants times `k`). A few random runs calibrate; judged are fine-tuning,
 prompt pass and decoding of other models, batch sizes and lengths. `--write` puts the tables into
-docs/time.md.
+docs/accuracy/slow_devices.md.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import numpy as np
-from markdown_tables import markdown_table, write_between
+from markdown_tables import markdown_table, write_page
 
 from whichlora import api, timing
 from whichlora.calibration import TIME_PHASES
@@ -31,8 +30,7 @@ from whichlora.samples import Sample, Table
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.timing import FEATURES, PER_COUNT, TimeModel, prior_model
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "time.md"
-BEGIN, END = "<!-- slow_devices.py -->", "<!-- end of slow_devices.py -->"
+PAGE, TITLE = "slow_devices", "Devices far from their prior"
 SLOWER = (0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 20.0)
 COUNTS = (3, 4, 5, 6, 8)
 CLEAN = 0.03  # deviation of the log of a run that is repeated
@@ -292,12 +290,12 @@ def document(seeds: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--seeds", type=int, default=5, help="draws of runs for each cell")
-    parser.add_argument("--write", action="store_true", help=f"store the tables in {DOCUMENT.name}")
+    parser.add_argument("--write", action="store_true", help="store the tables in docs/accuracy")
     asked = parser.parse_args()
     text = document(asked.seeds)
     print(text)
     if asked.write:
-        write_between(DOCUMENT, BEGIN, END, text)
+        write_page(PAGE, TITLE, text)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ against the total predicted from a profile of five batches; and shows what no pr
 how far the same work done again and again on this core is from itself. What was measured is kept in
 `--folder`, so that an interrupted run goes on; `--limit N` tries N runs of each kind. Part b is the
 held-out tables of `published_accuracy.py`, part c the GPU records of this repository that are not
-published ones. `--write` stores the tables in `docs/accuracy_time.md`.
+published ones. `--write` stores the tables in `docs/accuracy/time.md`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from whichlora.store.measurements import read_measurements, read_records  # noqa
 from whichlora.store.record import encode_record  # noqa: E402
 from whichlora.totals import profiled_total  # noqa: E402
 
-DOCUMENT = ROOT / "docs" / "accuracy_time.md"
+DOCUMENT = ROOT / "docs" / "accuracy" / "time.md"
 CALIBRATION_RUNS = 8
 TWICE = 10  # runs that are measured a second time, for the noise
 NUM_BATCHES = 5

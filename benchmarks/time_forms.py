@@ -4,7 +4,7 @@ Three forms: all terms added up; the roofline, the greatest of compute, bandwidt
 one efficiency; and the form of `timing`, the slower of host and device with a coefficient for each
 kind of work. Each with the same coefficients for all devices, and with one factor more for each
 device, which a device never measured takes from the middle of the others. Prints the table of
-`docs/time.md`; `--write` stores it there.
+`docs/accuracy/time_forms.md`; `--write` stores it there.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import mean, median
 
-from markdown_tables import Summary, markdown_table, summary, write_between
+from markdown_tables import Summary, markdown_table, summary, write_page
 from published_rows import Observation, gpu_of
 from published_time import (
     HELD_OUT,
@@ -33,8 +32,7 @@ from whichlora.samples import Table
 from whichlora.specs import GpuSpec
 from whichlora.timing import DEVICE_FEATURES, FEATURES, TimeModel
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "time.md"
-BEGIN, END = "<!-- time_forms.py -->", "<!-- end of time_forms.py -->"
+PAGE, TITLE = "time_forms", "Forms of the time model"
 ENDLESS = 1e30  # a rate at which work takes no time
 DEVICE_ROUNDS = 4  # of coefficients and devices' factors in turn
 TABLES = {
@@ -151,7 +149,7 @@ def main() -> None:
     text = document()
     print(text)
     if "--write" in sys.argv[1:]:
-        write_between(DOCUMENT, BEGIN, END, text)
+        write_page(PAGE, TITLE, text)
 
 
 if __name__ == "__main__":

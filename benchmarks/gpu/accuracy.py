@@ -1,4 +1,4 @@
-"""Predictions against the records of one GPU: writes `docs/accuracy-<gpu>.md`.
+"""Predictions against the records of one GPU: writes `docs/accuracy/<gpu>.md`.
 
     python benchmarks/gpu/accuracy.py h100-sxm-80gb --records calibration
 
@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("gpu", help="key of the accelerator")
     parser.add_argument("--records", type=Path, default=ROOT / "calibration")
-    parser.add_argument("--output", type=Path, help="default: docs/accuracy-<gpu>.md")
+    parser.add_argument("--output", type=Path, help="default: docs/accuracy/<gpu>.md")
     options = parser.parse_args()
     gpu = find_gpu(options.gpu)
     records = [
@@ -71,7 +71,7 @@ def main() -> None:
     ]
     if not records:
         sys.exit(f"{options.records}/{gpu.key}: holds no records of benchmarks/gpu/sweep.py")
-    output = options.output or ROOT / "docs" / f"accuracy-{gpu.key}.md"
+    output = options.output or ROOT / "docs" / "accuracy" / f"{gpu.key}.md"
     text = document(gpu, records, facts_of(options.records / gpu.key / "facts.json"))
     output.write_text(text, encoding="utf-8")
     print(text)

@@ -113,8 +113,8 @@ def idle_after_step_bytes(
 
     Kind: estimate, fitted to nothing: factors on its terms that fit half of the traced steps do
     not bring the other half closer. Its errors against replays of 270 steps are in
-    `docs/accuracy_ledger.md`; that older versions leave more is read off nvidia-smi in 150
-    published A100 runs, and its mechanism is not known (`docs/accuracy.md`).
+    `docs/accuracy/ledger.md`; that older versions leave more is read off nvidia-smi in 150
+    published A100 runs, and its mechanism is not known (`docs/accuracy/published.md`).
     """
     if gpu.kind == "cpu":
         return 0 * loss_bytes
@@ -130,7 +130,7 @@ def idle_after_prompt_bytes(gpu: GpuSpec, *, forward_bytes: Count, cache_bytes: 
     layer's tensors no longer fit what is left of them: holes in the working set, and beside what
     stays. How large they are depends on the order of sizes in the layer's code.
     Kind: fitted, both quarters to replays of the traced decoders of even number in
-    `benchmarks/traces.jsonl`; the odd ones are `docs/accuracy_ledger.md`'s check of it.
+    `benchmarks/traces.jsonl`; the odd ones are `docs/accuracy/ledger.md`'s check of it.
     """
     if gpu.kind == "cpu":
         return 0 * forward_bytes

@@ -96,7 +96,7 @@ def left_behind_bytes(
     A tensor of 10 MiB or more has a segment of its own, rounded up to 2 MiB: with every 2 MiB
     that keys or values grow, they move to a new one, and the old is too small for anybody.
     Kind: estimate. Source: torch 2.13 `CUDACachingAllocator::get_allocation_size`; reserved
-    less allocated of published generations (`docs/accuracy.md`).
+    less allocated of published generations (`docs/accuracy/published.md`).
     """
     total = 0 * batch_size
     for layer, count in model.layers():
