@@ -1,7 +1,11 @@
-"""What every test needs: no network, and nothing that this user measured."""
+"""What every test needs: no network, nothing that this user measured, one core per worker."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+# before torch is imported: each worker has a core, and two threads on it are slower than one
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
@@ -9,6 +13,21 @@ from hypothesis import settings
 # how long an example takes says more about the machine than about the code
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker per usable core for a folder; none for files, which end before workers start."""
+    if any(".py" in argument for argument in config.args):
+        return 0
+    return len(os.sched_getaffinity(0))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave alone what imports torch where its tests would be deselected: 9 s in every worker."""
+    return (
+        collection_path.name.endswith("_oracle.py") and "not oracle" in config.option.markexpr
+    ) or None
 
 
 @pytest.fixture(autouse=True, scope="session")
