@@ -20,7 +20,7 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.results import Measurement
 from whichlora.specs import RunConfig
 from whichlora.store.coefficients import read_coefficients, write_coefficients
-from whichlora.store.compiled import parse_record
+from whichlora.store.compiled import MAX_BYTES, MAX_SECONDS, MOST_COUNT, parse_record
 from whichlora.store.measurements import MeasurementLog, read_measurements, record_ids
 from whichlora.store.record import MAX_LINE_BYTES, check_record, encode_record
 
@@ -117,6 +117,35 @@ def test_compiled_checks_accept_a_good_record_unchanged(record: Measurement) -> 
     line = json.dumps(record.to_dict()).encode()
     assume(b"NaN" not in line and b"Infinity" not in line)  # as a text: for the slow checks
     assert parse_record(line) == check_record(line, "") == record
+
+
+@pytest.mark.parametrize(
+    ("field", "accepted", "refused"),
+    [
+        ("peak_allocated_bytes", [0, MAX_BYTES - 1, None], [-1, MAX_BYTES, 1.0, True]),
+        ("device_used_bytes", [0, MAX_BYTES - 1, None], [-1, MAX_BYTES]),
+        ("largest_blocks_bytes", [[], [0, MAX_BYTES - 1]], [[-1], [MAX_BYTES], [None], 0]),
+        ("moment_peak_bytes", [{}, {"forward": 0}], [{"forward": -1}, {"forward": None}, []]),
+        ("device_s", [0, MAX_SECONDS], [-1e-9, MAX_SECONDS + 1, True, None]),
+        ("step_s", [[], [1e-9, MAX_SECONDS]], [[0], [0.0], [MAX_SECONDS + 1], None]),
+        ("prefill_s", [[0.0, MAX_SECONDS]], [[-1e-9], [MAX_SECONDS + 1], 1.0]),
+        ("batch_seq_len", [[], [1, MOST_COUNT]], [[0], [MOST_COUNT + 1], [1.0], [True]]),
+        ("id", ["r", "r" * 200], ["", "r" * 201, 1]),
+    ],
+)
+def test_both_checks_accept_the_ends_of_a_range_and_nothing_beyond(
+    field: str, accepted: list[Any], refused: list[Any]
+) -> None:
+    # of a failed run, which may have used nothing
+    plain = {"outcome": "oom", "peak_reserved_bytes": ...}
+    for value in accepted:
+        line = a_line(**plain | {field: value}).rstrip()
+        assert getattr(check_record(line, ""), field) == getattr(parse_record(line), field)
+    for value in refused:
+        line = a_line(**plain | {field: value}).rstrip()
+        assert parse_record(line) is None
+        with pytest.raises(DataFileError, match=f"{field}: "):
+            check_record(line, "")
 
 
 def test_compiled_checks_accept_every_setting_that_is_accepted() -> None:
@@ -258,6 +287,17 @@ def test_a_record_in_an_old_file_waits_for_the_disk_too(
     monkeypatch.setattr(os, "fsync", lambda at: synced.append(os.readlink(f"/proc/self/fd/{at}")))
     log.append(a_measurement(2))
     assert synced == [str(log.path)]
+
+
+def test_of_a_new_file_the_folders_wait_for_the_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = MeasurementLog(tmp_path, GPU, "run")
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda at: synced.append(os.readlink(f"/proc/self/fd/{at}")))
+    log.append(a_measurement(1))
+    folders = [log.path.parent, tmp_path / GPU, tmp_path]
+    assert synced == [str(log.path), *map(str, folders)]
 
 
 def _write_forever(root: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +14,7 @@ from whichlora.calibration import prior_calibration
 from whichlora.numeric import TWO_SIDED_Z
 from whichlora.prediction import MEMORY_CONFIDENCE, TIME_CONFIDENCE, predict, step_features
 from whichlora.resolution import resolve
-from whichlora.shortlist import Group, _Worlds
+from whichlora.shortlist import Group, Wanted, _Worlds, shortlist
 from whichlora.specs import RunConfig
 
 GPU = api.find_gpu("a100-sxm-80gb")
@@ -89,3 +93,83 @@ def test_a_candidate_of_a_group_has_its_own_settings(
     run = group.run(4)
     assert (run.batch_size, run.seq_len, run.r, run.lora_alpha) == (4, 480, 16, of_rank_16)
     assert [one.batch_size for one in group.runs()] == [2, 4, 8, 2, 4, 8]
+
+
+# --- which candidates stay
+
+
+def form(run: RunConfig) -> RunConfig:
+    """In which a candidate of either stage is served: merged, in 16 bit."""
+    return RunConfig(model=run.model, phase="inference")
+
+
+def training_group() -> Group:
+    axes = {
+        "batch_size": np.array([[1, 2, 4, 8, 16, 32]]),
+        "seq_len": np.array([[512] * 6]),
+        "r": np.array([[8], [16]]),
+    }
+    steps = [{512: 64.0 / batch_size} for batch_size in (1, 2, 4, 8, 16, 32)]
+    return Group(job=resolve(SPEC, TRAIN, GPU), axes=axes, steps=steps)
+
+
+def serving_group() -> Group:
+    run = RunConfig(model=SPEC.name, phase="inference", prompt_len=4096, max_new_tokens=1)
+    return Group(
+        job=resolve(SPEC, run, GPU), axes={"batch_size": np.array([[64, 48, 32, 16, 8, 4, 2, 1]])}
+    )
+
+
+def wanted(**limits: Any) -> Wanted:
+    none = dict.fromkeys(("inference_s", "inference_bytes", "total_s", "finetune_bytes"), math.inf)
+    return Wanted(tier={SPEC.name: 0.0}, prefer="time", **(none | limits))
+
+
+def used_bytes(run: RunConfig) -> int:
+    return predict(SPEC, run, GPU, prior_calibration(GPU)).memory.device_used_bytes
+
+
+def test_of_each_form_the_shapes_stay_that_surely_meet_the_limits() -> None:
+    group = serving_group()
+    by_size = {run.batch_size: used_bytes(run) for run in group.runs()}
+    limit = (by_size[8] + by_size[16]) / 2
+    calibration = prior_calibration(GPU)
+    found = shortlist([group], [training_group()], calibration, wanted(inference_bytes=limit), form)
+    served = [run for run in found if run.phase == "inference"]
+    assert {run.batch_size for run in served} == {8, 4, 2, 1}
+    # as many shapes where all of them meet, the fastest per token first
+    free = shortlist([group], [training_group()], calibration, wanted(), form)
+    assert [run.batch_size for run in free if run.phase == "inference"] == [64, 48, 32, 16]
+
+
+def test_what_can_not_be_served_is_kept_to_explain_what_is_lacking_and_nothing_else() -> None:
+    calibration = prior_calibration(GPU)
+    groups = [training_group()]
+    refused = shortlist([serving_group()], groups, calibration, wanted(inference_bytes=1.0), form)
+    trained = [run for run in refused if run.phase == "finetune"]
+    # the fastest and the smallest of the model
+    smallest = min(groups[0].runs(), key=used_bytes)
+    assert len(trained) == 2
+    assert smallest in trained
+    not_asked = shortlist([], groups, calibration, wanted(), form)
+    assert {run.phase for run in not_asked} == {"finetune"}
+    assert len(not_asked) > 2
+    assert set(trained) <= set(not_asked)
+
+
+def test_what_takes_too_long_or_too_much_is_no_best_of_a_world() -> None:
+    calibration = prior_calibration(GPU)
+    groups = [training_group()]
+    for limits in ({"total_s": 1e-9}, {"finetune_bytes": 1.0}):
+        assert len(shortlist([], groups, calibration, wanted(**limits), form)) == 2
+
+
+def test_who_prefers_memory_gets_the_smallest_first() -> None:
+    groups = [training_group()]
+    smallest = sorted(groups[0].runs(), key=used_bytes)
+    by_memory = shortlist(
+        [], groups, prior_calibration(GPU), replace(wanted(), prefer="memory"), form
+    )
+    # memory errs alike for all, so each world has the same four; the fastest explains
+    assert set(smallest[:4]) <= set(by_memory)
+    assert len(by_memory) == 5
