@@ -1,7 +1,7 @@
 """Part a of the memory tables: the ledger against the tracer over runs drawn with a seed.
 
-The traces are kept in `traces.jsonl`, one line per run, and only missing ones are made; the
-ledger is always asked anew.
+The traces are kept in `traces/draw-N.jsonl`, one line per run, and only missing ones are made;
+the ledger is always asked anew.
 
     python benchmarks/memory_accuracy.py                   trace what is missing, print the tables
     python benchmarks/memory_accuracy.py --no-trace        the tables of what is there, in seconds
@@ -76,10 +76,10 @@ Drawn with a fifth seed after that (2026-11-21): of 80 runs 68 were traced, and 
 were had a median error of 0.02 %, a 95th percentile of 0.9 % and a worst of +3.7 % (ALBERT, full
 fine-tuning, whose layers share their weights) and -0.9 %. Nothing was changed by them."""
 LATER_DRAWS = (  # looked at after the formulas were finished: seed, traces, what they showed
-    (1, "traces_second.jsonl", SECOND_TEXT),
-    (2, "traces_third.jsonl", THIRD_TEXT),
-    (3, "traces_fourth.jsonl", FOURTH_TEXT),
-    (4, "traces_fifth.jsonl", FIFTH_TEXT),
+    (1, "draw-2.jsonl", SECOND_TEXT),
+    (2, "draw-3.jsonl", THIRD_TEXT),
+    (3, "draw-4.jsonl", FOURTH_TEXT),
+    (4, "draw-5.jsonl", FIFTH_TEXT),
 )
 
 
@@ -254,7 +254,7 @@ def kept(drawn: Sequence[tuple[int, RunConfig]], path: Path) -> list[Compared]:
 def later_draw(seed: int, file_name: str, text: str, num_drawn: int) -> str:
     """What the formulas said of another draw before they were mended by it, and what they say."""
     drawn = [(index, samples.draw(seed, index)) for index in range(num_drawn)]
-    path = ROOT / "benchmarks" / file_name
+    path = samples.TRACES / file_name
     compared = kept(drawn, path)
     row = ("**all**", *summary([one.error for one in compared]))
     now = markdown_table(
@@ -330,7 +330,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="runs whose settings or family contain this")
     parser.add_argument("--no-trace", action="store_true", help="only what was traced before")
     parser.add_argument("--retrace", action="store_true", help="also what was traced before")
-    parser.add_argument("--traces", type=Path, default=samples.TRACES)
+    parser.add_argument("--traces", type=Path, default=samples.FIRST_TRACES)
     parser.add_argument("--later", action="store_true", help="the types that came after the draws")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     options = parser.parse_args()

@@ -30,8 +30,9 @@ from whichlora.store.gpus import find_gpu
 
 GPU = find_gpu("h100-sxm-80gb")
 ENDLESS = 2**60  # a full card gives idle segments back, an endless one never
-TRACES = Path(__file__).resolve().parent / "traces.jsonl"
-LATER_TRACES = TRACES.with_name("traces_later.jsonl")
+TRACES = Path(__file__).resolve().parent / "traces"  # a file for each draw
+FIRST_TRACES = TRACES / "draw-1.jsonl"
+LATER_TRACES = TRACES / "later-types.jsonl"
 RUNS_OF_LATER = 4  # of each type
 MAX_LAYERS = 8  # where layers differ all are traced, which takes a second or so each
 MAX_SECONDS = 200
@@ -310,7 +311,7 @@ def moment_peaks(events: list[TracedEvent]) -> dict[str, int]:
     return peaks
 
 
-def read_lines(path: Path = TRACES) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path = FIRST_TRACES) -> Iterator[dict[str, Any]]:
     if path.exists():
         with path.open(encoding="utf-8") as file:
             yield from map(json.loads, file)

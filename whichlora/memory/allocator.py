@@ -130,7 +130,7 @@ def idle_after_prompt_bytes(gpu: GpuSpec, *, forward_bytes: Count, cache_bytes: 
     layer's tensors no longer fit what is left of them: holes in the working set, and beside what
     stays. How large they are depends on the order of sizes in the layer's code.
     Kind: fitted, both quarters to replays of the traced decoders of even number in
-    `benchmarks/traces.jsonl`; the odd ones are `docs/accuracy/ledger.md`'s check of it.
+    `benchmarks/traces/draw-1.jsonl`; the odd ones are `docs/accuracy/ledger.md`'s check of it.
     """
     if gpu.kind == "cpu":
         return 0 * forward_bytes
