@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from whichlora.architecture import ModelSpec
+from whichlora.methods import weight_dtype
 from whichlora.specs import ALL_LINEAR, ATTENTION, FP32_PRECISIONS, GpuSpec, RunConfig
 from whichlora.units import GiB
 
@@ -129,7 +130,7 @@ def canifinetune(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Arguments:
         "seq_len": run.seq_len,
         "micro_batch_size": run.batch_size,
         "gradient_accumulation_steps": run.gradient_accumulation_steps,
-        "base_dtype": SHORT_NAMES[run.weight_dtype],
+        "base_dtype": SHORT_NAMES[weight_dtype(run)],
         "quantization": bnb.get(quant, "nf4"),  # ignored but by qlora
         "lora_rank": run.r,
         "lora_alpha": run.lora_alpha,
@@ -155,7 +156,7 @@ def fitscout(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Arguments:
             "vocab_size": model.vocab_size,
             "tie_word_embeddings": model.head_tied,
             "num_experts": shape.num_experts,
-            "dtype_bytes": 4 if run.weight_dtype == "float32" else 2,
+            "dtype_bytes": 4 if weight_dtype(run) == "float32" else 2,
         },
         "settings": {
             "method": _method(run),
@@ -180,7 +181,7 @@ def fm_training_estimator(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Arg
         },
         "fm": {
             "technique": _method(run),
-            "torch_dtype": run.weight_dtype,
+            "torch_dtype": weight_dtype(run),
             "flash_attention_v2": run.attn == "flash_attention_2",
             "block_size": run.seq_len,
             "max_seq_length": run.seq_len,
@@ -213,7 +214,7 @@ def ftuneai(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Arguments:
             "intermediate_size": shape.intermediate_size,
             "vocab_size": model.vocab_size,
             "max_seq_length": max(model.max_position_embeddings or 0, run.seq_len),
-            "default_dtype": run.weight_dtype,
+            "default_dtype": weight_dtype(run),
             "is_moe": mixture,
             "num_experts": shape.num_experts if mixture else None,
             "num_active_experts": shape.experts_per_token if mixture else None,

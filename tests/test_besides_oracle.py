@@ -11,6 +11,7 @@ from whichlora import api, families
 from whichlora.besides import bytes_of_checkpoint, evaluation_peak_bytes
 from whichlora.calibration import prior_calibration
 from whichlora.memory.allocator import context_bytes
+from whichlora.methods import weight_dtype
 from whichlora.resolution import resolve
 from whichlora.specs import RunConfig
 
@@ -66,7 +67,7 @@ def test_a_checkpoint_and_an_evaluation_are_as_large_as_predicted(
     job = resolve(families.build(CONFIG, name="x"), run, gpu)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**CONFIG), dtype=getattr(torch, run.weight_dtype)
+        AutoConfig.for_model(**CONFIG), dtype=getattr(torch, weight_dtype(run))
     )
     adapter = job.method.peft_config(run)
     if adapter is not None:

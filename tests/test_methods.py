@@ -51,15 +51,15 @@ def test_dora_trains_one_magnitude_per_output_more(
 def test_a_quantised_method_differs_only_in_what_it_stores(quantised: str, plain: str) -> None:
     ours, other = get_method(quantised), get_method(plain)
     assert (ours.base_quant, other.base_quant) == ("nf4-dq", "none")
-    assert ours.adapter_params is other.adapter_params
-    assert ours.weight_bytes is other.weight_bytes
+    assert ours.forward is other.forward
+    assert ours.work is other.work
 
 
 def test_full_fine_tuning_adds_nothing_and_has_no_adapter() -> None:
     full = get_method("full")
     assert full.trains_base
     assert full.adapter_params(linear(), 16) == 0
-    assert full.peft_config(RunConfig(model="m", method="full")) is None
+    assert not full.peft_class
 
 
 def test_peft_gets_the_settings_of_the_run() -> None:
@@ -76,7 +76,6 @@ def test_peft_gets_the_settings_of_the_run() -> None:
 
 def test_peft_resolves_all_linear_itself() -> None:
     config = get_method("lora").peft_config(RunConfig(model="m"))
-    assert config is not None
     assert config["target_modules"] == "all-linear"
 
 
@@ -124,13 +123,11 @@ def test_an_entry_point_must_load_a_method(installed: list[Point]) -> None:
         list_methods()
 
 
-def test_a_foreign_method_that_trains_the_base_in_fp16_needs_master_weights(
+def test_a_foreign_method_that_trains_the_base_in_fp16_gets_master_weights(
     installed: list[Point],
 ) -> None:
     installed.append(Point(replace(get_method("full"), name="badam")))
     model = find_model("HuggingFaceTB/SmolLM2-135M")
     assert model is not None
     run = RunConfig(model=model.name, method="badam", precision="fp16")
-    with pytest.raises(ConfigError, match=r"badam can't train fp16 weights.*base_dtype float32"):
-        resolve(model, run, A100)
-    assert resolve(model, replace(run, base_dtype="float32"), A100).stack.base_bytes == 4
+    assert resolve(model, run, A100).stack.base_bytes == 4

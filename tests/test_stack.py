@@ -68,8 +68,8 @@ def test_the_dtype_of_adapters_is_what_parts_the_modes_without_autocast(
 
 
 def test_autocast_over_fp32_weights_is_what_fp16_does_to_full_fine_tuning() -> None:
-    given = stack(precision="bf16", base_dtype="float32", method="full")
-    assert given == stack(precision="fp16", method="full")
+    given = stack(precision="bf16", base_dtype="float32", method="full", trains_base=True)
+    assert given == stack(precision="fp16", method="full", trains_base=True)
     assert (given.base_bytes, given.stream_bytes, given.linear_out_bytes) == (4, 4, 2)
 
 

@@ -15,7 +15,7 @@ from whichlora import api, families, work
 from whichlora.architecture import Layer, Linear, ModelSpec
 from whichlora.memory.ledger import trained_params
 from whichlora.memory.weights import CODE_TABLE_BYTES
-from whichlora.methods import lora
+from whichlora.methods import weight_dtype
 from whichlora.resolution import Job, resolve
 from whichlora.specs import Precision, RunConfig
 from whichlora.work import Work
@@ -257,7 +257,7 @@ def test_score_matrices_move_the_bytes_that_pytorch_moves(precision: Precision, 
             return out
 
     job = job_of(replace(RUN, method="full", attn="eager", precision=precision))
-    dtype = getattr(torch, job.run.weight_dtype)
+    dtype = getattr(torch, weight_dtype(job.run))
     shape = (batch, heads, seq_len, 8)  # no other tensor has as many elements as there are pairs
     q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
     mask = torch.zeros(batch, 1, seq_len, seq_len, dtype=dtype)
@@ -307,7 +307,7 @@ def moved_bytes(job: Job, *, use_dora: bool, num_rows: int) -> tuple[int, int]:
             return out
 
     base = torch.nn.Sequential(torch.nn.Linear(512, 384, bias=False))
-    base = base.to(getattr(torch, job.run.weight_dtype))
+    base = base.to(getattr(torch, weight_dtype(job.run)))
     config = peft.LoraConfig(
         r=1, target_modules=["0"], use_dora=use_dora, lora_dropout=job.run.lora_dropout
     )
@@ -334,9 +334,10 @@ def test_dora_moves_the_bytes_that_its_operators_do(precision: Any, lora_dropout
         found[num_rows] = [dora - lora for lora, dora in zip(*both, strict=True)]
     per_row = [(many - few) / 64 for few, many in zip(found[64], found[128], strict=True)]
     whatever = sum(found[64]) - 64 * sum(per_row)
-    assert job.method.weight_bytes(linear, job.stack) == pytest.approx(whatever, rel=0.02)
+    adapter = job.method.work(linear, job.stack, 1)
+    assert adapter.weight_bytes == pytest.approx(whatever, rel=0.02)
     if not lora_dropout:  # else the repeated product's own rows are in the trace as well
-        assert list(job.method.token_bytes(linear, job.stack)) == per_row
+        assert [adapter.forward_bytes, adapter.backward_bytes] == per_row
 
 
 @pytest.mark.oracle
@@ -344,14 +345,14 @@ def test_dora_moves_the_bytes_that_its_operators_do(precision: Any, lora_dropout
 def test_lora_moves_the_bytes_that_its_operators_do(precision: Any) -> None:
     job = job_of(replace(RUN, method="lora", precision=precision))
     stack = job.stack
+    linear = Linear(name="q", reads="x", in_features=512, out_features=384)
     found = [moved_bytes(job, use_dora=False, num_rows=rows)[0] for rows in (64, 128)]
     per_row = (found[1] - found[0]) / 64
     # what the products of base, A and B read and write, at rank 1
     product = stack.adapter_product_bytes
     products = 512 * (stack.compute_bytes + product)
     products += 384 * (stack.linear_out_bytes + product) + 2 * product
-    casts = 512 * lora.cast_bytes(stack)
-    assert per_row == products + casts + 384 * lora.output_bytes(stack)
+    assert per_row == products + job.method.work(linear, stack, 1).elementwise_bytes
 
 
 # --- by how it grows

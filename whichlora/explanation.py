@@ -16,7 +16,7 @@ from whichlora.calibration import Calibration
 from whichlora.errors import ConfigError
 from whichlora.itemised import Line, layer_lines, lines_at
 from whichlora.memory import allocator, kv_cache
-from whichlora.methods import get_method
+from whichlora.methods import BUILT_IN, get_method
 from whichlora.numeric import round_up
 from whichlora.prediction import ALLOCATED_PARTS, ledger, part_bytes, predict
 from whichlora.resolution import resolve
@@ -24,7 +24,6 @@ from whichlora.results import Prediction
 from whichlora.specs import ATTENTION, BNB_QUANTS, GpuSpec, KvCache, Quant, RunConfig
 
 RANKS = (4, 8, 16, 32, 64)
-METHODS = ("full", "lora", "qlora", "dora", "qdora")
 STORAGES: tuple[Quant, ...] = ("none", "int8", "nf4-dq")
 
 
@@ -198,7 +197,7 @@ def explain(
 
 
 def _methods(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name in dict.fromkeys((*METHODS, run.method)):
+    for name in dict.fromkeys((*BUILT_IN, run.method)):
         if name == run.method:
             yield name, {}
         else:  # each with its own storage of the base
@@ -211,7 +210,7 @@ def _storages(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _ranks(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    if get_method(run.method).trains_base:
+    if "r" in get_method(run.method).ignores:
         return
     for r in sorted({*RANKS, run.r}):
         yield f"r {r}", {"r": r}

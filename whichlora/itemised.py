@@ -17,6 +17,7 @@ from whichlora.memory.ledger import Ledger
 from whichlora.prediction import ALLOCATED_PARTS, num_trained
 from whichlora.resolution import Job
 from whichlora.results import MemoryPrediction
+from whichlora.stack import is_quantised
 
 _DTYPES = {1: "bool", 2: "bf16", 4: "fp32", 8: "int64"}
 
@@ -223,7 +224,7 @@ def _matrices(job: Job, fact: Fact) -> Iterator[Line]:
             _bare(fact, count * size),
             what=linear.name,
             shape=f"{dims[1:]}" if linear.count == 1 else f"{dims}",
-            dtype=stack.quant if weights.is_quantised(linear, stack) else dtype,
+            dtype=stack.quant if is_quantised(linear, stack) else dtype,
             count=str(count),
             numbers=" × ".join([*map(str, known), width]),
         )

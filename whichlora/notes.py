@@ -58,17 +58,11 @@ def notes_on(job: Job) -> tuple[str, ...]:
         one.rank_multiple and not one.is_module and one.name in job.targets
         for one in all_linears(job.model)
     )
-    if adapted_experts and (run.method in ("dora", "qdora") or run.lora_dropout):
-        found.append(
-            "PEFT 0.21 refuses DoRA and dropout on experts; leave them out with "
-            "target_modules attention"
-        )
     if run.phase == "finetune" and not job.model.supports_checkpointing:
         found.append(
             f"gradient_checkpointing is off: the {job.model.model_type} of transformers has none"
         )
-    if run.phase == "finetune" and (run.use_rslora or run.loraplus_lr_ratio != 1):
-        found.append("rsLoRA and LoRA+ take the bytes and the time of plain LoRA")
+    found += job.method.notes(run, adapted_experts)
     if job.model.task == "seq2seq-lm" and run.phase == "finetune":
         found.append("encoder and decoder are both taken at seq_len tokens")
     return tuple(found)

@@ -8,7 +8,7 @@ from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.families.experts import with_expert_modules
 from whichlora.memory.quantised_cache import check_quantisable
-from whichlora.methods import Method, get_method, with_defaults
+from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
 from whichlora.specs import ALL_LINEAR, BNB_QUANTS, FP32_PRECISIONS, GpuSpec, RunConfig
 from whichlora.stack import Stack, resolve_stack
 from whichlora.targets import check_saved_modules, resolve_targets
@@ -69,12 +69,15 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
     run = with_checkpointing(model, with_defaults(run))
     training = run.phase == "finetune"
     if training and method.trains_base and run.quant != "none":
+        quantised = [one.name for one in BUILT_IN.values() if one.base_quant != "none"]
         raise ConfigError(
-            f"quant: {run.quant!r} weights cannot be trained; use method qlora or qdora, "
+            f"quant: {run.quant!r} weights cannot be trained; use method {' or '.join(quantised)}, "
             "or quant none for full fine-tuning"
         )
-    if method.trains_base:  # it trains every module
-        run = replace(run, modules_to_save=(), bias="none")
+    if "modules_to_save" in method.ignores:
+        run = replace(run, modules_to_save=())
+    if "bias" in method.ignores:
+        run = replace(run, bias="none")
     if training and run.gradient_checkpointing and not model.supports_checkpointing:
         raise ConfigError(
             f"gradient_checkpointing: true, but the {model.model_type} of transformers has none, "
@@ -88,7 +91,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
         check_quantisable(model, run.cache_format)
     targets: tuple[str, ...] = ()
     if not method.trains_base and (training or run.serve == "as-trained"):
-        targets = resolve_targets(model, run.target_modules)
+        targets = resolve_targets(model, run.target_modules, modules_only=method.folded is None)
         check_saved_modules(model, run.modules_to_save)
     stack = resolve_stack(run, trains_base=training and method.trains_base, device_kind=gpu.kind)
     _check_trained(model, run, stack)
@@ -157,11 +160,6 @@ def _check_device(run: RunConfig, gpu: GpuSpec) -> None:
 
 def _check_trained(model: ModelSpec, run: RunConfig, stack: Stack) -> None:
     """Refuse what the libraries can't train beside, or within, the adapters."""
-    if stack.trains_base and run.precision == "fp16" and stack.base_bytes == 2:
-        raise ConfigError(
-            f"precision: {run.method} can't train fp16 weights, the gradient scaler refuses fp16 "
-            "gradients; use precision bf16, or base_dtype float32"
-        )
     if run.modules_to_save and run.precision == "fp16" and stack.embedding_bytes == 2:
         raise ConfigError(
             "modules_to_save: copies of fp16 modules can't be trained, the gradient scaler refuses "

@@ -325,23 +325,6 @@ class RunConfig:
         return {"lion": "lion_32bit"}.get(self.optimizer, self.optimizer)
 
     @property
-    def weight_dtype(self) -> Literal["bfloat16", "float16", "float32"]:
-        """Dtype of the weights that are not quantised."""
-        if self.precision in FP32_PRECISIONS or self.has_master_weights:
-            return "float32"
-        return "float16" if self.precision == "fp16" else "bfloat16"
-
-    @property
-    def has_master_weights(self) -> bool:
-        """Whether a base in fp32 is trained, or adapted, under 16-bit autocast.
-
-        Full fine-tuning in fp16 needs one: the gradient scaler refuses fp16 gradients.
-        """
-        if self.phase == "inference":
-            return False
-        return self.base_dtype == "float32" or (self.precision == "fp16" and self.method == "full")
-
-    @property
     def narrows_adapters(self) -> bool:
         """Whether adapters have the base's 16 bits: PEFT's `autocast_adapter_dtype=False`."""
         if self.adapter_dtype == "auto":

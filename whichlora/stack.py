@@ -16,10 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from whichlora.architecture import Linear
 from whichlora.libraries import Libraries
 from whichlora.specs import AUTOCAST_PRECISIONS, BNB_QUANTS, FP32_PRECISIONS, CacheFormat, RunConfig
 
-# Bits per weight that each storage format needs beside its codes are in `memory.weights`.
+BNB_BLOCK = 64  # weights that share one absmax scale; what else is stored is in `memory.weights`
 Mode = Literal["P", "A", "C", "Q", "F"]
 
 
@@ -80,6 +81,16 @@ class Stack:
     stores: CacheFormat | None = None
 
 
+def has_master_weights(run: RunConfig, *, trains_base: bool) -> bool:
+    """Whether a base in fp32 is trained, or adapted, under 16-bit autocast.
+
+    Training it in fp16 needs one: the gradient scaler refuses fp16 gradients.
+    """
+    if run.phase == "inference":
+        return False
+    return run.base_dtype == "float32" or (run.precision == "fp16" and trains_base)
+
+
 def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Stack:
     """The stack that `run`, its defaults filled in, gets from transformers, PEFT, bitsandbytes.
 
@@ -93,7 +104,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     has_adapters = not trains_base and (run.phase == "finetune" or run.serve == "as-trained")
     narrow = run.narrows_adapters
 
-    wide_base = run.has_master_weights  # which are of training under autocast alone
+    wide_base = has_master_weights(run, trains_base=trains_base)  # under autocast alone
     stored = 4 if wide_base or prepared else half
 
     mode: Mode
@@ -147,3 +158,8 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
         device_kind=device_kind,
         libraries=run.versions,
     )
+
+
+def is_quantised(linear: Linear, stack: Stack) -> bool:
+    """Whether `linear` is stored in few bits: experts kept as 3-D parameters never are."""
+    return stack.quant != "none" and linear.is_module and linear.quantisable

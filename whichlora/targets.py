@@ -14,20 +14,23 @@ def all_linears(model: ModelSpec) -> Iterator[Linear]:
     return (linear for layer, _ in model.layers() for linear in layer.linears)
 
 
-def resolve_targets(model: ModelSpec, target_modules: tuple[str, ...]) -> tuple[str, ...]:
+def resolve_targets(
+    model: ModelSpec, target_modules: tuple[str, ...], *, modules_only: bool = False
+) -> tuple[str, ...]:
     """Leaf names that `target_modules` means for `model`, sorted.
 
     "all-linear" is every matrix that PEFT adapts, the output head left out; "attention" is the
     projections of the attention blocks.
 
+    Args:
+        modules_only: bare parameters, such as those of experts, can get no adapter.
+
     Raises:
         ConfigError: a name that no layer of the model has, or nothing to adapt.
     """
-    candidates = {
-        linear.name
-        for linear in (*all_linears(model), *model.outer_linears)
-        if linear.rank_multiple
-    }
+    adaptable = [one for one in (*all_linears(model), *model.outer_linears) if one.rank_multiple]
+    bare = {one.name for one in adaptable if modules_only and not one.is_module}
+    candidates = {one.name for one in adaptable} - bare
     if not candidates:
         raise ConfigError(
             f"target_modules: {model.name} has no linear layer that can be adapted; use method full"
@@ -74,3 +77,18 @@ def adapted(layer: Layer, targets: tuple[str, ...]) -> tuple[Linear, ...]:
     return tuple(
         linear for linear in layer.linears if linear.rank_multiple and linear.name in targets
     )
+
+
+def adapted_linears(model: ModelSpec, targets: tuple[str, ...]) -> tuple[tuple[Linear, int], ...]:
+    """Every matrix of `model` that gets an adapter, and the number of layers that have it."""
+    in_layers = [
+        (linear, 1 if group.shared else group.count)
+        for group in model.groups
+        for linear in adapted(group.layer, targets)
+    ]
+    around = [
+        (linear, 1)
+        for linear in model.outer_linears
+        if linear.rank_multiple and linear.name in targets
+    ]
+    return (*in_layers, *around)

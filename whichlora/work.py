@@ -14,12 +14,11 @@ from whichlora.memory import weights
 from whichlora.memory.activations import attention_kernel
 from whichlora.memory.layer_bytes import reads_last
 from whichlora.memory.outside import ENCODER_OUT
-from whichlora.methods import lora
-from whichlora.methods.base import Method
+from whichlora.methods.base import NO_ADAPTERS, Method
 from whichlora.numeric import Count, smallest
 from whichlora.scan_work import SCAN_OPS, scan_bytes, scan_flops_per_token
 from whichlora.specs import RunConfig
-from whichlora.stack import Stack
+from whichlora.stack import Stack, is_quantised
 from whichlora.targets import adapted
 
 # Kernels of one layer's forward, traced on transformers 5.23 (Llama: 38 in all, backward 60).
@@ -113,7 +112,7 @@ def unpacking_bytes(layer: Layer, stack: Stack, rows: Count) -> Count:
     """
     moved = 0 * rows
     for linear in layer.linears:
-        if not weights.is_quantised(linear, stack):
+        if not is_quantised(linear, stack):
             continue
         visited = visited_matrices(linear, rows)
         rows_each = rows * linear.active / visited
@@ -208,18 +207,16 @@ def layer_ops(layer: Layer, run: RunConfig) -> int:
 
 def quant_ops(layer: Layer, stack: Stack) -> int:
     """Kernels that the quantised products of one layer's forward add."""
-    quantised = sum(weights.is_quantised(linear, stack) for linear in layer.linears)
+    quantised = sum(is_quantised(linear, stack) for linear in layer.linears)
     return quantised * QUANT_OPS.get(stack.quant, 0)
 
 
-def elementwise_forward_bytes(
-    layer: Layer, run: RunConfig, stack: Stack, targets: tuple[str, ...], hidden_size: int
-) -> int:
+def elementwise_forward_bytes(layer: Layer, run: RunConfig, stack: Stack, hidden_size: int) -> int:
     """Bytes per token that operators between the products read and write in one forward.
 
     Counted over the Python code of the classes, every operator on its own; Liger's and unsloth's
-    kernels read and write once. Kind: estimate. Source: transformers 5.23 `LlamaRMSNorm`,
-    `apply_rotary_pos_emb`, `LlamaMLP`; peft 0.21.2 `lora.Linear.forward`.
+    kernels read and write once. What adapters add is theirs. Kind: estimate. Source: transformers
+    5.23 `LlamaRMSNorm`, `apply_rotary_pos_emb`, `LlamaMLP`.
     """
     narrow = stack.compute_bytes
     fused = run.loss_head in ("liger", "unsloth")
@@ -244,11 +241,6 @@ def elementwise_forward_bytes(
     if mlp is not None:
         passes = (3 if fused else 5) if mlp.gated else 2
         moved += passes * stack.mlp_bytes * mlp.width * active
-    for linear in adapted(layer, targets):
-        casts = lora.cast_bytes(stack)
-        dropped = 2 * narrow + 1 if stack.lora_dropout else 0
-        moved += linear.active * linear.in_features * (casts + dropped)
-        moved += linear.active * linear.out_features * lora.output_bytes(stack)
     return moved
 
 
@@ -257,38 +249,6 @@ def expert_ops(layer: Layer, tokens: Count) -> Count:
         return 0 * tokens
     visited = smallest(layer.moe.num_experts, tokens * layer.moe.experts_per_token)
     return EXPERT_OPS * visited
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterWork:
-    """What one forward does for the adapter of one matrix, A·x and B·A·x left out.
-
-    Args:
-        weight_flops, weight_bytes: whatever the number of tokens.
-        token_flops, token_bytes: per token.
-        dequant_bytes: of the quantised weight, expanded for the adapter alone.
-    """
-
-    weight_flops: Count
-    weight_bytes: int
-    token_flops: int
-    token_bytes: int
-    dequant_bytes: int
-    launches: int
-
-
-def adapter_work(linear: Linear, stack: Stack, method: Method, *, r: Count) -> AdapterWork:
-    """Kind: as of the functions of `method`, which count it."""
-    expands = method.expands_weight and weights.is_quantised(linear, stack)
-    again = method.base_products(stack) * linear.active
-    return AdapterWork(
-        weight_flops=method.weight_flops(linear, r),
-        weight_bytes=method.weight_bytes(linear, stack),
-        token_flops=2 * again * linear.in_features * linear.out_features,
-        token_bytes=method.token_bytes(linear, stack)[0],
-        dequant_bytes=linear.num_weights * 2 * 2 if expands else 0,
-        launches=method.forward_ops[stack.autocast],
-    )
 
 
 def training_work(
@@ -332,7 +292,12 @@ def training_work(
         attention_flops = attention_flops + count * forward_attention * halves // 2
         scanned = tokens * scan_flops_per_token(layer, seq_len, decoding=False)
         attention_flops = attention_flops + count * scanned * (3 + recompute)
-        moved = elementwise_forward_bytes(layer, run, stack, targets, model.hidden_size)
+        adapters = [
+            (linear, method.work(linear, stack, r))
+            for linear in (adapted(layer, targets) if not method.trains_base else ())
+        ]
+        moved = elementwise_forward_bytes(layer, run, stack, model.hidden_size)
+        moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
         # backward reads a gradient and what was saved for each that it writes
         elementwise = elementwise + count * tokens * moved * (5 + 2 * recompute) // 2
         for attention in layer.attentions:
@@ -342,18 +307,16 @@ def training_work(
         if stack.under_autocast and stack.base_bytes == 4 and stack.quant == "none":
             matrices = sum(one.num_weights for one in layer.linears)
             elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
-        quantised = [one for one in layer.linears if weights.is_quantised(one, stack)]
+        quantised = [one for one in layer.linears if is_quantised(one, stack)]
         expanded = sum(one.num_weights for one in quantised)
         dequant = dequant + count * expanded * 2 * 2 * (2 + recompute)
-        for linear in adapted(layer, targets) if not method.trains_base else ():
-            adapter = adapter_work(linear, stack, method, r=r)
-            launches = launches + count * adapter.launches * (1 + recompute)
-            launches = launches + count * method.backward_ops[stack.autocast]
+        for _, adapter in adapters:
+            launches = launches + count * adapter.forward_launches * (1 + recompute)
+            launches = launches + count * adapter.backward_launches
             product_flops = product_flops + count * adapter.weight_flops * (1 + recompute)
             per_token = adapter.token_flops * (2 + recompute)  # the input's gradient is one more
             product_flops = product_flops + count * tokens * per_token
-            backward_bytes = method.token_bytes(linear, stack)[1]
-            per_token = adapter.token_bytes * (1 + recompute) + backward_bytes
+            per_token = adapter.forward_bytes * (1 + recompute) + adapter.backward_bytes
             whatever = adapter.weight_bytes * (1 + recompute)
             elementwise = elementwise + count * (tokens * per_token + whatever)
             dequant = dequant + count * adapter.dequant_bytes * (1 + recompute)
@@ -470,7 +433,7 @@ def inference_work(
     batch_size: Count,
     context: Count,
     decoding: bool,
-    method: Method = lora.METHOD,
+    method: Method = NO_ADAPTERS,
     targets: tuple[str, ...] = (),
     r: Count = 0,
 ) -> Work:
@@ -527,21 +490,23 @@ def inference_work(
             of_sequence = converted.element_bytes * attention.cache_elements * context
             elementwise = elementwise + count * batch_size * of_sequence
             launches = launches + count * converted.launches
-        moved = elementwise_forward_bytes(layer, run, stack, targets, model.hidden_size)
+        adapters = [(one, method.work(one, stack, r)) for one in adapted(layer, targets)]
+        moved = elementwise_forward_bytes(layer, run, stack, model.hidden_size)
+        moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
         elementwise = elementwise + count * rows * moved
         dequant = dequant + count * unpacking_bytes(layer, stack, rows)
-        for linear in adapted(layer, targets):
-            adapter = adapter_work(linear, stack, method, r=r)
+        for linear, adapter in adapters:
             params = method.adapter_params(linear, r)
             share = linear.active / linear.count  # of experts
             read = smallest(1.0, rows * share)
             product_flops = product_flops + count * 2 * rows * share * params
             product_flops = product_flops + count * adapter.weight_flops
+            product_flops = product_flops + count * rows * adapter.token_flops
             weight_read = weight_read + count * read * params * stack.adapter_bytes
-            of_tokens = rows * adapter.token_bytes
+            of_tokens = rows * adapter.forward_bytes
             elementwise = elementwise + count * (of_tokens + adapter.weight_bytes)
             dequant = dequant + count * adapter.dequant_bytes
-            launches = launches + count * adapter.launches
+            launches = launches + count * adapter.forward_launches
         ops = layer_ops(layer, run) + quant_ops(layer, stack)
         launches = launches + count * (ops + expert_ops(layer, rows))
     serving = run.kv_cache == "vllm"

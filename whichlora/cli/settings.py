@@ -19,15 +19,18 @@ from whichlora.cli.options import (
     words,
 )
 from whichlora.errors import ConfigError
+from whichlora.methods import BUILT_IN
 from whichlora.specs import RunConfig
 
 if TYPE_CHECKING:
     from whichlora.largest import Size
 
+_QUANTISED = [name for name, method in BUILT_IN.items() if method.base_quant != "none"]
+_SERVED_AS_TRAINED = [name for name, method in BUILT_IN.items() if method.serve == "as-trained"]
 _SIZES: tuple[Size, ...] = ("batch_size", "seq_len")
 _SETTINGS = (
     choices("phase", "finetune", "What runs", specs.Phase),
-    list_option("method", "lora", "full, lora, qlora, dora, qdora.", words("method")),
+    list_option("method", "lora", f"{', '.join(BUILT_IN)}.", words("method")),
     list_option(
         "batch-size",
         "1",
@@ -94,7 +97,7 @@ _SETTINGS = (
         "--quant",
         default=None,
         help=f"Storage of the base weights ({', '.join(get_args(specs.Quant))}); "
-        "default: nf4-dq for qlora and qdora, else none.",
+        f"default: nf4-dq for {' and '.join(_QUANTISED)}, else none.",
     ),
     list_option(
         "quant-group-size",
@@ -115,7 +118,7 @@ _SETTINGS = (
         default=None,
         help=f"How a method's model is served ({', '.join(get_args(specs.Serve))}; inference): "
         "its adapter beside the base that it was trained on, or merged into it; default: "
-        "as-trained for qlora and qdora, else merged.",
+        f"as-trained for {' and '.join(_SERVED_AS_TRAINED)}, else merged.",
     ),
     choices("kv-cache", "dynamic", "Key-value cache (inference)", specs.KvCache),
     choices("cache-backend", "quanto", "Quantiser of kv-cache quantized", specs.CacheBackend),

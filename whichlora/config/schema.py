@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from whichlora.errors import ConfigError
+from whichlora.methods import BUILT_IN
 from whichlora.plan import Collator, Keeping, Prefer, ProfilePolicy, TrainOn
 from whichlora.specs import (
     MOST_COUNT,
@@ -303,7 +304,7 @@ class PlanFile(_Section):
     """How training batches are made: padded to their longest, of similar lengths, or packed."""
     sequence_length: Annotated[int, Field(ge=2, le=MOST_COUNT)] = _RUN.seq_len
     """Longest training sequence in tokens; longer ones are truncated."""
-    methods: Names = ("lora", "qlora", "dora", "qdora")
+    methods: Names = tuple(name for name, one in BUILT_IN.items() if not one.trains_base)
     """Fine-tuning methods to compare."""
     ranks: Counts = (_RUN.r,)
     """Ranks of the adapters."""

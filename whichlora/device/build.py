@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from peft import get_peft_config, get_peft_model, prepare_model_for_kbit_training
+from peft import get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -26,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers import AutoHfQuantizer
 
 from whichlora.errors import MeasurementError
-from whichlora.methods import get_method, with_defaults
+from whichlora.methods import get_method, weight_dtype, with_defaults
 from whichlora.specs import FOUR_BIT_BNB, RunConfig
 
 _PEFT_TASKS = {
@@ -62,7 +63,7 @@ def build_model(
     run = with_defaults(run)
     torch.manual_seed(_SEED)
     model = meta_model(run, model_config, device=device)
-    _materialise(model, getattr(torch, run.weight_dtype), torch.device(device))
+    _materialise(model, stored_dtype(run), torch.device(device))
     return finished_model(model, run, target_modules)
 
 
@@ -72,7 +73,7 @@ def meta_model(run: RunConfig, model_config: Mapping[str, Any], *, device: str) 
     Raises:
         MeasurementError: a quantisation that needs calibrated weights.
     """
-    dtype = getattr(torch, run.weight_dtype)
+    dtype = stored_dtype(run)
     config = config_object(model_config)
     auto_class = auto_class_of(config)
     # SDPA is what transformers takes by itself, wherever the architecture has it.
@@ -86,6 +87,12 @@ def meta_model(run: RunConfig, model_config: Mapping[str, Any], *, device: str) 
         quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
         model.hf_quantizer = quantizer
     return model
+
+
+def stored_dtype(run: RunConfig) -> torch.dtype:
+    """That of the weights which are not quantised."""
+    found: torch.dtype = getattr(torch, weight_dtype(run))
+    return found
 
 
 def finished_model(model: Any, run: RunConfig, target_modules: Sequence[str] | str) -> Any:
@@ -222,20 +229,20 @@ def _with_adapters(
     if run.prepare_kbit and run.phase == "finetune":
         # Checkpointing is the trainer's part: it asks for it in the spelling of its own version.
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    keywords = get_method(run.method).peft_config(run)
-    if keywords is None:
+    method = get_method(run.method)
+    if not method.peft_class:
         return model
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    # A key "peft_type" names another adapter than LoRA; the config class follows from it.
-    config = get_peft_config(
-        {"peft_type": "LORA"} | keywords | {"target_modules": targets, "task_type": task}
+    config = resolve_name(method.peft_class)(
+        **{**method.peft_config(run), "target_modules": targets, "task_type": task}
     )
     narrow = run.narrows_adapters
     model = get_peft_model(model, config, autocast_adapter_dtype=not narrow)
     if narrow and run.quant != "none":
         # PEFT gives adapters the dtype of the base weight, which 4 and 8 bits don't have. As in
-        # TRL, the factors become bf16 and DoRA's magnitudes stay fp32.
+        # TRL, they become bf16, but for DoRA's magnitudes.
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad and "magnitude" not in name:
+            wide = method.stays_wide and method.stays_wide in name
+            if parameter.requires_grad and not wide:
                 parameter.data = parameter.data.to(torch.bfloat16)
     return model

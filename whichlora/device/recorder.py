@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whichlora.device.like_cuda import makes_host_tensors
 from whichlora.memory.stretch import TracedEvent
+from whichlora.methods import get_method
 from whichlora.specs import RunConfig
 
 _FUSED_GEMM_ROWS = 1536  # bitsandbytes 0.50 expands the 4-bit weight above this on every GPU
@@ -31,6 +32,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, layers: Sequence[tuple[str, nn.Module]], run: RunConfig) -> None:
         super().__init__()
         self._run = run
+        self._prefix = get_method(run.method).parameter_prefix
         self.events: list[TracedEvent] = []
         self._layers = layers
         self._live: dict[int, tuple[int, int | None, weakref.ref[Any]]] = {}
@@ -112,7 +114,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         for name, module in model.named_modules():
             for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
-                    kind = adapters if tensor.requires_grad and "lora" in name else base
+                    trains = tensor.requires_grad and self._prefix and self._prefix in name
+                    kind = adapters if trains else base
                     kind.append((f"{name}.{leaf}", tensor))
                     state = getattr(tensor, "quant_state", None)
                     kind += [(f"{name}.{leaf}", one) for one in _quant_tensors(state)]

@@ -17,12 +17,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from peft import PeftModel
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from whichlora.device.build import config_object, finished_model, meta_model
+from whichlora.device.build import config_object, finished_model, meta_model, stored_dtype
 from whichlora.device.fake_weights import place_fake
 from whichlora.device.finetune import measure_finetune
 from whichlora.device.inference import measure_inference
@@ -44,6 +43,7 @@ from whichlora.memory.stretch import (
 )
 from whichlora.methods import get_method, with_defaults
 from whichlora.specs import Precision, RunConfig
+from whichlora.stack import has_master_weights
 
 _KINDS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # what may differ from layer to layer
 _STAND_INS: dict[str, Precision] = {"fp16": "bf16", "tf32": "fp32"}  # of equal bytes, on a CPU
@@ -79,14 +79,15 @@ def trace(
         )
     # fp16 has no CPU kernels in some places, and the bytes of bf16.
     stand_in = dataclasses.replace(run, precision=_STAND_INS.get(run.precision, run.precision))
-    weights = run if run.has_master_weights else stand_in
+    trains_base = get_method(run.method).trains_base
+    weights = run if has_master_weights(run, trains_base=trains_base) else stand_in
     with ExitStack() as patches:
         if run.attn == "flash_attention_2":
             patches.enter_context(with_flash_attention())
         model = meta_model(weights, config, device="cpu")
         patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         patches.enter_context(like_cuda())
-        place_fake(model, getattr(torch, weights.weight_dtype))
+        place_fake(model, stored_dtype(weights))
         model = finished_model(model, stand_in, target_modules)
         for module in model.modules():
             if hasattr(module, "state") and hasattr(module.state, "threshold"):

@@ -8,6 +8,7 @@ from typing import Any
 
 from whichlora.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFormat
 from whichlora.exports.recipe import (
+    LORA_KEYS,
     Export,
     Recipe,
     evaluating,
@@ -55,7 +56,12 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what Axolotl can't do.
     """
     require_plain(
-        recipe, "axolotl", quants=_QUANTS, rows=_ROWS, data=simpler_format(recipe.data_format)
+        recipe,
+        "axolotl",
+        adapters=LORA_KEYS,
+        quants=_QUANTS,
+        rows=_ROWS,
+        data=simpler_format(recipe.data_format),
     )
     run, left_out = without(recipe.run, "Axolotl", *_UNKNOWN)
     run, notes = under_axolotl(run)
@@ -125,9 +131,10 @@ def _evaluation(recipe: Recipe) -> dict[str, Any]:
 
 def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
     """What it is told of the adapters; nothing for full fine-tuning."""
-    adapter = get_method(run.method).peft_config(run)
-    if adapter is None:
+    method = get_method(run.method)
+    if not method.peft_class:
         return {}
+    adapter = method.peft_config(run)
     targets, quant = recipe.target_modules, run.quant or "none"
     return {
         "adapter": "qlora" if quant == "nf4-dq" else "lora",

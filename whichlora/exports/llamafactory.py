@@ -10,6 +10,7 @@ from typing import Any
 from whichlora.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFormat
 from whichlora.errors import ConfigError
 from whichlora.exports.recipe import (
+    LORA_KEYS,
     Export,
     Recipe,
     evaluating,
@@ -22,6 +23,7 @@ from whichlora.exports.simpler import file_names, made_of, simpler_format
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
 from whichlora.specs import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig
+from whichlora.stack import has_master_weights
 
 FILE = "llamafactory.yaml"
 _UNKNOWN: tuple[str, ...] = ("bias", "adapter_dtype", "expandable_segments")
@@ -58,7 +60,12 @@ def export(recipe: Recipe) -> Export:
         ConfigError: what LLaMA-Factory can't do.
     """
     require_plain(
-        recipe, "llamafactory", quants=_QUANTS, rows=_ROWS, data=simpler_format(recipe.data_format)
+        recipe,
+        "llamafactory",
+        adapters=LORA_KEYS,
+        quants=_QUANTS,
+        rows=_ROWS,
+        data=simpler_format(recipe.data_format),
     )
     unknown = _UNKNOWN
     if not get_method(recipe.run.method).trains_base:
@@ -159,9 +166,10 @@ def _quantisation(run: RunConfig) -> dict[str, Any]:
 
 def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
     """Which fine-tuning, and what it is told of the adapters."""
-    adapter = get_method(run.method).peft_config(run)
-    if adapter is None:
+    method = get_method(run.method)
+    if not method.peft_class:
         return {"finetuning_type": "full"}
+    adapter = method.peft_config(run)
     targets = recipe.target_modules
     return {
         "finetuning_type": "lora",
@@ -189,7 +197,8 @@ def under_llamafactory(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
             raise ConfigError(
                 "--to llamafactory: full fine-tuning in fp16 is not modelled there; use bf16"
             )
-        if precision not in (*FP32_PRECISIONS, "bf16-pure") and not run.has_master_weights:
+        widened = has_master_weights(run, trains_base=True)
+        if precision not in (*FP32_PRECISIONS, "bf16-pure") and not widened:
             precision = "bf16-pure"  # else it widens all weights to fp32
             notes.append(f"{run.precision} becomes pure_bf16, or it would widen all weights")
     elif precision == "bf16-no-autocast":

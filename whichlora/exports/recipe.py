@@ -10,6 +10,7 @@ from typing import Any, Self, get_args
 from whichlora.data_format import TEXT_ROWS, DataFormat
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.job import KEEPING, Weights
+from whichlora.methods import get_method
 from whichlora.plan import SAVED_SHARE, Collator, Keeping, TrainOn
 from whichlora.specs import RunConfig
 from whichlora.text import require_printable
@@ -18,6 +19,23 @@ RECIPE_SCHEMA_VERSION = 1
 MOST_EPOCHS = 10**12  # as in a config file
 DATA_FILE = "train.jsonl"  # beside the exported files, rows of `Recipe.data_format`
 VALIDATION_FILE = "validation.jsonl"  # the same, where `Recipe.validation` says so
+
+# PEFT config class → the keys of it that Axolotl, LLaMA-Factory, TRL and Unsloth all have words
+# for, "bias" being left out with a note where it is asked for.
+LORA_KEYS: Mapping[str, frozenset[str]] = {
+    "peft.LoraConfig": frozenset(
+        {
+            "r",
+            "lora_alpha",
+            "lora_dropout",
+            "target_modules",
+            "bias",
+            "use_rslora",
+            "use_dora",
+            "modules_to_save",
+        }
+    )
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,16 +196,20 @@ def require_plain(
     quants: frozenset[str],
     rows: Collection[DataFormat],
     data: DataFormat | None = None,
+    adapters: Mapping[str, frozenset[str]],
 ) -> None:
     """Refuse what only the script of WhichLoRA can do.
 
     Args:
         rows: formats that `tool` takes.
         data: that of the rows that it is given; None is as they stand in `train.jsonl`.
+        adapters: PEFT config class to those of its keys that `tool` has words for.
 
     Raises:
-        ConfigError: an encoder, random weights, other rows, or a storage that it doesn't load.
+        ConfigError: an adapter that it can't write, an encoder, random weights, other rows, or a
+            storage that it doesn't load.
     """
+    _require_adapter(recipe.run, tool, adapters)
     if recipe.masked_lm:
         raise ConfigError(
             f"--to {tool}: {recipe.run.model} is an encoder, which {tool} doesn't train; "
@@ -213,6 +235,24 @@ def require_plain(
         raise ConfigError(
             f"--to {tool}: quant {quant} can't be loaded by it; accepted are "
             f"{', '.join(sorted(quants))}"
+        )
+
+
+def _require_adapter(run: RunConfig, tool: str, adapters: Mapping[str, frozenset[str]]) -> None:
+    method = get_method(run.method)
+    if not method.peft_class:
+        return
+    if method.peft_class not in adapters:
+        raise ConfigError(
+            f"--to {tool}: method {method.name} needs {method.peft_class}, which {tool} can't "
+            f"write; it writes {', '.join(adapters)}; use --to transformers"
+        )
+    accepted = adapters[method.peft_class]
+    unknown = sorted(set(method.peft_config(run)) - accepted)
+    if unknown:
+        raise ConfigError(
+            f"--to {tool}: method {method.name} sets {unknown[0]} of {method.peft_class}, which "
+            f"{tool} can't write; it writes {', '.join(sorted(accepted))}; use --to transformers"
         )
 
 

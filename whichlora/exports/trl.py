@@ -9,6 +9,7 @@ from whichlora.data_format import CHAT_PAIRS, CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS
 from whichlora.errors import ConfigError
 from whichlora.exports.recipe import (
     DATA_FILE,
+    LORA_KEYS,
     Export,
     Recipe,
     padding_note,
@@ -17,7 +18,7 @@ from whichlora.exports.recipe import (
     without,
 )
 from whichlora.exports.yaml import yaml_text
-from whichlora.methods import get_method
+from whichlora.methods import get_method, weight_dtype
 from whichlora.specs import FOUR_BIT_BNB, RunConfig
 
 FILE = "trl.yaml"
@@ -34,14 +35,14 @@ def export(recipe: Recipe) -> Export:
     Raises:
         ConfigError: what TRL can't do.
     """
-    require_plain(recipe, "trl", quants=_QUANTS, rows=_ROWS)
+    require_plain(recipe, "trl", adapters=LORA_KEYS, quants=_QUANTS, rows=_ROWS)
     run, left_out = without(recipe.run, "TRL", *_UNKNOWN)
     run, notes = under_trl(run)
     notes += left_out
     notes += padding_note(recipe, "packed", "grouped")
     settings: dict[str, Any] = {
         "model_name_or_path": run.model,
-        "dtype": run.weight_dtype,
+        "dtype": weight_dtype(run),
         "attn_implementation": run.attn,
     }
     settings |= _quantisation(run) | _adapter(recipe, run)
@@ -105,9 +106,10 @@ def _quantisation(run: RunConfig) -> dict[str, Any]:
 
 def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
     """What it is told of the adapters; nothing for full fine-tuning."""
-    adapter = get_method(run.method).peft_config(run)
-    if adapter is None:
+    method = get_method(run.method)
+    if not method.peft_class:
         return {}
+    adapter = method.peft_config(run)
     targets = recipe.target_modules
     return {
         "use_peft": True,

@@ -15,6 +15,7 @@ from whichlora.data_format import (
 from whichlora.errors import ConfigError
 from whichlora.exports.recipe import (
     DATA_FILE,
+    LORA_KEYS,
     VALIDATION_FILE,
     Export,
     Recipe,
@@ -26,7 +27,7 @@ from whichlora.exports.recipe import (
 )
 from whichlora.job import chat_template, templates
 from whichlora.job.rows import row_functions
-from whichlora.methods import get_method
+from whichlora.methods import get_method, weight_dtype
 from whichlora.python_source import Code, call, literal
 from whichlora.specs import FP32_PRECISIONS, RunConfig
 
@@ -66,7 +67,7 @@ def export(recipe: Recipe) -> Export:
     Raises:
         ConfigError: what Unsloth can't do.
     """
-    require_plain(recipe, "unsloth", quants=_QUANTS, rows=_ROWS)
+    require_plain(recipe, "unsloth", adapters=LORA_KEYS, quants=_QUANTS, rows=_ROWS)
     run, left_out = without(recipe.run, "Unsloth", *_UNKNOWN)
     run, notes = under_unsloth(run)
     notes += left_out
@@ -104,7 +105,7 @@ def _load(run: RunConfig) -> Code:
         "FastLanguageModel.from_pretrained",
         model_name=run.model,
         max_seq_length=run.seq_len,
-        dtype=Code(f"torch.{run.weight_dtype}"),
+        dtype=Code(f"torch.{weight_dtype(run)}"),
         load_in_4bit=quant == "nf4-dq",
         load_in_8bit=quant == "int8",
         full_finetuning=get_method(run.method).trains_base,
@@ -112,9 +113,10 @@ def _load(run: RunConfig) -> Code:
 
 
 def _adapter_lines(recipe: Recipe, run: RunConfig) -> list[str]:
-    settings = get_method(run.method).peft_config(run)
-    if settings is None:
+    method = get_method(run.method)
+    if not method.peft_class:
         return []
+    settings = method.peft_config(run)
     adapted = call(
         "FastLanguageModel.get_peft_model",
         Code("model"),

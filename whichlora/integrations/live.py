@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import Any, get_args
 
@@ -16,6 +16,7 @@ from whichlora import families
 from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.libraries import Libraries
+from whichlora.methods import BUILT_IN, Method, list_methods
 from whichlora.prediction import num_trained
 from whichlora.resolution import Job, resolve
 from whichlora.specs import (
@@ -43,14 +44,6 @@ _OPTIMIZERS = {  # `TrainingArguments.optim` to ours, and the class that the Tra
     "lion_32bit": ("lion", "Lion"),
 }
 _LANGUAGE_HEADS = re.compile(r"(CausalLM|LMHeadModel|MaskedLM|ConditionalGeneration)$")
-_PLAIN_LORA: dict[str, tuple[Any, ...]] = {  # fields of LoraConfig, and what is modelled
-    "rank_pattern": (None, {}),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "lora_bias": (None, False),
-}
 
 
 def read_job(
@@ -78,29 +71,30 @@ def read_job(
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     spec = _read_model(base)
     quant, quant_dtype = _read_quant(base)
-    adapters = _read_adapters(model, spec, quant)
+    method, adapters = _read_adapters(model, spec, quant)
     loss_head = _read_loss_head(args)
     autocast = _read_autocast(args)
     adapter_dtype: AdapterDtype = "auto"
-    if adapters:
-        adapter_dtype = _read_adapter_dtype(model, autocast, loss_head, quant)
+    if not method.trains_base:
+        adapter_dtype = _read_adapter_dtype(model, method, autocast, loss_head, quant)
     run = RunConfig(
         model=spec.name,
         batch_size=batch_size,
         seq_len=seq_len,
         padding="padded" if padded else "none",
-        precision=_read_precision(model, args, autocast, quant_dtype, trains_base=not adapters),
-        base_dtype=_read_base_dtype(base, autocast, quant),
+        precision=_read_precision(model, method, args, autocast, quant_dtype),
+        base_dtype=_read_base_dtype(base, method, autocast, quant),
         adapter_dtype=adapter_dtype,
         quant=quant,
-        prepare_kbit=quant != "none" and _dtype(_stored(base), "base weights") == "float32",
+        prepare_kbit=quant != "none" and _dtype(_stored(base, method), "base weights") == "float32",
         optimizer=_read_optimizer(args, optimizer),
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         attn=_read_attention(base),
         loss_head=loss_head,
         libraries=_older_libraries(with_trl=loss_head == "trl-fused"),
         **_read_checkpointing(base, args),
-        **(adapters or {"method": "full"}),
+        method=method.name,
+        **adapters,
     )
     job = resolve(spec, run, gpu)
     _check_dtypes(job, model, base)
@@ -137,10 +131,15 @@ def _read_model(base: Any) -> ModelSpec:
     return families.build(config, name=name)
 
 
-def _stored(base: Any) -> Iterator[Any]:
+def _is_adapter(name: str, method: Method) -> bool:
+    return bool(method.parameter_prefix) and method.parameter_prefix in name
+
+
+def _stored(base: Any, method: Method) -> Iterator[Any]:
     """Base weights that are not quantised."""
     for name, parameter in base.named_parameters():
-        if "lora_" not in name and parameter.is_floating_point() and not _is_quantised(parameter):
+        is_plain = parameter.is_floating_point() and not _is_quantised(parameter)
+        if is_plain and not _is_adapter(name, method):
             yield parameter
 
 
@@ -174,41 +173,47 @@ def _read_quant(base: Any) -> tuple[Any, str | None]:
     return quant, dtype
 
 
-def _read_adapters(model: Any, spec: ModelSpec, quant: str) -> dict[str, Any]:
-    """Method, rank, targets and dropout; empty for full fine-tuning."""
+def _read_adapters(model: Any, spec: ModelSpec, quant: str) -> tuple[Method, Mapping[str, Any]]:
+    """The method, and its rank, targets and dropout."""
     configs = getattr(model, "peft_config", None)
     if not configs:
         frozen = sum(not parameter.requires_grad for parameter in model.parameters())
         if frozen:
             raise ConfigError(f"{frozen} weights are frozen and there is no adapter")
-        return {}
+        return next(one for one in BUILT_IN.values() if one.trains_base), {}
     if len(configs) > 1:
         raise ConfigError(f"{len(configs)} adapters are loaded ({', '.join(configs)}); one is")
     (config,) = configs.values()
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind != "LORA":
-        raise ConfigError(f"adapters of type {kind} are not modelled; LORA is")
-    for name, accepted in _PLAIN_LORA.items():
-        value = getattr(config, name, None)
-        if value not in accepted:
-            raise ConfigError(f"LoraConfig.{name}={value!r} is not modelled")
+    method, settings = _read_method(config, quant)
     leaves = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if hasattr(module, "lora_A")
+        if hasattr(module, "base_layer")
+        and any(child.startswith(method.parameter_prefix) for child, _ in module.named_children())
     }
-    whole = leaves == set(resolve_targets(spec, (ALL_LINEAR,)))
+    whole = leaves == set(resolve_targets(spec, (ALL_LINEAR,), modules_only=method.folded is None))
+    targets = (ALL_LINEAR,) if whole else tuple(sorted(leaves))
+    return method, {"target_modules": targets, **settings}
+
+
+def _read_method(config: Any, quant: str) -> tuple[Method, Mapping[str, Any]]:
+    """The method whose PEFT config `config` is, and its settings.
+
+    Of several that differ in the storage of the base, it is the one that stores it so.
+
+    Raises:
+        ConfigError: no method knows it.
+    """
+    kind = f"{type(config).__module__.partition('.')[0]}.{type(config).__name__}"
+    methods = [method for method in list_methods().values() if method.peft_class == kind]
+    readings = [(method, method.read_peft(config)) for method in methods]
+    matching = [(method, settings) for method, settings in readings if settings is not None]
+    if not matching:
+        modelled = dict.fromkeys(one.peft_class for one in BUILT_IN.values() if one.peft_class)
+        raise ConfigError(f"adapters of {kind} are not modelled; {' and '.join(modelled)} are")
     four_bit = quant in FOUR_BIT_BNB
-    return {
-        "method": ("q" if four_bit else "") + ("dora" if config.use_dora else "lora"),
-        "r": config.r,
-        "lora_alpha": max(1, round(config.lora_alpha)),
-        "lora_dropout": float(config.lora_dropout),
-        "target_modules": (ALL_LINEAR,) if whole else tuple(sorted(leaves)),
-        "bias": config.bias,
-        "use_rslora": bool(config.use_rslora),
-        "modules_to_save": tuple(sorted(config.modules_to_save or ())),
-    }
+    stored_so = [one for one in matching if (one[0].base_quant in FOUR_BIT_BNB) == four_bit]
+    return (stored_so or matching)[0]
 
 
 def _read_attention(base: Any) -> AttentionKernel:
@@ -270,9 +275,9 @@ def _read_autocast(args: Any) -> str:
 
 
 def _read_precision(
-    model: Any, args: Any, autocast: str, quant_dtype: str | None, *, trains_base: bool
+    model: Any, method: Method, args: Any, autocast: str, quant_dtype: str | None
 ) -> Precision:
-    weights = _dtype(_stored(model), "base weights")
+    weights = _dtype(_stored(model, method), "base weights")
     if quant_dtype is not None:  # norms may have been widened; the products are in this dtype
         weights = quant_dtype
     if autocast == "bf16":
@@ -285,20 +290,22 @@ def _read_precision(
         return "tf32" if args.tf32 else "fp32"
     if weights != "bfloat16":
         raise ConfigError(f"{weights} weights without autocast are not modelled; bfloat16 are")
-    pure = trains_base or _dtype(_adapters(model), "adapters") == "bfloat16"
+    pure = method.trains_base or _dtype(_adapters(model, method), "adapters") == "bfloat16"
     return "bf16-pure" if pure else "bf16-no-autocast"
 
 
-def _read_base_dtype(base: Any, autocast: str, quant: str) -> BaseDtype:
+def _read_base_dtype(base: Any, method: Method, autocast: str, quant: str) -> BaseDtype:
     """Whether 16-bit autocast runs over fp32 weights, as a model has them that nobody narrowed."""
     if autocast == "no" or quant != "none":
         return "auto"
-    return "float32" if _dtype(_stored(base), "base weights") == "float32" else "auto"
+    return "float32" if _dtype(_stored(base, method), "base weights") == "float32" else "auto"
 
 
-def _read_adapter_dtype(model: Any, autocast: str, loss_head: LossHead, quant: str) -> AdapterDtype:
+def _read_adapter_dtype(
+    model: Any, method: Method, autocast: str, loss_head: LossHead, quant: str
+) -> AdapterDtype:
     """The dtype of the adapters under bf16 autocast, where it is not the libraries' own choice."""
-    found = _dtype(_adapters(model), "adapters")
+    found = _dtype(_adapters(model, method), "adapters")
     usual = "bfloat16" if loss_head == "trl-fused" and quant in FOUR_BIT_BNB else "float32"
     if autocast != "bf16" or found == usual:
         return "auto"
@@ -308,10 +315,11 @@ def _read_adapter_dtype(model: Any, autocast: str, loss_head: LossHead, quant: s
     raise ConfigError(f"{found} adapters under bf16 autocast are not modelled; float32 are")
 
 
-def _adapters(model: Any) -> Iterator[Any]:
-    """Trained factors; DoRA's magnitudes keep a dtype of their own."""
+def _adapters(model: Any, method: Method) -> Iterator[Any]:
+    """What the method trains, but for what keeps a dtype of its own."""
     for name, parameter in model.named_parameters():
-        if "lora_" in name and parameter.requires_grad and "magnitude" not in name:
+        stays_wide = method.stays_wide and method.stays_wide in name
+        if _is_adapter(name, method) and parameter.requires_grad and not stays_wide:
             yield parameter
 
 
@@ -337,8 +345,8 @@ def _check_dtypes(job: Job, model: Any, base: Any) -> None:
     embedding = base.get_input_embeddings().weight
     checks: list[tuple[str, Callable[[], Iterator[Any]], int]] = [
         ("embeddings", lambda: iter([embedding]), stack.embedding_bytes),
-        ("adapters", lambda: _adapters(model), stack.adapter_bytes),
-        ("base weights", lambda: _stored(base), stack.base_bytes),
+        ("adapters", lambda: _adapters(model, job.method), stack.adapter_bytes),
+        ("base weights", lambda: _stored(base, job.method), stack.base_bytes),
     ]
     for what, tensors, expected in checks:
         for tensor in tensors():
@@ -358,11 +366,10 @@ def _check_counts(job: Job, model: Any, base: Any) -> None:
             "some layers are left out or added"
         )
     if job.run.quant == "none":
-        added = ("lora_", ".modules_to_save.")  # the latter are copies
         total = sum(
             parameter.numel()
             for name, parameter in base.named_parameters()
-            if not any(word in name for word in added)
+            if not _is_adapter(name, job.method) and ".modules_to_save." not in name  # copies
         )
         described = job.model.loaded_params
         if abs(total - described) > _COUNT_TOLERANCE * total:

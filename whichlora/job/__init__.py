@@ -24,7 +24,7 @@ from whichlora.job.lines import (
     tokenizer_lines,
 )
 from whichlora.job.rows import row_functions
-from whichlora.methods import get_method, with_defaults
+from whichlora.methods import get_method, weight_dtype, with_defaults
 from whichlora.plan import SAVED_SHARE, Collator, Keeping, TrainOn
 from whichlora.python_source import Code, call, import_lines, literal
 from whichlora.specs import RunConfig
@@ -34,7 +34,7 @@ Weights = Literal["pretrained", "random"]
 KEEPING = Keeping()
 
 _IMPORTABLE = {
-    "peft": ("LoraConfig", "get_peft_config", "get_peft_model", "prepare_model_for_kbit_training"),
+    "peft": ("get_peft_model", "prepare_model_for_kbit_training"),
     "peft.optimizers": ("create_loraplus_optimizer",),
     "tokenizers": ("Tokenizer", "decoders", "models", "pre_tokenizers"),
     "transformers": (
@@ -97,7 +97,7 @@ def train_script(
     Raises:
         ConfigError: a run that the script can't perform.
     """
-    run = with_defaults(run)
+    run, method = with_defaults(run), get_method(run.method)
     _check(run, weights, model_config)
     random_config = model_config if weights == "random" else None
     takes_bytes = random_config is not None and tokenizer is None
@@ -138,14 +138,14 @@ def train_script(
         *argument_lines(run, keeping, limited=max_steps is not None, grouped=reader == "grouped"),
         *optimizer_lines(run),
     ]
-    narrow = keeping.saves and run.narrows_adapters and not get_method(run.method).trains_base
+    narrow = keeping.saves and run.narrows_adapters and not method.trains_base
     body = "".join(
         [
             templates.SAY,
             templates.VERSIONS,
             templates.LAST_CHECKPOINT * keeping.saves,
             templates.NARROW_TRAINER * narrow,
-            templates.RANDOM_MODEL.format(model_class=model_class, dtype=run.weight_dtype)
+            templates.RANDOM_MODEL.format(model_class=model_class, dtype=weight_dtype(run))
             if random_config is not None
             else "",
             templates.BYTE_TOKENIZER if takes_bytes else "",
@@ -155,7 +155,8 @@ def train_script(
             _tail(run, keeping, reader, narrow=narrow, masked_lm=masked_lm),
         ]
     )
-    return _head(body, constants) + body
+    module, _, name = method.peft_class.rpartition(".")
+    return _head(body, constants, {module: (name,)} if name else {}) + body
 
 
 def _tail(
@@ -189,11 +190,19 @@ def chat_template() -> Code:
     return Code(f"(\n{lines}\n)")
 
 
-def _head(body: str, constants: Mapping[str, Any]) -> str:
-    """The docstring, the imports that `body` needs, and the constants that are set."""
+def _head(body: str, constants: Mapping[str, Any], adapter: Mapping[str, Sequence[str]]) -> str:
+    """The docstring, the imports that `body` needs, and the constants that are set.
+
+    Args:
+        adapter: module and name of the PEFT config class.
+    """
+    importable = {
+        module: tuple(sorted({*names, *adapter.get(module, ())}))
+        for module, names in (_IMPORTABLE | dict.fromkeys(adapter, ()) | _IMPORTABLE).items()
+    }
     return templates.HEAD.format(
         standard=templates.standard_imports(f"Path(__file__)\n{body}"),
-        imports=import_lines(body, _IMPORTABLE),
+        imports=import_lines(body, importable),
         constants="\n".join(
             f"{name} = {literal(value)}" for name, value in constants.items() if value is not None
         ),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whichlora.methods import get_method
+from whichlora.methods import get_method, weight_dtype
 from whichlora.plan import Keeping
-from whichlora.python_source import Code, call
+from whichlora.python_source import Code, call, literal
 from whichlora.specs import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
 
 BNB_OPTIMIZERS = frozenset({"adamw_8bit", "paged_adamw_8bit", "lion"})
@@ -66,7 +66,7 @@ def tokenizer_lines(tokenizer: str | None, takes_bytes: bool, hub: Mapping[str, 
 
 
 def model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> list[str]:
-    options: dict[str, Any] = {"dtype": Code(f"torch.{run.weight_dtype}")}
+    options: dict[str, Any] = {"dtype": Code(f"torch.{weight_dtype(run)}")}
     if run.attn != "sdpa":  # which transformers takes by itself, where the architecture has it
         options["attn_implementation"] = run.attn
     quant = run.quant or "none"
@@ -90,21 +90,19 @@ def model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> lis
 
 
 def adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[str]:
-    settings = get_method(run.method).peft_config(run)
-    if settings is None:
+    method = get_method(run.method)
+    if not method.peft_class:
         return []
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    settings = settings | {"target_modules": targets}
-    if "peft_type" in settings:
-        config = call("get_peft_config", settings)
-    else:
-        config = call("LoraConfig", **settings)
+    settings = {**method.peft_config(run), "target_modules": targets}
+    config = call(method.peft_class.rpartition(".")[2], **settings)
     options = {"autocast_adapter_dtype": False} if run.narrows_adapters else {}
     lines = [f"model = {call('get_peft_model', Code('model'), config, **options)}"]
     if run.narrows_adapters and run.quant != "none":
+        wide = f" and {literal(method.stays_wide)} not in name" if method.stays_wide else ""
         lines += [
             "for name, parameter in model.named_parameters():",
-            '    if parameter.requires_grad and "magnitude" not in name:',
+            f"    if parameter.requires_grad{wide}:",
             "        parameter.data = parameter.data.to(torch.bfloat16)",
         ]
     return lines

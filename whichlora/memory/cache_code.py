@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from whichlora.memory.operators import Code
 from whichlora.memory.tape import Form, Tape, Tensor, constant, maximal, per_token, scaled
-from whichlora.methods.lora import METHOD as LORA
+from whichlora.methods.base import NO_ADAPTERS
 from whichlora.numeric import ceil_div
 from whichlora.specs import CacheFormat
 from whichlora.stack import Stack
@@ -128,7 +128,7 @@ def quantising_points(width: int, element_bytes: int, stack: Stack) -> tuple[For
     Kind: exact.
     """
     tape = Tape()
-    code = Code(tape, stack, (), LORA)
+    code = Code(tape, stack, (), NO_ADAPTERS)
     store(code, tape.weight(per_token(width), element_bytes), num_heads=1)
     tape.hold(tape.op([], constant(0), 1))
     points, _ = tape.forward(saving=False)

@@ -10,7 +10,7 @@ from whichlora.architecture import Linear, Moe, Norm
 from whichlora.memory.expert_loop import run_each_expert
 from whichlora.memory.mlp_code import activate, feed_forward
 from whichlora.memory.operators import Code
-from whichlora.memory.tape import Tensor, constant, per_rank, per_token, scaled
+from whichlora.memory.tape import Tensor, constant, per_token, scaled
 
 _INDEX = 8  # torch indexes with int64
 
@@ -36,24 +36,11 @@ def mix_experts(code: Code, moe: Moe, x: Tensor) -> Tensor:
 
 
 def _weight(code: Code, linear: Linear) -> Tensor:
-    """A bare parameter, its adapter folded in if it has one: W + BA in one product."""
-    tape, stack = code.tape, code.stack
-    elements = constant(linear.num_weights)
-    if stack.trains_base or not linear.rank_multiple or linear.name not in code.targets:
-        return tape.weight(elements, stack.base_bytes, trained=stack.trains_base)
-    rank = linear.rank_multiple * linear.count
-    factors = []
-    for width in (linear.in_features, linear.out_features):
-        factor = tape.weight(per_rank(rank * width), stack.adapter_bytes, trained=True)
-        factors.append(code.cast(factor, stack.base_bytes, f"{linear.name}: adapter, cast"))
-    return tape.op(
-        factors,
-        elements,
-        stack.base_bytes,
-        saves=factors,
-        inner_backward=factors[0].form,  # scaled out of place
-        what=f"{linear.name}: weight with its adapter",
-    )
+    """A bare parameter, its adapter folded in if it has one."""
+    if code.method.folded is not None and code.adapts(linear):
+        return code.method.folded(code, linear)
+    trained = code.stack.trains_base
+    return code.tape.weight(constant(linear.num_weights), code.stack.base_bytes, trained=trained)
 
 
 def _multiplied(code: Code, x: Tensor, weight: Tensor, elements: int, what: str) -> Tensor:

@@ -59,6 +59,14 @@ ADAPTERS = Fact(
     why="trained beside the frozen weights",
     source="peft LoraLayer.update_layer",
 )
+FROZEN_ADAPTERS = Fact(
+    part="adapters",
+    what="frozen matrices of the adapters",
+    shape="",
+    dtype="adapter_bytes",
+    why="read by the adapters, and not trained",
+    source="the method's own file",
+)
 SAVED_MODULES = Fact(
     part="adapters",
     what="trained copies of modules",

@@ -14,8 +14,7 @@ from whichlora.memory.expert_code import route, run_experts
 from whichlora.memory.mlp_code import activate, feed_forward
 from whichlora.memory.operators import Code
 from whichlora.memory.tape import Form, Kept, Tape, Tensor, constant, maximal, per_token
-from whichlora.methods.base import Method
-from whichlora.methods.lora import METHOD as LORA
+from whichlora.methods.base import NO_ADAPTERS, Method
 from whichlora.stack import Stack
 
 INPUTS_PROJECTION = "per_layer_model_projection"
@@ -162,7 +161,7 @@ def layer_input_points(
     model: ModelSpec,
     targets: tuple[str, ...],
     stack: Stack,
-    method: Method = LORA,
+    method: Method = NO_ADAPTERS,
     *,
     needs_grad: bool = False,
     accumulated: bool = False,

@@ -17,8 +17,7 @@ from whichlora.memory.layer_code import (
     working_points,
 )
 from whichlora.memory.tape import Kept, chunks, evaluate, most, without_sequences
-from whichlora.methods.base import Method
-from whichlora.methods.lora import METHOD as LORA
+from whichlora.methods.base import NO_ADAPTERS, Method
 from whichlora.numeric import Count, is_plain, largest
 from whichlora.specs import RunConfig
 from whichlora.stack import Stack
@@ -178,7 +177,7 @@ def forward_bytes(
     tokens: Count,
     span: Count,
     targets: tuple[str, ...] = (),
-    method: Method = LORA,
+    method: Method = NO_ADAPTERS,
     r: Count = 0,
     side: str = "",
     prompt: bool = False,

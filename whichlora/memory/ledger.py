@@ -28,11 +28,11 @@ from whichlora.memory.trained import (
     trained_tensors,
     unwanted_gradient_bytes,
 )
-from whichlora.methods.base import Method
+from whichlora.methods.base import FrozenTensor, Method
 from whichlora.numeric import Count, largest, smallest
 from whichlora.specs import ALL_LINEAR, GpuSpec, RunConfig
 from whichlora.stack import Stack
-from whichlora.targets import adapted
+from whichlora.targets import adapted, adapted_linears
 
 PARTS = (
     "weights",
@@ -151,10 +151,22 @@ def adapter_entries(
     for linear in _idle_adapted(model, run, targets):
         num_params = num_params + method.adapter_params(linear, r)
     copied = gradient_bytes(saved_modules(model, run.modules_to_save, stack.embedding_bytes))
+    frozen = method.frozen_tensors(adapted_linears(model, targets), r)
     return [
         Entry(facts.ADAPTERS, num_params * stack.adapter_bytes),
+        listed(facts.FROZEN_ADAPTERS, *(_frozen_group(one, stack) for one in frozen)),
         Entry(facts.SAVED_MODULES, copied + 0 * r),
     ]
+
+
+def _frozen_group(tensor: FrozenTensor, stack: Stack) -> Group:
+    listed_one = Tensor(
+        tensor.name,
+        constant=tensor.rows * tensor.width * stack.adapter_bytes,
+        dims=tensor.dims,
+        element_bytes=stack.adapter_bytes,
+    )
+    return Group(tensors=(listed_one,), count=tensor.count, tokens=0, span=0)
 
 
 def _inputs(model: ModelSpec, stack: Stack, tokens: Count, span: Count) -> Entry:

@@ -20,10 +20,9 @@ from whichlora.memory.tape import (
     scaled,
     where_many_rows,
 )
-from whichlora.memory.weights import BNB_BLOCK, is_quantised
 from whichlora.methods.base import Method
 from whichlora.specs import FOUR_BIT_BNB
-from whichlora.stack import Stack
+from whichlora.stack import BNB_BLOCK, Stack, is_quantised
 
 
 def _before_cast(x: Tensor, size: int) -> Form:
@@ -67,22 +66,13 @@ class Rows:
         return where_many_rows(count)
 
 
-def trains_transposed(linear: Linear, method: Method, stack: Stack) -> bool:
-    """Whether DoRA makes a gradient of a frozen weight: of an fp32 Conv1D under dropout.
-
-    PEFT turns the transposed weight into a parameter, which asks for one; what is cast or expanded
-    first is none. Source: peft 0.21.2 `utils.other.transpose`, `DoraLinearLayer.forward`.
-    """
-    wide = stack.base_bytes == stack.adapter_bytes == 4 and not is_quantised(linear, stack)
-    return method.name == "dora" and linear.transposed and bool(stack.lora_dropout) and wide
-
-
 @dataclass(frozen=True, slots=True)
 class Code:
     """A tape, and the settings that decide which operators run on it.
 
     Args:
         targets: names of the adapted matrices.
+        method: whose operators an adapted matrix has.
         masked: SDPA gets a mask tensor.
         stream_bytes: one element of the layer's input.
         checkpointed: the layer is run again in its backward.
@@ -100,6 +90,9 @@ class Code:
     rows: Rows = Rows()
     ragged: bool = False
 
+    constant = staticmethod(constant)
+    per_rank = staticmethod(per_rank)
+
     # --- plain operators ---------------------------------------------------------------------
 
     def cast(self, x: Tensor, size: int, what: str = "") -> Tensor:
@@ -109,6 +102,10 @@ class Code:
         return self.tape.op(
             [x], x.elements, size, passes=True, joined=x.joined, what=what or "copy, cast"
         )
+
+    def autocast(self, x: Tensor, what: str = "") -> Tensor:
+        """`x` as a matrix product reads it: autocast narrows it."""
+        return self.cast(x, self.stack.compute_bytes, what) if self.stack.under_autocast else x
 
     def scale(self, x: Tensor) -> Tensor:
         """Times a Python number."""
@@ -239,40 +236,16 @@ class Code:
     # --- matrices ----------------------------------------------------------------------------
 
     def linear(self, linear: Linear, x: Tensor) -> Tensor:
-        """One projection with its adapter, if it has one. Source: peft 0.21.2 `lora.layer`."""
-        adapted = (
-            not self.stack.trains_base and linear.rank_multiple and linear.name in self.targets
-        )
-        result = self._base(linear, x)
-        if not adapted:
-            return result
-        four_bit = is_quantised(linear, self.stack) and self.stack.quant in FOUR_BIT_BNB
-        if four_bit:
-            result = self.copy(result)
-        stack = self.stack
-        leaves_cast = (
-            is_quantised(linear, stack) and stack.under_autocast and (stack.device_kind != "cpu")
-        )
-        own = f"{linear.name}: own copy of the input"
-        wide = x if leaves_cast else self.cast(x, stack.adapter_bytes, own)
-        given = wide
-        dropped = bool(stack.lora_dropout)
-        if dropped:
-            on_cpu = stack.device_kind == "cpu"
-            wide = self.dropout(wide, mask_bytes=wide.size if on_cpu else 1)
-        size = result.size
-        if self.method.name.endswith("dora"):
-            result = self._dora(linear, wide, result, dropped=dropped)
-        else:
-            product = self.scale(self._low_rank(linear, wide)[0])
-            if leaves_cast is False and is_quantised(linear, stack):
-                product = self.cast(product, size)
-            result = self.add(result, product, f"{linear.name}: result")
-        result = self.cast(result, size)
-        self.tape.hold(given, x)  # the caller's argument lives as long as the call
-        return result
+        """One projection, with its adapter if it has one."""
+        if self.adapts(linear):
+            return self.method.forward(self, linear, x)
+        return self.base(linear, x)
 
-    def _base(self, linear: Linear, x: Tensor) -> Tensor:
+    def adapts(self, linear: Linear) -> bool:
+        named = linear.rank_multiple and linear.name in self.targets
+        return bool(named and not self.stack.trains_base)
+
+    def base(self, linear: Linear, x: Tensor) -> Tensor:
         """The matrix itself, frozen or trained."""
         tape, stack = self.tape, self.stack
         elements = self.rows.of(linear.active * linear.out_features)
@@ -309,11 +282,9 @@ class Code:
                 what=f"{linear.name}: result",
             )
         own = f"{linear.name}: own copy of the input"
-        narrow = self.cast(x, stack.compute_bytes, own) if stack.under_autocast else x
+        narrow = self.autocast(x, own)
         weight = tape.weight(weights, stack.base_bytes, trained=stack.trains_base)
-        used = weight
-        if stack.under_autocast:
-            used = self.cast(weight, stack.compute_bytes, f"{linear.name}: weight, cast")
+        used = self.autocast(weight, f"{linear.name}: weight, cast")
         saves = [used] if x.needs_grad else []
         if stack.trains_base:
             saves.append(narrow)
@@ -332,90 +303,3 @@ class Code:
         )
         tape.hold(x)
         return out
-
-    def _factors(self, linear: Linear) -> tuple[Tensor, Tensor]:
-        """A and B as the products read them: autocast copies them to 16 bit."""
-        stack, rank = self.stack, linear.rank_multiple
-        found = []
-        for width in (linear.in_features, linear.out_features):
-            factor = self.tape.weight(per_rank(rank * width), stack.adapter_bytes, trained=True)
-            if stack.under_autocast:
-                factor = self.cast(factor, stack.compute_bytes, f"{linear.name}: adapter, cast")
-            found.append(factor)
-        return found[0], found[1]
-
-    def _low_rank(self, linear: Linear, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """B·A·x."""
-        tape, stack = self.tape, self.stack
-        a, b = self._factors(linear)
-        own = f"{linear.name}: own copy of the input"
-        narrow = self.cast(x, stack.compute_bytes, own) if stack.under_autocast else x
-        width = linear.rank_multiple * linear.active
-        rank = self.rows.of_rank(width)
-        saves = [narrow, a] if x.needs_grad else [narrow]
-        product = f"{linear.name}: A·x"
-        inner = tape.op([narrow, a], rank, narrow.size, saves=saves, reshapes=True, what=product)
-        out = tape.op(
-            [inner, b],
-            self.rows.of(linear.active * linear.out_features),
-            inner.size,
-            saves=[inner, b],
-            reshapes=True,
-            what=f"{linear.name}: B·A·x",
-        )
-        return out, (a, b)
-
-    def _dora(self, linear: Linear, x: Tensor, result: Tensor, *, dropped: bool) -> Tensor:
-        """Source: peft 0.21.2 `DoraLinearLayer.forward`."""
-        tape, stack = self.tape, self.stack
-        width, out = linear.in_features, linear.out_features
-        size = stack.adapter_bytes
-        eye = tape.op([], constant(width * width), size)
-        narrow_eye = self.cast(eye, stack.compute_bytes) if stack.under_autocast else eye
-        product = tape.op([], constant(width * out), narrow_eye.size)
-        tape.hold(eye)
-        lora_weight = self.cast(product, x.size)
-        weight: Tensor
-        four_bit = is_quantised(linear, stack) and stack.quant in FOUR_BIT_BNB
-        if is_quantised(linear, stack):
-            dense_bytes = stack.four_bit_bytes if four_bit else stack.compute_bytes
-            expanded = tape.op([], constant(width * out), dense_bytes)
-            weight = self.cast(expanded, x.size)
-            tape.hold(expanded)
-        else:
-            weight = self.cast(tape.weight(constant(width * out), stack.base_bytes), x.size)
-        times = tape.op([lora_weight], constant(width * out), x.size)
-        tape.op([weight, times], constant(width * out), x.size)
-        # TRL and PEFT leave the magnitudes of a 4-bit base in fp32
-        wide = 4 if is_quantised(linear, stack) else size
-        magnitude = tape.weight(constant(out), wide, trained=True)
-        norm = tape.op([], constant(out), x.size)
-        ratio = tape.op([magnitude, norm], constant(out), max(wide, x.size), saves=[norm])
-        base: Tensor
-        lora_result, _ = self._low_rank(linear, x)
-        if dropped:
-            used = self.cast(weight, stack.compute_bytes) if stack.under_autocast else weight
-            narrow = self.cast(x, stack.compute_bytes) if stack.under_autocast else x
-            reads, saves = [narrow], [used]
-            if trains_transposed(linear, self.method, stack):
-                trained = tape.weight(constant(width * out), stack.base_bytes, trained=True)
-                used = self.cast(trained, stack.compute_bytes) if stack.under_autocast else trained
-                reads, saves = [narrow, used], [used, narrow]
-            base = tape.op(reads, self.rows.of(out), narrow.size, saves=saves, reshapes=True)
-        elif linear.bias:
-            # a 4-bit matrix narrows its bias to the dtype of its product, for good
-            bias_bytes = stack.four_bit_bytes if four_bit else stack.base_bytes
-            less_bias = max(result.size, bias_bytes)
-            base = tape.op([result], self.rows.of(out), less_bias, passes=True)
-        else:
-            base = result
-        less = tape.op([ratio], constant(out), ratio.size, passes=True)
-        one = self.multiply_rows(base, less)
-        two = self.multiply_rows(lora_result, ratio)
-        three = self.scale(two)
-        tape.hold(two)
-        found = self.add(one, three)
-        if not tape.no_grad:  # the graph behind `lora_weight` reads it in a backward
-            tape.hold(narrow_eye)
-        tape.hold(lora_weight, weight, base, lora_result, ratio, norm, x)
-        return self.add(result, found)

@@ -13,8 +13,7 @@ from whichlora.memory.layer_code import stream_bytes
 from whichlora.memory.operators import Code
 from whichlora.memory.tape import Kept, Tape
 from whichlora.memory.tape import per_token as elements_per_token
-from whichlora.methods.base import Method
-from whichlora.methods.lora import METHOD as LORA
+from whichlora.methods.base import NO_ADAPTERS, Method
 from whichlora.numeric import Count
 from whichlora.stack import Stack
 
@@ -85,7 +84,7 @@ def _embeds_in_steps(model: ModelSpec, stack: Stack) -> bool:
 def _norm_kept(norm: Norm, stack: Stack) -> tuple[Kept, ...]:
     tape = Tape()
     x = tape.input(elements_per_token(norm.width * norm.rows), stack.stream_bytes, needs_grad=True)
-    Code(tape, stack, (), LORA).norm(norm, x)
+    Code(tape, stack, (), NO_ADAPTERS).norm(norm, x)
     return tape.kept()
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from whichlora.architecture import Layer, Linear, ModelSpec, Norm
-from whichlora.memory.operators import trains_transposed
 from whichlora.memory.weights import masked_head_params
 from whichlora.methods.base import Method
 from whichlora.numeric import Count
 from whichlora.stack import Stack
-from whichlora.targets import adapted
+from whichlora.targets import adapted, adapted_linears
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,32 +116,14 @@ def unwanted_gradient_bytes(
     return stack.base_bytes * sum(
         linear.num_weights
         for linear in adapted(layer, targets)
-        if trains_transposed(linear, method, stack)
+        if method.trains_frozen(linear, stack)
     )
 
 
 def _of_adapters(
     model: ModelSpec, targets: tuple[str, ...], method: Method, r: Count, param_bytes: int
 ) -> Iterator[Trained]:
-    linears = [
-        (linear, 1 if group.shared else group.count)
-        for group in model.groups
-        for linear in adapted(group.layer, targets)
-    ]
-    linears += [
-        (linear, 1)
-        for linear in model.outer_linears
-        if linear.rank_multiple and linear.name in targets
-    ]
-    for linear, count in linears:
-        if method.adapter_shapes is None:
-            yield Trained(
-                rows=1,
-                width=method.adapter_params(linear, r),
-                count=count,
-                param_bytes=param_bytes,
-            )
-            continue
+    for linear, count in adapted_linears(model, targets):
         for rows, width in method.adapter_shapes(linear, r):
             yield Trained(
                 rows=rows, width=width, count=count * linear.count, param_bytes=param_bytes

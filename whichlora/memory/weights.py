@@ -6,9 +6,8 @@ from whichlora.architecture import Linear, ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.numeric import ceil_div
 from whichlora.specs import FOUR_BIT_BNB
-from whichlora.stack import Stack
+from whichlora.stack import BNB_BLOCK, Stack, is_quantised
 
-BNB_BLOCK = 64  # weights that share one absmax scale
 NESTED_BLOCK = 256  # scales that share one second-level scale
 CODE_TABLE_BYTES = 2560  # per 4-bit matrix: code table, offset, nested code table
 
@@ -45,11 +44,6 @@ def quantised_bytes(
         packed: int = ceil_div(bits * (num_weights + groups), 8)  # codes, and a zero per group
         return packed + 2 * groups  # fp16 scale
     raise ConfigError(f"quant: {quant!r} has no storage formula")
-
-
-def is_quantised(linear: Linear, stack: Stack) -> bool:
-    """Whether `linear` is stored in few bits: experts kept as 3-D parameters never are."""
-    return stack.quant != "none" and linear.is_module and linear.quantisable
 
 
 def linear_bytes(linear: Linear, stack: Stack) -> int:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.metadata import entry_points
+from typing import Literal
 
 from whichlora.errors import ConfigError
 from whichlora.methods import dora, full, lora, qdora, qlora
 from whichlora.methods.base import Method
-from whichlora.specs import BNB_QUANTS, RunConfig
+from whichlora.specs import BNB_QUANTS, FP32_PRECISIONS, RunConfig
+from whichlora.stack import has_master_weights
 
 ENTRY_POINT_GROUP = "whichlora.methods"
+WeightDtype = Literal["bfloat16", "float16", "float32"]
 
-_BUILT_IN: dict[str, Method] = {
+BUILT_IN: dict[str, Method] = {
     module.METHOD.name: module.METHOD for module in (full, lora, qlora, dora, qdora)
 }
 
@@ -27,7 +30,7 @@ def list_methods() -> dict[str, Method]:
     Raises:
         ConfigError: an entry point that does not load a `Method`, or takes a built-in name.
     """
-    methods = dict(_BUILT_IN)
+    methods = dict(BUILT_IN)
     for point in entry_points(group=ENTRY_POINT_GROUP):
         method = point.load()
         if not isinstance(method, Method):
@@ -48,7 +51,7 @@ def get_method(name: str) -> Method:
     Raises:
         ConfigError: no such method.
     """
-    found = _BUILT_IN.get(name)
+    found = BUILT_IN.get(name)
     if found is None:  # installed packages are asked only now: scanning them takes time
         methods = list_methods()
         if name not in methods:
@@ -86,4 +89,24 @@ def with_defaults(run: RunConfig) -> RunConfig:
     )
 
 
-__all__ = ["ENTRY_POINT_GROUP", "Method", "get_method", "list_methods", "with_defaults"]
+def weight_dtype(run: RunConfig) -> WeightDtype:
+    """Dtype of the weights of `run` that are not quantised.
+
+    Raises:
+        ConfigError: no such method.
+    """
+    trains_base = get_method(run.method).trains_base
+    if run.precision in FP32_PRECISIONS or has_master_weights(run, trains_base=trains_base):
+        return "float32"
+    return "float16" if run.precision == "fp16" else "bfloat16"
+
+
+__all__ = [
+    "BUILT_IN",
+    "ENTRY_POINT_GROUP",
+    "Method",
+    "get_method",
+    "list_methods",
+    "weight_dtype",
+    "with_defaults",
+]

@@ -1,67 +1,148 @@
-"""What a fine-tuning method is to the formulas: bytes, work and a PEFT configuration."""
+"""What a fine-tuning method is: its parameters, operators and work, and what PEFT is told of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whichlora.architecture import Linear
 from whichlora.numeric import Count
 from whichlora.specs import Quant, RunConfig, Serve
 from whichlora.stack import Stack
 
-
-def _nothing(linear: Linear, stack: Stack) -> int:
-    return 0
-
-
-def _no_params(linear: Linear, r: Count) -> Count:
-    return 0 * r
+if TYPE_CHECKING:  # a method uses the operators that it is given, so it lies below them
+    from whichlora.memory.operators import Code
+    from whichlora.memory.tape import Tensor
 
 
-def _no_bytes(linear: Linear, stack: Stack) -> tuple[int, int]:
-    return 0, 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenTensor:
+    """A matrix of the adapters that is not trained: of one target, or shared between all.
+
+    Args:
+        name, dims: what `explain` calls it, and its shape in words.
+        count: how many equal ones there are.
+    """
+
+    name: str
+    dims: str
+    rows: Count
+    width: Count
+    count: int = 1
+
+    @property
+    def num_params(self) -> Count:
+        return self.count * self.rows * self.width
 
 
-def _none(stack: Stack) -> int:
-    return 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterWork:
+    """What the adapters of one `Linear` add to a step.
+
+    Two operations for each trained parameter and token, and twice as many backward, are counted
+    for every method and left out here.
+
+    Args:
+        token_flops: products per token of one forward; the input's gradient takes as many again.
+        weight_flops, weight_bytes: of one forward whatever the number of tokens.
+        elementwise_bytes: read and written per token of one forward; a backward takes one and a
+            half times as many, as it does for the layers themselves.
+        forward_bytes, backward_bytes: so per token, where a backward has been counted apart.
+        dequant_bytes: of a quantised weight that one forward expands once more.
+        forward_launches, backward_launches: kernels beyond those of the frozen base layer.
+    """
+
+    token_flops: Count = 0
+    weight_flops: Count = 0
+    weight_bytes: Count = 0
+    elementwise_bytes: Count = 0
+    forward_bytes: Count = 0
+    backward_bytes: Count = 0
+    dequant_bytes: int = 0
+    forward_launches: int = 0
+    backward_launches: int = 0
+
+
+def _base_alone(ops: Code, linear: Linear, x: Tensor) -> Tensor:
+    return ops.base(linear, x)
+
+
+def _no_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
+    return ()
+
+
+def _nothing_frozen(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[FrozenTensor, ...]:
+    return ()
+
+
+def _no_work(linear: Linear, stack: Stack, r: Count) -> AdapterWork:
+    return AdapterWork()
+
+
+def _no_notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
+    return ()
+
+
+def _not_its_own(config: Any) -> Mapping[str, Any] | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way to fine-tune; every function describes one adapted matrix (`Linear`).
+    """One way to fine-tune. Where a function takes a `Linear`, that is an adapted matrix.
 
     Args:
-        peft_config: keyword arguments of `peft.LoraConfig` (or of the config class named by
-            its key "peft_type"), None for a method without adapters.
+        peft_class: the PEFT config class as a dotted name; empty for a method without adapters.
+        peft_config: its keyword arguments. `target_modules` may still hold "attention"; who builds
+            the config puts the resolved names there.
+        read_peft: the other way: the settings of `RunConfig` that a config object means, None where
+            it is another method's. It may raise a `ConfigError` where it is this method's with an
+            option that is not modelled.
+        parameter_prefix: how PEFT's names of its parameters begin.
+        stays_wide: word in the names of those that stay fp32 where adapters are narrowed.
+        ignores: settings of `RunConfig` that mean nothing to it.
         trains_base: all base weights get gradients.
         base_quant: storage of the base weights where the user does not say.
         serve: how its model is served where the user does not say.
-        adapter_params: trainable parameters added for rank r.
-        adapter_shapes: (rows, width) of the tensors that one of the `count` matrices gets; None:
-            optimizers are told of one tensor with all of its parameters.
-        weight_flops: products of one forward that do not grow with the tokens, for rank r.
-        weight_bytes: read and written by one forward whatever the number of tokens.
-        token_bytes: read and written per token beyond what LoRA does, forward and backward.
-        expands_weight: a forward expands the quantised weight once more.
-        base_products: products with the base weight beyond its own, in every pass.
-        forward_ops, backward_ops: kernels launched beyond those of the frozen base layer, without
-            and with autocast.
+        adapter_shapes: (rows, width) of the trained tensors that one of the `count` matrices gets.
+        frozen_tensors: matrices of the adapters that are not trained, of all adapted matrices of a
+            model, each given with the number of layers that have it.
+        forward: the operators of one adapted module, the base's product (`ops.base`) among them.
+        folded: the operators that make the weight of a bare parameter, such as that of experts,
+            with its adapter; None where the method adapts modules alone.
+        trains_frozen: whether a gradient is made for the frozen weight, which nobody asked for.
+        work: what it adds to the time of a step.
+        notes: what a user must know of a run; told whether experts are adapted.
     """
 
     name: str
     summary: str
-    peft_config: Callable[[RunConfig], dict[str, Any] | None]
+    peft_class: str = ""
+    peft_config: Callable[[RunConfig], Mapping[str, Any]] = lambda run: {}
+    read_peft: Callable[[Any], Mapping[str, Any] | None] = _not_its_own
+    parameter_prefix: str = ""
+    stays_wide: str = ""
+    ignores: frozenset[str] = frozenset()
     trains_base: bool = False
     base_quant: Quant = "none"
     serve: Serve = "merged"
-    adapter_params: Callable[[Linear, Count], Count] = _no_params
-    adapter_shapes: Callable[[Linear, Count], tuple[tuple[Count, Count], ...]] | None = None
-    weight_flops: Callable[[Linear, Count], Count] = _no_params
-    weight_bytes: Callable[[Linear, Stack], int] = _nothing
-    token_bytes: Callable[[Linear, Stack], tuple[int, int]] = _no_bytes
-    base_products: Callable[[Stack], int] = _none
-    expands_weight: bool = False
-    forward_ops: tuple[int, int] = (0, 0)
-    backward_ops: tuple[int, int] = (0, 0)
+    adapter_shapes: Callable[[Linear, Count], tuple[tuple[Count, Count], ...]] = _no_shapes
+    frozen_tensors: Callable[[Sequence[tuple[Linear, int]], Count], tuple[FrozenTensor, ...]] = (
+        _nothing_frozen
+    )
+    forward: Callable[[Code, Linear, Tensor], Tensor] = _base_alone
+    folded: Callable[[Code, Linear], Tensor] | None = None
+    trains_frozen: Callable[[Linear, Stack], bool] = lambda linear, stack: False
+    work: Callable[[Linear, Stack, Count], AdapterWork] = _no_work
+    notes: Callable[[RunConfig, bool], tuple[str, ...]] = _no_notes
+
+    def adapter_params(self, linear: Linear, r: Count) -> Count:
+        """Trained parameters that the `count` matrices of `linear` get. Kind: exact."""
+        total: Count = 0 * r
+        for rows, width in self.adapter_shapes(linear, r):
+            total = total + rows * width
+        return total * linear.count
+
+
+NO_ADAPTERS = Method(name="none", summary="a model as it was loaded")

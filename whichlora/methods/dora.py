@@ -2,24 +2,137 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whichlora.architecture import Linear
 from whichlora.methods import lora
+from whichlora.methods.base import AdapterWork
 from whichlora.numeric import Count
-from whichlora.specs import RunConfig
-from whichlora.stack import Stack
+from whichlora.specs import FOUR_BIT_BNB, RunConfig
+from whichlora.stack import Stack, is_quantised
+
+if TYPE_CHECKING:
+    from whichlora.memory.operators import Code
+    from whichlora.memory.tape import Tensor
 
 
-def adapter_params(linear: Linear, r: Count) -> Count:
-    """LoRA's factors and one magnitude per output. Kind: exact."""
-    return lora.low_rank_params(linear, r) + linear.out_features * linear.count
+# --- parameters
 
 
 def adapter_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
-    """LoRA's factors and the magnitudes. Kind: exact."""
+    """LoRA's factors, and one magnitude per output. Kind: exact."""
     return *lora.low_rank_shapes(linear, r), (1, linear.out_features)
+
+
+def trains_frozen(linear: Linear, stack: Stack) -> bool:
+    """Whether it makes a gradient of a frozen weight: of an fp32 Conv1D under dropout.
+
+    PEFT turns the transposed weight into a parameter, which asks for one; what is cast or expanded
+    first is none. Source: peft 0.21.2 `utils.other.transpose`, `DoraLinearLayer.forward`.
+    """
+    wide = stack.base_bytes == stack.adapter_bytes == 4 and not is_quantised(linear, stack)
+    return linear.transposed and bool(stack.lora_dropout) and wide
+
+
+# --- operators
+
+
+def forward(ops: Code, linear: Linear, x: Tensor) -> Tensor:
+    """LoRA's, with the norm of the adapted weight and the magnitudes between."""
+    return lora.around(ops, linear, x, _joined)
+
+
+def _joined(ops: Code, linear: Linear, x: Tensor, result: Tensor) -> Tensor:
+    """Source: peft 0.21.2 `DoraLinearLayer.forward`."""
+    tape, stack, out = ops.tape, ops.stack, linear.out_features
+    outputs, dense = ops.constant(out), ops.constant(linear.in_features * out)
+    narrow_eye, lora_weight = _product_of_factors(ops, linear, x.size)
+    weight = _dense_weight(ops, linear, x.size)
+    scaled = tape.op([lora_weight], dense, x.size)
+    tape.op([weight, scaled], dense, x.size)
+    # TRL and PEFT leave the magnitudes of a 4-bit base in fp32
+    wide = 4 if is_quantised(linear, stack) else stack.adapter_bytes
+    magnitude = tape.weight(outputs, wide, trained=True)
+    norm = tape.op([], outputs, x.size)
+    ratio = tape.op([magnitude, norm], outputs, max(wide, x.size), saves=[norm])
+    lora_result = lora.low_rank(ops, linear, x)
+    base = _base_result(ops, linear, x, result, weight)
+    less = tape.op([ratio], outputs, ratio.size, passes=True)
+    of_base = ops.multiply_rows(base, less)
+    of_adapter = ops.multiply_rows(lora_result, ratio)
+    scaled_adapter = ops.scale(of_adapter)
+    tape.hold(of_adapter)
+    both = ops.add(of_base, scaled_adapter)
+    if not tape.no_grad:  # the graph behind `lora_weight` reads it in a backward
+        tape.hold(narrow_eye)
+    tape.hold(lora_weight, weight, base, lora_result, ratio, norm, x)
+    return ops.add(result, both)
+
+
+def _product_of_factors(ops: Code, linear: Linear, size: int) -> tuple[Tensor, Tensor]:
+    """B·A as a dense matrix, and the identity that is sent through both factors for it."""
+    width = linear.in_features
+    eye = ops.tape.op([], ops.constant(width * width), ops.stack.adapter_bytes)
+    narrow_eye = ops.autocast(eye)
+    product = ops.tape.op([], ops.constant(width * linear.out_features), narrow_eye.size)
+    ops.tape.hold(eye)
+    return narrow_eye, ops.cast(product, size)
+
+
+def _dense_weight(ops: Code, linear: Linear, size: int) -> Tensor:
+    """The base's weight in the dtype of the input, expanded if it is quantised."""
+    stack, dense = ops.stack, ops.constant(linear.in_features * linear.out_features)
+    if not is_quantised(linear, stack):
+        return ops.cast(ops.tape.weight(dense, stack.base_bytes), size)
+    four_bit = stack.quant in FOUR_BIT_BNB
+    expanded = ops.tape.op([], dense, stack.four_bit_bytes if four_bit else stack.compute_bytes)
+    weight = ops.cast(expanded, size)
+    ops.tape.hold(expanded)
+    return weight
+
+
+def _base_result(ops: Code, linear: Linear, x: Tensor, result: Tensor, weight: Tensor) -> Tensor:
+    """The base's result without its bias; with dropout made again, of the dropped input."""
+    tape, stack, outputs = ops.tape, ops.stack, ops.rows.of(linear.out_features)
+    if stack.lora_dropout:
+        used = ops.autocast(weight)
+        narrow = ops.autocast(x)
+        reads, saves = [narrow], [used]
+        if trains_frozen(linear, stack):
+            dense = ops.constant(linear.in_features * linear.out_features)
+            used = ops.autocast(tape.weight(dense, stack.base_bytes, trained=True))
+            reads, saves = [narrow, used], [used, narrow]
+        return tape.op(reads, outputs, narrow.size, saves=saves, reshapes=True)
+    if not linear.bias:
+        return result
+    # a 4-bit matrix narrows its bias to the dtype of its product, for good
+    four_bit = is_quantised(linear, stack) and stack.quant in FOUR_BIT_BNB
+    bias_bytes = stack.four_bit_bytes if four_bit else stack.base_bytes
+    return tape.op([result], outputs, max(result.size, bias_bytes), passes=True)
+
+
+# --- work
+
+
+def work(linear: Linear, stack: Stack, r: Count) -> AdapterWork:
+    """LoRA's, and the norms of the adapted weight in every forward."""
+    plain = lora.work(linear, stack, r)
+    forward_bytes, backward_bytes = token_bytes(linear, stack)
+    # with dropout the base product is made again, of the dropped input
+    again = 2 * linear.active * linear.in_features * linear.out_features
+    return replace(
+        plain,
+        token_flops=again if stack.lora_dropout else 0,
+        weight_flops=weight_flops(linear, r),
+        weight_bytes=weight_bytes(linear, stack),
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
+        dequant_bytes=linear.num_weights * 2 * 2 if is_quantised(linear, stack) else 0,
+        forward_launches=24 if stack.autocast else 18,
+        backward_launches=20 if stack.autocast else 14,
+    )
 
 
 def weight_flops(linear: Linear, r: Count) -> Count:
@@ -34,7 +147,7 @@ def weight_flops(linear: Linear, r: Count) -> Count:
 def weight_bytes(linear: Linear, stack: Stack) -> int:
     """What building B·A and the norm of the sum reads and writes in one forward.
 
-    A quantised weight is expanded besides (`work.training_work`), read back included there.
+    A quantised weight is expanded besides (`work`), read back included there.
     Kind: exact. Source: operators of peft 0.21.2 `DoraLinearLayer.forward`, counted by a trace.
     """
     adapter, product = stack.adapter_bytes, stack.adapter_product_bytes
@@ -60,7 +173,7 @@ def token_bytes(linear: Linear, stack: Stack) -> tuple[int, int]:
     """The magnitude's products, where LoRA only scales and adds: forward and backward.
 
     Kind: exact without dropout. Source: as above; what LoRA does for the same outputs is in
-    `work.elementwise_forward_bytes` and taken off here.
+    `lora.elementwise_bytes` and taken off here.
     """
     product, result = stack.adapter_product_bytes, stack.linear_out_bytes
     wide = max(stack.adapter_bytes, product)
@@ -72,19 +185,26 @@ def token_bytes(linear: Linear, stack: Stack) -> tuple[int, int]:
     forward = (result + wide) + (product + wide) + 2 * wide + 3 * wide + (result + 2 * wide)
     forward += cast(result) - lora.output_bytes(stack)
     # of each product: the other factor's gradient, the magnitude's multiplied and summed
-    backward = sum(2 * wide + (one + 2 * wide) + wide + cast(one) for one in (product, result))
+    backward = sum(2 * wide + (size + 2 * wide) + wide + cast(size) for size in (product, result))
     backward += 2 * cast(result) + 2 * wide + 3 * result - 2 * stack.compute_bytes
     outputs = linear.active * linear.out_features
     return outputs * forward, outputs * backward
 
 
-def base_products(stack: Stack) -> int:
-    """With dropout the base product is made again, of the dropped input."""
-    return 1 if stack.lora_dropout else 0
+# --- PEFT
 
 
 def peft_config(run: RunConfig) -> dict[str, Any]:
     return lora.peft_config(run) | {"use_dora": True}
+
+
+def read_peft(config: Any) -> Mapping[str, Any] | None:
+    return lora.read_lora(config) if config.use_dora else None
+
+
+def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
+    plain = lora.notes(run, adapts_experts=False)
+    return lora.experts_notes(adapts_experts) + plain
 
 
 METHOD = replace(
@@ -92,13 +212,11 @@ METHOD = replace(
     name="dora",
     summary="LoRA with a trained magnitude per output",
     peft_config=peft_config,
-    adapter_params=adapter_params,
+    read_peft=read_peft,
+    stays_wide="magnitude",
     adapter_shapes=adapter_shapes,
-    weight_flops=weight_flops,
-    weight_bytes=weight_bytes,
-    token_bytes=token_bytes,
-    base_products=base_products,
-    expands_weight=True,
-    forward_ops=(18, 24),
-    backward_ops=(14, 20),
+    trains_frozen=trains_frozen,
+    forward=forward,
+    work=work,
+    notes=notes,
 )

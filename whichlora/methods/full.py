@@ -7,6 +7,18 @@ from whichlora.methods.base import Method
 METHOD = Method(
     name="full",
     summary="all weights trained",
-    peft_config=lambda run: None,
     trains_base=True,
+    ignores=frozenset(
+        {
+            "r",
+            "lora_alpha",
+            "lora_dropout",
+            "target_modules",
+            "modules_to_save",
+            "bias",
+            "use_rslora",
+            "loraplus_lr_ratio",
+            "adapter_dtype",
+        }
+    ),
 )

@@ -2,25 +2,156 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from whichlora.architecture import Linear
-from whichlora.methods.base import Method
+from whichlora.errors import ConfigError
+from whichlora.methods.base import AdapterWork, Method
 from whichlora.numeric import Count
-from whichlora.specs import ALL_LINEAR, RunConfig
-from whichlora.stack import Stack
+from whichlora.specs import ALL_LINEAR, FOUR_BIT_BNB, RunConfig
+from whichlora.stack import Stack, is_quantised
+
+if TYPE_CHECKING:
+    from whichlora.memory.operators import Code
+    from whichlora.memory.tape import Tensor
+
+_PLAIN: dict[str, tuple[Any, ...]] = {  # fields of LoraConfig, and what is modelled
+    "rank_pattern": (None, {}),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "lora_bias": (None, False),
+}
 
 
-def low_rank_params(linear: Linear, r: Count) -> Count:
-    """A is [r, in_features], B is [out_features, r]. Kind: exact."""
-    rank = r * linear.rank_multiple
-    return rank * (linear.in_features + linear.out_features) * linear.count
+# --- parameters
 
 
 def low_rank_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
-    """A and B. Kind: exact."""
+    """A is [r, in_features], B is [out_features, r]. Kind: exact."""
     rank = r * linear.rank_multiple
     return (rank, linear.in_features), (linear.out_features, rank)
+
+
+# --- operators
+
+
+def forward(ops: Code, linear: Linear, x: Tensor) -> Tensor:
+    """The base's product, and B·A·x scaled and added to it."""
+    return around(ops, linear, x, _added)
+
+
+def around(
+    ops: Code,
+    linear: Linear,
+    x: Tensor,
+    join: Callable[[Code, Linear, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """What PEFT's LoRA layers do around `join`, which reads the adapter's input, and the result.
+
+    Source: peft 0.21.2 `lora.Linear.forward`, `lora.bnb.Linear4bit.forward`.
+    """
+    stack = ops.stack
+    quantised = is_quantised(linear, stack)
+    result = ops.base(linear, x)
+    if quantised and stack.quant in FOUR_BIT_BNB:
+        result = ops.copy(result)
+    given = wide = x if _leaves_cast(linear, stack) else widened(ops, linear, x)
+    if stack.lora_dropout:
+        on_cpu = stack.device_kind == "cpu"
+        wide = ops.dropout(wide, mask_bytes=wide.size if on_cpu else 1)
+    size = result.size
+    result = ops.cast(join(ops, linear, wide, result), size)
+    ops.tape.hold(given, x)  # the caller's argument lives as long as the call
+    return result
+
+
+def _leaves_cast(linear: Linear, stack: Stack) -> bool:
+    """Whether the layer leaves it to autocast to cast its input, as quantised ones do.
+
+    It asks for CUDA's autocast, so that the CPU's is none.
+    """
+    return is_quantised(linear, stack) and stack.under_autocast and stack.device_kind != "cpu"
+
+
+def widened(ops: Code, linear: Linear, x: Tensor) -> Tensor:
+    """The input in the dtype of the adapter: a copy of its own for each target."""
+    return ops.cast(x, ops.stack.adapter_bytes, f"{linear.name}: own copy of the input")
+
+
+def _added(ops: Code, linear: Linear, x: Tensor, result: Tensor) -> Tensor:
+    product = ops.scale(low_rank(ops, linear, x))
+    if is_quantised(linear, ops.stack) and not _leaves_cast(linear, ops.stack):
+        product = ops.cast(product, result.size)
+    return ops.add(result, product, f"{linear.name}: result")
+
+
+def low_rank(ops: Code, linear: Linear, x: Tensor) -> Tensor:
+    """B·A·x; autocast copies the factors, and the input, to 16 bit."""
+    stack, rank = ops.stack, linear.rank_multiple
+    factors = []
+    for width in (linear.in_features, linear.out_features):
+        factor = ops.tape.weight(ops.per_rank(rank * width), stack.adapter_bytes, trained=True)
+        factors.append(ops.autocast(factor, f"{linear.name}: adapter, cast"))
+    a, b = factors
+    narrow = ops.autocast(x, f"{linear.name}: own copy of the input")
+    inner = ops.tape.op(
+        [narrow, a],
+        ops.rows.of_rank(rank * linear.active),
+        narrow.size,
+        saves=[narrow, a] if x.needs_grad else [narrow],
+        reshapes=True,
+        what=f"{linear.name}: A·x",
+    )
+    return ops.tape.op(
+        [inner, b],
+        ops.rows.of(linear.active * linear.out_features),
+        inner.size,
+        saves=[inner, b],
+        reshapes=True,
+        what=f"{linear.name}: B·A·x",
+    )
+
+
+def folded(ops: Code, linear: Linear) -> Tensor:
+    """W + B·A of a bare parameter, in one product. Source: peft 0.21.2 `ParamWrapper`."""
+    stack, rank = ops.stack, linear.rank_multiple * linear.count
+    factors = []
+    for width in (linear.in_features, linear.out_features):
+        factor = ops.tape.weight(ops.per_rank(rank * width), stack.adapter_bytes, trained=True)
+        factors.append(ops.cast(factor, stack.base_bytes, f"{linear.name}: adapter, cast"))
+    return ops.tape.op(
+        factors,
+        ops.constant(linear.num_weights),
+        stack.base_bytes,
+        saves=factors,
+        inner_backward=factors[0].form,  # scaled out of place
+        what=f"{linear.name}: weight with its adapter",
+    )
+
+
+# --- work
+
+
+def work(linear: Linear, stack: Stack, r: Count) -> AdapterWork:
+    """Kernels traced on transformers 5.23 and peft 0.21.2: 7 targets against 2 of a Llama layer.
+
+    Forward 94 and 54 with autocast, 66 and 46 without; backward 130 and 80, 102 and 72.
+    """
+    return AdapterWork(
+        elementwise_bytes=elementwise_bytes(linear, stack),
+        forward_launches=8 if stack.autocast else 4,
+        backward_launches=10 if stack.autocast else 6,
+    )
+
+
+def elementwise_bytes(linear: Linear, stack: Stack) -> int:
+    """Per token of one forward: casts, dropout, and the update scaled and added."""
+    dropped = 2 * stack.compute_bytes + 1 if stack.lora_dropout else 0
+    of_inputs = linear.active * linear.in_features * (cast_bytes(stack) + dropped)
+    return of_inputs + linear.active * linear.out_features * output_bytes(stack)
 
 
 def cast_bytes(stack: Stack) -> int:
@@ -30,8 +161,8 @@ def cast_bytes(stack: Stack) -> int:
     """
     if stack.adapter_bytes != 4 or stack.shared_inputs:
         return 0
-    widened = stack.compute_bytes + 4
-    return 2 * widened if stack.autocast else widened
+    wide = stack.compute_bytes + 4
+    return 2 * wide if stack.autocast else wide
 
 
 def output_bytes(stack: Stack) -> int:
@@ -44,6 +175,9 @@ def output_bytes(stack: Stack) -> int:
     wide = max(product, result)
     narrowed = wide + result if wide != result else 0
     return 2 * product + (result + product + wide) + narrowed
+
+
+# --- PEFT
 
 
 def peft_config(run: RunConfig) -> dict[str, Any]:
@@ -59,14 +193,61 @@ def peft_config(run: RunConfig) -> dict[str, Any]:
     } | ({"modules_to_save": list(run.modules_to_save)} if run.modules_to_save else {})
 
 
-# Kernels per target: traced on transformers 5.23 and peft 0.21.2, 7 targets against 2 of a Llama
-# layer, forward 94 and 54 with autocast, 66 and 46 without; backward 130 and 80, 102 and 72.
+def read_peft(config: Any) -> Mapping[str, Any] | None:
+    """The settings of a `LoraConfig` without DoRA."""
+    return None if config.use_dora else read_lora(config)
+
+
+def read_lora(config: Any) -> Mapping[str, Any]:
+    """The settings of any `LoraConfig`.
+
+    Raises:
+        ConfigError: an option that is not modelled.
+    """
+    for name, accepted in _PLAIN.items():
+        value = getattr(config, name, None)
+        if value not in accepted:
+            raise ConfigError(f"LoraConfig.{name}={value!r} is not modelled")
+    return {
+        "r": config.r,
+        "lora_alpha": max(1, round(config.lora_alpha)),
+        "lora_dropout": float(config.lora_dropout),
+        "bias": config.bias,
+        "use_rslora": bool(config.use_rslora),
+        "modules_to_save": tuple(sorted(config.modules_to_save or ())),
+    }
+
+
+# --- what a user must know
+
+
+def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
+    found = experts_notes(adapts_experts and bool(run.lora_dropout))
+    if run.phase == "finetune" and (run.use_rslora or run.loraplus_lr_ratio != 1):
+        found += ("rsLoRA and LoRA+ take the bytes and the time of plain LoRA",)
+    return found
+
+
+def experts_notes(refused: bool) -> tuple[str, ...]:
+    """That PEFT will not build the adapters of experts."""
+    if not refused:
+        return ()
+    return (
+        "PEFT 0.21 refuses DoRA and dropout on experts; leave them out with "
+        "target_modules attention",
+    )
+
+
 METHOD = Method(
     name="lora",
     summary="low-rank adapters on a 16-bit base",
+    peft_class="peft.LoraConfig",
     peft_config=peft_config,
-    adapter_params=low_rank_params,
+    read_peft=read_peft,
+    parameter_prefix="lora_",
     adapter_shapes=low_rank_shapes,
-    forward_ops=(4, 8),
-    backward_ops=(6, 10),
+    forward=forward,
+    folded=folded,
+    work=work,
+    notes=notes,
 )

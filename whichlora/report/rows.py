@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from whichlora.methods import get_method
 from whichlora.report.words import deciding, times, variant
 from whichlora.search import Candidate
 
@@ -23,7 +24,7 @@ def candidate_row(candidate: Candidate) -> dict[str, Any]:
         "num_params": candidate.prediction.num_params,
         "phase": run.phase,
         "method": run.method if has_method else "",
-        "r": run.r if has_method and run.method != "full" else "",
+        "r": run.r if has_method and "r" not in get_method(run.method).ignores else "",
         "serve": "" if training else run.serve,
         "quant": run.quant,
         "attn": run.attn,

@@ -31,7 +31,7 @@ def variant(run: RunConfig, plan: Plan | None = None) -> str:
         cache = run.kv_cache if stored is None else f"{stored.nbits}-bit {stored.backend}"
         name = f"inference, {form_in_words(run)}, {cache} cache"
     else:
-        name = run.method if run.method == "full" else f"{run.method} r={run.r}"
+        name = method_in_words(run)
     if plan is None:
         return name
     words = [name]
@@ -44,6 +44,11 @@ def variant(run: RunConfig, plan: Plan | None = None) -> str:
     return ", ".join(words)
 
 
+def method_in_words(run: RunConfig) -> str:
+    """The method, and its rank if it has one."""
+    return run.method if "r" in get_method(run.method).ignores else f"{run.method} r={run.r}"
+
+
 def describe(run: RunConfig) -> str:
     """One line that names a candidate."""
     name = run.model.split("/")[-1]
@@ -52,8 +57,7 @@ def describe(run: RunConfig) -> str:
             f"{name} inference, {form_in_words(run)}, batch {run.batch_size}, prompt "
             f"{run.prompt_len}, {run.max_new_tokens} new tokens"
         )
-    rank = "" if get_method(run.method).trains_base else f" r={run.r}"
-    return f"{name} {run.method}{rank}, batch {run.batch_size}, {run.seq_len} tokens"
+    return f"{name} {method_in_words(run)}, batch {run.batch_size}, {run.seq_len} tokens"
 
 
 def times(prediction: Prediction, measurement: Measurement) -> list[tuple[str, float, float]]:

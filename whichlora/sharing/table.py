@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError, DataFileError, WhichLoraError
+from whichlora.methods import get_method
 from whichlora.results import Measurement
 from whichlora.sharing.physics import impossible
 from whichlora.specs import GpuSpec, RunConfig
@@ -202,7 +203,7 @@ def _row(columns: Sequence[Column], cells: Sequence[str]) -> dict[str, str]:
     }
     row = {name: cell for name, cell in row.items() if cell}
     needed = [*_REQUIRED, *_REQUIRED_IN.get(row.get("phase", ""), ())]
-    if "method" in row and row["method"] != "full":
+    if "method" in row and "r" not in get_method(row["method"]).ignores:
         needed.append("r")
     if not any(name.partition(".")[0] == "provenance" for name in row):
         needed.append("source")
