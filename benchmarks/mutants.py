@@ -427,7 +427,15 @@ def _pytest(tests: Sequence[str], plugin: _Plugin) -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = folder
         os.environ["XDG_CACHE_HOME"] = folder
-        arguments = ["-x", "-q", "-s", "-p", "no:cacheprovider", f"--basetemp={folder}/tests"]
+        arguments = [
+            "-n0",
+            "-x",
+            "-q",
+            "-s",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={folder}/tests",
+        ]
         return int(pytest.main([*arguments, "--hypothesis-seed=0", *tests], plugins=[plugin]))
 
 

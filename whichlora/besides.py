@@ -17,6 +17,7 @@ from whichlora.numeric import Real
 from whichlora.plan import SAVED_SHARE, Keeping
 from whichlora.prediction import ledger, num_trained
 from whichlora.resolution import Job
+from whichlora.results import known_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class Besides:
 
     Args:
         evaluations: passes over the validation rows in the whole training.
-        evaluation_s: seconds of all of them, part of the total time.
+        evaluation_s: seconds of all of them, part of the total time; NaN where there is no time.
         evaluation_peak_bytes: device memory of one, without the allocator's idle cache.
         checkpoints: how many are written in the whole training.
         checkpoint_weights_bytes, checkpoint_optimizer_bytes: of one, on disk.
@@ -41,7 +42,7 @@ class Besides:
     kept_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return known_values(asdict(self))
 
 
 def num_evaluations(keeping: Keeping, *, num_steps: int, epochs: float) -> int:
@@ -134,9 +135,11 @@ def besides(
     each = bytes_of_checkpoint(job)
     passes = num_evaluations(keeping, num_steps=num_steps, epochs=epochs) if widths else 0
     peak = evaluation_peak_bytes(job, calibration, width=max(widths)) if widths else None
+    is_known = job.gpu.is_timed or not widths
+    seconds = evaluation_seconds(job, calibration, widths) if is_known else math.nan
     return Besides(
         evaluations=passes,
-        evaluation_s=evaluation_seconds(job, calibration, widths),
+        evaluation_s=seconds,
         evaluation_peak_bytes=peak,
         checkpoints=written,
         checkpoint_weights_bytes=int(each.weights),

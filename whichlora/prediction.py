@@ -20,6 +20,7 @@ from whichlora.specs import GpuSpec, RunConfig
 
 MEMORY_CONFIDENCE = 0.95
 TIME_CONFIDENCE = 0.90
+MEMORY_ONLY = "; memory only"  # ends the basis of what has no time
 
 
 def _sizes(job: Job, given: Mapping[str, Count]) -> dict[str, Count]:
@@ -366,6 +367,6 @@ def predict(
             time_runs=calibration.time[phases[-1]].num_runs if phases else 0,
             phases=phases,
         )
-        + ("" if gpu.is_timed else "; memory only"),
+        + ("" if gpu.is_timed else MEMORY_ONLY),
         notes=notes_on(job),
     )

@@ -10,7 +10,7 @@ from whichlora.device.busy import busy_cpu, busy_gpu
 from whichlora.errors import ConfigError
 from whichlora.plan import Plan
 from whichlora.specs import GpuSpec
-from whichlora.store.gpus import detected_gpus, find_gpu
+from whichlora.store.gpus import detected_gpus, find_target
 
 if TYPE_CHECKING:
     from whichlora.device.profile import Profiler
@@ -52,9 +52,16 @@ def gpus_of(plan: Plan) -> list[GpuSpec]:
     """The devices that `plan` is for, each once.
 
     Raises:
-        ConfigError: an unknown name, or no GPU here where the plan names none.
+        ConfigError: an unknown name, no GPU here where the plan names none, or an amount of memory
+            where times are asked for.
     """
     specs = [gpu_of(replace(plan, gpu=name)) for name in plan.gpus or (plan.gpu,)]
+    if len({spec.is_timed for spec in specs}) > 1:
+        names = ", ".join(plan.gpus)
+        raise ConfigError(
+            f"{plan.source}: gpu: {names}: cards and amounts of memory can't be compared, since "
+            "only cards have a time; list one or the other"
+        )
     return list({spec.key: spec for spec in specs}.values())
 
 
@@ -68,21 +75,54 @@ def is_here(gpu: GpuSpec) -> bool:
 
 
 def gpu_of(plan: Plan) -> GpuSpec:
-    """The device that `plan` is for; of a list, the first.
+    """The device that `plan` is for; of a list, the first. Of memory alone, any card of so much.
 
     "auto" means a GPU: on a laptop without one, the CPU is for whoever asks for it by name, since
     profiling would build models there that it can't hold.
 
     Raises:
-        ConfigError: an unknown name, or no GPU here where the plan names none.
+        ConfigError: an unknown name, no GPU here where the plan names none, or an amount of memory
+            where times are asked for.
     """
-    gpu = find_gpu(plan.gpu, least_memory=True)
+    gpu = find_target(plan.gpu)
+    if not gpu.is_timed:
+        _check_memory_only(plan)
     if gpu.kind == "cpu" and plan.gpu.strip().lower() == "auto":
         raise ConfigError(
             f"{plan.source}: gpu: is not set, and this machine has no GPU; name the one that the "
             "plan is for ('whichlora gpus' lists them), or set gpu: cpu for the CPU of this machine"
         )
     return gpu
+
+
+def _check_memory_only(plan: Plan) -> None:
+    """Refuse what a plan for any card of so much memory can't be asked.
+
+    Raises:
+        ConfigError: to measure, or to judge a time.
+    """
+    amount = f"{plan.source}: gpu: {plan.gpu} is an amount of memory"
+    if plan.profile != "none" or plan.train:
+        asked = "train: true" if plan.profile == "none" else f"profile: {plan.profile}"
+        raise ConfigError(
+            f"{amount}, on which nothing can be run; it has {asked}: name a card, or set "
+            "profile: none and train: false for predictions of memory alone"
+        )
+    limits = plan.limits_on(plan.gpu)
+    asked_times = [
+        name
+        for name, is_set in (
+            ("stage1_profile.time_per_token", limits.time_per_token_s is not None),
+            ("stage2_profile.total_time", limits.total_time_s is not None),
+            (f"prefer: {plan.objective.prefer}", plan.objective.prefer in ("time", "price")),
+        )
+        if is_set
+    ]
+    if asked_times:
+        raise ConfigError(
+            f"{amount}, which has no time; it has {', '.join(asked_times)}: leave that out, or "
+            "name a card"
+        )
 
 
 def busy(gpu: GpuSpec) -> str:

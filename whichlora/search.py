@@ -163,8 +163,13 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Sorts the better candidate first: by model, unless a quantity is preferred to all."""
+        """Sorts the better candidate first: by model, unless a quantity is preferred to all.
+
+        Where there are no times, the larger batch goes for the faster one.
+        """
         time, memory = (self.total_s or self.time_per_token_s).value, self.memory_bytes.value
+        if not self.prediction.time.is_known:
+            time = -float(self.run.batch_size)
         if self.objective.prefer == "memory":
             return (memory, time)
         place = self.objective.place(self.run.model, self.prediction.num_params)
@@ -192,7 +197,11 @@ def judge(
         total_s: time of the whole fine-tuning, measured as soon as its profile is.
         total_tokens: what that time is over, padding included; the time per token is then of the
             same batches, not of the longest one or of those that were profiled.
+
+    On any card of so much memory there is no time, whatever is believed.
     """
+    if not prediction.time.is_known:
+        time_per_token_s = total_s = None
     if measurement is not None and measurement.outcome != "ok":
         failure = f"{measurement.outcome}: {measurement.detail}".rstrip(": ")
     good = measurement if measurement is not None and measurement.outcome == "ok" else None

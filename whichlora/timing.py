@@ -144,7 +144,13 @@ def power_factor(gpu: GpuSpec, dtype: str) -> float:
 
 
 def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
-    """Datasheet seconds by kind of work; "launch" is a count and "constant" is one."""
+    """Datasheet seconds by kind of work; "launch" is a count and "constant" is one.
+
+    Of an amount of memory, whose rates nobody knows, the constant alone: all passes take as long.
+    """
+    once = 1.0 + 0 * work.launches
+    if not gpu.is_timed:
+        return dict.fromkeys(FEATURES, 0.0 * once) | {"constant": once}
     rate = product_rate(gpu, dtype)
     sustained = rate * power_factor(gpu, dtype)
     bandwidth = gpu.bandwidth_bytes_per_s
@@ -157,7 +163,7 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
         "dequant": work.dequant_bytes / bandwidth,
         "optimizer": work.optimizer_bytes / bandwidth,
         "launch": work.launches,
-        "constant": 1.0 + 0 * work.launches,
+        "constant": once,
         "engine": work.engine_steps + 0.0 * work.launches,
     }
 

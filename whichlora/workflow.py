@@ -22,7 +22,7 @@ from whichlora.notes import UNVERIFIED
 from whichlora.numeric import TWO_SIDED_Z
 from whichlora.plan import Plan, Prefer
 from whichlora.policy import Decision, StoppedBy
-from whichlora.prediction import TIME_CONFIDENCE, predict
+from whichlora.prediction import MEMORY_ONLY, TIME_CONFIDENCE, predict
 from whichlora.profiling import device_of, gpus_of, is_here, require_profiler
 from whichlora.pursuit import Pursuit
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction, Refused
@@ -359,8 +359,9 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
         basis=session.calibration.basis(
             memory_runs=session.calibration.memory.num_runs,
             time_runs=session.calibration.time["finetune"].num_runs,
-            phases=("finetune",),
-        ),
+            phases=("finetune",) if session.gpu.is_timed else (),
+        )
+        + ("" if session.gpu.is_timed else MEMORY_ONLY),
         inference=inference,
         finetune=finetune,
         kept=kept,
@@ -459,7 +460,7 @@ def _front(candidates: Sequence[Candidate], least: float) -> list[Candidate]:
     """
     import numpy as np
 
-    meeting = [one for one in candidates if accepted(one, least)]
+    meeting = [one for one in candidates if accepted(one, least) and one.prediction.time.is_known]
     time_s = np.array([(one.total_s or one.time_per_token_s).value for one in meeting])
     num_bytes = np.array([one.memory_bytes.value for one in meeting])
     return [meeting[i] for i in pareto(time_s, num_bytes).tolist()] if meeting else []

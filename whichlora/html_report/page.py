@@ -120,11 +120,10 @@ def _row(point: Point, wins: bool) -> dict[str, Any]:
         "measured" if point.measured else "predicted",
         [point.peak_bytes.value, NONE if lost else format_bytes(point.peak_bytes.value)],
         [point.peak_bytes.high, _bounds(point.peak_bytes, format_bytes)],
-        [
-            point.time_per_token_s.value,
-            NONE if lost else format_seconds(point.time_per_token_s.value),
-        ],
-        [total.value, NONE if lost else format_seconds(total.value)] if total else [-1, NONE],
+        *(
+            [time.value, NONE if lost else format_seconds(time.value)] if time else [-1, NONE]
+            for time in (point.time_per_token_s, total)
+        ),
         [total.high, _bounds(total, format_seconds)] if total else [-1, NONE],
         [point.num_trainable_params, _trained(point)],
         point.reason,
@@ -205,7 +204,8 @@ def _cards(source: Source, best: Point) -> str:
     if best.total_s is not None:
         limit = source.limit("total_time_s")
         cards.append(_card("Total time", best.total_s.value, limit, format_seconds))
-    cards.append(_card("Time per token", best.time_per_token_s.value, None, format_seconds))
+    if best.time_per_token_s is not None:
+        cards.append(_card("Time per token", best.time_per_token_s.value, None, format_seconds))
     if best.num_trainable_params:
         share = best.num_trainable_params / best.num_params
         trained = f"{share:.2%} of {format_count(best.num_params)}"
@@ -260,12 +260,14 @@ def _side_by_side(source: Source) -> str:
     rows = []
     for point in source.side_by_side:
         too_large = fits is not None and point.peak_bytes.value > fits
-        total = format_seconds(point.total_s.value) if point.total_s else NONE
+        times = (
+            format_seconds(time.value) if time else NONE
+            for time in (point.total_s, point.time_per_token_s)
+        )
         cells = (
             _trained(point),
             format_bytes(point.peak_bytes.value),
-            total,
-            format_seconds(point.time_per_token_s.value),
+            *times,
             "measured" if point.measured else "predicted",
             "over the limit" if too_large else "within",
         )

@@ -44,6 +44,7 @@ class Point:
     Args:
         tokens: length of a training sequence, or prompt and new tokens, as text.
         outcome: how a profile ended ("ok", "oom", …); empty where there was none.
+        time_per_token_s: None on any card of so much memory, as every time is.
         breakdown: predicted bytes by part; empty in answers of a release before the report.
     """
 
@@ -59,7 +60,7 @@ class Point:
     num_trainable_params: int
     peak_bytes: Estimate
     predicted_peak_bytes: float
-    time_per_token_s: Estimate
+    time_per_token_s: Estimate | None
     total_s: Estimate | None
     usable_bytes: float | None
     measured: bool
@@ -327,8 +328,8 @@ def _point(row: Mapping[str, Any], gpu: str) -> Point:
         num_trainable_params=_count(row.get("num_trainable_params", 0)),
         peak_bytes=_estimate(row, "peak", "bytes"),
         predicted_peak_bytes=_number(row.get("predicted_peak_bytes", row["peak_bytes"])),
-        time_per_token_s=_estimate(row, "time_per_token", "s"),
-        total_s=None if row["total_time_s"] == "" else _estimate(row, "total_time", "s"),
+        time_per_token_s=_time(row, "time_per_token"),
+        total_s=_time(row, "total_time"),
         usable_bytes=None if usable is None else _number(usable),
         measured=row["source"] == "measured",
         outcome=str(row["outcome"]),
@@ -336,6 +337,10 @@ def _point(row: Mapping[str, Any], gpu: str) -> Point:
         reason=str(row["reason"]),
         breakdown={str(part): _count(size) for part, size in row.get("breakdown", {}).items()},
     )
+
+
+def _time(row: Mapping[str, Any], quantity: str) -> Estimate | None:
+    return None if row[f"{quantity}_s"] == "" else _estimate(row, quantity, "s")
 
 
 def _estimate(row: Mapping[str, Any], quantity: str, unit: str) -> Estimate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from whichlora.notes import UNVERIFIED
@@ -71,7 +72,7 @@ def _of_gpus(choice: GpuChoice | None, shown: str) -> list[str]:
     if choice.cheapest is not None:
         cost, gpu = choice.cost_of_model(choice.cheapest), choice.cheapest.gpu
         lines.append(f"  cheapest for {choice.model}: {gpu}, {cost:.2f}")
-    else:
+    elif choice.fastest is not None:
         lines.append("  gpu_prices, the price of an hour, would say which is cheapest")
     return lines
 
@@ -241,9 +242,13 @@ def besides_training(answer: Answer) -> list[str]:
     lines = ["besides training:"]
     if also.evaluation_peak_bytes is not None:
         times = "once" if also.evaluations == 1 else f"{also.evaluations} times"
+        seconds = (
+            ""
+            if isnan(also.evaluation_s)
+            else f"{format_seconds(also.evaluation_s)} of the total, "
+        )
         lines.append(
-            f"  evaluation: {times}, {format_seconds(also.evaluation_s)} of the total, peak "
-            f"{format_bytes(also.evaluation_peak_bytes)}"
+            f"  evaluation: {times}, {seconds}peak {format_bytes(also.evaluation_peak_bytes)}"
         )
     if also.checkpoints:
         one = also.checkpoint_weights_bytes + also.checkpoint_optimizer_bytes
@@ -259,7 +264,7 @@ def besides_in_short(answer: Answer) -> str:
     """The same in one line, empty where there is nothing besides."""
     also = answer.besides
     parts = []
-    if also is not None and also.evaluations:
+    if also is not None and also.evaluations and not isnan(also.evaluation_s):
         parts.append(f"{format_seconds(also.evaluation_s)} of evaluation")
     if also is not None and also.checkpoints:
         parts.append(f"{format_bytes(also.kept_bytes)} of checkpoints on disk")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def candidate_row(candidate: Candidate) -> dict[str, Any]:
     """One candidate as a flat row of the table: settings, values, and how they are known."""
     run, memory, time = candidate.run, candidate.memory_bytes, candidate.time_per_token_s
-    total = candidate.total_s
+    total, is_timed = candidate.total_s, candidate.prediction.time.is_known
     training = run.phase == "finetune"
     has_method = training or run.serve == "as-trained"
     return {
@@ -41,9 +41,9 @@ def candidate_row(candidate: Candidate) -> dict[str, Any]:
         "peak_bytes": round(memory.value),
         "peak_low_bytes": round(memory.low),
         "peak_high_bytes": round(memory.high),
-        "time_per_token_s": time.value,
-        "time_per_token_low_s": time.low,
-        "time_per_token_high_s": time.high,
+        "time_per_token_s": time.value if is_timed else "",
+        "time_per_token_low_s": time.low if is_timed else "",
+        "time_per_token_high_s": time.high if is_timed else "",
         "total_time_s": "" if total is None else total.value,
         "total_time_low_s": "" if total is None else total.low,
         "total_time_high_s": "" if total is None else total.high,

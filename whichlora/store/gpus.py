@@ -59,7 +59,8 @@ def find_gpu(name: str, *, least_memory: bool = False) -> GpuSpec:
     if _any_card(name) is not None:
         raise ConfigError(
             f"GPU {name!r} is an amount of memory, and this needs the rates of a card; "
-            "'whichlora gpus' lists them, and 'whichlora estimate' takes the amount"
+            "'whichlora gpus' lists them; 'whichlora estimate' and a plan with profile: none take "
+            "the amount"
         )
     spec = _load(key)
     if spec is not None:

@@ -17,14 +17,15 @@ MAX_LINES = 8
 def dataset_size(source: Source, marks: Marks) -> Figure | None:
     """Time of the whole fine-tuning over the number of sequences: the best of each variant."""
     sequences = source.num_sequences
-    chosen = best_of_each(source, MAX_LINES)
+    timed = (i for i in best_of_each(source, MAX_LINES) if source.points[i].total_s is not None)
+    chosen = list(timed)
     if not sequences or not chosen:
         return None
     sizes = [sequences * factor for factor in (0.1, 1.0, 10.0, 100.0)]
     data: list[dict[str, Any]] = []
     for i in chosen:
         point = source.points[i]
-        assert point.total_s is not None  # _best_of_each takes no other
+        assert point.total_s is not None  # nothing else is chosen
         model = marks.labels[point.model]
         data.append(
             {

@@ -94,7 +94,7 @@ def limit_line(
 def best_of_each(source: Source, count: int) -> list[int]:
     """The winner, then the best-ranked candidate of each model, then of each variant of a model."""
     order = sorted(
-        (i for i in source.indices("finetune") if source.points[i].total_s is not None),
+        source.indices("finetune"),
         key=lambda i: (i != source.winner, *_rank(source.points[i])),
     )
     models: dict[str, int] = {}
@@ -107,6 +107,9 @@ def best_of_each(source: Source, count: int) -> list[int]:
 
 
 def _rank(point: Point) -> tuple[bool, bool, int, float]:
-    """As the search ranks: what meets the limits first, then the larger model, then the faster."""
-    assert point.total_s is not None  # only candidates of fine-tuning are ranked here
-    return (point.failed, point.verdict == "misses", -point.num_params, point.total_s.value)
+    """As the search ranks: what meets the limits first, then the larger model, then the faster.
+
+    Without a time, the larger batch.
+    """
+    time = -point.batch_size if point.total_s is None else point.total_s.value
+    return (point.failed, point.verdict == "misses", -point.num_params, time)

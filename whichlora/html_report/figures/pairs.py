@@ -24,7 +24,7 @@ MAX_SHAPE_LABELS = 6  # beside each other on paper
 
 def inference_shapes(source: Source, marks: Marks) -> Figure | None:
     """Time per token and peak of every inference configuration, models side by side."""
-    chosen = source.indices("inference")
+    chosen = _timed(source, "inference")
     if not chosen:
         return None
     points = source.points
@@ -64,9 +64,13 @@ def inference_shapes(source: Source, marks: Marks) -> Figure | None:
     return _with_colour_legend(figure, marks, points)
 
 
+def _timed(source: Source, stage: str) -> list[int]:
+    return [i for i in source.indices(stage) if source.points[i].time_per_token_s is not None]
+
+
 def finetune_batches(source: Source, marks: Marks) -> Figure | None:
     """Time per token and peak by batch size, one line per model and variant."""
-    chosen = source.indices("finetune")
+    chosen = _timed(source, "finetune")
     if not chosen:
         return None
     points = source.points
