@@ -23,6 +23,10 @@ from whichlora.specs import GpuSpec
 from whichlora.store.gpus import find_gpu
 
 PAGE, TITLE = "board_power", "The power of a board"
+LEGEND = (
+    "The law of [time.md](../time.md#the-power-of-a-board), fitted to public matrix products; "
+    "scatter is the standard deviation of log errors."
+)
 COLUMNS = ("device", "fp32", "tf32", "fp16", "bf16")
 UNITS = {"bf16, fp16": ("bf16", "fp16"), "fp32": ("fp32",)}
 LAW = 1 / 3
@@ -146,7 +150,7 @@ def main() -> None:
     text = table(Path(paths[0]).read_text(encoding="utf-8"))
     print(text)
     if "--write" in sys.argv[1:]:
-        write_page(PAGE, TITLE, text)
+        write_page(PAGE, TITLE, f"{LEGEND}\n\n{text}")
 
 
 if __name__ == "__main__":

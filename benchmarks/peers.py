@@ -246,41 +246,39 @@ def document() -> str:
     today = datetime.datetime.now(datetime.UTC).date()
     counts = Counter(one.quantity for one in rows())
     parts = [
-        "# Beside other estimators",
+        "# Other estimators on the same runs",
         f"Made by `benchmarks/peers.py --write` on {today}, Python {platform.python_version()}. "
-        "Every tool gets the published fine-tuning runs on which "
-        f"[published.md](published.md) judges ours: "
-        f"{counts['peak_allocated']} peaks of the allocator and {counts['device_used']} of "
-        "the device, of `fms_acceleration_bench` on an A100 of 80 GB and four of `fsdp_qlora` on a "
-        "card of 16 GB. Each is asked offline through its own interface, with the model's sizes "
-        "and exact parameter count where its table lacks the model, and with every setting it has "
-        "an argument for (`benchmarks/peer_requests.py`); where its families lack the model's, "
-        "with the one whose layers have the same names. Errors are predicted over measured, less "
-        "one: positive is too high; too low is the side that runs out of memory.",
+        "Every tool gets the published fine-tuning runs of [published.md](published.md): "
+        f"{counts['peak_allocated']} peaks of the allocator and {counts['device_used']} of the "
+        "device, of `fms_acceleration_bench` on an A100 of 80 GB and four of `fsdp_qlora` on a "
+        "card of 16 GB.",
+        "Each is asked offline through its own interface, with every setting it has an argument "
+        "for (`benchmarks/peer_requests.py`). Where its table lacks the model, it gets the sizes "
+        "and the exact parameter count; where its families lack it, the family whose layers have "
+        "the same names. Errors are predicted over measured, less one: positive is too high. Too "
+        "low is the side that runs out of memory.",
         headline(),
         "p90 and median are of sizes, worst has its sign. A row without an answer counts as "
         "unanswered, not as an error.",
         "## What to keep in mind",
-        "- Nothing was fitted to these rows, but our formulas were written and corrected with them "
-        "in view, and take the kernels and library versions that each row states. The others had "
-        "neither.\n"
+        "- Nothing was fitted to these rows. But our formulas were corrected with them in view, "
+        "and know the kernels and library versions of each. The others had neither.\n"
         "- Most rows replace the loss by a fused kernel, for which the others have no argument "
-        "(canifinetune has Liger's, and predicts the stock one for it). The section on stock "
-        "kernels leaves those rows out.\n"
+        "but canifinetune's for Liger. The section on stock kernels leaves those rows out.\n"
         "- Five models: Mistral 7B, Mixtral 8x7B, PowerLM 3B, SantaCoder and a Llama of 1B, most "
         "in batches of 4 to 32 sequences of 4,096 tokens. Small cards, short sequences and 8-bit "
         "optimizers, for which several of these tools were made, do not occur.\n"
         "- They also answer what was not compared here: time, cost, several GPUs.",
-        "## Who was asked what",
+        "## Requests",
         facts(),
-        "What moves their sums on these runs, read in their sources:",
+        "What determines their sums, read in their sources:",
         "\n".join(f"- {tool}: {one.adds_up}." for tool, one in TOOLS.items()),
-        "DoRA: no source of any of them mentions it. Limits: what the search of each keeps to; "
-        "canifinetune, fitscout and ftuneai choose a training configuration for a card or a sum of "
-        "money, none judges serving the model afterwards. accelerate's weights in each precision "
+        "No source of any of them mentions DoRA. The limits are those that the search of each "
+        "keeps to. canifinetune, fitscout and ftuneai choose a training configuration for a card "
+        "or a price; none judges how the model is served. accelerate's weights in each precision "
         "are its figure for inference.",
-        "Not asked: `unsloth_zoo` 2026.10.9 estimates the activations and logits of its own "
-        "kernels to decide what to offload (`estimate_training_reserve_bytes`), not a run.",
+        "Not asked: `unsloth_zoo` 2026.10.9 estimates activations and logits of its own kernels to "
+        "decide what to offload (`estimate_training_reserve_bytes`), not a run.",
     ]
     for quantity in STATED:
         parts += [f"## {TITLES[quantity]}", comparison(of_counter(quantity))]
@@ -294,10 +292,10 @@ def document() -> str:
         "## Counter not stated",
         f"{counts['perhaps_device_used']} runs of Qwen's first models from their README, stock "
         "Trainer and PEFT, batch 1 and up to 8,192 tokens; compared with used on the device. Ours "
-        "is at its worst here, too: nobody read the first remote code of these models.",
+        "is worst here, too: the first remote code of these models was not read.",
         comparison(of_counter("perhaps_device_used")),
         "## Intervals",
-        "How many measured values the stated interval holds:",
+        "Share of measured values inside the stated interval:",
         "\n".join(intervals()),
         "## Unanswered",
         unanswered(),

@@ -209,12 +209,11 @@ def document() -> str:
     parts = [
         "# Accuracy against published measurements",
         f"Made by `benchmarks/published_accuracy.py --write` on {today}, Python {python}, NumPy "
-        f"{numpy.__version__}, SciPy {scipy.__version__}; no GPU was used. The "
-        "measurements are others', in `benchmarks/published/` with their sources; the versions of "
-        "the libraries that made them are those each row states, and are an input of the "
-        "prediction. Errors are predicted over measured, less one: positive is too high. A table "
-        "never mixes counters. The ledger against the trace of the real code is in "
-        "[ledger.md](ledger.md).",
+        f"{numpy.__version__}, SciPy {scipy.__version__}; no GPU was used.",
+        "The measurements are others', in `benchmarks/published/` with their sources. The library "
+        "versions that each row states are an input of its prediction. Errors are predicted over "
+        "measured, less one: positive is too high. A table never mixes counters. "
+        "[ledger.md](ledger.md) compares the ledger with the trace of the real code.",
         "## Memory",
         "Nothing was fitted. `n` is rows; p90 and median are of sizes, worst has its sign.",
         *memory_section(),

@@ -275,13 +275,15 @@ def document(seeds: int) -> str:
     """All tables as Markdown."""
     return "\n\n".join(
         [
-            "Runs repeat to 3 %. Median, 90th percentile and worst size of the errors in per cent; "
-            "share inside the 90 % interval.",
+            "Invented devices: the prior of a real device, slower or faster as a whole or in one "
+            "resource. Random runs of three models calibrate, three other models are predicted. "
+            "Runs repeat to 3 %. Cells are sizes of errors in per cent (median, 90th percentile, "
+            "worst), then the share inside the 90 % interval.",
             learned(seeds, CLEAN),
-            "A stage that no run was of:",
+            "A phase without runs:",
             other_phases(seeds),
-            "Runs that scatter around the formulas as much as the priors state, all of the devices "
-            "above together:",
+            "Runs that scatter around the formulas as the priors state, all devices above "
+            "together:",
             covered(seeds),
         ]
     )

@@ -33,6 +33,11 @@ from whichlora.specs import GpuSpec
 from whichlora.timing import DEVICE_FEATURES, FEATURES, TimeModel
 
 PAGE, TITLE = "time_forms", "Forms of the time model"
+LEGEND = (
+    "Each form is fitted to the other models or GPUs of published runs. Cells are sizes of "
+    "relative errors in per cent (median, 90th percentile, worst), then the share inside the 90 % "
+    "interval. The last three rows have one factor more for each device."
+)
 ENDLESS = 1e30  # a rate at which work takes no time
 DEVICE_ROUNDS = 4  # of coefficients and devices' factors in turn
 TABLES = {
@@ -149,7 +154,7 @@ def main() -> None:
     text = document()
     print(text)
     if "--write" in sys.argv[1:]:
-        write_page(PAGE, TITLE, text)
+        write_page(PAGE, TITLE, f"{LEGEND}\n\n{text}")
 
 
 if __name__ == "__main__":

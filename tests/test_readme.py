@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LINK = r"\]\((?!https?:)([^)#]*)#?([^)]*)\)"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+WRITTEN = [page for page in PAGES if page.parent.name != "accuracy" and page.name != "cli.md"]
 
 
 def blocks(language: str) -> list[str]:
@@ -80,6 +81,20 @@ def anchors(page: Path) -> set[str]:
     """Anchors of the headings of a page, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def sentences(page: Path) -> list[str]:
+    """Sentences of the prose of a page: no code, no tables."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    prose = [line for line in text.splitlines() if not line.startswith(("|", "    "))]
+    text = re.sub(r"\]\(.*?\)|`.*?`", "X", "\n".join(prose))
+    return re.split(r"[.:;?!]\**\s|\n\n|\n *(?:[-#]|\d+\.) ", text)
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_a_sentence_of_the_docs_has_at_most_30_words(page: Path) -> None:
+    words = {sentence: len(re.findall(r"\w[\w./'-]*", sentence)) for sentence in sentences(page)}
+    assert [sentence for sentence, count in words.items() if count > 30] == []
 
 
 def test_the_index_names_every_page() -> None:
