@@ -21,7 +21,7 @@ from whichlora import families, prediction, resolution
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import prior_calibration
 from whichlora.errors import ConfigError
-from whichlora.memory import facts
+from whichlora.memory import allocator
 from whichlora.memory.replay import replay, rounded
 from whichlora.memory.stretch import TracedEvent, shallow
 from whichlora.specs import ALL_LINEAR, ATTENTION, RunConfig
@@ -334,7 +334,7 @@ def predicted(run: RunConfig) -> dict[str, Any]:
         name = _MOMENTS.get(moment, "backward") if run.phase == "finetune" else "forward"
         size = int(found.moment_bytes(moment)) - found.workspace_bytes
         for entry in found.moments[moment]:
-            if entry.fact is facts.REMAINDERS:  # the traced moments are live blocks
+            if entry.fact is allocator.REMAINDERS:  # the traced moments are live blocks
                 size -= int(entry.num_bytes)
         peaks[name] = max(peaks.get(name, 0), size)
     return {

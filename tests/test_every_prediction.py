@@ -13,7 +13,7 @@ from strategies import EVERY_GPU, every_finetune_run, every_inference_run
 from whichlora import api, timing
 from whichlora.calibration import prior_calibration
 from whichlora.errors import ConfigError
-from whichlora.memory import facts
+from whichlora.memory import allocator, optimizer, quantised_cache
 from whichlora.memory.allocator import SEGMENT_BYTES
 from whichlora.memory.ledger import Ledger
 from whichlora.outline import outline_inference, outline_training
@@ -157,12 +157,12 @@ def may_shrink_bytes(run: RunConfig, found: Ledger, moment: str) -> int:
     8-bit optimizer states, which tensors below 4096 elements have in 32 bit; and the newest tokens
     of a quantised cache, which gather in full width until they are quantised too.
     """
-    shrinks = [facts.REMAINDERS]
+    shrinks = [allocator.REMAINDERS]
     if "8bit" in run.optimizer:
-        shrinks.append(facts.OPTIMIZER_STATES)
+        shrinks.append(optimizer.STATES)
     if run.phase == "inference":
         # and what one layer expands beside them, which the renewing step has instead
-        shrinks += [facts.FRESH_CACHE, facts.EXPANDED]
+        shrinks += [quantised_cache.FRESH_CACHE, quantised_cache.EXPANDED]
     return sum(entry.num_bytes for entry in found.moments[moment] if entry.fact in shrinks)
 
 

@@ -9,10 +9,12 @@ from devices import A100, CPU
 from whichlora import families
 from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
-from whichlora.memory import allocator, facts
+from whichlora.memory import allocator, generation, kv_cache, layer_passes, logits, moments
 from whichlora.memory.activations import fused_qkv, sequence_bias_bytes
+from whichlora.memory.entries import Fact
 from whichlora.memory.ledger import Ledger
 from whichlora.memory.mlp_code import activate
+from whichlora.memory.moments import LAYER_BACKWARD
 from whichlora.memory.operators import Code
 from whichlora.memory.tape import Tape, per_token
 from whichlora.memory.weights import weight_bytes
@@ -52,17 +54,17 @@ def model_of(config: dict[str, object], **more: object) -> ModelSpec:
     return families.build(config | more, name="m")
 
 
-def part(found: Ledger, moment: str, fact: facts.Fact) -> int:
+def part(found: Ledger, moment: str, fact: Fact) -> int:
     return sum(int(one.num_bytes) for one in found.moments[moment] if one.fact is fact)
 
 
 def test_inputs_of_8_bit_matrices_live_until_the_first_layer_has_gone_backward() -> None:
-    held = part(ledger_of(LLAMA, quant="int8"), "first_layer_backward", facts.HELD_INPUTS)
+    held = part(ledger_of(LLAMA, quant="int8"), "first_layer_backward", moments.HELD_INPUTS)
     # of an fp32 stream: q, k and v share theirs, so do gate and up, down; o reads 16 bit
     assert held == 8 * 512 * (4 * (1024 + 1024 + 4096) + 2 * 1024)
-    assert part(ledger_of(LLAMA), "first_layer_backward", facts.HELD_INPUTS) == 0
+    assert part(ledger_of(LLAMA), "first_layer_backward", moments.HELD_INPUTS) == 0
     reentrant = ledger_of(LLAMA, quant="int8", use_reentrant=True)
-    assert part(reentrant, "first_layer_backward", facts.HELD_INPUTS) == 0
+    assert part(reentrant, "first_layer_backward", moments.HELD_INPUTS) == 0
 
 
 def test_an_input_that_an_8_bit_matrix_holds_is_no_second_checkpoint() -> None:
@@ -73,7 +75,7 @@ def test_an_input_that_an_8_bit_matrix_holds_is_no_second_checkpoint() -> None:
         one.what
         for entry in found.moments["loss_backward"]
         for group in entry.groups
-        if entry.fact is facts.CHECKPOINTS and not group.where
+        if entry.fact is layer_passes.CHECKPOINTS and not group.where
         for one in group.tensors
     ]
     assert names.count("layer input") == 1
@@ -133,14 +135,14 @@ def test_dora_over_an_fp32_conv1d_makes_gradients_of_frozen_weights(precision: s
         part(
             ledger_of(gpt2, **settings, lora_dropout=dropout),
             "first_layer_backward",
-            facts.LATER_LAYERS_GRADIENTS,
+            moments.LATER_LAYERS_GRADIENTS,
         )
         for dropout in (0.05, 0.0)
     )
     of_layer = 4 * 256 * (3 * 256 + 256 + 2 * 4 * 256)
     assert dropped - whole == 3 * of_layer
     narrow = ledger_of(gpt2, method="dora", lora_dropout=0.05)
-    assert part(narrow, "first_layer_backward", facts.LATER_LAYERS_GRADIENTS) < of_layer
+    assert part(narrow, "first_layer_backward", moments.LATER_LAYERS_GRADIENTS) < of_layer
 
 
 def test_full_fine_tuning_gives_a_tower_no_gradients() -> None:
@@ -150,7 +152,7 @@ def test_full_fine_tuning_gives_a_tower_no_gradients() -> None:
     spec = model_of(gemma)
     assert spec.idle_params == spec.other_params > 0
     found = ledger_of(gemma, method="full")
-    gradients = part(found, "optimizer_step", facts.ALL_GRADIENTS)
+    gradients = part(found, "optimizer_step", moments.ALL_GRADIENTS)
     assert gradients == 2 * (spec.num_params - spec.other_params)
 
 
@@ -212,7 +214,7 @@ def test_falcon_keeps_keys_and_values_of_every_query_head(kv_heads: int) -> None
         precision="bf16-pure",
         gradient_checkpointing=False,
     )
-    saved = next(one for one in found.moments["loss_backward"] if one.fact is facts.SAVED)
+    saved = next(one for one in found.moments["loss_backward"] if one.fact is layer_passes.SAVED)
     repeated = [
         tensor
         for group in saved.groups
@@ -234,8 +236,8 @@ def test_one_key_head_is_repeated_by_a_view_under_sdpa() -> None:
 def test_a_loop_that_reads_logits_holds_them_in_the_backward_of_the_head() -> None:
     settings = {"method": "full", "precision": "fp32", "loss_head": "raw"}
     found = ledger_of(LLAMA, **settings, gradient_checkpointing=False)
-    assert part(found, "head_backward", facts.KEPT_LOGITS) == 512 * 32_000 * 4
-    assert part(found, "head_backward", facts.LOGITS_GRADIENT) == 512 * (32_000 + 1024) * 4
+    assert part(found, "head_backward", logits.KEPT_LOGITS) == 512 * 32_000 * 4
+    assert part(found, "head_backward", moments.LOGITS_GRADIENT) == 512 * (32_000 + 1024) * 4
 
 
 def test_nemotron_normalises_in_the_dtype_of_autocast() -> None:
@@ -288,7 +290,7 @@ def test_a_block_is_larger_than_asked_by_what_is_not_split_off(size: int, remain
 def test_each_checkpoint_that_does_not_divide_a_segment_has_an_expected_remainder() -> None:
     settings = {"gradient_checkpointing": True, "precision": "bf16"}
     small, odd, even = (
-        part(ledger_of(LLAMA, **settings, seq_len=length), "loss_backward", facts.REMAINDERS)
+        part(ledger_of(LLAMA, **settings, seq_len=length), "loss_backward", allocator.REMAINDERS)
         for length in (512, 768, 1024)
     )
     assert small == 0  # checkpoints of 1 MiB are cut to size
@@ -302,7 +304,7 @@ def test_a_factor_of_the_logits_takes_a_second_gradient_of_them() -> None:
         part(
             ledger_of(LLAMA | {"model_type": kind}, **settings),
             "loss_backward",
-            facts.LOSS_BACKWARD,
+            logits.LOSS_BACKWARD,
         )
         for kind in ("granite", "llama")
     )
@@ -312,7 +314,7 @@ def test_a_factor_of_the_logits_takes_a_second_gradient_of_them() -> None:
 def test_autocast_copies_no_experts() -> None:
     experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     settings = {"method": "full", "precision": "fp16"}
-    copied = part(ledger_of(LLAMA | experts, **settings), "loss_forward", facts.AUTOCAST_COPIES)
+    copied = part(ledger_of(LLAMA | experts, **settings), "loss_forward", moments.AUTOCAST_COPIES)
     attention = 2 * 1024 * 1024 + 2 * 512 * 1024
     assert copied == 8 * 2 * attention
 
@@ -335,13 +337,13 @@ def test_a_delta_net_that_fills_up_its_last_chunk_copies_no_operands() -> None:
 def test_on_a_cpu_no_block_has_a_remainder() -> None:
     run = RunConfig.from_dict({"model": "m", "seq_len": 4096})
     found = ledger(resolve(model_of(LLAMA), run, CPU))
-    assert part(found, "loss_backward", facts.REMAINDERS) == 0
+    assert part(found, "loss_backward", allocator.REMAINDERS) == 0
 
 
 def test_a_reentrant_checkpoint_holds_its_result_and_the_gradient_of_it() -> None:
     settings = {"attn": "eager", "seq_len": 2048, "precision": "bf16-no-autocast"}
     plain, reentrant = (
-        part(ledger_of(LLAMA, **settings, use_reentrant=on), "layer_backward", facts.LAYER_BACKWARD)
+        part(ledger_of(LLAMA, **settings, use_reentrant=on), "layer_backward", LAYER_BACKWARD)
         for on in (False, True)
     )
     assert reentrant - plain == 2 * 2048 * 1024 * 2
@@ -353,10 +355,10 @@ def test_t5_caches_keys_and_values_in_training_until_the_loss_is_there() -> None
     cached = part(
         ledger_of(config, **settings, gradient_checkpointing=False),
         "loss_forward",
-        facts.DECODER_CACHE,
+        kv_cache.DECODER_CACHE,
     )
     assert cached == 6 * 512 * 4 * 512 * 4  # two attentions, each with keys and values, in fp32
-    assert part(ledger_of(config, **settings), "loss_forward", facts.DECODER_CACHE) == 0
+    assert part(ledger_of(config, **settings), "loss_forward", kv_cache.DECODER_CACHE) == 0
 
 
 def test_the_last_matrix_of_an_olmo_with_a_tied_head_is_not_quantised() -> None:
@@ -381,7 +383,7 @@ def test_autocast_keeps_a_copy_of_the_matrix_that_is_not_quantised() -> None:
         tied: part(
             ledger_of(LLAMA | {"model_type": "olmo", "tie_word_embeddings": tied}, **run),
             "loss_backward",
-            facts.SAVED,
+            layer_passes.SAVED,
         )
         for tied in (True, False)
     }
@@ -413,7 +415,7 @@ def test_albert_copies_a_shared_weight_once_for_autocast() -> None:
 def test_dora_takes_the_bias_of_a_4_bit_matrix_off_in_16_bit(quant: str, narrow: bool) -> None:
     config = {"model_type": "distilbert", "dim": 512, "hidden_dim": 2048, "n_layers": 4}
     found = ledger_of(config, method="dora", quant=quant, gradient_checkpointing=False)
-    saved = next(one for one in found.moments["loss_backward"] if one.fact is facts.SAVED)
+    saved = next(one for one in found.moments["loss_backward"] if one.fact is layer_passes.SAVED)
     operands = {
         tensor.per_token
         for group in saved.groups
@@ -431,7 +433,7 @@ def test_the_first_layer_of_a_checkpointed_t5_decoder_makes_its_zeros_again() ->
     for kind, more in (("t5", zeros), ("umt5", 0)):
         moments = ledger_of(config | {"model_type": kind}, **run).moments
         first, others = (
-            sum(int(one.num_bytes) for one in moments[name] if one.fact is facts.LAYER_BACKWARD)
+            sum(int(one.num_bytes) for one in moments[name] if one.fact is LAYER_BACKWARD)
             for name in ("first_decoder_layer_backward", "layer_backward")
         )
         own = 4 * 512 * 2048  # the first layer's input, which others count among the checkpoints
@@ -442,7 +444,7 @@ def test_flash_attention_of_gemma_2_makes_no_mask_where_sdpa_would_be_eager() ->
     config = {"model_type": "gemma2", "hidden_size": 512, "vocab_size": 1024}
     run = {"phase": "inference", "kv_cache": "static", "prompt_len": 512, "batch_size": 8}
     flash, eager = (
-        part(ledger_of(config, **run, attn=attn), "prefill", facts.PROMPT_FORWARD)
+        part(ledger_of(config, **run, attn=attn), "prefill", generation.PROMPT_FORWARD)
         for attn in ("flash_attention_2", "eager")
     )
     mask = 2 * 8 * 512**2  # of one kind of layer, in 16 bit
@@ -454,7 +456,7 @@ def test_a_reentrant_backward_is_given_zeros_for_probabilities_that_nobody_used(
     size = {"seq_len": 1024, "precision": "bf16-pure"}
     zeros = 8 * 1024**2 * 2
     reentrant, not_so = (
-        part(ledger_of(config, **size, use_reentrant=one), "layer_backward", facts.LAYER_BACKWARD)
+        part(ledger_of(config, **size, use_reentrant=one), "layer_backward", LAYER_BACKWARD)
         for one in (True, False)
     )
     assert reentrant - not_so >= zeros
@@ -463,7 +465,7 @@ def test_a_reentrant_backward_is_given_zeros_for_probabilities_that_nobody_used(
 def test_bloom_holds_its_first_scores_beside_the_masked_ones() -> None:
     config = {"model_type": "bloom", "hidden_size": 512, "n_head": 8, "vocab_size": 1024}
     run = {"phase": "inference", "prompt_len": 1024, "batch_size": 4, "precision": "bf16"}
-    prefill = part(ledger_of(config, **run), "prefill", facts.PROMPT_FORWARD)
+    prefill = part(ledger_of(config, **run), "prefill", generation.PROMPT_FORWARD)
     scores = 4 * 8 * 1024**2
     # the scores and the masked ones in 16 bit, in fp32 before and after softmax, and the weights
     # of the layer before

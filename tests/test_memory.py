@@ -17,7 +17,16 @@ from strategies import DEVICES, finetune_runs, inference_runs
 
 from whichlora import families
 from whichlora.architecture import ModelSpec
-from whichlora.memory import activations, allocator, facts, kv_cache, logits, optimizer, weights
+from whichlora.memory import (
+    activations,
+    allocator,
+    generation,
+    kv_cache,
+    logits,
+    moments,
+    optimizer,
+    weights,
+)
 from whichlora.memory.depth import after
 from whichlora.memory.entries import Kind
 from whichlora.memory.generation import inference_ledger
@@ -66,7 +75,7 @@ def dynamic_bytes(found: Ledger) -> int:
             for entry in entries
             if entry.part not in STATIC_PARTS
             and entry.what != INPUTS
-            and entry.fact is not facts.REMAINDERS  # of blocks; these are live bytes
+            and entry.fact is not allocator.REMAINDERS  # of blocks; these are live bytes
         )
         for entries in found.moments.values()
     )
@@ -436,10 +445,10 @@ def test_a_smaller_group_costs_a_scale_and_a_zero_each(quant: str, bits: int) ->
 def test_expandable_segments_never_leave_more_idle_and_keep_what_lives(run: RunConfig) -> None:
     plain, joined = (ledger(job(replace(run, expandable_segments=on))) for on in (False, True))
     for moment, entries in plain.moments.items():
-        lives = [one for one in entries if one.fact is not facts.REMAINDERS]
+        lives = [one for one in entries if one.fact is not allocator.REMAINDERS]
         others = joined.moments[moment]
-        assert [one for one in others if one.fact is not facts.REMAINDERS] == lives
-        assert all(one.num_bytes == 0 for one in others if one.fact is facts.REMAINDERS)
+        assert [one for one in others if one.fact is not allocator.REMAINDERS] == lives
+        assert all(one.num_bytes == 0 for one in others if one.fact is allocator.REMAINDERS)
     assert joined.idle_bytes <= plain.idle_bytes
 
 
@@ -482,7 +491,7 @@ def test_layers_after_a_place_are_those_that_stand_there() -> None:
 def test_the_first_layer_of_another_kind_goes_backward_under_the_gradients_after_it() -> None:
     run = RunConfig(model="google/gemma-3-1b-pt", method="full", precision="bf16-pure")
     moment = ledger(job(run)).moments["layer_5_backward"]
-    (left,) = (int(x.num_bytes) for x in moment if x.fact is facts.LATER_LAYERS_GRADIENTS)
+    (left,) = (int(x.num_bytes) for x in moment if x.fact is moments.LATER_LAYERS_GRADIENTS)
     spec = model(run.model)
     head = spec.vocab_size * spec.hidden_size
     sliding, full = (group.layer.num_params for group in spec.groups)
@@ -563,7 +572,9 @@ def test_two_stacks_add_the_encoders_part_of_a_tied_gradient_in_place() -> None:
 
     def tied(moment: str) -> int:
         return sum(
-            int(one.num_bytes) for one in found.moments[moment] if one.fact is facts.TIED_GRADIENTS
+            int(one.num_bytes)
+            for one in found.moments[moment]
+            if one.fact is moments.TIED_GRADIENTS
         )
 
     vocabulary = 32_128 * 512 * 4
@@ -575,7 +586,7 @@ def test_an_encoder_waits_while_the_decoder_goes_backward() -> None:
     run = RunConfig(model="google-t5/t5-small", method="full", precision="fp32", seq_len=8)
     found = ledger(job(run, CPU)).moments
     later = {
-        name: sum(int(x.num_bytes) for x in found[name] if x.fact is facts.LATER_LAYERS_GRADIENTS)
+        name: sum(int(x.num_bytes) for x in found[name] if x.fact is moments.LATER_LAYERS_GRADIENTS)
         for name in ("first_decoder_layer_backward", "first_layer_backward")
     }
     assert later["first_decoder_layer_backward"] < later["first_layer_backward"]
@@ -639,7 +650,7 @@ def test_a_cache_of_tuples_is_there_twice_while_it_grows(
         libraries=(("transformers", transformers),),
     )
     entries = ledger(job(run)).moments["second_token"]
-    (size,) = (entry.num_bytes for entry in entries if entry.fact is facts.TWO_CACHES)
+    (size,) = (entry.num_bytes for entry in entries if entry.fact is generation.TWO_CACHES)
     assert size == (caches if new_tokens > 1 else 1) * 1000 * 128 * 1024
 
 
@@ -709,13 +720,13 @@ def test_a_cache_of_tuples_keeps_the_old_cache_beside_the_new_one() -> None:
         max_new_tokens=10,
         libraries=(("transformers", "4.41.0"),),
     )
-    assert held(run, "decode", facts.FULL_CACHE) == 1009 * 128 * 1024
-    assert held(run, "decode", facts.APPENDED) == 1008 * 128 * 1024
+    assert held(run, "decode", generation.FULL_CACHE) == 1009 * 128 * 1024
+    assert held(run, "decode", generation.APPENDED) == 1008 * 128 * 1024
     once = replace(run, max_new_tokens=1)
-    assert held(once, "decode", facts.APPENDED) == 0
+    assert held(once, "decode", generation.APPENDED) == 0
     # later versions copy one layer's keys alone
     today = replace(run, libraries=())
-    assert held(today, "decode", facts.APPENDED) == 1009 * 8 * 128 * 2
+    assert held(today, "decode", generation.APPENDED) == 1009 * 8 * 128 * 2
 
 
 def test_an_encoder_holds_its_last_hidden_states_and_every_logit() -> None:
@@ -726,17 +737,17 @@ def test_an_encoder_holds_its_last_hidden_states_and_every_logit() -> None:
         prompt_len=100,
         precision="bf16",
     )
-    assert held(run, "logits", facts.EVERY_LOGIT) == 200 * 30_522 * 2
-    assert held(run, "logits", facts.LAST_HIDDEN) == 2 * 200 * 768 * 2
+    assert held(run, "logits", generation.EVERY_LOGIT) == 200 * 30_522 * 2
+    assert held(run, "logits", generation.LAST_HIDDEN) == 2 * 200 * 768 * 2
 
 
 def test_a_prompt_leaves_its_last_hidden_states_and_the_logits_of_one_position() -> None:
     run = RunConfig(
         model="meta-llama/Meta-Llama-3-8B", phase="inference", batch_size=2, prompt_len=100
     )
-    assert held(run, "first_logits", facts.LAST_HIDDEN) == 200 * 4096 * 6
-    assert held(run, "first_logits", facts.PROMPT_LOGITS) == 2 * 128_256 * (2 + 8)
-    assert held(run, "first_logits", facts.PROMPT_CACHE) == 200 * 128 * 1024
+    assert held(run, "first_logits", generation.LAST_HIDDEN) == 200 * 4096 * 6
+    assert held(run, "first_logits", generation.PROMPT_LOGITS) == 2 * 128_256 * (2 + 8)
+    assert held(run, "first_logits", generation.PROMPT_CACHE) == 200 * 128 * 1024
 
 
 @pytest.mark.parametrize(("phase", "threads"), [("inference", 1), ("finetune", 2)])

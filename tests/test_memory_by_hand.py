@@ -9,8 +9,9 @@ import pytest
 from devices import A100
 
 from whichlora.architecture import ModelSpec
-from whichlora.memory import activations, facts, logits, weights
+from whichlora.memory import activations, generation, logits, moments, quantised_cache, weights
 from whichlora.memory.depth import worst_backward
+from whichlora.memory.entries import Fact
 from whichlora.memory.layer_bytes import layer_bytes
 from whichlora.prediction import ledger
 from whichlora.resolution import Job, resolve
@@ -28,7 +29,7 @@ def job(run: RunConfig, gpu: GpuSpec = A100) -> Job:
     return resolve(spec, run, gpu)
 
 
-def held(run: RunConfig, moment: str, fact: facts.Fact) -> int:
+def held(run: RunConfig, moment: str, fact: Fact) -> int:
     entries = ledger(job(run)).moments[moment]
     return sum(int(entry.num_bytes) for entry in entries if entry.fact is fact)
 
@@ -194,7 +195,7 @@ def test_the_gradient_of_a_saved_embedding_is_the_last_to_come(
         held(
             RunConfig(model=LLAMA_3_8B, modules_to_save=names, **PURE),
             "first_layer_backward",
-            facts.LATER_LAYERS_GRADIENTS,
+            moments.LATER_LAYERS_GRADIENTS,
         )
         for names in ((), modules)
     )
@@ -216,7 +217,7 @@ def test_the_prompts_scores_are_held_until_there_is_a_second_token(
         max_new_tokens=new_tokens,
         libraries=(("transformers", "4.44.0"),),
     )
-    assert held(run, "second_token", facts.HELD_LOGITS) == 4 * positions * 128_256
+    assert held(run, "second_token", generation.HELD_LOGITS) == 4 * positions * 128_256
 
 
 def test_segments_that_grow_leave_a_small_encoder_no_debt() -> None:
@@ -244,4 +245,4 @@ def test_a_quantised_cache_joins_what_is_new_to_a_second_copy_of_the_values(
     quantised = 1000 + steps - fresh
     # keys and values expanded, then joined with the new tokens; the values' new ones once more
     joined = 2 * keys * (2 * quantised + fresh) + keys * (fresh - 1)
-    assert held(run, "decode", facts.EXPANDED) == joined
+    assert held(run, "decode", quantised_cache.EXPANDED) == joined

@@ -16,7 +16,8 @@ from whichlora.architecture import ModelSpec
 from whichlora.cache_work import expanding, storing
 from whichlora.errors import ConfigError
 from whichlora.families import build
-from whichlora.memory import facts, kv_cache
+from whichlora.memory import kv_cache, quantised_cache
+from whichlora.memory.entries import Fact
 from whichlora.memory.generation import inference_ledger
 from whichlora.prediction import ledger
 from whichlora.resolution import Job, resolve
@@ -41,7 +42,7 @@ def job(name: str = LLAMA, gpu: GpuSpec = GPU, **settings: Any) -> Job:
     return resolve(model(name), run, gpu)
 
 
-def entry(one: Job, moment: str, fact: facts.Fact) -> int:
+def entry(one: Job, moment: str, fact: Fact) -> int:
     return int(sum(each.num_bytes for each in ledger(one).moments[moment] if each.fact is fact))
 
 
@@ -77,7 +78,7 @@ def test_an_element_of_a_long_prompt_takes_so_many_bits(
     settings: dict[str, Any], bits: float
 ) -> None:
     one = job(prompt_len=2**16, max_new_tokens=1, **settings)
-    stored = entry(one, "first_logits", facts.QUANTISED_CACHE)
+    stored = entry(one, "first_logits", quantised_cache.QUANTISED_CACHE)
     elements = 2 * 32 * 8 * 128 * 2**16
     assert 8 * stored / elements == pytest.approx(bits, rel=1e-4)
 
@@ -86,27 +87,27 @@ def test_new_tokens_gather_in_full_width_until_all_are_quantised_anew() -> None:
     of_token = 2 * 32 * 8 * 128 * 2
     for steps, fresh in ((0, 0), (1, 1), (127, 127), (128, 0), (129, 1), (300, 44)):
         one = job(prompt_len=512, max_new_tokens=steps + 1)
-        assert entry(one, "decode", facts.FRESH_CACHE) == fresh * of_token
+        assert entry(one, "decode", quantised_cache.FRESH_CACHE) == fresh * of_token
         kept = 2 * 32 * 8 * 128 * (512 + steps - fresh)
-        assert entry(one, "decode", facts.QUANTISED_CACHE) == kept // 2 + kept // 64 * 4
+        assert entry(one, "decode", quantised_cache.QUANTISED_CACHE) == kept // 2 + kept // 64 * 4
 
 
 def test_a_step_expands_keys_and_values_of_one_layer_beside_what_attention_reads() -> None:
     one = job(prompt_len=1000, max_new_tokens=2)
     of_layer = 2 * 8 * 128 * 2
-    assert entry(one, "decode", facts.EXPANDED) == of_layer * (1000 + 1001)
+    assert entry(one, "decode", quantised_cache.EXPANDED) == of_layer * (1000 + 1001)
 
 
 def test_a_prompt_alone_expands_nothing() -> None:
     for backend in ("quanto", "fp8"):
         one = job(max_new_tokens=1, cache_backend=backend)
-        assert entry(one, "decode", facts.EXPANDED) == 0
+        assert entry(one, "decode", quantised_cache.EXPANDED) == 0
 
 
 def test_fitting_zeros_takes_several_times_what_rounding_takes() -> None:
     settings = {"prompt_len": 8, "max_new_tokens": 129, "batch_size": 16}
     quanto, hqq = (
-        entry(job(cache_backend=one, **settings), "renewal", facts.QUANTISING)
+        entry(job(cache_backend=one, **settings), "renewal", quantised_cache.QUANTISING)
         for one in ("quanto", "hqq")
     )
     assert 3 * quanto < hqq < 6 * quanto
@@ -219,7 +220,11 @@ def test_a_generation_shorter_than_its_residual_is_never_quantised_anew() -> Non
         one = job(prompt_len=512, max_new_tokens=new_tokens)
         sizes = [
             entry(one, "renewal", fact)
-            for fact in (facts.FRESH_CACHE, facts.EXPANDED, facts.QUANTISING)
+            for fact in (
+                quantised_cache.FRESH_CACHE,
+                quantised_cache.EXPANDED,
+                quantised_cache.QUANTISING,
+            )
         ]
         assert all(size > 0 for size in sizes) if is_renewed else sizes == [0, 0, 0]
 

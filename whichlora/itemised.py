@@ -10,7 +10,7 @@ from typing import Any
 
 from whichlora.architecture import Linear
 from whichlora.calibration import Calibration
-from whichlora.memory import allocator, facts, weights
+from whichlora.memory import allocator, layer_passes, weights
 from whichlora.memory.entries import Entry, Fact, Group
 from whichlora.memory.layer_bytes import kept_tensors
 from whichlora.memory.ledger import Ledger
@@ -57,7 +57,7 @@ def lines_at(
     """
     sizes = _sizes(job)
     lines = [_line(job, entry, sizes) for entry in found.moments[memory.moment]]
-    lines.append(_bare(facts.WORKSPACE, found.workspace_bytes))
+    lines.append(_bare(allocator.WORKSPACE, found.workspace_bytes))
     factors = calibration.memory.mean
     for part in ALLOCATED_PARTS:
         counted = sum(line.num_bytes for line in lines if line.part == part)
@@ -66,8 +66,8 @@ def lines_at(
             lines.append(_correction(part, correction, factors[part], calibration))
     pool = allocator.pool_bytes(job.gpu, job.run.kv_cache) if job.run.phase == "inference" else 0
     card = [
-        _bare(facts.POOL if pool else facts.IDLE, memory.breakdown["allocator"]),
-        _bare(facts.CONTEXT, memory.breakdown["context"]),
+        _bare(allocator.POOL if pool else allocator.IDLE, memory.breakdown["allocator"]),
+        _bare(allocator.CONTEXT, memory.breakdown["context"]),
     ]
     return _ordered(lines), tuple(line for line in card if line.num_bytes)
 
@@ -92,7 +92,7 @@ def layer_lines(job: Job) -> tuple[Line, ...]:
     )
     groups = [Group(tensors=tensors, tokens=tokens, span=span) for tensors in kept]
     largest = max(groups, key=lambda group: int(group.num_bytes))
-    return _ordered(_member(job, facts.SAVED, group) for group in _by_tensor([largest]))
+    return _ordered(_member(job, layer_passes.SAVED, group) for group in _by_tensor([largest]))
 
 
 def _ordered(lines: Iterable[Line]) -> tuple[Line, ...]:
@@ -127,9 +127,9 @@ def _sizes(job: Job) -> dict[str, int]:
 
 def _line(job: Job, entry: Entry, sizes: Mapping[str, int]) -> Line:
     fact = entry.fact
-    if fact is facts.LAYER_WEIGHTS:  # the ledger only sums them up
+    if fact is weights.LAYER_WEIGHTS:  # the ledger only sums them up
         members = _ordered(_matrices(job, fact))
-    elif fact is facts.EMBEDDING_WEIGHTS:
+    elif fact is weights.EMBEDDING_WEIGHTS:
         members = _ordered(_embeddings(job, fact))
     else:
         members = _ordered(_member(job, fact, group) for group in _by_tensor(entry.groups))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from whichlora.memory.entries import Group, tensor_bytes
+from whichlora.memory.entries import Fact, Group, tensor_bytes
 from whichlora.memory.replay import (
     LARGE_SEGMENT_BYTES,
     MIN_OWN_SEGMENT_BYTES,
@@ -23,6 +23,16 @@ WORKSPACE_BYTES = {"9": 32 * MiB, "10": 32 * MiB, "12": 32 * MiB}  # cuBLAS, by 
 OLDER_WORKSPACE_BYTES = 8_519_680
 
 
+WORKSPACE = Fact(
+    part="temporary",
+    what="cuBLAS workspaces",
+    shape="one per thread that runs products",
+    dtype="bytes",
+    why="the library asks the framework's allocator once and keeps them",
+    source="torch CUDABlas.cpp getChosenWorkspaceSize",
+)
+
+
 def workspace_bytes(gpu: GpuSpec, *, training: bool) -> int:
     """cuBLAS workspaces in the framework's pool: one per thread that runs products.
 
@@ -39,6 +49,18 @@ def workspace_bytes(gpu: GpuSpec, *, training: bool) -> int:
 def splits_all(gpu: GpuSpec, *, expandable: bool) -> bool:
     """Whether no block is larger than what was asked, 512 bytes apart."""
     return gpu.kind not in ("cuda", "rocm") or expandable
+
+
+REMAINDERS = Fact(
+    part="activations",
+    what="allocator: remainders of blocks that are not split",
+    shape="[1 MiB of 20 MiB; of 10 MiB and more what 2 MiB round up]",
+    dtype="bytes",
+    count="kept and trained tensors of more than 1 MiB that do not divide a segment",
+    why="what a hole has more than was asked, up to 1 MiB, stays with the block",
+    source="torch 2.13 CUDACachingAllocator should_split, kSmallSize, kLargeBuffer, kRoundLarge",
+    kind="estimate",
+)
 
 
 def expected_remainder(size: Count) -> Count:
@@ -72,6 +94,17 @@ def remainder_bytes(groups: Iterable[Group], *, like: Count) -> Count:
             size = tensor_bytes((tensor,), tokens=group.tokens, span=group.span)
             total = total + group.count * expected_remainder(size)
     return total
+
+
+IDLE = Fact(
+    part="allocator",
+    what="idle segments",
+    shape="segments that the peak cannot use",
+    dtype="bytes",
+    why="the caching allocator keeps what earlier moments left, and gives it back before it fails",
+    source="torch CUDACachingAllocator.cpp; docs/memory.md section 6",
+    kind="upper bound",
+)
 
 
 def idle_cache_bytes(
@@ -155,9 +188,30 @@ def in_whole_segments(num_bytes: Count, block_bytes: Count) -> Count:
 POOL_SHARE = {"paged": 0.90, "vllm": 0.92}
 
 
+POOL = Fact(
+    part="allocator",
+    what="rest of the preallocated block pool",
+    shape="share of the card",
+    dtype="bytes",
+    why="the engine takes its pool at start, whatever the requests are",
+    source="vLLM gpu_memory_utilization; transformers ContinuousBatchingConfig",
+)
+
+
 def pool_bytes(gpu: GpuSpec, kv_cache: str) -> int:
     """Device memory that an engine with a preallocated block pool takes at start; else 0."""
     return int(POOL_SHARE.get(kv_cache, 0.0) * gpu.memory_bytes)
+
+
+CONTEXT = Fact(
+    part="context",
+    what="device context",
+    shape="driver and kernels",
+    dtype="bytes",
+    why="every process that uses the device has one, outside of the allocator",
+    source="calibration/<gpu>/gpu.json, or the typical 500 MiB",
+    kind="estimate",
+)
 
 
 def context_bytes(gpu: GpuSpec) -> int:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from whichlora.memory import facts
+from whichlora.memory import logits, moments, optimizer, step, trained, weights
 from whichlora.memory.ledger import Ledger
 from whichlora.numeric import Count, largest
 
-_LASTING = (*facts.WEIGHTS.values(), facts.ADAPTERS, facts.SAVED_MODULES, facts.OPTIMIZER_STATES)
+_LASTING = (
+    *weights.WEIGHTS.values(),
+    trained.ADAPTERS,
+    trained.FROZEN_ADAPTERS,
+    trained.SAVED_MODULES,
+    optimizer.STATES,
+)
 _OF_A_MOMENT = {
-    "layer_forward": (facts.INPUTS, facts.LAYER_FORWARD),
-    "loss_forward": (facts.INPUTS, facts.LOSS_FORWARD, facts.HEAD_COPY),
+    "layer_forward": (step.INPUTS, moments.LAYER_FORWARD),
+    "loss_forward": (step.INPUTS, logits.LOSS_FORWARD, logits.HEAD_COPY),
 }
 
 

@@ -7,6 +7,7 @@ to (here), and the logits of the kept positions (`memory.logits`). See `docs/kv_
 from __future__ import annotations
 
 from whichlora.architecture import Layer, ModelSpec
+from whichlora.memory.entries import Fact
 from whichlora.memory.replay import MIN_OWN_SEGMENT_BYTES as OWN_SEGMENT
 from whichlora.memory.replay import SEGMENT_ROUNDING_BYTES as SEGMENT_ROUNDING
 from whichlora.numeric import Count, ceil_div, largest, round_up, smallest
@@ -128,6 +129,16 @@ def append_transient_bytes(
         default=0,
     )
     return batch_size * tokens * (widest // 2) * element_bytes
+
+
+DECODER_CACHE = Fact(
+    part="kv_cache",
+    what="keys and values that T5's decoder caches while it trains",
+    shape="[2, num_decoder_layers, batch_size, num_heads, seq_len, head_dim]",
+    dtype="fp32",
+    why="its own copy of the config still says use_cache; attention reads 16-bit copies of them",
+    source="transformers 5.23 T5Stack.forward; Trainer sets the model's config only",
+)
 
 
 def trained_cache_elements(model: ModelSpec, stack: Stack) -> int:

@@ -7,6 +7,7 @@ peak of training is here, at 12 bytes per token and vocabulary entry.
 from __future__ import annotations
 
 from whichlora.architecture import ModelSpec
+from whichlora.memory.entries import Fact
 from whichlora.numeric import Count, smallest
 from whichlora.stack import Stack
 
@@ -18,6 +19,16 @@ def logit_width(model: ModelSpec) -> int:
     """Entries per position that training produces; an encoder is trained to fill masked words."""
     has_logits = model.head is not None or model.task == "encoder"
     return model.vocab_size if has_logits else 0
+
+
+LOSS_FORWARD = Fact(
+    part="logits_and_loss",
+    what="logits, their fp32 copy, log-softmax",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="fp32",
+    why="the end of the loss's forward",
+    source="transformers ForCausalLMLoss; torch cross_entropy",
+)
 
 
 def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
@@ -56,6 +67,16 @@ def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_he
             entry -= logits_bytes
         return tokens * (vocab * entry + hidden_bytes)
     return tokens * vocab * entry
+
+
+KEPT_LOGITS = Fact(
+    part="logits_and_loss",
+    what="logits that the caller keeps",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="compute_bytes, or fp32 under autocast",
+    why="loss head raw: the loop holds the model's output while it goes backward",
+    source="accelerate ConvertOutputsToFp32",
+)
 
 
 def kept_logits_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
@@ -97,6 +118,17 @@ def loss_element_bytes(model: ModelSpec, stack: Stack) -> int:
     widens = model.task == "causal-lm" or model.widens_logits
     widens = widens or (masked is not None and masked.widens_logits)
     return 4 if widens else stack.loss_bytes
+
+
+LOSS_BACKWARD = Fact(
+    part="logits_and_loss",
+    what="log-softmax and its gradients",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="fp32",
+    count="3",
+    why="backward of the cross entropy: what it reads, its gradient, the logits' gradient",
+    source="transformers ForCausalLMLoss; torch log_softmax_backward",
+)
 
 
 def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
@@ -165,6 +197,16 @@ def encoder_bytes(model: ModelSpec, *, tokens: Count, compute_bytes: int) -> Cou
     """Logits of every position, as an encoder's own head returns them. Kind: exact."""
     vocab = logit_width(model)
     return tokens * vocab * compute_bytes
+
+
+HEAD_COPY = Fact(
+    part="temporary",
+    what="16-bit copy of the head",
+    shape="[vocab_size, hidden_size]",
+    dtype="compute_bytes",
+    why="autocast casts the fp32 head of a prepared base; backward needs the copy",
+    source="torch autocast_mode.cpp cached_cast",
+)
 
 
 def head_copy_bytes(model: ModelSpec, stack: Stack) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from whichlora.memory.entries import Fact
 from whichlora.memory.trained import Trained
 from whichlora.numeric import Count, ceil_div, largest
 
@@ -16,6 +17,17 @@ _STATES = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}  # as wide as the
 def num_wide_states(optimizer: str) -> int:
     """States that are a tensor as large as an fp32 parameter, each."""
     return _STATES.get(optimizer, int(optimizer == "lion"))
+
+
+STATES = Fact(
+    part="optimizer_states",
+    what="optimizer states",
+    shape="[trained_params]",
+    dtype="of the optimizer",
+    count="states per parameter",
+    why="made by the first step, kept between steps",
+    source="torch.optim, bitsandbytes.optim: init_state",
+)
 
 
 def state_bytes(tensors: Iterable[Trained], *, optimizer: str, device_kind: str) -> Count:
@@ -50,6 +62,16 @@ def _8bit_states(one: Trained, *, is_paged: bool) -> Count:
     if is_paged:
         codes = codes * (size < _MIN_PAGED_PARAMS)
     return codes + scales
+
+
+TEMPORARIES = Fact(
+    part="temporary",
+    what="temporaries of the optimizer",
+    shape="[trained_params]",
+    dtype="of the parameter",
+    why="foreach AdamW makes a list of tensors, Adafactor an fp32 update of one at a time",
+    source="torch.optim.adamw._multi_tensor_adamw; transformers Adafactor.step",
+)
 
 
 def step_temporary_bytes(tensors: Sequence[Trained], *, optimizer: str, device_kind: str) -> Count:

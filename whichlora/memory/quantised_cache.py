@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from whichlora.architecture import Attention, ModelSpec
 from whichlora.errors import ConfigError
-from whichlora.memory import facts
 from whichlora.memory.cache_code import quantising_points
-from whichlora.memory.entries import Entry
+from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.kv_cache import cache_bytes, stored_bytes
 from whichlora.memory.tape import most
 from whichlora.numeric import Count
@@ -46,6 +45,17 @@ def check_quantisable(model: ModelSpec, stored: CacheFormat) -> None:
             )
 
 
+QUANTISED_CACHE = Fact(
+    part="kv_cache",
+    what="key-value cache, quantised",
+    shape="[batch_size, num_key_value_heads, tokens, head_dim]",
+    dtype="cache_nbits, with a scale and a zero per cache_group_size elements",
+    count="2 x num_hidden_layers",
+    why="decoding reads keys and values of every earlier token",
+    source="transformers QuantizedLayer.update; optimum-quanto, hqq; docs/kv_cache.md",
+)
+
+
 def stored_by_earlier_layers(
     model: ModelSpec, stored: CacheFormat, *, batch_size: Count, tokens: Count, element_bytes: int
 ) -> Count:
@@ -53,6 +63,39 @@ def stored_by_earlier_layers(
     every = _stored(model, stored, batch_size * tokens, element_bytes)
     of_one = batch_size * tokens * _widest(model).cache_elements
     return every - stored_bytes(of_one, stored, element_bytes)
+
+
+FRESH_CACHE = Fact(
+    part="kv_cache",
+    what="keys and values of the newest tokens",
+    shape="[batch_size, num_key_value_heads, up to cache_residual_length, head_dim]",
+    dtype="compute_bytes",
+    count="2 x num_hidden_layers",
+    why="they gather in full width until cache_residual_length of them are quantised",
+    source="transformers QuantizedLayer.update",
+)
+
+
+EXPANDED = Fact(
+    part="temporary",
+    what="one layer's keys and values, expanded and joined with the new ones",
+    shape="[batch_size, num_key_value_heads, tokens, head_dim]",
+    dtype="compute_bytes",
+    count="4",
+    why="the expanded ones keep their names while those that attention reads are put together",
+    source="transformers QuantizedLayer.update, Fp8QuantizedLayer.update",
+)
+
+
+QUANTISING = Fact(
+    part="temporary",
+    what="steps of quantising one layer's values",
+    shape="[batch_size, num_key_value_heads, tokens, head_dim]",
+    dtype="compute_bytes; for hqq fp32 and fp16",
+    count="3, or 11 for hqq",
+    why="cache_residual_length tokens are new: the whole cache is quantised again",
+    source="optimum-quanto quantize_affine, pack_weights; hqq Quantizer.quantize",
+)
 
 
 def decode_moments(
@@ -79,8 +122,8 @@ def decode_moments(
         joining = of_token * (tokens - 1) + of_token // 2 * tokens * (size + 8)
         return {
             "decode": (
-                Entry(facts.QUANTISED_CACHE, _stored(model, stored, batch_size * tokens, size)),
-                Entry(facts.EXPANDED, joining * (steps > 0)),
+                Entry(QUANTISED_CACHE, _stored(model, stored, batch_size * tokens, size)),
+                Entry(EXPANDED, joining * (steps > 0)),
             )
         }
     length = stored.residual_length
@@ -98,9 +141,9 @@ def decode_moments(
     # Expanded, then joined with what is new; the values' new tokens are joined to a second copy.
     expanded = size * (of_token * (2 * quantised + fresh) + of_token // 2 * (fresh - 1))
     last = (
-        Entry(facts.QUANTISED_CACHE, _stored(model, stored, batch_size * quantised, size)),
-        Entry(facts.FRESH_CACHE, layers * fresh),
-        Entry(facts.EXPANDED, expanded * (fresh > 0)),
+        Entry(QUANTISED_CACHE, _stored(model, stored, batch_size * quantised, size)),
+        Entry(FRESH_CACHE, layers * fresh),
+        Entry(EXPANDED, expanded * (fresh > 0)),
     )
     renewed = renewals > 0
     before = quantised - length
@@ -114,12 +157,12 @@ def decode_moments(
         "decode": last,
         "renewal": (
             Entry(
-                facts.QUANTISED_CACHE,
+                QUANTISED_CACHE,
                 _stored(model, stored, batch_size * before * renewed, size),
             ),
-            Entry(facts.FRESH_CACHE, layers * (length - 1) * renewed),
-            Entry(facts.EXPANDED, size * of_token * (2 * before + length) * renewed),
-            Entry(facts.QUANTISING, quantising * renewed),
+            Entry(FRESH_CACHE, layers * (length - 1) * renewed),
+            Entry(EXPANDED, size * of_token * (2 * before + length) * renewed),
+            Entry(QUANTISING, quantising * renewed),
         ),
     }
 

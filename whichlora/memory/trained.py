@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from whichlora.architecture import Layer, Linear, ModelSpec, Norm
+from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.weights import masked_head_params
-from whichlora.methods.base import Method
+from whichlora.methods.base import FrozenTensor, Method
 from whichlora.numeric import Count
+from whichlora.specs import ALL_LINEAR, RunConfig
 from whichlora.stack import Stack
 from whichlora.targets import adapted, adapted_linears
 
@@ -33,6 +35,101 @@ class Trained:
     def num_params(self) -> Count:
         """Of one of them."""
         return self.rows * self.width
+
+
+def trained_params(
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    method: Method,
+    r: Count,
+    *,
+    modules_to_save: tuple[str, ...] = (),
+    bias: str = "none",
+) -> Count:
+    """Trainable parameters: all of them, or adapters and copied modules.
+
+    Kind: exact. Source: peft 0.21.2 `PeftModel.get_nb_trainable_parameters`.
+    """
+    if method.trains_base:
+        return model.trainable_params + masked_head_params(model) + 0 * r
+    total: Count = 0 * r
+    for module in saved_modules(model, modules_to_save, param_bytes=0):
+        total = total + module.num_params
+    for vector in trained_biases(model, targets, bias, param_bytes=0):
+        total = total + vector.num_params * vector.count
+    for group in model.groups:
+        of_layer: Count = 0 * r
+        for linear in adapted(group.layer, targets):
+            of_layer = of_layer + method.adapter_params(linear, r)
+        total = total + of_layer * (1 if group.shared else group.count)
+    for linear in model.outer_linears:
+        if linear.rank_multiple and linear.name in targets:
+            total = total + method.adapter_params(linear, r)
+    return total
+
+
+ADAPTERS = Fact(
+    part="adapters",
+    what="adapter weights",
+    shape="[trained_params]",
+    dtype="adapter_bytes",
+    why="trained beside the frozen weights",
+    source="peft LoraLayer.update_layer",
+)
+FROZEN_ADAPTERS = Fact(
+    part="adapters",
+    what="frozen matrices of the adapters",
+    shape="",
+    dtype="adapter_bytes",
+    why="read by the adapters, and not trained",
+    source="the method's own file",
+)
+SAVED_MODULES = Fact(
+    part="adapters",
+    what="trained copies of modules",
+    shape="[vocab_size, hidden_size]",
+    dtype="embedding_bytes",
+    count="len(modules_to_save)",
+    why="modules_to_save: trained as a whole, beside the frozen original",
+    source="peft ModulesToSaveWrapper",
+)
+
+
+def adapter_entries(
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    method: Method,
+    targets: tuple[str, ...],
+    r: Count,
+) -> list[Entry]:
+    """Weights of the adapters, those that no text passes among them, and of copied modules."""
+    num_params = trained_params(model, targets, method, r)
+    for linear in _idle_adapted(model, run, targets):
+        num_params = num_params + method.adapter_params(linear, r)
+    copied = gradient_bytes(saved_modules(model, run.modules_to_save, stack.embedding_bytes))
+    frozen = method.frozen_tensors(adapted_linears(model, targets), r)
+    return [
+        Entry(ADAPTERS, num_params * stack.adapter_bytes),
+        listed(FROZEN_ADAPTERS, *(_frozen_group(tensor, stack) for tensor in frozen)),
+        Entry(SAVED_MODULES, copied + 0 * r),
+    ]
+
+
+def _frozen_group(frozen: FrozenTensor, stack: Stack) -> Group:
+    tensor = Tensor(
+        frozen.name,
+        constant=frozen.rows * frozen.width * stack.adapter_bytes,
+        dims=frozen.dims,
+        element_bytes=stack.adapter_bytes,
+    )
+    return Group(tensors=(tensor,), count=frozen.count, tokens=0, span=0)
+
+
+def _idle_adapted(model: ModelSpec, run: RunConfig, targets: tuple[str, ...]) -> tuple[Linear, ...]:
+    """Matrices that get an adapter and no gradient, since no text passes them."""
+    every = ALL_LINEAR in run.target_modules
+    return tuple(linear for linear in model.idle_linears if every or linear.name in targets)
 
 
 def trained_tensors(

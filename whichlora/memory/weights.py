@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from whichlora.architecture import Linear, ModelSpec
 from whichlora.errors import ConfigError
-from whichlora.numeric import ceil_div
+from whichlora.memory.entries import Entry, Fact
+from whichlora.numeric import Count, ceil_div
 from whichlora.specs import FOUR_BIT_BNB
 from whichlora.stack import BNB_BLOCK, Stack, is_quantised
 
@@ -74,6 +75,56 @@ def masked_head_params(model: ModelSpec) -> int:
     return transform + words - head.lost_params
 
 
+LAYER_WEIGHTS = Fact(
+    part="weights",
+    what="weights of the layers",
+    shape="[out_features, in_features] of every matrix",
+    dtype="quant",
+    count="num_hidden_layers",
+    why="loaded; frozen or trained, they stay to the end",
+    source="config.json; memory.weights.linear_bytes",
+)
+
+
+EMBEDDING_WEIGHTS = Fact(
+    part="weights",
+    what="embeddings and head",
+    shape="[vocab_size, hidden_size]",
+    dtype="embedding_bytes",
+    count="1 or 2",
+    why="loaded; never quantised, and one tensor where they are tied",
+    source="config.json; transformers get_keys_to_not_convert",
+)
+
+
+OTHER_WEIGHTS = Fact(
+    part="weights",
+    what="other weights",
+    shape="norms after the layers, poolers, towers",
+    dtype="base_bytes",
+    why="loaded, outside of the layers",
+    source="config.json",
+)
+
+
+BUFFERS = Fact(
+    part="weights",
+    what="buffers",
+    shape="[max_position_embeddings, head_dim]",
+    dtype="compute_bytes",
+    why="registered by modules: causal masks, rotary tables of older versions",
+    source="transformers modeling_*.register_buffer",
+)
+
+
+WEIGHTS = {
+    "layers": LAYER_WEIGHTS,
+    "embeddings": EMBEDDING_WEIGHTS,
+    "other": OTHER_WEIGHTS,
+    "buffers": BUFFERS,
+}
+
+
 def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
     """Bytes of what loading leaves: "layers", "embeddings" (with the head), "other", "buffers".
 
@@ -108,6 +159,12 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
         + tables * stack.compute_bytes
         + rotary_table_bytes(model, stack),
     }
+
+
+def weight_entries(model: ModelSpec, stack: Stack, *, like: Count) -> list[Entry]:
+    """What loading leaves, in the shape of `like` where that is an array."""
+    stored = weight_bytes(model, stack)
+    return [Entry(WEIGHTS[name], size + 0 * like) for name, size in stored.items()]
 
 
 def unconverted(model: ModelSpec, stack: Stack) -> Linear | None:

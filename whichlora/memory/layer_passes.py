@@ -1,0 +1,191 @@
+"""What the layers of a training step keep for the backward, and what a pass needs beside it.
+
+With checkpointing a layer keeps its input and makes the rest again; without it, all that autograd
+saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from whichlora.architecture import ModelSpec
+from whichlora.memory.entries import Fact, Group, Tensor, tensor_bytes
+from whichlora.memory.layer_bytes import LayerBytes
+from whichlora.memory.tape import LAYER_INPUT
+from whichlora.memory.weights import unconverted_copy_bytes
+from whichlora.numeric import Count, largest
+from whichlora.stack import Stack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPasses:
+    """One value for each group of equal layers, in the order of `ModelSpec.groups`.
+
+    Args:
+        fact: what `groups` are.
+        groups: kept by all layers; those of `ModelSpec.groups` come first, one for one.
+        forward: worst point of any layer's forward, beyond what all layers keep.
+        kept: what one layer keeps until its backward is done.
+        backward: worst point of its backward, beyond what it keeps.
+        last_backward: so when it is the last to go backward, what it keeps included.
+    """
+
+    fact: Fact
+    groups: tuple[Group, ...]
+    forward: Count
+    kept: tuple[Count, ...]
+    backward: tuple[Count, ...]
+    last_backward: tuple[Count, ...]
+
+
+CHECKPOINTS = Fact(
+    part="activations",
+    what="checkpoints",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="stream_bytes",
+    count="num_hidden_layers",
+    why="each layer's input, from which backward recomputes it",
+    source="torch.utils.checkpoint; saved-tensor hooks",
+)
+
+
+def checkpointed_passes(
+    model: ModelSpec, layers: Sequence[LayerBytes], *, masks: Group, sized: Mapping[str, Count]
+) -> LayerPasses:
+    """Every layer keeps its input; backward runs its forward again, and all of it is there then.
+
+    transformers 5.23 `GradientCheckpointingLayer.__call__` wraps one layer at a time, so that
+    never more than one is made again. Kind: exact.
+    """
+    inputs = [_layer_input(model, layer) for layer in layers]
+    groups = (
+        *(
+            Group(tensors=() if _holds_input(layer) else (stream,), count=layer.count, **sized)
+            for layer, stream in zip(layers, inputs, strict=True)
+        ),
+        masks,
+        # nodes of the graph hold these themselves: no saved-tensor hook sees or frees them
+        *(Group(tensors=layer.held, count=layer.count, **sized) for layer in layers),
+        # an argument of the later layers' checkpoints keeps them alive (Gemma 4)
+        *(Group(tensors=(_lent(layer),), count=layer.count, **sized) for layer in layers),
+    )
+    # what is made again takes the place of what was lent
+    backward = tuple(layer.recomputed - layer.lent for layer in layers)
+    kept = tuple(Group(tensors=(stream,), **sized).num_bytes for stream in inputs)
+    return LayerPasses(
+        fact=CHECKPOINTS,
+        groups=groups,
+        forward=largest(*(layer.forward for layer in layers)),
+        kept=kept,
+        backward=backward,
+        last_backward=tuple(a + b for a, b in zip(backward, kept, strict=True)),
+    )
+
+
+def _layer_input(model: ModelSpec, layer: LayerBytes) -> Tensor:
+    """The argument that `torch.utils.checkpoint` saves."""
+    return Tensor(
+        LAYER_INPUT,
+        layer.stream_bytes * model.hidden_size,
+        dims="hidden_size",
+        element_bytes=layer.stream_bytes,
+    )
+
+
+def _holds_input(layer: LayerBytes) -> bool:
+    """Whether its first matrix, quantised to 8 bit, holds the very tensor that is checkpointed."""
+    return any(tensor.what == LAYER_INPUT for tensor in layer.held)
+
+
+def _lent(layer: LayerBytes) -> Tensor:
+    return Tensor("keys and values that later layers read", constant=layer.lent)
+
+
+SAVED = Fact(
+    part="activations",
+    what="saved by all layers",
+    shape="listed below",
+    dtype="listed below",
+    count="num_hidden_layers",
+    why="no checkpointing: backward reads what forward kept",
+    source="saved-tensor hooks on transformers and peft",
+)
+
+
+def saved_passes(
+    model: ModelSpec,
+    layers: Sequence[LayerBytes],
+    stack: Stack,
+    *,
+    freezes_input: bool,
+    unnamed_mask_bytes: Count,
+    masks: Group,
+    sized: Mapping[str, Count],
+) -> LayerPasses:
+    """Every layer keeps what its backward reads.
+
+    Args:
+        freezes_input: the first layer's input needs no gradient, nor does any norm's bias.
+        unnamed_mask_bytes: masks that only the model's loop holds, until its forward is done.
+
+    Kind: exact.
+    """
+    unsaved = _unsaved(model, layers, freezes_input=freezes_input, tokens=sized["tokens"])
+    corrections = (
+        Tensor(
+            "not kept by the first layer, whose input is frozen",
+            constant=-sum(unsaved.values(), start=0 * sized["tokens"]),
+        ),
+        Tensor(
+            "weights of shared layers, copied once",
+            constant=-_repeated_copies(model, layers, sized),
+        ),
+        Tensor(
+            "copy of the matrix that is not quantised",
+            constant=unconverted_copy_bytes(model, stack),
+        ),
+    )
+    # the loop of transformers 5.23 `LlamaModel.forward` names the looked-up rows
+    # (`inputs_embeds`), the layer's input (`hidden_states`) and the masks (`causal_mask`)
+    streams = 2 * model.hidden_size * max(layer.stream_bytes for layer in layers)
+    in_layer = largest(*(layer.forward - layer.saved for layer in layers), 0 * sized["tokens"])
+    return LayerPasses(
+        fact=SAVED,
+        groups=(
+            *(Group(tensors=layer.tensors, count=layer.count, **sized) for layer in layers),
+            Group(tensors=corrections + masks.tensors, **sized),
+        ),
+        forward=in_layer + sized["tokens"] * streams + unnamed_mask_bytes,
+        kept=tuple(layer.saved for layer in layers),
+        backward=tuple(layer.backward - layer.saved for layer in layers),
+        last_backward=tuple(
+            layer.backward - unsaved[group.stack]
+            for group, layer in zip(model.groups, layers, strict=True)
+        ),
+    )
+
+
+def _unsaved(
+    model: ModelSpec, layers: Sequence[LayerBytes], *, freezes_input: bool, tokens: Count
+) -> dict[str, Count]:
+    """What the first layer of each stack keeps less than the others.
+
+    Autograd saves an operand only for an input that needs a gradient.
+    Source: torch 2.13 `VariableType.cpp`, `should_compute_output` before each `SavedVariable`.
+    """
+    by_stack: dict[str, Count] = {}
+    for group, layer in zip(model.groups[::-1], layers[::-1], strict=True):
+        by_stack[group.stack] = 0 * tokens + layer.unsaved * freezes_input
+    return by_stack
+
+
+def _repeated_copies(
+    model: ModelSpec, layers: Sequence[LayerBytes], sized: Mapping[str, Count]
+) -> Count:
+    """Autocast copies a weight once, however many layers read it: its cache has it by address."""
+    total: Count = 0
+    for group, layer in zip(model.groups, layers, strict=True):
+        if group.shared:
+            total = total + (layer.count - 1) * tensor_bytes(layer.copies, **sized)
+    return total

@@ -1,0 +1,391 @@
+"""The moments of training: what is alive at each point of a step that can be its peak.
+
+One function per moment; it returns the entries. The text of an entry (`Fact`) stands above the
+first function that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from whichlora.memory import activations, kv_cache, logits, optimizer
+from whichlora.memory.depth import after, has_one_order
+from whichlora.memory.entries import Entry, Fact, Group, listed
+from whichlora.memory.step import TrainingStep
+from whichlora.memory.tape import most
+from whichlora.numeric import largest
+
+Entries = tuple[Entry, ...]
+
+# --- forward ----------------------------------------------------------------------------------
+
+LAYER_FORWARD = Fact(
+    part="temporary",
+    what="one layer's forward",
+    shape="[batch_size, seq_len, …]",
+    dtype="compute_bytes",
+    why="what the layer that runs makes beyond what all layers keep",
+    source="memory.layer_code: transformers, peft, bitsandbytes on a tape",
+)
+
+
+def layer_forward(step: TrainingStep) -> Entries:
+    """In the last layer's forward: all layers keep what they keep."""
+    return (
+        *step.always,
+        step.kept_in_layers,
+        step.remainders,
+        _decoder_cache(step),
+        Entry(LAYER_FORWARD, step.passes.forward),
+    )
+
+
+def _decoder_cache(step: TrainingStep) -> Entry:
+    elements = kv_cache.trained_cache_elements(step.model, step.stack)
+    if step.run.gradient_checkpointing:  # transformers switches the cache off
+        elements = 0
+    return Entry(kv_cache.DECODER_CACHE, step.tokens * elements * 4)
+
+
+AUTOCAST_COPIES = Fact(
+    part="temporary",
+    what="16-bit copies of trained weights",
+    shape="[trained_params]",
+    dtype="compute_bytes",
+    why="autocast casts fp32 weights; its cache and the graph hold them",
+    source="torch autocast_mode.cpp cached_cast",
+)
+
+
+def loss_forward(step: TrainingStep) -> Entries:
+    """At the end of the loss's forward: the logits, and all that the layers keep."""
+    return (
+        *step.always,
+        step.kept,
+        step.remainders,
+        _decoder_cache(step),
+        Entry(logits.LOSS_FORWARD, step.loss_forward_bytes),
+        # autocast's cache is cleared when its context ends, which is after the loss
+        Entry(AUTOCAST_COPIES, step.autocast_copies),
+        _head_copy(step),
+    )
+
+
+def _head_copy(step: TrainingStep) -> Entry:
+    return Entry(logits.HEAD_COPY, logits.head_copy_bytes(step.model, step.stack) + 0 * step.tokens)
+
+
+# --- backward ---------------------------------------------------------------------------------
+
+
+def loss_backward(step: TrainingStep) -> Entries:
+    """In the backward of the loss: nothing that the layers keep has gone yet."""
+    return (
+        *step.always,
+        step.kept,
+        step.remainders,
+        Entry(logits.LOSS_BACKWARD, step.loss_backward_bytes),
+        _head_copy(step),
+    )
+
+
+LOGITS_GRADIENT = Fact(
+    part="logits_and_loss",
+    what="gradients of the logits and of what the head read",
+    shape="[batch_size, seq_len, vocab_size + hidden_size]",
+    dtype="compute_bytes",
+    why="the head goes backward",
+    source="torch addmm backward",
+)
+HEAD_GRADIENT = Fact(
+    part="gradients",
+    what="gradient of the head",
+    shape="[vocab_size, hidden_size]",
+    dtype="of the parameter",
+    why="the first gradient that is there",
+    source="torch AccumulateGrad",
+)
+
+
+def head_backward(step: TrainingStep) -> Entries:
+    """In the backward of a trained head."""
+    model, stack = step.model, step.stack
+    width = logits.logit_width(model) + model.hidden_size
+    return (
+        *step.always,
+        step.kept,
+        step.remainders,
+        _kept_logits(step),
+        Entry(LOGITS_GRADIENT, step.tokens * width * stack.compute_bytes),
+        Entry(HEAD_GRADIENT, step.head_gradient + 0 * step.num_trained),
+        _head_copy(step),
+    )
+
+
+def _kept_logits(step: TrainingStep) -> Entry:
+    size = logits.kept_logits_bytes(
+        step.model, step.stack, tokens=step.tokens, loss_head=step.run.loss_head
+    )
+    return Entry(logits.KEPT_LOGITS, size)
+
+
+LAST_LAYERS_GRADIENTS = Fact(
+    part="gradients",
+    what="gradient of the head",
+    shape="[vocab_size, hidden_size]",
+    dtype="of the parameter",
+    why="backward starts at the head",
+    source="torch AccumulateGrad",
+)
+LAYER_BACKWARD = Fact(
+    part="temporary",
+    what="one layer's backward",
+    shape="[batch_size, seq_len, …]",
+    dtype="compute_bytes",
+    why="saved tensors of a recomputed layer, and gradients at the worst point of its backward",
+    source="memory.layer_code: transformers, peft, bitsandbytes on a tape",
+)
+
+
+def layer_backward(step: TrainingStep) -> Entries:
+    """In the backward of the layer that is worst, of which that of several kinds is the last."""
+    return (
+        *step.always,
+        _kept_logits(step),
+        Entry(LAST_LAYERS_GRADIENTS, step.gradients_in_layers),
+        step.kept_in_layers,
+        step.remainders,
+        Entry(LAYER_BACKWARD, step.layer_backward_bytes),
+    )
+
+
+LATER_LAYERS_GRADIENTS = Fact(
+    part="gradients",
+    what="gradients of all layers but the first",
+    shape="[params of the head and of all layers but one]",
+    dtype="of the parameter",
+    why="the first layer goes backward last",
+    source="torch AccumulateGrad",
+)
+HELD_INPUTS = Fact(
+    part="activations",
+    what="inputs that quantised matrices hold",
+    shape="[batch_size, seq_len, in_features]",
+    dtype="stream_bytes",
+    why="attributes of the graph's nodes: they go with the whole graph, not layer by layer",
+    source="bitsandbytes 0.50.2 MatMul8bitLt.forward",
+)
+AROUND_LAYERS = Fact(
+    part="activations",
+    what="kept before the first layer",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="stream_bytes",
+    why="the embedding's norm, dropout and rows go backward last",
+    source="saved-tensor hooks on transformers and peft",
+)
+
+
+def first_layer_backward(step: TrainingStep) -> Entries:
+    """In the backward of the first layer, an encoder's where there is one: the last layer to go."""
+    # `ctx.state` and `ctx.tensors` of `MatMul8bitLt` are plain attributes, which no
+    # `release_variables` frees; without checkpointing the first layer's are in its own backward
+    own = 0 if step.run.gradient_checkpointing else 1
+    held = (
+        Group(tensors=layer.held, count=layer.count - own * (number == 0), **step.sized)
+        for number, layer in enumerate(step.layers)
+    )
+    return (
+        *step.always,
+        _kept_logits(step),
+        Entry(LATER_LAYERS_GRADIENTS, largest(step.late_gradients, 0 * step.late_gradients)),
+        listed(HELD_INPUTS, *held),
+        step.late_remainders,
+        listed(AROUND_LAYERS, step.outside_in_first_layer, step.shared_masks),
+        Entry(LAYER_BACKWARD, largest(*(step.passes.last_backward[i] for i in step.first_kinds))),
+    )
+
+
+def layers_backward_at_depth(step: TrainingStep) -> Iterator[tuple[str, Entries]]:
+    """In the first layer of each further kind, with its place, where all weights are trained.
+
+    Gradients are as large as the weights then, so that a layer half way down can be the peak:
+    those after it have left theirs and given back what they kept.
+    """
+    passes, model = step.passes, step.model
+    if not step.method.trains_base or not has_one_order(model):
+        return
+    by_layer = [layer.gradients for layer in step.layers]
+    for group, backward in zip(model.groups[1:], passes.backward[1:], strict=True):
+        place = group.positions[0]
+        gradients = after(model, by_layer, place) + step.head_gradient
+        waiting = (
+            replace(kept, count=sum(position <= place for position in of_kind.positions))
+            for kept, of_kind in zip(passes.groups, model.groups, strict=False)
+        )
+        shared = passes.groups[len(step.layers) :]
+        yield (
+            f"layer_{place}_backward",
+            (
+                *step.always,
+                _kept_logits(step),
+                Entry(LATER_LAYERS_GRADIENTS, gradients * (not step.accumulates)),
+                listed(passes.fact, *waiting, *shared, step.outside_in_layers),
+                step.late_remainders,
+                Entry(LAYER_BACKWARD, backward),
+            ),
+        )
+
+
+def first_decoder_layer_backward(step: TrainingStep) -> Entries:
+    """In the decoder's first layer, while all that the encoder keeps still waits."""
+    gradients = step.late_gradients
+    if not step.accumulates:
+        of_kind = largest(*(step.layers[number].gradients for number in step.second_stack))
+        gradients = gradients + step.layers[0].gradients - step.first_stack_gradients - of_kind
+        gradients = largest(gradients, 0 * step.num_trained)
+    backward = largest(*(step.passes.last_backward[number] for number in step.second_stack))
+    if step.run.gradient_checkpointing:
+        first = step.model.groups[step.second_stack[0]].layer
+        zeros = activations.remade_zeros_bytes(first, step.stack, span=step.seq_len)
+        backward = backward + zeros
+    return (
+        *step.always,
+        _kept_logits(step),
+        Entry(LATER_LAYERS_GRADIENTS, gradients),
+        step.remainders,
+        _kept_by_encoder(step),
+        Entry(LAYER_BACKWARD, backward),
+    )
+
+
+def _kept_by_encoder(step: TrainingStep) -> Entry:
+    passes = step.passes
+    waiting = (passes.groups[number] for number in step.first_stack)
+    return listed(passes.fact, *waiting, step.outside_in_layers, step.shared_masks)
+
+
+ALL_GRADIENTS = Fact(
+    part="gradients",
+    what="all gradients",
+    shape="[trained_params]",
+    dtype="of the parameter",
+    why="backward is done, the optimizer reads them",
+    source="torch AccumulateGrad",
+)
+LAYER_INPUTS_BACKWARD = Fact(
+    part="temporary",
+    what="backward of the inputs of all layers",
+    shape="[batch_size, seq_len, num_hidden_layers, width]",
+    dtype="stream_bytes",
+    why="one tensor for all layers: its gradient, the fp32 norm of it, the embeddings' gradient",
+    source="memory.gemma4_code: Gemma4TextModel.project_per_layer_inputs on a tape",
+)
+
+
+def layer_inputs_backward(step: TrainingStep) -> Entries:
+    """In the backward of what made the second embedding of every layer (Gemma 4)."""
+    assert step.layer_inputs is not None
+    making = most(step.layer_inputs.backward, r=step.r, **step.sized)
+    embeddings = step.tokens * step.model.hidden_size * step.layers[0].stream_bytes
+    return (
+        *step.always,
+        _kept_logits(step),
+        Entry(ALL_GRADIENTS, step.late_gradients),
+        Entry(LAYER_INPUTS_BACKWARD, making + embeddings),
+    )
+
+
+# --- tied embeddings --------------------------------------------------------------------------
+
+TIED_GRADIENTS = Fact(
+    part="gradients",
+    what="parts of the tied embedding's gradient, and their sum",
+    shape="[vocab_size, hidden_size]",
+    dtype="of the parameter",
+    count="2, and 1 where an encoder's is added in place",
+    why="autograd holds the head's until the embedding's is there; their sum is a third",
+    source="torch InputBuffer::accumulate; peaks of T5 and BART on a CPU",
+)
+
+
+def decoder_embedding_backward(step: TrainingStep) -> Entries:
+    """In the decoder's use of a table that is also the head, while the encoder waits."""
+    is_first = not step.accumulates
+    gradients = step.all_gradients - step.first_stack_gradients
+    if step.model.splits_embeddings:
+        gradients = gradients - step.model.embeddings[1].num_params * step.param_bytes
+    # the head's, cast back from autocast's copy, is no view, so that torch 2.13
+    # `InputBuffer::accumulate` sums in place
+    is_cast = step.stack.under_autocast and step.param_bytes == 4
+    return (
+        *step.always,
+        _kept_logits(step),
+        Entry(ALL_GRADIENTS, gradients * is_first),
+        step.remainders,
+        _kept_by_encoder(step),
+        _tied_gradients(step, _num_tied_parts(step) - is_cast),
+    )
+
+
+def embedding_backward(step: TrainingStep) -> Entries:
+    """At the very end of the backward, at the table that is also the head."""
+    # to the sum of head and decoder an encoder's part is added in place
+    parts = _num_tied_parts(step) - bool(step.second_stack)
+    return (
+        *step.static,
+        _kept_logits(step),
+        Entry(ALL_GRADIENTS, step.all_gradients),
+        step.late_remainders,
+        _tied_gradients(step, parts),
+    )
+
+
+def _num_tied_parts(step: TrainingStep) -> int:
+    """The head's and the embedding's, and the sum of what earlier micro-steps left."""
+    return 2 + step.accumulates
+
+
+def _tied_gradients(step: TrainingStep, parts: int) -> Entry:
+    return Entry(TIED_GRADIENTS, parts * step.tied_params * step.param_bytes + 0 * step.tokens)
+
+
+# --- the optimizer ----------------------------------------------------------------------------
+
+
+def optimizer_step(step: TrainingStep) -> Entries:
+    """In the optimizer's update: the graph is gone, all gradients are there."""
+    temporaries = optimizer.step_temporary_bytes(
+        step.tensors, optimizer=step.run.optimizer, device_kind=step.gpu.kind
+    )
+    return (
+        *step.static,
+        Entry(ALL_GRADIENTS, step.all_gradients),
+        step.late_remainders,
+        Entry(optimizer.TEMPORARIES, temporaries + 0 * step.num_trained),
+    )
+
+
+def training_moments(step: TrainingStep) -> dict[str, Entries]:
+    """Every moment that can be the peak; of equal ones the first is named."""
+    moments = {
+        "layer_forward": layer_forward(step),
+        "loss_forward": loss_forward(step),
+        "loss_backward": loss_backward(step),
+        "layer_backward": layer_backward(step),
+        "first_layer_backward": first_layer_backward(step),
+        "optimizer_step": optimizer_step(step),
+    }
+    if step.second_stack:
+        moments["first_decoder_layer_backward"] = first_decoder_layer_backward(step)
+    moments |= layers_backward_at_depth(step)
+    if step.layer_inputs is not None and step.layer_inputs.backward:
+        moments["layer_inputs_backward"] = layer_inputs_backward(step)
+    if step.head_gradient:
+        moments["head_backward"] = head_backward(step)
+    if step.tied_gradients_wait and step.second_stack:
+        moments["decoder_embedding_backward"] = decoder_embedding_backward(step)
+    if step.tied_gradients_wait and not step.model.splits_embeddings:
+        # else the encoder's table is one of its own, whose gradient is summed with no other
+        moments["embedding_backward"] = embedding_backward(step)
+    return moments

@@ -1,0 +1,437 @@
+"""One optimizer step of a training run: the quantities that several of its moments share.
+
+A moment (`memory.moments`) is a list of entries; what more than one of them reads is computed
+here, once, when it is first asked for. All sizes may be arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from whichlora.architecture import ModelSpec
+from whichlora.memory import activations, allocator, logits, optimizer
+from whichlora.memory.depth import has_one_order, worst_backward
+from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
+from whichlora.memory.gemma4_code import LayerInputPoints, layer_input_points
+from whichlora.memory.layer_bytes import LayerBytes, layer_bytes
+from whichlora.memory.layer_passes import LayerPasses, checkpointed_passes, saved_passes
+from whichlora.memory.outside import layer_inputs_saved, masked_head_saved, outside_saved
+from whichlora.memory.trained import (
+    Trained,
+    adapter_entries,
+    gradient_bytes,
+    saved_modules,
+    trained_params,
+    trained_tensors,
+    unwanted_gradient_bytes,
+)
+from whichlora.memory.weights import weight_entries
+from whichlora.methods.base import Method
+from whichlora.numeric import Count, largest
+from whichlora.specs import GpuSpec, RunConfig
+from whichlora.stack import Stack
+
+INPUTS = Fact(
+    part="activations",
+    what="token ids, labels, mask, rotary tables",
+    shape="[batch_size, seq_len]",
+    dtype="int64",
+    count="3",
+    why="the batch, and cosines and sines that all layers share",
+    source="transformers Trainer._prepare_inputs; RotaryEmbedding.forward",
+)
+ACCUMULATED = Fact(
+    part="gradients",
+    what="accumulated gradients",
+    shape="[trained_params]",
+    dtype="of the parameter",
+    why="earlier micro-steps of this optimizer step left them",
+    source="torch AccumulateGrad",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """A steady step, the second or later, so that the optimizer's states exist.
+
+    Args:
+        targets: names of the matrices that get an adapter.
+        batch_size, seq_len, r: of the run, or arrays in their place.
+    """
+
+    model: ModelSpec
+    run: RunConfig
+    stack: Stack
+    method: Method
+    gpu: GpuSpec
+    targets: tuple[str, ...]
+    batch_size: Count
+    seq_len: Count
+    r: Count
+
+    @cached_property
+    def tokens(self) -> Count:
+        return self.batch_size * self.seq_len
+
+    @cached_property
+    def sized(self) -> dict[str, Count]:
+        """Tokens of the batch, and the span that each of them may attend to."""
+        return {"tokens": self.tokens, "span": self.seq_len}
+
+    @property
+    def accumulates(self) -> bool:
+        return self.run.gradient_accumulation_steps > 1
+
+    # --- what is trained ------------------------------------------------------------------------
+
+    @cached_property
+    def num_trained(self) -> Count:
+        run = self.run
+        return trained_params(
+            self.model,
+            self.targets,
+            self.method,
+            self.r,
+            modules_to_save=run.modules_to_save,
+            bias=run.bias,
+        )
+
+    @cached_property
+    def tensors(self) -> tuple[Trained, ...]:
+        """Everything that gets a gradient."""
+        return trained_tensors(
+            self.model,
+            self.targets,
+            self.method,
+            self.r,
+            stack=self.stack,
+            modules_to_save=self.run.modules_to_save,
+            bias=self.run.bias,
+        )
+
+    @cached_property
+    def saved_modules(self) -> tuple[Trained, ...]:
+        stack, run = self.stack, self.run
+        return tuple(saved_modules(self.model, run.modules_to_save, stack.embedding_bytes))
+
+    @property
+    def param_bytes(self) -> int:
+        stack = self.stack
+        return stack.base_bytes if self.method.trains_base else stack.adapter_bytes
+
+    @cached_property
+    def static(self) -> tuple[Entry, ...]:
+        """What lives through the whole step: weights, adapters and the optimizer's states."""
+        entries = weight_entries(self.model, self.stack, like=self.tokens)
+        if not self.method.trains_base:
+            entries += adapter_entries(
+                self.model, self.run, self.stack, self.method, self.targets, self.r
+            )
+        states = optimizer.state_bytes(
+            self.tensors, optimizer=self.run.optimizer, device_kind=self.gpu.kind
+        )
+        entries.append(Entry(optimizer.STATES, states + 0 * self.num_trained))
+        return tuple(entries)
+
+    @cached_property
+    def always(self) -> tuple[Entry, ...]:
+        """What lives from the first layer's forward to its backward."""
+        # `Trainer.training_step` of transformers 5.23 names the batch until the step is over
+        batch = Tensor("token ids, labels, mask", 24, element_bytes=8)
+        rotary = Tensor(
+            "cosines and sines",
+            constant=activations.rotary_bytes(self.model, self.stack, span=self.seq_len),
+            dims="2, seq_len, rotary_dim",
+            element_bytes=self.stack.stream_bytes,
+        )
+        accumulated = self.all_gradients if self.accumulates else 0 * self.num_trained
+        return (
+            *self.static,
+            Entry(ACCUMULATED, accumulated),
+            listed(INPUTS, Group(tensors=(batch, rotary), **self.sized)),
+        )
+
+    # --- the layers -----------------------------------------------------------------------------
+
+    @cached_property
+    def layers(self) -> tuple[LayerBytes, ...]:
+        """One of each group of equal layers."""
+        return tuple(
+            layer_bytes(
+                layer,
+                count,
+                self.model,
+                self.targets,
+                self.stack,
+                self.method,
+                r=self.r,
+                run=self.run,
+                **self.sized,
+            )
+            for layer, count in self.model.layers()
+        )
+
+    @cached_property
+    def passes(self) -> LayerPasses:
+        """What the layers keep from forward to backward, and what their passes need beside it."""
+        if self.run.gradient_checkpointing:
+            return checkpointed_passes(
+                self.model, self.layers, masks=self.shared_masks, sized=self.sized
+            )
+        return saved_passes(
+            self.model,
+            self.layers,
+            self.stack,
+            freezes_input=not self.needs_grad and not self._trains_norms,
+            unnamed_mask_bytes=self._mask_bytes(checkpointed=True) - self.kept_mask_bytes,
+            masks=self.shared_masks,
+            sized=self.sized,
+        )
+
+    @property
+    def _trains_norms(self) -> bool:
+        norms = self.model.groups[0].layer.norms
+        return self.run.bias == "all" and any(norm.bias for norm in norms)
+
+    @cached_property
+    def first_stack(self) -> tuple[int, ...]:
+        """Groups of the stack whose backward comes last: an encoder's, or all of a decoder."""
+        groups = self.model.groups
+        return tuple(i for i, group in enumerate(groups) if group.stack == groups[0].stack)
+
+    @cached_property
+    def second_stack(self) -> tuple[int, ...]:
+        """Groups of the decoder after an encoder, else none."""
+        return tuple(i for i in range(len(self.layers)) if i not in self.first_stack)
+
+    @cached_property
+    def first_kinds(self) -> tuple[int, ...]:
+        """Groups that the layer whose backward comes last may be of."""
+        return self.first_stack[:1] if has_one_order(self.model) else self.first_stack
+
+    def _mask_bytes(self, *, checkpointed: bool) -> Count:
+        return activations.kept_mask_bytes(
+            self.model, self.stack, checkpointed=checkpointed, **self.sized
+        )
+
+    @cached_property
+    def kept_mask_bytes(self) -> Count:
+        return self._mask_bytes(checkpointed=bool(self.run.gradient_checkpointing))
+
+    @cached_property
+    def shared_masks(self) -> Group:
+        """Masks and biases that every layer reads: one tensor, made before the first layer."""
+        masks = Tensor(
+            "masks and biases that layers share",
+            constant=self.kept_mask_bytes,
+            dims="batch_size, seq_len, seq_len",
+        )
+        return Group(tensors=(masks,), **self.sized)
+
+    # --- around the layers ----------------------------------------------------------------------
+
+    @cached_property
+    def needs_grad(self) -> bool:
+        """Whether the looked-up embeddings need a gradient.
+
+        They do where they are trained, and where transformers 5.23
+        `PreTrainedModel.enable_input_require_grads` makes them, so that the recomputed layers
+        of `torch.utils.checkpoint` get one.
+        """
+        trains_embedding = any(tensor.is_embedding for tensor in self.saved_modules)
+        return self.method.trains_base or self.run.gradient_checkpointing or trains_embedding
+
+    @cached_property
+    def layer_inputs(self) -> LayerInputPoints | None:
+        """The second embedding that every layer reads a part of, where the model has one."""
+        return layer_input_points(
+            self.model,
+            self.targets,
+            self.stack,
+            self.method,
+            needs_grad=self.needs_grad,
+            accumulated=self.accumulates,
+        )
+
+    def _around_layers(self, *, after_layers: bool, in_encoder: bool = False) -> Group:
+        head = masked_head_saved(self.model, self.targets, self.stack, self.method, r=self.r)
+        tensors = (
+            *outside_saved(
+                self.model,
+                self.targets,
+                self.stack,
+                embeddings_need_grad=self.needs_grad,
+                after_layers=after_layers,
+                in_encoder=in_encoder and bool(self.second_stack),
+            ),
+            *(head if after_layers else ()),
+            *layer_inputs_saved(self.layer_inputs, r=self.r, **self.sized),
+        )
+        return Group(where="around the layers", tensors=tensors, **self.sized)
+
+    @cached_property
+    def outside(self) -> Group:
+        """Kept around the layers, until the backward reaches the last of them."""
+        return self._around_layers(after_layers=True)
+
+    @cached_property
+    def outside_in_layers(self) -> Group:
+        """So while layers run: what the head and the last norm kept is gone, or not there yet."""
+        return self._around_layers(after_layers=False)
+
+    @cached_property
+    def outside_in_first_layer(self) -> Group:
+        """So in the very last layer of the backward, an encoder's where there is one."""
+        return self._around_layers(after_layers=False, in_encoder=True)
+
+    @cached_property
+    def kept(self) -> Entry:
+        """Kept for the backward when the forward is done."""
+        return listed(self.passes.fact, *self.passes.groups, self.outside)
+
+    @cached_property
+    def kept_in_layers(self) -> Entry:
+        """So while the last layer runs."""
+        return listed(self.passes.fact, *self.passes.groups, self.outside_in_layers)
+
+    # --- the worst points -----------------------------------------------------------------------
+
+    @cached_property
+    def loss_forward_bytes(self) -> Count:
+        return logits.loss_forward_bytes(
+            self.model, self.stack, tokens=self.tokens, loss_head=self.run.loss_head
+        )
+
+    @cached_property
+    def loss_backward_bytes(self) -> Count:
+        return logits.loss_backward_bytes(
+            self.model, self.stack, tokens=self.tokens, loss_head=self.run.loss_head
+        )
+
+    @cached_property
+    def layer_backward_bytes(self) -> Count:
+        """Worst backward of a layer, beside what all layers keep."""
+        # with accumulation no layer leaves new gradients: `AccumulateGrad` adds to those there are
+        gradients = [0 if self.accumulates else layer.gradients for layer in self.layers]
+        passes = self.passes
+        return worst_backward(self.model, self.layers, passes.backward, passes.kept, gradients)
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    @cached_property
+    def all_gradients(self) -> Count:
+        return gradient_bytes(self.tensors) + 0 * self.num_trained
+
+    @cached_property
+    def tied_params(self) -> int:
+        """Elements of the matrix that turns hidden states into logits."""
+        head = self.model.masked_head
+        width = self.model.embeddings[0].width if head is None else head.width
+        return width * logits.logit_width(self.model)
+
+    @property
+    def tied_gradients_wait(self) -> bool:
+        """Whether a trained head and the embedding are one tensor, whose gradient has two parts."""
+        head = self.model.masked_head
+        is_tied = self.model.head_tied or (head is not None and head.tied)
+        return self.method.trains_base and is_tied
+
+    @cached_property
+    def head_gradient(self) -> int:
+        """The first gradient that a backward makes; 0 where the head is frozen."""
+        if self.method.trains_base:
+            return self.tied_params * self.param_bytes
+        return int(gradient_bytes(one for one in self.saved_modules if not one.is_embedding))
+
+    @cached_property
+    def gradients_in_layers(self) -> Count:
+        """Gradients of this micro-step beside the layers' own while the layers go backward.
+
+        With accumulation all of them are there since earlier micro-steps, and torch's
+        `AccumulateGrad` adds in place; only of a tied head a second one waits.
+        """
+        gradient = self.head_gradient + 0 * self.num_trained
+        return gradient * self.tied_gradients_wait if self.accumulates else gradient
+
+    @cached_property
+    def late_gradients(self) -> Count:
+        """Gradients of this micro-step when the first layer goes backward, the last to do so."""
+        gradients = self.gradients_in_layers
+        if not self.accumulates:
+            of_first = largest(*(self.layers[number].gradients for number in self.first_kinds))
+            gradients = self.all_gradients - of_first - self._embedding_gradients
+        for number, (layer, count) in enumerate(self.model.layers()):
+            unwanted = unwanted_gradient_bytes(layer, self.targets, self.method, self.stack)
+            gradients = gradients + (count - (number == 0)) * unwanted
+        return gradients
+
+    @property
+    def _embedding_gradients(self) -> Count:
+        """Those of looked-up tables, which come after all layers."""
+        size = gradient_bytes(one for one in self.saved_modules if one.is_embedding)
+        if self.method.trains_base:
+            looked_up = self.model.embeddings[int(self.model.head_tied) :]
+            trained = sum(table.num_params for table in looked_up if table.trains)
+            size = size + trained * self.param_bytes
+        return size
+
+    @cached_property
+    def first_stack_gradients(self) -> Count:
+        of_stack = (self.layers[i].count * self.layers[i].gradients for i in self.first_stack)
+        return sum(of_stack, 0 * self.num_trained)
+
+    @cached_property
+    def autocast_copies(self) -> Count:
+        """16-bit copies of trained fp32 weights, in autocast's cache until the forward is done.
+
+        Without checkpointing they are among what each layer keeps.
+        Source: torch 2.13 `autocast_mode.cpp`, `cached_cast`.
+        """
+        stack, num_trained = self.stack, self.num_trained
+        if not stack.autocast or not self.run.gradient_checkpointing:
+            return 0 * num_trained
+        if not self.method.trains_base:
+            return 2 * num_trained if stack.adapter_bytes == 4 else 0 * num_trained
+        matrices = sum(
+            count * sum(linear.num_weights for linear in layer.linears if linear.is_module)
+            for layer, count in self.model.layers()
+        )
+        return (2 * matrices if stack.base_bytes == 4 else 0) + 0 * num_trained
+
+    # --- the allocator --------------------------------------------------------------------------
+
+    @cached_property
+    def _trained_remainder(self) -> Count:
+        """What the blocks of all trained tensors, once, are larger than the tensors."""
+        total: Count = 0 * self.num_trained
+        if allocator.splits_all(self.gpu, expandable=self.run.expandable_segments):
+            return total
+        for tensor in self.tensors:
+            block = allocator.expected_remainder(tensor.param_bytes * tensor.num_params)
+            total = total + tensor.count * block
+        return total
+
+    @property
+    def _lasting_copies(self) -> int:
+        """Adapters and states; the base's weights are cut from one block."""
+        return int(not self.method.trains_base) + optimizer.num_wide_states(self.run.optimizer)
+
+    @cached_property
+    def remainders(self) -> Entry:
+        """Of blocks while activations are kept, and gradients of earlier micro-steps."""
+        kept = 0 * self.tokens + self._kept_remainder(self.passes.groups)
+        copies = self._lasting_copies + int(self.accumulates)
+        return Entry(allocator.REMAINDERS, kept + copies * self._trained_remainder)
+
+    @cached_property
+    def late_remainders(self) -> Entry:
+        """Of blocks when the activations are gone and all gradients are there."""
+        copies = self._lasting_copies + 1
+        return Entry(allocator.REMAINDERS, copies * self._trained_remainder)
+
+    def _kept_remainder(self, groups: Iterable[Group]) -> Count:
+        if allocator.splits_all(self.gpu, expandable=self.run.expandable_segments):
+            return 0
+        return allocator.remainder_bytes(groups, like=self.tokens)
