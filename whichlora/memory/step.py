@@ -88,15 +88,8 @@ class TrainingStep:
 
     @cached_property
     def num_trained(self) -> Count:
-        run = self.run
-        return trained_params(
-            self.model,
-            self.targets,
-            self.method,
-            self.r,
-            modules_to_save=run.modules_to_save,
-            bias=run.bias,
-        )
+        """Parameters of the adapters, or all: what autocast copies, in the shape of arrays."""
+        return trained_params(self.model, self.targets, self.method, self.r)
 
     @cached_property
     def tensors(self) -> tuple[Trained, ...]:
