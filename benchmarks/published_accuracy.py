@@ -203,13 +203,15 @@ def document() -> str:
     """All tables, dated, as Markdown."""
     import numpy
     import scipy
+    import sklearn
 
     python = platform.python_version()
     today = datetime.datetime.now(datetime.UTC).date()
     parts = [
         "# Accuracy against published measurements",
         f"Made by `benchmarks/published_accuracy.py --write` on {today}, Python {python}, NumPy "
-        f"{numpy.__version__}, SciPy {scipy.__version__}; no GPU was used.",
+        f"{numpy.__version__}, SciPy {scipy.__version__}, scikit-learn {sklearn.__version__}; "
+        "no GPU was used.",
         "The measurements are others', in `benchmarks/published/` with their sources. The library "
         "versions that each row states are an input of its prediction. Errors are predicted over "
         "measured, less one: positive is too high. A table never mixes counters. "

@@ -26,9 +26,9 @@ from whichlora.fitting import fit_phases
 from whichlora.numeric import TWO_SIDED_Z
 from whichlora.prediction import TIME_CONFIDENCE, forward_features, step_features
 from whichlora.resolution import Job, resolve
-from whichlora.samples import Sample, Table
+from whichlora.samples import Sample
 from whichlora.specs import GpuSpec, RunConfig
-from whichlora.timing import FEATURES, PER_COUNT, TimeModel, prior_model
+from whichlora.timing import PER_COUNT, TimeModel, prior_model
 
 PAGE, TITLE = "slow_devices", "Devices far from their prior"
 SLOWER = (0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 20.0)
@@ -148,11 +148,9 @@ def sample(one: Timed, seconds: float) -> Sample:
 
 def fitted(gpu: GpuSpec, samples: Sequence[tuple[str, Sample]]) -> Mapping[str, TimeModel]:
     """The product's fit of all phases."""
-    tables = {
-        phase: Table.of([one for name, one in samples if name == phase], FEATURES)
-        for phase in TIME_PHASES
-    }
-    return fit_phases(tables, gpu)
+    return fit_phases(
+        {phase: [one for name, one in samples if name == phase] for phase in TIME_PHASES}, gpu
+    )
 
 
 @dataclass(frozen=True, slots=True)

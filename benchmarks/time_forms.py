@@ -28,9 +28,9 @@ from published_time import (
 
 from whichlora import timing
 from whichlora.fitting import regress, relative_spread
-from whichlora.samples import Table
+from whichlora.samples import Sample
 from whichlora.specs import GpuSpec
-from whichlora.timing import DEVICE_FEATURES, FEATURES, TimeModel
+from whichlora.timing import DEVICE_FEATURES, TimeModel
 
 PAGE, TITLE = "time_forms", "Forms of the time model"
 LEGEND = (
@@ -89,12 +89,11 @@ def _features(one: Observation, phase: str, gpu: GpuSpec) -> Mapping[str, float]
     return next(found for name, found, _ in timed_parts(one, gpu) if name == phase)
 
 
-def _table(samples: Sequence[TimeSample], factors: Mapping[str, float]) -> Table:
-    scaled = [
+def _scaled(samples: Sequence[TimeSample], factors: Mapping[str, float]) -> list[Sample]:
+    return [
         replace(one.sample, value=one.sample.value / factors[one.observation.gpu])
         for one in samples
     ]
-    return Table.of(scaled, FEATURES)
 
 
 def fitted(form: Form, kept: Sequence[TimeSample], phase: str, gpu: GpuSpec) -> TimeModel:
@@ -102,7 +101,7 @@ def fitted(form: Form, kept: Sequence[TimeSample], phase: str, gpu: GpuSpec) -> 
     start = replace(timing.prior_model(gpu, phase), overlaps=form.overlaps, interval_scale=1.0)
     starts, spreads = {phase: start}, {phase: relative_spread(gpu, phase)}
     factors = {one.observation.gpu: 1.0 for one in kept}
-    model = regress({phase: _table(kept, factors)}, starts, spreads)[phase]
+    model = regress({phase: _scaled(kept, factors)}, starts, spreads)[phase]
     if not form.per_device or len(factors) < 2:
         return model
     for _ in range(DEVICE_ROUNDS):
@@ -116,7 +115,7 @@ def fitted(form: Form, kept: Sequence[TimeSample], phase: str, gpu: GpuSpec) -> 
         }
         middle = median(logs.values())  # one odd device moves no other
         factors = {key: math.exp(value - middle) for key, value in logs.items()}
-        model = regress({phase: _table(kept, factors)}, starts, spreads)[phase]
+        model = regress({phase: _scaled(kept, factors)}, starts, spreads)[phase]
     between = mean((value - middle) ** 2 for value in logs.values()) ** 0.5
     return replace(model, noise=math.hypot(model.noise, between))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-BASE_MISSES = ("accelerate", "kaleido", "pandas", "peft", "plotly", "scipy", "torch")
+BASE_MISSES = ("accelerate", "kaleido", "pandas", "peft", "plotly", "scipy", "sklearn", "torch")
 PLAN = {
     "models": ["HuggingFaceTB/SmolLM2-135M"],
     "dataset": {"samples": 200, "tokens": 20000},
@@ -83,11 +83,11 @@ def test_a_table_for_pandas_names_its_extra() -> None:
     assert "ConfigError: to_frame: needs pandas: pip install 'whichlora[pandas]'" in done.stderr
 
 
-def test_coefficients_of_other_formulas_are_fitted_anew_only_with_scipy(tmp_path: Path) -> None:
+def test_coefficients_of_other_formulas_are_fitted_anew_only_with_sklearn(tmp_path: Path) -> None:
     folder = tmp_path / "a100-sxm-80gb"
     folder.mkdir()
     (folder / "coefficients.json").write_text('{"schema_version": 1, "formulas": "older"}')
     command = "estimate smollm2-135m --gpu a100-sxm-80gb --calibration-dir"
     done = whichlora(*command.split(), str(tmp_path))
     assert done.returncode == 2
-    assert "is of other formulas; a fit to recorded runs: needs scipy" in done.stderr
+    assert "is of other formulas; a fit to recorded runs: needs sklearn: pip install" in done.stderr

@@ -17,10 +17,10 @@ from whichlora.fitting import digest, fit, fit_memory, fit_time
 from whichlora.memory.ledger import PARTS
 from whichlora.numeric import TWO_SIDED_Z
 from whichlora.prediction import predict, predict_memory, predict_step, step_features
-from whichlora.regression import conformal_scale, student_scale
+from whichlora.regression import conformal_scale, grouped_folds, student_scale
 from whichlora.resolution import resolve
 from whichlora.results import Measurement
-from whichlora.samples import Sample, Table, folds, time_samples
+from whichlora.samples import Sample, groups_of, time_samples
 from whichlora.specs import RunConfig
 from whichlora.store.measurements import read_measurements
 from whichlora.timing import FEATURES, prior_model, seconds
@@ -533,10 +533,19 @@ def samples(count: int, *, groups: int) -> list[Sample]:
 @pytest.mark.parametrize(("count", "groups"), [(12, 4), (12, 2), (5, 1), (30, 1)])
 def test_every_sample_is_held_out_once(count: int, groups: int) -> None:
     found = samples(count, groups=groups)
-    held = folds(found)
+    labels = groups_of(found)
+    held = [test for _, test in grouped_folds(labels).split(found, groups=labels)]
     assert sorted(i for fold in held for i in fold) == list(range(count))
+    assert len(held) == min(10, groups if groups >= 3 else count)
     if groups >= 3:
         assert all(len({found[i].group for i in fold}) == 1 for fold in held)
+
+
+def test_a_run_is_left_out_as_a_whole_where_models_are_few() -> None:
+    found = [replace(one, record=f"run-{i // 2}") for i, one in enumerate(samples(8, groups=2))]
+    labels = groups_of(found)
+    for _, held in grouped_folds(labels).split(found, groups=labels):
+        assert len({found[i].record for i in held}) == len(held) / 2 == 1
 
 
 def test_coefficients_are_never_negative() -> None:
@@ -554,7 +563,7 @@ def test_more_equal_runs_are_never_less_certain() -> None:
 
 def test_no_memory_sample_leaves_the_start() -> None:
     start = prior_calibration(GPU).memory
-    assert fit_memory(Table.of([], PARTS), start) is start
+    assert fit_memory([], start) is start
     assert set(start.mean) == set(PARTS)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from whichlora import timing
 from whichlora.memory.ledger import PARTS
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-FOLDS = 10
+_LEAST_GROUPS = 3
 _MOST_PROMPT = 0.3  # of a generation whose parts were not timed; beyond it, nothing is learned
 
 
@@ -49,74 +49,30 @@ class Sample:
     older: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Samples as columns, so that a fold is a selection and not another pass over them."""
-
-    samples: Sequence[Sample]
-    columns: Mapping[str, Array]
-    values: Array
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], names: Sequence[str]) -> Self:
-        import numpy as np
-
-        columns = {name: np.array([one.features[name] for one in samples]) for name in names}
-        return cls(samples, columns, np.array([one.value for one in samples]))
-
-    def older(self) -> NDArray[np.bool_]:
-        import numpy as np
-
-        return np.array([one.older for one in self.samples], dtype=bool)
-
-    def judged(self) -> NDArray[np.intp]:
-        """The samples that tell how good a fit is: of the current versions where there are any."""
-        import numpy as np
-
-        older = self.older()
-        return np.flatnonzero(older) if older.all() else np.flatnonzero(~older)
-
-    def take(self, chosen: NDArray[np.intp]) -> Table:
-        columns = {name: column[chosen] for name, column in self.columns.items()}
-        return Table([self.samples[i] for i in chosen.tolist()], columns, self.values[chosen])
-
-
-def folds(samples: Sequence[Sample]) -> list[list[int]]:
-    """Held-out index sets: whole models where there are three or more, else single runs.
-
-    Up to `FOLDS` sets: with no more models than that, each is left out alone.
-    """
-    groups = sorted({sample.group for sample in samples})
-    if len(groups) < 3:
-        count = min(FOLDS, len(samples))
-        return [list(range(start, len(samples), count)) for start in range(count)]
-    fold_of = {group: number % FOLDS for number, group in enumerate(groups)}
-    found: list[list[int]] = [[] for _ in range(min(FOLDS, len(groups)))]
-    for i, sample in enumerate(samples):
-        found[fold_of[sample.group]].append(i)
-    return found
-
-
-def held_out_rows(table: Table, judge: Callable[[Table, Table], Array]) -> Array:
-    """What `judge` says of samples left out of the fit that predicts them, a row for each.
-
-    Where some were measured on the current versions, those alone are left out and judged.
-
-    Args:
-        judge: of the kept and the held samples, numbers by row of the latter.
-    """
+def matrix(samples: Sequence[Sample], names: Sequence[str]) -> tuple[Array, Array]:
+    """Features, shape [num_samples, num_names], and the measured values."""
     import numpy as np
 
-    judged = table.judged()
-    found: list[Array] = []
-    order: list[int] = []
-    everything = np.arange(len(table.samples))
-    for chosen in folds([table.samples[i] for i in judged.tolist()]):
-        held = judged[chosen]
-        kept = np.delete(everything, held)
-        found.append(judge(table.take(kept), table.take(held)))
-        order += chosen
-    return np.asarray(np.concatenate(found)[np.argsort(order)])
+    rows = [[sample.features[name] for name in names] for sample in samples]
+    features = np.array(rows, dtype=np.float64).reshape(-1, len(names))
+    return features, np.array([sample.value for sample in samples], dtype=np.float64)
+
+
+def judged(samples: Sequence[Sample]) -> list[int]:
+    """The samples that tell how good a fit is: of the current versions where there are any."""
+    current = [i for i, sample in enumerate(samples) if not sample.older]
+    return current or list(range(len(samples)))
+
+
+def groups_of(samples: Sequence[Sample]) -> list[str]:
+    """What is left out of a fit together: a model where there are three or more, else a run.
+
+    Where there are fewer than three runs, each sample is a group.
+    """
+    for labels in ([one.group for one in samples], [one.record for one in samples]):
+        if len(set(labels)) >= _LEAST_GROUPS:
+            return labels
+    return [str(number) for number in range(len(samples))]
 
 
 def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:

@@ -69,7 +69,7 @@ def plan(config: Path, submit: bool, engine: str, fresh: bool, as_json: bool) ->
     from whichlora.sweep.engines import ENGINES
 
     if submit:
-        require("--submit", "scipy", extra="profile")
+        require("--submit", "sklearn", extra="profile")
     with report.SweepProgress(quiet=as_json) as progress:
         runner = ENGINES[engine]()
         sweep = rounds.plan_sweep(config, runner, name=engine, progress=progress, fresh=fresh)
@@ -132,7 +132,7 @@ def _conclude(
 ) -> None:
     from whichlora import report
 
-    require("a sweep's answer", "scipy", extra="profile")
+    require("a sweep's answer", "sklearn", extra="profile")
     with (
         goes_on_with("slurm", "resume", str(run_dir)),
         report.SweepProgress(quiet=as_json) as progress,

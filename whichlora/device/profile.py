@@ -93,7 +93,7 @@ class Profiler:
         """
         require(
             "profile",
-            *("torch", "transformers", "peft", "accelerate", "scipy"),
+            *("torch", "transformers", "peft", "accelerate", "sklearn"),
             extra="profile",
             otherwise="set profile: none for predictions alone",
         )

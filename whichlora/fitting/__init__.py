@@ -1,10 +1,15 @@
 """Measurements become coefficients: `samples` of runs, through `regression`, per phase and device.
 
 Coefficients of the time phases and factors on the parts of the ledger are fitted alike. Every fit
-reports the error on runs it was not fitted to.
+reports the error on runs it was not fitted to. Importing this package raises `ConfigError` where
+scikit-learn is not installed.
 """
 
 from __future__ import annotations
+
+from whichlora.extras import require
+
+require("a fit to recorded runs", "sklearn", extra="profile")  # before their import below
 
 from whichlora.fitting.device import FindModel, digest, fit
 from whichlora.fitting.memory_parts import fit_memory

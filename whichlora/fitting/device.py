@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import (
@@ -19,23 +20,15 @@ from whichlora.calibration import (
     prior_calibration,
 )
 from whichlora.errors import WhichLoraError
-from whichlora.extras import require
 from whichlora.fitting.memory_parts import fit_memory, held_out_errors, memory_errors
 from whichlora.fitting.time_phases import fit_phases, sharpened, time_errors
 from whichlora.formulas import formulas_digest
-from whichlora.memory.ledger import PARTS
-from whichlora.regression import held_out_noise, robust_weights
+from whichlora.regression import Array, held_out_noise, robust_weights
 from whichlora.resolution import resolve
 from whichlora.results import Measurement
-from whichlora.samples import Sample, Table, memory_samples, time_samples
+from whichlora.samples import Sample, judged, memory_samples, time_samples
 from whichlora.specs import GpuSpec
-from whichlora.timing import FEATURES, TimeModel, seconds
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float64]
+from whichlora.timing import TimeModel, seconds
 
 FindModel = Callable[[Measurement], ModelSpec]
 
@@ -63,23 +56,21 @@ def _is_worse(errors: Array, alone: Array, noise: float) -> bool:
         errors, alone: log errors of the same runs by the fit and without one.
         noise: standard deviation of the log of a run, before any.
     """
-    import numpy as np
-
     differences = np.abs(errors) - np.abs(alone)
     chance = float(differences.std(ddof=1)) / math.sqrt(len(differences))
     return float(differences.mean()) > max(chance, WORTH_SAYING * noise)
 
 
-def _outliers(table: Table, phase: str, errors: Array, prior_noise: float) -> Iterator[Outlier]:
+def _outliers(
+    samples: Sequence[Sample], phase: str, errors: Array, prior_noise: float
+) -> Iterator[Outlier]:
     """The samples that the fit with these log errors listened to less, farthest first."""
-    import numpy as np
-
     weights = robust_weights(errors, prior_noise)
     for i in np.argsort(weights, kind="stable"):
         if weights[i] >= REPORTED_WEIGHT:
             return
         yield Outlier(
-            record=table.samples[i].record,
+            record=samples[i].record,
             phase=phase,
             weight=float(weights[i]),
             ratio=math.exp(errors[i]),
@@ -191,41 +182,36 @@ def fit(
             asked once per model.
         held_out: also measure the error on left-out runs, and take the noise from it. During a
             search the fit is repeated after every run and the residuals must do.
-
-    Raises:
-        ConfigError: SciPy is not installed.
     """
-    require("a fit to recorded runs", "scipy", extra="profile")
     start = prior_calibration(gpu)
     found, num_params, left_out = _gather(measurements, gpu, find_model, start)
     summaries: dict[str, HeldOut] = {}
     cold: dict[str, HeldOut] = {}
     outliers: list[Outlier] = []
     time: dict[str, TimeModel] = {}
-    tables = {phase: Table.of(found[phase], FEATURES) for phase in TIME_PHASES}
     by_datasheet: list[str] = []
-    for phase, model in fit_phases(tables, gpu).items():
-        before, table = start.time[phase], tables[phase]
-        alone = time_errors(before, table.take(table.judged()))
-        if found[phase]:
+    for phase, model in fit_phases(found, gpu).items():
+        before, samples = start.time[phase], found[phase]
+        alone = time_errors(before, [samples[i] for i in judged(samples)])
+        if samples:
             cold[phase] = _summary(alone)
-            outliers += _outliers(table, phase, time_errors(model, table), before.noise)
+            outliers += _outliers(samples, phase, time_errors(model, samples), before.noise)
         if held_out and len(alone) >= 3:
-            model, errors = sharpened(model, tables, gpu, phase)
+            model, errors = sharpened(model, found, gpu, phase)
             summaries[phase] = _summary(errors)
             if _is_worse(errors, alone, before.noise):
                 by_datasheet.append(phase)
                 model = replace(before, noise=held_out_noise(alone, before.noise))
         time[phase] = model
-    table = Table.of(found["memory"], PARTS)
-    memory = fit_memory(table, start.memory)
-    alone = memory_errors(start.memory, table)
-    if found["memory"]:
+    samples = found["memory"]
+    memory = fit_memory(samples, start.memory)
+    alone = memory_errors(start.memory, samples)
+    if samples:
         cold["memory"] = _summary(alone)
-        errors = memory_errors(memory, table)
-        outliers += _outliers(table, "memory", errors, start.memory.noise)
-    if held_out and len(found["memory"]) >= 3:
-        errors = held_out_errors(table, start.memory)
+        errors = memory_errors(memory, samples)
+        outliers += _outliers(samples, "memory", errors, start.memory.noise)
+    if held_out and len(samples) >= 3:
+        errors = held_out_errors(samples, start.memory)
         summaries["memory"] = _summary(errors)
         memory = replace(memory, noise=held_out_noise(errors, start.memory.noise))
         if _is_worse(errors, alone, start.memory.noise):

@@ -18,7 +18,10 @@ from whichlora.search import Candidate, Quantity, judge
 if TYPE_CHECKING:
     from whichlora.workflow import Answer, Compared
 
-LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "numpy", "scipy")
+LIBRARIES = (
+    *("torch", "transformers", "peft", "bitsandbytes", "accelerate"),
+    *("numpy", "scipy", "scikit-learn"),
+)
 
 
 def detailed_row(candidate: Candidate, plan: Plan | None = None) -> dict[str, Any]:
