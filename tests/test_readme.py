@@ -77,6 +77,13 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_a_path_of_this_repository_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:whichlora|tests|benchmarks|examples)/[\w./-]+)", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def anchors(page: Path) -> set[str]:
     """Anchors of the headings of a page, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
