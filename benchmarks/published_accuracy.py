@@ -30,7 +30,8 @@ from published_time import (
 )
 
 from whichlora.calibration import TIME_PHASES, prior_calibration
-from whichlora.prediction import MEMORY_CONFIDENCE, predict_memory
+from whichlora.judgement import MEMORY_CONFIDENCE
+from whichlora.prediction import predict_memory
 from whichlora.resolution import resolve
 from whichlora.units import GiB
 

@@ -18,8 +18,9 @@ from published_rows import MEMORY, Observation, Quantity, gpu_of
 from whichlora import timing
 from whichlora.api import model_of
 from whichlora.fitting import fit_time
+from whichlora.judgement import TIME_CONFIDENCE
 from whichlora.numeric import TWO_SIDED_Z
-from whichlora.prediction import TIME_CONFIDENCE, forward_features, step_features
+from whichlora.prediction import forward_features, step_features
 from whichlora.regression import conformal_scale
 from whichlora.resolution import resolve
 from whichlora.results import Measurement

@@ -23,8 +23,9 @@ from markdown_tables import markdown_table, write_page
 from whichlora import api, timing
 from whichlora.calibration import TIME_PHASES
 from whichlora.fitting import fit_phases
+from whichlora.judgement import TIME_CONFIDENCE
 from whichlora.numeric import TWO_SIDED_Z
-from whichlora.prediction import TIME_CONFIDENCE, forward_features, step_features
+from whichlora.prediction import forward_features, step_features
 from whichlora.resolution import Job, resolve
 from whichlora.samples import Sample
 from whichlora.specs import GpuSpec, RunConfig

@@ -51,9 +51,10 @@ from whichlora.design import Option, Sight, choose  # noqa: E402
 from whichlora.device.profile import Profiler  # noqa: E402
 from whichlora.fitting import fit  # noqa: E402
 from whichlora.job import train_command, train_script  # noqa: E402
+from whichlora.judgement import TIME_CONFIDENCE  # noqa: E402
 from whichlora.numeric import TWO_SIDED_Z  # noqa: E402
 from whichlora.plan import Keeping  # noqa: E402
-from whichlora.prediction import TIME_CONFIDENCE, step_features  # noqa: E402
+from whichlora.prediction import step_features  # noqa: E402
 from whichlora.resolution import Job, resolve  # noqa: E402
 from whichlora.results import Measurement  # noqa: E402
 from whichlora.samples import time_samples  # noqa: E402

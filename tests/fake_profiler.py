@@ -12,7 +12,7 @@ from whichlora import api
 from whichlora.calibration import prior_calibration
 from whichlora.device.installed import installed_versions
 from whichlora.enough import is_enough
-from whichlora.prediction import predict, predict_step
+from whichlora.prediction import judged_time, predict
 from whichlora.resolution import resolve
 from whichlora.results import Measurement, Outcome
 from whichlora.specs import RunConfig
@@ -70,7 +70,7 @@ class FakeProfiler:
         values: dict[str, Any] = {}
         if outcome == "ok" and run.phase == "finetune":
             job = resolve(model, run, self._gpu)
-            steps = [predict_step(job, prior, seq_len=length).step_s for length in seq_lens]
+            steps = [judged_time(job, prior, seq_len=length).total_s for length in seq_lens]
             times = [self.TIME_FACTOR * step for step in steps if step]
             number = _made("finetune", times, decisive_s)
             values = {

@@ -13,11 +13,12 @@ from strategies import EVERY_GPU, every_finetune_run, every_inference_run
 from whichlora import api, timing
 from whichlora.calibration import prior_calibration
 from whichlora.errors import ConfigError
+from whichlora.judgement import ALLOCATED_PARTS
 from whichlora.memory import allocator, optimizer, quantised_cache
 from whichlora.memory.allocator import SEGMENT_BYTES
 from whichlora.memory.ledger import Ledger
 from whichlora.outline import outline_inference, outline_training
-from whichlora.prediction import ALLOCATED_PARTS, ledger, part_bytes, predict
+from whichlora.prediction import ledger, part_bytes, predict
 from whichlora.resolution import Job, resolve
 from whichlora.results import Prediction
 from whichlora.specs import GpuSpec, Quant, RunConfig

@@ -16,7 +16,7 @@ from whichlora.errors import ConfigError
 from whichlora.fitting import digest, fit, fit_memory, fit_time
 from whichlora.memory.ledger import PARTS
 from whichlora.numeric import TWO_SIDED_Z
-from whichlora.prediction import predict, predict_memory, predict_step, step_features
+from whichlora.prediction import judged_time, predict, predict_memory, step_features
 from whichlora.regression import conformal_scale, grouped_folds, student_scale
 from whichlora.resolution import resolve
 from whichlora.results import Measurement
@@ -64,7 +64,7 @@ def measured(
 ) -> Measurement:
     """What a device that `truth` describes would record."""
     job = resolve(api.load_model(run.model), run, GPU)
-    step_s = predict_step(job, truth).step_s
+    step_s = judged_time(job, truth).total_s
     assert step_s is not None
     memory, _ = predict_memory(job, truth)
     fields: dict[str, Any] = {
@@ -94,7 +94,7 @@ def slower(k: float, phase: str | None = None) -> Calibration:
 
 def error_of(calibration: Calibration, truth: Calibration, run: RunConfig) -> float:
     job = resolve(api.load_model(run.model), run, GPU)
-    predicted, real = (predict_step(job, one).step_s for one in (calibration, truth))
+    predicted, real = (judged_time(job, one).total_s for one in (calibration, truth))
     assert predicted is not None
     assert real is not None
     return abs(math.log(predicted / real))

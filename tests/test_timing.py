@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from whichlora import api, timing
 from whichlora.calibration import TIME_PHASES, prior_calibration
-from whichlora.prediction import forward_features, predict, predict_step, step_features
+from whichlora.prediction import forward_features, judged_time, predict, step_features
 from whichlora.resolution import resolve
 from whichlora.specs import RunConfig
 from whichlora.timing import DEVICE_FEATURES, FEATURES
@@ -204,7 +204,7 @@ def test_less_power_never_multiplies_faster_and_an_eighth_of_it_half_as_fast() -
 def test_a_small_step_is_bound_by_the_host_and_a_large_one_by_the_device() -> None:
     def parts_of(run: RunConfig) -> dict[str, float]:
         job = resolve(SPEC, run, GPU)
-        return dict(predict_step(job, prior_calibration(GPU)).breakdown)
+        return dict(judged_time(job, prior_calibration(GPU)).breakdown)
 
     small = parts_of(RUN)
     assert small["launch"] > 0
@@ -216,7 +216,7 @@ def test_a_small_step_is_bound_by_the_host_and_a_large_one_by_the_device() -> No
 
 def test_on_a_cpu_host_and_device_are_the_same_cores() -> None:
     job = resolve(SPEC, replace(RUN, precision="fp32"), CPU)
-    parts = predict_step(job, prior_calibration(CPU)).breakdown
+    parts = judged_time(job, prior_calibration(CPU)).breakdown
     assert parts["launch"] > 0
     assert parts["products"] > 0
 
@@ -224,7 +224,7 @@ def test_on_a_cpu_host_and_device_are_the_same_cores() -> None:
 def test_host_bound_time_does_not_depend_on_the_batch() -> None:
     calibration = prior_calibration(GPU)
     one, two = (
-        predict_step(resolve(SPEC, replace(RUN, batch_size=size), GPU), calibration).step_s
+        judged_time(resolve(SPEC, replace(RUN, batch_size=size), GPU), calibration).total_s
         for size in (1, 2)
     )
     assert one == two

@@ -11,8 +11,9 @@ import pytest
 
 from whichlora import api, timing
 from whichlora.calibration import prior_calibration
+from whichlora.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
 from whichlora.numeric import TWO_SIDED_Z
-from whichlora.prediction import MEMORY_CONFIDENCE, TIME_CONFIDENCE, predict, step_features
+from whichlora.prediction import predict, step_features
 from whichlora.resolution import resolve
 from whichlora.shortlist import Group, Wanted, _Worlds, shortlist
 from whichlora.specs import RunConfig

@@ -15,10 +15,11 @@ from whichlora.architecture import ModelSpec
 from whichlora.calibration import Calibration
 from whichlora.errors import ConfigError
 from whichlora.itemised import Line, layer_lines, lines_at
+from whichlora.judgement import allocated_bytes, corrected
 from whichlora.memory import allocator, kv_cache
 from whichlora.methods import BUILT_IN, get_method
 from whichlora.numeric import round_up
-from whichlora.prediction import ALLOCATED_PARTS, ledger, part_bytes, predict
+from whichlora.prediction import ledger, part_bytes, predict
 from whichlora.resolution import resolve
 from whichlora.results import Prediction
 from whichlora.specs import ATTENTION, BNB_QUANTS, GpuSpec, KvCache, Quant, RunConfig
@@ -163,11 +164,10 @@ def explain(
     prediction = judged(run)
     job = resolve(model, run, gpu)
     found = ledger(job)
-    factors = calibration.memory.mean
-    moments = {}
-    for moment in found.moments:
-        parts = part_bytes(job, found, moment)
-        moments[moment] = sum(round(parts[name] * factors[name]) for name in ALLOCATED_PARTS)
+    moments = {
+        moment: allocated_bytes(corrected(part_bytes(job, found, moment), calibration.memory))
+        for moment in found.moments
+    }
     lines, card = lines_at(job, found, prediction.memory, calibration)
     training = job.run.phase == "finetune"
     savings = alternatives(_changes(job.run, model))

@@ -10,11 +10,12 @@ from typing import Any
 
 from whichlora.architecture import Linear
 from whichlora.calibration import Calibration
+from whichlora.judgement import ALLOCATED_PARTS
 from whichlora.memory import allocator, layer_passes, weights
 from whichlora.memory.entries import Entry, Fact, Group
 from whichlora.memory.layer_bytes import kept_tensors
 from whichlora.memory.ledger import Ledger
-from whichlora.prediction import ALLOCATED_PARTS, num_trained
+from whichlora.prediction import num_trained, pool_bytes
 from whichlora.resolution import Job
 from whichlora.results import MemoryPrediction
 from whichlora.stack import is_quantised
@@ -64,7 +65,7 @@ def lines_at(
         correction = memory.breakdown[part] - counted
         if correction:
             lines.append(_correction(part, correction, factors[part], calibration))
-    pool = allocator.pool_bytes(job.gpu, job.run.kv_cache) if job.run.phase == "inference" else 0
+    pool = pool_bytes(job)
     card = [
         _bare(allocator.POOL if pool else allocator.IDLE, memory.breakdown["allocator"]),
         _bare(allocator.CONTEXT, memory.breakdown["context"]),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from whichlora.architecture import ModelSpec
 from whichlora.calibration import Calibration
 from whichlora.errors import ConfigError
-from whichlora.prediction import judge, predict, predict_memory
+from whichlora.prediction import judged_memory, predict, verdict
 from whichlora.resolution import Job, resolve
 from whichlora.results import Prediction, Verdict
 from whichlora.specs import MOST_COUNT, GpuSpec, RunConfig
@@ -87,7 +87,7 @@ def place(model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibrati
         return Placement(gpu=gpu, prediction=None, refusal=str(error))
     job = resolve(model, run, gpu)
     batch_size = last_that(
-        lambda size: _verdict(job, "batch_size", size, calibration) == "fits", MAX_SIZE
+        lambda size: _outcome(job, "batch_size", size, calibration) == "fits", MAX_SIZE
     )
     return Placement(gpu=gpu, prediction=prediction, batch_size=batch_size)
 
@@ -95,13 +95,14 @@ def place(model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibrati
 def smallest_first(placements: Iterable[Placement]) -> list[Placement]:
     """Cards that fit, the smallest first; then those that may, and those that come closest."""
 
-    def order(one: Placement) -> tuple[int, float, str]:
-        if one.prediction is None:
-            return 3, 0.0, one.gpu.key
-        if one.prediction.verdict == "fits":
-            return 0, one.gpu.memory_bytes, one.gpu.key
-        lacks = one.prediction.memory.interval_bytes[1] - one.gpu.memory_bytes
-        return (1 if one.prediction.verdict == "undecided" else 2), lacks, one.gpu.key
+    def order(placement: Placement) -> tuple[int, float, str]:
+        gpu, prediction = placement.gpu, placement.prediction
+        if prediction is None:
+            return 3, 0.0, gpu.key
+        if prediction.verdict == "fits":
+            return 0, gpu.memory_bytes, gpu.key
+        lacks = prediction.memory.interval_bytes[1] - gpu.memory_bytes
+        return (1 if prediction.verdict == "undecided" else 2), lacks, gpu.key
 
     return sorted(placements, key=order)
 
@@ -119,12 +120,12 @@ def largest_that_fits(
         positions = model.max_position_embeddings
     job = resolve(model, with_size(run, setting, 1), gpu)
     most = positions or MAX_SIZE
-    value = last_that(lambda size: _verdict(job, setting, size, calibration) == "fits", most)
-    possible = last_that(lambda size: _verdict(job, setting, size, calibration) != "fails", most)
+    value = last_that(lambda size: _outcome(job, setting, size, calibration) == "fits", most)
+    possible = last_that(lambda size: _outcome(job, setting, size, calibration) != "fails", most)
     lacks = 0
     if not value:
-        memory, _ = predict_memory(job, calibration)
-        lacks = memory.interval_bytes[1] - gpu.memory_bytes
+        _, _, high = judged_memory(job, calibration).bounds()
+        lacks = high - gpu.memory_bytes
     return Largest(
         setting=setting,
         value=value,
@@ -141,10 +142,9 @@ def with_size(run: RunConfig, setting: Size, value: int) -> RunConfig:
     return replace(run, seq_len=value)
 
 
-def _verdict(job: Job, setting: Size, value: int, calibration: Calibration) -> Verdict:
-    run = with_size(job.run, setting, value)
-    memory, least = predict_memory(replace(job, run=run), calibration)
-    return judge(memory, least, job.gpu)
+def _outcome(job: Job, setting: Size, value: int, calibration: Calibration) -> Verdict:
+    least, _, high = judged_memory(job, calibration, **{setting: value}).bounds()
+    return verdict(least, high, job.gpu.memory_bytes)
 
 
 def last_that(holds: Callable[[int], bool], most: int) -> int:

@@ -6,6 +6,8 @@ imported only once an array shows up, so that explaining one run starts fast.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 Count: TypeAlias = Any
@@ -46,6 +48,64 @@ def smallest(*values: Any) -> Any:
     for value in values[1:]:
         result = np.minimum(result, value)
     return result
+
+
+def where(condition: Any, chosen: Any, otherwise: Any) -> Any:
+    """Elementwise `chosen` where `condition` holds, else `otherwise`."""
+    if is_plain(condition):
+        return chosen if condition else otherwise
+    import numpy as np
+
+    return np.where(condition, chosen, otherwise)
+
+
+def any_of(condition: Any) -> bool:
+    """Whether `condition` holds for any candidate."""
+    return bool(condition if is_plain(condition) else condition.any())
+
+
+def rounded(value: Any) -> Any:
+    """The nearest whole number, of two the even one; an array keeps its dtype."""
+    if is_plain(value):
+        return round(value)
+    import numpy as np
+
+    return np.rint(value)
+
+
+def sqrt(value: Any) -> Any:
+    """Elementwise square root."""
+    if is_plain(value):
+        return math.sqrt(value)
+    import numpy as np
+
+    return np.sqrt(value)
+
+
+def exp(value: Any) -> Any:
+    """Elementwise exponential."""
+    if is_plain(value):
+        return math.exp(value)
+    import numpy as np
+
+    return np.exp(value)
+
+
+def quadratic_form(values: Sequence[Any], matrix: Sequence[Sequence[float]]) -> Any:
+    """x·M·x of `values` that broadcast, for a covariance M; never negative.
+
+    Row by row, so that a value that is zero, or equal in all candidates, costs next to nothing.
+    """
+    nonzero = [i for i, value in enumerate(values) if not (is_plain(value) and value == 0)]
+    total: Any = 0.0
+    for position, i in enumerate(nonzero):
+        row: Any = matrix[i][i] * values[i]
+        for j in nonzero[position + 1 :]:
+            weight = matrix[i][j] + matrix[j][i]
+            if weight:
+                row = row + weight * values[j]
+        total = total + row * values[i]
+    return largest(total, 0.0)
 
 
 def ceil_div(numerator: Any, denominator: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from whichlora.besides import evaluation_features
 from whichlora.memory.ledger import PARTS
-from whichlora.prediction import forward_features, ledger, mean_context, part_bytes, step_features
+from whichlora.prediction import moment_parts, num_tokens, passes, step_features
 from whichlora.resolution import Job
 from whichlora.timing import FEATURES
 
@@ -68,26 +68,13 @@ def outline_inference(job: Job, *, num_runs: int) -> Outline:
     Args:
         num_runs: generations timed in a profile.
     """
-    run = job.run
-    prefill = _row(forward_features(job, context=run.prompt_len, decoding=False))
-    whole: tuple[Pass, ...] = (("prefill", 1.0, prefill),)
-    if job.model.task != "encoder":
-        context = mean_context(run.prompt_len, run.max_new_tokens)
-        decode = _row(forward_features(job, context=context, decoding=True))
-        whole = (*whole, ("decode", float(run.max_new_tokens - 1), decode))
+    whole = tuple((phase, float(count), _row(features)) for phase, count, features in passes(job))
     return Outline(
         job,
         _moments(job),
         _times(whole, 1.0 / num_tokens(job)),
         _times(whole, float(num_runs + UNTIMED)),
     )
-
-
-def num_tokens(job: Job) -> int:
-    """What the time per token of an inference is over: generated tokens; an encoder's input."""
-    run = job.run
-    encoder = job.model.task == "encoder"
-    return run.batch_size * (run.prompt_len if encoder else run.max_new_tokens)
 
 
 def _times(passes: tuple[Pass, ...], factor: float) -> tuple[Pass, ...]:
@@ -99,6 +86,6 @@ def _row(features: Mapping[str, float]) -> tuple[float, ...]:
 
 
 def _moments(job: Job) -> tuple[tuple[float, ...], ...]:
-    found = ledger(job)
-    by_moment = (part_bytes(job, found, moment) for moment in found.moments)
-    return tuple(tuple(float(parts[name]) for name in PARTS) for parts in by_moment)
+    return tuple(
+        tuple(float(parts[name]) for name in PARTS) for parts in moment_parts(job).values()
+    )

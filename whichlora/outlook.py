@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Self
 from whichlora import timing
 from whichlora.belief import Belief, Coefficients, conditioned, square_root
 from whichlora.calibration import TIME_PHASES, Calibration, MemoryModel
+from whichlora.judgement import judge_memory
 from whichlora.likeness import correlation_of
-from whichlora.memory import allocator
 from whichlora.memory.ledger import PARTS
-from whichlora.outline import Outline, Pass, num_tokens
-from whichlora.prediction import ALLOCATED_PARTS, step_features
+from whichlora.outline import Outline, Pass
+from whichlora.prediction import num_tokens, pool_bytes, step_features
 from whichlora.resolution import Job
 from whichlora.results import Measurement
 from whichlora.timing import FEATURES, TimeModel
@@ -238,20 +238,13 @@ def _at_peak(moments: Array, jobs: Sequence[Job], model: MemoryModel) -> tuple[A
     """Bytes by part at the largest moment of every candidate, and what the card gives."""
     import numpy as np
 
-    mean = np.array([model.mean[name] for name in PARTS])
-    live = np.array([name in ALLOCATED_PARTS for name in PARTS])
-    largest = np.argmax(moments @ (mean * live), axis=1)
-    parts = moments[np.arange(len(moments)), largest]
-    context = parts[:, PARTS.index("context")] * mean[PARTS.index("context")]
-    idle = parts[:, PARTS.index("allocator")] * mean[PARTS.index("allocator")]
-    live_bytes = parts @ (mean * live) + context
-    device = np.array([float(job.gpu.memory_bytes) for job in jobs])
-    pool = np.array([_pool_bytes(job) for job in jobs])
-    # idle segments are given back before a request fails
-    used = live_bytes + np.clip(device - live_bytes, 0.0, idle)
-    return parts, np.where(pool > 0, np.maximum(pool, live_bytes), used)
-
-
-def _pool_bytes(job: Job) -> float:
-    training = job.run.phase == "finetune"
-    return 0.0 if training else float(allocator.pool_bytes(job.gpu, job.run.kv_cache))
+    judged = judge_memory(
+        {
+            str(number): {name: moments[:, number, part] for part, name in enumerate(PARTS)}
+            for number in range(moments.shape[1])
+        },
+        model,
+        device_bytes=np.array([float(job.gpu.memory_bytes) for job in jobs]),
+        pool_bytes=np.array([float(pool_bytes(job)) for job in jobs]),
+    )
+    return np.stack([judged.counted[name] for name in PARTS], axis=1), judged.device_used_bytes

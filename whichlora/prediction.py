@@ -1,4 +1,4 @@
-"""Runs become `Prediction`s: the ledger, the work and a calibration, joined."""
+"""Runs become `Prediction`s: what is counted of a run, judged by a calibration."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from dataclasses import replace
 
 from whichlora import timing, work
 from whichlora.architecture import ModelSpec
-from whichlora.calibration import Calibration, MemoryModel
+from whichlora.calibration import Calibration
+from whichlora.judgement import (
+    MEMORY_CONFIDENCE,
+    TIME_CONFIDENCE,
+    MemoryJudgement,
+    Pass,
+    TimeJudgement,
+    judge_memory,
+    judge_time,
+)
 from whichlora.memory import allocator
 from whichlora.memory.generation import inference_ledger
 from whichlora.memory.ledger import PARTS, Ledger, trained_params, training_ledger
 from whichlora.notes import notes_on
-from whichlora.numeric import TWO_SIDED_Z, WIDEST, Count, Real, largest
+from whichlora.numeric import Count, Real, largest
 from whichlora.resolution import Job, resolve
 from whichlora.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak, Verdict
 from whichlora.specs import GpuSpec, RunConfig
 
-MEMORY_CONFIDENCE = 0.95
-TIME_CONFIDENCE = 0.90
 MEMORY_ONLY = "; memory only"  # ends the basis of what has no time
 
 
-def _sizes(job: Job, given: Mapping[str, Count]) -> dict[str, Count]:
-    return {name: given.get(name, getattr(job.run, name)) for name in job.size_names}
+def _sizes(job: Job, changed: Mapping[str, Count]) -> dict[str, Count]:
+    return {name: changed.get(name, getattr(job.run, name)) for name in job.size_names}
 
 
 def ledger(job: Job, **sizes: Count) -> Ledger:
@@ -52,90 +59,31 @@ def num_trained(job: Job, r: Count | None = None) -> Count:
     )
 
 
-def part_bytes(job: Job, found: Ledger, moment: str) -> dict[str, Count]:
+def part_bytes(job: Job, counted: Ledger, moment: str) -> dict[str, Count]:
     """Bytes of every part at `moment`, before any calibration; adds up to the card's use."""
     parts: dict[str, Count] = dict.fromkeys(PARTS, 0)
-    for entry in found.moments[moment]:
+    for entry in counted.moments[moment]:
         parts[entry.part] = parts[entry.part] + entry.num_bytes
-    parts["temporary"] = parts["temporary"] + found.workspace_bytes
-    parts["allocator"] = found.idle_bytes
+    parts["temporary"] = parts["temporary"] + counted.workspace_bytes
+    parts["allocator"] = counted.idle_bytes
     parts["context"] = allocator.context_bytes(job.gpu)
     return parts
 
 
-ALLOCATED_PARTS = tuple(part for part in PARTS if part not in ("allocator", "context"))
+def moment_parts(job: Job, **sizes: Count) -> dict[str, dict[str, Count]]:
+    """Bytes by part at each moment that can be the peak, before any calibration.
 
-
-def _spread(model: MemoryModel, parts: Mapping[str, float], names: tuple[str, ...]) -> float:
-    """Standard deviation in bytes of the sum of `names`."""
-    index = {part: i for i, part in enumerate(PARTS)}
-    variance = sum(
-        parts[a] * parts[b] * model.covariance[index[a]][index[b]]
-        for a in names
-        for b in names
-        if parts[a] and parts[b]
-    )
-    total = sum(parts[name] * model.mean[name] for name in names)
-    return math.sqrt(max(0.0, variance) + (model.noise * total) ** 2)
-
-
-def predict_memory(job: Job, calibration: Calibration) -> tuple[MemoryPrediction, int]:
-    """Peak memory of `job`, and the least it can be at the stated confidence.
-
-    The second value is a bound of live tensors and context alone: when a request fails, the
-    allocator drops its idle cache first, so only live tensors make a run fail.
+    Args:
+        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
     """
-    model = calibration.memory
-    found = ledger(job)
-    by_moment = {moment: part_bytes(job, found, moment) for moment in found.moments}
-
-    def corrected(parts: Mapping[str, Count], names: tuple[str, ...]) -> float:
-        return sum(float(parts[name]) * model.mean[name] for name in names)
-
-    moment = max(by_moment, key=lambda name: corrected(by_moment[name], ALLOCATED_PARTS))
-    parts = by_moment[moment]
-    breakdown = {name: round(float(parts[name]) * model.mean[name]) for name in PARTS}
-    pool = allocator.pool_bytes(job.gpu, job.run.kv_cache) if job.run.phase == "inference" else 0
-    allocated = sum(breakdown[name] for name in ALLOCATED_PARTS)
-    if pool:
-        breakdown["allocator"] = max(0, pool - allocated - breakdown["context"])
-    else:  # idle segments are given back before a request fails
-        room = job.gpu.memory_bytes - allocated - breakdown["context"]
-        breakdown["allocator"] = max(0, min(breakdown["allocator"], room))
-    reserved = allocated + breakdown["allocator"]
-    used = reserved + breakdown["context"]
-    z = TWO_SIDED_Z[MEMORY_CONFIDENCE]
-    live = (*ALLOCATED_PARTS, "context")
-    least = sum(breakdown[name] for name in live) - z * _spread(model, parts, live)
-    live_width = z * _spread(model, parts, ALLOCATED_PARTS)
-    fixed = pool and allocated + breakdown["context"] <= pool  # a pool is as large as it is
-    reserve_width = 0.0 if fixed else z * _spread(model, parts, (*ALLOCATED_PARTS, "allocator"))
-    width = 0.0 if fixed else z * _spread(model, parts, PARTS)
-    low = float(used) if pool else max(least, used - width)
-    return (
-        MemoryPrediction(
-            peak_allocated_bytes=allocated,
-            peak_reserved_bytes=reserved,
-            device_used_bytes=used,
-            interval_bytes=(round(min(low, used)), round(used + width)),
-            allocated_interval_bytes=(round(allocated - live_width), round(allocated + live_width)),
-            reserved_interval_bytes=(
-                round(reserved if pool else max(allocated - live_width, reserved - reserve_width)),
-                round(reserved + reserve_width),
-            ),
-            breakdown=breakdown,
-            moment=moment,
-            confidence=MEMORY_CONFIDENCE,
-        ),
-        round(least),
-    )
+    counted = ledger(job, **sizes)
+    return {moment: part_bytes(job, counted, moment) for moment in counted.moments}
 
 
-def judge(memory: MemoryPrediction, least: int, gpu: GpuSpec) -> Verdict:
-    """Whether `memory` is within what `gpu` has, `least` being its lower bound of live tensors."""
-    if memory.interval_bytes[1] <= gpu.memory_bytes:
-        return "fits"
-    return "fails" if least > gpu.memory_bytes else "undecided"
+def pool_bytes(job: Job) -> int:
+    """What a serving engine takes of the device at once; 0 where memory is taken as needed."""
+    training = job.run.phase == "finetune"
+    return 0 if training else allocator.pool_bytes(job.gpu, job.run.kv_cache)
 
 
 def step_features(job: Job, **sizes: Count) -> dict[str, Real]:
@@ -189,77 +137,111 @@ def mean_context(prompt_len: Count, max_new_tokens: Count) -> Count:
     return prompt_len + largest(1, (max_new_tokens - 1) // 2)
 
 
-def time_interval(total: float, deviation: float) -> tuple[float, float]:
-    """Bounds of `total` seconds at `TIME_CONFIDENCE`, its log having that `deviation`."""
-    factor = math.exp(min(TWO_SIDED_Z[TIME_CONFIDENCE] * deviation, WIDEST))
-    return total / factor, total * factor
+def passes(job: Job, **sizes: Count) -> tuple[Pass, ...]:
+    """What one optimizer step is, or one generation.
 
+    The prompt pass gives the first token, decoding the others. An encoder without a head generates
+    nothing: its one forward is the answer.
 
-def predict_step(
-    job: Job, calibration: Calibration, *, seq_len: int | None = None
-) -> TimePrediction:
-    """Time of one optimizer step."""
-    run = job.run
-    model = calibration.time["finetune"]
-    length = seq_len or run.seq_len
-    found = step_features(job, seq_len=length)
-    step_s, parts = timing.seconds(model, found)
-    low, high = time_interval(step_s, timing.log_deviation(model, found, step_s))
-    tokens = run.batch_size * length * run.gradient_accumulation_steps
-    return TimePrediction(
-        step_s=step_s,
-        tokens_per_s=tokens / step_s,
-        prefill_s=None,
-        decode_s_per_token=None,
-        time_per_token_s=step_s / tokens,
-        interval_s=(low, high),
-        breakdown=parts,
-        confidence=TIME_CONFIDENCE,
-    )
-
-
-def predict_generation(job: Job, calibration: Calibration) -> TimePrediction:
-    """Time of one generation: the prompt pass gives the first token, decoding the others.
-
-    An encoder without a head generates nothing: its one forward is the answer.
+    Args:
+        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
     """
-    run = job.run
-    prefill_model, decode_model = calibration.time["prefill"], calibration.time["decode"]
-    prefill = forward_features(job, context=run.prompt_len, decoding=False)
-    prefill_s, prefill_parts = timing.seconds(prefill_model, prefill)
-    deviation = timing.log_deviation(prefill_model, prefill, prefill_s)
-    if job.model.task == "encoder":
-        tokens = run.batch_size * run.prompt_len
-        low, high = time_interval(prefill_s, deviation)
-        return TimePrediction(
-            step_s=None,
-            tokens_per_s=tokens / prefill_s,
-            prefill_s=prefill_s,
-            decode_s_per_token=None,
-            time_per_token_s=prefill_s / tokens,
-            interval_s=(low / tokens, high / tokens),
-            breakdown=prefill_parts,
-            confidence=TIME_CONFIDENCE,
+    if job.run.phase == "finetune":
+        return (("finetune", 1, step_features(job, **sizes)),)
+    counts = _sizes(job, sizes)
+    prompt_len, new_tokens = counts["prompt_len"], counts["max_new_tokens"]
+
+    def forward(context: Count, *, decoding: bool) -> dict[str, Real]:
+        return forward_features(
+            job,
+            context=context,
+            decoding=decoding,
+            batch_size=counts["batch_size"],
+            r=counts["r"],
         )
-    steps = run.max_new_tokens - 1
-    decode = forward_features(
-        job, context=mean_context(run.prompt_len, run.max_new_tokens), decoding=True
+
+    prefill: Pass = ("prefill", 1, forward(prompt_len, decoding=False))
+    if job.model.task == "encoder":
+        return (prefill,)
+    decode = forward(mean_context(prompt_len, new_tokens), decoding=True)
+    return prefill, ("decode", new_tokens - 1, decode)
+
+
+def num_tokens(job: Job, **sizes: Count) -> Count:
+    """What a step trains on, padding included, or a generation makes; an encoder reads them.
+
+    Args:
+        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+    """
+    counts = _sizes(job, sizes)
+    if job.run.phase == "finetune":
+        return counts["batch_size"] * counts["seq_len"] * job.run.gradient_accumulation_steps
+    encoder = job.model.task == "encoder"
+    return counts["batch_size"] * counts["prompt_len" if encoder else "max_new_tokens"]
+
+
+def judged_memory(job: Job, calibration: Calibration, **sizes: Count) -> MemoryJudgement:
+    """Peak memory of `job`.
+
+    Args:
+        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+    """
+    return judge_memory(
+        moment_parts(job, **sizes),
+        calibration.memory,
+        device_bytes=job.gpu.memory_bytes,
+        pool_bytes=pool_bytes(job),
     )
-    decode_s, decode_parts = timing.seconds(decode_model, decode)
-    decode_deviation = timing.log_deviation(decode_model, decode, decode_s)
-    total = prefill_s + steps * decode_s
-    # one run's errors in both phases come from one host and one device: they add up
-    deviation = (prefill_s * deviation + steps * decode_s * decode_deviation) / total
-    generated = run.batch_size * run.max_new_tokens
-    low, high = time_interval(total, deviation)
+
+
+def judged_time(job: Job, calibration: Calibration, **sizes: Count) -> TimeJudgement:
+    """Time of one optimizer step of `job`, or of one generation.
+
+    Args:
+        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+    """
+    return judge_time(passes(job, **sizes), calibration.time)
+
+
+def predict_memory(job: Job, calibration: Calibration) -> tuple[MemoryPrediction, int]:
+    """Peak memory of `job`, and the least it can be at the stated confidence."""
+    judged = judged_memory(job, calibration)
+    least, low, high = judged.bounds()
+    return (
+        MemoryPrediction(
+            peak_allocated_bytes=judged.peak_allocated_bytes,
+            peak_reserved_bytes=judged.peak_reserved_bytes,
+            device_used_bytes=judged.device_used_bytes,
+            interval_bytes=(low, high),
+            allocated_interval_bytes=judged.allocated_interval(),
+            reserved_interval_bytes=judged.reserved_interval(),
+            breakdown=judged.breakdown,
+            moment=judged.moments[judged.position],
+            confidence=MEMORY_CONFIDENCE,
+        ),
+        least,
+    )
+
+
+def verdict(least: int, high: int, device_bytes: int) -> Verdict:
+    """Whether a run fits that needs at least `least` bytes and is predicted to use up to `high`."""
+    if high <= device_bytes:
+        return "fits"
+    return "fails" if least > device_bytes else "undecided"
+
+
+def _time_prediction(job: Job, judged: TimeJudgement) -> TimePrediction:
+    training = job.run.phase == "finetune"
+    tokens, total_s = num_tokens(job), judged.total_s
+    low, high = judged.interval()
     return TimePrediction(
-        step_s=None,
-        tokens_per_s=generated / total,
-        prefill_s=prefill_s,
-        decode_s_per_token=decode_s,
-        time_per_token_s=total / generated,
-        interval_s=(low / generated, high / generated),
-        breakdown={name: prefill_parts[name] + steps * decode_parts[name] for name in decode_parts},
+        step_s=total_s if training else None,
+        tokens_per_s=tokens / total_s,
+        prefill_s=judged.pass_s.get("prefill"),
+        decode_s_per_token=judged.pass_s.get("decode"),
+        time_per_token_s=total_s / tokens,
+        interval_s=(low, high) if training else (low / tokens, high / tokens),
+        breakdown=judged.breakdown,
         confidence=TIME_CONFIDENCE,
     )
 
@@ -294,8 +276,8 @@ def with_trace(job: Job, memory: MemoryPrediction, traced: TracedPeak) -> Memory
     parts = dict(traced.parts) | {"temporary": workspace}
     parts["traced"] = allocated - sum(size for name, size in parts.items() if name != "traced")
 
-    def shifted(interval: tuple[int, int], by: int) -> tuple[int, int]:
-        return max(0, interval[0] + by), interval[1] + by
+    def shifted(interval: tuple[int, int], num_bytes: int) -> tuple[int, int]:
+        return max(0, interval[0] + num_bytes), interval[1] + num_bytes
 
     by_trace = allocated - memory.peak_allocated_bytes
     reserved_by_trace = reserved - memory.peak_reserved_bytes
@@ -337,16 +319,10 @@ def predict(
         least += memory.peak_allocated_bytes - by_ledger
         traced_basis = f"memory traced on the real code, {traced.note}; "
     training = job.run.phase == "finetune"
-    phases: tuple[str, ...] = ("finetune",)
-    if not training:
-        phases = ("prefill",) if model.task == "encoder" else ("prefill", "decode")
-    if not gpu.is_timed:
-        time, phases = unknown_time(training=training), ()
-    elif training:
-        time = predict_step(job, calibration)
-    else:
-        time = predict_generation(job, calibration)
-    verdict = judge(memory, least, gpu)
+    timed = judged_time(job, calibration) if gpu.is_timed else None
+    time = unknown_time(training=training) if timed is None else _time_prediction(job, timed)
+    phases = () if timed is None else tuple(timed.pass_s)
+    outcome = verdict(least, memory.interval_bytes[1], gpu.memory_bytes)
     num_params = model.num_params
     trained = num_trained(job) if training else 0
     if traced is not None:
@@ -359,8 +335,8 @@ def predict(
         memory=memory,
         time=time,
         usable_bytes=gpu.memory_bytes,
-        fits=verdict == "fits",
-        verdict=verdict,
+        fits=outcome == "fits",
+        verdict=outcome,
         basis=traced_basis
         + calibration.basis(
             memory_runs=calibration.memory.num_runs,

@@ -8,9 +8,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from whichlora import timing
+from whichlora.judgement import ALLOCATED_PARTS
 from whichlora.memory.ledger import PARTS
 from whichlora.prediction import (
-    ALLOCATED_PARTS,
     forward_features,
     ledger,
     mean_context,

@@ -20,11 +20,11 @@ from whichlora.calibration import Calibration, prior_calibration
 from whichlora.enumeration import Candidates
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import list_methods
-from whichlora.outline import Outline, num_tokens, outline_inference, outline_training
+from whichlora.outline import Outline, outline_inference, outline_training
 from whichlora.outlook import Outlook
 from whichlora.plan import Plan
 from whichlora.policy import Contest, Decision, tiers
-from whichlora.prediction import predict, step_features
+from whichlora.prediction import num_tokens, predict, step_features
 from whichlora.profiling import busy, open_profiler
 from whichlora.pursuit import Pursuit
 from whichlora.resolution import Job, resolve

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from whichlora.block import count, judge_block
+from whichlora.block import predict_block
 from whichlora.calibration import Calibration
+from whichlora.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
 from whichlora.likeness import METHOD_SHARE, MODEL_SHARE, VARIANT_SHARE
 from whichlora.numeric import TWO_SIDED_Z
 from whichlora.plan import Prefer
-from whichlora.prediction import MEMORY_CONFIDENCE, TIME_CONFIDENCE, step_features
+from whichlora.prediction import step_features
 from whichlora.resolution import Job
 from whichlora.specs import RunConfig
 from whichlora.timing import FEATURES, deciding
@@ -169,7 +170,7 @@ class _Worlds:
         """Seconds per token and bytes, shape [num_worlds, num_candidates]."""
         import numpy as np
 
-        found = judge_block(count(group.job, group.axes), self._calibration)
+        found = predict_block(group.job, self._calibration, group.axes)
         spread = np.log(found.high_s / found.time_s).ravel() / TWO_SIDED_Z[TIME_CONFIDENCE]
         seconds = found.time_s.ravel() * np.exp(self._serving * spread)
         return seconds, self._bytes(found.device_used_bytes, found.high_bytes)
@@ -178,7 +179,7 @@ class _Worlds:
         """Seconds of the whole training and bytes, shape [num_worlds, num_candidates]."""
         import numpy as np
 
-        found = judge_block(count(group.job, group.axes), self._calibration)
+        found = predict_block(group.job, self._calibration, group.axes)
         model = self._calibration.time["finetune"]
         work = _whole_training(group, self._calibration)
         total = work @ np.array([model.mean[name] for name in FEATURES])

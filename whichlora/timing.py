@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from whichlora.numeric import Real
+from whichlora.numeric import Real, quadratic_form, sqrt, where
 from whichlora.specs import GpuSpec
 from whichlora.work import Work
 
@@ -168,48 +168,55 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
     }
 
 
-def deciding(model: TimeModel, found: Mapping[str, Real]) -> dict[str, Real]:
+def deciding(model: TimeModel, features: Mapping[str, Real]) -> dict[str, Real]:
     """The features that decide the time of a run; the others are zero.
 
     Where arithmetic and its reads overlap, or host and device, the one that waits for the other
     counts nothing.
     """
-    counted = dict(found)
+    decided = dict(features)
     for arithmetic, reads in ROOFS:
-        waits = model.mean[arithmetic] * found[arithmetic] < model.mean[reads] * found[reads]
-        counted[arithmetic] = found[arithmetic] * (1 - waits)
-        counted[reads] = found[reads] * waits
+        waits = model.mean[arithmetic] * features[arithmetic] < model.mean[reads] * features[reads]
+        decided[arithmetic] = features[arithmetic] * (1 - waits)
+        decided[reads] = features[reads] * waits
     if not model.overlaps:
-        return counted
-    device = sum((model.mean[name] * counted[name] for name in DEVICE_FEATURES), 0.0)
-    host_bound = device < model.mean["launch"] * found["launch"]
+        return decided
+    device = sum((model.mean[name] * decided[name] for name in DEVICE_FEATURES), 0.0)
+    host_bound = device < model.mean["launch"] * features["launch"]
     for name in DEVICE_FEATURES:
-        counted[name] = counted[name] * (1 - host_bound)
-    counted["launch"] = found["launch"] * host_bound
-    return counted
+        decided[name] = decided[name] * (1 - host_bound)
+    decided["launch"] = features["launch"] * host_bound
+    return decided
 
 
-def seconds(model: TimeModel, found: Mapping[str, Real]) -> tuple[Real, dict[str, Real]]:
-    """Seconds of one step, and their breakdown by feature, which adds up to them."""
-    counted = deciding(model, found)
-    parts = {name: model.mean[name] * counted[name] for name in FEATURES}
-    return sum(parts.values()), parts
+def seconds(model: TimeModel, features: Mapping[str, Real]) -> tuple[Real, dict[str, Real]]:
+    """Seconds of one pass, and their breakdown by feature, which adds up to them."""
+    return _priced(model, deciding(model, features))
 
 
-def log_deviation(model: TimeModel, found: Mapping[str, float], total: float) -> float:
-    """Standard deviation of the log of the predicted seconds, of one run.
+def log_deviation(model: TimeModel, features: Mapping[str, Real], total: Real) -> Real:
+    """Standard deviation of the log of the predicted seconds `total` of one run.
 
     The coefficients' covariance seen through this run's features, plus the noise of a run; times
     the scale that held-out runs gave.
     """
-    if total <= 0:
-        return model.interval_scale * model.noise
-    counted = deciding(model, found)
-    variance = sum(
-        counted[a] * counted[b] * model.covariance[i][j]
-        for i, a in enumerate(FEATURES)
-        if counted[a]
-        for j, b in enumerate(FEATURES)
-        if counted[b]
-    )
-    return model.interval_scale * math.sqrt(max(0.0, variance) / total**2 + model.noise**2)
+    return _deviation(model, deciding(model, features), total)
+
+
+def pass_time(model: TimeModel, features: Mapping[str, Real]) -> tuple[Real, dict[str, Real], Real]:
+    """`seconds` with their breakdown, and their `log_deviation`."""
+    decided = deciding(model, features)
+    total, parts = _priced(model, decided)
+    return total, parts, _deviation(model, decided, total)
+
+
+def _priced(model: TimeModel, decided: Mapping[str, Real]) -> tuple[Real, dict[str, Real]]:
+    parts = {name: model.mean[name] * decided[name] for name in FEATURES}
+    return sum(parts.values()), parts
+
+
+def _deviation(model: TimeModel, decided: Mapping[str, Real], total: Real) -> Real:
+    variance = quadratic_form([decided[name] for name in FEATURES], model.covariance)
+    takes_time = total > 0  # coefficients may all be zero: then nothing but noise is known
+    relative = where(takes_time, variance, 0.0) / where(takes_time, total, 1.0) ** 2
+    return model.interval_scale * sqrt(relative + model.noise**2)

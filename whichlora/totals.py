@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 
 from whichlora.belief import EXPECTED_RUNS, REPEATABILITY
+from whichlora.judgement import TIME_CONFIDENCE
 from whichlora.numeric import TWO_SIDED_Z
-from whichlora.prediction import TIME_CONFIDENCE
 from whichlora.search import Quantity
 
 # What a first step takes beyond the others, or evaluations take, may differ by this. Kind: estimate

@@ -18,11 +18,12 @@ from whichlora.device.installed import installed_versions
 from whichlora.errors import ConfigError
 from whichlora.gpu_choice import GpuChoice, OnGpu, choose_gpu
 from whichlora.html_report import write_report
+from whichlora.judgement import TIME_CONFIDENCE
 from whichlora.notes import UNVERIFIED
 from whichlora.numeric import TWO_SIDED_Z
 from whichlora.plan import Plan, Prefer
 from whichlora.policy import Decision, StoppedBy
-from whichlora.prediction import MEMORY_ONLY, TIME_CONFIDENCE, predict
+from whichlora.prediction import MEMORY_ONLY, predict
 from whichlora.profiling import device_of, gpus_of, is_here, require_profiler
 from whichlora.pursuit import Pursuit
 from whichlora.results import SCHEMA_VERSION, Measurement, Prediction, Refused

@@ -26,13 +26,9 @@ from whichlora import timing  # noqa: E402
 from whichlora.api import model_of  # noqa: E402
 from whichlora.calibration import TIME_PHASES, prior_calibration  # noqa: E402
 from whichlora.fitting import fit_time  # noqa: E402
+from whichlora.judgement import TIME_CONFIDENCE  # noqa: E402
 from whichlora.numeric import TWO_SIDED_Z  # noqa: E402
-from whichlora.prediction import (  # noqa: E402
-    TIME_CONFIDENCE,
-    ledger,
-    predict_memory,
-    step_features,
-)
+from whichlora.prediction import ledger, predict_memory, step_features  # noqa: E402
 from whichlora.resolution import Job, resolve  # noqa: E402
 from whichlora.results import Measurement, MemoryPrediction  # noqa: E402
 from whichlora.samples import Sample, time_samples  # noqa: E402

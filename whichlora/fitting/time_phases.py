@@ -12,7 +12,7 @@ from sklearn.base import clone
 
 from whichlora import timing
 from whichlora.calibration import TIME_PHASES
-from whichlora.prediction import TIME_CONFIDENCE
+from whichlora.judgement import TIME_CONFIDENCE
 from whichlora.regression import (
     Array,
     TimeRegressor,

@@ -20,7 +20,8 @@ from whichlora.device.worker import environment
 from whichlora.errors import WhichLoraError
 from whichlora.integrations.batches import Batches, read_batches
 from whichlora.integrations.live import read_job
-from whichlora.prediction import predict, step_features, time_interval
+from whichlora.judgement import time_interval
+from whichlora.prediction import predict, step_features
 from whichlora.resolution import Job
 from whichlora.results import Interval, Measurement, Prediction
 from whichlora.store.measurements import MeasurementLog
