@@ -46,35 +46,41 @@ from whichlora.units import GiB  # noqa: E402
 DOCUMENT = ROOT / "docs" / "accuracy" / "ledger.md"
 FAR_OFF = 0.04
 SECOND_TEXT = """\
-Drawn with another seed, and looked at after the formulas were finished (2026-11-21). Of its first
-130 runs 112 were traced; the finished formulas had a median error of 0.07 %, a 95th percentile of
-2.1 % and a worst of +23 % and -12 %. What they had missed was then added by the same rules, a
-tensor each: autocast copies no experts (Mixtral, full fine-tuning in fp16: +23 %), a factor of the
-logits has a gradient of its own (Command-R, raw loss: -12 %), a delta net that fills up its last
-chunk copies no operands (Qwen3.5 in fp32: +10 %), the layout of DeepSeek's attention output (+2 %);
-and the expected remainders of blocks, which were too many, are counted by segment. Runs 130 to 165
-were looked at after that, and nothing was changed by them: 26 were traced by then, with a median of
-0.09 %, a 95th percentile of 1.0 % and a worst of +1.0 % and -0.8 %. The rests of blocks have had
-another rule since, which these runs were looked at for. Below are all of them by today's
-formulas."""
+Drawn with seed 1 and looked at after the formulas were finished (2026-11-21). 112 of the first 130
+runs were traced: median 0.07 %, 95th percentile 2.1 %, worst +23 % and -12 %. The formulas were
+then corrected, tensor by tensor:
+
+- autocast copies no experts (Mixtral, full fine-tuning in fp16: +23 %);
+- a factor of the logits has a gradient of its own (Command-R, raw loss: -12 %);
+- a delta net that fills its last chunk copies no operands (Qwen3.5 in fp32: +10 %);
+- the layout of DeepSeek's attention output (+2 %); unsplit remainders are counted by segment.
+
+Runs 130 to 165 were looked at after that. 26 were traced, and nothing was changed: median 0.09 %,
+95th percentile 1.0 %, worst +1.0 % and -0.8 %. The rule of unsplit remainders was changed later,
+with all of these runs in view. The table has all runs by today's formulas."""
 THIRD_TEXT = """\
-Drawn with a third seed after that (2026-11-21): of 100 runs 85 were traced, and the formulas as
-they were had a median error of 0.03 %, a 95th percentile of 1.3 % and a worst of +2.8 % and -8.2 %.
-The two worst were mended then: what a layer's name holds of eager attention under autocast (T5-base
-with dropout: -8.2 %), and that Falcon with one key head copies keys and values out of their
-projection (+2.8 %). Below are all of them by today's formulas."""
+Drawn with seed 2 after that (2026-11-21). 85 of 100 runs were traced: median 0.03 %, 95th
+percentile 1.3 %, worst +2.8 % and -8.2 %. Two formulas were then corrected:
+
+- what eager attention holds under autocast (T5-base with dropout: -8.2 %);
+- Falcon with one key head copies keys and values out of their projection (+2.8 %).
+
+The table has all runs by today's formulas."""
 FOURTH_TEXT = """\
-Drawn with a fourth seed after that (2026-11-21): of 80 runs 72 were traced, and the formulas as
-they were had a median error of 0.07 %, a 95th percentile of 4.2 % and a worst of +5.0 % and -9.6 %.
-Five were mended then, each by what its class does: BLOOM names the first scores of its attention
-(prefill -9.6 %), GPT-NeoX-20B's activation multiplies where others take a power (-6.4 %), Gemma 2
-makes no mask for flash attention (prefill +5.0 %), Seed-OSS has dropouts where its config names
-none (-4.2 %), and a reentrant checkpoint fills in zeros for GPT-J's unused probabilities (-3.6 %).
-Below are all of them by today's formulas."""
+Drawn with seed 3 after that (2026-11-21). 72 of 80 runs were traced: median 0.07 %, 95th percentile
+4.2 %, worst +5.0 % and -9.6 %. Five formulas were then corrected:
+
+- BLOOM holds the first scores of its attention (prefill -9.6 %);
+- GPT-NeoX-20B's activation multiplies where others take a power (-6.4 %);
+- Gemma 2 makes no mask for flash attention (prefill +5.0 %);
+- Seed-OSS has dropouts where its config names none (-4.2 %);
+- a reentrant checkpoint fills in zeros for GPT-J's unused probabilities (-3.6 %).
+
+The table has all runs by today's formulas."""
 FIFTH_TEXT = """\
-Drawn with a fifth seed after that (2026-11-21): of 80 runs 68 were traced, and the formulas as they
-were had a median error of 0.02 %, a 95th percentile of 0.9 % and a worst of +3.7 % (ALBERT, full
-fine-tuning, whose layers share their weights) and -0.9 %. Nothing was changed by them."""
+Drawn with seed 4 after that (2026-11-21). 68 of 80 runs were traced, and nothing was changed by
+them: median 0.02 %, 95th percentile 0.9 %, worst +3.7 % and -0.9 %. The worst is full fine-tuning
+of ALBERT, whose layers share their weights."""
 LATER_DRAWS = (  # looked at after the formulas were finished: seed, traces, what they showed
     (1, "draw-2.jsonl", SECOND_TEXT),
     (2, "draw-3.jsonl", THIRD_TEXT),
@@ -289,11 +295,11 @@ def document(
         "traced, less one: positive is too high. Nothing was fitted.",
         *(f"## By {title}\n\n{grouped(compared, title)}" for title in GROUPS),
         "## Every moment\n\nAlso where it is not the peak. What a trace calls forward goes on to "
-        "the optimizer's step, so that full fine-tuning clips all its gradients there; the ledger "
-        f"has them in the step.\n\n{by_moment(compared)}",
+        "the optimizer's step. There full fine-tuning clips its gradients, which the ledger counts "
+        f"in the step.\n\n{by_moment(compared)}",
         "## Reserved by the allocator\n\nPredicted against the replay of the same traces through "
-        "the caching allocator's rules with unlimited memory, workspaces left out; the bound is "
-        "the upper end of the stated 95 % interval of a device that nobody has profiled.\n\n"
+        "the caching allocator's rules, with unlimited memory and without workspaces. The bound "
+        "is the upper end of the stated 95 % interval of a device without measurements.\n\n"
         f"{reserved(compared)}\n\n{far_off_reserve(compared)}",
         f"## Runs further off than {FAR_OFF:.0%}\n\n{far_off(compared)}".replace("%\n", " %\n"),
         *(
