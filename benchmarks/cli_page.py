@@ -29,8 +29,8 @@ Made by `python benchmarks/cli_page.py`; `whichlora COMMAND --help` prints the s
 ## Conventions
 
 - A list with commas makes a grid: `--batch-size 1,4`.
-- stdout is the answer, stderr the talk; `--json` is for programs and has a `schema_version`.
-- Away from a terminal there is no colour and no line is redrawn; `NO_COLOR=1` does without colours.
+- stdout holds the answer, stderr progress and notes. `--json` has a `schema_version`.
+- Output that is no terminal has no colour, and no line is redrawn.
 - Completion of commands, options, models, accelerators: `whichlora completion bash` (zsh, fish).
 
 | variable | meaning |
@@ -45,9 +45,9 @@ Made by `python benchmarks/cli_page.py`; `whichlora COMMAND --help` prints the s
 | --- | --- |
 | 0 | done |
 | 1 | nothing meets the limits; the closest candidate is printed |
-| 2 | bad request, or what it needs failed: one line on stderr says what, and what to do |
+| 2 | bad request, or a step failed: one line on stderr says what, and what to do |
 | 130 | interrupted; `whichlora run` and `slurm resume` go on with what was measured |
-| 141 | whoever read the output ended first, as in `whichlora gpus \\| head` |
+| 141 | the reader of the output ended first, as in `whichlora gpus \\| head` |
 
 A traceback is a bug: please report it.
 """

@@ -30,10 +30,10 @@ ImageFormat = Literal["png", "svg"]
 def run(config: Path, fresh: bool, prefer: Prefer | None, show_all: bool, as_json: bool) -> None:
     """Find the largest model that meets the limits of CONFIG.
 
-    And with it the LoRA variant and the batch size. Predicts every candidate, profiles those that
-    could change the answer until the winner is as sure as asked or the budget is spent, and writes
-    the table, the reasons, an HTML report and a ready train.py to the output directory. An
-    interrupted run goes on with the same command.
+    And with it the LoRA variant and the batch size. It predicts every candidate, and profiles those
+    that could change the answer, until the winner has the requested confidence or the budget is
+    spent. It writes the table, the reasons, an HTML report and a ready train.py to the output
+    directory. An interrupted run resumes with the same command.
 
     \b
     Example:
