@@ -197,42 +197,80 @@ def forward_bytes(
     With the looked-up embeddings and the layer's input, which the model's loop holds.
     Kind: exact.
     """
-    found: list[Count] = [0 * tokens]
-    beside: Count = 0 * tokens
     sizes = {"tokens": tokens, "span": span, "r": r}
+    points: list[Count] = [0 * tokens]
+    beside: Count = 0 * tokens
     inputs = layer_input_points(model, targets, stack, method)
     if inputs is not None:
         embedded = stack.stream_bytes * model.hidden_size * tokens
-        found.append(embedded + most(inputs.forward, **sizes))
-        beside = inputs.packed_bytes * tokens
+        points.append(embedded + most(inputs.forward, **sizes))
+        beside = inputs.packed_bytes * tokens  # every layer reads its part of it
     layers = [group.layer for group in model.groups if side in ("", group.stack)]
-    if prompt:
-        layers = [one for one in layers if not reads_last(one, stack)]
     for layer in layers:
-        stream = stream_bytes(layer, stack, after_norm=model.starts_in_layer_norm)
-        # looked-up rows, of positions too, and the layer's input
-        num_streams = 3 if model.adds_positions and model.task == "causal-lm" else 2
-        streams = num_streams * stream * model.hidden_size * tokens
-        before = returned_probabilities(layer, stack)
-        streams = streams + evaluate(before, **sizes)
-        state_elements = sum(one.recurrent_elements for one in layer.attentions)
-        length = span if queries is None or not state_elements else queries
-        for share, masked, ragged in _cases(layer, stack, length):
-            points = working_points(
+        if prompt and reads_last(layer, stack):
+            continue
+        around = beside + _streams(layer, model, stack, **sizes)
+        run = _Forward(layer, model, targets, stack, method, decoding)
+        # chunks of a recurrent layer are made of the tokens that run, not of all keys
+        length = span if queries is None or not run.state_elements else queries
+        for share, in_layer in run.points(tokens=tokens, span=length, r=r):
+            points.append(share * (around + in_layer))
+    return largest(*points)
+
+
+def _streams(
+    layer: Layer, model: ModelSpec, stack: Stack, *, tokens: Count, span: Count, r: Count
+) -> Count:
+    """What the model's loop names: looked-up rows, the layer's input, probabilities before it.
+
+    Source: transformers 5.23 `LlamaModel.forward`, `inputs_embeds` and `hidden_states`; the rows
+    of positions in `GPT2Model.forward`, `position_embeds`.
+    """
+    num_streams = 3 if model.adds_positions and model.task == "causal-lm" else 2
+    stream = stream_bytes(layer, stack, after_norm=model.starts_in_layer_norm)
+    before = evaluate(returned_probabilities(layer, stack), tokens=tokens, span=span, r=r)
+    return num_streams * stream * model.hidden_size * tokens + before
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A forward of one layer without gradients.
+
+    Args:
+        decoding: of one token of each sequence.
+    """
+
+    layer: Layer
+    model: ModelSpec
+    targets: tuple[str, ...]
+    stack: Stack
+    method: Method
+    decoding: bool
+
+    @property
+    def state_elements(self) -> int:
+        return sum(attention.recurrent_elements for attention in self.layer.attentions)
+
+    def points(self, *, tokens: Count, span: Count, r: Count) -> Iterator[tuple[Count, Count]]:
+        """Bytes at the worst point, with 1 where they hold and 0 elsewhere."""
+        layer, stack, model = self.layer, self.stack, self.model
+        states: Count = 0
+        if self.decoding:
+            states = _STEP_STATES * 4 * self.state_elements * tokens
+        for share, masked, ragged in _cases(layer, stack, span):
+            forms = working_points(
                 layer,
                 model.hidden_size,
-                targets,
+                self.targets,
                 stack,
-                method,
+                self.method,
                 masked=masked,
-                stream=stream,
+                stream=stream_bytes(layer, stack, after_norm=model.starts_in_layer_norm),
                 ragged=ragged,
             )
-            if decoding:
-                points = tuple(without_sequences(form) for form in points)
-            in_layer = streams + beside + most(points, tokens=tokens, span=length, r=r)
-            found.append(share * (in_layer + decoding * _STEP_STATES * 4 * state_elements * tokens))
-    return largest(*found)
+            if self.decoding:
+                forms = tuple(without_sequences(form) for form in forms)
+            yield share, most(forms, tokens=tokens, span=span, r=r) + states
 
 
 def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dict[str, Count]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from whichlora.architecture import Layer
+from whichlora.architecture import Layer, Norm
 from whichlora.memory.activations import attention_kernel
 from whichlora.memory.attention_code import attend
 from whichlora.memory.expert_code import mix_experts
@@ -38,75 +38,111 @@ def feed(code: Code, layer: Layer, y: Tensor, x: Tensor) -> Tensor:
 
 
 def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
-    tape, stack = code.tape, code.stack
-    drops = bool(layer.dropouts) and stack.training
+    """The layer's forward, in one of the three orders of norms and sums that the classes have."""
+    if layer.parallel:
+        return _run_parallel(code, layer, x)
+    if layer.post_norm:
+        return _run_post_norm(code, layer, x)
+    return _run_pre_norm(code, layer, x)
 
-    def dropped(y: Tensor, drops: bool = drops) -> Tensor:
-        if not drops:
-            return y
-        return code.dropout(y, mask_bytes=y.size if stack.device_kind == "cpu" else 1)
 
-    norms = list(layer.norms)
-    attention = layer.attentions[0]
-    memory = None
-    if len(layer.attentions) > 1:
-        widened = norms[0].kind == "layer" and stack.under_autocast and stack.device_kind != "cpu"
-        size = 4 if widened else stack.stream_bytes
-        memory = tape.shared(x.elements, size, needs_grad=stack.training)
+def _dropped(code: Code, layer: Layer, y: Tensor, *, of_mlp: bool = False) -> Tensor:
+    if not layer.dropouts or not code.stack.training or (of_mlp and not layer.drops_mlp):
+        return y
+    # CUDA's fused dropout keeps a boolean mask, a CPU's product one as wide as what it reads:
+    # torch 2.13 `native_dropout`, `dropout_impl`
+    return code.dropout(y, mask_bytes=y.size if code.stack.device_kind == "cpu" else 1)
+
+
+def _memory(code: Code, layer: Layer, x: Tensor) -> Tensor | None:
+    """The encoder's output, which the cross attention of every decoder layer reads."""
+    stack = code.stack
+    if len(layer.attentions) < 2:
+        return None
+    widened = layer.norms[0].kind == "layer" and stack.under_autocast and stack.device_kind != "cpu"
+    size = 4 if widened else stack.stream_bytes
+    return code.tape.shared(x.elements, size, needs_grad=stack.training)
+
+
+def _attend_self(code: Code, layer: Layer, x: Tensor, memory: Tensor | None) -> Tensor:
     # an encoder's tokens alone have a padding mask
     by_itself = replace(code, masked=False) if memory is not None else code
-    if layer.parallel:
-        first = code.norm(norms[0], x)
-        mixed = dropped(attend(code, attention, first))
-        second = code.norm(norms[1], x) if len(norms) > 1 else first
-        fed = dropped(feed(code, layer, second, x))
-        result = code.add(code.add(mixed, fed), x)
-        tape.hold(mixed, fed, second)
-        return result
-    if layer.post_norm:
-        mixed = dropped(attend(by_itself, attention, x))
-        if norms[0].kind == "layer":
-            middle = code.norm(norms[0], code.add(mixed, x))
-            for cross in layer.attentions[1:]:
-                mixed = dropped(attend(code, cross, middle, memory=memory))
-                middle = code.norm(norms[1], code.add(mixed, middle))
-            fed = dropped(feed(code, layer, middle, middle), drops and layer.drops_mlp)
-            return code.norm(norms[-1], code.add(fed, middle))
+    return attend(by_itself, layer.attentions[0], x)
+
+
+def _run_parallel(code: Code, layer: Layer, x: Tensor) -> Tensor:
+    """Source: transformers 5.23 `GPTNeoXLayer.forward`, `FalconDecoderLayer.forward`."""
+    norms = layer.norms
+    first = code.norm(norms[0], x)
+    mixed = _dropped(code, layer, _attend_self(code, layer, first, None))
+    second = code.norm(norms[1], x) if len(norms) > 1 else first
+    fed = _dropped(code, layer, feed(code, layer, second, x))
+    result = code.add(code.add(mixed, fed), x)
+    code.tape.hold(mixed, fed, second)
+    return result
+
+
+def _run_post_norm(code: Code, layer: Layer, x: Tensor) -> Tensor:
+    """Source: transformers 5.23 `BertLayer.forward`, `BartDecoderLayer.forward`."""
+    norms, memory = layer.norms, _memory(code, layer, x)
+    mixed = _dropped(code, layer, _attend_self(code, layer, x, memory))
+    if norms[0].kind != "layer":  # OLMo 2 normalises what it adds, not the sum
         middle = code.add(x, code.norm(norms[0], mixed))
         fed = feed(code, layer, middle, middle)
         return code.add(middle, code.norm(norms[1], fed))
-    sandwich = len(norms) >= 4
-    # T5 gives what dropout returns no name of its own, so that both live
-    names_both = norms[0].kind == "rms_mixed"
-    read_norms = len(norms) - 1 - sandwich  # ModernBERT's first layer reads its input as it is
-    for number, one in enumerate(layer.attentions):
+    middle = code.norm(norms[0], code.add(mixed, x))
+    for cross in layer.attentions[1:]:
+        mixed = _dropped(code, layer, attend(code, cross, middle, memory=memory))
+        middle = code.norm(norms[1], code.add(mixed, middle))
+    fed = _dropped(code, layer, feed(code, layer, middle, middle), of_mlp=True)
+    return code.norm(norms[-1], code.add(fed, middle))
+
+
+def _run_pre_norm(code: Code, layer: Layer, x: Tensor) -> Tensor:
+    """Source: transformers 5.23 `LlamaDecoderLayer.forward`, `T5Block.forward`."""
+    norms, memory = list(layer.norms), _memory(code, layer, x)
+    read_norms = len(norms) - 1 - _is_sandwich(layer)
+    for number, attention in enumerate(layer.attentions):
+        # ModernBERT's first layer reads its input as it is
         y = code.norm(norms.pop(0), x) if number or read_norms else x
         if layer.names_norm and not number:
-            tape.hold_to_end(y)
-        reads_memory = bool(number)
-        mixed = attend(code, one, y, memory=memory) if reads_memory else attend(by_itself, one, y)
-        y = dropped(mixed)
+            code.tape.hold_to_end(y)
+        if number:
+            mixed = attend(code, attention, y, memory=memory)
+        else:
+            mixed = _attend_self(code, layer, y, memory)
+        y = _dropped(code, layer, mixed)
         if layer.names_attention:
-            tape.hold_to_end(y)
-        if sandwich:
-            y = code.norm(norms.pop(0), y)
-        result = code.add(x, code.scale(y) if layer.scales_sums else y)
-        tape.hold(x, *([mixed] if names_both else []))
-        if layer.scales_sums:
-            tape.hold(y)
-        x = result
+            code.tape.hold_to_end(y)
+        x = _add_to_stream(code, layer, x, y, mixed, norms)
     y = code.norm(norms.pop(0), x)
     mixed = feed(code, layer, y, x)
-    y = dropped(mixed, drops and layer.drops_mlp)
-    if sandwich:
-        y = code.norm(norms.pop(0), y)
-    result = code.add(x, code.scale(y) if layer.scales_sums else y)
-    tape.hold(x, *([mixed] if names_both else []))
-    if layer.scales_sums:
-        tape.hold(y)
+    y = _dropped(code, layer, mixed, of_mlp=True)
+    result = _add_to_stream(code, layer, x, y, mixed, norms)
     if layer.layer_input is not None:
         result = add_layer_input(code, layer.layer_input, result)
-    return tape.in_place(result) if layer.scales_result else result
+    return code.tape.in_place(result) if layer.scales_result else result
+
+
+def _is_sandwich(layer: Layer) -> bool:
+    """Whether a norm stands before and after each of attention and MLP (Gemma 2)."""
+    return len(layer.norms) >= 4
+
+
+def _add_to_stream(
+    code: Code, layer: Layer, x: Tensor, y: Tensor, mixed: Tensor, norms: list[Norm]
+) -> Tensor:
+    """`x` and `y`, which dropout made of `mixed`; a sandwich takes the next of `norms` first."""
+    # T5 gives what dropout returns no name of its own, so that both live
+    names_both = layer.norms[0].kind == "rms_mixed"
+    if _is_sandwich(layer):
+        y = code.norm(norms.pop(0), y)
+    result = code.add(x, code.scale(y) if layer.scales_sums else y)
+    # `residual` and `hidden_states` are names until the sum has taken the second one
+    code.tape.hold(x, *([mixed] if names_both else []))
+    if layer.scales_sums:
+        code.tape.hold(y)
+    return result
 
 
 def returned_probabilities(layer: Layer, stack: Stack) -> Form:

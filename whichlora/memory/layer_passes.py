@@ -184,7 +184,7 @@ def _repeated_copies(
     model: ModelSpec, layers: Sequence[LayerBytes], sized: Mapping[str, Count]
 ) -> Count:
     """Autocast copies a weight once, however many layers read it: its cache has it by address."""
-    total: Count = 0
+    total: Count = 0 * sized["tokens"]
     for group, layer in zip(model.groups, layers, strict=True):
         if group.shared:
             total = total + (layer.count - 1) * tensor_bytes(layer.copies, **sized)

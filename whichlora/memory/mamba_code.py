@@ -82,12 +82,7 @@ def _scan(
     def in_chunks(count: int) -> Form:
         return per_chunk(chunk * count, chunk)
 
-    shifted = tape.op([step], few, step.size)
-    if stack.under_autocast and stack.device_kind != "cpu":
-        shifted = code.cast(shifted, 4)
-    soft = tape.op([shifted], few, shifted.size, saves=[shifted])
-    steps = tape.op([soft], few, soft.size, saves=[soft])
-
+    steps = _step_sizes(code, step, few)
     wide = code.cast(values, 4, "scan: fp32 values")
     repeated = [
         tape.op([code.cast(one, 4)], read, 4, what="scan: repeated for every head")
@@ -112,14 +107,7 @@ def _scan(
     written = code.multiply_rows(b, to_end)
     each = heads * attention.head_dim * attention.v_head_dim
     states = _contract(code, x, written, per_chunk(each, chunk), turns=True)
-    # without gradients, the cache has counted the state that it is only given at the end
-    first = tape.op([], per_sequence(each if stack.training else 0), states.size)
-    with_first = plus(per_chunk(each, chunk), per_sequence(each))
-    joined = tape.op([first, states], with_first, states.size)
-    laid_out = code.copy(joined)
-    begun = tape.op([laid_out], with_first, laid_out.size, saves=[laid_out])
-    begun = tape.view(begun, copies_gradient=True)
-    tape.hold(joined)
+    first, begun = _first_states(code, states, each, chunk)
     (starts,) = tape.parts(begun, (per_chunk(each, chunk),))
 
     from_start = tape.op([total], in_chunks(heads), 4, saves_result=True)
@@ -130,6 +118,34 @@ def _scan(
     tape.hold(skipped, steps, decay_in, b, c, x, total, within, scores, weighted, diagonal)
     tape.hold(written, first, begun, off, off_scaled)
     return result
+
+
+def _step_sizes(code: Code, step: Tensor, few: Form) -> Tensor:
+    """`softplus(dt + dt_bias)`, which is also clamped."""
+    tape, stack = code.tape, code.stack
+    shifted = tape.op([step], few, step.size)
+    if stack.under_autocast and stack.device_kind != "cpu":
+        shifted = code.cast(shifted, 4)
+    soft = tape.op([shifted], few, shifted.size, saves=[shifted])
+    return tape.op([soft], few, soft.size, saves=[soft])
+
+
+def _first_states(code: Code, states: Tensor, each: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """The state before the first chunk, and that which every chunk begins with.
+
+    Args:
+        each: elements of the state of one sequence.
+    """
+    tape, stack = code.tape, code.stack
+    # without gradients, the cache has counted the state that it is only given at the end
+    first = tape.op([], per_sequence(each if stack.training else 0), states.size)
+    with_first = plus(per_chunk(each, chunk), per_sequence(each))
+    joined = tape.op([first, states], with_first, states.size)
+    laid_out = code.copy(joined)
+    begun = tape.op([laid_out], with_first, laid_out.size, saves=[laid_out])
+    begun = tape.view(begun, copies_gradient=True)
+    tape.hold(joined)
+    return first, begun
 
 
 def _decays_of_pairs(code: Code, x: Tensor, square: Form, chunk: int) -> Tensor:

@@ -113,10 +113,10 @@ def decode_moments(
     Kind: exact. Source: transformers 5.23 `QuantizedLayer.update`, `Fp8QuantizedLayer.update`.
     """
     steps = max_new_tokens - 1  # the first token comes from the prompt pass
-    size = stack.compute_bytes
     of_token = batch_size * _widest(model).cache_elements  # elements of one layer
     if not stored.residual_length:
         tokens = prompt_len + steps
+        size = stack.compute_bytes
         # the codes before they are joined, the keys, and the values in fp32 before their scale
         # and after
         joining = of_token * (tokens - 1) + of_token // 2 * tokens * (size + 8)
@@ -127,25 +127,49 @@ def decode_moments(
             )
         }
     length = stored.residual_length
-    renewals, fresh = steps // length, steps % length
-    layers = (
-        size
-        * batch_size
-        * sum(
-            count * attention.cache_elements
-            for layer, count in model.layers()
-            for attention in layer.attentions
-        )
-    )
-    quantised = prompt_len + renewals * length
+    fresh = steps % length
+    quantised = prompt_len + steps // length * length
+    sizes = {"batch_size": batch_size, "of_token": of_token, "quantised": quantised}
+    return {
+        "decode": _last_step(model, stack, stored, fresh=fresh, **sizes),
+        "renewal": _renewal(model, stack, stored, is_made=steps >= length, **sizes),
+    }
+
+
+def _last_step(
+    model: ModelSpec,
+    stack: Stack,
+    stored: CacheFormat,
+    *,
+    batch_size: Count,
+    of_token: Count,
+    quantised: Count,
+    fresh: Count,
+) -> tuple[Entry, ...]:
+    """Of `fresh` tokens in full width after `quantised` ones."""
+    size = stack.compute_bytes
     # Expanded, then joined with what is new; the values' new tokens are joined to a second copy.
     expanded = size * (of_token * (2 * quantised + fresh) + of_token // 2 * (fresh - 1))
-    last = (
+    return (
         Entry(QUANTISED_CACHE, _stored(model, stored, batch_size * quantised, size)),
-        Entry(FRESH_CACHE, layers * fresh),
+        Entry(FRESH_CACHE, _layers_token(model, batch_size, size) * fresh),
         Entry(EXPANDED, expanded * (fresh > 0)),
     )
-    renewed = renewals > 0
+
+
+def _renewal(
+    model: ModelSpec,
+    stack: Stack,
+    stored: CacheFormat,
+    *,
+    batch_size: Count,
+    of_token: Count,
+    quantised: Count,
+    is_made: Count,
+) -> tuple[Entry, ...]:
+    """Of the last step that quantises all tokens anew, in the first layer, if one `is_made`."""
+    size, length = stack.compute_bytes, stored.residual_length
+    assert length is not None
     before = quantised - length
     points = quantising_points(
         _widest(model).cache_elements // 2, size, replace(stack, stores=stored)
@@ -153,18 +177,23 @@ def decode_moments(
     quantising = most(points, tokens=batch_size * quantised, span=quantised, r=0)
     for sign, tokens in ((1, quantised), (-1, before)):  # the keys are stored anew already
         quantising = quantising + sign * stored_bytes(of_token // 2 * tokens, stored, size)
-    return {
-        "decode": last,
-        "renewal": (
-            Entry(
-                QUANTISED_CACHE,
-                _stored(model, stored, batch_size * before * renewed, size),
-            ),
-            Entry(FRESH_CACHE, layers * (length - 1) * renewed),
-            Entry(EXPANDED, size * of_token * (2 * before + length) * renewed),
-            Entry(QUANTISING, quantising * renewed),
-        ),
-    }
+    fresh = _layers_token(model, batch_size, size) * (length - 1)
+    return (
+        Entry(QUANTISED_CACHE, _stored(model, stored, batch_size * before * is_made, size)),
+        Entry(FRESH_CACHE, fresh * is_made),
+        Entry(EXPANDED, size * of_token * (2 * before + length) * is_made),
+        Entry(QUANTISING, quantising * is_made),
+    )
+
+
+def _layers_token(model: ModelSpec, batch_size: Count, element_bytes: int) -> Count:
+    """Keys and values of one token of each sequence in all layers, in full width."""
+    elements = sum(
+        count * attention.cache_elements
+        for layer, count in model.layers()
+        for attention in layer.attentions
+    )
+    return element_bytes * batch_size * elements
 
 
 def _stored(model: ModelSpec, stored: CacheFormat, tokens: Count, element_bytes: int) -> Count:
