@@ -202,7 +202,7 @@ def test_a_query_and_its_gate_are_no_fused_projection() -> None:
         "num_hidden_layers": 4,
     }
     full = model_of(config).groups[-1].layer.attentions[0]
-    assert full.gated
+    assert full.projection == "gated"
     assert fused_qkv(full) is None
 
 

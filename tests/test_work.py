@@ -532,7 +532,7 @@ def test_layers_that_borrow_keys_read_the_last_position_of_a_prompt_alone() -> N
     borrowed = sum(
         group.count * work.active_weights(group.layer)
         for group in spec.groups
-        if group.layer.attentions[0].keys_from == "earlier"
+        if group.layer.attentions[0].projection == "borrowed"
     )
     assert flops["flash_attention_2"] - flops["sdpa"] == 2 * borrowed * (2 * 64 - 2)
 

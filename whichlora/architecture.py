@@ -32,6 +32,21 @@ Routing = Literal[
 ]
 
 
+Projection = Literal[
+    "plain",
+    "scaled",
+    "gated",
+    "copied",
+    "copied_keys",
+    "latent",
+    "latent_complex",
+    "one_by_one",
+    "one_by_one_shared",
+    "borrowed",
+]
+EagerScores = Literal["scaled", "scaled_queries", "named", "fp32", "sinks"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
     """Weight matrices of one name in one layer: `y = x @ W.T (+ bias)`.
@@ -129,15 +144,22 @@ class Attention:
         chunk_size: tokens that a block with such a state takes at once.
         other_params: bare parameters: sinks, convolution kernels, decay vectors.
         dropout: probability that a trained model drops an attention weight.
-        scales_queries_first: queries are scaled before they are rotated (ESM).
         sdpa: what a request for SDPA ends in: the "fused" kernel, "math" where the shapes rule
             that out (Falcon's broadcast key head), "eager" where the class has no SDPA.
         flash: the class takes flash-attention 2; transformers refuses to load one that does not.
-        sinks: each head has one more logit, which no value belongs to (gpt-oss).
-        gated: the query's projection yields a gate on the output too (Qwen3-Next).
-        latent: queries, keys and values come from low-rank latents (DeepSeek); how the part of
-            them that is rotated is: "interleaved" in single operators, or as "complex" numbers.
-        wide_scores: queries and keys are widened to fp32 before their product (GPT-J, GPT-Neo).
+        projection: which function makes queries, keys and values (`memory.attention_code` has
+            them by name): "plain" of one matrix or three; "scaled", queries before they are
+            rotated (ESM); "gated", whose queries come with a gate on the output (Qwen3-Next);
+            "copied" out of a fused projection, keys and values to every query head (Falcon's new
+            architecture, CodeGen), or "copied_keys", these and values as they are (Falcon with
+            one key head); "latent" from low-rank latents, whose rotation is written in single
+            operators or in complex numbers, "latent_complex" (DeepSeek); "one_by_one", each
+            with a norm, also with one projection for keys and values, "one_by_one_shared", or
+            with those of an earlier layer, "borrowed" (Gemma 4).
+        eager: which function makes the scores in eager code: "scaled"; products of
+            "scaled_queries" (MVP); "named", one fused product whose operands the class names until
+            it returns (BLOOM); of queries and keys in "fp32" (GPT-J, GPT-Neo); with "sinks", one
+            more logit for each head, which no value belongs to (gpt-oss).
         joins_rotation: rotated and unrotated parts of the heads are concatenated, so that
             queries and keys are contiguous per head.
         relative_rows: entries of the table of relative positions that queries and keys are
@@ -145,17 +167,10 @@ class Attention:
         wide_rotation: queries and keys are rotated in fp32 (ModernBERT).
         wide_tables: the tables of positions are fp32 and widen what they rotate (CodeGen).
         wide_softmax: eager code asks for a softmax in fp32.
-        copies_parts: what is copied out of the fused projection: "all", keys and values to every
-            query head (Falcon's new architecture, CodeGen); "keys", these and values as they are
-            (Falcon with one key head).
         names_parts: rotated and unrotated parts of the heads have names of their own until the
             attention returns (StableLM, Phi, GPT-J).
-        names_steps: eager code names what each product reads and makes until it returns (BLOOM).
-        scales_queries: eager code scales queries, not scores (MVP).
         returns_probabilities: eager attention's are given to the layer, whose code names them.
         always_masked: the model makes a mask whatever the batch, with ALiBi one per head (Falcon).
-        keys_from: of Gemma 4, which makes queries, then keys, then values, each with a norm: two
-            projections of its own, "one" for both, or the keys and values of an "earlier" layer.
         keeps_keys: later layers read its keys and values.
     """
 
@@ -180,25 +195,18 @@ class Attention:
     dropout: float = 0.0
     sdpa: Literal["fused", "math", "eager"] = "fused"
     flash: bool = True
-    sinks: bool = False
-    gated: bool = False
-    latent: Literal["interleaved", "complex"] | None = None
+    projection: Projection = "plain"
+    eager: EagerScores = "scaled"
     joins_rotation: bool = False
-    wide_scores: bool = False
     biases_each_layer: bool = False
     biases_each_sequence: bool = False
     relative_rows: int = 0
     wide_rotation: bool = False
     wide_tables: bool = False
     wide_softmax: bool = True
-    copies_parts: Literal["all", "keys"] | None = None
     names_parts: bool = False
-    names_steps: bool = False
-    scales_queries: bool = False
-    scales_queries_first: bool = False
     returns_probabilities: bool = True
     always_masked: bool = False
-    keys_from: Literal["two", "one", "earlier"] | None = None
     keeps_keys: bool = False
 
     def __post_init__(self) -> None:

@@ -76,7 +76,7 @@ def _bloom(c: Fields) -> ModelSpec:
         position="alibi",
         sdpa="eager",
         flash=False,
-        names_steps=True,
+        eager="named",
         dropout=c.probability("attention_dropout"),
     )
     block = mlp(
@@ -125,7 +125,7 @@ def _falcon(c: Fields) -> ModelSpec:
         rotary_dim=head_dim if position == "rope" else 0,
         # FalconAttention copies grouped keys and values to every head before it caches them.
         cache_elements=2 * hidden if new else 2 * kv_heads * head_dim,
-        copies_parts="all" if new else "keys" if kv_heads < heads else None,
+        projection="copied" if new else "copied_keys" if kv_heads < heads else "plain",
         flash=position != "alibi",
         always_masked=True,
         # The old architecture hands SDPA one key head to broadcast: no fused kernel takes that.

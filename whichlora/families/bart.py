@@ -127,7 +127,7 @@ def _attention(c: Fields, kind: _Kind, side: _Side, *, cross: bool = False) -> A
     own: dict[str, Any] = {}
     if kind.own_attention:
         own = {"sdpa": "eager", "flash": False}
-        own |= {"scales_queries": True, "returns_probabilities": False}
+        own |= {"eager": "scaled_queries", "returns_probabilities": False}
     return softmax_attention(
         hidden=hidden,
         heads=heads,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from whichlora.architecture import Layer, Mlp, ModelSpec, Moe, Norm, NormKind
+from whichlora.architecture import Attention, Layer, Mlp, ModelSpec, Moe, Norm, NormKind
 from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
 
@@ -79,12 +79,6 @@ def decoder(
         spec: further fields of the `ModelSpec`.
     """
     hidden = c.size("hidden_size")
-    heads = c.size("num_attention_heads")
-    kv_heads = c.size("num_key_value_heads", fallback=heads)
-    head_dim = c.size("head_dim", fallback=hidden // heads)
-    window = c.size_or_none("sliding_window")
-
-    qk_norms = _qk_norms(style, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     dense = None
     if feed_forward is None:
         dense = mlp(
@@ -108,37 +102,13 @@ def decoder(
 
     layers = []
     for number in range(c.layers()):
-        sliding = layer_types is None or layer_types[number] == SLIDING
-        rope = has_rope(number)
-        rotary_dim = int(head_dim * c.rotary_fraction) if rope else 0
-        softcap = c.number_or_none("attn_logit_softcapping")
-        attention = softmax_attention(
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            names=style.qkv_names,
-            out_name=style.out_name,
-            qkv_bias=style.qkv_bias,
-            out_bias=style.out_bias,
-            norms=qk_norms,
-            position="rope" if rope else "none",
-            rotary_dim=rotary_dim,
-            sliding_window=window if sliding else None,
-            softcap=softcap,
-            sinks=sinks,
-            other_params=heads if sinks else 0,
-            dropout=c.probability("attention_dropout"),
-            # SDPA's kernels have neither a soft cap nor sinks
-            sdpa="fused" if softcap is None and not sinks else "eager",
-            names_parts=style.names_parts,
-            wide_rotation=rope and style.wide_rotation,
-            joins_rotation=rope and (style.joins_rotation or rotary_dim < head_dim),
-        )
+        slides = layer_types is None or layer_types[number] == SLIDING
         block, experts = feed_forward(number) if feed_forward else (dense, None)
         layers.append(
             Layer(
-                attentions=(attention,),
+                attentions=(
+                    _attention(c, style, slides=slides, rotates=has_rope(number), sinks=sinks),
+                ),
                 mlp=block,
                 moe=experts,
                 norms=layer_norms,
@@ -159,6 +129,38 @@ def decoder(
         spec.setdefault("embedding_dropouts", (hidden,))
     spec.setdefault("logit_softcap", c.number_or_none("final_logit_softcapping"))
     return causal_lm(c, layers, final_norms=final, head_bias=style.head_bias, **spec)
+
+
+def _attention(c: Fields, style: Style, *, slides: bool, rotates: bool, sinks: bool) -> Attention:
+    hidden = c.size("hidden_size")
+    heads = c.size("num_attention_heads")
+    kv_heads = c.size("num_key_value_heads", fallback=heads)
+    head_dim = c.size("head_dim", fallback=hidden // heads)
+    rotary_dim = int(head_dim * c.rotary_fraction) if rotates else 0
+    softcap = c.number_or_none("attn_logit_softcapping")
+    return softmax_attention(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        names=style.qkv_names,
+        out_name=style.out_name,
+        qkv_bias=style.qkv_bias,
+        out_bias=style.out_bias,
+        norms=_qk_norms(style, heads=heads, kv_heads=kv_heads, head_dim=head_dim),
+        position="rope" if rotates else "none",
+        rotary_dim=rotary_dim,
+        sliding_window=c.size_or_none("sliding_window") if slides else None,
+        softcap=softcap,
+        eager="sinks" if sinks else "scaled",
+        other_params=heads if sinks else 0,
+        dropout=c.probability("attention_dropout"),
+        # SDPA's kernels have neither a soft cap nor sinks
+        sdpa="fused" if softcap is None and not sinks else "eager",
+        names_parts=style.names_parts,
+        wide_rotation=rotates and style.wide_rotation,
+        joins_rotation=rotates and (style.joins_rotation or rotary_dim < head_dim),
+    )
 
 
 def _qk_norms(style: Style, *, heads: int, kv_heads: int, head_dim: int) -> tuple[Norm, ...]:

@@ -125,7 +125,7 @@ def latent_attention(c: Fields) -> Attention:
         linears=(*queries, *keys_values, out),
         norms=latents,
         rotary_dim=rope,
-        latent="complex" if c.text("model_type") == "deepseek_v2" else "interleaved",
+        projection="latent_complex" if c.text("model_type") == "deepseek_v2" else "latent",
         # transformers 5.23 caches the latent and the rotated key; earlier releases cached the
         # expanded keys and values, heads * (nope + rope + v_head_dim).
         cache_elements=kv_rank + rope,

@@ -171,7 +171,7 @@ def _esm(c: Fields) -> ModelSpec:
             "wide_rotation": True,
         }
     c = replace(c, values={**c.values, "hidden_act": "erf_gelu"})  # the class has no other
-    attention = self_attention(c, scales_queries_first=True, **rotation)
+    attention = self_attention(c, projection="scaled", **rotation)
     layer = replace(encoder_layer(c, attention), post_norm=False)
     contacts = Linear(
         name="regression",

@@ -126,7 +126,9 @@ def _gemma4_layer(c: Fields, kind: str, *, sharing: str) -> Layer:
         cached=not reuses,
         rotary_dim=head_dim,  # where only a part of the angles is not zero, all are still there
         sliding_window=None if full else c.size("sliding_window"),
-        keys_from="earlier" if reuses else ("one" if keys_are_values else "two"),
+        projection="borrowed"
+        if reuses
+        else ("one_by_one_shared" if keys_are_values else "one_by_one"),
         keeps_keys=sharing == "store",
     )
     missing = {"v_proj"} if keys_are_values else set()

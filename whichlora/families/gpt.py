@@ -144,7 +144,7 @@ def _gpt_neo(c: Fields) -> ModelSpec:
             out_bias=True,
             position="none",
             sdpa="eager",
-            wide_scores=True,
+            eager="fp32",
             sliding_window=c.size("window_size") if kinds[number] == "local" else None,
         )
         layers.append(
@@ -189,10 +189,10 @@ def _gptj(c: Fields) -> ModelSpec:
         rotary_dim=c.size("rotary_dim", fallback=hidden // heads),
         sdpa="eager",
         flash=not fused,  # GPT-J does, CodeGen does not
-        copies_parts="all" if fused else None,
+        projection="copied" if fused else "plain",
         wide_tables=fused,
         names_parts=True,
-        wide_scores=True,
+        eager="fp32",
         dropout=c.probability("attn_pdrop"),
     )
     block = mlp(

@@ -141,7 +141,7 @@ def _gated_attention(c: Fields) -> Attention:
             Norm(name="k_norm", kind="rms_offset", width=head_dim, rows=kv_heads),
         ),
         rotary_dim=int(head_dim * c.rotary_fraction),
-        gated=True,
+        projection="gated",
         joins_rotation=True,
         cache_elements=2 * kv_width,
     )

@@ -16,7 +16,7 @@ Kernel = Literal["fused", "math", "eager"]
 
 def fused_qkv(attention: Attention) -> Linear | None:
     """The projection that returns q, k and v in one tensor, if there is one."""
-    if attention.gated:  # its query and gate together may be as wide
+    if attention.projection == "gated":  # its query and gate together may be as wide
         return None
     width = attention.q_width + attention.k_width + attention.v_width
     return next((one for one in attention.linears if one.out_features == width), None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from whichlora.architecture import Attention
+from whichlora.architecture import Attention, EagerScores, Projection
 from whichlora.memory.activations import attention_kernel, fused_qkv, has_mask_per_head
 from whichlora.memory.cache_code import store
 from whichlora.memory.disentangled_code import attend_disentangled
@@ -69,6 +70,119 @@ def rotate(
     return result
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projected:
+    """Queries, keys and values as a projection returns them.
+
+    Args:
+        attention: with the heads that keys and values have now.
+        named: what has a name until the attention returns.
+        gate: on the attention's output.
+        is_turned: norms and positions are in them already.
+    """
+
+    attention: Attention
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    named: tuple[Tensor, ...] = ()
+    gate: Tensor | None = None
+    is_turned: bool = False
+
+
+def _project_plain(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    """Source: transformers 5.23 `LlamaAttention.forward`; fused, `GPTNeoXAttention.forward`."""
+    if fused_qkv(attention) is not None:
+        _, (q, k, v) = _split_projection(code, attention, x)
+        return Projected(attention=attention, q=q, k=k, v=v)
+    q_linear, k_linear, v_linear, _ = attention.linears
+    q, k, v = code.linear(q_linear, x), code.linear(k_linear, read), code.linear(v_linear, read)
+    return _by_heads(code, attention, q, k, v)
+
+
+def _by_heads(
+    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None
+) -> Projected:
+    # the gradient comes back as [batch, heads, seq, head_dim]
+    q, k = code.tape.view(q, copies_gradient=True), code.tape.view(k, copies_gradient=True)
+    return Projected(attention=attention, q=q, k=k, v=v, gate=gate)
+
+
+def _project_scaled(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    """Source: transformers 5.23 `EsmSelfAttention.forward`."""
+    q_linear, k_linear, v_linear, _ = attention.linears
+    q, k, v = code.linear(q_linear, x), code.linear(k_linear, read), code.linear(v_linear, read)
+    return _by_heads(code, attention, code.scale(q), k, v)
+
+
+def _project_gated(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    """Source: transformers 5.23 `Qwen3NextAttention.forward`."""
+    q_linear, k_linear, v_linear, _ = attention.linears
+    both = code.linear(q_linear, x)
+    half = per_token(attention.q_width)  # per head a query and a gate, side by side
+    (q,), (gate,) = code.tape.parts(both, (half,)), code.tape.parts(both, (half,))
+    gate = code.copy(gate)
+    k, v = code.linear(k_linear, read), code.linear(v_linear, read)
+    return _by_heads(code, attention, q, k, v, gate)
+
+
+def _split_projection(
+    code: Code, attention: Attention, x: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """What a fused projection returns, and queries, keys and values as views of it."""
+    linear = fused_qkv(attention)
+    assert linear is not None
+    joint = code.linear(linear, x)
+    widths = (attention.q_width, attention.k_width, attention.v_width)
+    q, k, v = code.tape.parts(joint, tuple(per_token(width) for width in widths))
+    return joint, (q, k, v)
+
+
+def _project_copied(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    """Source: transformers 5.23 `FalconAttention._split_heads`, `CodeGenAttention.forward`."""
+    joint, parts = _split_projection(code, attention, x)
+    q, k, v = (code.copy(part) for part in parts)
+    k, v = _repeated(code, attention, k, v)
+    every = replace(attention, num_key_value_heads=attention.num_attention_heads)
+    return Projected(attention=every, q=q, k=k, v=v, named=(joint,))
+
+
+def _project_copied_keys(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    """Source: transformers 5.23 `FalconAttention._split_heads` with `multi_query`."""
+    _, (q, k, v) = _split_projection(code, attention, x)
+    return Projected(attention=attention, q=q, k=code.copy(k), v=code.copy(v))
+
+
+def _project_latent(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    named: list[Tensor] = []
+    q, k, v = latent_projections(code, attention, x, named)
+    return Projected(attention=attention, q=q, k=k, v=v, named=tuple(named), is_turned=True)
+
+
+def _project_one_by_one(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    copies = attention_kernel(attention, code.stack) != "fused"
+    q, k, v = one_after_the_other(code, attention, x, rotate, copies_gradient=copies)
+    return Projected(attention=attention, q=q, k=k, v=v, is_turned=True)
+
+
+_PROJECTIONS: dict[Projection, Callable[[Code, Attention, Tensor, Tensor], Projected]] = {
+    "plain": _project_plain,
+    "scaled": _project_scaled,
+    "gated": _project_gated,
+    "copied": _project_copied,
+    "copied_keys": _project_copied_keys,
+    "latent": _project_latent,
+    "latent_complex": _project_latent,
+    "one_by_one": _project_one_by_one,
+    "one_by_one_shared": _project_one_by_one,
+    "borrowed": _project_one_by_one,
+}
+"""The attention functions that a family names in `Attention.projection`.
+
+Each takes what queries are made of, and what keys and values are made of.
+"""
+
+
 def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None = None) -> Tensor:
     """Projections, positions, the kernel and the output projection.
 
@@ -79,82 +193,69 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
         return mix_recurrently(code, attention, x)
     if attention.relative_rows:
         return attend_disentangled(code, attention, x)
-    tape, stack = code.tape, code.stack
+    tape = code.tape
     read = x if memory is None else memory
-    fused = fused_qkv(attention)
-    widths = (attention.q_width, attention.k_width, attention.v_width)
-    gate = None
-    named: list[Tensor] = []  # until the end
-    if attention.latent:
-        q, k, v = latent_projections(code, attention, x, named)
-        out_linear = attention.linears[-1]
-    elif attention.keys_from is not None:
-        out_linear = attention.linears[-1]
-        copies = attention_kernel(attention, stack) != "fused"
-        q, k, v = one_after_the_other(code, attention, x, rotate, copies_gradient=copies)
-    elif fused is not None:
-        joint = code.linear(fused, x)
-        q, k, v = tape.parts(joint, tuple(per_token(width) for width in widths))
-        if attention.copies_parts == "keys":
-            k, v = code.copy(k), code.copy(v)
-        elif attention.copies_parts == "all":
-            named.append(joint)
-            q, k, v = (code.copy(one) for one in (q, k, v))
-            k, v = _repeated(code, attention, k, v)
-            attention = replace(attention, num_key_value_heads=attention.num_attention_heads)
-        out_linear = attention.linears[-1]
-    else:
-        q_linear, k_linear, v_linear, out_linear = attention.linears
-        q = code.linear(q_linear, x)
-        if attention.gated:  # per head a query and a gate, side by side
-            half = per_token(attention.q_width)
-            (q,), (gate,) = tape.parts(q, (half,)), tape.parts(q, (half,))
-            gate = code.copy(gate)
-        k = code.linear(k_linear, read)
-        v = code.linear(v_linear, read)
-        if attention.scales_queries_first:
-            q = code.scale(q)
-        # the gradient comes back as [batch, heads, seq, head_dim]
-        q, k = tape.view(q, copies_gradient=True), tape.view(k, copies_gradient=True)
-    plain = attention.keys_from is None and not attention.latent
-    if attention.norms and plain:
-        q_norm, k_norm = attention.norms
-        q, k = code.norm(q_norm, q), code.norm(k_norm, k)
-    if attention.position == "rope" and plain:
-        before = (q, k)
-        q = rotate(code, q, attention, "query", named)
-        k = rotate(code, k, attention, "key", named)
-        turned = (q, k)
-        if not attention.wide_tables:
-            q, k = code.cast(q, before[0].size), code.cast(k, before[1].size)
-        elif not stack.training:
-            k = code.cast(k, before[1].size)  # the cache's
-        tape.hold(*before, *turned)
-    expands = attention.latent and attention.cache_elements < attention.k_width  # what it cached
-    hands_out = attention.keys_from is not None or (
-        attention.cache_elements and not stack.stores and not expands
-    )
-    if hands_out and not stack.training:
-        tape.hold(k, v)  # until the cache has copied them, and hands out its own
-        k, v = (tape.cached(one) for one in (k, v))
-    store(code, k, v, num_heads=attention.num_key_value_heads)
-    kernel = attention_kernel(attention, stack)
+    projected = _PROJECTIONS[attention.projection](code, attention, x, read)
+    attention, q, k, v = projected.attention, projected.q, projected.k, projected.v
+    named = list(projected.named)
+    if not projected.is_turned:
+        q, k = _turned(code, attention, q, k, named)
+    k, v = _through_cache(code, attention, k, v)
     bias = None
     if attention.position == "relative":
         bias = _position_bias(code, attention, size=q.size)
-    out, weights, steps = _KERNELS[kernel](code, attention, q, k, v, bias)
+    kernel = _KERNELS[attention_kernel(attention, code.stack)]
+    out, weights, steps = kernel(code, attention, q, k, v, bias)
     tape.hold(q, k, v, *([] if bias is None else [bias]))
     if out.joined:
         out = code.copy(out)
+    gate = projected.gate
     if gate is not None:
         open_ = tape.op([gate], gate.elements, gate.size, saves_result=True, what="attention: gate")
         out = code.multiply(out, open_)
         tape.hold(gate)
-    result = code.linear(out_linear, out)
-    tape.hold(x, q, k, v, out, *named, *steps)  # names of the whole function
+    result = code.linear(attention.linears[-1], out)
+    # local variables of `forward`, which Python drops when it returns
+    tape.hold(x, q, k, v, out, *named, *steps)
     if weights is not None:  # layers are given them, whether or not anybody asked
         tape.hold_to_end(weights, name="attention weights")
     return result
+
+
+def _turned(
+    code: Code, attention: Attention, q: Tensor, k: Tensor, named: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys after their norms and with their positions."""
+    if attention.norms:
+        q_norm, k_norm = attention.norms
+        q, k = code.norm(q_norm, q), code.norm(k_norm, k)
+    if attention.position != "rope":
+        return q, k
+    before = (q, k)
+    q = rotate(code, q, attention, "query", named)
+    k = rotate(code, k, attention, "key", named)
+    after = (q, k)
+    if not attention.wide_tables:
+        q, k = code.cast(q, before[0].size), code.cast(k, before[1].size)
+    elif not code.stack.training:
+        k = code.cast(k, before[1].size)  # the cache's
+    code.tape.hold(*before, *after)
+    return q, k
+
+
+def _through_cache(code: Code, attention: Attention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as `Cache.update` returns them; in training there is no cache."""
+    is_latent = attention.projection in ("latent", "latent_complex")
+    # a cache of latents is expanded anew, so that it hands out nothing that it keeps
+    expands = is_latent and attention.cache_elements < attention.k_width
+    hands_out = attention.projection in ("one_by_one", "one_by_one_shared", "borrowed") or (
+        attention.cache_elements and not code.stack.stores and not expands
+    )
+    if hands_out and not code.stack.training:
+        code.tape.hold(k, v)  # until the cache has copied them, and hands out its own
+        k, v = (code.tape.cached(state) for state in (k, v))
+    store(code, k, v, num_heads=attention.num_key_value_heads)
+    return k, v
 
 
 Attended = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
@@ -266,18 +367,10 @@ def _eager_kernel(
     scores_shape = per_pair(heads)
     q_size = q.size
     k, v = _repeated(code, attention, k, v)
-    if attention.wide_scores:
+    if attention.eager == "fp32":
         q, k = code.cast(q, 4), code.cast(k, 4)
     named = k, v
-    if stack.under_autocast:
-        q, k = code.cast(q, stack.compute_bytes), code.cast(k, stack.compute_bytes)
-    if attention.scales_queries:
-        q = code.scale(q)
-    q, k = _by_head(code, q), _by_head(code, k)
-    scores = tape.op([q, k], scores_shape, q.size, saves=[q, k])
-    steps = (q, k, scores) if attention.names_steps else ()
-    if not attention.scales_queries and not attention.names_steps:
-        scores = code.scale(scores)
+    scores, steps = _SCORES[attention.eager](code, q, k, heads)
     if attention.softcap is not None:
         divided = code.scale(scores)
         tanh = tape.op([divided], scores_shape, divided.size, saves_result=True, what="soft cap")
@@ -289,16 +382,11 @@ def _eager_kernel(
         scores = code.add(scores, bias)
     if attention.causal or code.masked:
         scores = code.add(scores, tape.weight(scores_shape, code.stream_bytes))
-    if attention.sinks:
+    if attention.eager == "sinks":
         probabilities = _softmax_with_sinks(code, attention, scores)
     else:
-        widened = attention.wide_softmax or (stack.under_autocast and stack.device_kind != "cpu")
-        wide = code.cast(scores, 4) if widened else scores
-        softmax = tape.op([wide], scores_shape, wide.size, saves_result=True, what="softmax")
-        probabilities = softmax
-        if attention.wide_softmax:
-            probabilities = code.cast(softmax, q_size, "probabilities")
-    if not attention.wide_scores:  # GPT-J gives softmax and its cast a statement each
+        probabilities = _softmax(code, attention, scores, q_size)
+    if attention.eager != "fp32":  # GPT-J gives softmax and its cast a statement each
         tape.hold(scores)
     if attention.dropout and stack.training:
         mask_bytes = probabilities.size if stack.device_kind == "cpu" else 1
@@ -317,6 +405,62 @@ def _eager_kernel(
         return joined, returned, steps
     tape.hold(returned)
     return joined, None, steps
+
+
+def _factors(code: Code, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Autocast casts what a product reads, in the graph and for it alone."""
+    if not code.stack.under_autocast:
+        return q, k
+    size = code.stack.compute_bytes
+    return code.cast(q, size), code.cast(k, size)
+
+
+def _product(code: Code, q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys as the product reads them, and what it makes."""
+    q, k = _by_head(code, q), _by_head(code, k)
+    return q, k, code.tape.op([q, k], per_pair(heads), q.size, saves=[q, k])
+
+
+Scores = tuple[Tensor, tuple[Tensor, ...]]
+"""Scores before the mask, and names that live until the attention returns."""
+
+
+def _scaled_scores(code: Code, q: Tensor, k: Tensor, heads: int) -> Scores:
+    """Source: `eager_attention_forward` of transformers 5.23, `matmul(...) * scaling`."""
+    _, _, scores = _product(code, *_factors(code, q, k), heads)
+    return code.scale(scores), ()
+
+
+def _scores_of_scaled_queries(code: Code, q: Tensor, k: Tensor, heads: int) -> Scores:
+    """Source: transformers 5.23 `MvpAttention.forward`."""
+    q, k = _factors(code, q, k)
+    _, _, scores = _product(code, code.scale(q), k, heads)
+    return scores, ()
+
+
+def _named_scores(code: Code, q: Tensor, k: Tensor, heads: int) -> Scores:
+    """One `baddbmm` also adds the bias. Source: transformers 5.23 `BloomAttention.forward`."""
+    steps = _product(code, *_factors(code, q, k), heads)
+    return steps[-1], steps
+
+
+_SCORES: dict[EagerScores, Callable[[Code, Tensor, Tensor, int], Scores]] = {
+    "scaled": _scaled_scores,
+    "scaled_queries": _scores_of_scaled_queries,
+    "named": _named_scores,
+    "fp32": _scaled_scores,
+    "sinks": _scaled_scores,
+}
+"""The functions that a family names in `Attention.eager`."""
+
+
+def _softmax(code: Code, attention: Attention, scores: Tensor, size: int) -> Tensor:
+    """Probabilities, of `size` bytes each where the class widens the scores itself."""
+    stack = code.stack
+    widened = attention.wide_softmax or (stack.under_autocast and stack.device_kind != "cpu")
+    wide = code.cast(scores, 4) if widened else scores
+    softmax = code.tape.op([wide], scores.elements, wide.size, saves_result=True, what="softmax")
+    return code.cast(softmax, size, "probabilities") if attention.wide_softmax else softmax
 
 
 def _softmax_with_sinks(code: Code, attention: Attention, scores: Tensor) -> Tensor:

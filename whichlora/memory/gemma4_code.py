@@ -44,14 +44,14 @@ def one_after_the_other(
         return result
 
     q = rotated(code.linear(linears.pop(0), x), "query")
-    if attention.keys_from == "earlier":
+    if attention.projection == "borrowed":
         borrowed = tape.shared(
             per_token(attention.k_width + attention.v_width), q.size, needs_grad=code.stack.training
         )
         k, v = tape.parts(borrowed, (per_token(attention.k_width), per_token(attention.v_width)))
         return q, k, v
     k = code.linear(linears.pop(0), x)
-    v = k if attention.keys_from == "one" else code.linear(linears.pop(0), x)
+    v = k if attention.projection == "one_by_one_shared" else code.linear(linears.pop(0), x)
     k = rotated(k, "key")
     normed = code.norm(norms.pop(0), tape.view(v, copies_gradient=copies_gradient))
     tape.hold(v)

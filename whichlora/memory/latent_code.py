@@ -30,7 +30,7 @@ def latent_projections(
     compressed = code.linear(kv_down, x)
     latent, k_turned = tape.parts(compressed, (per_token(kv_norm.width), per_token(rotary)))
     latent = code.norm(kv_norm, latent)
-    turn = _turn_complex if attention.latent == "complex" else _turn_interleaved
+    turn = _turn_complex if attention.projection == "latent_complex" else _turn_interleaved
     q_turned, k_turned = turn(code, q_turned), turn(code, k_turned)
     query = tape.op([q_plain, q_turned], q.elements, q.size, joined=True, what="query")
     expanded = code.linear(kv_up, latent)

@@ -166,7 +166,7 @@ def reads_last(layer: Layer, stack: Stack) -> bool:
 
     Source: transformers 5.23 `Gemma4TextModel._maybe_slice_kv_shared_inputs`.
     """
-    borrows = any(one.keys_from == "earlier" for one in layer.attentions)
+    borrows = any(attention.projection == "borrowed" for attention in layer.attentions)
     return borrows and stack.attn != "flash_attention_2"
 
 
