@@ -154,8 +154,8 @@ class Calibration:
             if phase in self.by_datasheet:
                 learned += f"; {phase} by datasheet and priors, which are better on left-out runs"
             elif phase in self.held_out:
-                one = self.held_out[phase]
-                learned += f"; {phase} {one.median:.0%} off on {one.num_runs} left-out runs"
+                error = self.held_out[phase]
+                learned += f"; {phase} {error.median:.0%} off on {error.num_runs} left-out runs"
         return f"ledger + calibration {self.gpu}: {runs}{older}{learned}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class Calibration:
         """
         try:
             memory = payload["memory"]
-            found = cls(
+            calibration = cls(
                 gpu=str(payload["gpu"]),
                 memory=MemoryModel(
                     mean={part: float(memory["mean"][part]) for part in PARTS},
@@ -196,17 +196,17 @@ class Calibration:
                 held_out=_errors(payload.get("held_out", {})),
                 cold=_errors(payload.get("cold", {})),
                 ranges={
-                    phase: {name: (float(low), float(high)) for name, (low, high) in one.items()}
-                    for phase, one in payload.get("ranges", {}).items()
+                    phase: {name: (float(low), float(high)) for name, (low, high) in bounds.items()}
+                    for phase, bounds in payload.get("ranges", {}).items()
                 },
                 outliers=tuple(
                     Outlier(
-                        record=str(one["record"]),
-                        phase=str(one["phase"]),
-                        weight=float(one["weight"]),
-                        ratio=float(one["ratio"]),
+                        record=str(outlier["record"]),
+                        phase=str(outlier["phase"]),
+                        weight=float(outlier["weight"]),
+                        ratio=float(outlier["ratio"]),
                     )
-                    for one in payload.get("outliers", ())
+                    for outlier in payload.get("outliers", ())
                 ),
                 left_out={
                     str(record): str(why) for record, why in payload.get("left_out", {}).items()
@@ -220,14 +220,14 @@ class Calibration:
             raise DataFileError(
                 f"{source}: {error}: is missing or wrong; {_REBUILD} {payload.get('gpu')}"
             ) from error
-        for key, value, accepted in _numbers(found):
+        for key, value, accepted in _numbers(calibration):
             if not accepted[0] <= value <= accepted[1]:  # refuses NaN, too
                 shown = f"{value:g}" if isinstance(value, float) else str(value)[:20]
                 raise DataFileError(
                     f"{source}: {key}: got {shown}; must be from {accepted[0]:g} to "
-                    f"{accepted[1]:g}; {_REBUILD} {found.gpu}"
+                    f"{accepted[1]:g}; {_REBUILD} {calibration.gpu}"
                 )
-        return found
+        return calibration
 
 
 def _numbers(calibration: Calibration) -> Iterator[tuple[str, float, tuple[float, float]]]:
@@ -254,12 +254,12 @@ def _numbers(calibration: Calibration) -> Iterator[tuple[str, float, tuple[float
 def _errors(payload: Mapping[str, Any]) -> dict[str, HeldOut]:
     return {
         name: HeldOut(
-            num_runs=int(one["num_runs"]),
-            median=float(one["median"]),
-            worst=float(one["worst"]),
-            typical=None if one.get("typical") is None else float(one["typical"]),
+            num_runs=int(error["num_runs"]),
+            median=float(error["median"]),
+            worst=float(error["worst"]),
+            typical=None if error.get("typical") is None else float(error["typical"]),
         )
-        for name, one in payload.items()
+        for name, error in payload.items()
     }
 
 

@@ -89,13 +89,13 @@ class Explanation:
     ranks: tuple[Alternative, ...]
     caches: tuple[CacheUse, ...]
 
-    def saved_bytes(self, other: Alternative) -> int:
-        """What `other` needs less of the device; negative where it needs more.
+    def saved_bytes(self, alternative: Alternative) -> int:
+        """What `alternative` needs less of the device; negative where it needs more.
 
         An engine with a preallocated pool takes the same in any case: there it is what is
         allocated inside.
         """
-        before, after = self.prediction.memory, other.prediction.memory
+        before, after = self.prediction.memory, alternative.prediction.memory
         run = self.prediction.run
         if run.phase == "inference" and run.kv_cache in allocator.POOL_SHARE:
             return before.peak_allocated_bytes - after.peak_allocated_bytes
@@ -104,15 +104,15 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """The JSON shape of `whichlora explain --json`: extended but never broken."""
 
-        def alternatives(found: tuple[Alternative, ...]) -> list[dict[str, Any]]:
+        def rows(alternatives: tuple[Alternative, ...]) -> list[dict[str, Any]]:
             return [
                 {
-                    "name": one.name,
-                    "settings": dict(one.settings),
-                    "saved_bytes": self.saved_bytes(one),
-                    **one.prediction.to_dict(),
+                    "name": alternative.name,
+                    "settings": dict(alternative.settings),
+                    "saved_bytes": self.saved_bytes(alternative),
+                    **alternative.prediction.to_dict(),
                 }
-                for one in found
+                for alternative in alternatives
             ]
 
         return {
@@ -121,20 +121,20 @@ class Explanation:
             "card": [dataclasses.asdict(line) for line in self.card],
             "layer": [dataclasses.asdict(line) for line in self.layer],
             "moments": dict(self.moments),
-            "methods": alternatives(self.methods),
-            "savings": alternatives(self.savings),
-            "ranks": alternatives(self.ranks),
+            "methods": rows(self.methods),
+            "savings": rows(self.savings),
+            "ranks": rows(self.ranks),
             "caches": [
                 {
-                    "kv_cache": one.kv_cache,
-                    "block_tokens": one.block_tokens,
-                    "kept_tokens": one.kept_tokens,
-                    "token_bytes": one.token_bytes,
-                    "block_bytes": one.block_bytes,
-                    "cache_bytes": one.cache_bytes,
-                    **one.prediction.to_dict(),
+                    "kv_cache": cache.kv_cache,
+                    "block_tokens": cache.block_tokens,
+                    "kept_tokens": cache.kept_tokens,
+                    "token_bytes": cache.token_bytes,
+                    "block_bytes": cache.block_bytes,
+                    "cache_bytes": cache.cache_bytes,
+                    **cache.prediction.to_dict(),
                 }
-                for one in self.caches
+                for cache in self.caches
             ],
         }
 
@@ -148,27 +148,27 @@ def explain(
         ConfigError: settings that exclude each other.
     """
 
-    def judged(one: RunConfig) -> Prediction:
-        return predict(model, one, gpu, calibration)
+    def predicted(changed: RunConfig) -> Prediction:
+        return predict(model, changed, gpu, calibration)
 
     def alternatives(changes: Iterator[tuple[str, dict[str, Any]]]) -> tuple[Alternative, ...]:
-        found = []
+        predictions = []
         for name, settings in changes:
             try:
-                prediction = judged(replace(run, **settings))
+                prediction = predicted(replace(run, **settings))
             except ConfigError:  # this device or this method does not have that choice
                 continue
-            found.append(Alternative(name=name, settings=settings, prediction=prediction))
-        return tuple(found)
+            predictions.append(Alternative(name=name, settings=settings, prediction=prediction))
+        return tuple(predictions)
 
-    prediction = judged(run)
+    prediction = predicted(run)
     job = resolve(model, run, gpu)
-    found = ledger(job)
+    counted = ledger(job)
     moments = {
-        moment: allocated_bytes(corrected(part_bytes(job, found, moment), calibration.memory))
-        for moment in found.moments
+        moment: allocated_bytes(corrected(part_bytes(job, counted, moment), calibration.memory))
+        for moment in counted.moments
     }
-    lines, card = lines_at(job, found, prediction.memory, calibration)
+    lines, card = lines_at(job, counted, prediction.memory, calibration)
     training = job.run.phase == "finetune"
     savings = alternatives(_changes(job.run, model))
     used = prediction.memory.device_used_bytes
@@ -180,7 +180,7 @@ def explain(
         moments=moments,
         methods=alternatives(_methods(run) if training else _storages(run)),
         savings=tuple(
-            sorted(savings, key=lambda one: one.prediction.memory.device_used_bytes - used)
+            sorted(savings, key=lambda saving: saving.prediction.memory.device_used_bytes - used)
         ),
         ranks=alternatives(_ranks(run)) if training else (),
         caches=(),
@@ -190,7 +190,7 @@ def explain(
     caches = []
     for name in get_args(KvCache):
         try:
-            caches.append(_cache_use(model, judged(replace(run, kv_cache=name)), gpu))
+            caches.append(_cache_use(model, predicted(replace(run, kv_cache=name)), gpu))
         except ConfigError:
             continue
     return replace(explained, caches=tuple(caches))
@@ -304,14 +304,14 @@ def _cache_use(model: ModelSpec, prediction: Prediction, gpu: GpuSpec) -> CacheU
         return int(size)
 
     block_bytes = sequence_bytes(block) - sequence_bytes(0)
-    kept = max(
+    kept_tokens = max(
         (kv_cache.kept_tokens(layer, tokens, kv_cache=run.kv_cache) for layer, _ in model.layers()),
         default=round_up(tokens, block),
     )
     return CacheUse(
         kv_cache=run.kv_cache,
         block_tokens=block,
-        kept_tokens=kept,
+        kept_tokens=kept_tokens,
         token_bytes=block_bytes // block,
         block_bytes=block_bytes,
         cache_bytes=run.batch_size * sequence_bytes(tokens),

@@ -49,7 +49,7 @@ class Line:
 
 
 def lines_at(
-    job: Job, found: Ledger, memory: MemoryPrediction, calibration: Calibration
+    job: Job, counted_ledger: Ledger, memory: MemoryPrediction, calibration: Calibration
 ) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
     """What is allocated at the peak of `memory`, and what the card holds beyond; largest first.
 
@@ -57,8 +57,8 @@ def lines_at(
     corrected a part of the ledger, the correction is a line.
     """
     sizes = _sizes(job)
-    lines = [_line(job, entry, sizes) for entry in found.moments[memory.moment]]
-    lines.append(_bare(allocator.WORKSPACE, found.workspace_bytes))
+    lines = [_line(job, entry, sizes) for entry in counted_ledger.moments[memory.moment]]
+    lines.append(_bare(allocator.WORKSPACE, counted_ledger.workspace_bytes))
     factors = calibration.memory.mean
     for part in ALLOCATED_PARTS:
         counted = sum(line.num_bytes for line in lines if line.part == part)
@@ -77,7 +77,7 @@ def layer_lines(job: Job) -> tuple[Line, ...]:
     """What the layer that keeps most keeps for its own backward, largest first."""
     run = job.run
     tokens, span = run.batch_size * run.seq_len, run.seq_len
-    kept = (
+    saved = (
         kept_tensors(
             layer,
             job.model,
@@ -91,7 +91,7 @@ def layer_lines(job: Job) -> tuple[Line, ...]:
         )
         for layer, _ in job.model.layers()
     )
-    groups = [Group(tensors=tensors, tokens=tokens, span=span) for tensors in kept]
+    groups = [Group(tensors=tensors, tokens=tokens, span=span) for tensors in saved]
     largest = max(groups, key=lambda group: int(group.num_bytes))
     return _ordered(_member(job, layer_passes.SAVED, group) for group in _by_tensor([largest]))
 
@@ -118,9 +118,9 @@ def _sizes(job: Job) -> dict[str, int]:
         sizes["seq_len"] = run.seq_len
     if training or job.has_adapters:
         sizes["trained_params"] = num_trained(job)
-    attentions = [one for layer, _ in model.layers() for one in layer.attentions]
+    attentions = [attention for layer, _ in model.layers() for attention in layer.attentions]
     for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
-        values = {getattr(one, name) for one in attentions}
+        values = {getattr(attention, name) for attention in attentions}
         if len(values) == 1:
             sizes[name] = values.pop()
     return sizes
@@ -163,13 +163,13 @@ def _bare(fact: Fact, num_bytes: int) -> Line:
 
 def _by_tensor(groups: Iterable[Group]) -> Iterator[Group]:
     """A group for each tensor; layers of several kinds that hold equal ones are one group."""
-    found: dict[tuple[Any, ...], Group] = {}
+    by_tensor: dict[tuple[Any, ...], Group] = {}
     for group in groups:
         for tensor in group.tensors:
             key = tensor, group.where, group.tokens, group.span
-            earlier = found[key].count if key in found else 0
-            found[key] = replace(group, tensors=(tensor,), count=earlier + group.count)
-    yield from found.values()
+            earlier = by_tensor[key].count if key in by_tensor else 0
+            by_tensor[key] = replace(group, tensors=(tensor,), count=earlier + group.count)
+    yield from by_tensor.values()
 
 
 def _member(job: Job, fact: Fact, group: Group) -> Line:
@@ -218,7 +218,7 @@ def _matrices(job: Job, fact: Fact) -> Iterator[Line]:
     for linear, count in matrices.items():
         size = weights.linear_bytes(linear, stack)
         dims = [linear.count, linear.out_features, linear.in_features]
-        known = [dim for dim in (count, *dims) if dim > 1]
+        factors = [dim for dim in (count, *dims) if dim > 1]
         bits = 8 * size / linear.num_weights
         width = f"{bits / 8:.0f} B" if bits % 8 == 0 else f"{bits:.3f} bit"
         yield replace(
@@ -227,24 +227,24 @@ def _matrices(job: Job, fact: Fact) -> Iterator[Line]:
             shape=f"{dims[1:]}" if linear.count == 1 else f"{dims}",
             dtype=stack.quant if is_quantised(linear, stack) else dtype,
             count=str(count),
-            numbers=" × ".join([*map(str, known), width]),
+            numbers=" × ".join([*map(str, factors), width]),
         )
-    for rest, count in others.items():
+    for num_params, count in others.items():
         yield replace(
-            _bare(fact, count * rest * stack.base_bytes),
+            _bare(fact, count * num_params * stack.base_bytes),
             what="norms and bare parameters",
-            shape=f"[{rest}]",
+            shape=f"[{num_params}]",
             dtype=dtype,
             count=str(count),
-            numbers=_times([count, rest], stack.base_bytes),
+            numbers=_times([count, num_params], stack.base_bytes),
         )
 
 
 def _embeddings(job: Job, fact: Fact) -> Iterator[Line]:
     """The tables, and the head where it is not one of them."""
     model, width = job.model, job.stack.embedding_bytes
-    tables = [one for one in model.embeddings if one.kind != "buffer"]
-    shapes = [(one.name, [one.rows, one.width], one.num_params) for one in tables]
+    tables = [table for table in model.embeddings if table.kind != "buffer"]
+    shapes = [(table.name, [table.rows, table.width], table.num_params) for table in tables]
     head = model.head
     if head is not None and not model.head_tied:
         shapes.append((head.name, [head.out_features, head.in_features], head.num_params))
@@ -266,16 +266,16 @@ def _product(fact: Fact, num_bytes: int, sizes: Mapping[str, int], width: int) -
     dims = [_value(name, sizes) for name in fact.shape.strip("[]").split(", ")]
     if not num_bytes or None in dims:
         return ""
-    known = [dim for dim in dims if dim is not None]
+    lengths = [dim for dim in dims if dim is not None]
     counts = [_value(name, sizes) for name in fact.count.split(" x ")]
     several = [count for count in counts if count is not None and count > 1]
-    for factors in ([*several, *known], known):  # the count is that of the usual dtypes
-        each, rest = divmod(num_bytes, math.prod(factors))
-        if rest or not each:
+    for factors in ([*several, *lengths], lengths):  # the count is that of the usual dtypes
+        element_bytes, remainder = divmod(num_bytes, math.prod(factors))
+        if remainder or not element_bytes:
             continue
-        if width and each > width and each % width == 0:  # several such tensors
-            return _times([each // width, *factors], width)
-        return _times(factors, each)
+        if width and element_bytes > width and element_bytes % width == 0:  # several such tensors
+            return _times([element_bytes // width, *factors], width)
+        return _times(factors, element_bytes)
     return ""
 
 

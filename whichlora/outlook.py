@@ -37,14 +37,14 @@ class Outlook:
         import numpy as np
 
         self._outlines = outlines
-        self.jobs = [one.job for one in outlines]
-        num_moments = max(len(one.moments) for one in outlines)
+        self.jobs = [outline.job for outline in outlines]
+        num_moments = max(len(outline.moments) for outline in outlines)
         # a moment that is not there holds nothing
         self._moments = np.zeros((len(outlines), num_moments, len(PARTS)))
-        for i, one in enumerate(outlines):
-            self._moments[i, : len(one.moments)] = one.moments
-        self._passes = _Passes.of([one.passes for one in outlines])
-        self._trials = _Passes.of([one.trial for one in outlines])
+        for i, outline in enumerate(outlines):
+            self._moments[i, : len(outline.moments)] = outline.moments
+        self._passes = _Passes.of([outline.passes for outline in outlines])
+        self._trials = _Passes.of([outline.trial for outline in outlines])
         self._alike = correlation_of(self.jobs)
         weights = PARTS.index("weights")
         self._build_s = BUILD_S + self._moments[:, 0, weights] / LOAD_BYTES_PER_S
@@ -178,13 +178,13 @@ def _blocks(matrices: Sequence[Array]) -> Array:
     """A matrix with `matrices` along its diagonal."""
     import numpy as np
 
-    size = sum(len(one) for one in matrices)
-    found, start = np.zeros((size, size)), 0
-    for one in matrices:
-        end = start + len(one)
-        found[start:end, start:end] = one
+    size = sum(len(block) for block in matrices)
+    joined, start = np.zeros((size, size)), 0
+    for block in matrices:
+        end = start + len(block)
+        joined[start:end, start:end] = block
         start = end
-    return found
+    return joined
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,21 +287,21 @@ def _exactly(value: float) -> Quantity:
 
 def dominated(run: RunConfig, failed: Iterable[RunConfig]) -> RunConfig | None:
     """The failed run that `run` asks more of in every dimension, else being equal."""
-    for other in failed:
+    for failure in failed:
         more = (
-            run.batch_size >= other.batch_size
-            and run.seq_len >= other.seq_len
-            and run.prompt_len >= other.prompt_len
-            and run.max_new_tokens >= other.max_new_tokens
+            run.batch_size >= failure.batch_size
+            and run.seq_len >= failure.seq_len
+            and run.prompt_len >= failure.prompt_len
+            and run.max_new_tokens >= failure.max_new_tokens
         )
         if more and run == replace(
-            other,
+            failure,
             batch_size=run.batch_size,
             seq_len=run.seq_len,
             prompt_len=run.prompt_len,
             max_new_tokens=run.max_new_tokens,
         ):
-            return other
+            return failure
     return None
 
 
@@ -325,20 +325,20 @@ def bolder_than(
     winner: Candidate | None, candidates: Sequence[Candidate], confidence: float
 ) -> list[Candidate]:
     """Of a dry run: what would rank before `winner` and may fit, best first."""
-    found = [
+    bolder = [
         candidate
         for candidate in candidates
         if MIN_CHANCE <= candidate.chance_of_both_stages < confidence
         and (winner is None or candidate.rank < winner.rank)
     ]
-    return sorted(found, key=lambda candidate: candidate.rank)
+    return sorted(bolder, key=lambda candidate: candidate.rank)
 
 
 def kept_models(candidates: Sequence[Candidate]) -> tuple[str, ...]:
     """Models with at least one accepted inference configuration, the best ranked first."""
-    kept = [candidate for candidate in candidates if accepted(candidate)]
-    kept.sort(key=lambda one: (-one.prediction.num_params, one.run.model))
-    return tuple(dict.fromkeys(candidate.run.model for candidate in kept))
+    serving = [candidate for candidate in candidates if accepted(candidate)]
+    serving.sort(key=lambda candidate: (-candidate.prediction.num_params, candidate.run.model))
+    return tuple(dict.fromkeys(candidate.run.model for candidate in serving))
 
 
 def chance_to_serve(inference: Iterable[Candidate]) -> dict[RunConfig | None, float]:
@@ -381,7 +381,7 @@ def relaxations(candidates: Iterable[Candidate]) -> list[Relaxation]:
 
     The memory of the device is a limit like the others: to relax it is to take a larger device.
     """
-    found: dict[str, Relaxation] = {}
+    closest: dict[str, Relaxation] = {}
     for candidate in candidates:
         missed = [check for check in candidate.checks if check.chance < LIKELY]
         # the device and the user's limit bound the same memory: the tighter one names it
@@ -389,7 +389,7 @@ def relaxations(candidates: Iterable[Candidate]) -> list[Relaxation]:
         if candidate.failure or len({check.quantity for check in missed}) != 1:
             continue
         check = missed[0]
-        best = found.get(check.limit)
+        best = closest.get(check.limit)
         if best is None or check.quantity.value < best.check.quantity.value:
-            found[check.limit] = Relaxation(check=check, candidate=candidate)
-    return list(found.values())
+            closest[check.limit] = Relaxation(check=check, candidate=candidate)
+    return list(closest.values())

@@ -135,8 +135,8 @@ def shortlist(
         extremes.setdefault(model, _Extremes()).add(group, seconds[0], num_bytes[0])
     trained = [run for each in extremes.values() for run in each.runs()] + best.runs()
     forms = list(dict.fromkeys(map(form, trained)))
-    found = [run for each in forms if each in shapes for run in shapes[each].runs()]
-    return list(dict.fromkeys([*found, *trained]))
+    serving_runs = [run for each in forms if each in shapes for run in shapes[each].runs()]
+    return list(dict.fromkeys([*serving_runs, *trained]))
 
 
 class _Worlds:
@@ -170,31 +170,31 @@ class _Worlds:
         """Seconds per token and bytes, shape [num_worlds, num_candidates]."""
         import numpy as np
 
-        found = predict_block(group.job, self._calibration, group.axes)
-        spread = np.log(found.high_s / found.time_s).ravel() / TWO_SIDED_Z[TIME_CONFIDENCE]
-        seconds = found.time_s.ravel() * np.exp(self._serving * spread)
-        return seconds, self._bytes(found.device_used_bytes, found.high_bytes)
+        predicted = predict_block(group.job, self._calibration, group.axes)
+        spread = np.log(predicted.high_s / predicted.time_s).ravel() / TWO_SIDED_Z[TIME_CONFIDENCE]
+        seconds = predicted.time_s.ravel() * np.exp(self._serving * spread)
+        return seconds, self._bytes(predicted.device_used_bytes, predicted.high_bytes)
 
     def training(self, group: Group) -> tuple[Array, Array]:
         """Seconds of the whole training and bytes, shape [num_worlds, num_candidates]."""
         import numpy as np
 
-        found = predict_block(group.job, self._calibration, group.axes)
+        predicted = predict_block(group.job, self._calibration, group.axes)
         model = self._calibration.time["finetune"]
         work = _whole_training(group, self._calibration)
         total = work @ np.array([model.mean[name] for name in FEATURES])
         effect = work @ self._roots["finetune"] / total[:, None]
         run = group.job.run
-        rest = 1 - MODEL_SHARE - METHOD_SHARE - VARIANT_SHARE
-        own = (
+        run_share = 1 - MODEL_SHARE - METHOD_SHARE - VARIANT_SHARE
+        residual = (
             MODEL_SHARE**0.5 * self._shared(run.model)
             + METHOD_SHARE**0.5 * self._shared(run.method)
             + VARIANT_SHARE**0.5 * self._shared(f"{run.model} {run.method}")
-            + rest**0.5 * self._normal(len(total))
+            + run_share**0.5 * self._normal(len(total))
         )
-        error = model.interval_scale * (self._coefficients @ effect.T + model.noise * own)
+        error = model.interval_scale * (self._coefficients @ effect.T + model.noise * residual)
         seconds = total * np.exp(error)
-        return seconds, self._bytes(found.device_used_bytes, found.high_bytes)
+        return seconds, self._bytes(predicted.device_used_bytes, predicted.high_bytes)
 
     def _bytes(self, used: Array, high: Array) -> Array:
         import numpy as np
@@ -219,9 +219,9 @@ def _whole_training(group: Group, calibration: Calibration) -> Array:
         "seq_len": widths[None].astype(np.float64),
         "r": group.axes["r"].astype(np.float64),
     }
-    found = deciding(calibration.time["finetune"], step_features(group.job, **axes))
-    shape = np.broadcast_shapes(*(each.shape for each in axes.values()))
-    columns = np.stack([np.broadcast_to(found[name], shape) for name in FEATURES], axis=-1)
+    decided = deciding(calibration.time["finetune"], step_features(group.job, **axes))
+    shape = np.broadcast_shapes(*(sizes.shape for sizes in axes.values()))
+    columns = np.stack([np.broadcast_to(decided[name], shape) for name in FEATURES], axis=-1)
     times = np.zeros((len(batches), len(pairs)))
     times[rows, np.arange(len(pairs))] = numbers
     return np.asarray(np.einsum("bp,rpf->rbf", times, columns).reshape(-1, len(FEATURES)))
@@ -246,9 +246,9 @@ class _Best:
         if self._cost is not None and self._where is not None:
             cost = np.concatenate([self._cost, cost], axis=1)
             where = np.concatenate([self._where, where], axis=1)
-            kept = np.argsort(cost, axis=1)[:, :BEST_OF_A_WORLD]
-            cost = np.take_along_axis(cost, kept, axis=1)
-            where = np.take_along_axis(where, kept[..., None], axis=1)
+            best = np.argsort(cost, axis=1)[:, :BEST_OF_A_WORLD]
+            cost = np.take_along_axis(cost, best, axis=1)
+            where = np.take_along_axis(where, best[..., None], axis=1)
         self._cost, self._where = cost, where
 
     def runs(self) -> list[RunConfig]:
@@ -257,8 +257,8 @@ class _Best:
 
         if self._cost is None or self._where is None:
             return []
-        found = self._where[np.isfinite(self._cost)]
-        places, often = np.unique(found, axis=0, return_counts=True)
+        places_of_best = self._where[np.isfinite(self._cost)]
+        places, often = np.unique(places_of_best, axis=0, return_counts=True)
         order = np.argsort(-often, kind="stable")
         return [self.groups[number].run(position) for number, position in places[order].tolist()]
 
@@ -296,7 +296,7 @@ class _Shapes:
             (-likely, cost, group, position)
             for position, (likely, cost) in enumerate(zip(chance, tokens, strict=True))
         ]
-        self._found.sort(key=lambda one: one[:2])
+        self._found.sort(key=lambda shape: shape[:2])
         del self._found[SERVING_SHAPES:]
 
     def runs(self) -> list[RunConfig]:

@@ -97,17 +97,17 @@ def _split(job: Job, settings: Mapping[str, Sequence[Any]], block_runs: int) -> 
         axes["r"] = axes["r"][:1]
     pending = [axes]
     while pending:
-        found = pending.pop()
+        part = pending.pop()
         size = 1
-        for values in found.values():
+        for values in part.values():
             size *= len(values)
         if size <= block_runs:
-            yield Block(job, found)
+            yield Block(job, part)
             continue
-        longest = max(found, key=lambda name: len(found[name]))
-        half = len(found[longest]) // 2
-        pending.append(found | {longest: found[longest][half:]})
-        pending.append(found | {longest: found[longest][:half]})
+        longest = max(part, key=lambda name: len(part[name]))
+        half = len(part[longest]) // 2
+        pending.append(part | {longest: part[longest][half:]})
+        pending.append(part | {longest: part[longest][:half]})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,19 +140,19 @@ class Judged:
 
 
 def judge_blocks(
-    found: Iterable[Block], calibration_of: Callable[[GpuSpec], Calibration], bounds: Bounds
+    space: Iterable[Block], calibration_of: Callable[[GpuSpec], Calibration], bounds: Bounds
 ) -> Iterator[Judged]:
     """Each block against the device and `bounds`; nothing is kept of it afterwards.
 
     A run is ruled out only by a lower bound: of its live tensors against the device, of its
     memory and its time against the limits.
     """
-    for block in found:
+    for block in space:
         prediction = predict_block(block.job, calibration_of(block.job.gpu), block.mesh)
         yield _judge(block, prediction, bounds)
 
 
-def _judge(block: Block, found: BlockPrediction, bounds: Bounds) -> Judged:
+def _judge(block: Block, predicted: BlockPrediction, bounds: Bounds) -> Judged:
     import numpy as np
 
     run, device_bytes = block.job.run, block.job.gpu.memory_bytes
@@ -161,15 +161,15 @@ def _judge(block: Block, found: BlockPrediction, bounds: Bounds) -> Judged:
         mesh = block.mesh
         scale = 1.0 / (mesh["batch_size"] * mesh["seq_len"] * run.gradient_accumulation_steps)
     most = min(device_bytes, bounds.num_bytes or device_bytes)
-    possible = np.minimum(found.least_bytes, found.low_bytes) <= most
-    likely = found.device_used_bytes <= most
+    possible = np.minimum(predicted.least_bytes, predicted.low_bytes) <= most
+    likely = predicted.device_used_bytes <= most
     if bounds.time_per_token_s is not None:
-        possible &= found.low_s * scale <= bounds.time_per_token_s
-        likely &= found.time_s * scale <= bounds.time_per_token_s
+        possible &= predicted.low_s * scale <= bounds.time_per_token_s
+        likely &= predicted.time_s * scale <= bounds.time_per_token_s
     return Judged(
         block=block,
-        time_per_token_s=(found.time_s * scale).ravel(),
-        memory_bytes=found.device_used_bytes.ravel(),
+        time_per_token_s=(predicted.time_s * scale).ravel(),
+        memory_bytes=predicted.device_used_bytes.ravel(),
         possible=possible.ravel(),
         likely=likely.ravel(),
     )
@@ -193,10 +193,10 @@ class ParetoFront:
         self.memory_bytes += judged.memory_bytes[chosen].tolist()
         gpu = judged.block.job.gpu.key
         self.runs += [(judged.block.run(position), gpu) for position in chosen.tolist()]
-        kept = pareto(np.array(self.time_s), np.array(self.memory_bytes)).tolist()
-        self.time_s = [self.time_s[i] for i in kept]
-        self.memory_bytes = [self.memory_bytes[i] for i in kept]
-        self.runs = [self.runs[i] for i in kept]
+        best = pareto(np.array(self.time_s), np.array(self.memory_bytes)).tolist()
+        self.time_s = [self.time_s[i] for i in best]
+        self.memory_bytes = [self.memory_bytes[i] for i in best]
+        self.runs = [self.runs[i] for i in best]
 
 
 def pareto(time_s: Array, memory_bytes: Array) -> NDArray[np.intp]:
