@@ -547,8 +547,11 @@ def run(
 
 
 def _is_failure(status: int | None) -> bool:
-    """A test failed or could not be collected, ran too long, or brought its process down."""
-    return status is None or status < 0 or status in (1, 2)
+    """A test failed or could not be collected, ran too long, or brought its process down.
+
+    4 is pytest's for a named test that is not there: its module can't be imported any more.
+    """
+    return status is None or status < 0 or status in (1, 2, 4)
 
 
 def _read(note: Path) -> Usual:

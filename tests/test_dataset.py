@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -405,6 +406,33 @@ def test_byte_lengths_are_cut_and_counted() -> None:
     assert f", 1 rows are cut to {lengths.max_length} tokens" in lengths.describe()
 
 
+def test_rows_whose_prompt_fills_the_length_are_left_out_and_counted() -> None:
+    def count(max_length: int, *rows: Mapping[str, Any]) -> TokenLengths:
+        return count_tokens(
+            Examples(*rows),
+            tokenizer=BYTE_LEVEL,
+            offline=True,
+            max_length=max_length,
+            completions_only=True,
+        )
+
+    short = {"prompt": "abc", "completion": "de"}  # 3 tokens, and 2 with the end of the text
+    long = {"prompt": "x" * 8, "completion": "y"}
+    assert count(10, short, long).lengths["train"] == (6, 10)
+    kept = count(9, short, long)
+    assert (kept.lengths["train"], kept.num_truncated, kept.num_unlearned) == ((6, 9), 1, 0)
+    left = count(8, short, long)  # all that is left of the second is its prompt
+    assert (left.lengths["train"], left.num_truncated, left.num_unlearned) == ((6,), 0, 1)
+    assert left.changed() == ["1 rows are left out: within 8 tokens nothing in them is learned"]
+    with pytest.raises(ConfigError, match="nothing is learned within 3 tokens of any row"):
+        count(3, short, long)
+    # whoever learns all tokens loses no row
+    assert count_bytes(Examples(short, long), max_length=3).lengths["train"] == (3, 3)
+    unanswered = {"messages": [USER]}
+    answered = {"messages": [USER, ASSISTANT]}
+    assert count(10**6, answered, unanswered).num_unlearned == 1
+
+
 def test_rows_without_text_are_left_out_and_counted() -> None:
     lengths = count_bytes(Rows("abc", "", " \n"))
     assert (lengths.lengths["train"], lengths.num_empty) == ((4,), 2)
@@ -695,23 +723,21 @@ def test_messages_that_a_chat_template_refuses_are_told(tmp_path: Path) -> None:
     assert "'Be brief.': System role not supported; correct the row, or" in str(caught.value)
 
 
-@pytest.mark.oracle
-@pytest.mark.parametrize("example", EVERY_FORMAT)
-@pytest.mark.parametrize("kind", ["bytes", "with a chat template", "without"])
-def test_planned_lengths_are_those_that_the_job_trains_on(
-    tmp_path: Path, example: dict[str, Any], kind: str
-) -> None:
+KINDS = ["bytes", "with a chat template", "without"]
+
+
+def job_and_tokenizer(folder: Path, example: dict[str, Any], kind: str) -> tuple[Any, Any]:
+    """The job for rows like `example`, and the tokenizer that it takes."""
     transformers = pytest.importorskip("transformers")
-    write_tokenizer(
-        tmp_path, **({"chat_template": CHATML} if kind == "with a chat template" else {})
-    )
+    write_tokenizer(folder, **({"chat_template": CHATML} if kind == "with a chat template" else {}))
     weights: dict[str, Any] = {"weights": "random"} if kind == "bytes" else {}
-    path = tmp_path / "train.py"
+    path = folder / "train.py"
     path.write_text(
         train_script(
             RunConfig(model="tiny", precision="fp32"),
             target_modules="all-linear",
             model_config={"model_type": "llama"},
+            batching="longest",
             data_format=DataFormat.of(example),
             **weights,
         )
@@ -720,10 +746,20 @@ def test_planned_lengths_are_those_that_the_job_trains_on(
     tokenizer = (
         script.byte_tokenizer()
         if kind == "bytes"
-        else transformers.AutoTokenizer.from_pretrained(tmp_path)
+        else transformers.AutoTokenizer.from_pretrained(folder)
     )
     if tokenizer.chat_template is None:  # as the job does before it reads its rows
         tokenizer.chat_template = getattr(script, "CHAT_TEMPLATE", None)
+    return script, tokenizer
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("example", EVERY_FORMAT)
+@pytest.mark.parametrize("kind", KINDS)
+def test_planned_lengths_are_those_that_the_job_trains_on(
+    tmp_path: Path, example: dict[str, Any], kind: str
+) -> None:
+    script, tokenizer = job_and_tokenizer(tmp_path, example, kind)
     ids, _ = script.encode(example, tokenizer)
     planned = count_tokens(
         Examples(example),
@@ -732,6 +768,33 @@ def test_planned_lengths_are_those_that_the_job_trains_on(
         max_length=999,
     )
     assert planned.lengths["train"] == (len(ids),)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("example", EVERY_FORMAT)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_left_out_at_every_length_at_which_the_job_leaves_them_out(
+    tmp_path: Path, example: dict[str, Any], kind: str
+) -> None:
+    script, tokenizer = job_and_tokenizer(tmp_path, example, kind)
+    rows = tmp_path / "train.jsonl"
+    rows.write_text(json.dumps(example) + "\n")
+    ids, _ = script.encode(example, tokenizer)
+    for length in range(2, len(ids) + 2):
+        script.SEQ_LEN = length
+        is_trained_on = bool(script.read_rows(rows, tokenizer))
+        with contextlib.suppress(ConfigError):  # no row is left
+            planned = count_tokens(
+                Examples(example),
+                tokenizer=BYTE_LEVEL if kind == "bytes" else str(tmp_path),
+                offline=True,
+                max_length=length,
+                completions_only=True,
+            )
+            assert is_trained_on, length
+            assert planned.lengths["train"] == (min(length, len(ids)),)
+            continue
+        assert not is_trained_on, length
 
 
 @pytest.mark.oracle

@@ -20,8 +20,8 @@ from whichlora.dataset import (
 )
 from whichlora.plan import Plan
 
-Counted: TypeAlias = dict[tuple[str, int], TokenLengths]
-"""Token lengths by tokenizer, and by the length that rows are cut to."""
+Counted: TypeAlias = dict[tuple[str, int, bool], TokenLengths]
+"""Token lengths by tokenizer, the length that rows are cut to, and whether prompts are learned."""
 
 
 class TrainingData:
@@ -39,8 +39,8 @@ class TrainingData:
         self._plan = plan
         self._models = models
         self._lengths: Counted = {} if lengths is None else lengths
-        self._evaluated: dict[tuple[str, int, int], dict[int, float]] = {}
-        self._workloads: dict[tuple[str, int, int], Workload] = {}
+        self._evaluated: dict[tuple[str, int, bool, int], dict[int, float]] = {}
+        self._workloads: dict[tuple[str, int, bool, int], Workload] = {}
 
     def tokenizer(self, model: str) -> str:
         """The tokenizer that `model` is trained with."""
@@ -55,17 +55,29 @@ class TrainingData:
 
     def lengths(self, model: str) -> TokenLengths:
         """Token lengths of the data as the tokenizer of `model` cuts them."""
-        tokenizer = self.tokenizer(model)
-        key = (tokenizer, self.seq_len(model))
+        key = self._key(model)
+        tokenizer, seq_len, completions_only = key
         joins = self._plan.collator == "packed"  # before it cuts
         if key not in self._lengths:
             self._lengths[key] = count_tokens(
                 self.dataset,
                 tokenizer=tokenizer,
                 offline=self._plan.weights == "random",
-                max_length=UNCUT if joins else self.seq_len(model),
+                max_length=UNCUT if joins else seq_len,
+                completions_only=completions_only,
             )
         return self._lengths[key]
+
+    def _key(self, model: str) -> tuple[str, int, bool]:
+        """What the lengths depend on; the last is whether the job leaves rows out.
+
+        It does where nothing in a row is learned; a packed row is several, and who fills in masked
+        words learns of every text.
+        """
+        packs = self._plan.collator.startswith("packed")
+        masks = self._models[model].task == "encoder"
+        completions_only = self._plan.train_on == "completions" and not packs and not masks
+        return self.tokenizer(model), self.seq_len(model), completions_only
 
     def cautions(self, model: str) -> tuple[str, ...]:
         """What of the data must be known before a plan is acted on."""
@@ -73,14 +85,13 @@ class TrainingData:
         cautions = []
         if not lengths.is_counted:
             cautions.append(f"lengths are {lengths.method}")
-        if lengths.num_truncated:
-            cautions.append(f"{lengths.num_truncated} rows are cut to {lengths.max_length} tokens")
+        cautions += lengths.changed()
         _, _, not_trained_on = self.dataset.describe().partition("; ")
         return (*cautions, *([not_trained_on] if not_trained_on else ()))
 
     def workload(self, model: str, batch_size: int) -> Workload:
         """The batches of a whole training of `model`."""
-        key = (self.tokenizer(model), self.seq_len(model), batch_size)
+        key = (*self._key(model), batch_size)
         if key not in self._workloads:
             self._workloads[key] = workload(
                 self.lengths(model),
@@ -96,7 +107,7 @@ class TrainingData:
     def evaluation(self, model: str, batch_size: int) -> dict[int, float]:
         """Padded length to the number of evaluation batches of a whole training of `model`."""
         plan = self._plan
-        key = (self.tokenizer(model), self.seq_len(model), batch_size)
+        key = (*self._key(model), batch_size)
         if key not in self._evaluated:
             load = self.workload(model, batch_size)
             passes = num_evaluations(plan.keeping, num_steps=load.num_steps, epochs=plan.epochs)

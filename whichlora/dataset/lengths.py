@@ -22,6 +22,7 @@ class TokenLengths:
         max_length: where longer sequences were cut.
         num_truncated: sequences that were cut, over all splits.
         num_empty: rows left out because they have no text, over all splits.
+        num_unlearned: rows left out because nothing in them is learned within `max_length`.
         method: "tokenizer <name>", "bytes", or how the lengths were estimated and why.
         longest_possible: where lengths are assumed or estimated, that of the longest sequence that
             there may be; None is the longest of `lengths`.
@@ -36,6 +37,7 @@ class TokenLengths:
     max_length: int
     num_truncated: int = 0
     num_empty: int = 0
+    num_unlearned: int = 0
     method: str
     longest_possible: int | None = None
     alternatives: tuple[Self, ...] = ()
@@ -69,11 +71,22 @@ class TokenLengths:
             f"{self.num_sequences()} sequences, {self.total_tokens()} tokens an epoch, "
             f"longest {self.longest()}"
         ]
-        if self.num_truncated:
-            words.append(f"{self.num_truncated} rows are cut to {self.max_length} tokens")
+        words += self.changed()
         if self.num_empty:
             words.append(f"{self.num_empty} rows without text are left out")
         return ", ".join(words)
+
+    def changed(self) -> list[str]:
+        """Which rows the greatest length cuts, and which it leaves out."""
+        words = []
+        if self.num_truncated:
+            words.append(f"{self.num_truncated} rows are cut to {self.max_length} tokens")
+        if self.num_unlearned:
+            words.append(
+                f"{self.num_unlearned} rows are left out: within {self.max_length} tokens nothing "
+                "in them is learned"
+            )
+        return words
 
     def quantile(self, fraction: float, split: Split = "train") -> int:
         """The smallest length that `fraction` of the sequences do not exceed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from whichlora.store.online import why_offline
 
 Count = Callable[[Sequence[Example]], list[int]]  # examples to their numbers of tokens
 Messages = Sequence[dict[str, Any]]
+Render = Callable[..., str]  # messages, and options of `apply_chat_template`, to text
 
 BYTE_LEVEL = "bytes"
 """Stands for the tokenizer of a job with random weights: one token per UTF-8 byte."""
@@ -78,7 +80,12 @@ class Encode(Protocol):
 
 
 def count_tokens(
-    dataset: BaseDataset, *, tokenizer: str | None, offline: bool, max_length: int
+    dataset: BaseDataset,
+    *,
+    tokenizer: str | None,
+    offline: bool,
+    max_length: int,
+    completions_only: bool = False,
 ) -> TokenLengths:
     """Lengths of all sequences, as `tokenizer` cuts them.
 
@@ -91,9 +98,11 @@ def count_tokens(
         tokenizer: a name or folder, `BYTE_LEVEL`, or None to estimate.
         offline: never ask the hub.
         max_length: longer sequences are cut to this.
+        completions_only: leave out rows in which nothing is learned, since their prompt fills
+            `max_length` or no turn is the assistant's; so does the job.
 
     Raises:
-        ConfigError: nothing to train on, or an example can't be made of a row.
+        ConfigError: nothing to train on or to learn, or an example can't be made of a row.
     """
     if isinstance(dataset, CountedDataset):
         return dataset.lengths(max_length)
@@ -114,16 +123,34 @@ def count_tokens(
         whole[split] = [example for example in every if example is not None]
         num_empty += len(every) - len(whole[split])
 
-    def counted(encode: Encode, whole: Mapping[Split, Sequence[Example]]) -> TokenLengths:
+    def counts_of(encode: Encode, rows: Sequence[Example]) -> list[int]:
         count = _counter(encode, expected, render)
-        counts = {
-            split: [
-                number
-                for start in range(0, len(rows), _CHUNK)
-                for number in count(rows[start : start + _CHUNK])
+        return [
+            number
+            for start in range(0, len(rows), _CHUNK)
+            for number in count(rows[start : start + _CHUNK])
+        ]
+
+    counts = {split: counts_of(encode, rows) for split, rows in whole.items()}
+    num_unlearned = 0
+    if completions_only:
+        start_of = _start_counter(encode, render)
+        for split, rows in whole.items():
+            learned = [
+                (row, number)
+                for row, number in zip(rows, counts[split], strict=True)
+                if _is_learned(row, number, max_length, start_of)
             ]
-            for split, rows in whole.items()
-        }
+            num_unlearned += len(rows) - len(learned)
+            whole[split] = [row for row, _ in learned]
+            counts[split] = [number for _, number in learned]
+        if num_unlearned and not whole["train"]:
+            raise ConfigError(
+                f"dataset: nothing is learned within {max_length} tokens of any row: prompts fill "
+                "them, or no turn is the assistant's; raise sequence_length, or set train_on: all"
+            )
+
+    def lengths_of(counts: Mapping[Split, Sequence[int]]) -> TokenLengths:
         return TokenLengths(
             lengths={
                 split: tuple(min(number, max_length) for number in numbers)
@@ -132,20 +159,21 @@ def count_tokens(
             max_length=max_length,
             num_truncated=sum(n > max_length for numbers in counts.values() for n in numbers),
             num_empty=num_empty,
+            num_unlearned=num_unlearned,
             method=method,
         )
 
-    lengths = counted(encode, whole)
+    lengths = lengths_of(counts)
     if not isinstance(encode, _Estimate):
         return lengths
     step = -(-len(whole["train"]) // _MOST_ALTERNATIVE)
-    some: dict[Split, list[Example]] = {"train": whole["train"][::step]}
-    longest = counted(_Estimate(LONGEST_BYTES_PER_TOKEN), {"train": _longest(whole["train"])})
+    some = whole["train"][::step]
+    most = counts_of(_Estimate(LONGEST_BYTES_PER_TOKEN), _longest(whole["train"]))
     return replace(
         lengths,
-        longest_possible=longest.longest(),
+        longest_possible=lengths_of({"train": most}).longest(),
         alternatives=tuple(
-            counted(_Estimate(bytes_per_token), some)
+            lengths_of({"train": counts_of(_Estimate(bytes_per_token), some)})
             for bytes_per_token in (MOST_BYTES_PER_TOKEN, FEWEST_BYTES_PER_TOKEN)
         ),
     )
@@ -156,9 +184,7 @@ def _longest(rows: Sequence[Example]) -> list[Example]:
     return [max(rows, key=lambda row: sum(len(text.encode()) for text in _all_texts(row)))]
 
 
-def _counter(
-    encode: Encode, expected: DataFormat, render: Callable[[Messages], str] | None
-) -> Count:
+def _counter(encode: Encode, expected: DataFormat, render: Render | None) -> Count:
     """What counts the tokens of examples in the `expected` format.
 
     Args:
@@ -174,7 +200,44 @@ def _counter(
     ]
 
 
-def _renderer(tokenizer: str | None, *, offline: bool) -> Callable[[Messages], str] | None:
+def _is_learned(
+    row: Example, number: int, max_length: int, start_of: Callable[[str | Messages], int]
+) -> bool:
+    """Whether the first `max_length` of the row's `number` tokens hold some that are learned."""
+    if "text" in row:
+        return True
+    before = _before_answer(row)
+    if number <= max_length:
+        return "messages" not in row or len(before) < len(row["messages"])
+    return start_of(before) < max_length
+
+
+def _before_answer(row: Example) -> str | Messages:
+    """What stands before the first token that is learned of completions alone."""
+    if "messages" in row:
+        return list(itertools.takewhile(lambda one: one["role"] != "assistant", row["messages"]))
+    chosen: str | Messages = row.get("chosen", "")
+    prompt: str | Messages = row.get("prompt", "" if isinstance(chosen, str) else chosen[:-1])
+    return prompt
+
+
+def _start_counter(encode: Encode, render: Render | None) -> Callable[[str | Messages], int]:
+    """What counts the tokens before an answer, of the prompt as the job cuts it."""
+
+    def start_of(prompt: str | Messages) -> int:
+        if isinstance(prompt, str):
+            (begin,) = encode([""], rendered=False)  # the token that begins a text, and its end
+            return max(0, begin - 1) + encode([prompt], rendered=True)[0]
+        if render is not None:
+            return encode([render(prompt, add_generation_prompt=True)], rendered=True)[0]
+        answered = MESSAGE_TOKENS - 1  # all that stands before an answer
+        texts = encode(list(texts_of(prompt)), rendered=True)
+        return 1 + sum(MESSAGE_TOKENS + number for number in texts) + answered
+
+    return start_of
+
+
+def _renderer(tokenizer: str | None, *, offline: bool) -> Render | None:
     """The chat template that the job takes, None where it is not at hand."""
     if tokenizer == BYTE_LEVEL:
         return _byte_renderer()
@@ -265,7 +328,7 @@ def _tokenizer_file(tokenizer: str, name: str, *, offline: bool) -> Path | None:
         return None
 
 
-def _chat_renderer(tokenizer: str | None, *, offline: bool) -> Callable[[Messages], str] | None:
+def _chat_renderer(tokenizer: str | None, *, offline: bool) -> Render | None:
     """The chat template of `tokenizer`, None where it is not at hand."""
     if tokenizer is None or tokenizer == BYTE_LEVEL:
         return None
@@ -287,9 +350,11 @@ def _chat_renderer(tokenizer: str | None, *, offline: bool) -> Callable[[Message
         ) from error
     template = None if loaded.chat_template else ALPACA_CHAT_TEMPLATE
 
-    def render(messages: Messages) -> str:
+    def render(messages: Messages, **options: bool) -> str:
         try:
-            text: str = loaded.apply_chat_template(messages, chat_template=template, tokenize=False)
+            text: str = loaded.apply_chat_template(
+                messages, chat_template=template, tokenize=False, **options
+            )
         except Exception as error:  # a template raises what it likes
             reason = " ".join(str(error).split())[:200]
             roles = ", ".join(str(message["role"]) for message in messages)
@@ -303,7 +368,7 @@ def _chat_renderer(tokenizer: str | None, *, offline: bool) -> Callable[[Message
     return render
 
 
-def _byte_renderer() -> Callable[[Messages], str] | None:
+def _byte_renderer() -> Render | None:
     """The template that a job with random weights takes, None where jinja2 is not installed."""
     try:
         jinja2 = importlib.import_module("jinja2")
@@ -311,4 +376,6 @@ def _byte_renderer() -> Callable[[Messages], str] | None:
         return None
     template = jinja2.Template(ALPACA_CHAT_TEMPLATE)
     end = "\0"  # one token
-    return lambda messages: str(template.render(messages=messages, eos_token=end))
+    return lambda messages, **options: str(
+        template.render(messages=messages, eos_token=end, **options)
+    )
