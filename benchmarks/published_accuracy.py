@@ -225,6 +225,7 @@ def document() -> str:
         "(`fms_acceleration_bench`), by 35 % between machines.",
         f"### Cold: datasheet and priors, no run on any device\n\n{cold_section()}",
         *(held_out_section(title) for title in HELD_OUT),
+        never_measured_line(),
         f"### The shipped calibration of A100, to runs it has not seen\n\n{shipped_section()}",
         "## Left out",
         left_out_section(),

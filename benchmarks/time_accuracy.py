@@ -1,4 +1,4 @@
-"""Predicted against measured time, live on one CPU core, and on published rows.
+"""Predicted against measured time, live on one CPU core.
 
     taskset -c 0 env OMP_NUM_THREADS=1 python benchmarks/time_accuracy.py --write
 
@@ -7,8 +7,8 @@ others, which are measured then, some of them twice; and trains `TRAININGS` for 
 against the total predicted from a profile of five batches; and shows what no prediction can beat,
 how far the same work done again and again on this core is from itself. What was measured is kept in
 `--folder`, so that an interrupted run goes on; `--limit N` tries N runs of each kind. Part b is the
-held-out tables of `published_accuracy.py`, part c the GPU records of this repository that are not
-published ones. `--write` stores the tables in `docs/accuracy/time.md`.
+GPU records of this repository that are not published ones; `published_accuracy.py` has those.
+`--write` stores the tables in `docs/accuracy/time.md`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from markdown_tables import markdown_table, summary  # noqa: E402
-from published_accuracy import (  # noqa: E402
-    HELD_OUT,
-    held_out_section,
-    never_measured_line,
-    shipped_section,
-)
 
 from whichlora import api, families, timing  # noqa: E402
 from whichlora.calibration import Calibration, prior_calibration  # noqa: E402
@@ -446,12 +440,10 @@ def document(live: str) -> str:
     today = datetime.datetime.now(datetime.UTC).date()
     parts: Mapping[str, str] = {
         "Live on one CPU core": live,
-        "Published rows": "\n\n".join([*map(held_out_section, HELD_OUT), never_measured_line()]),
-        "The shipped calibration, to runs it has not seen": shipped_section(),
         "GPU records of this repository": records_section(),
     }
     head = (
-        "# Accuracy of time\n\n"
+        "# Accuracy of time on one CPU core\n\n"
         f"Made by `benchmarks/time_accuracy.py --write` on {today}, {GPU.name}, one thread, Python "
         f"{platform.python_version()}, {versions}."
     )
