@@ -19,7 +19,7 @@ from typing import Any
 
 from whichlora import api
 from whichlora.calibration import prior_calibration
-from whichlora.space import Bounds, ParetoFront, blocks, judge_blocks
+from whichlora.space import ParetoFront, blocks, judge_blocks
 from whichlora.specs import GpuSpec, RunConfig
 from whichlora.units import GiB, format_bytes
 
@@ -82,9 +82,7 @@ def measure(settings: Mapping[str, Sequence[Any]], gpus: Sequence[GpuSpec], find
     num_runs = num_possible = 0
     start = time.perf_counter(), time.process_time()
     found = blocks(base, settings, gpus, find_model)
-    for judged in judge_blocks(
-        found, lambda gpu: calibrations[gpu.key], Bounds(num_bytes=60 * GiB)
-    ):
+    for judged in judge_blocks(found, lambda gpu: calibrations[gpu.key], limit_bytes=60 * GiB):
         num_runs += len(judged.possible)
         num_possible += int(judged.possible.sum())
         front.add(judged)

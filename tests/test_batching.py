@@ -23,16 +23,6 @@ def token_lengths(*train: int) -> TokenLengths:
     return TokenLengths(lengths={"train": train}, max_length=4096, method="test")
 
 
-@given(lengths=lengths_of_sequences, fraction=st.floats(0, 1))
-def test_a_quantile_is_a_length_that_the_fraction_does_not_exceed(
-    lengths: list[int], fraction: float
-) -> None:
-    quantile = token_lengths(*lengths).quantile(fraction)
-    assert quantile in lengths
-    assert sum(length <= quantile for length in lengths) >= fraction * len(lengths)
-    assert token_lengths(*lengths).quantile(1.0) == max(lengths)
-
-
 @given(
     lengths=lengths_of_sequences,
     batch_size=st.integers(1, 64),

@@ -110,26 +110,13 @@ def _split(job: Job, settings: Mapping[str, Sequence[Any]], block_runs: int) -> 
         pending.append(part | {longest: part[longest][:half]})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """Limits of one phase on one device; None is no limit.
-
-    Args:
-        num_bytes: of device memory, beside what the device has.
-        time_per_token_s: of a step over its tokens, or of a generation over what it generated.
-    """
-
-    num_bytes: float | None = None
-    time_per_token_s: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Judged:
     """A block with its predictions, flattened.
 
     Args:
         possible: runs that their lower bounds do not rule out.
-        likely: runs whose best guesses meet every limit.
+        likely: runs whose predicted memory is within the limit.
     """
 
     block: Block
@@ -140,19 +127,24 @@ class Judged:
 
 
 def judge_blocks(
-    space: Iterable[Block], calibration_of: Callable[[GpuSpec], Calibration], bounds: Bounds
+    space: Iterable[Block],
+    calibration_of: Callable[[GpuSpec], Calibration],
+    *,
+    limit_bytes: float | None = None,
 ) -> Iterator[Judged]:
-    """Each block against the device and `bounds`; nothing is kept of it afterwards.
+    """Each block against its device; nothing is kept of it afterwards.
 
-    A run is ruled out only by a lower bound: of its live tensors against the device, of its
-    memory and its time against the limits.
+    A run is ruled out only by a lower bound: of its live tensors, or of its memory.
+
+    Args:
+        limit_bytes: of device memory, beside what the device has.
     """
     for block in space:
         prediction = predict_block(block.job, calibration_of(block.job.gpu), block.mesh)
-        yield _judge(block, prediction, bounds)
+        yield _judge(block, prediction, limit_bytes)
 
 
-def _judge(block: Block, predicted: BlockPrediction, bounds: Bounds) -> Judged:
+def _judge(block: Block, predicted: BlockPrediction, limit_bytes: float | None) -> Judged:
     import numpy as np
 
     run, device_bytes = block.job.run, block.job.gpu.memory_bytes
@@ -160,12 +152,9 @@ def _judge(block: Block, predicted: BlockPrediction, bounds: Bounds) -> Judged:
     if run.phase == "finetune":
         mesh = block.mesh
         scale = 1.0 / (mesh["batch_size"] * mesh["seq_len"] * run.gradient_accumulation_steps)
-    most = min(device_bytes, bounds.num_bytes or device_bytes)
+    most = min(device_bytes, limit_bytes or device_bytes)
     possible = np.minimum(predicted.least_bytes, predicted.low_bytes) <= most
     likely = predicted.device_used_bytes <= most
-    if bounds.time_per_token_s is not None:
-        possible &= predicted.low_s * scale <= bounds.time_per_token_s
-        likely &= predicted.time_s * scale <= bounds.time_per_token_s
     return Judged(
         block=block,
         time_per_token_s=(predicted.time_s * scale).ravel(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -87,8 +86,3 @@ class TokenLengths:
                 "in them is learned"
             )
         return words
-
-    def quantile(self, fraction: float, split: Split = "train") -> int:
-        """The smallest length that `fraction` of the sequences do not exceed."""
-        ordered = sorted(self.lengths[split])
-        return ordered[max(math.ceil(fraction * len(ordered)), 1) - 1]
