@@ -130,6 +130,7 @@ def test_compiled_checks_accept_a_good_record_unchanged(record: Measurement) -> 
         ("step_s", [[], [1e-9, MAX_SECONDS]], [[0], [0.0], [MAX_SECONDS + 1], None]),
         ("prefill_s", [[0.0, MAX_SECONDS]], [[-1e-9], [MAX_SECONDS + 1], 1.0]),
         ("batch_seq_len", [[], [1, MOST_COUNT]], [[0], [MOST_COUNT + 1], [1.0], [True]]),
+        ("model_config", [None, {}, {"a": 1}], [1, [], "{}"]),
         ("id", ["r", "r" * 200], ["", "r" * 201, 1]),
     ],
 )

@@ -9,7 +9,15 @@ import pytest
 from devices import A100
 
 from whichlora.architecture import ModelSpec
-from whichlora.memory import activations, generation, logits, moments, quantised_cache, weights
+from whichlora.memory import (
+    activations,
+    generation,
+    kv_cache,
+    logits,
+    moments,
+    quantised_cache,
+    weights,
+)
 from whichlora.memory.depth import worst_backward
 from whichlora.memory.entries import Fact
 from whichlora.memory.layer_bytes import layer_bytes
@@ -150,6 +158,18 @@ def test_a_softcap_adds_its_tanh_and_a_gradient_to_the_backward() -> None:
         for spec in (found.model, plain)
     )
     assert capped - uncapped == 10 * 256_000 * (2 + 2)
+
+
+# --- caches
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_name", "kept"),
+    [("dynamic", 17), ("static", 17), ("quantized", 17), ("paged", 256), ("vllm", 32)],
+)
+def test_a_cache_keeps_17_tokens_in_whole_blocks(kv_cache_name: str, kept: int) -> None:
+    layer = job(RunConfig(model=LLAMA_3_8B)).model.groups[0].layer
+    assert kv_cache.kept_tokens(layer, 17, kv_cache=kv_cache_name) == kept
 
 
 # --- moments of training

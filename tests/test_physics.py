@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from whichlora import api
+from whichlora import api, families
 from whichlora.prediction import forward_features, step_features
 from whichlora.resolution import resolve
 from whichlora.results import Measurement
@@ -104,6 +104,28 @@ def test_where_no_cache_is_stated_larger_weights_are_read_from_memory() -> None:
     least = prompt_s(run, unstated, decoding=True, model=SMALL)
     found = impossible(record(run, decode_s_per_token=(0.1 * least,)), SMALL, unstated)
     assert "faster than the datasheet" in found
+
+
+@pytest.mark.parametrize(("mib", "is_cached"), [(127.9, True), (128.1, False)])
+def test_weights_of_128_mib_are_too_large_for_a_cache_that_nobody_stated(
+    mib: float, is_cached: bool
+) -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "tie_word_embeddings": True,
+    }
+    fewer = families.build(config | {"vocab_size": 1000}, name="m").num_params - 1000 * 64
+    words = round((mib * 2**20 / 2 - fewer) / 64)
+    spec = families.build(config | {"vocab_size": words}, name="m")
+    unstated = replace(GPU, l2_bytes=None)
+    run = replace(SERVE, model="m", precision="bf16-pure")
+    least = prompt_s(run, unstated, decoding=True, model=spec)
+    found = impossible(record(run, decode_s_per_token=(0.5 * least,)), spec, unstated)
+    assert (found == "") is is_cached
 
 
 def test_a_host_may_have_more_memory_than_the_file_of_its_cpu_says() -> None:

@@ -312,6 +312,15 @@ def test_a_model_that_may_not_serve_is_asked_to_before_it_is_trained_at_length()
     assert found.following == 1
 
 
+@pytest.mark.parametrize(("seconds", "best"), [(1.0, 0), (1.001, None)])
+def test_what_was_measured_to_equal_its_limit_meets_it_and_no_more(
+    seconds: float, best: int | None
+) -> None:
+    assert decided(contest(tier=[0.0], most_s=1.0), [seconds], sure=(0,)).best == best
+    field = contest(tier=[0.0], most_bytes=100.0)
+    assert decided(field, [1.0], num_bytes=[100 * seconds], sure=(0,)).best == best
+
+
 def test_nothing_can_meet_the_limits_is_an_answer_too() -> None:
     found = decided(contest(tier=[0.0, 1.0], most_s=0.01), [2.0, 1.0])
     assert (found.best, found.following, found.confidence) == (None, None, 1.0)

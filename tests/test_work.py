@@ -671,6 +671,30 @@ def test_a_prompt_of_a_tiny_llama_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
+    ("quant", "most_rows"),
+    [
+        ("nf4", 1),
+        ("nf4-dq", 1),
+        ("fp4", 1),
+        ("gptq-int4", 50),
+        ("gptq-int8", 50),
+        ("awq-int4", 1024),
+    ],
+)
+def test_a_kernel_unpacks_weights_itself_up_to_so_many_rows(quant: Any, most_rows: int) -> None:
+    def moved(batch_size: int) -> float:
+        job = tiny_job(phase="inference", quant=quant)
+        return float(
+            work.inference_work(
+                job.model, job.run, job.stack, batch_size=batch_size, context=8, decoding=True
+            ).dequant_bytes
+        )
+
+    assert moved(most_rows) < 6 * LAYER_WEIGHTS * 1.5  # what is stored, of 8 bits at most
+    assert moved(most_rows + 1) == 6 * LAYER_WEIGHTS * 4  # 16 bit, written and read
+
+
+@pytest.mark.parametrize(
     ("batch_size", "per_weight", "tables"),
     [
         (1, 4.5 / 8, 7),  # inside the kernel: codes, a scale of 64 weights, and the code table
@@ -767,3 +791,17 @@ def test_a_token_of_a_mixture_visits_its_experts_alone() -> None:
         assert found.weight_read_bytes == pytest.approx(2 * read)
         # norms, attention as in a Llama; routing and its sums; each expert that is visited
         assert found.launches == 22 + 2 * (12 + 20 + 11 + 8 * visited)
+
+
+@pytest.mark.parametrize(("checkpointing", "forwards"), [(False, 1), (True, 2)])
+def test_autocast_narrows_every_matrix_of_an_fp32_base_once_a_forward(
+    checkpointing: bool, forwards: int
+) -> None:
+    usual = {"method": "lora", "gradient_checkpointing": checkpointing}
+    job = tiny_job(precision="bf16", base_dtype="float32", **usual)
+    one, two = (training(job, batch_size=n, seq_len=48).elementwise_bytes for n in (1, 2))
+    # whatever the number of tokens: 4 bytes read and 2 written of each element
+    assert 2 * one - two == forwards * 6 * LAYER_WEIGHTS * (4 + 2)
+    narrow = tiny_job(**usual)
+    one, two = (training(narrow, batch_size=n, seq_len=48).elementwise_bytes for n in (1, 2))
+    assert 2 * one == two
