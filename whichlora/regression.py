@@ -83,10 +83,10 @@ class MemoryRegressor(_PositiveRegressor):
         minimise  sum_i w_i ((y_i - x_i·c) / (noise y_i))^2 + sum_j ((c_j - 1) / spread_j)^2
         with c >= 0
 
-    Each round is one `LinearRegression(positive=True)` with the prior as rows. The rounds around it
-    are here because the weights w come from the median error and the noise has a prior of its own:
-    `HuberRegressor` takes neither prior nor sign into account, and scales with the residuals alone,
-    which two runs leave at zero. `BayesianRidge` has the priors, but neither sign nor robustness.
+    Each round is one `LinearRegression(positive=True)` with the prior as rows. Weights w and the
+    noise between rounds are ours. `HuberRegressor` allows negative factors and takes its scale from
+    the residuals alone, which two runs leave at zero. `BayesianRidge` has a prior of the noise, but
+    allows negative factors and is not robust.
 
     Args:
         spread: standard deviation of each factor before any run; one number for all, or one each.
@@ -103,7 +103,7 @@ class MemoryRegressor(_PositiveRegressor):
         self.noise = noise
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
-        X, y, given_weights = self._checked(X, y, sample_weight)
+        X, y, counts = self._checked(X, y, sample_weight)
         spread = np.broadcast_to(np.asarray(self.spread, dtype=np.float64), X.shape[1])
         prior_rows, prior_weights = np.eye(len(spread)), np.ones(len(spread))
         # columns differ by ten orders of magnitude (launches against seconds): scale by the prior
@@ -111,17 +111,17 @@ class MemoryRegressor(_PositiveRegressor):
         target = np.concatenate([y, 1.0 / spread])
         coefficients, noise = np.ones(len(spread)), self.noise
         errors = _log_errors(y, X @ coefficients)
-        errors = errors - weighted_median(errors, given_weights)
-        weights = given_weights * robust_weights(errors, noise, given_weights)
+        errors = errors - weighted_median(errors, counts)
+        weights = counts * robust_weights(errors, noise, counts)
         for _ in range(MAX_ROUNDS):
             before = coefficients
             linear = LinearRegression(positive=True, fit_intercept=False)
             precision = np.concatenate([weights / (noise * y) ** 2, prior_weights])
             coefficients = linear.fit(stacked, target, sample_weight=precision).coef_ * spread
             errors = _log_errors(y, X @ coefficients)
-            robust = robust_weights(errors, self.noise, given_weights)
-            weights = given_weights * robust
-            noise = pooled_noise(errors, self.noise, robust, given_weights)
+            robust = robust_weights(errors, self.noise, counts)
+            weights = counts * robust
+            noise = pooled_noise(errors, self.noise, robust, counts)
             if np.allclose(coefficients, before, rtol=1e-4, atol=1e-6):
                 break
         scaled = X * spread * (np.sqrt(weights) / (noise * y))[:, None]
@@ -247,12 +247,12 @@ class TimeRegressor(_PositiveRegressor):
         """Every phase that has rows: its number, its columns, its rows, and what is in both."""
         width = X.shape[1] // self.num_phases
         phases = X.reshape(len(X), self.num_phases, width).any(axis=2).argmax(axis=1)
-        found = []
+        blocks = []
         for phase in np.unique(phases).tolist():
             columns = slice(phase * width, (phase + 1) * width)
             rows = np.flatnonzero(phases == phase)
-            found.append((phase, columns, rows, X[rows, columns]))
-        return found
+            blocks.append((phase, columns, rows, X[rows, columns]))
+        return blocks
 
     def _parts(self, coefficients: Array, features: Array) -> Array:
         """What every column of a block adds to its rows."""
@@ -303,7 +303,7 @@ def _factors(spread: Array, resources: Sequence[Sequence[int]]) -> tuple[Array, 
     shared = np.array([variances[:, list(positions)].min() / 4 for positions in resources])
     kinds = variances.min(axis=0) / 8
     phases = variances.min(axis=1) / 16
-    rest = variances - device - shared @ of_resource - kinds - phases[:, None]
+    single = variances - device - shared @ of_resource - kinds - phases[:, None]
     loads = np.hstack(
         [
             np.ones((variances.size, 1)),
@@ -313,7 +313,7 @@ def _factors(spread: Array, resources: Sequence[Sequence[int]]) -> tuple[Array, 
             np.eye(variances.size),
         ]
     )
-    factor_spread = np.sqrt(np.concatenate([[device], shared, phases, kinds, rest.ravel()]))
+    factor_spread = np.sqrt(np.concatenate([[device], shared, phases, kinds, single.ravel()]))
     return loads, factor_spread, 1 + len(resources) + num_phases
 
 
