@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import ge
 
 from whichlora.numeric import Count, largest
 
@@ -143,11 +144,18 @@ def most(forms: Iterable[Form], *, tokens: Count, span: Count, r: Count) -> Coun
 
 def maximal(forms: Iterable[Form]) -> tuple[Form, ...]:
     """Those of `forms` that no other is at least as large as in every term."""
-    found: list[Form] = []
-    for form in sorted(set(forms), reverse=True):
-        if not any(all(x >= y for x, y in zip(other, form, strict=True)) for other in found):
-            found.append(form)
-    return tuple(found)
+    candidates = sorted(set(forms), reverse=True)
+    varying = [
+        term for term, values in enumerate(zip(*candidates, strict=True)) if len(set(values)) > 1
+    ]
+    maxima: list[Form] = []
+    terms_of_maxima: list[tuple[int, ...]] = []
+    for form in candidates:  # a loop over 512 experts makes tens of thousands
+        terms = tuple(form[term] for term in varying)
+        if not any(all(map(ge, larger, terms)) for larger in terms_of_maxima):
+            maxima.append(form)
+            terms_of_maxima.append(terms)
+    return tuple(maxima)
 
 
 @dataclass(eq=False, slots=True)
