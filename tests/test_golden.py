@@ -1,0 +1,45 @@
+"""A seeded part of the golden predictions is predicted as it was: benchmarks/golden.py has all."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import golden
+
+ROWS = golden.read_rows()
+SAMPLE = random.Random(20261122).sample(ROWS, 160)
+
+
+def test_a_sample_is_predicted_and_explained_as_it_was() -> None:
+    now = golden.answers([golden.job_of(row) for row in SAMPLE], processes=1)
+    assert golden.compare(SAMPLE, now) == []
+
+
+def test_there_are_3000_predictions_of_every_model_method_and_phase() -> None:
+    explained = [row for row in ROWS if "explained" in row]
+    assert len(explained) >= 3000
+    runs = [row["explained"]["prediction"]["run"] for row in explained]
+    assert {run["phase"] for run in runs} == {"finetune", "inference"}
+    assert {run["method"] for run in runs} == set(golden.METHODS)
+    assert len({run["model"] for run in runs}) > 200
+    assert len({row["gpu"] for row in explained}) > 80
+
+
+@pytest.mark.parametrize("factor", [1 + 1e-9, 1 - 1e-9])
+def test_a_float_that_moves_in_its_ninth_digit_and_a_byte_more_are_seen(factor: float) -> None:
+    now = next(row for row in SAMPLE if "explained" in row)
+    row = copy.deepcopy(now)
+    prediction = row["explained"]["prediction"]
+    prediction["time"]["time_per_token_s"] *= factor
+    prediction["memory"]["peak_allocated_bytes"] += 1
+    ((_, lines),) = golden.compare([row], [now])
+    assert sorted(line.partition(":")[0] for line in lines) == [
+        ".explained.prediction.memory.peak_allocated_bytes",
+        ".explained.prediction.time.time_per_token_s",
+    ]
