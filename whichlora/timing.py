@@ -98,6 +98,7 @@ def prior(gpu: GpuSpec, phase: str) -> tuple[dict[str, float], dict[str, float]]
     """Mean and standard deviation of each coefficient before any run on `gpu`.
 
     Kind: fitted, to other devices.
+    Source: `docs/time.md`.
     """
     table = _CPU_PRIOR if gpu.kind == "cpu" else _ACCELERATOR_PRIOR
     mean = {name: value for name, (value, _) in table.items()}
@@ -109,7 +110,10 @@ def prior(gpu: GpuSpec, phase: str) -> tuple[dict[str, float], dict[str, float]]
 
 
 def prior_model(gpu: GpuSpec, phase: str) -> TimeModel:
-    """The model of a device that nobody measured: datasheet and priors."""
+    """The model of a device that nobody measured: datasheet and priors.
+
+    Kind: fitted. Source: `prior`.
+    """
     mean, spread = prior(gpu, phase)
     covariance = tuple(tuple(spread[a] ** 2 if a == b else 0.0 for b in FEATURES) for a in FEATURES)
     kind = "cpu" if gpu.kind == "cpu" else "accelerator"
@@ -123,7 +127,10 @@ def prior_model(gpu: GpuSpec, phase: str) -> TimeModel:
 
 
 def product_rate(gpu: GpuSpec, dtype: str) -> float:
-    """Peak FLOP/s of matrix products in `dtype`; without hardware for it, the fp32 rate."""
+    """Peak FLOP/s of matrix products in `dtype`; without hardware for it, the fp32 rate.
+
+    Kind: exact. Source: the datasheet, `gpu.json`.
+    """
     return gpu.peak_flops_per_s.get(dtype) or gpu.peak_flops_per_s["fp32"]
 
 
@@ -135,6 +142,7 @@ def power_factor(gpu: GpuSpec, dtype: str) -> float:
     power. One where the power is not known, and for a CPU.
 
     Kind: fitted (`_FULL_POWER`).
+    Source: `benchmarks/board_power.py`.
     """
     if gpu.kind == "cpu" or gpu.power_w is None:
         return 1.0
@@ -147,6 +155,8 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
     """Datasheet seconds by kind of work; "launch" is a count and "constant" is one.
 
     Of an amount of memory, whose rates nobody knows, the constant alone: all passes take as long.
+
+    Kind: exact. Source: work over the rates of the datasheet.
     """
     once = 1.0 + 0 * work.launches
     if not gpu.is_timed:
@@ -173,6 +183,8 @@ def deciding(model: TimeModel, features: Mapping[str, Real]) -> dict[str, Real]:
 
     Where arithmetic and its reads overlap, or host and device, the one that waits for the other
     counts nothing.
+
+    Kind: exact. Source: the roofline model: Williams et al. 2009, doi:10.1145/1498765.1498785.
     """
     decided = dict(features)
     for arithmetic, reads in ROOFS:
@@ -190,7 +202,10 @@ def deciding(model: TimeModel, features: Mapping[str, Real]) -> dict[str, Real]:
 
 
 def seconds(model: TimeModel, features: Mapping[str, Real]) -> tuple[Real, dict[str, Real]]:
-    """Seconds of one pass, and their breakdown by feature, which adds up to them."""
+    """Seconds of one pass, and their breakdown by feature, which adds up to them.
+
+    Kind: fitted. Source: the coefficients of `model`.
+    """
     return _priced(model, deciding(model, features))
 
 
@@ -199,12 +214,17 @@ def log_deviation(model: TimeModel, features: Mapping[str, Real], total: Real) -
 
     The coefficients' covariance seen through this run's features, plus the noise of a run; times
     the scale that held-out runs gave.
+
+    Kind: fitted. Source: the covariance of `model`.
     """
     return _deviation(model, deciding(model, features), total)
 
 
 def pass_time(model: TimeModel, features: Mapping[str, Real]) -> tuple[Real, dict[str, Real], Real]:
-    """`seconds` with their breakdown, and their `log_deviation`."""
+    """`seconds` with their breakdown, and their `log_deviation`.
+
+    Kind: fitted. Source: the coefficients of `model` and their covariance.
+    """
     decided = deciding(model, features)
     total, parts = _priced(model, decided)
     return total, parts, _deviation(model, decided, total)

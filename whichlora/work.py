@@ -6,15 +6,16 @@ functions serve training, the prompt pass and decoding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 
-from whichlora.architecture import Attention, Layer, Linear, ModelSpec
+from whichlora.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
 from whichlora.cache_work import Conversion, expanding, storing
 from whichlora.memory import weights
 from whichlora.memory.activations import attention_kernel
 from whichlora.memory.layer_bytes import reads_last
 from whichlora.memory.outside import ENCODER_OUT
-from whichlora.methods.base import NO_ADAPTERS, Method
+from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.numeric import Count, smallest
 from whichlora.scan_work import SCAN_OPS, scan_bytes, scan_flops_per_token
 from whichlora.specs import RunConfig
@@ -72,29 +73,41 @@ class Work:
             device waits.
     """
 
-    product_flops: Count
-    weight_read_bytes: Count
-    attention_flops: Count
-    attention_bytes: Count
-    elementwise_bytes: Count
-    dequant_bytes: Count
-    optimizer_bytes: Count
-    launches: Count
+    product_flops: Count = 0
+    weight_read_bytes: Count = 0
+    attention_flops: Count = 0
+    attention_bytes: Count = 0
+    elementwise_bytes: Count = 0
+    dequant_bytes: Count = 0
+    optimizer_bytes: Count = 0
+    launches: Count = 0
     engine_steps: Count = 0
 
 
+_WORK_FIELDS = tuple(field.name for field in fields(Work))
+
+
 def active_weights(layer: Layer) -> int:
-    """Matrix elements that one token is multiplied with."""
+    """Matrix elements that one token is multiplied with.
+
+    Kind: exact. Source: the architecture.
+    """
     return sum(one.active * one.in_features * one.out_features for one in layer.linears)
 
 
 def visited_matrices(linear: Linear, tokens: Count) -> Count:
-    """How many matrices of that name a batch of `tokens` reads: one no token chose stays unread."""
+    """How many matrices of that name a batch of `tokens` reads: one no token chose stays unread.
+
+    Kind: estimate. Source: experts are drawn independently.
+    """
     return smallest(linear.count, tokens * linear.active) if linear.count > 1 else 1 + 0 * tokens
 
 
 def visited_weights(layer: Layer, tokens: Count) -> Count:
-    """Matrix elements that a batch of `tokens` reads."""
+    """Matrix elements that a batch of `tokens` reads.
+
+    Kind: estimate. Source: `visited_matrices`.
+    """
     total = 0 * tokens
     for linear in layer.linears:
         visited = visited_matrices(linear, tokens)
@@ -127,6 +140,8 @@ def head_weights(model: ModelSpec) -> tuple[int, int]:
     """Elements of the projection to the words, and of other matrices around the layers.
 
     An encoder is trained, and asked, to fill masked words.
+
+    Kind: exact. Source: the architecture.
     """
     around = sum(linear.num_weights for linear in model.head_linears)
     masked = model.masked_head
@@ -137,7 +152,10 @@ def head_weights(model: ModelSpec) -> tuple[int, int]:
 
 
 def encoder_reading_weights(layer: Layer) -> int:
-    """Elements of the matrices that make keys and values of the encoder's output."""
+    """Elements of the matrices that make keys and values of the encoder's output.
+
+    Kind: exact. Source: the architecture.
+    """
     return sum(one.num_weights for one in layer.linears if one.reads == ENCODER_OUT)
 
 
@@ -150,6 +168,8 @@ def attention_flops_per_token(
         context: keys there are.
         triangular: queries and keys are the same tokens, so that a causal kernel skips the
             masked half; eager attention computes it.
+
+    Kind: exact. Source: two products of every query with the keys that it sees.
     """
     flops = 0 * context
     for attention in layer.attentions:
@@ -167,7 +187,7 @@ def attention_flops_per_token(
 def score_bytes(attention: Attention, stack: Stack) -> tuple[int, int]:
     """Bytes per query and key of matrices of scores, read and written: forward and backward.
 
-    Kind: counted per operator; masks of few bytes left out.
+    Kind: exact, counted per operator; masks of few bytes left out.
     Source: transformers 5.23 `eager_attention_forward`: the scores' product, scaling, mask,
     softmax (in fp32), narrowing, the values' product, and the backward of each.
     """
@@ -184,7 +204,10 @@ def score_bytes(attention: Attention, stack: Stack) -> tuple[int, int]:
 
 
 def layer_ops(layer: Layer, run: RunConfig) -> int:
-    """Kernels of one layer's forward, adapters left out; experts as one pass."""
+    """Kernels of one layer's forward, adapters left out; experts as one pass.
+
+    Kind: estimate. Source: kernels of traced layers of transformers 5.23.
+    """
     ops = NORM_OPS * len(layer.norms + layer.inner_norms)
     if layer.layer_input is not None:  # its matrices, activation and product
         ops += 4 + RESIDUAL_OPS // 2
@@ -206,7 +229,10 @@ def layer_ops(layer: Layer, run: RunConfig) -> int:
 
 
 def quant_ops(layer: Layer, stack: Stack) -> int:
-    """Kernels that the quantised products of one layer's forward add."""
+    """Kernels that the quantised products of one layer's forward add.
+
+    Kind: estimate. Source: kernels of traced layers of bitsandbytes 0.50.2.
+    """
     quantised = sum(is_quantised(linear, stack) for linear in layer.linears)
     return quantised * QUANT_OPS.get(stack.quant, 0)
 
@@ -245,10 +271,96 @@ def elementwise_forward_bytes(layer: Layer, run: RunConfig, stack: Stack, hidden
 
 
 def expert_ops(layer: Layer, tokens: Count) -> Count:
+    """Kernels of the experts that a batch visits, one after the other.
+
+    Kind: estimate. Source: kernels of traced experts of transformers 5.23.
+    """
     if layer.moe is None:
         return 0 * tokens
     visited = smallest(layer.moe.num_experts, tokens * layer.moe.experts_per_token)
     return EXPERT_OPS * visited
+
+
+def _trained_layers(
+    layer: Layer,
+    count: int,
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    tokens: Count,
+    seq_len: Count,
+    r: Count,
+) -> Work:
+    """One micro-step of `count` equal layers."""
+    recompute = 1 if run.gradient_checkpointing else 0
+    passes = 3 if method.trains_base else 2
+    weights_active = active_weights(layer)
+    product_flops = count * 2 * tokens * weights_active * (passes + recompute)
+    stored = sum(weights.linear_bytes(linear, stack) for linear in layer.linears)
+    weight_read = count * stored * (passes + recompute)
+    forward_attention = tokens * attention_flops_per_token(
+        layer, seq_len, run.attn, triangular=True
+    )
+    # backward is two forwards, and half of one more where the kernel recomputes the scores
+    halves = (6 if run.attn == "eager" else 7) + 2 * recompute
+    attention_flops = count * forward_attention * halves // 2
+    scanned = tokens * scan_flops_per_token(layer, seq_len, decoding=False)
+    attention_flops = attention_flops + count * scanned * (3 + recompute)
+    adapters = [
+        (linear, method.work(linear, stack, r))
+        for linear in (adapted(layer, targets) if not method.trains_base else ())
+    ]
+    moved = elementwise_forward_bytes(layer, run, stack, model.hidden_size)
+    moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
+    # backward reads a gradient and what was saved for each that it writes
+    elementwise = count * tokens * moved * (5 + 2 * recompute) // 2
+    for attention in layer.attentions:
+        forward_scores, backward_scores = score_bytes(attention, stack)
+        per_pair = forward_scores * (1 + recompute) + backward_scores
+        elementwise = elementwise + count * tokens * seq_len * per_pair
+    if stack.under_autocast and stack.base_bytes == 4 and stack.quant == "none":
+        matrices = sum(one.num_weights for one in layer.linears)
+        elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
+    quantised = [one for one in layer.linears if is_quantised(one, stack)]
+    expanded = sum(one.num_weights for one in quantised)
+    dequant = count * expanded * 2 * 2 * (2 + recompute)
+    base_ops = layer_ops(layer, run) + quant_ops(layer, stack) + expert_ops(layer, tokens)
+    launches = count * base_ops * (1 + recompute)
+    launches = launches + (count * base_ops * BACKWARD_RATIO)
+    layers = Work(
+        product_flops=product_flops,
+        weight_read_bytes=weight_read,
+        attention_flops=attention_flops,
+        elementwise_bytes=elementwise,
+        dequant_bytes=dequant,
+        launches=launches,
+    )
+    in_step = (_trained_adapter(x, recompute, count, tokens) for _, x in adapters)
+    return _sum_of((layers, *in_step))
+
+
+def _trained_adapter(adapter: AdapterWork, recompute: int, count: int, tokens: Count) -> Work:
+    """One micro-step of one matrix's adapter in `count` layers."""
+    # the input's gradient is one product more
+    token_flops = tokens * adapter.token_flops * (2 + recompute)
+    moved = adapter.forward_bytes * (1 + recompute) + adapter.backward_bytes
+    return Work(
+        product_flops=count * (adapter.weight_flops * (1 + recompute) + token_flops),
+        elementwise_bytes=count * (tokens * moved + adapter.weight_bytes * (1 + recompute)),
+        dequant_bytes=count * adapter.dequant_bytes * (1 + recompute),
+        launches=count * (adapter.forward_launches * (1 + recompute) + adapter.backward_launches),
+    )
+
+
+def _sum_of(works: Iterable[Work]) -> Work:
+    """The work of all of them, one after the other."""
+    totals: dict[str, Count] = dict.fromkeys(_WORK_FIELDS, 0)
+    for work in works:
+        totals = {name: total + getattr(work, name) for name, total in totals.items()}
+    return Work(**totals)
 
 
 def training_work(
@@ -267,67 +379,36 @@ def training_work(
 
     Frozen weights need one product backward (the input's gradient), trained ones two;
     checkpointing repeats the forward.
+
+    Kind: estimate. Source: `docs/time.md`.
     """
     tokens = batch_size * seq_len
     recompute = 1 if run.gradient_checkpointing else 0
     passes = 3 if method.trains_base else 2
     head, around = head_weights(model)
 
-    product_flops = 2 * tokens * (head + around) * passes
-    weight_read = head * stack.embedding_bytes * passes + 0 * tokens
-    attention_flops = 0 * tokens
-    elementwise = 0 * tokens
-    dequant = 0 * tokens
-    launches = 0 * tokens + OUTSIDE_OPS + LOSS_OPS
-    for layer, count in model.layers():
-        weights_active = active_weights(layer)
-        product_flops = product_flops + count * 2 * tokens * weights_active * (passes + recompute)
-        stored = sum(weights.linear_bytes(linear, stack) for linear in layer.linears)
-        weight_read = weight_read + count * stored * (passes + recompute)
-        forward_attention = tokens * attention_flops_per_token(
-            layer, seq_len, run.attn, triangular=True
+    layers = _sum_of(
+        _trained_layers(
+            layer,
+            count,
+            model,
+            run,
+            stack,
+            method,
+            targets,
+            tokens=tokens,
+            seq_len=seq_len,
+            r=r,
         )
-        # backward is two forwards, and half of one more where the kernel recomputes the scores
-        halves = (6 if run.attn == "eager" else 7) + 2 * recompute
-        attention_flops = attention_flops + count * forward_attention * halves // 2
-        scanned = tokens * scan_flops_per_token(layer, seq_len, decoding=False)
-        attention_flops = attention_flops + count * scanned * (3 + recompute)
-        adapters = [
-            (linear, method.work(linear, stack, r))
-            for linear in (adapted(layer, targets) if not method.trains_base else ())
-        ]
-        moved = elementwise_forward_bytes(layer, run, stack, model.hidden_size)
-        moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
-        # backward reads a gradient and what was saved for each that it writes
-        elementwise = elementwise + count * tokens * moved * (5 + 2 * recompute) // 2
-        for attention in layer.attentions:
-            forward_scores, backward_scores = score_bytes(attention, stack)
-            per_pair = forward_scores * (1 + recompute) + backward_scores
-            elementwise = elementwise + count * tokens * seq_len * per_pair
-        if stack.under_autocast and stack.base_bytes == 4 and stack.quant == "none":
-            matrices = sum(one.num_weights for one in layer.linears)
-            elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
-        quantised = [one for one in layer.linears if is_quantised(one, stack)]
-        expanded = sum(one.num_weights for one in quantised)
-        dequant = dequant + count * expanded * 2 * 2 * (2 + recompute)
-        for _, adapter in adapters:
-            launches = launches + count * adapter.forward_launches * (1 + recompute)
-            launches = launches + count * adapter.backward_launches
-            product_flops = product_flops + count * adapter.weight_flops * (1 + recompute)
-            per_token = adapter.token_flops * (2 + recompute)  # the input's gradient is one more
-            product_flops = product_flops + count * tokens * per_token
-            per_token = adapter.forward_bytes * (1 + recompute) + adapter.backward_bytes
-            whatever = adapter.weight_bytes * (1 + recompute)
-            elementwise = elementwise + count * (tokens * per_token + whatever)
-            dequant = dequant + count * adapter.dequant_bytes * (1 + recompute)
-        base_ops = layer_ops(layer, run) + quant_ops(layer, stack) + expert_ops(layer, tokens)
-        launches = launches + count * base_ops * (1 + recompute)
-        launches = launches + (count * base_ops * BACKWARD_RATIO)
+        for layer, count in model.layers()
+    )
+    product_flops = layers.product_flops + 2 * tokens * (head + around) * passes
+    weight_read = layers.weight_read_bytes + head * stack.embedding_bytes * passes + 0 * tokens
     if not method.trains_base:
         product_flops = product_flops + (6 + 2 * recompute) * tokens * num_trained
     vocab = model.vocab_size if head else 0
     loss_passes = LOSS_PASSES[run.loss_head]
-    elementwise = elementwise + loss_passes * vocab * tokens
+    elementwise = layers.elementwise_bytes + loss_passes * vocab * tokens
 
     steps = run.gradient_accumulation_steps
     param_bytes = stack.base_bytes if method.trains_base else stack.adapter_bytes
@@ -335,12 +416,12 @@ def training_work(
     return Work(
         product_flops=product_flops * steps,
         weight_read_bytes=weight_read * steps,
-        attention_flops=attention_flops * steps,
+        attention_flops=layers.attention_flops * steps,
         attention_bytes=0 * tokens,
         elementwise_bytes=elementwise * steps,
-        dequant_bytes=dequant * steps,
+        dequant_bytes=layers.dequant_bytes * steps + 0 * tokens,
         optimizer_bytes=num_trained * 7 * param_bytes,
-        launches=launches * steps + optimizer_ops,
+        launches=(layers.launches + OUTSIDE_OPS + LOSS_OPS) * steps + optimizer_ops,
     )
 
 
@@ -360,6 +441,7 @@ def evaluation_work(
 
     What checkpointing adds to a step is one more forward of the layers; the head and the loss
     come on top. Kind: estimate.
+    Source: transformers 5.23 `Trainer.evaluation_loop`.
     """
     again, once = (
         training_work(
@@ -398,6 +480,8 @@ def cache_passes(attention: Attention, run: RunConfig, stack: Stack) -> int:
     A dynamic cache is read and written whole to append one token, then read by the attention;
     of a quantised one, `conversion` counts what comes before the attention.
     Old code read it once more to repeat each group's keys per query head, and read those.
+
+    Kind: exact. Source: transformers 5.23 `DynamicLayer.update`, `repeat_kv`.
     """
     if run.kv_cache != "dynamic":
         return 1
@@ -408,7 +492,10 @@ def cache_passes(attention: Attention, run: RunConfig, stack: Stack) -> int:
 
 
 def conversion(run: RunConfig, stack: Stack, *, decoding: bool) -> Conversion:
-    """What quantising the cache, or expanding it, takes in one pass; nothing for other caches."""
+    """What quantising the cache, or expanding it, takes in one pass; nothing for other caches.
+
+    Kind: estimate. Source: `cache_work`.
+    """
     stored = run.cache_format
     if stored is None:
         return Conversion(0, 0)
@@ -423,6 +510,104 @@ def conversion(run: RunConfig, stack: Stack, *, decoding: bool) -> Conversion:
         expanded.element_bytes + share * kept.element_bytes,
         expanded.launches + round(share * kept.launches),
     )
+
+
+def _served_adapter(
+    linear: Linear,
+    adapter: AdapterWork,
+    count: int,
+    method: Method,
+    stack: Stack,
+    *,
+    rows: Count,
+    r: Count,
+) -> Work:
+    """One forward of `rows` tokens through the adapter of one matrix of `count` layers."""
+    params = method.adapter_params(linear, r)
+    share = linear.active / linear.count  # of experts
+    read = smallest(1.0, rows * share)
+    products = 2 * rows * share * params + adapter.weight_flops + rows * adapter.token_flops
+    return Work(
+        product_flops=count * products,
+        weight_read_bytes=count * read * params * stack.adapter_bytes,
+        elementwise_bytes=count * (rows * adapter.forward_bytes + adapter.weight_bytes),
+        dequant_bytes=count * adapter.dequant_bytes,
+        launches=count * adapter.forward_launches,
+    )
+
+
+def _cache_bytes(
+    attention: Attention, run: RunConfig, stack: Stack, *, context: Count, decoding: bool
+) -> Count:
+    """What one pass reads and writes of the cache of one sequence."""
+    cached = attention.cache_elements * context + attention.state_elements
+    cached = cached + attention.recurrent_elements
+    passes = cache_passes(attention, run, stack) if decoding else 1
+    return cached * stack.compute_bytes * passes
+
+
+def _served_layers(
+    group: LayerGroup,
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    batch_size: Count,
+    context: Count,
+    decoding: bool,
+    r: Count,
+) -> Work:
+    """One forward through the equal layers of `group`."""
+    tokens = batch_size if decoding else batch_size * context
+    layer, count = group.layer, group.count
+    reads_one = model.task == "seq2seq-lm" and group.stack == "decoder"
+    alone = decoding or reads_one
+    alone = alone or (run.kv_cache in ("dynamic", "static") and reads_last(layer, stack))
+    rows = batch_size if alone else tokens
+    of_encoder = encoder_reading_weights(layer)  # once, over the whole prompt
+    in_rows = active_weights(layer) - of_encoder
+    product_flops = count * 2 * rows * in_rows
+    if not decoding:
+        product_flops = product_flops + count * 2 * tokens * of_encoder
+    visited = visited_weights(layer, rows) - of_encoder * decoding
+    stored = sum(weights.linear_bytes(linear, stack) for linear in layer.linears)
+    all_weights = max(1, sum(linear.num_weights for linear in layer.linears))
+    weight_read = count * (visited * stored / all_weights)
+    per_token = attention_flops_per_token(layer, context, run.attn, triangular=not alone)
+    per_token = per_token + scan_flops_per_token(layer, context, decoding=alone)
+    attention_flops = count * rows * per_token
+    attention_bytes = elementwise = 0 * tokens
+    converted = conversion(run, stack, decoding=decoding)
+    launches = count * len(layer.attentions) * converted.launches
+    for attention in layer.attentions:
+        read = _cache_bytes(attention, run, stack, context=context, decoding=decoding)
+        attention_bytes = attention_bytes + count * batch_size * read
+        elementwise = elementwise + count * rows * context * score_bytes(attention, stack)[0]
+        of_sequence = converted.element_bytes * attention.cache_elements * context
+        elementwise = elementwise + count * batch_size * of_sequence
+    adapters = [(one, method.work(one, stack, r)) for one in adapted(layer, targets)]
+    moved = elementwise_forward_bytes(layer, run, stack, model.hidden_size)
+    moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
+    elementwise = elementwise + count * rows * moved
+    dequant = count * unpacking_bytes(layer, stack, rows)
+    ops = layer_ops(layer, run) + quant_ops(layer, stack)
+    launches = launches + count * (ops + expert_ops(layer, rows))
+    layers = Work(
+        product_flops=product_flops,
+        weight_read_bytes=weight_read,
+        attention_flops=attention_flops,
+        attention_bytes=attention_bytes,
+        elementwise_bytes=elementwise,
+        dequant_bytes=dequant,
+        launches=launches,
+    )
+    of_adapters = (
+        _served_adapter(linear, adapter, count, method, stack, rows=rows, r=r)
+        for linear, adapter in adapters
+    )
+    return _sum_of((layers, *of_adapters))
 
 
 def inference_work(
@@ -444,83 +629,44 @@ def inference_work(
 
     The head sees the last position only, an encoder's every one. Of two stacks the first reads the
     prompt, and the second begins with one token.
+
+    Kind: estimate. Source: `docs/time.md`.
     """
     tokens = batch_size if decoding else batch_size * context
     head, around = head_weights(model)
-    two_stacks = model.task == "seq2seq-lm"
     scores_all = stack.libraries.scores_whole_prompt or model.task == "encoder"
     scored = tokens if scores_all else batch_size
     if model.task == "encoder":
         head = head + around
-    product_flops = 2 * scored * head
-    weight_read = head * stack.embedding_bytes + 0 * tokens
-    attention_flops = 0 * tokens
-    attention_bytes = 0 * tokens
-    elementwise = 12 * scored * model.vocab_size
-    dequant = 0 * tokens
-    launches = OUTSIDE_OPS + 0 * tokens
-    converted = conversion(run, stack, decoding=decoding)
-    for group in model.groups:
-        layer, count = group.layer, group.count
-        if two_stacks and decoding and group.stack == "encoder":
-            continue
-        reads_one = two_stacks and group.stack == "decoder"
-        alone = decoding or reads_one
-        alone = alone or (run.kv_cache in ("dynamic", "static") and reads_last(layer, stack))
-        rows = batch_size if alone else tokens
-        of_encoder = encoder_reading_weights(layer)  # once, over the whole prompt
-        in_rows = active_weights(layer) - of_encoder
-        product_flops = product_flops + count * 2 * rows * in_rows
-        if not decoding:
-            product_flops = product_flops + count * 2 * tokens * of_encoder
-        visited = visited_weights(layer, rows) - of_encoder * decoding
-        stored = sum(weights.linear_bytes(linear, stack) for linear in layer.linears)
-        all_weights = max(1, sum(linear.num_weights for linear in layer.linears))
-        weight_read = weight_read + count * (visited * stored / all_weights)
-        per_token = attention_flops_per_token(layer, context, run.attn, triangular=not alone)
-        per_token = per_token + scan_flops_per_token(layer, context, decoding=alone)
-        attention_flops = attention_flops + count * rows * per_token
-        for attention in layer.attentions:
-            cached = attention.cache_elements * context + attention.state_elements
-            cached = cached + attention.recurrent_elements
-            passes = cache_passes(attention, run, stack) if decoding else 1
-            moved_bytes = cached * stack.compute_bytes * passes
-            attention_bytes = attention_bytes + count * batch_size * moved_bytes
-            elementwise = elementwise + count * rows * context * score_bytes(attention, stack)[0]
-            of_sequence = converted.element_bytes * attention.cache_elements * context
-            elementwise = elementwise + count * batch_size * of_sequence
-            launches = launches + count * converted.launches
-        adapters = [(one, method.work(one, stack, r)) for one in adapted(layer, targets)]
-        moved = elementwise_forward_bytes(layer, run, stack, model.hidden_size)
-        moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
-        elementwise = elementwise + count * rows * moved
-        dequant = dequant + count * unpacking_bytes(layer, stack, rows)
-        for linear, adapter in adapters:
-            params = method.adapter_params(linear, r)
-            share = linear.active / linear.count  # of experts
-            read = smallest(1.0, rows * share)
-            product_flops = product_flops + count * 2 * rows * share * params
-            product_flops = product_flops + count * adapter.weight_flops
-            product_flops = product_flops + count * rows * adapter.token_flops
-            weight_read = weight_read + count * read * params * stack.adapter_bytes
-            of_tokens = rows * adapter.forward_bytes
-            elementwise = elementwise + count * (of_tokens + adapter.weight_bytes)
-            dequant = dequant + count * adapter.dequant_bytes
-            launches = launches + count * adapter.forward_launches
-        ops = layer_ops(layer, run) + quant_ops(layer, stack)
-        launches = launches + count * (ops + expert_ops(layer, rows))
+    layers = _sum_of(
+        _served_layers(
+            group,
+            model,
+            run,
+            stack,
+            method,
+            targets,
+            batch_size=batch_size,
+            context=context,
+            decoding=decoding,
+            r=r,
+        )
+        for group in model.groups
+        if not (decoding and model.task == "seq2seq-lm" and group.stack == "encoder")
+    )
+    launches = layers.launches + OUTSIDE_OPS + 0 * tokens
     serving = run.kv_cache == "vllm"
     if decoding and serving:
         by_layer = VLLM_LAYER_OPS * model.num_hidden_layers + OUTSIDE_OPS
         eager = (context > VLLM_CAPTURED_TOKENS) * stack.libraries.graphs_end_early
         launches = 1 + eager * by_layer + 0 * tokens  # a captured graph is one launch
     return Work(
-        product_flops=product_flops,
-        weight_read_bytes=weight_read,
-        attention_flops=attention_flops,
-        attention_bytes=attention_bytes,
-        elementwise_bytes=elementwise,
-        dequant_bytes=dequant,
+        product_flops=layers.product_flops + 2 * scored * head,
+        weight_read_bytes=layers.weight_read_bytes + head * stack.embedding_bytes + 0 * tokens,
+        attention_flops=layers.attention_flops,
+        attention_bytes=layers.attention_bytes,
+        elementwise_bytes=layers.elementwise_bytes + 12 * scored * model.vocab_size,
+        dequant_bytes=layers.dequant_bytes + 0 * tokens,
         optimizer_bytes=0 * tokens,
         launches=launches,
         engine_steps=int(serving) + 0 * tokens,

@@ -335,25 +335,6 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
     )
     model = plan.models[0] if shown is None else shown.run.model
     lengths = session.data.lengths(model)
-    tokens = f"{lengths.describe()} (for {model})"
-    if best is not None:
-        load = session.data.workload(best.run.model, best.run.batch_size)
-        tokens += (
-            f"; {load.num_steps} steps over {load.padded_tokens} tokens, "
-            f"{100 * load.padding_fraction:.1f} % of them padding ({load.collator}), longest batch "
-            f"{best.run.batch_size} x {load.longest}"
-        )
-        if load.deviation:
-            reach = math.exp(TWO_SIDED_Z[TIME_CONFIDENCE] * load.deviation)
-            tokens += (
-                f" at most; with other lengths {1 / reach:.2f} to {reach:.2f} times the tokens"
-            )
-    tokens += f"; lengths: {lengths.method}"
-    if rows := session.data.dataset.describe():
-        tokens += f"; rows: {rows}"
-    others = [session.data.lengths(name).method for name in plan.models if name != model]
-    if guessed := sum(method.startswith("estimated") for method in others):
-        tokens += f"; estimated for {guessed} of the other models, too"
     return Answer(
         plan=plan,
         gpu=session.gpu,
@@ -371,7 +352,7 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
         front=_front(finetune, least),
         search=search,
         compared=compared,
-        tokens=tokens,
+        tokens=_describe_tokens(session, best, model),
         cautions=_cautions(session, best, model),
         refused=list(session.asked.refused.values()),
         side_by_side=[] if shown is None else session.side_by_side(pursuit, shown.run),
@@ -384,6 +365,31 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
         },
         calibration=session.calibration,
     )
+
+
+def _describe_tokens(session: Session, best: Candidate | None, model: str) -> str:
+    """The lengths that `model` sees, and what the winner's batches make of them."""
+    lengths = session.data.lengths(model)
+    tokens = f"{lengths.describe()} (for {model})"
+    if best is not None:
+        load = session.data.workload(best.run.model, best.run.batch_size)
+        tokens += (
+            f"; {load.num_steps} steps over {load.padded_tokens} tokens, "
+            f"{100 * load.padding_fraction:.1f} % of them padding ({load.collator}), longest batch "
+            f"{best.run.batch_size} x {load.longest}"
+        )
+        if load.deviation:
+            reach = math.exp(TWO_SIDED_Z[TIME_CONFIDENCE] * load.deviation)
+            tokens += (
+                f" at most; with other lengths {1 / reach:.2f} to {reach:.2f} times the tokens"
+            )
+    tokens += f"; lengths: {lengths.method}"
+    if rows := session.data.dataset.describe():
+        tokens += f"; rows: {rows}"
+    methods = [session.data.lengths(name).method for name in session.plan.models if name != model]
+    if guessed := sum(method.startswith("estimated") for method in methods):
+        tokens += f"; estimated for {guessed} of the other models, too"
+    return tokens
 
 
 def _cautions(session: Session, best: Candidate | None, model: str) -> list[str]:

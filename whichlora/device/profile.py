@@ -129,11 +129,7 @@ class Profiler:
         Raises:
             MeasurementError: the worker can't start.
         """
-        limits_s = decisive_s or [math.inf] * len(seq_lens)
-        batches = list(islice(cycle(zip(seq_lens, limits_s, strict=True)), num_batches))
-        if not in_order:
-            longest, *rest = sorted(batches, reverse=True)
-            batches = [longest, *rest[-1:], *rest[:-1]]
+        batches = _ordered_batches(seq_lens, decisive_s, num_batches, in_order=in_order)
         request = {
             "run": run.to_dict(),
             "model_config": dict(model_config),
@@ -180,6 +176,18 @@ class Profiler:
             provenance=self._provenance,
             **fields,
         )
+
+
+def _ordered_batches(
+    seq_lens: Sequence[int], decisive_s: Sequence[float], num_batches: int, *, in_order: bool
+) -> list[tuple[int, float]]:
+    """Length and time limit of each batch, in the order in which they are run."""
+    limits_s = decisive_s or [math.inf] * len(seq_lens)
+    batches = list(islice(cycle(zip(seq_lens, limits_s, strict=True)), num_batches))
+    if in_order:
+        return batches
+    longest, *shorter = sorted(batches, reverse=True)
+    return [longest, *shorter[-1:], *shorter[:-1]]
 
 
 class _Worker:

@@ -42,6 +42,8 @@ def is_masked(attention: Attention, stack: Stack, span: Count) -> Count:
     """1 where SDPA gets a mask tensor, else 0: padding, or a window that the tokens fill.
 
     Source: transformers 5.23 `_ignore_causal_mask_sdpa`.
+
+    Kind: exact.
     """
     if stack.padded or attention.always_masked:
         return 1 + 0 * span
@@ -73,6 +75,7 @@ def kept_mask_bytes(
     stream, SDPA is handed a boolean one; layers with a window have a mask of their own. Without
     checkpointing only the zeros stay that T5's cross attention adds, where no padding mask makes
     new ones of them. Kind: exact.
+    Source: transformers 5.23 `create_causal_mask`, `sdpa_mask`, `T5Stack.forward`.
     """
     masks: dict[tuple[str, bool, int | None], Count] = {}
     biases: dict[tuple[str, bool], int] = {}
@@ -139,6 +142,8 @@ def rotary_bytes(model: ModelSpec, stack: Stack, *, span: Count) -> Count:
 
     Args:
         span: positions: of one sequence in training, of all of a batch that `generate` places.
+
+    Source: transformers 5.23 `LlamaRotaryEmbedding.forward`.
     """
     tables = {
         (attention.rotary_dim, model.rotates_each_kind and attention.sliding_window is None)

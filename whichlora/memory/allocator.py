@@ -87,7 +87,10 @@ def expected_remainder(size: Count) -> Count:
 
 
 def remainder_bytes(groups: Iterable[Group], *, like: Count) -> Count:
-    """Expected remainders of all tensors in `groups`."""
+    """Expected remainders of all tensors in `groups`.
+
+    Kind: estimate. Source: `expected_remainder`.
+    """
     total: Count = 0 * like
     for group in groups:
         for tensor in group.tensors:
@@ -116,6 +119,7 @@ def idle_cache_bytes(
     one layer's forward were allocated before as smaller segments and lie idle. In expandable
     segments, which are joined, only the latter leave holes.
     Kind: fitted to nothing; an estimate that replays of Llama-3-8B bracket (`docs/memory.md`).
+    Source: replays in `docs/memory.md`, section 6.
     """
     if gpu.kind == "cpu":
         return 0 * logits_bytes
@@ -148,6 +152,7 @@ def idle_after_step_bytes(
     not bring the other half closer. Its errors against replays of 270 steps are in
     `docs/accuracy/ledger.md`; that older versions leave more is read off nvidia-smi in 150
     published A100 runs, and its mechanism is not known (`docs/accuracy/published.md`).
+    Source: torch 2.13 `CUDACachingAllocator.cpp`, `get_free_block`.
     """
     if gpu.kind == "cpu":
         return 0 * loss_bytes
@@ -164,6 +169,7 @@ def idle_after_prompt_bytes(gpu: GpuSpec, *, forward_bytes: Count, cache_bytes: 
     stays. How large they are depends on the order of sizes in the layer's code.
     Kind: fitted, both quarters to replays of the traced decoders of even number in
     `benchmarks/traces/draw-1.jsonl`; the odd ones are `docs/accuracy/ledger.md`'s check of it.
+    Source: torch 2.13 `CUDACachingAllocator.cpp`, `should_split`.
     """
     if gpu.kind == "cpu":
         return 0 * forward_bytes
@@ -199,7 +205,11 @@ POOL = Fact(
 
 
 def pool_bytes(gpu: GpuSpec, kv_cache: str) -> int:
-    """Device memory that an engine with a preallocated block pool takes at start; else 0."""
+    """Device memory that an engine with a preallocated block pool takes at start; else 0.
+
+    Kind: exact. Source: vLLM `gpu_memory_utilization`; transformers 5.23
+    `ContinuousBatchingConfig`.
+    """
     return int(POOL_SHARE.get(kv_cache, 0.0) * gpu.memory_bytes)
 
 
@@ -215,7 +225,10 @@ CONTEXT = Fact(
 
 
 def context_bytes(gpu: GpuSpec) -> int:
-    """Device memory of the process outside the allocator: context, kernels, driver's share."""
+    """Device memory of the process outside the allocator: context, kernels, driver's share.
+
+    Kind: estimate. Source: `gpu.json` of the device, else `TYPICAL_CONTEXT_BYTES`.
+    """
     if gpu.kind == "cpu":
         return 0
     return TYPICAL_CONTEXT_BYTES if gpu.context_bytes is None else gpu.context_bytes

@@ -31,6 +31,8 @@ def worst_backward(
         own: of one layer of each kind, the gradients that later layers gathered included.
         kept: what one layer of each kind keeps until its backward is done.
         left: gradients of its parameters, which it leaves then.
+
+    Kind: exact. Source: torch 2.13 `Engine::evaluate_function`: nodes go backward in reverse order.
     """
     if not has_one_order(model):
         return largest(*own)
@@ -46,7 +48,10 @@ def worst_backward(
 
 
 def after(model: ModelSpec, each: Sequence[Count], place: int) -> Count:
-    """The sum of `each` over all layers that stand after `place`."""
+    """The sum of `each` over all layers that stand after `place`.
+
+    Kind: exact. Source: the positions of `LayerGroup`.
+    """
     total: Count = 0
     for group, one in zip(model.groups, each, strict=True):
         total = total + one * sum(other > place for other in group.positions)

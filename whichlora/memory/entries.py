@@ -56,7 +56,10 @@ def _shape(dims: str, *, paired: bool, sized: bool) -> str:
 
 
 def tensor_bytes(tensors: Iterable[Tensor], *, tokens: Count, span: Count) -> Count:
-    """Bytes of `tensors` for `tokens` tokens that each attend over `span` tokens."""
+    """Bytes of `tensors` for `tokens` tokens that each attend over `span` tokens.
+
+    Kind: exact. Source: shape times width of the dtype, of each tensor.
+    """
     per_token: Count = 0
     per_token_pair: Count = 0
     constant: Count = 0

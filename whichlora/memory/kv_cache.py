@@ -23,6 +23,7 @@ def kept_tokens(layer: Layer, tokens: Count, *, kv_cache: str) -> Count:
 
     Kind: exact. Of a sliding layer both caches of transformers keep the window: the dynamic one
     looks at one token less of a tensor that it has put the last one to.
+    Source: transformers 5.23 `DynamicSlidingWindowLayer.update`.
     """
     window = layer.attentions[0].sliding_window if layer.attentions else None
     if window is not None and kv_cache in ("dynamic", "static"):
@@ -49,6 +50,7 @@ def cache_bytes(
             keys and values, whose tensors it keeps as a whole.
 
     Kind: exact.
+    Source: transformers 5.23 `DynamicLayer.update`, `StaticLayer.lazy_initialization`.
     """
     total = quantised = 0 * batch_size
     recurrent = 0

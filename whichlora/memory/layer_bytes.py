@@ -76,7 +76,10 @@ def layer_bytes(
     span: Count,
     run: RunConfig,
 ) -> LayerBytes:
-    """Args as of the ledger; `run` says how gradients are accumulated and layers checkpointed."""
+    """Args as of the ledger; `run` says how gradients are accumulated and layers checkpointed.
+
+    Kind: exact. Source: `layer_code.layer_points`.
+    """
     trained: Count = 0 * r
     if method.trains_base:
         trained = layer.num_params + 0 * r
@@ -196,6 +199,7 @@ def forward_bytes(
 
     With the looked-up embeddings and the layer's input, which the model's loop holds.
     Kind: exact.
+    Source: `layer_code.working_points`.
     """
     sizes = {"tokens": tokens, "span": span, "r": r}
     points: list[Count] = [0 * tokens]

@@ -161,6 +161,8 @@ def stream_bytes(layer: Layer, stack: Stack, *, after_norm: bool) -> int:
 
     Args:
         after_norm: a LayerNorm stands between the embeddings and the first layer.
+
+    Kind: exact. Source: torch 2.13 `autocast_mode.h`: `layer_norm` is in its fp32 list.
     """
     ends_in_norm = layer.post_norm and bool(layer.norms) and layer.norms[-1].kind == "layer"
     if (ends_in_norm or after_norm) and stack.under_autocast and stack.device_kind != "cpu":

@@ -57,6 +57,7 @@ def checkpointed_passes(
 
     transformers 5.23 `GradientCheckpointingLayer.__call__` wraps one layer at a time, so that
     never more than one is made again. Kind: exact.
+    Source: torch 2.13 `torch/utils/checkpoint.py`, `CheckpointFunction`.
     """
     inputs = [_layer_input(model, layer) for layer in layers]
     groups = (
@@ -130,6 +131,7 @@ def saved_passes(
         unnamed_mask_bytes: masks that only the model's loop holds, until its forward is done.
 
     Kind: exact.
+    Source: torch 2.13 `torch/csrc/autograd/saved_variable.cpp`.
     """
     unsaved = _unsaved(model, layers, freezes_input=freezes_input, tokens=sized["tokens"])
     corrections = (

@@ -16,7 +16,10 @@ FUSED_TILE_VOCAB = 32_768
 
 
 def logit_width(model: ModelSpec) -> int:
-    """Entries per position that training produces; an encoder is trained to fill masked words."""
+    """Entries per position that training produces; an encoder is trained to fill masked words.
+
+    Kind: exact. Source: transformers 5.23 `LlamaForCausalLM.forward`, `BertForMaskedLM.forward`.
+    """
     has_logits = model.head is not None or model.task == "encoder"
     return model.vocab_size if has_logits else 0
 
@@ -80,7 +83,10 @@ KEPT_LOGITS = Fact(
 
 
 def kept_logits_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
-    """What a loop with its own loss holds while the layers go backward. Kind: exact."""
+    """What a loop with its own loss holds while the layers go backward. Kind: exact.
+
+    Source: accelerate 1.15 `ConvertOutputsToFp32`.
+    """
     if loss_head != "raw":
         return 0 * tokens
     in_place = model.task == "causal-lm" and stack.libraries.widens_logits_in_place
@@ -113,7 +119,10 @@ def _fused_temporaries(
 
 
 def loss_element_bytes(model: ModelSpec, stack: Stack) -> int:
-    """One entry of the loss: decoders widen their logits, T5 and BERT leave that to autocast."""
+    """One entry of the loss: decoders widen their logits, T5 and BERT leave that to autocast.
+
+    Kind: exact. Source: transformers 5.23 `ForCausalLMLoss`; torch 2.13 `autocast_mode.h`.
+    """
     masked = model.masked_head
     widens = model.task == "causal-lm" or model.widens_logits
     widens = widens or (masked is not None and masked.widens_logits)
@@ -135,6 +144,7 @@ def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_h
     """Alive at the worst point of the loss's backward.
 
     Kind: exact for hf: the log-softmax and its two gradients, 12 bytes per entry in fp32.
+    Source: torch 2.13 `_log_softmax_backward_data`, `nll_loss_backward`.
     """
     vocab = logit_width(model)
     hidden = model.hidden_size
@@ -194,7 +204,10 @@ def generation_bytes(model: ModelSpec, *, batch_size: Count, compute_bytes: int)
 
 
 def encoder_bytes(model: ModelSpec, *, tokens: Count, compute_bytes: int) -> Count:
-    """Logits of every position, as an encoder's own head returns them. Kind: exact."""
+    """Logits of every position, as an encoder's own head returns them. Kind: exact.
+
+    Source: transformers 5.23 `BertForMaskedLM.forward`.
+    """
     vocab = logit_width(model)
     return tokens * vocab * compute_bytes
 
@@ -210,7 +223,10 @@ HEAD_COPY = Fact(
 
 
 def head_copy_bytes(model: ModelSpec, stack: Stack) -> int:
-    """The 16-bit copy of an fp32 head that autocast makes and backward needs (mode Q)."""
+    """The 16-bit copy of an fp32 head that autocast makes and backward needs (mode Q).
+
+    Kind: exact. Source: torch 2.13 `autocast_mode.cpp`, `cached_cast`.
+    """
     if stack.mode != "Q" or stack.embedding_bytes == 2:
         return 0
     if model.masked_head is not None:

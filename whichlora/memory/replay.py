@@ -97,13 +97,19 @@ class Pool:
 
 
 def rounded(num_bytes: int) -> int:
-    """Bytes of the block that serves a request."""
+    """Bytes of the block that serves a request.
+
+    Kind: exact. Source: torch 2.13 `CUDACachingAllocator.cpp`, `round_size`.
+    """
     size: int = round_up(max(num_bytes, MIN_BLOCK_BYTES), MIN_BLOCK_BYTES)
     return size
 
 
 def segment_bytes(size: int) -> int:
-    """Bytes asked of `cudaMalloc` for a block of `size` that no idle block can serve."""
+    """Bytes asked of `cudaMalloc` for a block of `size` that no idle block can serve.
+
+    Kind: exact. Source: torch 2.13 `CUDACachingAllocator.cpp`, `get_allocation_size`.
+    """
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < MIN_OWN_SEGMENT_BYTES:

@@ -202,14 +202,20 @@ def _of_norms(norms: Iterable[Norm], count: int, param_bytes: int) -> Iterator[T
 
 
 def gradient_bytes(tensors: Iterable[Trained]) -> Count:
-    """A gradient is as wide as its parameter; also the bytes of the parameters themselves."""
+    """A gradient is as wide as its parameter; also the bytes of the parameters themselves.
+
+    Kind: exact. Source: torch 2.13 `AccumulateGrad`.
+    """
     return sum(one.param_bytes * one.num_params * one.count for one in tensors)
 
 
 def unwanted_gradient_bytes(
     layer: Layer, targets: tuple[str, ...], method: Method, stack: Stack
 ) -> int:
-    """Gradients of frozen weights of one layer, which live as long as the graph. Kind: exact."""
+    """Gradients of frozen weights of one layer, which live as long as the graph. Kind: exact.
+
+    Source: `Method.trains_frozen`.
+    """
     return stack.base_bytes * sum(
         linear.num_weights
         for linear in adapted(layer, targets)

@@ -48,7 +48,10 @@ def quantised_bytes(
 
 
 def linear_bytes(linear: Linear, stack: Stack) -> int:
-    """One layer's matrices called `linear.name`, biases included."""
+    """One layer's matrices called `linear.name`, biases included.
+
+    Kind: exact. Source: `quantised_bytes`; else the dtype of the base.
+    """
     bias_bytes = linear.count * linear.out_features * stack.base_bytes if linear.bias else 0
     if not is_quantised(linear, stack):
         return linear.num_weights * stack.base_bytes + bias_bytes
@@ -66,6 +69,8 @@ def masked_head_params(model: ModelSpec) -> int:
 
     A matrix, a norm and one bias per word; the projection to the words unless it is tied.
     Source: transformers 5.23 `BertOnlyMLMHead`, `RobertaLMHead`, `EuroBertForMaskedLM`.
+
+    Kind: exact.
     """
     head = model.masked_head
     if head is None:
@@ -130,6 +135,7 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
 
     Kind: exact. The head is never quantised (transformers leaves the output head out), and
     counted once with the embedding where they are tied.
+    Source: transformers 5.23 `get_keys_to_not_convert`.
     """
     layers = 0
     for group in model.groups:
@@ -183,7 +189,10 @@ def unconverted(model: ModelSpec, stack: Stack) -> Linear | None:
 
 
 def unconverted_bytes(model: ModelSpec, stack: Stack) -> int:
-    """What the `unconverted` matrix takes beyond its quantised bytes."""
+    """What the `unconverted` matrix takes beyond its quantised bytes.
+
+    Kind: exact. Source: `unconverted`.
+    """
     last = unconverted(model, stack)
     if last is None:
         return 0
@@ -193,7 +202,10 @@ def unconverted_bytes(model: ModelSpec, stack: Stack) -> int:
 
 
 def unconverted_copy_bytes(model: ModelSpec, stack: Stack) -> int:
-    """Autocast's copy of the `unconverted` matrix of an fp32 base, which backward reads."""
+    """Autocast's copy of the `unconverted` matrix of an fp32 base, which backward reads.
+
+    Kind: exact. Source: torch 2.13 `autocast_mode.cpp`, `cached_cast`.
+    """
     last = unconverted(model, stack)
     if last is None or not stack.under_autocast or stack.base_bytes == stack.compute_bytes:
         return 0
