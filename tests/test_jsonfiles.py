@@ -111,7 +111,8 @@ def test_what_was_written_is_on_the_disk_before_it_takes_the_old_ones_place(
     fsync, replace = os.fsync, Path.replace
 
     def synced(descriptor: int) -> None:
-        done.append("folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "file")
+        place = f"/proc/self/fd/{descriptor}"
+        done.append("folder" if os.path.isdir(place) else f"file of {os.stat(place).st_size}")
         fsync(descriptor)
 
     def replaced(self: Path, target: Path) -> Path:
@@ -121,5 +122,7 @@ def test_what_was_written_is_on_the_disk_before_it_takes_the_old_ones_place(
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "replace", replaced)
+    opened = len(os.listdir("/proc/self/fd"))
     jsonfiles.write_text(path, "text")
-    assert done == ["file", "replaced", "folder"]
+    assert done == ["file of 4", "replaced", "folder"]
+    assert len(os.listdir("/proc/self/fd")) == opened

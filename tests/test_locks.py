@@ -10,12 +10,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from whichlora.errors import DataFileError
-from whichlora.store.locks import LOCK_FILE, hold_folder
+from whichlora.store.locks import LOCK_FILE, hold_folder, lock_file, unlock_file
 
 HOLDER = """
 import sys, time
@@ -114,3 +115,27 @@ def test_the_holder_is_named_in_the_file_while_it_holds_it_and_no_longer(tmp_pat
         assert owner["host"] == os.uname().nodename
         assert owner["process_start"]
     assert (tmp_path / LOCK_FILE).read_bytes() == b""
+
+
+def test_a_lock_waits_for_whoever_holds_it_unless_it_is_told_not_to(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    holder, waiter = (os.open(path, os.O_RDWR | os.O_CREAT) for _ in range(2))
+    try:
+        assert lock_file(holder)
+        with pytest.raises(BlockingIOError):
+            lock_file(waiter, wait=False)
+        release = threading.Timer(0.1, unlock_file, [holder])
+        release.start()
+        assert lock_file(waiter)
+        release.join()
+    finally:
+        os.close(holder)
+        os.close(waiter)
+
+
+def test_a_folder_that_was_held_leaves_no_open_file_and_no_owner(tmp_path: Path) -> None:
+    opened = len(os.listdir("/proc/self/fd"))
+    with hold_folder(tmp_path):
+        assert (tmp_path / LOCK_FILE).read_bytes()
+    assert (tmp_path / LOCK_FILE).read_bytes() == b""
+    assert len(os.listdir("/proc/self/fd")) == opened

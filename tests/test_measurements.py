@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import itertools
 import json
 import multiprocessing
@@ -288,6 +289,19 @@ def test_a_record_in_an_old_file_waits_for_the_disk_too(
     monkeypatch.setattr(os, "fsync", lambda at: synced.append(os.readlink(f"/proc/self/fd/{at}")))
     log.append(a_measurement(2))
     assert synced == [str(log.path)]
+
+
+def test_reading_walks_no_garbage_and_leaves_the_collector_as_it_was(tmp_path: Path) -> None:
+    a_file(tmp_path).write_bytes(b"{}\n" + a_line())
+    seen: list[bool] = []
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            read_measurements([tmp_path], GPU, leave_out=lambda *_: seen.append(gc.isenabled()))
+            assert gc.isenabled() is enabled
+        finally:
+            gc.enable()
+    assert seen == [False, False]
 
 
 def test_of_a_new_file_the_folders_wait_for_the_disk_too(

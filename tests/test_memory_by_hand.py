@@ -18,7 +18,7 @@ from whichlora.memory import (
     quantised_cache,
     weights,
 )
-from whichlora.memory.depth import worst_backward
+from whichlora.memory.depth import has_one_order, worst_backward
 from whichlora.memory.entries import Fact
 from whichlora.memory.layer_bytes import layer_bytes
 from whichlora.prediction import ledger
@@ -225,6 +225,27 @@ def test_the_gradient_of_a_saved_embedding_is_the_last_to_come(
         for names in ((), modules)
     )
     assert saved - plain == vocabularies * 2 * LLAMA_VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"), [("google/gemma-3-1b-pt", True), ("google-t5/t5-small", False)]
+)
+def test_the_order_of_layers_is_known_within_one_stack(name: str, is_known: bool) -> None:
+    assert has_one_order(job(RunConfig(model=name)).model) is is_known
+
+
+@pytest.mark.parametrize(
+    ("run", "copied"),
+    [
+        (RunConfig(model=LLAMA_3_8B, method="qlora"), 2 * LLAMA_VOCABULARY),  # prepared: in fp32
+        (RunConfig(model=LLAMA_3_8B, method="lora"), 0),
+        (RunConfig(model="google-bert/bert-base-uncased", method="qlora"), 2 * 30_522 * 768),
+    ],
+    ids=lambda value: getattr(value, "model", str(value)),
+)
+def test_autocast_copies_a_head_that_was_widened(run: RunConfig, copied: int) -> None:
+    found = job(run)
+    assert logits.head_copy_bytes(found.model, found.stack) == copied
 
 
 # --- moments of inference

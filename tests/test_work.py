@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from whichlora import api, families, work
 from whichlora.architecture import Layer, Linear, ModelSpec
+from whichlora.cache_work import expanding
 from whichlora.memory.ledger import trained_params
 from whichlora.memory.weights import CODE_TABLE_BYTES
 from whichlora.methods import weight_dtype
@@ -805,3 +806,42 @@ def test_autocast_narrows_every_matrix_of_an_fp32_base_once_a_forward(
     narrow = tiny_job(**usual)
     one, two = (training(narrow, batch_size=n, seq_len=48).elementwise_bytes for n in (1, 2))
     assert 2 * one == two
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_evaluation_unpacks_what_one_forward_does(checkpointing: bool) -> None:
+    job = tiny_job(method="qlora", r=8, gradient_checkpointing=checkpointing)
+    found = work.evaluation_work(
+        job.model,
+        job.run,
+        job.stack,
+        job.method,
+        job.targets,
+        batch_size=3,
+        seq_len=48,
+        r=8,
+        num_trained=1,
+    )
+    assert found.dequant_bytes == 6 * LAYER_WEIGHTS * 4  # written in 16 bit and read back
+    assert found.optimizer_bytes == found.attention_bytes == 0
+
+
+@pytest.mark.parametrize("backend", ["quanto", "fp8"])
+def test_a_step_launches_what_expands_each_layers_cache(backend: Any) -> None:
+    job = tiny_job(
+        phase="inference",
+        kv_cache="quantized",
+        cache_backend=backend,
+        **({} if backend == "fp8" else {"cache_group_size": 32}),
+    )
+    plain = tiny_job(phase="inference")
+    launches = []
+    for one in (job, plain):
+        done = work.inference_work(
+            one.model, one.run, one.stack, batch_size=2, context=100, decoding=True
+        )
+        launches.append(done.launches)
+    converted = work.conversion(job.run, job.stack, decoding=True)
+    assert launches[0] - launches[1] == 6 * converted.launches > 6 * 9
+    if backend == "fp8":  # nothing gathers, so that no step quantises all tokens anew
+        assert converted == expanding(job.run.cache_format, 2)  # type: ignore[arg-type]

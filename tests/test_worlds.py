@@ -174,3 +174,15 @@ def test_who_prefers_memory_gets_the_smallest_first() -> None:
     # memory errs alike for all, so each world has the same four; the fastest explains
     assert set(smallest[:4]) <= set(by_memory)
     assert len(by_memory) == 5
+
+
+def test_candidates_of_several_groups_compete_with_each_other() -> None:
+    whole = training_group()
+    by_rank = [
+        replace(whole, axes=whole.axes | {"r": whole.axes["r"][rank : rank + 1]}) for rank in (0, 1)
+    ]
+    least = replace(wanted(), prefer="memory")
+    calibration = prior_calibration(GPU)
+    together = shortlist([], [whole], calibration, least, form)
+    apart = shortlist([], by_rank, calibration, least, form)
+    assert set(apart) == set(together)
