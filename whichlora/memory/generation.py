@@ -215,6 +215,7 @@ PROMPT_FORWARD = Fact(
 
 def prefill(run: Generation) -> Entries:
     """In the last layer over the prompt, while the cache of those before it is there."""
+    # `DynamicLayer.update` keeps the very tensors that the layer made for its attention
     cache = Entry(PROMPT_CACHE, run.prompt_cache)
     if run.stored is not None:
         earlier = quantised_cache.stored_by_earlier_layers(
@@ -337,6 +338,7 @@ LAST_LOGITS = Fact(
 
 def decode(run: Generation) -> Entries:
     """In the last step, whose cache is the longest."""
+    # `torch.cat` in `DynamicLayer.update` writes the longer tensor before the shorter goes
     return (
         *run.static,
         Entry(FULL_CACHE, run.full_cache),
@@ -389,6 +391,7 @@ ENCODED = Fact(
 
 def encode(run: Generation) -> Entries:
     """In a layer of the encoder that reads the prompt of a decoder."""
+    # `_prepare_encoder_decoder_kwargs_for_generation` runs it before there is any cache
     shared = activations.kept_mask_bytes(
         run.model, run.stack, tokens=0 * run.prompt_tokens, span=run.prompt_len, side="encoder"
     )

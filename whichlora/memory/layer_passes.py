@@ -71,7 +71,8 @@ def checkpointed_passes(
         # an argument of the later layers' checkpoints keeps them alive (Gemma 4)
         *(Group(tensors=(_lent(layer),), count=layer.count, **sized) for layer in layers),
     )
-    # what is made again takes the place of what was lent
+    # what is made again takes the place of what was lent: `checkpoint` runs the forward inside
+    # the backward, under `torch.enable_grad`, and drops the first results with the arguments
     backward = tuple(layer.recomputed - layer.lent for layer in layers)
     kept = tuple(Group(tensors=(stream,), **sized).num_bytes for stream in inputs)
     return LayerPasses(

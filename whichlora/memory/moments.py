@@ -66,7 +66,8 @@ def loss_forward(step: TrainingStep) -> Entries:
         step.remainders,
         _decoder_cache(step),
         Entry(logits.LOSS_FORWARD, step.loss_forward_bytes),
-        # autocast's cache is cleared when its context ends, which is after the loss
+        # `autocast.__exit__` of torch/amp/autocast_mode.py calls `clear_autocast_cache`: the
+        # context ends after the loss, which the model's forward computes
         Entry(AUTOCAST_COPIES, step.autocast_copies),
         _head_copy(step),
     )
@@ -81,6 +82,8 @@ def _head_copy(step: TrainingStep) -> Entry:
 
 def loss_backward(step: TrainingStep) -> Entries:
     """In the backward of the loss: nothing that the layers keep has gone yet."""
+    # saved tensors go node by node, when `Engine::evaluate_function` has run the node
+    # (`release_variables`), and the layers' nodes come after the head's
     return (
         *step.always,
         step.kept,
@@ -330,6 +333,8 @@ def decoder_embedding_backward(step: TrainingStep) -> Entries:
 
 def embedding_backward(step: TrainingStep) -> Entries:
     """At the very end of the backward, at the table that is also the head."""
+    # `InputBuffer` keeps the head's part from the start of the backward: the node of the weight
+    # runs once all of its inputs are there
     # to the sum of head and decoder an encoder's part is added in place
     parts = _num_tied_parts(step) - bool(step.second_stack)
     return (
@@ -355,6 +360,8 @@ def _tied_gradients(step: TrainingStep, parts: int) -> Entry:
 
 def optimizer_step(step: TrainingStep) -> Entries:
     """In the optimizer's update: the graph is gone, all gradients are there."""
+    # `Trainer._run_epoch` of transformers calls `zero_grad` after the step, so that
+    # gradients outlive it; `_multi_tensor_adam` of torch makes its lists while they are there
     temporaries = optimizer.step_temporary_bytes(
         step.tensors, optimizer=step.run.optimizer, device_kind=step.gpu.kind
     )
