@@ -15,6 +15,7 @@ from whichlora.memory.outside import masked_head_saved
 from whichlora.memory.tape import (
     FUSED_ROWS,
     NOTHING,
+    LinearForm,
     Tape,
     constant,
     evaluate,
@@ -40,8 +41,8 @@ GPU = GpuSpec(
 SIZES = {"tokens": 2048, "span": 2048, "r": 16}
 
 
-def bytes_of(form: tuple[int, ...]) -> int:
-    return int(evaluate(form, tokens=1, span=1, r=1))  # type: ignore[arg-type]
+def bytes_of(form: LinearForm) -> int:
+    return int(evaluate(form, tokens=1, span=1, r=1))
 
 
 def test_a_tensor_lives_until_its_last_reader_unless_a_name_holds_it() -> None:
@@ -167,7 +168,7 @@ def test_dora_with_dropout_keeps_a_weight_that_is_no_parameter(
     assert spec is not None
     run = RunConfig(model=spec.name, method="dora", target_modules=("q_proj",), **settings)  # type: ignore[arg-type]
     kept = points_of_layer(spec.groups[0].layer, resolve(spec, run, GPU)).kept
-    dense = [one.form for one in kept if one.form[2] >= spec.hidden_size**2]
+    dense = [one.form for one in kept if one.form.constant >= spec.hidden_size**2]
     assert dense == [constant(spec.hidden_size**2 * dense_bytes)] * bool(dense_bytes)
 
 

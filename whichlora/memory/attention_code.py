@@ -41,7 +41,7 @@ def rotate(
         result = rotate(code, wide, attention, what, named)
         tape.hold(wide)
         return result
-    heads = x.elements[0] // attention.head_dim
+    heads = x.elements.per_token // attention.head_dim
     rotated = per_token(heads * attention.rotary_dim)
     rest = per_token(heads * (attention.head_dim - attention.rotary_dim))
     given = x

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from whichlora.memory.operators import Code
-from whichlora.memory.tape import Form, Tape, Tensor, constant, maximal, per_token, scaled
+from whichlora.memory.tape import LinearForm, Tape, Tensor, constant, maximal, per_token, scaled
 from whichlora.methods.base import NO_ADAPTERS
 from whichlora.numeric import ceil_div
 from whichlora.specs import CacheFormat
@@ -42,9 +42,9 @@ def _to_fp8(code: Code, x: Tensor) -> None:
     _keep(tape, tape.op([scaled_], x.elements, 1))
 
 
-def _groups(x: Tensor, cache: CacheFormat) -> Form:
+def _groups(x: Tensor, cache: CacheFormat) -> LinearForm:
     assert cache.group_size is not None
-    return per_token(ceil_div(x.elements[0], cache.group_size))
+    return per_token(ceil_div(x.elements.per_token, cache.group_size))
 
 
 def _to_quanto(code: Code, x: Tensor, cache: CacheFormat) -> None:
@@ -106,7 +106,7 @@ def _affine(code: Code, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 def _pack(tape: Tape, codes: Tensor, cache: CacheFormat) -> None:
     """Several codes in one byte: each part is shifted, then joined."""
-    packed = per_token(codes.elements[0] * cache.nbits // 8)
+    packed = per_token(codes.elements.per_token * cache.nbits // 8)
     result = tape.op([], packed, 1)
     part = tape.op([codes], packed, 1)
     tape.hold(codes, part)
@@ -119,7 +119,7 @@ def _keep(tape: Tape, *stored: Tensor) -> None:
 
 
 @lru_cache(maxsize=512)
-def quantising_points(width: int, element_bytes: int, stack: Stack) -> tuple[Form, ...]:
+def quantising_points(width: int, element_bytes: int, stack: Stack) -> tuple[LinearForm, ...]:
     """Points of quantising one tensor of keys or values that lies as it should, per token.
 
     Args:

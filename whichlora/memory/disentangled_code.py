@@ -10,7 +10,7 @@ from dataclasses import replace
 from whichlora.architecture import Attention, Linear
 from whichlora.memory.operators import Code, Rows
 from whichlora.memory.tape import (
-    Form,
+    LinearForm,
     Tensor,
     constant,
     per_pair,
@@ -50,7 +50,9 @@ def attend_disentangled(code: Code, attention: Attention, x: Tensor) -> Tensor:
     return result
 
 
-def _product(code: Code, x: Tensor, y: Tensor, elements: Form, what: str = "scores") -> Tensor:
+def _product(
+    code: Code, x: Tensor, y: Tensor, elements: LinearForm, what: str = "scores"
+) -> Tensor:
     """Autocast casts both factors of each product anew."""
     if code.stack.under_autocast:
         size = code.stack.compute_bytes

@@ -13,7 +13,7 @@ from whichlora.architecture import Attention, Layer, LayerInput, Linear, ModelSp
 from whichlora.memory.expert_code import route, run_experts
 from whichlora.memory.mlp_code import activate, feed_forward
 from whichlora.memory.operators import Code
-from whichlora.memory.tape import Form, Kept, Tape, Tensor, constant, maximal, per_token
+from whichlora.memory.tape import Kept, LinearForm, Tape, Tensor, constant, maximal, per_token
 from whichlora.methods.base import NO_ADAPTERS, Method
 from whichlora.stack import Stack
 
@@ -132,8 +132,8 @@ class LayerInputPoints:
 
     packed_bytes: int
     kept: tuple[Kept, ...]
-    forward: tuple[Form, ...]
-    backward: tuple[Form, ...]
+    forward: tuple[LinearForm, ...]
+    backward: tuple[LinearForm, ...]
 
 
 @lru_cache(maxsize=512)
@@ -154,7 +154,7 @@ def _points(
     tape.hold(result)
     forward, _ = tape.forward(saving=result.needs_grad)
     backward = tape.backward(recomputed=False, accumulated=accumulated) if result.needs_grad else ()
-    return LayerInputPoints(result.form[0], tape.kept(), maximal(forward), maximal(backward))
+    return LayerInputPoints(result.form.per_token, tape.kept(), maximal(forward), maximal(backward))
 
 
 def layer_input_points(

@@ -54,7 +54,7 @@ def latent_projections(
 def _turn_interleaved(code: Code, x: Tensor) -> Tensor:
     """Every second column against its neighbour: four products of half the width."""
     tape = code.tape
-    half = per_token(x.elements[0] // 2)
+    half = per_token(x.elements.per_token // 2)
     products = []
     for _ in range(4):
         (part,) = tape.parts(x, (half,))

@@ -317,23 +317,23 @@ def listed_tensors(
     kept: tuple[Kept, ...], share: Count, *, tokens: Count, span: Count, r: Count
 ) -> Iterator[Tensor]:
     for one in kept:
-        of_token, of_pair, fixed, of_rank_token, of_rank, of_square, _ = one.form[:7]
-        of_chunk, of_sequence, size = one.form[7:]
-        constant: Count = fixed
-        if of_rank:
-            constant = constant + of_rank * r
-        if of_square:
-            constant = constant + of_square * span * span
-        if of_chunk or of_sequence:
-            constant = constant + tokens // span * (of_sequence + of_chunk * chunks(span, size))
-        per_token: Count = of_token
-        if of_rank_token:
-            per_token = per_token + of_rank_token * r
+        form = one.form
+        constant: Count = form.constant
+        if form.per_rank:
+            constant = constant + form.per_rank * r
+        if form.per_span_squared:
+            constant = constant + form.per_span_squared * span * span
+        if form.per_chunk or form.per_sequence:
+            in_chunks = form.per_chunk * chunks(span, form.chunk_size)
+            constant = constant + tokens // span * (form.per_sequence + in_chunks)
+        per_token: Count = form.per_token
+        if form.per_rank_token:
+            per_token = per_token + form.per_rank_token * r
         width = one.element_bytes or 1
         yield Tensor(
             one.what or "operand",
             share * per_token,
-            share * of_pair,
+            share * form.per_pair,
             share * constant,
             dims=_dims(one, width),
             element_bytes=one.element_bytes,
@@ -341,7 +341,7 @@ def listed_tensors(
 
 
 def _dims(one: Kept, width: int) -> str:
-    of_token, of_pair, fixed, of_rank_token, of_rank, *_ = one.form
-    if of_rank_token or of_rank:
-        return f"{(of_rank_token or of_rank) // width} · r"
-    return str((of_pair or of_token or fixed) // width)
+    form = one.form
+    if form.per_rank_token or form.per_rank:
+        return f"{(form.per_rank_token or form.per_rank) // width} · r"
+    return str((form.per_pair or form.per_token or form.constant) // width)

@@ -14,8 +14,8 @@ from whichlora.memory.mlp_code import feed_forward
 from whichlora.memory.operators import Code
 from whichlora.memory.tape import (
     NOTHING,
-    Form,
     Kept,
+    LinearForm,
     Tape,
     Tensor,
     maximal,
@@ -145,7 +145,7 @@ def _add_to_stream(
     return result
 
 
-def returned_probabilities(layer: Layer, stack: Stack) -> Form:
+def returned_probabilities(layer: Layer, stack: Stack) -> LinearForm:
     """Attention probabilities of the block before, in the hands of the model's loop. Kind: exact.
 
     Source: transformers 5.23 `GPTJModel.forward`: `outputs = block(...)`.
@@ -186,14 +186,14 @@ class LayerPoints:
     """
 
     kept: tuple[Kept, ...]
-    saved: Form
-    unsaved: Form
+    saved: LinearForm
+    unsaved: LinearForm
     held: tuple[Kept, ...]
-    lent: Form
-    gathered: Form
-    forward: tuple[Form, ...]
-    backward: tuple[Form, ...]
-    recomputed: tuple[Form, ...]
+    lent: LinearForm
+    gathered: LinearForm
+    forward: tuple[LinearForm, ...]
+    backward: tuple[LinearForm, ...]
+    recomputed: tuple[LinearForm, ...]
 
 
 @lru_cache(maxsize=512)
@@ -249,7 +249,7 @@ def working_points(
     masked: bool,
     stream: int,
     ragged: bool = False,
-) -> tuple[Form, ...]:
+) -> tuple[LinearForm, ...]:
     """Points of a forward without gradients, the layer's input left out.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from whichlora.architecture import Attention
 from whichlora.memory.operators import Code
 from whichlora.memory.tape import (
-    Form,
+    LinearForm,
     Tensor,
     constant,
     per_chunk,
@@ -79,7 +79,7 @@ def _scan(
     few, read = per_token(heads), per_token(heads * attention.head_dim)
     chunk = attention.chunk_size
 
-    def in_chunks(count: int) -> Form:
+    def in_chunks(count: int) -> LinearForm:
         return per_chunk(chunk * count, chunk)
 
     steps = _step_sizes(code, step, few)
@@ -120,7 +120,7 @@ def _scan(
     return result
 
 
-def _step_sizes(code: Code, step: Tensor, few: Form) -> Tensor:
+def _step_sizes(code: Code, step: Tensor, few: LinearForm) -> Tensor:
     """`softplus(dt + dt_bias)`, which is also clamped."""
     tape, stack = code.tape, code.stack
     shifted = tape.op([step], few, step.size)
@@ -148,7 +148,7 @@ def _first_states(code: Code, states: Tensor, each: int, chunk: int) -> tuple[Te
     return first, begun
 
 
-def _decays_of_pairs(code: Code, x: Tensor, square: Form, chunk: int) -> Tensor:
+def _decays_of_pairs(code: Code, x: Tensor, square: LinearForm, chunk: int) -> Tensor:
     """From each token of a chunk to each, the later ones masked. Source: `segment_sum`."""
     tape = code.tape
     mask = constant(chunk * chunk)
@@ -163,7 +163,7 @@ def _contract(
     code: Code,
     one: Tensor,
     other: Tensor,
-    elements: Form,
+    elements: LinearForm,
     *,
     lays_out: tuple[bool, bool] = (True, True),
     turns: bool = False,

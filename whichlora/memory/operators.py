@@ -8,7 +8,7 @@ from whichlora.architecture import Linear, Norm
 from whichlora.memory.tape import (
     FUSED_ROWS,
     NOTHING,
-    Form,
+    LinearForm,
     Tape,
     Tensor,
     constant,
@@ -25,7 +25,7 @@ from whichlora.specs import FOUR_BIT_BNB
 from whichlora.stack import BNB_BLOCK, Stack, is_quantised
 
 
-def _before_cast(x: Tensor, size: int) -> Form:
+def _before_cast(x: Tensor, size: int) -> LinearForm:
     """The gradient of `x` in the width of a product, where it is cast for `x` afterwards."""
     return scaled(x.elements, size) if x.needs_grad and x.size < size else NOTHING
 
@@ -49,17 +49,17 @@ class Rows:
         before, after = (self.chosen * width * i // self.parts for i in (self.part, self.part + 1))
         return after - before
 
-    def of(self, width: int) -> Form:
+    def of(self, width: int) -> LinearForm:
         if self.number:
             return constant(self.number * width)
         return per_token(self._share(width))
 
-    def of_rank(self, multiple: int) -> Form:
+    def of_rank(self, multiple: int) -> LinearForm:
         if self.number:
             return per_rank(self.number * multiple)
         return per_rank_token(self._share(multiple))
 
-    def where_many(self, count: int) -> Form:
+    def where_many(self, count: int) -> LinearForm:
         """`count` where a 4-bit product has too many rows; a part has as many as tokens."""
         if self.number:
             return constant(count * (self.number > FUSED_ROWS))
@@ -216,7 +216,7 @@ class Code:
         # its backward: x to a power, that times two, and the product with the gradient
         return self.tape.op([x], x.elements, 4, saves=[x], inner_backward=scaled(x.elements, 8))
 
-    def _deviation(self, squares: Tensor, rows: Form, *, is_power: bool = False) -> Tensor:
+    def _deviation(self, squares: Tensor, rows: LinearForm, *, is_power: bool = False) -> Tensor:
         kept = [squares] if self.stack.libraries.mean_keeps_input else []
         mean = self.tape.op([squares], rows, 4, saves=kept)
         shifted = self.tape.op([mean], rows, 4, passes=True)
@@ -254,13 +254,13 @@ class Code:
             narrow = self.cast(x, stack.four_bit_bytes)
             dense = scaled(weights, stack.four_bit_bytes)
             # expanded for many rows, and its scales to fp32, without their offset and with it
-            scales = weights[2] // BNB_BLOCK * 8 if stack.quant == "nf4-dq" else 0
+            scales = weights.constant // BNB_BLOCK * 8 if stack.quant == "nf4-dq" else 0
             out = tape.op(
                 [narrow],
                 elements,
                 narrow.size,
                 saves=[narrow] if stack.libraries.linear4bit_keeps_input else [],
-                inner=self.rows.where_many(dense[2] + scales),
+                inner=self.rows.where_many(dense.constant + scales),
                 inner_backward=dense,
                 hidden=True,
                 what=f"{linear.name}: result",

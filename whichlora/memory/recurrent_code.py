@@ -11,7 +11,7 @@ from whichlora.memory.mamba_code import mix_by_states
 from whichlora.memory.operators import Code
 from whichlora.memory.tape import (
     CHUNK,
-    Form,
+    LinearForm,
     Tensor,
     minus,
     per_chunk,
@@ -21,8 +21,6 @@ from whichlora.memory.tape import (
     scaled,
     total,
 )
-
-_CHUNKS = per_chunk(1).index(1)
 
 
 def mix_recurrently(code: Code, attention: Attention, x: Tensor) -> Tensor:
@@ -94,7 +92,7 @@ def _delta_net(code: Code, attention: Attention, x: Tensor) -> Tensor:
     return result
 
 
-def _widths(*counts: int) -> tuple[Form, ...]:
+def _widths(*counts: int) -> tuple[LinearForm, ...]:
     return tuple(per_token(count) for count in counts)
 
 
@@ -108,7 +106,7 @@ def _gated_norm(code: Code, attention: Attention, x: Tensor, gate: Tensor) -> Te
     return code.cast(product, x.size)
 
 
-def _normalised(code: Code, x: Tensor, rows: Form) -> Tensor:
+def _normalised(code: Code, x: Tensor, rows: LinearForm) -> Tensor:
     """Each head's vector over its length."""
     tape = code.tape
     squares = tape.op([x], x.elements, 4, saves=[x], inner_backward=x.form)
@@ -130,7 +128,7 @@ def _chunked_rule(
     k_width, v_width = heads * attention.head_dim, attention.out_width
     rows, square = per_chunk(CHUNK * heads), per_chunk(CHUNK * CHUNK * heads)
     q, k, v = qkv
-    if q.elements[0] != k_width:  # every key head serves several value heads
+    if q.elements.per_token != k_width:  # every key head serves several value heads
         q, k = (tape.op([one], per_token(k_width), size) for one in (q, k))
     # in fp32 already they stay as they are, each head's tokens apart: products copy them first,
     # unless filling up the last chunk has laid them out anew
@@ -170,11 +168,11 @@ def _chunked_rule(
     return out
 
 
-def _in_chunks(x: Tensor) -> Form:
-    return per_chunk(CHUNK * x.elements[0])
+def _in_chunks(x: Tensor) -> LinearForm:
+    return per_chunk(CHUNK * x.elements.per_token)
 
 
-def _exponent(code: Code, x: Tensor, rows: Form) -> Tensor:
+def _exponent(code: Code, x: Tensor, rows: LinearForm) -> Tensor:
     return code.tape.op([x], rows, 4, saves_result=True)
 
 
@@ -231,15 +229,15 @@ def _scan(
         keeps=[kept],
         # a state, what is left of it, what comes to it and their sum, which a cache has counted;
         # new values and what was read
-        inner=per_sequence(4 * ((3 + code.stack.training) * state + 2 * v_width[_CHUNKS])),
+        inner=per_sequence(4 * ((3 + code.stack.training) * state + 2 * v_width.per_chunk)),
         inner_backward=plus(plus(part, part), part),
         what="delta rule: states and factors of each chunk",
     )
 
 
-def _but_one(form: Form) -> Form:
+def _but_one(form: LinearForm) -> LinearForm:
     """Without one chunk of every sequence."""
-    return minus(form, per_sequence(form[_CHUNKS]))
+    return minus(form, per_sequence(form.per_chunk))
 
 
 _BLOCKS = {"linear": _delta_net, "mamba2": mix_by_states, "conv": _short_convolution}

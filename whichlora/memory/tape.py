@@ -2,8 +2,8 @@
 
 A block is written as the library writes it, on tensors that have a size and no values. The tape
 keeps what autograd keeps, frees what nothing holds any more, and returns the bytes alive at the
-points where the most can be. Sizes are linear in the quantities of `TERMS`, so that one pass over
-a block serves every batch size, length and rank, as numbers or as arrays of them.
+points where the most can be. Sizes are `LinearForm`s, so that one pass over a block serves every
+batch size, length and rank, as numbers or as arrays of them.
 """
 
 from __future__ import annotations
@@ -11,125 +11,128 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import ge
+from typing import NamedTuple
 
 from whichlora.numeric import Count, largest
 
-TERMS = (
-    "tokens",
-    "tokens · span",
-    "1",
-    "r · tokens",
-    "r",
-    "span²",
-    "many rows",
-    "chunks",
-    "sequences",
-)
-Form = tuple[int, int, int, int, int, int, int, int, int, int]
-"""Bytes or elements per each of `TERMS`, and last how many tokens a chunk has."""
 
-NOTHING: Form = (0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+class LinearForm(NamedTuple):
+    """Bytes or elements: so many per token, per pair of tokens (tokens times span), and so on.
+
+    A named tuple, since thousands of them are added and compared for each layer.
+
+    Args:
+        where_many_rows: bytes that are there only above `FUSED_ROWS` tokens.
+        chunk_size: how many tokens a chunk has; 0 where there are none.
+    """
+
+    per_token: int = 0
+    per_pair: int = 0
+    constant: int = 0
+    per_rank_token: int = 0
+    per_rank: int = 0
+    per_span_squared: int = 0
+    where_many_rows: int = 0
+    per_chunk: int = 0
+    per_sequence: int = 0
+    chunk_size: int = 0
+
+
+NOTHING = LinearForm()
 LAYER_INPUT = "layer input"
 CHUNK = 64  # tokens that a gated delta net takes at once, the last ones padded
 FUSED_ROWS = 1536  # of a 4-bit product; bitsandbytes 0.50 expands the weight first for more
 
 
-def _term(index: int, count: int) -> Form:
-    a, b, c, d, e, f, g, h, i = (count if index == number else 0 for number in range(len(TERMS)))
-    return (a, b, c, d, e, f, g, h, i, 0)
+def per_token(count: int) -> LinearForm:
+    return LinearForm(per_token=count)
 
 
-def per_token(count: int) -> Form:
-    return _term(0, count)
+def per_pair(count: int) -> LinearForm:
+    return LinearForm(per_pair=count)
 
 
-def per_pair(count: int) -> Form:
-    return _term(1, count)
+def constant(count: int) -> LinearForm:
+    return LinearForm(constant=count)
 
 
-def constant(count: int) -> Form:
-    return _term(2, count)
+def per_rank_token(count: int) -> LinearForm:
+    return LinearForm(per_rank_token=count)
 
 
-def per_rank_token(count: int) -> Form:
-    return _term(3, count)
+def per_rank(count: int) -> LinearForm:
+    return LinearForm(per_rank=count)
 
 
-def per_rank(count: int) -> Form:
-    return _term(4, count)
+def per_span_squared(count: int) -> LinearForm:
+    return LinearForm(per_span_squared=count)
 
 
-def per_span_squared(count: int) -> Form:
-    return _term(5, count)
-
-
-def where_many_rows(count: int) -> Form:
+def where_many_rows(count: int) -> LinearForm:
     """Bytes that are there only above `FUSED_ROWS` rows."""
-    return _term(6, count)
+    return LinearForm(where_many_rows=count)
 
 
-def per_chunk(count: int, size: int = CHUNK) -> Form:
+def per_chunk(count: int, size: int = CHUNK) -> LinearForm:
     """Per `size` tokens of one sequence, a part of them counted as a whole.
 
     The chunks of one layer are all of one size.
     """
-    return (0, 0, 0, 0, 0, 0, 0, count, 0, size)
+    return LinearForm(per_chunk=count, chunk_size=size)
 
 
-def per_sequence(count: int) -> Form:
-    return _term(8, count)
+def per_sequence(count: int) -> LinearForm:
+    return LinearForm(per_sequence=count)
 
 
-def scaled(form: Form, factor: int) -> Form:
+def scaled(form: LinearForm, factor: int) -> LinearForm:
     a, b, c, d, e, f, g, h, i, size = form
     k = factor
-    return (a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k, size)
+    return LinearForm(a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k, size)
 
 
-def plus(one: Form, other: Form) -> Form:
+def plus(one: LinearForm, other: LinearForm) -> LinearForm:
     a, b, c, d, e, f, g, h, i, size = one
     p, q, r, s, t, u, v, w, x, other_size = other
     size = size or other_size
-    return (a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x, size)
+    return LinearForm(a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x, size)
 
 
-def minus(one: Form, other: Form) -> Form:
+def minus(one: LinearForm, other: LinearForm) -> LinearForm:
     return plus(one, scaled(other, -1))
 
 
-def total(forms: Iterable[Form]) -> Form:
+def total(forms: Iterable[LinearForm]) -> LinearForm:
     result = NOTHING
     for form in forms:
         result = plus(result, form)
     return result
 
 
-def without_sequences(form: Form) -> Form:
+def without_sequences(form: LinearForm) -> LinearForm:
     """Without what a chunk or a whole sequence takes."""
-    return (*form[:7], 0, 0, 0)
+    return form._replace(per_chunk=0, per_sequence=0, chunk_size=0)
 
 
-def evaluate(form: Form, *, tokens: Count, span: Count, r: Count) -> Count:
+def evaluate(form: LinearForm, *, tokens: Count, span: Count, r: Count) -> Count:
     """The number, or array of numbers, that `form` stands for."""
-    of_token, of_pair, fixed, of_rank_token, of_rank, of_square, of_many = form[:7]
-    of_chunk, of_sequence, size = form[7:]
-    result: Count = 0 * tokens + fixed
-    if of_token or of_pair or of_rank_token:
-        each = of_token
-        if of_pair:
-            each = each + of_pair * span
-        if of_rank_token:
-            each = each + of_rank_token * r
+    result: Count = 0 * tokens + form.constant
+    if form.per_token or form.per_pair or form.per_rank_token:
+        each: Count = form.per_token
+        if form.per_pair:
+            each = each + form.per_pair * span
+        if form.per_rank_token:
+            each = each + form.per_rank_token * r
         result = result + tokens * each
-    if of_rank:
-        result = result + of_rank * r
-    if of_square:
-        result = result + of_square * span * span
-    if of_many:
-        result = result + of_many * (tokens > FUSED_ROWS)
-    if of_chunk or of_sequence:
-        sequences = tokens // span
-        result = result + sequences * (of_sequence + of_chunk * chunks(span, size))
+    if form.per_rank:
+        result = result + form.per_rank * r
+    if form.per_span_squared:
+        result = result + form.per_span_squared * span * span
+    if form.where_many_rows:
+        result = result + form.where_many_rows * (tokens > FUSED_ROWS)
+    if form.per_chunk or form.per_sequence:
+        in_chunks = form.per_chunk * chunks(span, form.chunk_size)
+        result = result + tokens // span * (form.per_sequence + in_chunks)
     return result
 
 
@@ -138,17 +141,17 @@ def chunks(span: Count, size: int) -> Count:
     return -(-span // max(1, size))
 
 
-def most(forms: Iterable[Form], *, tokens: Count, span: Count, r: Count) -> Count:
+def most(forms: Iterable[LinearForm], *, tokens: Count, span: Count, r: Count) -> Count:
     return largest(*(evaluate(form, tokens=tokens, span=span, r=r) for form in forms), 0 * tokens)
 
 
-def maximal(forms: Iterable[Form]) -> tuple[Form, ...]:
+def maximal(forms: Iterable[LinearForm]) -> tuple[LinearForm, ...]:
     """Those of `forms` that no other is at least as large as in every term."""
     candidates = sorted(set(forms), reverse=True)
     varying = [
         term for term, values in enumerate(zip(*candidates, strict=True)) if len(set(values)) > 1
     ]
-    maxima: list[Form] = []
+    maxima: list[LinearForm] = []
     terms_of_maxima: list[tuple[int, ...]] = []
     for form in candidates:  # a loop over 512 experts makes tens of thousands
         terms = tuple(form[term] for term in varying)
@@ -173,7 +176,7 @@ class Tensor:
     """
 
     storage: int
-    elements: Form
+    elements: LinearForm
     size: int
     edge: int = 0
     needs_grad: bool = False
@@ -181,7 +184,7 @@ class Tensor:
     joined: bool = False
 
     @property
-    def form(self) -> Form:
+    def form(self) -> LinearForm:
         return scaled(self.elements, self.size)
 
 
@@ -195,7 +198,7 @@ class _Node:
     saved: Sequence[int]
     packs: bool
     passes: bool
-    inner: Form
+    inner: LinearForm
     hidden: bool = False
     reshapes: bool = False
 
@@ -204,7 +207,7 @@ class _Node:
 class _Step:
     reads: Sequence[int]
     makes: Sequence[int]
-    inner: Form
+    inner: LinearForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +216,7 @@ class Kept:
 
     what: str
     element_bytes: int
-    form: Form
+    form: LinearForm
 
 
 class Tape:
@@ -228,7 +231,7 @@ class Tape:
 
     def __init__(self, *, no_grad: bool = False) -> None:
         self.no_grad = no_grad
-        self._forms: list[Form] = []
+        self._forms: list[LinearForm] = []
         self._steps: list[_Step] = []
         self._nodes: list[_Node] = []
         self._num_edges = 0
@@ -238,7 +241,7 @@ class Tape:
         self._gathered: list[Tensor] = []
         self._lent: list[Tensor] = []
 
-    def _add(self, form: Form, what: str, size: int) -> None:
+    def _add(self, form: LinearForm, what: str, size: int) -> None:
         self._forms.append(form)
         self._names.append((what, size))
 
@@ -246,17 +249,17 @@ class Tape:
         self._num_edges += 1
         return self._num_edges
 
-    def weight(self, elements: Form, size: int, *, trained: bool = False) -> Tensor:
+    def weight(self, elements: LinearForm, size: int, *, trained: bool = False) -> Tensor:
         """A parameter or a table: alive anyway."""
         trained = trained and not self.no_grad
         return Tensor(-1, elements, size, self._edge(), trained, is_leaf=trained)
 
-    def input(self, elements: Form, size: int, *, needs_grad: bool) -> Tensor:
+    def input(self, elements: LinearForm, size: int, *, needs_grad: bool) -> Tensor:
         """What the block is given, storage 0 being the hidden state."""
         self._add(scaled(elements, size), LAYER_INPUT, size)
         return Tensor(len(self._forms) - 1, elements, size, self._edge(), needs_grad)
 
-    def shared(self, elements: Form, size: int, *, needs_grad: bool) -> Tensor:
+    def shared(self, elements: LinearForm, size: int, *, needs_grad: bool) -> Tensor:
         """What all layers read: alive anyway, and so is the gradient gathered from later layers."""
         found = Tensor(-1, elements, size, self._edge(), needs_grad)
         if needs_grad:
@@ -269,7 +272,7 @@ class Tape:
         self._gathered += [one for one in tensors if one.needs_grad]
 
     @property
-    def lent(self) -> Form:
+    def lent(self) -> LinearForm:
         return total(one.form for one in self._lent)
 
     def cached(self, tensor: Tensor) -> Tensor:
@@ -277,22 +280,22 @@ class Tape:
         return replace(tensor, storage=-1, edge=self._edge(), joined=True)
 
     @property
-    def gathered(self) -> Form:
+    def gathered(self) -> LinearForm:
         """Gradients that later blocks have left."""
         return total(one.form for one in self._gathered)
 
     def op(
         self,
         reads: Sequence[Tensor],
-        elements: Form,
+        elements: LinearForm,
         size: int,
         *,
         saves: Sequence[Tensor] = (),
         saves_result: bool = False,
-        keeps: Sequence[Form] = (),
+        keeps: Sequence[LinearForm] = (),
         passes: bool = False,
-        inner: Form = NOTHING,
-        inner_backward: Form = NOTHING,
+        inner: LinearForm = NOTHING,
+        inner_backward: LinearForm = NOTHING,
         detached: bool = False,
         hidden: bool = False,
         reshapes: bool = False,
@@ -363,7 +366,7 @@ class Tape:
         return result
 
     def parts(
-        self, tensor: Tensor, elements: Sequence[Form], *, inner: Form = NOTHING
+        self, tensor: Tensor, elements: Sequence[LinearForm], *, inner: LinearForm = NOTHING
     ) -> tuple[Tensor, ...]:
         """Views of parts of `tensor`, whose gradient is put together from theirs."""
         found = tuple(replace(tensor, elements=one, edge=self._edge()) for one in elements)
@@ -401,11 +404,13 @@ class Tape:
         return tuple(Kept(*self._names[one], self._forms[one]) for one in found)
 
     @property
-    def saved(self) -> Form:
+    def saved(self) -> LinearForm:
         """Bytes of all that is kept."""
         return total(one.form for one in self.kept())
 
-    def forward(self, *, saving: bool, stop: int | None = None) -> tuple[list[Form], Form]:
+    def forward(
+        self, *, saving: bool, stop: int | None = None
+    ) -> tuple[list[LinearForm], LinearForm]:
         """Points of the forward, and what is saved at its end, the input counted in neither.
 
         Args:
@@ -441,7 +446,7 @@ class Tape:
 
     def backward(
         self, *, recomputed: bool, early_stop: bool = True, accumulated: bool = False
-    ) -> list[Form]:
+    ) -> list[LinearForm]:
         """Points of the backward, from the gradient of the last result on.
 
         Args:
@@ -478,7 +483,7 @@ class _Backward:
                 self._holders[storage] = self._holders.get(storage, 0) + 1
         result = tape._nodes[-1].results[0]
         self._shares: dict[int, int] = {}  # holders of one gradient's storage
-        self._sizes: dict[int, Form] = {}
+        self._sizes: dict[int, LinearForm] = {}
         self._views: set[int] = set()
         self._next = 0
         self._given = self._new(result.form)
@@ -487,14 +492,14 @@ class _Backward:
         for one in tape._gathered:
             self._buffers[one.edge] = self._new(one.form)
             self.live = plus(self.live, one.form)
-        self.points: list[Form] = [self.live]
+        self.points: list[LinearForm] = [self.live]
         self._held = {0}  # not freed by the backward of a checkpointed block
         for node in tape._nodes:
             if node.hidden:
                 self._held.update(node.saved)
         self.is_recomputed = False
 
-    def _new(self, form: Form) -> int:
+    def _new(self, form: LinearForm) -> int:
         self._next += 1
         self._sizes[self._next] = form
         self._shares[self._next] = 1
@@ -505,7 +510,7 @@ class _Backward:
         if not self._shares[gradient]:
             self.live = minus(self.live, self._sizes[gradient])
 
-    def recompute(self, points: list[Form], saved: Form) -> None:
+    def recompute(self, points: list[LinearForm], saved: LinearForm) -> None:
         self.points += [plus(self.live, one) for one in points]
         self.live = plus(self.live, saved)
         self.is_recomputed = True
