@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,9 @@ def markdown_table(
 def write_page(page: str, title: str, text: str) -> None:
     """Write `docs/accuracy/<page>.md`, which says that the running script made it today."""
     today = datetime.datetime.now(datetime.UTC).date()
-    made = f"Made by `benchmarks/{Path(sys.argv[0]).name} --write` on {today}."
+    subcommand = itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:])
+    script = " ".join((Path(sys.argv[0]).name, *subcommand))
+    made = f"Made by `benchmarks/{script} --write` on {today}."
     document = PAGES / f"{page}.md"
     document.write_text(f"# {title}\n\n{made}\n\n{text}\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What every test needs: no network, nothing that this user measured, one core per worker."""
+"""What every test needs: no network, nothing measured or installed here, one core per worker."""
 
 import os
 from collections.abc import Iterator
@@ -9,6 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
+
+from whichlora import methods
 
 # how long an example takes says more about the machine than about the code
 settings.register_profile("untimed", deadline=None)
@@ -21,6 +23,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if any(".py" in argument for argument in config.args):
         return 0
     return len(os.sched_getaffinity(0))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the methods of installed packages: a message that names all must not depend on them."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(methods, "entry_points", lambda group: ())
+    config.add_cleanup(patch.undo)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -59,7 +59,8 @@ def test_no_estimate_loads_torch() -> None:
     code = (
         "import sys, json\n"
         "from whichlora import api\n"
-        "settings = {'model': [one.hub_id for one in api.list_models()]}\n"
+        "of_each_type = {one.model_type: one.hub_id for one in api.list_models()}\n"
+        "settings = {'model': list(of_each_type.values())}\n"
         f"settings |= {{'phase': ['finetune', 'inference'], 'method': {METHODS!r}}}\n"
         "settings |= {'gradient_checkpointing': [False]}  # ALBERT has none\n"
         "found = api.estimate(api.grid(settings), ['h100-sxm-80gb'])\n"
@@ -70,6 +71,6 @@ def test_no_estimate_loads_torch() -> None:
     )
     count, modules = json.loads(done.stdout)
     # served is what is merged, whatever trained it, and each quantised base with its adapter
-    assert count == len(MODELS) * (len(METHODS) + 3)
+    assert count == len({model.model_type for model in MODELS}) * (len(METHODS) + 3)
     heavy = {"torch", "transformers", "peft", "bitsandbytes", "pandas", "sklearn", "scipy"}
     assert not heavy & set(modules)

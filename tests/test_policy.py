@@ -29,8 +29,8 @@ from whichlora.timing import FEATURES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-import search_devices
-import search_replay
+from search import replay as searching
+from search import tables
 
 A100 = api.find_gpu("a100-sxm-80gb")
 NAMES = ("Qwen/Qwen2.5-0.5B", "HuggingFaceTB/SmolLM2-135M")
@@ -88,14 +88,14 @@ def test_what_was_measured_is_known_and_its_neighbour_is_known_better() -> None:
 
 @pytest.mark.parametrize("k", [0.2, 8.0])
 def test_one_measured_run_of_a_slower_device_brings_the_other_candidates_near(k: float) -> None:
-    table = search_devices.invented_table(0)
+    table = tables.invented_table(0)
     found, cold = Outlook(table.outlines), prior_calibration(table.gpu)
     measured_position = next(i for i, run in enumerate(table.runs) if run.phase == "finetune")
     seconds = k * np.exp(found.time(cold).log_value)
     job = found.jobs[measured_position]
     step_s = k * float(predict(job.model, job.run, table.gpu, cold).time.step_s or 0.0)
     record = replace(table.records[measured_position], step_s=(step_s,) * 4)
-    learned = fit([record], table.gpu, search_replay.find, held_out=False)
+    learned = fit([record], table.gpu, searching.find, held_out=False)
     error = found.time_error(measured_position, record, learned)
     after = found.time(learned, {measured_position: error}, before=cold)
     off = np.exp(np.abs(after.log_value - np.log(seconds))) - 1
@@ -166,7 +166,7 @@ def test_in_no_world_does_more_work_take_less_time() -> None:
 
 
 def test_the_error_of_a_measurement_is_the_log_of_measured_over_predicted() -> None:
-    table = search_devices.invented_table(0)
+    table = tables.invented_table(0)
     found = Outlook(table.outlines)
     calibration = prior_calibration(table.gpu)
     belief = found.time(calibration)
@@ -368,13 +368,13 @@ def test_a_run_turns_on_its_limit_or_on_the_best_that_it_must_beat(
 
 
 def test_a_replayed_run_that_ends_early_costs_what_it_made() -> None:
-    table = search_devices.invented_table(0)
+    table = tables.invented_table(0)
     record = next(one for one in table.records if one.step_s)
     (step_s, *_) = record.step_s
-    slow = search_replay.ended_early(record, step_s / 2)
+    slow = searching.ended_early(record, step_s / 2)
     assert len(slow.step_s) == len(slow.batch_seq_len) == 2
     assert slow.device_s == pytest.approx(record.device_s - 2 * step_s)
-    assert search_replay.ended_early(record, step_s * 2) == record
+    assert searching.ended_early(record, step_s * 2) == record
 
 
 # --- whole searches
@@ -384,10 +384,10 @@ def test_searches_on_invented_devices_find_the_winner_in_a_few_runs() -> None:
     found = [
         result
         for seed in range(3)
-        for result in search_replay.replay(
-            search_devices.invented_table(seed),
+        for result in searching.replay(
+            tables.invented_table(seed),
             4,
-            lambda problem: search_replay.ours(problem, Budget()),
+            lambda problem: searching.ours(problem, Budget()),
             seed,
         )
     ]
@@ -397,9 +397,9 @@ def test_searches_on_invented_devices_find_the_winner_in_a_few_runs() -> None:
 
 
 def test_a_budget_of_runs_is_kept() -> None:
-    table = search_devices.invented_table(1)
-    (found,) = search_replay.replay(
-        table, 1, lambda problem: search_replay.ours(problem, Budget(runs=2)), 1
+    table = tables.invented_table(1)
+    (found,) = searching.replay(
+        table, 1, lambda problem: searching.ours(problem, Budget(runs=2)), 1
     )
     assert found.runs <= 2
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 # one time, and may be a hiccup.
 LEAST: Mapping[str, int] = {"finetune": 2, "inference": 1}
 # Deviation of the log of one batch's time around its profile's mean, and the batches whose own
-# scatter weighs as much. Kind: fitted, `benchmarks/search_early.py`: the robust spread of the steps
+# scatter weighs as much. Kind: fitted, `benchmarks/search early`: the robust spread of the steps
 # and generations of the CPU table.
 BATCH_SPREAD, BATCH_SPREAD_COUNTS = 0.03, 2.0
 DEVIATIONS = 2.5  # that the mean must lie off what decides

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # The share of their variance that runs of one model have in common, of one method, of both, and
 # where every other setting is the same, too; the last two fall with every doubling of the batch.
-# Kind: fitted, `benchmarks/search_shares.py`, which cannot tell the last two apart; what a doubling
+# Kind: fitted, `benchmarks/search shares`, which cannot tell the last two apart; what a doubling
 # of the rank takes away is an estimate.
 MODEL_SHARE, METHOD_SHARE, VARIANT_SHARE, SETTINGS_SHARE = 0.27, 0.02, 0.52, 0.17
 ALIKE_PER_DOUBLING, ALIKE_PER_RANK_DOUBLING = 0.43, 0.9

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -14,8 +10,8 @@ from functools import cache
 from statistics import median
 
 import numpy as np
-from search_devices import Table, batch_s
 
+from search.tables import Table, batch_s
 from whichlora import api
 from whichlora.calibration import Calibration, prior_calibration
 from whichlora.enough import is_enough

@@ -1,31 +1,132 @@
-"""Tables of runs that stand in for devices: measured on a CPU, invented, and published."""
+"""Tables of runs that stand in for devices: measured on a CPU, invented, and published.
+
+The measured one has every combination of 6 small models, 4 methods, 4 batch sizes and 2 lengths,
+fine-tuning and inference, through the product's own profiler: one thread, pinned to one core. The
+records are ordinary measurements; what is there already is not measured again, so an interrupted
+measurement goes on where it stopped.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import numpy as np
-import search_table
+import published_rows
 
 from whichlora import api
 from whichlora.calibration import prior_calibration
+from whichlora.device.profile import Profiler
 from whichlora.errors import ConfigError
 from whichlora.outline import Outline, outline_inference, outline_training
 from whichlora.outlook import Outlook
-from whichlora.resolution import resolve
-from whichlora.results import Measurement
+from whichlora.resolution import Job, resolve
+from whichlora.results import SCHEMA_VERSION, Measurement
 from whichlora.specs import GpuSpec, RunConfig
-from whichlora.store.measurements import read_measurements
+from whichlora.store.jsonfiles import write_object
+from whichlora.store.measurements import MeasurementLog, read_measurements
+
+FOLDER = Path(__file__).parent / "table"
+MODELS = (
+    "EleutherAI/pythia-14m",
+    "EleutherAI/pythia-31m",
+    "EleutherAI/pythia-70m",
+    "distilbert/distilgpt2",
+    "openai-community/gpt2",
+    "HuggingFaceTB/SmolLM2-135M",
+)
+METHODS = ("lora", "qlora", "dora", "qdora")
+BATCH_SIZES = (1, 2, 4, 8)
+LENGTHS = (32, 64)
+NEW_TOKENS = 8
+NUM_BATCHES = 4
+TIMEOUT_S = 300.0
 
 NUM_SEQUENCES = 10_000  # of the imagined data: total time is proportional to it
 NUM_STEPS = 5  # of a profile whose steps were not published one by one
+
+
+def runs() -> Iterator[RunConfig]:
+    """Both stages of every combination."""
+    for model, length, batch_size in itertools.product(MODELS, LENGTHS, BATCH_SIZES):
+        for method in METHODS:
+            yield RunConfig(
+                model=model,
+                method=method,
+                batch_size=batch_size,
+                seq_len=length,
+                r=8,
+                lora_alpha=16,
+                precision="fp32",
+            )
+        yield RunConfig(
+            model=model,
+            phase="inference",
+            batch_size=batch_size,
+            prompt_len=length,
+            max_new_tokens=NEW_TOKENS,
+            precision="fp32",
+        )
+
+
+def jobs(gpu: GpuSpec) -> list[Job]:
+    """The runs with every default filled in, as records name them."""
+    models = {name: api.load_model(name) for name in MODELS}
+    return [resolve(models[run.model], run, gpu) for run in runs()]
+
+
+def measure(folder: Path, *, only: int | None) -> None:
+    """Measure what is not in `folder` yet, in an order that no drift of the machine follows."""
+    core = min(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {core})
+    gpu = api.find_gpu("cpu")
+    write_object(folder / "gpu.json", {"schema_version": SCHEMA_VERSION} | asdict(gpu))
+    known = {record.run for record in read_measurements([folder], gpu.key)}
+    left = [job for job in jobs(gpu) if job.run not in known]
+    random.Random(0).shuffle(left)
+    left = left[:only]
+    print(f"{len(known)} runs are there, {len(left)} to measure on {gpu.key}, core {core}")
+    log = MeasurementLog(folder, gpu.key, "search-table")
+    start_s = time.perf_counter()
+    with Profiler(
+        gpu=gpu.key, provenance={"command": "benchmarks/search measure", "core": core}
+    ) as profiler:
+        for number, job in enumerate(left, start=1):
+            training = job.run.phase == "finetune"
+            length = job.run.seq_len if training else job.run.prompt_len
+            found = profiler.measure(
+                job.run,
+                model_config=job.model.config,
+                target_modules=job.peft_targets,
+                seq_lens=[length],
+                num_batches=NUM_BATCHES,
+                timeout_s=TIMEOUT_S,
+            )
+            log.append(found)
+            passed_s = time.perf_counter() - start_s
+            what = job.run.method if training else "inference"
+            print(
+                f"{number}/{len(left)} {job.run.model} {what} batch {job.run.batch_size} "
+                f"{length} tokens: {found.outcome} in {found.device_s:.1f} s, "
+                f"{passed_s / number * (len(left) - number) / 60:.0f} min left",
+                flush=True,
+            )
+
+
+def load_gpu(folder: Path = FOLDER) -> GpuSpec:
+    """The device that the table was measured on, which need not be this machine's."""
+    fields = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
+    fields.pop("schema_version")
+    for name in ("aliases", "names", "unverified"):
+        fields[name] = tuple(fields[name])
+    return GpuSpec(**fields)
 
 
 @dataclass(frozen=True)
@@ -107,11 +208,11 @@ def halves(table: Table) -> tuple[list[str], list[str]]:
     return by_size[::2], by_size[1::2]
 
 
-def measured_tables(folder: Path) -> Iterator[Table]:
-    """One table per length of what `search_table.py` measured."""
-    gpu = search_table.load_gpu(folder)
+def measured_tables(folder: Path = FOLDER) -> Iterator[Table]:
+    """One table per length of what `measure` measured."""
+    gpu = load_gpu(folder)
     records = read_measurements([folder], gpu.key)
-    for length in search_table.LENGTHS:
+    for length in LENGTHS:
         chosen = [
             one
             for one in records
@@ -131,7 +232,7 @@ def invented_table(seed: int) -> Table:
         factor = {name: float(np.exp(rng.normal(0, 0.4))) for name in model.mean}
         time[phase] = replace(model, mean={k: v * factor[k] for k, v in model.mean.items()})
     truth = replace(prior, time=time)
-    jobs = [job for job in search_table.jobs(gpu) if 64 in (job.run.seq_len, job.run.prompt_len)]
+    jobs = [job for job in jobs(gpu) if 64 in (job.run.seq_len, job.run.prompt_len)]
     jobs = [job for job in jobs if job.run.seq_len == 64 or job.run.phase == "inference"]
     outlines = [
         outline_training(job, {64: NUM_SEQUENCES / job.run.batch_size}, num_batches=4)
@@ -179,8 +280,6 @@ def published_table() -> Table:
     Of runs that differ in library versions or dropout alone, the first stays: no plan asks for
     both.
     """
-    import published_rows
-
     gpu = api.find_gpu("a100-sxm-80gb")
     by_run: dict[RunConfig, dict[str, float]] = {}
     for one in published_rows.read_all():
@@ -217,5 +316,5 @@ def published_table() -> Table:
     return table_of("A100, 4096 tokens", gpu, records)
 
 
-def table_sizes(jobs: Sequence[object]) -> dict[str, int]:
-    return {job.run.model: job.model.num_params for job in jobs}  # type: ignore[attr-defined]
+def table_sizes(jobs: Sequence[Job]) -> dict[str, int]:
+    return {job.run.model: job.model.num_params for job in jobs}

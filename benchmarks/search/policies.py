@@ -6,7 +6,8 @@ import random
 from collections.abc import Iterable
 
 import numpy as np
-from search_replay import Device, Limited, Result, judged, searching
+
+from search.replay import Device, Limited, Result, judged, searching
 
 
 def exhaustive(problem: Limited) -> Result:

@@ -1,36 +1,34 @@
-"""How alike the unexplained errors of two runs are: `search_shares.py [--replay N]`.
+"""Constants of the search that are fitted to the CPU table.
 
-The shares of `whichlora.likeness` by maximum likelihood. Residuals of the logs of all training
-times around a fit of the whole table are normal with the shared parts as their correlation; shares
-are fitted to every second model by size and tested on the others, by the log-likelihood of a
-residual.
-Residuals are cut at three times their robust spread: a run that another process slowed down says
-nothing about the formulas. `--replay` searches each half of the models under N sets of limits, with
-the shares that the other half gave and with those in use.
+`shares` are those of `whichlora.likeness` by maximum likelihood. Residuals of the logs of all
+training times around a fit of the whole table are normal with the shared parts as their
+correlation; shares are fitted to every second model by size and tested on the others, by the
+log-likelihood of a residual. Residuals are cut at three times their robust spread: a run that
+another process slowed down says nothing about the formulas.
+
+`early_ends` is of `whichlora.enough`: of every run, under decisive times within 30 % of its own,
+how many of its batches are made, and how often those made are on the other side of the decisive
+time than all together. Also how far single batches scatter.
 """
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean, median
 
 import numpy as np
-import search_table
 from markdown_tables import markdown_table
 from scipy.optimize import minimize
-from search_devices import Table, halves, measured_tables, only
-from search_replay import Limited, Result, find, forget_outlooks, ours, replay
-from search_savings import HEAD, summary
 
+from search.replay import Limited, Result, ended_early, find, forget_outlooks, ours, replay
+from search.savings import HEAD, summary
+from search.tables import Table, halves, measured_tables, only
 from whichlora import likeness
 from whichlora.fitting import fit
 from whichlora.outlook import Outlook
 from whichlora.plan import Budget
+from whichlora.results import Measurement
 
 REPLAY_SEED = 2  # of limits that no table of docs/accuracy/search.md shows
 NAMES = ("MODEL_SHARE", "METHOD_SHARE", "VARIANT_SHARE", "ALIKE_PER_DOUBLING")
@@ -40,6 +38,10 @@ NOW = (
     likeness.VARIANT_SHARE + likeness.SETTINGS_SHARE,  # the table has one setting of each variant
     likeness.ALIKE_PER_DOUBLING,
 )
+
+NUM_TIMES = 200  # decisive ones of each run
+REACH = 0.3
+NAMES = {"finetune": "training steps", "inference": "generations"}
 
 
 @dataclass(frozen=True)
@@ -137,11 +139,9 @@ def _search(problem: Limited) -> Result:
     return ours(problem, Budget())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--replay", type=int, default=0)
-    options = parser.parse_args()
-    tables = list(measured_tables(search_table.FOLDER))
+def print_shares(num_sets: int) -> None:
+    """Print the fitted shares, and what searches find with them under `num_sets` sets of limits."""
+    tables = list(measured_tables())
     both = halves(tables[0])
     rows: list[tuple[object, ...]] = []
     independent = (0.0, 0.0, 0.0, 1.0)
@@ -155,18 +155,51 @@ def main() -> None:
             print(
                 f"  {name}: {parts}; of the other half {likelihood(held_out, each):+.3f} a residual"
             )
-        if options.replay:
+        if num_sets:
             searched = [only(table, there) for table in tables]
             title = " and ".join(model.split("/")[1] for model in there)
             rows += [
-                replayed(f"{title}, shares of the others", searched, learned, options.replay),
-                replayed(f"{title}, shares in use", searched, NOW, options.replay),
+                replayed(f"{title}, shares of the others", searched, learned, num_sets),
+                replayed(f"{title}, shares in use", searched, NOW, num_sets),
             ]
     everything = fitted([residuals(table, both[0] + both[1]) for table in tables])
     print("fitted to all: " + " ".join(f"{share:.2f}" for share in everything))
-    if options.replay:
+    if num_sets:
         print(markdown_table(HEAD, rows))
 
 
-if __name__ == "__main__":
-    main()
+def times_of(record: Measurement) -> tuple[float, ...]:
+    return record.step_s or record.generate_s
+
+
+def early_ends(tables: Sequence[Table]) -> str:
+    """A Markdown table, a row for each stage."""
+    head = (
+        "batches",
+        "robust spread of one",
+        "made, of those of a profile",
+        "device time spared",
+        "profiles ended early",
+        "of them on the other side",
+    )
+    rows = []
+    rng = np.random.default_rng(0)
+    for phase, name in NAMES.items():
+        records = [one for table in tables for one in table.records if one.run.phase == phase]
+        made, spared, wrong, scatter = [], [], [], []
+        for record in records:
+            whole_s = mean(times_of(record))
+            scatter += [abs(np.log(one / whole_s)) for one in times_of(record)]
+            for decisive_s in (whole_s * np.exp(rng.uniform(-REACH, REACH, NUM_TIMES))).tolist():
+                ended = ended_early(record, decisive_s)
+                times_s = times_of(ended)
+                made.append(len(times_s))
+                spared.append(1 - ended.device_s / record.device_s)
+                if len(times_s) < len(times_of(record)):
+                    wrong.append((mean(times_s) > decisive_s) != (whole_s > decisive_s))
+        number = len(times_of(records[0]))
+        spread = 1.4826 * median(scatter) * (number / (number - 1)) ** 0.5
+        made_of = f"{mean(made):.2f} of {number}"
+        shares = (f"{mean(spared):.0%}", f"{len(wrong) / len(made):.0%}", f"{mean(wrong):.2%}")
+        rows.append((name, f"{spread:.3f}", made_of, *shares))
+    return markdown_table(head, rows)

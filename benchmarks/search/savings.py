@@ -1,40 +1,33 @@
-"""What the search saves against measuring everything: `search_savings.py [--sets N] [--write]`.
+"""What the search saves against measuring everything.
 
 Replays searches over tables of real runs, each from an empty calibration and under a random set of
 limits. Compared are policies that know nothing of the formulas. An oracle stops a search the moment
 it has measured the true winner, which no policy can know; where nothing meets the limits, there is
-no such moment. `--write` puts the tables into docs/accuracy/search.md.
+no such moment.
 """
 
 from __future__ import annotations
-
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import platform
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-import search_table
-from markdown_tables import markdown_table, median_and_p90, write_page
-from search_devices import Table, invented_table, measured_tables, published_table
-from search_policies import (
+from markdown_tables import markdown_table, median_and_p90
+
+from search.policies import (
     binary_search,
     exhaustive,
     optuna_tpe,
     ours_stopped_by_oracle,
     random_order,
 )
-from search_replay import Limited, Result, ours, replay
-
+from search.replay import Limited, Result, ours, replay
+from search.tables import Table, invented_table, measured_tables, published_table
 from whichlora.plan import Budget
 
-PAGE, TITLE = "search", "What the search saves"
 PATIENCE = (5, 10, 20)  # fine-tunings after which TPE gives up
 WARM = (0, 4, 16, 64)  # records of the device before the search
 HEAD = (
@@ -129,7 +122,7 @@ def warmed(tables: Sequence[Table], num_sets: int, seed: int) -> str:
     return markdown_table(head, rows)
 
 
-def report(options: argparse.Namespace) -> list[str]:
+def report(options: argparse.Namespace) -> str:
     """Every table as Markdown."""
     groups: dict[str, list[Table]] = {}
     if options.invented:
@@ -153,23 +146,4 @@ def report(options: argparse.Namespace) -> list[str]:
         sets = min(options.sets, options.warm_sets) if "Published" in title else options.sets
         lines.append(compared(tables, sets, options.seed))
         lines += ["", warmed(tables, min(options.sets, options.warm_sets), options.seed)]
-    return lines
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sets", type=int, default=500)
-    parser.add_argument("--warm-sets", type=int, default=100, help="sets of the warm curve")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--invented", type=int, default=0, help="try so many invented devices")
-    parser.add_argument("--folder", type=Path, default=search_table.FOLDER)
-    parser.add_argument("--write", action="store_true", help="store the tables in docs/accuracy")
-    options = parser.parse_args()
-    lines = report(options)
-    print("\n".join(lines))
-    if options.write:
-        write_page(PAGE, TITLE, "\n".join(lines))
-
-
-if __name__ == "__main__":
-    main()
+    return "\n".join(lines)
