@@ -15,10 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import published_rows
+import published
 from peer_requests import REQUESTS, Arguments, NoArgumentError
-from published_memory import predicted_bytes
-from published_rows import Observation, Quantity, gpu_of
+from published import Observation, Quantity, gpu_of
+from published.memory import predicted_bytes
 
 from whichlora.calibration import prior_calibration
 from whichlora.prediction import predict_memory
@@ -38,7 +38,7 @@ def rows() -> tuple[Observation, ...]:
     """The published fine-tuning runs with the peak of a counter."""
     return tuple(
         one
-        for one in published_rows.read_all()
+        for one in published.read_all()
         if isinstance(one, Observation)
         and one.run.phase == "finetune"
         and one.quantity in QUANTITIES

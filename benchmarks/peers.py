@@ -30,7 +30,7 @@ from peer_answers import (
     theirs,
     version_of,
 )
-from published_rows import Observation, Quantity
+from published import Observation, Quantity
 
 from whichlora.judgement import MEMORY_CONFIDENCE
 

@@ -1,8 +1,9 @@
-"""Predictions against what others measured: `published_accuracy.py [--write]`.
+"""Predictions against what others measured: `published_accuracy.py [--records] [--write]`.
 
 Prints `docs/accuracy/published.md`; `--write` stores it. Memory is predicted from arithmetic alone.
 Time is predicted cold (datasheet and priors) and with a fit to the other models
 or the other GPUs; the fit never sees the group it predicts.
+`--records` makes records of the published rows, `calibration/<gpu>/measurements/published.jsonl`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import published_rows
+import published
 from markdown_tables import markdown_table, percent, summary
-from published_memory import Compared, compared_memory, explanation
-from published_rows import LeftOut, Quantity, gpu_of
-from published_time import (
+from published import LeftOut, Quantity, gpu_of
+from published.memory import Compared, compared_memory, explanation
+from published.records import write_records
+from published.times import (
     HELD_OUT,
     SHIPPED,
     HeldOut,
@@ -193,7 +195,7 @@ def shipped_section() -> str:
 def left_out_section() -> str:
     reasons = Counter(
         (one.source, one.what, one.reason)
-        for one in published_rows.read_all()
+        for one in published.read_all()
         if isinstance(one, LeftOut)
     )
     rows = [(source, what, str(n), reason) for (source, what, reason), n in sorted(reasons.items())]
@@ -234,9 +236,13 @@ def document() -> str:
 
 
 def main() -> None:
+    write = "--write" in sys.argv[1:]
+    if "--records" in sys.argv[1:]:
+        write_records(write=write)
+        return
     text = document()
     print(text)
-    if "--write" in sys.argv[1:]:
+    if write:
         DOCUMENT.write_text(text, encoding="utf-8")
 
 

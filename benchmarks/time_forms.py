@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from statistics import mean, median
 
 from markdown_tables import Summary, markdown_table, summary, write_page
-from published_rows import Observation, gpu_of
-from published_time import (
+from published import Observation, gpu_of
+from published.times import (
     HELD_OUT,
     HeldOut,
     TimeSample,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,3 +133,16 @@ def test_a_foreign_method_that_trains_the_base_in_fp16_gets_master_weights(
     assert model is not None
     run = RunConfig(model=model.name, method="badam", precision="fp16")
     assert resolve(model, run, A100).stack.base_bytes == 4
+
+
+def test_an_installed_package_changes_nothing_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "outside-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: outside\nVersion: 1.0\n", encoding="utf-8")
+    point = f"[{methods.ENTRY_POINT_GROUP}]\noutside = nowhere:METHOD\n"
+    (info / "entry_points.txt").write_text(point, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "outside" in importlib.metadata.entry_points(group=methods.ENTRY_POINT_GROUP).names
+    assert list(list_methods()) == ["full", "lora", "qlora", "dora", "qdora"]

@@ -22,7 +22,7 @@ from peer_requests import (
     scope_of,
     shape_of,
 )
-from published_rows import model_of
+from published import model_of
 
 from whichlora.architecture import ModelSpec
 from whichlora.specs import RunConfig

@@ -12,15 +12,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import board_power
+import published
 import published_accuracy
-import published_records
-import published_rows
-import published_time
 import time_forms
 from markdown_tables import summary
-from published_memory import compared_memory, explanation
-from published_rows import FOLDER, SOURCES, LeftOut, Observation, read, read_all
-from published_time import held_out
+from published import FOLDER, SOURCES, LeftOut, Observation, read, read_all, records, times
+from published.memory import compared_memory, explanation
+from published.times import held_out
 
 from whichlora.fitting import fit_time
 from whichlora.results import Measurement
@@ -75,7 +73,7 @@ def test_the_readme_says_how_many_values_are_compared() -> None:
 def test_a_value_is_in_bytes_or_seconds() -> None:
     for one in read_all():
         if isinstance(one, Observation):
-            low, high = (2e8, 9e10) if one.quantity in published_rows.MEMORY else (5e-3, 600)
+            low, high = (2e8, 9e10) if one.quantity in published.MEMORY else (5e-3, 600)
             assert low < one.value < high, one
 
 
@@ -129,7 +127,7 @@ def test_every_row_that_is_far_off_is_explained_by_name() -> None:
 
 
 def test_the_shipped_records_are_those_that_the_rows_make() -> None:
-    found, _ = published_records.records()
+    found, _ = records.records()
     assert {gpu: len(some) for gpu, some in found.items()} == {"a100-sxm-80gb": 640}
     for gpu, some in found.items():
         path = data_folder("calibration") / gpu / "measurements" / "published.jsonl"
@@ -145,7 +143,7 @@ def comparable(record: Measurement) -> Measurement:
 
 
 def test_a_shipped_record_names_its_publisher_and_its_page() -> None:
-    for record in published_records.records()[0]["a100-sxm-80gb"]:
+    for record in records.records()[0]["a100-sxm-80gb"]:
         assert record.provenance["source"].startswith("https://github.com/")
         assert record.provenance["publisher"]
         assert record.config["libraries"]  # none is of today's versions
@@ -160,7 +158,7 @@ SHIPPED_BOUNDS = {
 
 @pytest.mark.parametrize("left_out", SHIPPED_BOUNDS)
 def test_the_shipped_calibration_predicts_what_it_has_not_seen(left_out: str) -> None:
-    found = list(published_time.shipped(published_time.SHIPPED[left_out]))
+    found = list(times.shipped(times.SHIPPED[left_out]))
     for phase, most in SHIPPED_BOUNDS[left_out].items():
         chosen = [one for one in found if one.phase == phase]
         assert median(abs(math.expm1(one.calibrated)) for one in chosen) <= most
@@ -190,15 +188,15 @@ def test_a_group_never_measured_is_predicted_as_well_as_now(title: str) -> None:
 
 @pytest.mark.parametrize("phase", ["finetune", "prefill"])
 def test_intervals_of_the_priors_hold_what_they_state(phase: str) -> None:
-    chosen = [one for one in published_time.cold_runs() if one.phase == phase]
-    inside = [published_time.is_inside(one) for one in chosen]
+    chosen = [one for one in times.cold_runs() if one.phase == phase]
+    inside = [times.is_inside(one) for one in chosen]
     assert len(inside) > 150
     assert 0.85 <= sum(inside) / len(inside) <= 0.95
 
 
 def test_the_compared_forms_hold_the_one_that_is_used() -> None:
-    samples = published_time.time_rows("Forward and backward in fp32, a GPU never measured")
-    gpu = published_rows.gpu_of("v100-pcie-32gb")
+    samples = times.time_rows("Forward and backward in fp32, a GPU never measured")
+    gpu = published.gpu_of("v100-pcie-32gb")
     used = fit_time([one.sample for one in samples], gpu, "finetune")
     means = [time_forms.fitted(form, samples, "finetune", gpu).mean for form in time_forms.FORMS]
     assert [mean == used.mean for mean in means] == [False, True, True, False, False, False]

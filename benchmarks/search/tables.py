@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import published_rows
+import published
 
 from whichlora import api
 from whichlora.calibration import prior_calibration
@@ -53,7 +53,7 @@ NUM_SEQUENCES = 10_000  # of the imagined data: total time is proportional to it
 NUM_STEPS = 5  # of a profile whose steps were not published one by one
 
 
-def runs() -> Iterator[RunConfig]:
+def table_runs() -> Iterator[RunConfig]:
     """Both stages of every combination."""
     for model, length, batch_size in itertools.product(MODELS, LENGTHS, BATCH_SIZES):
         for method in METHODS:
@@ -76,10 +76,10 @@ def runs() -> Iterator[RunConfig]:
         )
 
 
-def jobs(gpu: GpuSpec) -> list[Job]:
+def table_jobs(gpu: GpuSpec) -> list[Job]:
     """The runs with every default filled in, as records name them."""
     models = {name: api.load_model(name) for name in MODELS}
-    return [resolve(models[run.model], run, gpu) for run in runs()]
+    return [resolve(models[run.model], run, gpu) for run in table_runs()]
 
 
 def measure(folder: Path, *, only: int | None) -> None:
@@ -89,7 +89,7 @@ def measure(folder: Path, *, only: int | None) -> None:
     gpu = api.find_gpu("cpu")
     write_object(folder / "gpu.json", {"schema_version": SCHEMA_VERSION} | asdict(gpu))
     known = {record.run for record in read_measurements([folder], gpu.key)}
-    left = [job for job in jobs(gpu) if job.run not in known]
+    left = [job for job in table_jobs(gpu) if job.run not in known]
     random.Random(0).shuffle(left)
     left = left[:only]
     print(f"{len(known)} runs are there, {len(left)} to measure on {gpu.key}, core {core}")
@@ -227,12 +227,12 @@ def invented_table(seed: int) -> Table:
     rng = np.random.default_rng(seed)
     gpu = api.find_gpu("cpu")
     prior = prior_calibration(gpu)
-    time = {}
+    models = {}
     for phase, model in prior.time.items():
         factor = {name: float(np.exp(rng.normal(0, 0.4))) for name in model.mean}
-        time[phase] = replace(model, mean={k: v * factor[k] for k, v in model.mean.items()})
-    truth = replace(prior, time=time)
-    jobs = [job for job in jobs(gpu) if 64 in (job.run.seq_len, job.run.prompt_len)]
+        models[phase] = replace(model, mean={k: v * factor[k] for k, v in model.mean.items()})
+    truth = replace(prior, time=models)
+    jobs = [job for job in table_jobs(gpu) if 64 in (job.run.seq_len, job.run.prompt_len)]
     jobs = [job for job in jobs if job.run.seq_len == 64 or job.run.phase == "inference"]
     outlines = [
         outline_training(job, {64: NUM_SEQUENCES / job.run.batch_size}, num_batches=4)
@@ -282,8 +282,8 @@ def published_table() -> Table:
     """
     gpu = api.find_gpu("a100-sxm-80gb")
     by_run: dict[RunConfig, dict[str, float]] = {}
-    for one in published_rows.read_all():
-        if isinstance(one, published_rows.Observation) and one.source == "fms_acceleration_bench":
+    for one in published.read_all():
+        if isinstance(one, published.Observation) and one.source == "fms_acceleration_bench":
             by_run.setdefault(one.run, {})[one.quantity] = one.value
     records = []
     seen: set[RunConfig] = set()

@@ -1,7 +1,7 @@
-"""Runs that others measured and published, as our settings: each cell of `published/` becomes an
+"""Runs that others measured and published, as our settings: each cell of a table here becomes an
 `Observation` to compare a prediction with, or `LeftOut` with the reason.
 
-What a source means by its columns is in `published/README.md`.
+What a source means by its columns is in `README.md`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,25 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from published_rows.cells import MEMORY, Found, LeftOut, Line, Observation, Quantity
-from published_rows.fms_acceleration import fms
-from published_rows.models import model_of
-from published_rows.neusight_labels import neusight
-from published_rows.optimum_benchmark import optimum
-from published_rows.others import fsdp_qlora, glm4, not_ours, torchtune
-from published_rows.qwen import qwen1_finetune, qwen1_inference, qwen_speed
+from published.cells import MEMORY, Found, LeftOut, Line, Observation, Quantity
+from published.models import model_of
+from published.sources import (
+    fms,
+    fsdp_qlora,
+    glm4,
+    neusight,
+    not_ours,
+    optimum,
+    qwen1_finetune,
+    qwen1_inference,
+    qwen_speed,
+    torchtune,
+)
 from whichlora.store.gpus import find_gpu
 
 gpu_of = cache(find_gpu)
 
-FOLDER = Path(__file__).parent.parent / "published"
+FOLDER = Path(__file__).parent
 
 SOURCES: dict[str, Callable[[Line], Iterator[Found]]] = {
     "autoawq_readme": not_ours("AutoAWQ's fused modules and preallocated cache"),

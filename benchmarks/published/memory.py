@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import published_rows
-from published_rows import MEMORY, Observation, gpu_of
-
+import published
+from published import MEMORY, Observation, gpu_of
 from whichlora.calibration import prior_calibration
 from whichlora.prediction import ledger, predict_memory
 from whichlora.resolution import resolve
@@ -49,7 +48,7 @@ def compared_memory() -> list[Compared]:
     """Every published memory figure beside ours."""
     return [
         Compared(one, predicted_bytes(one))
-        for one in published_rows.read_all()
+        for one in published.read_all()
         if isinstance(one, Observation) and one.quantity in MEMORY
     ]
 

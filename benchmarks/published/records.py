@@ -1,6 +1,6 @@
-"""Published rows as ordinary records: `published_records.py [--write]`.
+"""Published rows as ordinary records, which `published_accuracy.py --records [--write]` writes.
 
-Rebuilds `calibration/<gpu>/measurements/published.jsonl` from the tables in `published/`, for every
+Rebuilds `calibration/<gpu>/measurements/published.jsonl` from the tables here, for every
 accelerator with `ENOUGH` runs; `whichlora calibrate --gpu KEY --calibration-dir calibration` then
 fits the coefficients beside them. A row becomes a record where its cells are what a record's
 fields mean; the other reasons are printed.
@@ -12,7 +12,6 @@ import csv
 import hashlib
 import json
 import re
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -20,9 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import published_rows
-from published_rows import FOLDER, Observation, Quantity
-
+import published
+from published import FOLDER, Observation, Quantity
 from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.results import Measurement
@@ -31,7 +29,7 @@ from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model
 from whichlora.store.record import encode_record
 
-CALIBRATION = Path(__file__).parent.parent / "calibration"
+CALIBRATION = Path(__file__).resolve().parent.parent.parent / "calibration"
 ENOUGH = 20
 FIELDS: dict[Quantity, str] = {
     "step_s": "step_s",
@@ -149,7 +147,7 @@ def _runs(observations: Iterable[Observation]) -> Iterator[list[Observation]]:
 def records() -> tuple[dict[str, list[Measurement]], LeftOut]:
     """Records by accelerator, and how many cells are none, by source and reason."""
     usable, left_out = [], LeftOut()
-    for one in published_rows.read_all():
+    for one in published.read_all():
         if isinstance(one, Observation):
             refusal = _refusal(one)
             if refusal:
@@ -169,7 +167,8 @@ def records() -> tuple[dict[str, list[Measurement]], LeftOut]:
     return dict(found), left_out
 
 
-def main() -> None:
+def write_records(*, write: bool) -> None:
+    """Print what becomes a record and what is left out, and write the records if told."""
     found, left_out = records()
     for gpu, some in found.items():
         path = CALIBRATION / gpu / "measurements" / "published.jsonl"
@@ -179,12 +178,8 @@ def main() -> None:
         print(
             f"{path.relative_to(CALIBRATION.parent)}: {len(ordered)} records, {len(content)} bytes"
         )
-        if "--write" in sys.argv[1:]:
+        if write:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
     for (source, reason), count in sorted(left_out.items()):
         print(f"left out: {source}: {count}: {reason}")
-
-
-if __name__ == "__main__":
-    main()

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-import published_records
-import published_rows
-from published_rows import MEMORY, Observation, Quantity, gpu_of
 
+import published
+from published import MEMORY, Observation, Quantity, gpu_of, records
 from whichlora import timing
 from whichlora.api import model_of
 from whichlora.fitting import fit_time
@@ -189,7 +188,7 @@ HELD_OUT: dict[str, tuple[tuple[Quantity, ...], str, str, Callable[[Observation]
 def timed_observations() -> list[Observation]:
     return [
         one
-        for one in published_rows.read_all()
+        for one in published.read_all()
         if isinstance(one, Observation) and one.quantity not in MEMORY
     ]
 
@@ -235,8 +234,8 @@ class Judged:
 def _shipped_samples() -> tuple[tuple[Measurement, str, Sample], ...]:
     return tuple(
         (one, phase, sample)
-        for key, records in published_records.records()[0].items()
-        for one in records
+        for key, measured in records.records()[0].items()
+        for one in measured
         for phase, samples in time_samples(
             resolve(model_of(one), one.run, gpu_of(key)), one
         ).items()

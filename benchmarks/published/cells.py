@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from published_rows.models import model_of
+from published.models import model_of
 from whichlora.architecture import ModelSpec
 from whichlora.specs import RunConfig
 from whichlora.units import GiB, MiB

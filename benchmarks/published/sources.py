@@ -1,0 +1,416 @@
+"""Each source's rows as observations, or as left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from published.cells import (
+    A100,
+    QUANT,
+    Found,
+    LeftOut,
+    Line,
+    Quantity,
+    Row,
+    libraries_of,
+    rounding_of,
+    whole,
+)
+from published.models import model_of
+from whichlora import families
+from whichlora.architecture import ModelSpec
+from whichlora.specs import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.units import GiB
+
+# --- fms-acceleration: TRL's trainer on an A100, by framework configuration -----------------------
+
+
+_FMS_FIRST = {
+    "bitsandbytes": "0.43.1",
+    "torch": "2.2.2",
+    "transformers": "4.39.3",
+    "trl": "0.9.6",
+}
+_FMS_COUNTERS: dict[str, Quantity] = {
+    "nvidia-smi memory.used peak minus first reading": "device_used",
+    "max_memory_allocated via HF Trainer memory tracker": "peak_allocated",
+    "memory_allocated after train via HF Trainer memory tracker": "allocated_between_steps",
+}
+
+
+def _fms_settings(row: Row) -> dict[str, Any]:
+    config, mixed = _fms_config(row)
+    if mixed == "none":
+        # adapters stay fp32 (peft's default) and every product casts for itself
+        precision = "bf16-pure" if row["method"] == "full" else "bf16-no-autocast"
+    else:
+        precision = mixed
+    head = "hf"
+    if "fast cross" in row["loss_kernel"]:
+        head = "unsloth"
+    if "liger" in row["loss_kernel"]:
+        head = "liger"
+    quant = "nf4-dq" if row["quant"] == "nf4" else QUANT[row["quant"]]
+    dropout = re.search(r"lora_dropout ([\d.]+)", row["notes"])
+    return {
+        "method": row["method"],
+        "r": whole(row["rank"] or "16"),
+        "lora_dropout": float(dropout[1]) if dropout else 0.0,
+        "precision": precision,
+        "optimizer": "adamw_torch",
+        "attn": "flash_attention_2",
+        "gradient_checkpointing": True,
+        "gradient_accumulation_steps": whole(row["grad_accum"]),
+        "loss_head": head,
+        "quant": quant,
+        "prepare_kbit": config.startswith("baseline-peft-bnb"),
+        # what a commit does not pin looks like the first versions that one does
+        "libraries": tuple(sorted((_FMS_FIRST | dict(libraries_of(row["versions"]))).items())),
+    }
+
+
+def _fms_config(row: Row) -> tuple[str, str]:
+    """Name of the framework configuration, and the autocast dtype or "none"."""
+    config = re.search(r"framework_config ([^;]*)", row["notes"])
+    mixed = re.search(r"mixed precision fp16=(\w*) bf16=(\w*)", row["notes"])
+    assert config is not None
+    assert mixed is not None
+    return config[1].strip(), "fp16" if mixed[1] else "bf16" if mixed[2] else "none"
+
+
+def fms(line: Line) -> Iterator[Found]:
+    row = line.row
+    if "OOM" in row["flags"]:
+        yield line.left_out("run", "flagged as failed or out of memory by the source")
+        return
+    config, _ = _fms_config(row)
+    spec = model_of(row["model_id"])
+    if "scattermoe" in config or spec is None or "granite" in row["model_id"]:
+        yield line.left_out("run", "mixture kernels of its own, or lengths not stated")
+        return
+    targets = tuple(row["target_modules"].split())
+    names = {linear.name for layer, _ in spec.layers() for linear in layer.linears}
+    targets = tuple(name for name in targets if name in names)
+    settings = _fms_settings(row)
+    mean = re.search(r"mean ([\d.]+) tokens per sample", row["notes"])
+    packed = bool(row["seq_len"])
+    length = whole(row["seq_len"]) if packed else whole(mean[1]) if mean else 0
+    run = RunConfig(
+        model=spec.name,
+        batch_size=whole(row["batch_size"]),
+        seq_len=max(1, length),
+        **settings,
+        **({"target_modules": targets} if targets else {}),
+    )
+    if row["mem_value"]:
+        if packed or _FMS_COUNTERS[row["mem_counter"]] == "allocated_between_steps":
+            yield from line.memory(spec, run, A100, _FMS_COUNTERS[row["mem_counter"]], stack=config)
+        else:
+            yield line.left_out("memory", "length of the longest batch is not stated")
+    if row["time_value"]:
+        if not length or row["padding"] == "longest":
+            yield line.left_out("time", "padded, and the share of padding is not stated")
+            return
+        per_step = run.batch_size * length * run.gradient_accumulation_steps
+        yield line.observed(
+            spec, run, A100, "step_s", per_step / float(row["time_value"]), stack=config
+        )
+
+
+# --- NeuSight: one step in fp32 on nine accelerators, without memory ------------------------------
+
+
+_NEUSIGHT_GPUS = {
+    "AMD Instinct MI100": "mi100-32gb",
+    "AMD Instinct MI210": "mi210-64gb",
+    "AMD Instinct MI250": "mi250x-gcd-64gb",
+    "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
+    "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
+    "NVIDIA L4": "l4-24gb",
+    "Tesla P100-PCIE-16GB": "p100-pcie-16gb",
+    "Tesla P4": "p4-8gb",
+    "Tesla V100-PCIE-32GB": "v100-pcie-32gb",
+}
+
+
+@cache
+def _neusight_model(
+    name: str, kind: str, hidden: int, layers: int, heads: int, ffn: int, vocab: int
+) -> ModelSpec:
+    sizes = {"vocab_size": vocab, "torch_dtype": "float32"}
+    if kind == "gpt2":
+        sizes |= {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_inner": ffn}
+        sizes |= {"n_positions": 2048}
+    else:
+        sizes |= {"hidden_size": hidden, "num_hidden_layers": layers}
+        sizes |= {"num_attention_heads": heads, "max_position_embeddings": 2048}
+        sizes |= {"ffn_dim": ffn, "word_embed_proj_dim": hidden} if kind == "opt" else {}
+        sizes |= {"intermediate_size": ffn} if kind == "bert" else {}
+    return families.build({"model_type": kind, **sizes}, name=name)
+
+
+def neusight(line: Line) -> Iterator[Found]:
+    row = line.row
+    if row["variant"]:
+        yield line.left_out("time", "compiled with fused operators")
+        return
+    if row["model_type"] not in ("bert", "gpt2", "opt"):
+        yield line.left_out("time", "switch transformer: experts in a Python loop, 0 layers timed")
+        return
+    gpu = _NEUSIGHT_GPUS.get(row["gpu"])
+    if gpu is None:
+        yield line.left_out("time", f"{row['gpu']}: no datasheet facts on file")
+        return
+    sizes = (whole(row[key]) for key in ("hidden", "layers", "heads", "ffn", "vocab"))
+    spec = _neusight_model(row["model"], row["model_type"], *sizes)
+    run = RunConfig(
+        model=spec.name,
+        method="full",
+        precision="fp32",
+        batch_size=whole(row["batch_size"]),
+        seq_len=whole(row["seq_len"]),
+        attn="eager",
+        gradient_checkpointing=False,
+        optimizer="sgd",
+        loss_head="raw",
+    )
+    quantity: Quantity = "forward_s" if row["phase"] == "forward" else "forward_backward_s"
+    yield line.observed(spec, run, gpu, quantity, float(row["e2e_ms"]) / 1e3)
+
+
+# --- optimum-benchmark: forwards, generations and a few training rows of 7B models ----------------
+
+
+def optimum(line: Line) -> Iterator[Found]:
+    row = line.row
+    gpu = "rtx-4090-24gb" if row["gpu"] == "RTX4090" else A100
+    if row["phase"] == "finetune":
+        yield from _optimum_training(line, gpu)
+        return
+    if row["mem_counter"].startswith("peak_memory"):
+        counter: Quantity | None = None
+    else:
+        counter = {
+            "max_memory_allocated": "peak_allocated",
+            "max_memory_reserved": "peak_reserved",
+            "nvml used memory, polled peak": "device_used",
+        }[row["mem_counter"]]  # type: ignore[assignment]
+    attn = {"flash_attention_2": "flash_attention_2", "bettertransformer sdpa": "sdpa"}
+    found = line.generation(attn=attn.get(row["attn_impl"], "eager"))
+    if isinstance(found, LeftOut):
+        yield found
+        return
+    spec, run = found
+    if counter is None:
+        yield line.left_out("memory", "one peak of an unnamed counter (allocator or driver)")
+    elif counter == "device_used" and run.max_new_tokens > 1:
+        reason = "polled in another pass: 26 GB used where the allocator reserved 84 GB"
+        yield line.left_out("memory", reason)
+    else:
+        # NVML's first counter has what the driver keeps of the board, which CUDA never offers
+        reserve = 80 * GiB - find_gpu(gpu).memory_bytes if counter == "device_used" else 0
+        for one in line.memory(spec, run, gpu, counter, stack=_experiment(row)):
+            yield replace(one, value=one.value - reserve)
+    if row["time_value"]:
+        forward = row["time_unit"].startswith("s per forward")
+        yield line.observed(
+            spec,
+            run,
+            gpu,
+            "prefill_s" if forward else "generate_s",
+            float(row["time_value"]),
+            stack=_experiment(row),
+        )
+
+
+def _experiment(row: Row) -> str:
+    found = re.search(r"experiment ([^;(]*)", row["notes"])
+    return re.sub(r"-batch_size$", "", found[1].strip()) if found else ""
+
+
+def _optimum_training(line: Line, gpu: str) -> Iterator[Found]:
+    row = line.row
+    quant = QUANT.get(row["quant"])
+    spec = model_of(row["model_id"])
+    assert spec is not None
+    run = RunConfig(
+        model=spec.name,
+        method="lora" if quant == "none" else "qlora",
+        r=8,
+        target_modules=("q_proj", "v_proj"),
+        batch_size=whole(row["batch_size"]),
+        seq_len=256,
+        precision="fp16",
+        quant=quant,  # type: ignore[arg-type]
+        gradient_checkpointing=False,
+        optimizer="adamw_torch",
+        attn="eager",
+        prepare_kbit=False,
+        libraries=libraries_of(row["versions"]),
+    )
+    seconds = run.batch_size / float(row["time_value"])
+    yield line.observed(spec, run, gpu, "step_s", seconds, stack=_experiment(row))
+
+
+# --- Qwen's own documentation: the speed pages of Qwen 1.5 to 2.5, and the README of the first ----
+
+
+_QWEN1_LIBRARIES = (("peft", "0.7.1"), ("torch", "2.0.1"), ("transformers", "4.32.0"))
+
+
+def qwen_speed(line: Line) -> Iterator[Found]:
+    row = line.row
+    engine = "vllm" if row["framework"] == "vllm" else "dynamic"
+    attn = "flash_attention_2" if row["attn_impl"] == "flash_attention_2" else "sdpa"
+    found = line.generation(attn=attn, kv_cache=engine)
+    if isinstance(found, LeftOut):
+        yield found
+        return
+    spec, run = found
+    if line.source == "qwen15_hf_infer":
+        run = replace(run, libraries=(("torch", "2.1.2"), ("transformers", "4.38.2")))
+    if engine == "vllm":  # has model code of its own
+        vllm = re.search(r"vllm ([\d.]+)", row["versions"])
+        assert vllm, line
+        run = replace(run, libraries=(("vllm", vllm[1]),))
+    yield from line.memory(spec, run, A100, "peak_allocated")
+    if row["time_value"]:
+        seconds = run.max_new_tokens / float(row["time_value"])
+        if engine == "vllm" and row["quant"] != "none":
+            yield line.left_out("time", "vLLM's own 4-bit and 8-bit kernels")
+        elif "MoE" in row["model_id"] or "A14B" in row["model_id"]:
+            yield line.left_out("time", "experts of transformers 4 run in a Python loop")
+        else:
+            yield line.observed(spec, run, A100, "generate_s", seconds)
+
+
+def qwen1_inference(line: Line) -> Iterator[Found]:
+    row = line.row
+    if not row["prefill_len"]:
+        yield line.left_out("run", "prompt length not stated")
+        return
+    if "README says averaged" in row["notes"]:
+        yield line.left_out("time", "speed is an average over read and generated tokens")
+        return
+    attn = "flash_attention_2" if "flash" in row["attn_impl"] else "eager"
+    found = line.generation(attn=attn)
+    if isinstance(found, LeftOut):
+        yield found
+        return
+    spec, run = found
+    run = replace(run, libraries=_QWEN1_LIBRARIES)
+    yield from line.memory(spec, run, A100, "perhaps_allocated")
+    if row["time_value"]:
+        seconds = run.max_new_tokens / float(row["time_value"])
+        yield line.observed(spec, run, A100, "generate_s", seconds)
+
+
+def qwen1_finetune(line: Line) -> Iterator[Found]:
+    row = line.row
+    if "LoRA (emb)" in row["notes"] or "embeddings+lm_head trained" in row["notes"]:
+        yield line.left_out("run", "embeddings and head trained beside the adapters")
+        return
+    spec = model_of(row["model_id"])
+    assert spec is not None
+    run = RunConfig(
+        model=spec.name,
+        method=row["method"],
+        r=64,
+        lora_dropout=0.05 if row["method"] != "full" else 0.0,
+        target_modules=tuple(row["target_modules"].split("+"))
+        if row["target_modules"]
+        else ("all-linear",),
+        batch_size=1,
+        seq_len=whole(row["seq_len"]),
+        precision="bf16" if row["base_dtype"] == "bfloat16" else "fp16",
+        quant=QUANT[row["quant"]],  # type: ignore[arg-type]
+        prepare_kbit=False,
+        gradient_checkpointing=True,
+        gradient_accumulation_steps=8,
+        attn="flash_attention_2" if row["attn_impl"] else "eager",
+        optimizer="adamw_torch",
+        libraries=_QWEN1_LIBRARIES,
+    )
+    yield from line.memory(spec, run, A100, "perhaps_device_used", stack=row["method"])
+    if row["time_value"]:
+        yield line.observed(
+            spec, run, A100, "step_s", float(row["time_value"]), stack=row["method"], rounding=0.05
+        )
+
+
+# --- sources of one table each, and those that nothing can be compared with -----------------------
+
+
+def fsdp_qlora(line: Line) -> Iterator[Found]:
+    row = line.row
+    spec = model_of(row["model_id"])
+    assert spec is not None
+    moment = row["mem_counter"]
+    moments: dict[str, Quantity] = {
+        "memory_allocated after forward": "allocated_after_forward",
+        "max_memory_allocated over forward+backward": "peak_allocated",
+    }
+    if moment not in moments or row["phase"] == "inference":
+        reason = "weights alone, or gradients alone" if row["phase"] == "finetune" else "no_grad"
+        yield line.left_out("memory", f"{reason}: after {moment.rpartition('after ')[2]}")
+        return
+    run = RunConfig(
+        model=spec.name,
+        method=row["method"],
+        r=8,
+        lora_dropout=0.1 if row["method"] != "full" else 0.0,
+        target_modules=("q_proj", "v_proj"),
+        seq_len=whole(row["seq_len"]),
+        precision="bf16-pure",
+        quant="nf4" if row["quant"] == "nf4" else "none",
+        prepare_kbit=False,
+        gradient_checkpointing=row["grad_ckpt"] == "True",
+        use_reentrant=False,
+        optimizer="sgd",  # none runs
+        loss_head="raw",
+        libraries=(("bitsandbytes", "0.42.0"), ("torch", "2.1.2"), ("transformers", "4.37.2")),
+    )
+    yield from line.memory(spec, run, A100, moments[moment])
+
+
+def glm4(line: Line) -> Iterator[Found]:
+    row = line.row
+    spec = model_of(row["model_id"])
+    if spec is None:
+        yield line.left_out("run", "architecture neither in the database nor stated")
+        return
+    prompt = whole(row["prefill_len"])
+    run = RunConfig(
+        model=spec.name, phase="inference", prompt_len=prompt, max_new_tokens=1, attn="sdpa"
+    )
+    gpu = "h100-sxm-80gb"
+    yield from line.memory(spec, run, gpu, "perhaps_device_used")
+    value = float(row["time_value"])
+    if row["time_unit"] == "s prefill":
+        yield line.observed(
+            spec, run, gpu, "prefill_s", value, rounding=rounding_of(row["time_value"])
+        )
+    else:
+        yield line.left_out("time", "number of decoded tokens not stated")
+
+
+def torchtune(line: Line) -> Iterator[Found]:
+    row = line.row
+    if "in backward" in row["optimizer"]:
+        yield line.left_out("run", "optimizer fused into the backward pass")
+    elif not row["seq_len"]:
+        yield line.left_out("run", "length of the longest sample not stated")
+    else:
+        yield line.left_out("run", "torchtune's own model code, checkpointing per row not stated")
+
+
+def not_ours(reason: str) -> Callable[[Line], Iterator[Found]]:
+    def one(line: Line) -> Iterator[Found]:
+        yield line.left_out("run", reason)
+
+    return one
