@@ -449,6 +449,7 @@ def test_one_id_with_two_contents_is_refused_and_both_places_are_named(tmp_path:
         (a_line(id="a\nb"), r":1: id: got"),
         (a_line(gpu="../../etc"), r":1: gpu: is '../../etc' in the folder of"),
         (a_line(date="yesterday"), r":1: date: got 'yesterday'; must be a date"),
+        (a_line(date=5), r":1: date: got 5; must be a date"),
         (a_line(outcome="fine"), r":1: outcome: got 'fine'; must be one of ok, oom"),
         (a_line(outcome=["ok"]), r":1: outcome: got \['ok'\]"),
         (a_line(step_s=[0.1, -1]), r":1: step_s: got \[0.1, -1\]"),
