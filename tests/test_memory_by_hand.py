@@ -84,8 +84,8 @@ def test_a_bias_counts_once_where_its_matrix_is_left_as_it_is() -> None:
 
 
 def test_a_scale_of_gptq_serves_128_weights_unless_it_is_told_otherwise() -> None:
-    size = weights.quantised_bytes(128 * 100, "gptq-int4", out_features=100)
-    assert size == 128 * 100 // 2 + 100 * 2 + 100 // 2  # codes, scales in 16 bit, zeros in 4
+    size = weights.quantised_bytes(128 * 1000, "gptq-int4", out_features=1000)
+    assert size == 128 * 1000 // 2 + 1000 * 2 + 1000 // 2  # codes, scales in 16 bit, zeros in 4
 
 
 # --- masks and biases, of 2 sequences of 10 tokens in 16 bit
