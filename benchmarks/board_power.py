@@ -19,7 +19,7 @@ from statistics import median
 from markdown_tables import markdown_table, write_page
 
 from whichlora.errors import ConfigError
-from whichlora.specs import GpuSpec
+from whichlora.spec.gpu import GpuSpec
 from whichlora.store.gpus import find_gpu
 
 PAGE, TITLE = "board_power", "The power of a board"

@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from whichlora import api
-from whichlora.calibration import prior_calibration
-from whichlora.fitting import fit
-from whichlora.prediction import predict
-from whichlora.results import Measurement
-from whichlora.specs import RunConfig
+from whichlora.calibration.fit import fit
+from whichlora.calibration.load import model_of
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.predict import predict
+from whichlora.spec.results import Measurement
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
 from whichlora.store.measurements import read_measurements, record_ids
+from whichlora.store.models import list_models
 
 GPU = "a100-sxm-80gb"
 METHODS = ("lora", "qlora", "dora", "full")
@@ -34,9 +37,9 @@ ENVIRONMENT = {
 
 def records(count: int, dice: random.Random) -> Iterator[Measurement]:
     """Runs of every model of the database as the priors predict them, and noise."""
-    gpu = api.find_gpu(GPU)
+    gpu = find_gpu(GPU)
     calibration = prior_calibration(gpu)
-    models = [api.load_model(one.hub_id) for one in api.list_models()]
+    models = [load_model(one.hub_id) for one in list_models()]
     predicted: dict[RunConfig, Measurement] = {}
     for number in range(count):
         model = dice.choice(models)
@@ -128,8 +131,8 @@ def main() -> None:
         ):
             print(f"| {what} | {options.read} | {size:.0f} | {timed(work, options.times)} |")
     some = list(records(options.fit, dice))
-    gpu = api.find_gpu(GPU)
-    row = timed(lambda: fit(some, gpu, api.model_of), options.times)
+    gpu = find_gpu(GPU)
+    row = timed(lambda: fit(some, gpu, model_of), options.times)
     print(f"| fit, left-out error included | {options.fit} | | {row} |")
 
 

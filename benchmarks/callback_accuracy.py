@@ -29,12 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import oracle_trainer as oracle  # noqa: E402
-from markdown_tables import markdown_table, row, write_page  # noqa: E402
-from memory_on_cpu import environment  # noqa: E402
-from time_accuracy import CALIBRATION_RUNS, MODELS  # noqa: E402
+import oracle_trainer as oracle
+from markdown_tables import markdown_table, row, write_page
+from memory_on_cpu import environment
+from time_accuracy import CALIBRATION_RUNS, MODELS
 
-from whichlora import api  # noqa: E402
+from whichlora.calibration.load import refit
+from whichlora.store.gpus import find_gpu
 
 SEED = 0
 _ADAPTERS: dict[str, Any] = {
@@ -79,7 +80,7 @@ def main() -> None:
         if options.time:
             cases = list(time_cases())
             random.Random(SEED).shuffle(cases)
-            gpu = api.find_gpu("cpu")
+            gpu = find_gpu("cpu")
             if options.records:
                 kept = Path(folder) / gpu.key / "measurements"
                 kept.mkdir(parents=True)
@@ -88,7 +89,7 @@ def main() -> None:
                 for case in cases[:CALIBRATION_RUNS]:
                     oracle.train(case, record=True, calibration_dir=folder)
                 cases = cases[CALIBRATION_RUNS:]
-            api.refit(gpu, Path(folder))
+            refit(gpu, Path(folder))
         for case in cases:
             trained = oracle.train(case, calibration_dir=folder)
             predicted, measured = trained.time if options.time else trained.memory

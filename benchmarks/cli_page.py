@@ -18,7 +18,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from whichlora.cli import main as whichlora  # noqa: E402
+from whichlora.cli import main as whichlora
 
 PAGE = ROOT / "docs" / "cli.md"
 HEAD = """\

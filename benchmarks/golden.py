@@ -29,16 +29,16 @@ from multiprocessing import Pool
 from pathlib import Path
 from typing import Any, get_args
 
-from whichlora import api, explanation
-from whichlora.calibration import Calibration, prior_calibration
 from whichlora.errors import ConfigError
-from whichlora.specs import (
+from whichlora.predict import explain as explanation
+from whichlora.predict.coefficients import Calibration, prior_calibration
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import (
     AdapterDtype,
     AttentionKernel,
     BaseDtype,
     Bias,
     CacheBackend,
-    GpuSpec,
     KvCache,
     LossHead,
     Optimizer,
@@ -48,6 +48,9 @@ from whichlora.specs import (
     RunConfig,
     Serve,
 )
+from whichlora.store.gpus import find_gpu, list_gpus
+from whichlora.store.hub import load_model
+from whichlora.store.models import list_models
 
 FOLDER = Path(__file__).parents[1] / "tests" / "golden"
 PREDICTIONS = FOLDER / "predictions.jsonl.gz"
@@ -108,8 +111,8 @@ Job = tuple[dict[str, Any], str, bool]
 def draw(count: int, seed: int) -> Iterator[Job]:
     """Settings and GPUs of `count` runs: every model in turn, everything else at random."""
     rng = random.Random(seed)
-    models = sorted(record.hub_id for record in api.list_models())
-    gpus = sorted(gpu.key for gpu in api.list_gpus() if gpu.kind != "cpu")
+    models = sorted(record.hub_id for record in list_models())
+    gpus = sorted(gpu.key for gpu in list_gpus() if gpu.kind != "cpu")
     for index in range(count):
         training = rng.random() < 0.65
         settings: dict[str, Any] = {
@@ -155,10 +158,10 @@ def answer(settings: dict[str, Any], gpu_key: str, is_whole: bool) -> Row:
         for name, value in settings.items()
         if isinstance(value, list | tuple)
     }
-    gpu = api.find_gpu(gpu_key)
+    gpu = find_gpu(gpu_key)
     try:
         run = RunConfig(**(settings | tuples))
-        model = api.load_model(run.model)
+        model = load_model(run.model)
         explained = explanation.explain(model, run, gpu, calibration_of(gpu))
     except ConfigError as error:
         return row | {"refused": str(error)}

@@ -37,11 +37,11 @@ for name, value in (
 ):
     os.environ.setdefault(name, value)
 
-import memory_samples as samples  # noqa: E402
-from markdown_tables import markdown_table  # noqa: E402
+import memory_samples as samples
+from markdown_tables import markdown_table
 
-from whichlora.specs import RunConfig  # noqa: E402
-from whichlora.units import GiB  # noqa: E402
+from whichlora.spec.run import RunConfig
+from whichlora.units import GiB
 
 DOCUMENT = ROOT / "docs" / "accuracy" / "ledger.md"
 FAR_OFF = 0.04

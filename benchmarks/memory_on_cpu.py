@@ -25,10 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import oracle_memory as oracle  # noqa: E402
-from markdown_tables import markdown_table  # noqa: E402
+import oracle_memory as oracle
+from markdown_tables import markdown_table
 
-from whichlora.errors import WhichLoraError  # noqa: E402
+from whichlora.errors import WhichLoraError
 
 CHECKPOINTING: dict[str, Any] = {"gradient_checkpointing": True}
 PADDED: dict[str, Any] = {"padding": "padded"}

@@ -17,16 +17,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from whichlora import families, prediction, resolution
-from whichlora.architecture import ModelSpec
-from whichlora.calibration import prior_calibration
+from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
-from whichlora.memory.replay import replay, rounded
-from whichlora.memory.stretch import TracedEvent, shallow
-from whichlora.specs import ALL_LINEAR, ATTENTION, RunConfig
+from whichlora.memory.allocator_simulator import replay, rounded
+from whichlora.predict import predict as prediction
+from whichlora.predict import resolve as resolution
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.run import ALL_LINEAR, ATTENTION, RunConfig
 from whichlora.store import models as model_store
 from whichlora.store.gpus import find_gpu
+from whichlora.tracer.extrapolate import TracedEvent, shallow
 
 GPU = find_gpu("h100-sxm-80gb")
 ENDLESS = 2**60  # a full card gives idle segments back, an endless one never
@@ -275,7 +277,7 @@ def _too_long(*_: Any) -> None:
 
 
 def _peaks(run: RunConfig) -> dict[str, Any]:
-    from whichlora.device.trace import whole_trace
+    from whichlora.tracer.trace import whole_trace
 
     if run.attn == "flash_attention_2" and run.padding == "padded":
         raise ConfigError("flash-attention 2 of a padded batch is not traced")

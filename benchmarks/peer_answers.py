@@ -20,9 +20,9 @@ from peer_requests import REQUESTS, Arguments, NoArgumentError
 from published import Observation, Quantity, gpu_of
 from published.memory import predicted_bytes
 
-from whichlora.calibration import prior_calibration
-from whichlora.prediction import predict_memory
-from whichlora.resolution import resolve
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.predict import predict_memory
+from whichlora.predict.resolve import resolve
 
 ANSWERS = Path(__file__).with_name("peer_answers.jsonl")
 ADAPTERS = Path(__file__).with_name("peer_adapters.py")

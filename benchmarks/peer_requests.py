@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from whichlora.architecture import ModelSpec
 from whichlora.methods import weight_dtype
-from whichlora.specs import ALL_LINEAR, ATTENTION, FP32_PRECISIONS, GpuSpec, RunConfig
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import ALL_LINEAR, ATTENTION, FP32_PRECISIONS, RunConfig
 from whichlora.units import GiB
 
 Arguments = dict[str, Any]

@@ -32,7 +32,7 @@ from peer_answers import (
 )
 from published import Observation, Quantity
 
-from whichlora.judgement import MEMORY_CONFIDENCE
+from whichlora.predict.judgement import MEMORY_CONFIDENCE
 
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- peers.py -->\n", "<!-- end -->"

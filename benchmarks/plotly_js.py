@@ -1,6 +1,6 @@
 """Take plotly.js, which the HTML report carries, from the plotly wheel of constraints.txt.
 
-python benchmarks/plotly_js.py            write whichlora/html_report/plotlyjs/
+python benchmarks/plotly_js.py            write whichlora/html/plotlyjs/
 python benchmarks/plotly_js.py --check    say whether it is what that wheel holds (exit code 1: no)
 """
 

@@ -27,7 +27,7 @@ from whichlora.dataset.base import texts_of, trained
 from whichlora.dataset.rendering import rendering
 from whichlora.dataset.sources import CountedDataset
 from whichlora.errors import ConfigError
-from whichlora.plan import DatasetConfig
+from whichlora.spec.plan import DatasetConfig
 
 PUBLISHED = 1.246  # of the data set that is published as figures only
 DATA_SETS = (  # repository, file

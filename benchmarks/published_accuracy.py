@@ -31,10 +31,10 @@ from published.times import (
     shipped,
 )
 
-from whichlora.calibration import TIME_PHASES, prior_calibration
-from whichlora.judgement import MEMORY_CONFIDENCE
-from whichlora.prediction import predict_memory
-from whichlora.resolution import resolve
+from whichlora.predict.coefficients import TIME_PHASES, prior_calibration
+from whichlora.predict.judgement import MEMORY_CONFIDENCE
+from whichlora.predict.predict import predict_memory
+from whichlora.predict.resolve import resolve
 from whichlora.units import GiB
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "accuracy" / "published.md"

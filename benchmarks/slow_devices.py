@@ -20,16 +20,19 @@ from itertools import product
 import numpy as np
 from markdown_tables import markdown_table, write_page
 
-from whichlora import api, timing
-from whichlora.calibration import TIME_PHASES
-from whichlora.fitting import fit_phases
-from whichlora.judgement import TIME_CONFIDENCE
-from whichlora.numeric import TWO_SIDED_Z
-from whichlora.prediction import forward_features, step_features
-from whichlora.resolution import Job, resolve
-from whichlora.samples import Sample
-from whichlora.specs import GpuSpec, RunConfig
-from whichlora.timing import PER_COUNT, TimeModel, prior_model
+from whichlora.calibration.fit_time import fit_phases
+from whichlora.calibration.samples import Sample
+from whichlora.predict.coefficients import TIME_PHASES
+from whichlora.predict.judgement import TIME_CONFIDENCE
+from whichlora.predict.predict import forward_features, step_features
+from whichlora.predict.resolve import Job, resolve
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import TWO_SIDED_Z
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
+from whichlora.timing import model as timing
+from whichlora.timing.model import PER_COUNT, TimeModel, prior_model
 
 PAGE, TITLE = "slow_devices", "Devices far from their prior"
 SLOWER = (0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 20.0)
@@ -78,7 +81,7 @@ def jobs_of(gpu: GpuSpec) -> list[Job]:
     precision = "fp32" if kind == "cpu" else "bf16"
     jobs = []
     for name, (i, (batch_size, length)) in product(MODELS[kind], enumerate(SHAPES[kind])):
-        model = api.load_model(name)
+        model = load_model(name)
         for j in range(2):
             train = RunConfig(
                 model=name,
@@ -116,7 +119,7 @@ def features_of(job: Job) -> dict[str, Mapping[str, float]]:
 @cache
 def answers(key: str, slow: str, k: float) -> tuple[Timed, ...]:
     """What a device answers that is `k` times slower than the prior of `key`."""
-    nominal = api.find_gpu(key)
+    nominal = find_gpu(key)
     by_compute = k if slow in ("all of it", "arithmetic") else 1.0
     by_memory = k if slow in ("all of it", "memory") else 1.0
     by_host = k if slow in ("all of it", "host") else 1.0
@@ -181,7 +184,7 @@ class Judged:
 def judged(key: str, slow: str, k: float, asked: Asked, seed: int) -> Iterator[Judged]:
     """Times of three models by a fit to a few runs of three others."""
     dice = random.Random(f"{key} {slow} {k} {asked} {seed}")
-    gpu = api.find_gpu(key)
+    gpu = find_gpu(key)
     everything = answers(key, slow, k)
     names = sorted({one.run.model for one in everything})
     taught = set(dice.sample(names, 3))
@@ -252,7 +255,7 @@ def covered(seeds: int) -> str:
     """The share inside the interval where runs scatter as much as the priors state."""
     rows = []
     for key, count in product(DEVICES, COUNTS):
-        gpu = api.find_gpu(key)
+        gpu = find_gpu(key)
         noise = prior_model(gpu, "finetune").noise
         found = [
             one

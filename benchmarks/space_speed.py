@@ -17,10 +17,12 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from whichlora import api
-from whichlora.calibration import prior_calibration
-from whichlora.space import ParetoFront, blocks, judge_blocks
-from whichlora.specs import GpuSpec, RunConfig
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.search.grid import ParetoFront, blocks, judge_blocks
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
 from whichlora.units import GiB, format_bytes
 
 MODELS = (
@@ -60,8 +62,7 @@ SPACES: dict[str, tuple[dict[str, Sequence[Any]], Sequence[str]]] = {
 
 
 def main() -> None:
-    find_model = cache(api.load_model)
-    find_gpu = cache(api.find_gpu)
+    find_model = cache(load_model)
     print(f"Python {platform.python_version()}, {platform.machine()}, one thread\n")
     print("| space | runs | possible | on the front | wall | processor | runs a processor second |")
     print("| --- | --- | --- | --- | --- | --- | --- |")

@@ -2,7 +2,8 @@
 
     taskset -c 0 env OMP_NUM_THREADS=1 python benchmarks/time_accuracy.py --write
 
-Part a calibrates on at most `CALIBRATION_RUNS` runs chosen by `whichlora.design`, predicts all
+Part a calibrates on at most `CALIBRATION_RUNS` runs chosen by
+`whichlora.calibration.design`, predicts all
 others, which are measured then, some of them twice; and trains `TRAININGS` for real, each twice,
 against the total predicted from a profile of five batches; and shows what no prediction can beat,
 how far the same work done again and again on this core is from itself. What was measured is kept in
@@ -36,28 +37,30 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from markdown_tables import markdown_table, summary  # noqa: E402
+from markdown_tables import markdown_table, summary
 
-from whichlora import api, families, timing  # noqa: E402
-from whichlora.calibration import Calibration, prior_calibration  # noqa: E402
-from whichlora.dataset import TokenLengths, workload  # noqa: E402
-from whichlora.design import Option, Sight, choose  # noqa: E402
-from whichlora.device.profile import Profiler  # noqa: E402
-from whichlora.fitting import fit  # noqa: E402
-from whichlora.job import train_command, train_script  # noqa: E402
-from whichlora.judgement import TIME_CONFIDENCE  # noqa: E402
-from whichlora.numeric import TWO_SIDED_Z  # noqa: E402
-from whichlora.plan import Keeping  # noqa: E402
-from whichlora.prediction import step_features  # noqa: E402
-from whichlora.resolution import Job, resolve  # noqa: E402
-from whichlora.results import Measurement  # noqa: E402
-from whichlora.samples import time_samples  # noqa: E402
-from whichlora.search import Quantity  # noqa: E402
-from whichlora.sharing.union import gpus_with_records  # noqa: E402
-from whichlora.specs import RunConfig  # noqa: E402
-from whichlora.store.measurements import read_measurements, read_records  # noqa: E402
-from whichlora.store.record import encode_record  # noqa: E402
-from whichlora.totals import profiled_total  # noqa: E402
+from whichlora import families
+from whichlora.calibration.design import Option, Sight, choose
+from whichlora.calibration.fit import fit
+from whichlora.calibration.samples import time_samples
+from whichlora.calibration.share.union import gpus_with_records
+from whichlora.dataset import TokenLengths, workload
+from whichlora.exports.train_script import train_command, train_script
+from whichlora.predict.coefficients import Calibration, prior_calibration
+from whichlora.predict.judgement import TIME_CONFIDENCE
+from whichlora.predict.predict import step_features
+from whichlora.predict.resolve import Job, resolve
+from whichlora.profiler.profile import Profiler
+from whichlora.search.feasibility import Quantity
+from whichlora.search.total import profiled_total
+from whichlora.spec.numeric import TWO_SIDED_Z
+from whichlora.spec.plan import Keeping
+from whichlora.spec.results import Measurement
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.measurements import read_measurements, read_records
+from whichlora.store.record import encode_record
+from whichlora.timing import model as timing
 
 DOCUMENT = ROOT / "docs" / "accuracy" / "time.md"
 CALIBRATION_RUNS = 8
@@ -134,7 +137,7 @@ TRAININGS = [
 ]
 NUM_STEPS = 200
 
-GPU = api.find_gpu("cpu")
+GPU = find_gpu("cpu")
 
 
 def job_of(run: RunConfig) -> Job:
@@ -206,7 +209,7 @@ def sights_of(run: RunConfig) -> tuple[Sight, ...]:
 def calibrated(
     bench: Bench, runs: Sequence[RunConfig], most: int
 ) -> tuple[Calibration, set[RunConfig]]:
-    """A calibration to the runs that `whichlora.design` chooses among `runs`, and these."""
+    """A calibration to the runs that `calibration.design` chooses among `runs`, and these."""
     sights = {run: sights_of(run) for run in runs}
     targets = [sight for some in sights.values() for sight in some]
     calibration, chosen = prior_calibration(GPU), dict[RunConfig, Measurement]()
@@ -376,7 +379,7 @@ def live_section(bench: Bench, limit: int | None) -> str:
     rows += _grouped(found, lambda run, _: run.model)
     rows += _grouped(found, lambda run, _: run.method if run.phase == "finetune" else "inference")
     parts = [
-        f"Calibrated on {len(chosen)} runs chosen by `whichlora.design`, {len(others)} others "
+        f"Calibrated on {len(chosen)} runs chosen by `calibration/design.py`, {len(others)} others "
         "predicted and then measured. Relative errors; positive is too slow.",
         markdown_table(head, rows),
         f"Datasheet alone, same runs: {', '.join(summary(cold).cells()[1:])}.",
@@ -425,7 +428,7 @@ def records_section() -> str:
         ]
         if not records:
             continue
-        found = fit(records, api.find_gpu(key), api.model_of)
+        found = fit(records, find_gpu(key), model_of)
         for phase, one in found.held_out.items():
             cells = (str(one.num_runs), f"{100 * one.median:.1f} %", f"{100 * one.worst:.1f} %")
             rows.append((key, phase, *cells))

@@ -26,11 +26,11 @@ from published.times import (
     timed_parts,
 )
 
-from whichlora import timing
-from whichlora.fitting import regress, relative_spread
-from whichlora.samples import Sample
-from whichlora.specs import GpuSpec
-from whichlora.timing import DEVICE_FEATURES, TimeModel
+from whichlora.calibration.fit_time import regress, relative_spread
+from whichlora.calibration.samples import Sample
+from whichlora.spec.gpu import GpuSpec
+from whichlora.timing import model as timing
+from whichlora.timing.model import DEVICE_FEATURES, TimeModel
 
 PAGE, TITLE = "time_forms", "Forms of the time model"
 LEGEND = (

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from whichlora.results import Measurement, MemoryPrediction, Outcome, Prediction, TimePrediction
-from whichlora.specs import RunConfig
+from whichlora.spec.results import (
+    Measurement,
+    MemoryPrediction,
+    Outcome,
+    Prediction,
+    TimePrediction,
+)
+from whichlora.spec.run import RunConfig
 from whichlora.units import GiB
 
 USABLE_BYTES = 20 * GiB

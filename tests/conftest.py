@@ -8,6 +8,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from fake_profiler import FakeProfiler
 from hypothesis import settings
 
 from whichlora import methods
@@ -46,3 +47,12 @@ def _alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("WHICHLORA_CALIBRATION", str(folder))
         yield
+
+
+@pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> type[FakeProfiler]:
+    """Profiles are answered from the formulas, on a machine that is not busy."""
+    monkeypatch.setattr("whichlora.profiler.profile.Profiler", FakeProfiler)
+    monkeypatch.setattr(FakeProfiler, "calls", [])
+    monkeypatch.setattr("whichlora.workflow.session.busy", lambda _: "")  # this one may be
+    return FakeProfiler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whichlora.specs import GpuSpec
+from whichlora.spec.gpu import GpuSpec
 
 CPU = GpuSpec(
     key="cpu",

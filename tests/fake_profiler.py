@@ -8,14 +8,15 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whichlora import api
-from whichlora.calibration import prior_calibration
-from whichlora.device.installed import installed_versions
-from whichlora.enough import is_enough
-from whichlora.prediction import judged_time, predict
-from whichlora.resolution import resolve
-from whichlora.results import Measurement, Outcome
-from whichlora.specs import RunConfig
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.predict import judged_time, predict
+from whichlora.predict.resolve import resolve
+from whichlora.profiler.early_stop import is_enough
+from whichlora.profiler.installed import installed_versions
+from whichlora.spec.results import Measurement, Outcome
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
 
 DATE = "2026-11-21T00:00:00+00:00"
 
@@ -35,7 +36,7 @@ class FakeProfiler:
     calls: list[RunConfig] = []  # noqa: RUF012 - shared on purpose: the test reads it
 
     def __init__(self, *, gpu: str, provenance: Mapping[str, Any], **_: Any) -> None:
-        self._gpu = api.find_gpu(gpu)
+        self._gpu = find_gpu(gpu)
         self._provenance = dict(provenance)
 
     @staticmethod
@@ -60,7 +61,7 @@ class FakeProfiler:
         self.calls.append(run)
         with open(os.environ.get("WHICHLORA_TEST_CALLS", os.devnull), "a") as calls:
             calls.write(f"{run}\n")
-        model = api.load_model(run.model)
+        model = load_model(run.model)
         prior = prior_calibration(self._gpu)
         predicted = predict(model, run, self._gpu, prior)
         peak = round(predicted.memory.peak_allocated_bytes * self.MEMORY_FACTOR)

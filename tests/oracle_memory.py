@@ -22,15 +22,16 @@ import torch
 from devices import CPU
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from whichlora import prediction, resolution
-from whichlora.device.build import build_model
-from whichlora.device.finetune import measure_finetune
-from whichlora.device.inference import measure_inference
-from whichlora.device.meter import Meter
 from whichlora.families import build
 from whichlora.memory.entries import tensor_bytes
 from whichlora.memory.layer_bytes import kept_tensors
-from whichlora.specs import ALL_LINEAR, RunConfig
+from whichlora.predict import predict as prediction
+from whichlora.predict import resolve as resolution
+from whichlora.profiler.build import build_model
+from whichlora.profiler.finetune import measure_finetune
+from whichlora.profiler.inference import measure_inference
+from whichlora.profiler.meter import Meter
+from whichlora.spec.run import ALL_LINEAR, RunConfig
 from whichlora.store.models import find_model
 
 # Every width differs from every other, so that a formula cannot be right by accident.

@@ -16,11 +16,11 @@ from typing import Any
 
 import fake_profiler
 
-import whichlora.device.profile
+import whichlora.profiler.profile
 import whichlora.store.gpus
 from whichlora.cli import main
-from whichlora.device.detect import DetectedDevice
-from whichlora.specs import RunConfig
+from whichlora.spec.run import RunConfig
+from whichlora.store.detect import DetectedDevice
 
 H100 = ("NVIDIA H100 80GB HBM3", 85_520_809_984)
 L40S = ("NVIDIA L40S", 48_305_799_168)
@@ -55,5 +55,5 @@ class Profiler(fake_profiler.FakeProfiler):
 
 if __name__ == "__main__":
     whichlora.store.gpus.detect_gpus = detect_gpus
-    whichlora.device.profile.Profiler = Profiler  # type: ignore[misc,assignment]
+    whichlora.profiler.profile.Profiler = Profiler  # type: ignore[misc,assignment]
     main()

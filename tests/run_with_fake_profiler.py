@@ -6,9 +6,9 @@ import sys
 
 import fake_profiler
 
-import whichlora.device.profile
+import whichlora.profiler.profile
 from whichlora.cli import main
 
 fake_profiler.FakeProfiler.SLEEP_S = float(sys.argv.pop(1))
-whichlora.device.profile.Profiler = fake_profiler.FakeProfiler  # type: ignore[misc,assignment]
+whichlora.profiler.profile.Profiler = fake_profiler.FakeProfiler  # type: ignore[misc,assignment]
 main()

@@ -8,8 +8,9 @@ from typing import Any
 from devices import A100, CPU
 from hypothesis import strategies as st
 
-from whichlora import api
-from whichlora.specs import BNB_QUANTS, RunConfig
+from whichlora.spec.run import BNB_QUANTS, RunConfig
+from whichlora.store.gpus import list_gpus
+from whichlora.store.models import list_models
 
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M",
@@ -78,8 +79,8 @@ def inference_runs(**fixed: Any) -> st.SearchStrategy[RunConfig]:
 
 
 # the whole database: what a property holds for
-EVERY_MODEL = st.sampled_from([record.hub_id for record in api.list_models()])
-EVERY_GPU = st.sampled_from([*api.list_gpus(), CPU])
+EVERY_MODEL = st.sampled_from([record.hub_id for record in list_models()])
+EVERY_GPU = st.sampled_from([*list_gpus(), CPU])
 OLDER = {"transformers": "4.46.0"}
 
 

@@ -11,15 +11,15 @@ import pytest
 import run_on_fake_gpus
 from fake_profiler import FakeProfiler
 
-from whichlora import workflow
-from whichlora.results import Measurement, Prediction
-from whichlora.specs import RunConfig
-from whichlora.sweep import following, rounds
-from whichlora.sweep.on_this_machine import LocalEngine
+from whichlora.cluster import following, rounds
+from whichlora.cluster.on_this_machine import LocalEngine
+from whichlora.spec.results import Measurement, Prediction
+from whichlora.spec.run import RunConfig
+from whichlora.workflow import run as workflow
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 HERE = {"quickstart.yaml", "report.yaml", "slurm.yaml", "quickstart.jsonl"}
-ELSEWHERE = {"tour.ipynb": "test_interface.py"}
+ELSEWHERE = {"tour.ipynb": "test_api.py"}
 
 Example = Callable[..., Path]
 
@@ -39,7 +39,7 @@ class Silent:
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Example:
     """A copy of an example, with lines of its own in place of what this machine can't do."""
-    monkeypatch.setattr("whichlora.device.profile.Profiler", FakeProfiler)
+    monkeypatch.setattr("whichlora.profiler.profile.Profiler", FakeProfiler)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(EXAMPLES, tmp_path / "examples")
 

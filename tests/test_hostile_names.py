@@ -16,18 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from whichlora import handover
 from whichlora.cli import main
+from whichlora.cluster.slurm.discovery import GpuGroup
+from whichlora.cluster.slurm.scripts import array_script, merge_script, training_script
+from whichlora.cluster.state import Sweep
 from whichlora.config import load_plan
 from whichlora.errors import ConfigError, DataFileError, WhichLoraError
 from whichlora.exports import FORMATS, Recipe
+from whichlora.exports.python_source import literal
 from whichlora.exports.yaml import yaml_text
-from whichlora.plan import SlurmConfig
-from whichlora.python_source import literal
-from whichlora.slurm.discovery import GpuGroup
-from whichlora.slurm.scripts import array_script, merge_script, training_script
-from whichlora.specs import RunConfig
-from whichlora.sweep.state import Sweep
+from whichlora.spec.plan import SlurmConfig
+from whichlora.spec.run import RunConfig
+from whichlora.workflow import export as handover
 
 Made = TypeVar("Made")
 HARMLESS = "harmless"

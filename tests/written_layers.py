@@ -1,11 +1,11 @@
 """The worst points of one layer, without checkpointing."""
 
-from whichlora.architecture import Layer
-from whichlora.memory.layer_code import LayerPoints, layer_points
-from whichlora.resolution import Job, resolve
-from whichlora.specs import RunConfig
+from whichlora.predict.resolve import Job, resolve
+from whichlora.spec.architecture import Layer
+from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model
+from whichlora.symbolic.layer import LayerPoints, layer_points
 
 
 def points_of(run: RunConfig, *, group: int) -> LayerPoints:

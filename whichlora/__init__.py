@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from whichlora.interface import calibrate, estimate, explain, recommend, to_frame, where
+    from whichlora.api import calibrate, estimate, explain, recommend, to_frame, where
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "calibrate", "estimate", "explain", "recommend", "to_frame", "where"]
@@ -15,7 +15,7 @@ __all__ = ["__version__", "calibrate", "estimate", "explain", "recommend", "to_f
 def __getattr__(name: str) -> Any:
     """What `__all__` names, loaded when it is first asked for: the import itself stays instant."""
     if name in __all__:
-        return getattr(import_module("whichlora.interface"), name)
+        return getattr(import_module("whichlora.api"), name)
     raise AttributeError(f"module 'whichlora' has no attribute {name!r}")
 
 

@@ -20,24 +20,24 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from markdown_tables import markdown_table, percent  # noqa: E402
+from markdown_tables import markdown_table, percent
 
-from whichlora import timing  # noqa: E402
-from whichlora.api import model_of  # noqa: E402
-from whichlora.calibration import TIME_PHASES, prior_calibration  # noqa: E402
-from whichlora.fitting import fit_time  # noqa: E402
-from whichlora.judgement import TIME_CONFIDENCE  # noqa: E402
-from whichlora.numeric import TWO_SIDED_Z  # noqa: E402
-from whichlora.prediction import ledger, predict_memory, step_features  # noqa: E402
-from whichlora.resolution import Job, resolve  # noqa: E402
-from whichlora.results import Measurement, MemoryPrediction  # noqa: E402
-from whichlora.samples import Sample, time_samples  # noqa: E402
-from whichlora.specs import GpuSpec  # noqa: E402
-from whichlora.store.gpus import find_gpu  # noqa: E402
-from whichlora.store.jsonfiles import read_object  # noqa: E402
-from whichlora.store.measurements import read_measurements  # noqa: E402
-from whichlora.timing import TimeModel  # noqa: E402
-from whichlora.units import GiB  # noqa: E402
+from whichlora.calibration.fit_time import fit_time
+from whichlora.calibration.load import model_of
+from whichlora.calibration.samples import Sample, time_samples
+from whichlora.predict.coefficients import TIME_PHASES, prior_calibration
+from whichlora.predict.judgement import TIME_CONFIDENCE
+from whichlora.predict.predict import ledger, predict_memory, step_features
+from whichlora.predict.resolve import Job, resolve
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import TWO_SIDED_Z
+from whichlora.spec.results import Measurement, MemoryPrediction
+from whichlora.store.gpus import find_gpu
+from whichlora.store.jsonfiles import read_object
+from whichlora.store.measurements import read_measurements
+from whichlora.timing import model as timing
+from whichlora.timing.model import TimeModel
+from whichlora.units import GiB
 
 FAR_OFF = 0.08
 NUM_FIRST = 5  # runs of a cold GPU: the first of each phase, spread over the models

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whichlora.architecture import ModelSpec
-from whichlora.calibration import prior_calibration
 from whichlora.errors import ConfigError
 from whichlora.methods import get_method
-from whichlora.prediction import predict
-from whichlora.resolution import resolve
-from whichlora.results import Prediction
-from whichlora.specs import GpuSpec, RunConfig
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.predict import predict
+from whichlora.predict.resolve import resolve
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.results import Prediction
+from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model
 
 SEED = 20_261

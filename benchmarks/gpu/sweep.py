@@ -27,16 +27,17 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 
-from designs import GROUPS, Planned, model_of, planned, predicted  # noqa: E402
+from designs import GROUPS, Planned, model_of, planned, predicted
 
-from whichlora.device.profile import Profiler  # noqa: E402
-from whichlora.resolution import resolve  # noqa: E402
-from whichlora.results import Measurement, Prediction  # noqa: E402
-from whichlora.specs import FOUR_BIT_BNB, GpuSpec  # noqa: E402
-from whichlora.store.gpus import find_gpu  # noqa: E402
-from whichlora.store.jsonfiles import write_object  # noqa: E402
-from whichlora.store.measurements import MeasurementLog, read_measurements  # noqa: E402
-from whichlora.units import format_bytes  # noqa: E402
+from whichlora.predict.resolve import resolve
+from whichlora.profiler.profile import Profiler
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.results import Measurement, Prediction
+from whichlora.spec.run import FOUR_BIT_BNB
+from whichlora.store.gpus import find_gpu
+from whichlora.store.jsonfiles import write_object
+from whichlora.store.measurements import MeasurementLog, read_measurements
+from whichlora.units import format_bytes
 
 SLICE_MINUTES = 9.0
 OVERHEAD_S = 2.0  # of a run beside its batches

@@ -13,7 +13,7 @@ import whichlora
 from plan_cases.folder import Folder
 from plan_cases.registry import case, expect
 from whichlora.config import DEFAULT_MODELS
-from whichlora.results import Prediction
+from whichlora.spec.results import Prediction
 
 ROWS, TOKENS = 960, 256  # divisible by every batch size; each text is longer than TOKENS
 BATCH_SIZES = (1, 2, 4, 8, 16)

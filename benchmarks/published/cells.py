@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from published.models import model_of
-from whichlora.architecture import ModelSpec
-from whichlora.specs import RunConfig
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.run import RunConfig
 from whichlora.units import GiB, MiB
 
 A100 = "a100-sxm-80gb"

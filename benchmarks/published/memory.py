@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import published
 from published import MEMORY, Observation, gpu_of
-from whichlora.calibration import prior_calibration
-from whichlora.prediction import ledger, predict_memory
-from whichlora.resolution import resolve
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.predict import ledger, predict_memory
+from whichlora.predict.resolve import resolve
 
 STEADY_PARTS = ("weights", "adapters", "optimizer_states")
 

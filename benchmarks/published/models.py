@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from whichlora import families
-from whichlora.architecture import Layer, ModelSpec
+from whichlora.spec.architecture import Layer, ModelSpec
 from whichlora.store.models import find_model
 
 POWERLM_3B = {  # ibm/PowerLM-3b config.json

@@ -22,9 +22,9 @@ from typing import Any
 import published
 from published import FOLDER, Observation, Quantity
 from whichlora import families
+from whichlora.calibration.share.physics import impossible
 from whichlora.errors import ConfigError
-from whichlora.results import Measurement
-from whichlora.sharing.physics import impossible
+from whichlora.spec.results import Measurement
 from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model
 from whichlora.store.record import encode_record

@@ -22,8 +22,8 @@ from published.cells import (
 )
 from published.models import model_of
 from whichlora import families
-from whichlora.architecture import ModelSpec
-from whichlora.specs import RunConfig
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.units import GiB
 

@@ -14,18 +14,18 @@ import numpy as np
 
 import published
 from published import MEMORY, Observation, Quantity, gpu_of, records
-from whichlora import timing
-from whichlora.api import model_of
-from whichlora.fitting import fit_time
-from whichlora.judgement import TIME_CONFIDENCE
-from whichlora.numeric import TWO_SIDED_Z
-from whichlora.prediction import forward_features, step_features
-from whichlora.regression import conformal_scale
-from whichlora.resolution import resolve
-from whichlora.results import Measurement
-from whichlora.samples import Sample, time_samples
-from whichlora.specs import GpuSpec
-from whichlora.timing import TimeModel
+from whichlora.calibration.fit_time import fit_time
+from whichlora.calibration.load import model_of
+from whichlora.calibration.regression import conformal_scale
+from whichlora.calibration.samples import Sample, time_samples
+from whichlora.predict.judgement import TIME_CONFIDENCE
+from whichlora.predict.predict import forward_features, step_features
+from whichlora.predict.resolve import resolve
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import TWO_SIDED_Z
+from whichlora.spec.results import Measurement
+from whichlora.timing import model as timing
+from whichlora.timing.model import TimeModel
 
 Timed = tuple[str, dict[str, float], int]  # phase, features, how often it runs
 

@@ -2,8 +2,8 @@
 
 python benchmarks/search savings --write           the tables of docs/accuracy/search.md
 python benchmarks/search savings --invented 4      tries devices drawn from the prior: no evidence
-python benchmarks/search shares --replay 100       the shares of `whichlora.likeness`
-python benchmarks/search early                     the spread of a batch in `whichlora.enough`
+python benchmarks/search shares --replay 100       the shares of `whichlora.search.correlation`
+python benchmarks/search early                     the spread of a batch in `profiler.early_stop`
 python benchmarks/search measure --only 20         the table, 20 minutes in all on a quiet machine
 """
 
@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from markdown_tables import write_page  # noqa: E402
+from markdown_tables import write_page
 
-from search import fitted, savings, tables  # noqa: E402
+from search import fitted, savings, tables
 
 
 def main() -> None:

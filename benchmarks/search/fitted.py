@@ -1,12 +1,12 @@
 """Constants of the search that are fitted to the CPU table.
 
-`shares` are those of `whichlora.likeness` by maximum likelihood. Residuals of the logs of all
-training times around a fit of the whole table are normal with the shared parts as their
+`shares` are those of `whichlora.search.correlation` by maximum likelihood. Residuals of the logs of
+all training times around a fit of the whole table are normal with the shared parts as their
 correlation; shares are fitted to every second model by size and tested on the others, by the
 log-likelihood of a residual. Residuals are cut at three times their robust spread: a run that
 another process slowed down says nothing about the formulas.
 
-`early_ends` is of `whichlora.enough`: of every run, under decisive times within 30 % of its own,
+`early_ends` is of `profiler.early_stop`: of every run, under decisive times within 30 % of its own,
 how many of its batches are made, and how often those made are on the other side of the decisive
 time than all together. Also how far single batches scatter.
 """
@@ -24,11 +24,11 @@ from scipy.optimize import minimize
 from search.replay import Limited, Result, ended_early, find, forget_outlooks, ours, replay
 from search.savings import HEAD, summary
 from search.tables import Table, halves, measured_tables, only
-from whichlora import likeness
-from whichlora.fitting import fit
-from whichlora.outlook import Outlook
-from whichlora.plan import Budget
-from whichlora.results import Measurement
+from whichlora.calibration.fit import fit
+from whichlora.search import correlation as likeness
+from whichlora.search.candidate_posterior import Outlook
+from whichlora.spec.plan import Budget
+from whichlora.spec.results import Measurement
 
 REPLAY_SEED = 2  # of limits that no table of docs/accuracy/search.md shows
 NAMES = ("MODEL_SHARE", "METHOD_SHARE", "VARIANT_SHARE", "ALIKE_PER_DOUBLING")

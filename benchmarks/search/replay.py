@@ -12,15 +12,15 @@ from statistics import median
 import numpy as np
 
 from search.tables import Table, batch_s
-from whichlora import api
-from whichlora.calibration import Calibration, prior_calibration
-from whichlora.enough import is_enough
-from whichlora.fitting import fit
-from whichlora.outlook import Outlook
-from whichlora.plan import Budget
-from whichlora.policy import WORTHWHILE_GAIN, Contest, Decision, tiers
-from whichlora.pursuit import Learn, Measure, Pursuit
-from whichlora.results import Measurement
+from whichlora.calibration.fit import fit
+from whichlora.predict.coefficients import Calibration, prior_calibration
+from whichlora.profiler.early_stop import is_enough
+from whichlora.search.acquisition import WORTHWHILE_GAIN, Contest, Decision, tiers
+from whichlora.search.candidate_posterior import Outlook
+from whichlora.search.loop import Learn, Measure, Pursuit
+from whichlora.spec.plan import Budget
+from whichlora.spec.results import Measurement
+from whichlora.store.hub import load_model
 
 OOM_STEPS = 1.0  # a run that does not fit dies in its first step
 
@@ -223,7 +223,7 @@ def judged(problem: Limited, device: Device, answer: int | None, **more: object)
 
 @cache
 def _model(name: str) -> object:
-    return api.load_model(name)
+    return load_model(name)
 
 
 def find(record: Measurement) -> object:

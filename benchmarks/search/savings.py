@@ -26,7 +26,7 @@ from search.policies import (
 )
 from search.replay import Limited, Result, ours, replay
 from search.tables import Table, invented_table, measured_tables, published_table
-from whichlora.plan import Budget
+from whichlora.spec.plan import Budget
 
 PATIENCE = (5, 10, 20)  # fine-tunings after which TPE gives up
 WARM = (0, 4, 16, 64)  # records of the device before the search

@@ -21,15 +21,17 @@ from statistics import median
 import numpy as np
 import published
 
-from whichlora import api
-from whichlora.calibration import prior_calibration
-from whichlora.device.profile import Profiler
 from whichlora.errors import ConfigError
-from whichlora.outline import Outline, outline_inference, outline_training
-from whichlora.outlook import Outlook
-from whichlora.resolution import Job, resolve
-from whichlora.results import SCHEMA_VERSION, Measurement
-from whichlora.specs import GpuSpec, RunConfig
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.outline import Outline, outline_inference, outline_training
+from whichlora.predict.resolve import Job, resolve
+from whichlora.profiler.profile import Profiler
+from whichlora.search.candidate_posterior import Outlook
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.results import SCHEMA_VERSION, Measurement
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
 
@@ -78,7 +80,7 @@ def table_runs() -> Iterator[RunConfig]:
 
 def table_jobs(gpu: GpuSpec) -> list[Job]:
     """The runs with every default filled in, as records name them."""
-    models = {name: api.load_model(name) for name in MODELS}
+    models = {name: load_model(name) for name in MODELS}
     return [resolve(models[run.model], run, gpu) for run in table_runs()]
 
 
@@ -86,7 +88,7 @@ def measure(folder: Path, *, only: int | None) -> None:
     """Measure what is not in `folder` yet, in an order that no drift of the machine follows."""
     core = min(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
-    gpu = api.find_gpu("cpu")
+    gpu = find_gpu("cpu")
     write_object(folder / "gpu.json", {"schema_version": SCHEMA_VERSION} | asdict(gpu))
     known = {record.run for record in read_measurements([folder], gpu.key)}
     left = [job for job in table_jobs(gpu) if job.run not in known]
@@ -179,7 +181,7 @@ def table_of(name: str, gpu: GpuSpec, records: Sequence[Measurement]) -> Table:
         if record.outcome != "ok":
             continue
         run = record.run
-        model = models.setdefault(run.model, api.load_model(run.model))
+        model = models.setdefault(run.model, load_model(run.model))
         job = resolve(model, run, gpu)
         if run.phase == "finetune":
             steps = {run.seq_len: NUM_SEQUENCES / run.batch_size}
@@ -225,7 +227,7 @@ def measured_tables(folder: Path = FOLDER) -> Iterator[Table]:
 def invented_table(seed: int) -> Table:
     """A device drawn from the prior, with errors that the formulas do not explain: for trying."""
     rng = np.random.default_rng(seed)
-    gpu = api.find_gpu("cpu")
+    gpu = find_gpu("cpu")
     prior = prior_calibration(gpu)
     models = {}
     for phase, model in prior.time.items():
@@ -280,7 +282,7 @@ def published_table() -> Table:
     Of runs that differ in library versions or dropout alone, the first stays: no plan asks for
     both.
     """
-    gpu = api.find_gpu("a100-sxm-80gb")
+    gpu = find_gpu("a100-sxm-80gb")
     by_run: dict[RunConfig, dict[str, float]] = {}
     for one in published.read_all():
         if isinstance(one, published.Observation) and one.source == "fms_acceleration_bench":
@@ -291,14 +293,14 @@ def published_table() -> Table:
         if run.seq_len != 4096 or not {"step_s", "peak_allocated"} <= set(values):
             continue
         try:
-            job = resolve(api.load_model(run.model), run, gpu)
+            job = resolve(load_model(run.model), run, gpu)
         except ConfigError:
             continue
         asked = replace(job.run, libraries=(), lora_dropout=0.0, optimizer="adamw_torch")
         if asked in seen:
             continue
         seen.add(asked)
-        load_s = api.load_model(run.model).num_params * 2 / 1e9
+        load_s = load_model(run.model).num_params * 2 / 1e9
         records.append(
             Measurement(
                 id=f"published-{number}",

@@ -21,8 +21,8 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
-from harness import run_target, time_limit  # noqa: E402
-from targets import TARGETS  # noqa: E402
+from harness import run_target, time_limit
+from targets import TARGETS
 
 MEMORY_BYTES = 8 << 30  # a case that needs more is as bad as one that hangs
 

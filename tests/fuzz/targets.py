@@ -19,23 +19,29 @@ from click.testing import CliRunner
 from harness import Target
 from mutation import NUMBERS, TEXTS, mutated, odd_value
 
-from whichlora import api, databases, handover, workflow
-from whichlora.calibration import prior_calibration
+from whichlora.calibration import database as databases
+from whichlora.calibration.formula_version import formulas_digest
+from whichlora.calibration.share.table import format_table
 from whichlora.cli import main
 from whichlora.config import load_plan
 from whichlora.dataset import BYTE_LEVEL, count_tokens, open_dataset, write_jsonl
 from whichlora.errors import WhichLoraError
 from whichlora.exports import FORMATS
-from whichlora.formulas import formulas_digest
-from whichlora.html_report.page import page
-from whichlora.html_report.source import read_source
-from whichlora.plan import DatasetConfig
-from whichlora.report import Progress
-from whichlora.results import Measurement
-from whichlora.sharing.table import format_table
-from whichlora.specs import RunConfig
+from whichlora.html.page import page
+from whichlora.html.source import read_source
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.spec.plan import DatasetConfig
+from whichlora.spec.results import Measurement
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
 from whichlora.store.measurements import read_measurements
+from whichlora.store.models import list_models
 from whichlora.store.paths import data_folder
+from whichlora.terminal import Progress
+from whichlora.workflow import estimates
+from whichlora.workflow import export as handover
+from whichlora.workflow import run as workflow
 
 MODEL, GPU = "HuggingFaceTB/SmolLM2-135M", "l4-24gb"
 SMALL_MODELS = (
@@ -166,7 +172,7 @@ def run_command_line(words: list[str], folder: Path) -> None:
 
 @cache
 def model_names() -> list[str]:
-    return [one.hub_id for one in api.list_models()]
+    return [one.hub_id for one in list_models()]
 
 
 RUNS: tuple[dict[str, Any], ...] = (
@@ -180,14 +186,14 @@ RUNS: tuple[dict[str, Any], ...] = (
 
 
 def make_model(rng: random.Random) -> dict[str, Any]:
-    config = dict(api.load_model(rng.choice(model_names())).config)
+    config = dict(load_model(rng.choice(model_names())).config)
     return {"config": mutated(rng, config), "run": rng.choice(RUNS)}
 
 
 def run_model(case: dict[str, Any], folder: Path) -> None:
     write_json(emptied(folder) / "config.json", case["config"])
     run = RunConfig(model=str(folder), **case["run"])
-    for prediction in api.estimate([run], [GPU]):
+    for prediction in estimates.estimate([run], [GPU]):
         check_prediction(prediction)
 
 
@@ -287,11 +293,13 @@ def run_records(case: list[Any], folder: Path) -> None:
     except WhichLoraError:
         assert not own.exists(), "half of a refused database was merged"
         own = other  # as if it had been copied by hand
-    gpu = api.find_gpu(GPU)
+    gpu = find_gpu(GPU)
     databases.calibrate(gpu, own)
     databases.calibration_report(gpu, own)
     for run in RUNS[::3]:
-        for prediction in api.estimate([RunConfig(model=MODEL, **run)], [GPU], calibration_dir=own):
+        for prediction in estimates.estimate(
+            [RunConfig(model=MODEL, **run)], [GPU], calibration_dir=own
+        ):
             check_prediction(prediction)
 
 
@@ -324,7 +332,7 @@ def run_table(case: list[list[str]], folder: Path) -> None:
 
 @cache
 def coefficients() -> dict[str, Any]:
-    values = prior_calibration(api.find_gpu(GPU)).to_dict() | {"formulas": formulas_digest()}
+    values = prior_calibration(find_gpu(GPU)).to_dict() | {"formulas": formulas_digest()}
     return json.loads(json.dumps(values | {"schema_version": 1}))
 
 
@@ -336,9 +344,9 @@ def run_coefficients(case: Any, folder: Path) -> None:
     write_json(emptied(folder) / GPU / "coefficients.json", case)
     for run in (RUNS[0], RUNS[4]):
         job = RunConfig(model=MODEL, **run)
-        for prediction in api.estimate([job], [GPU], calibration_dir=folder):
+        for prediction in estimates.estimate([job], [GPU], calibration_dir=folder):
             check_prediction(prediction)
-    databases.calibration_report(api.find_gpu(GPU), folder)
+    databases.calibration_report(find_gpu(GPU), folder)
 
 
 def make_gpu(rng: random.Random) -> Any:
@@ -352,9 +360,9 @@ def run_gpu(case: Any, folder: Path) -> None:
     before = os.environ.get("WHICHLORA_CALIBRATION")
     os.environ["WHICHLORA_CALIBRATION"] = str(folder)
     try:
-        assert api.find_gpu(GPU).key == GPU
+        assert find_gpu(GPU).key == GPU
         for run in (RUNS[1], RUNS[4]):
-            for prediction in api.estimate([RunConfig(model=MODEL, **run)], ["mine"]):
+            for prediction in estimates.estimate([RunConfig(model=MODEL, **run)], ["mine"]):
                 check_prediction(prediction)
     finally:
         if before is None:

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from whichlora.architecture import Linear
 from whichlora.errors import ConfigError
 from whichlora.methods.base import AdapterWork, FrozenTensor, Method
-from whichlora.numeric import Count
-from whichlora.specs import FOUR_BIT_BNB, RunConfig
-from whichlora.stack import Stack, is_quantised
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Stack, is_quantised
+from whichlora.spec.numeric import Count
+from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 
 if TYPE_CHECKING:
-    from whichlora.memory.operators import Code
-    from whichlora.memory.tape import Tensor
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.operators import Code
 
 
 def adapter_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:

@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fake_profiler
 
-import whichlora.device.profile
+import whichlora.profiler.profile
 import whichlora.store.gpus
 from whichlora.cli import main
-from whichlora.device.detect import DetectedDevice
+from whichlora.store.detect import DetectedDevice
 
 PLAN = Path(os.environ["WHICHLORA_TEST_NODES"])
 told = json.loads(PLAN.read_text())
@@ -57,5 +57,5 @@ if sys.argv[1] == "profile-task":
     if mischief == "crash":
         sys.exit("module: no such module")
     whichlora.store.gpus.detect_gpus = detect_gpus
-whichlora.device.profile.Profiler = Profiler  # type: ignore[misc,assignment]
+whichlora.profiler.profile.Profiler = Profiler  # type: ignore[misc,assignment]
 main()

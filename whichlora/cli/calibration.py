@@ -42,8 +42,9 @@ def calibrate(
     given = {"gpu": gpu, "calibration_dir": calibration_dir}
     ctx.default_map = dict.fromkeys(calibrate.commands, given)
     if config is not None:
-        from whichlora import measuring, report
+        from whichlora import terminal as report
         from whichlora.config import parse_duration
+        from whichlora.workflow import collect as measuring
 
         again = ("calibrate", "--measure", str(config), "--budget", budget)
         with goes_on_with(*again), report.Progress(quiet=False) as progress:
@@ -64,7 +65,8 @@ def fit(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
     Example:
       whichlora calibrate fit --gpu a100-sxm-80gb
     """
-    from whichlora import databases, report
+    from whichlora import terminal as report
+    from whichlora.calibration import database as databases
 
     refits = databases.calibrate_all(gpu, calibration_dir)
     if as_json:
@@ -85,7 +87,8 @@ def show(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
     Example:
       whichlora calibrate show --gpu a100-sxm-80gb
     """
-    from whichlora import databases, report
+    from whichlora import terminal as report
+    from whichlora.calibration import database as databases
 
     found = databases.calibration_reports(gpu, calibration_dir)
     if as_json:
@@ -108,7 +111,8 @@ def import_(table: Path, skip_bad: bool, calibration_dir: Path | None) -> None:
     Example:
       whichlora calibrate import runs.csv --skip-bad
     """
-    from whichlora import databases, report
+    from whichlora import terminal as report
+    from whichlora.calibration import database as databases
 
     merged, refused = databases.import_table(
         table, skip_bad=skip_bad, calibration_dir=calibration_dir
@@ -127,7 +131,7 @@ def export(path: Path, gpu: str | None, calibration_dir: Path | None) -> None:
     Example:
       whichlora calibrate export records.csv --gpu a100-sxm-80gb
     """
-    from whichlora import databases
+    from whichlora.calibration import database as databases
 
     count = databases.export_records(path, gpu, calibration_dir=calibration_dir)
     click.echo(visible(f"{path}: {count} records"))
@@ -143,7 +147,8 @@ def merge(place: Path, calibration_dir: Path | None) -> None:
     Example:
       whichlora calibrate merge ../colleague/calibration
     """
-    from whichlora import databases, report
+    from whichlora import terminal as report
+    from whichlora.calibration import database as databases
 
     report.print_merged(databases.merge_records(place, calibration_dir=calibration_dir))
 
@@ -158,7 +163,8 @@ def pull(url: str, calibration_dir: Path | None) -> None:
     Example:
       whichlora calibrate pull hf://datasets/org/calibration
     """
-    from whichlora import databases, report
+    from whichlora import terminal as report
+    from whichlora.calibration import database as databases
 
     report.print_merged(databases.pull_records(url, calibration_dir=calibration_dir))
 
@@ -173,7 +179,7 @@ def push(url: str, calibration_dir: Path | None) -> None:
     Example:
       whichlora calibrate push s3://bucket/calibration
     """
-    from whichlora import databases
+    from whichlora.calibration import database as databases
 
     count = databases.push_records(url, calibration_dir=calibration_dir)
     click.echo(visible(f"{url}: {count} new records"))

@@ -7,8 +7,8 @@ import json
 import click
 
 from whichlora.errors import WhichLoraError
-from whichlora.results import SCHEMA_VERSION
-from whichlora.specs import GpuSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.results import SCHEMA_VERSION
 
 
 @click.command()
@@ -20,9 +20,10 @@ def gpus(as_json: bool) -> None:
     Example:
       whichlora gpus
     """
-    from whichlora import api, report
+    from whichlora import terminal as report
+    from whichlora.store.gpus import find_gpu, list_gpus
 
-    found = api.list_gpus()
+    found = list_gpus()
     if as_json:
         import dataclasses
 
@@ -30,7 +31,7 @@ def gpus(as_json: bool) -> None:
         click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "gpus": rows}, indent=1))
         return
     try:
-        here: GpuSpec | str = api.find_gpu("auto")
+        here: GpuSpec | str = find_gpu("auto")
     except WhichLoraError as error:  # one that no file describes: the list is what helps
         here = str(error)
     report.print_gpus(found, here=here)
@@ -46,12 +47,13 @@ def models(pattern: str, as_json: bool) -> None:
     Example:
       whichlora models qwen
     """
-    from whichlora import api, report
+    from whichlora import terminal as report
+    from whichlora.store.models import list_models
 
     wanted = _letters(pattern)
     found = [
         one
-        for one in api.list_models()
+        for one in list_models()
         if any(wanted in _letters(name) for name in (one.hub_id, *one.aliases))
     ]
     if as_json:

@@ -16,8 +16,8 @@ from whichlora.text import visible
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from whichlora.report import SweepProgress
-    from whichlora.sweep.merging import Recommendation
+    from whichlora.cluster.merging import Recommendation
+    from whichlora.terminal import SweepProgress
 
 _RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print the recommendation as JSON.")
@@ -64,9 +64,9 @@ def plan(config: Path, submit: bool, engine: str, fresh: bool, as_json: bool) ->
     Example:
       whichlora slurm plan examples/slurm.yaml --submit
     """
-    from whichlora import report
-    from whichlora.sweep import following, rounds
-    from whichlora.sweep.engines import ENGINES
+    from whichlora import terminal as report
+    from whichlora.cluster import following, rounds
+    from whichlora.cluster.engines import ENGINES
 
     if submit:
         require("--submit", "sklearn", extra="profile")
@@ -91,8 +91,8 @@ def status(run_dir: Path) -> None:
     Example:
       whichlora slurm status runs/slurm
     """
-    from whichlora import report
-    from whichlora.sweep import following
+    from whichlora import terminal as report
+    from whichlora.cluster import following
 
     report.print_status(following.status(run_dir))
 
@@ -107,7 +107,7 @@ def resume(run_dir: Path, as_json: bool) -> None:
     Example:
       whichlora slurm resume runs/slurm
     """
-    from whichlora.sweep import following
+    from whichlora.cluster import following
 
     _conclude(following.resume, run_dir, as_json=as_json)
 
@@ -122,7 +122,7 @@ def merge(run_dir: Path, as_json: bool) -> None:
     Example:
       whichlora slurm merge runs/slurm
     """
-    from whichlora.sweep import following
+    from whichlora.cluster import following
 
     _conclude(following.join, run_dir, as_json=as_json)
 
@@ -130,7 +130,7 @@ def merge(run_dir: Path, as_json: bool) -> None:
 def _conclude(
     act: Callable[[Path, SweepProgress], Recommendation], run_dir: Path, *, as_json: bool
 ) -> None:
-    from whichlora import report
+    from whichlora import terminal as report
 
     require("a sweep's answer", "sklearn", extra="profile")
     with (
@@ -142,8 +142,8 @@ def _conclude(
 
 
 def _show(found: Recommendation, *, as_json: bool) -> None:
-    from whichlora import report
-    from whichlora.sweep import following
+    from whichlora import terminal as report
+    from whichlora.cluster import following
 
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))
@@ -168,8 +168,8 @@ def profile_task(tasks: Path, indices: tuple[int, ...], calibration_dir: Path | 
     Example:
       whichlora profile-task runs/slurm/h100/tasks-1.json 0
     """
-    from whichlora import report
-    from whichlora.sweep.tasks import profile_task as profile
+    from whichlora import terminal as report
+    from whichlora.cluster.tasks import profile_task as profile
 
     for measurement in profile(tasks, indices, calibration_dir=calibration_dir):
         run, outcome = report.describe(measurement.run), measurement.outcome

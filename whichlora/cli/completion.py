@@ -8,7 +8,7 @@ from typing import get_args
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from whichlora import specs
+from whichlora.spec import run as specs
 
 _SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_WHICHLORA_COMPLETE"

@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import click
 
-from whichlora import specs
 from whichlora.cli.faults import EXIT_NOTHING_FITS
 from whichlora.cli.options import (
     as_json_text,
@@ -20,7 +19,8 @@ from whichlora.cli.options import (
 )
 from whichlora.cli.settings import maximised, one_run, run_options, run_settings
 from whichlora.errors import ConfigError
-from whichlora.results import SCHEMA_VERSION
+from whichlora.spec import run as specs
+from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.text import visible
 
 
@@ -71,12 +71,12 @@ def estimate(
       whichlora estimate meta-llama/Llama-3.1-8B --gpu h100-sxm-80gb \\
           --method lora,qlora --batch-size 1,4,16 --seq-len 2048
     """
-    from whichlora import api
+    from whichlora.workflow import combinations, estimates
 
     settings = run_settings(models, given)
     maximise = maximised(settings)
-    predictions = api.estimate(
-        api.combinations(settings),
+    predictions = estimates.estimate(
+        combinations.combinations(settings),
         gpu,
         calibration_dir=calibration_dir,
         engine=engine,
@@ -91,7 +91,7 @@ def estimate(
         }
         click.echo(json.dumps(answer, indent=1))
     else:
-        from whichlora import report
+        from whichlora import terminal as report
 
         report.print_predictions(predictions, predictions.refused)
     if maximise and all(one.verdict != "fits" for one in predictions):
@@ -119,18 +119,18 @@ def explain(
     Example:
       whichlora explain meta-llama/Llama-3.1-8B --gpu rtx-4090-24gb --method qlora
     """
-    from whichlora import api
+    from whichlora.workflow import estimates
 
     if as_json and as_markdown:
         raise ConfigError("--json and --markdown: only one of both")
     run = one_run([model], given, command="explain")
     if "," in gpu:
         raise ConfigError(f"--gpu: explain takes one, got {gpu}; 'whichlora where' takes all")
-    found = api.explain(run, gpu, calibration_dir=calibration_dir)
+    found = estimates.explain(run, gpu, calibration_dir=calibration_dir)
     if as_json:
         click.echo(as_json_text("explanation", found.to_dict()))
         return
-    from whichlora import report
+    from whichlora import terminal as report
 
     if as_markdown:
         click.echo(visible(report.explanation_markdown(found), keep="\n"), nl=False)
@@ -150,14 +150,14 @@ def where(model: str, calibration_dir: Path | None, as_json: bool, **given: Any)
     Example:
       whichlora where meta-llama/Llama-3.1-8B --method qlora --batch-size 4
     """
-    from whichlora import api
+    from whichlora.workflow import estimates
 
     run = one_run([model], given, command="where")
-    placements = api.where(run, calibration_dir=calibration_dir)
+    placements = estimates.where(run, calibration_dir=calibration_dir)
     if as_json:
         click.echo(as_json_text("placements", [one.to_dict() for one in placements]))
     else:
-        from whichlora import report
+        from whichlora import terminal as report
 
         report.print_placements(placements)
     if not any(one.prediction and one.prediction.verdict == "fits" for one in placements):

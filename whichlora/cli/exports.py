@@ -12,7 +12,7 @@ import click
 from whichlora.cli.options import Positive, calibration_option, json_option
 from whichlora.cli.settings import plain_settings, run_options
 from whichlora.errors import ConfigError
-from whichlora.results import SCHEMA_VERSION
+from whichlora.spec.results import SCHEMA_VERSION
 
 _TOOLS = ("transformers", "trl", "axolotl", "llamafactory", "unsloth", "skypilot")
 
@@ -62,7 +62,9 @@ def export(
     Example:
       whichlora export Qwen/Qwen2.5-7B --to trl --gpu rtx-4090-24gb --method qlora --output job
     """
-    from whichlora import api, handover, report
+    from whichlora import terminal as report
+    from whichlora.workflow import combinations
+    from whichlora.workflow import export as handover
 
     folder = Path(source)
     if source.startswith((".", "/", "~")) and not os.path.exists(folder):
@@ -72,7 +74,7 @@ def export(
         folder = handover.folder_of_winner(folder)
         recipe = handover.read_recipe(folder)
     else:
-        runs = list(api.grid(plain_settings([source], given, command="export")))
+        runs = list(combinations.grid(plain_settings([source], given, command="export")))
         if len(runs) != 1:
             raise ConfigError(f"export writes one fine-tuning, these settings make {len(runs)}")
         if runs[0].phase != "finetune":

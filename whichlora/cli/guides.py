@@ -16,7 +16,7 @@ from whichlora.cli.options import (
     words,
 )
 from whichlora.cli.settings import plain_settings, run_options
-from whichlora.results import SCHEMA_VERSION
+from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.text import visible
 
 
@@ -64,11 +64,12 @@ def guide(
       whichlora guide --models meta-llama/Llama-3.1-8B,Qwen/Qwen2.5-14B \\
           --gpus a100-sxm-80gb,h100-sxm-80gb --batch-size 4,16 --seq-len 1024,4096
     """
-    from whichlora import api, report
-    from whichlora.guide import make_guide
+    from whichlora import terminal as report
+    from whichlora.workflow import combinations
+    from whichlora.workflow.guide import make_guide
 
     rows = make_guide(
-        api.combinations(plain_settings(models, given, command="guide")),
+        combinations.combinations(plain_settings(models, given, command="guide")),
         gpus,
         num_samples=samples,
         epochs=epochs,

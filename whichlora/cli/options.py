@@ -12,7 +12,7 @@ from typing import Any, get_args
 import click
 
 from whichlora.errors import ConfigError
-from whichlora.results import SCHEMA_VERSION
+from whichlora.spec.results import SCHEMA_VERSION
 
 _MAX_COUNT = 10**9  # no batch, no length: a slipped key
 

@@ -11,7 +11,7 @@ import click
 
 from whichlora.cli.faults import EXIT_NOTHING_FITS, goes_on_with
 from whichlora.errors import MeasurementError
-from whichlora.plan import Prefer
+from whichlora.spec.plan import Prefer
 from whichlora.text import visible
 
 ImageFormat = Literal["png", "svg"]
@@ -39,7 +39,8 @@ def run(config: Path, fresh: bool, prefer: Prefer | None, show_all: bool, as_jso
     Example:
       whichlora run examples/quickstart.yaml
     """
-    from whichlora import report, workflow
+    from whichlora import terminal as report
+    from whichlora.workflow import run as workflow
 
     again = ["run", str(config), *(["--prefer", prefer] if prefer else [])]
     with goes_on_with(*again), report.Progress(quiet=as_json) as progress:
@@ -78,7 +79,7 @@ def report(run_dir: Path, output: Path | None, image_format: ImageFormat | None)
     Example:
       whichlora report runs/quickstart
     """
-    from whichlora import html_report
+    from whichlora import html as html_report
 
     if image_format is not None:
         html_report.require_images()

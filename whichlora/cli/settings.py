@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from whichlora import specs
 from whichlora.cli.options import (
     MAX,
     choices,
@@ -20,10 +19,11 @@ from whichlora.cli.options import (
 )
 from whichlora.errors import ConfigError
 from whichlora.methods import BUILT_IN
-from whichlora.specs import RunConfig
+from whichlora.spec import run as specs
+from whichlora.spec.run import RunConfig
 
 if TYPE_CHECKING:
-    from whichlora.largest import Size
+    from whichlora.predict.largest import Size
 
 _QUANTISED = [name for name, method in BUILT_IN.items() if method.base_quant != "none"]
 _SERVED_AS_TRAINED = [name for name, method in BUILT_IN.items() if method.serve == "as-trained"]
@@ -158,7 +158,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_settings(models: Sequence[str], given: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The values of every setting, as `api.grid` takes them, from what `run_options` parsed."""
+    """The values of every setting, as `combinations.grid` takes them, from `run_options`."""
     quants: list[str | None] = [None]
     if given["quant"] is not None:
         quants = list(words("quant", tuple(get_args(specs.Quant)))(None, None, given["quant"]))
@@ -239,6 +239,6 @@ def one_run(models: Sequence[str], given: Mapping[str, Any], *, command: str) ->
             raise ConfigError(
                 f"{flag}: {command} takes one value, got {shown}; 'whichlora estimate' takes lists"
             )
-    from whichlora import api
+    from whichlora.workflow import combinations
 
-    return next(api.grid(settings))
+    return next(combinations.grid(settings))

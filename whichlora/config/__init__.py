@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
-from whichlora.plan import Budget, DatasetConfig, Keeping, Limits, Objective, Plan, SlurmConfig
-from whichlora.specs import RunConfig
+from whichlora.spec.plan import Budget, DatasetConfig, Keeping, Limits, Objective, Plan, SlurmConfig
+from whichlora.spec.run import RunConfig
 
 if TYPE_CHECKING:  # pydantic and ruamel.yaml cost 100 ms, which only `run` needs to pay
     from whichlora.config.schema import Dataset, PlanFile, Slurm

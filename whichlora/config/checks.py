@@ -19,7 +19,7 @@ from whichlora.config.document import Loc, Problem
 from whichlora.config.schema import MOST_TOKENS, Dataset
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
-from whichlora.plan import DATA_FILE_SUFFIXES, DatasetConfig, DatasetKind
+from whichlora.spec.plan import DATA_FILE_SUFFIXES, DatasetConfig, DatasetKind
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.models import resolve_name
 

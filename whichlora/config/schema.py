@@ -24,8 +24,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from whichlora.errors import ConfigError
 from whichlora.methods import BUILT_IN
-from whichlora.plan import Collator, Keeping, Prefer, ProfilePolicy, TrainOn
-from whichlora.specs import (
+from whichlora.spec.plan import Collator, Keeping, Prefer, ProfilePolicy, TrainOn
+from whichlora.spec.run import (
     MOST_COUNT,
     MOST_RATIO,
     AdapterDtype,

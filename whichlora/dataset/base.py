@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from whichlora.data_format import DataFormat
 from whichlora.errors import ConfigError
+from whichlora.spec.data_format import DataFormat
 
 Row = Mapping[str, Any]
 Example = Mapping[str, Any]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from whichlora.errors import ConfigError
-from whichlora.plan import Collator
+from whichlora.spec.plan import Collator
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from whichlora.data_format import DataKind
 from whichlora.dataset.base import Row
 from whichlora.errors import ConfigError
+from whichlora.spec.data_format import DataKind
 
 # Names in lower case with "_" for spaces and hyphens, the likeliest first. Source: the columns of
-# the public data sets that tests/test_columns.py lists.
+# the public data sets that tests/dataset/test_columns.py lists.
 PREFERENCES = (
     *(("chosen", "rejected"), ("chosen_response", "rejected_response")),
     ("response_j", "response_k"),

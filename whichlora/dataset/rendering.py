@@ -8,7 +8,7 @@ from typing import Any
 from whichlora.dataset.base import Example, Row
 from whichlora.dataset.columns import Columns, as_list, recognised
 from whichlora.errors import ConfigError
-from whichlora.plan import DatasetConfig
+from whichlora.spec.plan import DatasetConfig
 
 Message = dict[str, Any]
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from whichlora.data_format import DataFormat
 from whichlora.dataset import assumed
 from whichlora.dataset.base import BaseDataset, Example, Row, checked_format
 from whichlora.dataset.files import read_rows
 from whichlora.dataset.lengths import UNCUT, TokenLengths
 from whichlora.dataset.rendering import rendering
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.plan import DATA_FILE_SUFFIXES, DatasetConfig
+from whichlora.spec.data_format import DataFormat
+from whichlora.spec.plan import DATA_FILE_SUFFIXES, DatasetConfig
 
 SPLIT_NAMES = {
     "train": ("train", "training"),

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from whichlora.data_format import ALPACA_CHAT_TEMPLATE, DataFormat
 from whichlora.dataset.base import (
     BaseDataset,
     Example,
@@ -25,6 +24,7 @@ from whichlora.dataset.base import (
 from whichlora.dataset.lengths import TokenLengths
 from whichlora.dataset.sources import CountedDataset
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.spec.data_format import ALPACA_CHAT_TEMPLATE, DataFormat
 from whichlora.store.jsonfiles import read_object
 from whichlora.store.online import why_offline
 

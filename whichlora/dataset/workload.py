@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from whichlora.dataset.batching import batches, best_fit_decreasing
 from whichlora.dataset.lengths import TokenLengths
-from whichlora.plan import Collator
+from whichlora.spec.plan import Collator
 
 if TYPE_CHECKING:
     import numpy as np

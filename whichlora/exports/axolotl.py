@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from whichlora.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFormat
 from whichlora.exports.recipe import (
     LORA_KEYS,
     Export,
@@ -20,7 +19,8 @@ from whichlora.exports.recipe import (
 from whichlora.exports.simpler import TRAINED, file_names, made_of, simpler_format
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
-from whichlora.specs import BNB_QUANTS, FP32_PRECISIONS, RunConfig
+from whichlora.spec.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFormat
+from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, RunConfig
 
 FILE = "axolotl.yaml"
 _UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "expandable_segments")

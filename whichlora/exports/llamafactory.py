@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from whichlora.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFormat
 from whichlora.errors import ConfigError
 from whichlora.exports.recipe import (
     LORA_KEYS,
@@ -22,8 +21,9 @@ from whichlora.exports.recipe import (
 from whichlora.exports.simpler import file_names, made_of, simpler_format
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
-from whichlora.specs import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig
-from whichlora.stack import has_master_weights
+from whichlora.spec.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFormat
+from whichlora.spec.dtypes import has_master_weights
+from whichlora.spec.run import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig
 
 FILE = "llamafactory.yaml"
 _UNKNOWN: tuple[str, ...] = ("bias", "adapter_dtype", "expandable_segments")

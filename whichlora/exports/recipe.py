@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, get_args
 
-from whichlora.data_format import TEXT_ROWS, DataFormat
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.job import KEEPING, Weights
+from whichlora.exports.train_script import KEEPING, Weights
 from whichlora.methods import get_method
-from whichlora.plan import SAVED_SHARE, Collator, Keeping, TrainOn
-from whichlora.specs import RunConfig
+from whichlora.spec.data_format import TEXT_ROWS, DataFormat
+from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
+from whichlora.spec.run import RunConfig
 from whichlora.text import require_printable
 
 RECIPE_SCHEMA_VERSION = 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from whichlora.data_format import (
+from whichlora.exports.recipe import DATA_FILE, VALIDATION_FILE, Recipe
+from whichlora.spec.data_format import (
     CHAT_PAIRS,
     CHAT_PREFERENCES,
     CHAT_ROWS,
@@ -13,7 +14,6 @@ from whichlora.data_format import (
     TEXT_PREFERENCES,
     DataFormat,
 )
-from whichlora.exports.recipe import DATA_FILE, VALIDATION_FILE, Recipe
 
 TRAINED = "train"  # of a message: whether it is learned
 

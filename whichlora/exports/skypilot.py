@@ -6,9 +6,9 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.exports import transformers
+from whichlora.exports.installation import installation
 from whichlora.exports.recipe import Export, Recipe
 from whichlora.exports.yaml import yaml_text
-from whichlora.installation import installation
 
 FILE = "sky.yaml"
 # Our keys by SkyPilot's names (its catalogs, 0.14); it doesn't tell boards of one name apart.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whichlora.exports.recipe import Export, Recipe
-from whichlora.job import train_script
+from whichlora.exports.train_script import train_script
 
 FILE = "train.py"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from whichlora.data_format import CHAT_PAIRS, CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS
 from whichlora.errors import ConfigError
 from whichlora.exports.recipe import (
     DATA_FILE,
@@ -19,7 +18,8 @@ from whichlora.exports.recipe import (
 )
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method, weight_dtype
-from whichlora.specs import FOUR_BIT_BNB, RunConfig
+from whichlora.spec.data_format import CHAT_PAIRS, CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS
+from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 
 FILE = "trl.yaml"
 _UNKNOWN = ("bias", "adapter_dtype", "loraplus_lr_ratio", "expandable_segments")

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whichlora.data_format import (
-    CHAT_PAIRS,
-    CHAT_PREFERENCES,
-    CHAT_ROWS,
-    TEXT_PAIRS,
-    TEXT_PREFERENCES,
-    TEXT_ROWS,
-)
 from whichlora.errors import ConfigError
+from whichlora.exports.python_source import Code, call, literal
 from whichlora.exports.recipe import (
     DATA_FILE,
     LORA_KEYS,
@@ -25,11 +18,18 @@ from whichlora.exports.recipe import (
     saving,
     without,
 )
-from whichlora.job import chat_template, templates
-from whichlora.job.rows import row_functions
+from whichlora.exports.train_script import chat_template, templates
+from whichlora.exports.train_script.rows import row_functions
 from whichlora.methods import get_method, weight_dtype
-from whichlora.python_source import Code, call, literal
-from whichlora.specs import FP32_PRECISIONS, RunConfig
+from whichlora.spec.data_format import (
+    CHAT_PAIRS,
+    CHAT_PREFERENCES,
+    CHAT_ROWS,
+    TEXT_PAIRS,
+    TEXT_PREFERENCES,
+    TEXT_ROWS,
+)
+from whichlora.spec.run import FP32_PRECISIONS, RunConfig
 
 FILE = "train_unsloth.py"
 _OUTPUT = "output-unsloth"

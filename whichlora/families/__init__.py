@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.families import (
     alibi,
@@ -31,6 +30,7 @@ from whichlora.families import (
 from whichlora.families.experts import with_adapter_ranks
 from whichlora.families.fields import Fields
 from whichlora.families.multimodal import TOWERS, build_multimodal
+from whichlora.spec.architecture import ModelSpec
 
 _MODULES = (
     llama,

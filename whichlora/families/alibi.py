@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from whichlora.architecture import Layer, Linear, ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
+from whichlora.spec.architecture import Layer, Linear, ModelSpec
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "bloom": {

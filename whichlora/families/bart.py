@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from whichlora.architecture import Attention, Embedding, Layer, Mlp, ModelSpec, PositionKind
 from whichlora.errors import ConfigError
 from whichlora.families.blocks import encoder_decoder, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
+from whichlora.spec.architecture import Attention, Embedding, Layer, Mlp, ModelSpec, PositionKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from whichlora.architecture import (
+from whichlora.errors import ConfigError
+from whichlora.families.blocks import group, mlp, norms, softmax_attention
+from whichlora.families.fields import Fields
+from whichlora.spec.architecture import (
     Attention,
     Embedding,
     Layer,
@@ -16,9 +19,6 @@ from whichlora.architecture import (
     ModelSpec,
     Norm,
 )
-from whichlora.errors import ConfigError
-from whichlora.families.blocks import group, mlp, norms, softmax_attention
-from whichlora.families.fields import Fields
 
 BERT: dict[str, Any] = {
     "vocab_size": 30522,

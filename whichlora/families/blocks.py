@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from whichlora.architecture import (
+from whichlora.families.fields import Fields
+from whichlora.spec.architecture import (
     Attention,
     Embedding,
     Layer,
@@ -17,7 +18,6 @@ from whichlora.architecture import (
     Norm,
     NormKind,
 )
-from whichlora.families.fields import Fields
 
 
 def qkv_linears(

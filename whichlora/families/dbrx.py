@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from whichlora.architecture import Layer, Linear, Mlp, ModelSpec, Moe
 from whichlora.families.blocks import causal_lm, norms, softmax_attention
 from whichlora.families.fields import Fields
+from whichlora.spec.architecture import Layer, Linear, Mlp, ModelSpec, Moe
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dbrx": {

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from whichlora.architecture import Attention, Layer, Mlp, ModelSpec, Moe, Norm, NormKind
 from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
+from whichlora.spec.architecture import Attention, Layer, Mlp, ModelSpec, Moe, Norm, NormKind
 
 PRE_NORM = ("input_layernorm", "post_attention_layernorm")
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from whichlora.architecture import Attention, Layer, Linear, ModelSpec, Norm, Routing
 from whichlora.families.blocks import causal_lm, mlp, norms
 from whichlora.families.decoder import PRE_NORM
 from whichlora.families.fields import Fields
 from whichlora.families.llama import LLAMA
 from whichlora.families.moe import FeedForward, deepseek_feed_forward
+from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec, Norm, Routing
 
 MLA = LLAMA | {
     "kv_lora_rank": 512,

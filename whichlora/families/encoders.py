@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from whichlora.architecture import Attention, Embedding, Layer, Linear, MaskedHead, ModelSpec, Norm
 from whichlora.families.bert import BERT, encoder, encoder_layer, masked_head, self_attention
 from whichlora.families.blocks import mlp, norms
 from whichlora.families.fields import Fields
+from whichlora.spec.architecture import (
+    Attention,
+    Embedding,
+    Layer,
+    Linear,
+    MaskedHead,
+    ModelSpec,
+    Norm,
+)
 
 _NO_TYPES = BERT | {"type_vocab_size": 0}
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whichlora.architecture import Layer, Linear, Mlp, ModelSpec, Moe
+from whichlora.spec.architecture import Layer, Linear, Mlp, ModelSpec, Moe
 
 _MIXTRAL = frozenset({"gate", "w1", "w2", "w3"})
 _PROJECTIONS = frozenset({"gate", "gate_proj", "up_proj", "down_proj"})

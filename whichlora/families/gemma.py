@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from whichlora.architecture import Embedding, Layer, LayerInput, Linear, ModelSpec, Norm
 from whichlora.families.blocks import causal_lm, mlp, moe, norms, softmax_attention
 from whichlora.families.decoder import FULL, Style, decoder, every_nth_full
 from whichlora.families.fields import Fields
+from whichlora.spec.architecture import Embedding, Layer, LayerInput, Linear, ModelSpec, Norm
 
 _SANDWICH = (
     "input_layernorm",

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from whichlora.architecture import Embedding, Layer, Linear, ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
+from whichlora.spec.architecture import Embedding, Layer, Linear, ModelSpec
 
 _GPT2 = {
     "vocab_size": 50257,

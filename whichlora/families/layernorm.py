@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from whichlora.architecture import ModelSpec
 from whichlora.families.decoder import SLIDING, Style, decoder, every_nth_full
 from whichlora.families.fields import Fields
 from whichlora.families.llama import LLAMA
+from whichlora.spec.architecture import ModelSpec
 
 COHERE = LLAMA | {
     "vocab_size": 256000,

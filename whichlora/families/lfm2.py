@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from whichlora.architecture import Attention, Layer, Linear, ModelSpec, Norm
 from whichlora.families.blocks import causal_lm, mlp, moe, norms, softmax_attention
 from whichlora.families.fields import Fields
 from whichlora.families.moe import FeedForward
+from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec, Norm
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "lfm2": {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from whichlora.architecture import ModelSpec
 from whichlora.families.decoder import (
     FULL,
     PRE_NORM,
@@ -16,6 +15,7 @@ from whichlora.families.decoder import (
     late_sliding,
 )
 from whichlora.families.fields import Fields
+from whichlora.spec.architecture import ModelSpec
 
 _PLAIN = ("up_proj", "down_proj")
 _POST_NORM = ("post_attention_layernorm", "post_feedforward_layernorm")

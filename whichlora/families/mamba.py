@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from whichlora.architecture import Attention, Layer, Linear, ModelSpec, Norm
 from whichlora.errors import ConfigError
 from whichlora.families.blocks import causal_lm, mlp, moe, norms, softmax_attention
 from whichlora.families.decoder import PRE_NORM
 from whichlora.families.fields import Fields
 from whichlora.families.llama import LLAMA
+from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec, Norm
 
 _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 128,

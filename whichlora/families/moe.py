@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from whichlora.architecture import Linear, Mlp, ModelSpec, Moe, Routing
 from whichlora.families.blocks import mlp, moe
 from whichlora.families.decoder import Style, decoder, every_nth_full, late_sliding
 from whichlora.families.fields import Fields
 from whichlora.families.llama import GRANITE, LLAMA, MISTRAL, QWEN2
+from whichlora.spec.architecture import Linear, Mlp, ModelSpec, Moe, Routing
 
 QWEN_MOE = QWEN2 | {
     "hidden_size": 2048,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whichlora.architecture import Linear, ModelSpec
 from whichlora.families.fields import Fields
+from whichlora.spec.architecture import Linear, ModelSpec
 
 NOTE = (
     "text tower in blocks; the vision tower counts as {:,} further parameters, stored and adapted "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from whichlora.architecture import Embedding, Layer, Linear, ModelSpec, Norm
 from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
+from whichlora.spec.architecture import Embedding, Layer, Linear, ModelSpec, Norm
 
 POSITION_OFFSET = 2  # OPTLearnedPositionalEmbedding keeps two rows for padding
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from whichlora.architecture import Attention, Layer, Linear, Mlp, ModelSpec, Moe, Norm
 from whichlora.families.blocks import causal_lm, mlp, norms
 from whichlora.families.decoder import PRE_NORM
 from whichlora.families.fields import Fields
 from whichlora.families.moe import qwen_feed_forward
+from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec, Moe, Norm
 
 _COMMON: dict[str, Any] = {
     "hidden_act": "silu",

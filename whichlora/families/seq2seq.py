@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from whichlora.architecture import Attention, Embedding, Layer, ModelSpec
 from whichlora.families.blocks import encoder_decoder, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
+from whichlora.spec.architecture import Attention, Embedding, Layer, ModelSpec
 
 _T5: dict[str, Any] = {
     "vocab_size": 32128,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from whichlora.architecture import Attention, Embedding, Layer, Linear, ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.families.blocks import encoder_decoder, mlp, norms, softmax_attention
 from whichlora.families.decoder import FULL, every_nth_full
 from whichlora.families.fields import Fields
 from whichlora.families.gemma import GEMMA2
+from whichlora.spec.architecture import Attention, Embedding, Layer, Linear, ModelSpec
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "t5gemma": {"vocab_size": 256000, "tie_word_embeddings": True, "dropout_rate": 0.0}

@@ -13,19 +13,21 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from whichlora import api, timing
-from whichlora.calibration import Calibration
-from whichlora.device.meter import Meter
-from whichlora.device.worker import environment
+from whichlora.calibration.load import calibration_roots, load_calibration
 from whichlora.errors import WhichLoraError
 from whichlora.integrations.batches import Batches, read_batches
 from whichlora.integrations.live import read_job
-from whichlora.judgement import time_interval
-from whichlora.prediction import predict, step_features
-from whichlora.resolution import Job
-from whichlora.results import Interval, Measurement, Prediction
+from whichlora.predict.coefficients import Calibration
+from whichlora.predict.judgement import time_interval
+from whichlora.predict.predict import predict, step_features
+from whichlora.predict.resolve import Job
+from whichlora.profiler.meter import Meter
+from whichlora.profiler.worker import environment
+from whichlora.spec.results import Interval, Measurement, Prediction
+from whichlora.store.gpus import find_gpu
 from whichlora.store.measurements import MeasurementLog
 from whichlora.text import visible
+from whichlora.timing import model as timing
 from whichlora.units import format_bytes, format_seconds
 
 MAX_RECORDED_STEPS = 64
@@ -192,7 +194,7 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
     def _forecast(self, args: Any, state: Any, live: dict[str, Any]) -> Forecast:
         accumulation = args.gradient_accumulation_steps
         batch_size = state.train_batch_size or args.train_batch_size
-        gpu = api.find_gpu(_device_name(args.device))
+        gpu = find_gpu(_device_name(args.device))
         num_steps = state.max_steps - state.global_step
         strategy = str(getattr(args, "train_sampling_strategy", "random"))
         batches = read_batches(
@@ -211,7 +213,7 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
             seq_len=batches.longest,
             padded=batches.padded,
         )
-        calibration = api.load_calibration(gpu, self._calibration_dir)
+        calibration = load_calibration(gpu, self._calibration_dir)
         prediction = predict(job.model, job.run, gpu, calibration)
         model = calibration.time["finetune"]
         total = sum(
@@ -327,7 +329,7 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
         )
 
     def _keep(self, measurement: Measurement) -> None:
-        root = api.calibration_roots(self._calibration_dir)[0]
+        root = calibration_roots(self._calibration_dir)[0]
         run_id = str(measurement.provenance["run_id"])
         log = MeasurementLog(root, measurement.gpu, run_id)
         try:

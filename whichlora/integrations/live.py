@@ -13,24 +13,24 @@ from importlib import metadata
 from typing import Any, get_args
 
 from whichlora import families
-from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError
-from whichlora.libraries import Libraries
 from whichlora.methods import BUILT_IN, Method, list_methods
-from whichlora.prediction import num_trained
-from whichlora.resolution import Job, resolve
-from whichlora.specs import (
+from whichlora.predict.predict import num_trained
+from whichlora.predict.resolve import Job, resolve
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import (
     ALL_LINEAR,
     FOUR_BIT_BNB,
     AdapterDtype,
     AttentionKernel,
     BaseDtype,
-    GpuSpec,
     LossHead,
     Precision,
     RunConfig,
 )
-from whichlora.targets import resolve_targets
+from whichlora.spec.targets import resolve_targets
+from whichlora.spec.versions import Libraries
 
 _COUNT_TOLERANCE = 0.005  # of the parameters: more is another model than its config describes
 _OPTIMIZERS = {  # `TrainingArguments.optim` to ours, and the class that the Trainer makes of it

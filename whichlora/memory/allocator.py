@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from whichlora.memory.entries import Fact, Group, tensor_bytes
-from whichlora.memory.replay import (
+from whichlora.memory.allocator_simulator import (
     LARGE_SEGMENT_BYTES,
     MIN_OWN_SEGMENT_BYTES,
     SEGMENT_ROUNDING_BYTES,
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
 )
-from whichlora.numeric import Count, largest, round_up
-from whichlora.specs import GpuSpec
+from whichlora.memory.entries import Fact, Group, tensor_bytes
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import Count, largest, round_up
 from whichlora.units import MiB
 
 PAGES_BYTES = (2 + 20) * MiB  # the last page of the small and of the large pool, where expandable

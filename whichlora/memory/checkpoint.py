@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whichlora.architecture import ModelSpec
 from whichlora.memory import optimizer, weights
-from whichlora.memory.trained import Trained, gradient_bytes
+from whichlora.memory.gradients import Trained, gradient_bytes
 from whichlora.methods.base import Method
-from whichlora.numeric import Count
-from whichlora.stack import Stack
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Stack
+from whichlora.spec.numeric import Count
 
 # Headers, as measured on CPU checkpoints of 56 to 112 tensors: safetensors names each tensor, its
 # dtype and place; torch.save writes a record of a zip file for each storage.

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from whichlora.numeric import Count
+from whichlora.spec.numeric import Count
 
 Kind = Literal["exact", "lower bound", "upper bound", "estimate", "fitted"]
 

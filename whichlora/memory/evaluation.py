@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from whichlora.memory import logits, moments, optimizer, step, trained, weights
-from whichlora.memory.ledger import Ledger
-from whichlora.numeric import Count, largest
+from whichlora.memory import gradients as trained
+from whichlora.memory import loss as logits
+from whichlora.memory import moments, optimizer, step, weights
+from whichlora.memory.training import Ledger
+from whichlora.spec.numeric import Count, largest
 
 _LASTING = (
     *weights.WEIGHTS.values(),

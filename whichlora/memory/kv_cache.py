@@ -6,13 +6,13 @@ to (here), and the logits of the kept positions (`memory.logits`). See `docs/kv_
 
 from __future__ import annotations
 
-from whichlora.architecture import Layer, ModelSpec
+from whichlora.memory.allocator_simulator import MIN_OWN_SEGMENT_BYTES as OWN_SEGMENT
+from whichlora.memory.allocator_simulator import SEGMENT_ROUNDING_BYTES as SEGMENT_ROUNDING
 from whichlora.memory.entries import Fact
-from whichlora.memory.replay import MIN_OWN_SEGMENT_BYTES as OWN_SEGMENT
-from whichlora.memory.replay import SEGMENT_ROUNDING_BYTES as SEGMENT_ROUNDING
-from whichlora.numeric import Count, ceil_div, largest, round_up, smallest
-from whichlora.specs import CacheFormat
-from whichlora.stack import Stack
+from whichlora.spec.architecture import Layer, ModelSpec
+from whichlora.spec.dtypes import Stack
+from whichlora.spec.numeric import Count, ceil_div, largest, round_up, smallest
+from whichlora.spec.run import CacheFormat
 
 BLOCK_TOKENS = {"dynamic": 1, "static": 1, "quantized": 1, "paged": 256, "vllm": 16}
 """Tokens per block: transformers 5.23 continuous batching 256, vLLM 16."""

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from whichlora.architecture import Layer, ModelSpec
-from whichlora.memory import activations
 from whichlora.memory.entries import Tensor
-from whichlora.memory.gemma4_code import layer_input_points
-from whichlora.memory.layer_code import (
+from whichlora.methods.base import NO_ADAPTERS, Method
+from whichlora.spec.architecture import Layer, ModelSpec
+from whichlora.spec.dtypes import Stack
+from whichlora.spec.numeric import Count, is_plain, largest
+from whichlora.spec.run import RunConfig
+from whichlora.spec.targets import adapted
+from whichlora.symbolic import kernels
+from whichlora.symbolic.autograd import Kept, chunks, evaluate, most, without_sequences
+from whichlora.symbolic.gemma4 import layer_input_points
+from whichlora.symbolic.layer import (
     LayerPoints,
     layer_points,
     returned_probabilities,
     stream_bytes,
     working_points,
 )
-from whichlora.memory.tape import Kept, chunks, evaluate, most, without_sequences
-from whichlora.methods.base import NO_ADAPTERS, Method
-from whichlora.numeric import Count, is_plain, largest
-from whichlora.specs import RunConfig
-from whichlora.stack import Stack
-from whichlora.targets import adapted
 
 # The state decayed, what comes to it and their sum, in fp32, beside the cached one. Source:
 # transformers 5.23 `torch_recurrent_gated_delta_rule`, `mamba2_selective_state_update`.
@@ -305,7 +305,7 @@ def _cases(layer: Layer, stack: Stack, span: Count) -> Iterator[tuple[Count, boo
     if always or attention.sliding_window is None:
         yield 1, always, False
         return
-    masked = activations.is_masked(attention, stack, span)
+    masked = kernels.is_masked(attention, stack, span)
     if is_plain(masked):
         yield 1, bool(masked), False
         return

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from whichlora.architecture import ModelSpec
 from whichlora.memory.entries import Fact, Group, Tensor, tensor_bytes
 from whichlora.memory.layer_bytes import LayerBytes
-from whichlora.memory.tape import LAYER_INPUT
 from whichlora.memory.weights import unconverted_copy_bytes
-from whichlora.numeric import Count, largest
-from whichlora.stack import Stack
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Stack
+from whichlora.spec.numeric import Count, largest
+from whichlora.symbolic.autograd import LAYER_INPUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from whichlora.memory import activations, kv_cache, logits, optimizer
-from whichlora.memory.depth import after, has_one_order
+from whichlora.memory import activations, kv_cache, optimizer
+from whichlora.memory import loss as logits
 from whichlora.memory.entries import Entry, Fact, Group, listed
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.tape import most
-from whichlora.numeric import largest
+from whichlora.memory.worst_layer import after, has_one_order
+from whichlora.spec.numeric import largest
+from whichlora.symbolic.autograd import most
 
 Entries = tuple[Entry, ...]
 

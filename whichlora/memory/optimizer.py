@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from whichlora.memory.entries import Fact
-from whichlora.memory.trained import Trained
-from whichlora.numeric import Count, ceil_div, largest
+from whichlora.memory.gradients import Trained
+from whichlora.spec.numeric import Count, ceil_div, largest
 
 _MIN_8BIT_PARAMS = 4096  # smaller tensors keep 32-bit states
 _MIN_PAGED_PARAMS = 100_000  # smaller tensors keep their states on the device

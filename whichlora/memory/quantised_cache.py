@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whichlora.architecture import Attention, ModelSpec
 from whichlora.errors import ConfigError
-from whichlora.memory.cache_code import quantising_points
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.kv_cache import cache_bytes, stored_bytes
-from whichlora.memory.tape import most
-from whichlora.numeric import Count
-from whichlora.specs import CacheFormat
-from whichlora.stack import Stack
+from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.dtypes import Stack
+from whichlora.spec.numeric import Count
+from whichlora.spec.run import CacheFormat
+from whichlora.symbolic.autograd import most
+from whichlora.symbolic.cache import quantising_points
 
 
 def check_quantisable(model: ModelSpec, stored: CacheFormat) -> None:

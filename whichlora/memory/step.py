@@ -10,15 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from whichlora.architecture import ModelSpec
-from whichlora.memory import activations, allocator, logits, optimizer
-from whichlora.memory.depth import has_one_order, worst_backward
+from whichlora.memory import activations, allocator, optimizer
+from whichlora.memory import loss as logits
+from whichlora.memory.embeddings import layer_inputs_saved, masked_head_saved, outside_saved
 from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
-from whichlora.memory.gemma4_code import LayerInputPoints, layer_input_points
-from whichlora.memory.layer_bytes import LayerBytes, layer_bytes
-from whichlora.memory.layer_passes import LayerPasses, checkpointed_passes, saved_passes
-from whichlora.memory.outside import layer_inputs_saved, masked_head_saved, outside_saved
-from whichlora.memory.trained import (
+from whichlora.memory.gradients import (
     Trained,
     adapter_entries,
     gradient_bytes,
@@ -27,11 +23,17 @@ from whichlora.memory.trained import (
     trained_tensors,
     unwanted_gradient_bytes,
 )
+from whichlora.memory.layer_bytes import LayerBytes, layer_bytes
+from whichlora.memory.layer_passes import LayerPasses, checkpointed_passes, saved_passes
 from whichlora.memory.weights import weight_entries
+from whichlora.memory.worst_layer import has_one_order, worst_backward
 from whichlora.methods.base import Method
-from whichlora.numeric import Count, largest
-from whichlora.specs import GpuSpec, RunConfig
-from whichlora.stack import Stack
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Stack
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import Count, largest
+from whichlora.spec.run import RunConfig
+from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
 
 INPUTS = Fact(
     part="activations",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from whichlora.architecture import Linear, ModelSpec
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
-from whichlora.numeric import Count, ceil_div
-from whichlora.specs import FOUR_BIT_BNB
-from whichlora.stack import BNB_BLOCK, Stack, is_quantised
+from whichlora.spec.architecture import Linear, ModelSpec
+from whichlora.spec.dtypes import BNB_BLOCK, Stack, is_quantised
+from whichlora.spec.numeric import Count, ceil_div
+from whichlora.spec.run import FOUR_BIT_BNB
 
 NESTED_BLOCK = 256  # scales that share one second-level scale
 CODE_TABLE_BYTES = 2560  # per 4-bit matrix: code table, offset, nested code table

@@ -13,8 +13,8 @@ from typing import Literal
 from whichlora.errors import ConfigError
 from whichlora.methods import dora, full, lora, qdora, qlora
 from whichlora.methods.base import Method
-from whichlora.specs import BNB_QUANTS, FP32_PRECISIONS, RunConfig
-from whichlora.stack import has_master_weights
+from whichlora.spec.dtypes import has_master_weights
+from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, RunConfig
 
 ENTRY_POINT_GROUP = "whichlora.methods"
 WeightDtype = Literal["bfloat16", "float16", "float32"]

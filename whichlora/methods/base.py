@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from whichlora.architecture import Linear
-from whichlora.numeric import Count
-from whichlora.specs import Quant, RunConfig, Serve
-from whichlora.stack import Stack
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Stack
+from whichlora.spec.numeric import Count
+from whichlora.spec.run import Quant, RunConfig, Serve
 
 if TYPE_CHECKING:  # a method uses the operators that it is given, so it lies below them
-    from whichlora.memory.operators import Code
-    from whichlora.memory.tape import Tensor
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.operators import Code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from whichlora.architecture import Linear
 from whichlora.methods import lora
 from whichlora.methods.base import AdapterWork
-from whichlora.numeric import Count
-from whichlora.specs import FOUR_BIT_BNB, RunConfig
-from whichlora.stack import Stack, is_quantised
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Stack, is_quantised
+from whichlora.spec.numeric import Count
+from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 
 if TYPE_CHECKING:
-    from whichlora.memory.operators import Code
-    from whichlora.memory.tape import Tensor
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.operators import Code
 
 
 # --- parameters

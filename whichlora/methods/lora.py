@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from whichlora.architecture import Linear
 from whichlora.errors import ConfigError
 from whichlora.methods.base import AdapterWork, Method
-from whichlora.numeric import Count
-from whichlora.specs import ALL_LINEAR, FOUR_BIT_BNB, RunConfig
-from whichlora.stack import Stack, is_quantised
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Stack, is_quantised
+from whichlora.spec.numeric import Count
+from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, RunConfig
 
 if TYPE_CHECKING:
-    from whichlora.memory.operators import Code
-    from whichlora.memory.tape import Tensor
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.operators import Code
 
 _PLAIN: dict[str, tuple[Any, ...]] = {  # fields of LoraConfig, and what is modelled
     "rank_pattern": (None, {}),

@@ -12,8 +12,8 @@ from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from whichlora.results import SCHEMA_VERSION, Measurement, Outcome
-from whichlora.specs import MOST_COUNT, MOST_RATIO, RunConfig
+from whichlora.spec.results import SCHEMA_VERSION, Measurement, Outcome
+from whichlora.spec.run import MOST_COUNT, MOST_RATIO, RunConfig
 
 MAX_BYTES = 10**15  # 1 PB: no device, but a slipped unit
 MAX_SECONDS = 10**7  # four months

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from whichlora.errors import DataFileError
-from whichlora.specs import GpuSpec
+from whichlora.spec.gpu import GpuSpec
 from whichlora.store.jsonfiles import check_schema_version, is_slug, read_object, write_object
 
 SCHEMA_VERSION = 1

@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-# The one link between two edges: "cpu" and "auto" name what detection finds.
-from whichlora.device.cpu_prior import cpu_spec
-from whichlora.device.detect import DetectedDevice, detect_cpu, detect_gpus
 from whichlora.errors import ConfigError
-from whichlora.specs import GpuSpec
+from whichlora.spec.gpu import GpuSpec
+
+# The one link between two edges: "cpu" and "auto" name what detection finds.
+from whichlora.store.cpu_prior import cpu_spec
+from whichlora.store.detect import DetectedDevice, detect_cpu, detect_gpus
 from whichlora.store.gpu_file import SCHEMA_VERSION, read_gpu
 from whichlora.store.jsonfiles import is_slug, read_object
 from whichlora.store.paths import data_folder, user_calibration_folder

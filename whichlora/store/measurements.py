@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whichlora.errors import DataFileError
-from whichlora.results import Measurement
+from whichlora.spec.results import Measurement
 from whichlora.store.jsonfiles import check_plain_file, parse_object, require_slug, sync_folder
 from whichlora.store.locks import lock_file, unlock_file
 from whichlora.store.record import MAX_LINE_BYTES, decode_record, encode_record, id_of_record

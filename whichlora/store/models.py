@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from whichlora import families
-from whichlora.architecture import ModelSpec
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.spec.architecture import ModelSpec
 from whichlora.store.jsonfiles import check_schema_version, read_object
 from whichlora.store.paths import data_folder
 from whichlora.store.spellings import MAX_NEAR, match, nearest, quantised
@@ -205,3 +205,8 @@ def _spelling(name: str, record: ModelRecord) -> str:
     known = {x.lower(): x for x in reversed((record.hub_id, *record.aliases))}
     short = {x.rpartition("/")[2]: spelled for x, spelled in known.items()}
     return known.get(wanted) or short.get(wanted) or record.hub_id
+
+
+def is_known_model(name: str) -> bool:
+    """Whether the database holds `name`, so that a record need not carry its config."""
+    return find_model(name) is not None

@@ -10,8 +10,8 @@ from datetime import datetime
 from typing import get_args
 
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.results import SCHEMA_VERSION, Measurement, Outcome
-from whichlora.specs import MOST_COUNT, RunConfig
+from whichlora.spec.results import SCHEMA_VERSION, Measurement, Outcome
+from whichlora.spec.run import MOST_COUNT, RunConfig
 from whichlora.store.compiled import MAX_BYTES, MAX_SECONDS, parse_record
 from whichlora.store.jsonfiles import check_schema_version, parse_object
 

@@ -1,0 +1,523 @@
+"""The command line: what it loads, what it prints, and how it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from whichlora import __version__
+from whichlora.cli import main
+
+MODEL = "HuggingFaceTB/SmolLM2-135M"
+LLAMA = "meta-llama/Llama-3.1-8B"
+HEAVY = {
+    "bitsandbytes",
+    "datasets",
+    "huggingface_hub",
+    "numpy",
+    "pandas",
+    "peft",
+    "plotly",
+    "pydantic",
+    "scipy",
+    "sklearn",
+    "torch",
+    "transformers",
+}
+
+
+def whichlora(*args: str) -> Result:
+    return CliRunner().invoke(main, args, prog_name="whichlora")
+
+
+def process(*args: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *flags, "-m", "whichlora", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def predictions(*args: str) -> list[dict[str, Any]]:
+    result = whichlora("estimate", *args, "--json")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert answer["schema_version"] == 1
+    assert set(answer) == {"schema_version", "predictions", "refused"}
+    found: list[dict[str, Any]] = answer["predictions"]
+    return found
+
+
+# --- what is loaded
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--help",),
+        ("estimate", "--help"),
+        ("estimate", LLAMA, "--gpu", "h100-sxm-80gb"),
+        ("estimate", LLAMA, "--gpu", "h100-sxm-80gb", "--json"),
+        ("estimate", MODEL, "--gpu", "cpu", "--phase", "inference", "--precision", "fp32"),
+        ("estimate", LLAMA, "--gpu", "l4-24gb", "--method", "qlora,qdora", "--batch-size", "1,4"),
+        ("estimate", LLAMA, "--gpu", "h100-sxm-80gb", "--batch-size", "max"),
+        ("explain", LLAMA, "--gpu", "h100-sxm-80gb"),
+        ("explain", LLAMA, "--gpu", "h100-sxm-80gb", "--phase", "inference", "--json"),
+        ("where", LLAMA, "--method", "qlora"),
+    ],
+    ids=" ".join,
+)
+def test_a_light_command_loads_no_heavy_library(args: tuple[str, ...]) -> None:
+    done = process(*args, flags=("-X", "importtime"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    assert "whichlora" in loaded
+    assert not loaded & HEAVY
+
+
+def test_help_does_not_load_what_prints_tables() -> None:
+    done = process("--help", flags=("-X", "importtime"))
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not loaded & {"rich", "whichlora.predict.predict"}
+
+
+# --- the JSON of estimate: a contract
+
+
+def test_json_has_the_keys_of_the_contract() -> None:
+    (one,) = predictions(LLAMA, "--gpu", "h100-sxm-80gb")
+    assert {"model", "config", "memory", "time", "fits", "basis"} <= set(one)
+    assert {
+        "peak_allocated_bytes",
+        "peak_reserved_bytes",
+        "device_used_bytes",
+        "interval_bytes",
+        "breakdown",
+    } <= set(one["memory"])
+    assert {
+        "step_s",
+        "tokens_per_s",
+        "prefill_s",
+        "decode_s_per_token",
+        "time_per_token_s",
+        "interval_s",
+    } <= set(one["time"])
+
+
+def test_json_keeps_every_key_that_was_ever_printed() -> None:
+    (one,) = predictions(LLAMA, "--gpu", "h100-sxm-80gb")
+    assert set(one) >= {
+        "num_params",
+        "num_trainable_params",
+        "usable_bytes",
+        "verdict",
+        "notes",
+    }
+    assert set(one["memory"]) >= {"moment", "confidence"}
+    assert set(one["time"]) >= {"breakdown", "confidence"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(("--method", one) for one in ("full", "lora", "qlora", "dora", "qdora")),
+        *(("--phase", "inference", "--quant", one) for one in ("none", "nf4-dq", "int8")),
+    ],
+    ids=lambda one: one[-1],
+)
+def test_every_prediction_adds_up_and_says_what_it_rests_on(settings: tuple[str, ...]) -> None:
+    (one,) = predictions(LLAMA, "--gpu", "a100-sxm-80gb", *settings)
+    memory, time = one["memory"], one["time"]
+    assert sum(memory["breakdown"].values()) == memory["device_used_bytes"]
+    assert all(size >= 0 for size in memory["breakdown"].values())
+    low, high = memory["interval_bytes"]
+    assert 0 < low <= memory["device_used_bytes"] <= high
+    for counter in ("allocated", "reserved"):
+        low, high = memory[f"{counter}_interval_bytes"]
+        assert 0 < low <= memory[f"peak_{counter}_bytes"] <= high
+    assert memory["peak_allocated_bytes"] <= memory["peak_reserved_bytes"]
+    assert memory["peak_reserved_bytes"] <= memory["device_used_bytes"]
+    low, high = time["interval_s"]
+    assert 0 < low < high
+    assert time["tokens_per_s"] > 0
+    assert time["time_per_token_s"] > 0
+    serves = "inference" in settings
+    assert (time["step_s"] is None) == serves
+    assert (time["prefill_s"] is not None) == serves
+    assert one["fits"] is True or one["fits"] is False
+    assert one["basis"]
+
+
+def test_json_config_has_every_setting_with_its_default_filled_in() -> None:
+    (one,) = predictions(LLAMA, "--gpu", "rtx-4090-24gb", "--method", "qlora")
+    config = one["config"]
+    assert None not in config.values()
+    assert config["quant"] == "nf4-dq"
+    assert config["prepare_kbit"] is True
+    assert config["gpu"] == "rtx-4090-24gb"
+    assert config["target_modules"] == ["all-linear"]
+
+
+def test_lists_with_commas_make_a_grid() -> None:
+    found = predictions(
+        *(MODEL, "EleutherAI/pythia-160m"),
+        *("--gpu", "l4-24gb,t4-16gb"),
+        *("--method", "lora,dora"),
+        *("--batch-size", "1,2,4"),
+        *("--seq-len", "128"),
+    )
+    keys = {
+        (
+            one["model"],
+            one["config"]["gpu"],
+            one["config"]["method"],
+            one["config"]["batch_size"],
+        )
+        for one in found
+    }
+    assert len(found) == len(keys) == 2 * 2 * 2 * 3
+
+
+def test_a_setting_that_the_phase_does_not_read_makes_no_duplicates() -> None:
+    found = predictions(
+        *(MODEL, "--gpu", "l4-24gb", "--phase", "finetune,inference"),
+        *("--method", "lora,qlora", "--prompt-len", "16,32", "--r", "8,16"),
+    )
+    phases = [one["config"]["phase"] for one in found]
+    assert phases.count("finetune") == 4  # methods and ranks
+    # prompts; merged, or as trained with qlora at each rank
+    assert phases.count("inference") == 2 * (1 + 2)
+
+
+def test_a_name_in_any_spelling_is_the_same_model() -> None:
+    first, second = predictions(LLAMA.lower(), "llama-3.1-8b", "--gpu", "h100-sxm-80gb")
+    assert first["num_params"] == second["num_params"] == 8030261248
+
+
+def test_a_local_config_is_a_model(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 320,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (one,) = predictions(str(tmp_path), "--gpu", "cpu", "--precision", "fp32")
+    assert one["num_params"] == 320 * 64 * 2 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
+
+
+def test_a_prediction_of_inference_says_what_one_sequence_waits_for() -> None:
+    result = whichlora(
+        *("estimate", LLAMA, "--gpu", "a100-sxm-80gb", "--phase", "inference"),
+        *("--batch-size", "8"),
+    )
+    (line,) = [one for one in result.stdout.splitlines() if one.startswith("prompt pass ")]
+    assert line.endswith("the time per token is of all sequences together")
+
+
+def test_a_card_without_bf16_units_is_told_with_the_precision_that_has_some() -> None:
+    (one,) = predictions(LLAMA, "--gpu", "t4-16gb")
+    assert one["notes"][0].endswith("from its fp32 rate; precision fp16 uses its fp16 units")
+
+
+# --- the largest that fits, and where
+
+
+def test_max_is_a_number_in_the_answer_and_a_note_says_what_ended_it() -> None:
+    (one,) = predictions(
+        LLAMA, "--gpu", "h100-sxm-80gb", "--method", "qlora", "--batch-size", "max"
+    )
+    size = one["config"]["batch_size"]
+    assert one["verdict"] == "fits"
+    assert f"batch_size {size} is the largest whose upper bound fits" in one["notes"][0]
+    (more,) = predictions(
+        *(LLAMA, "--gpu", "h100-sxm-80gb", "--method", "qlora", "--batch-size", str(size + 1))
+    )
+    assert more["verdict"] != "fits"
+
+
+def test_max_says_what_is_lacking_where_not_even_one_fits() -> None:
+    result = whichlora(
+        *("estimate", LLAMA, "--gpu", "t4-16gb", "--method", "full", "--batch-size", "max")
+    )
+    assert result.exit_code == 1
+    assert "Llama-3.1-8B full on t4-16gb: batch_size 1 lacks " in result.stdout
+
+
+def test_a_length_ends_at_the_positions_of_the_model() -> None:
+    (one,) = predictions("openai-community/gpt2", "--gpu", "h100-sxm-80gb", "--seq-len", "max")
+    assert one["config"]["seq_len"] == 1024
+    assert "the model has no more positions" in one["notes"][0]
+
+
+def test_where_lists_every_accelerator_the_smallest_that_fits_first() -> None:
+    found = json.loads(whichlora("where", LLAMA, "--method", "qlora", "--json").stdout)
+    assert found["schema_version"] == 1
+    placements = found["placements"]
+    assert len(placements) == len(json.loads(whichlora("gpus", "--json").stdout)["gpus"])
+    fitting = [one for one in placements if (one["prediction"] or {}).get("fits")]
+    assert placements[: len(fitting)] == fitting
+    sizes = [one["memory_bytes"] for one in fitting]
+    assert sizes == sorted(sizes)
+    assert all(one["largest_batch_size"] >= 1 for one in fitting)
+    (gaudi,) = (one for one in placements if one["gpu"] == "gaudi2-96gb")
+    assert gaudi["refusal"].startswith("quant: 'nf4-dq' needs bitsandbytes, which has no hpu")
+
+
+def test_where_says_which_cards_lack_units_and_what_has_some() -> None:
+    notes = [one for one in whichlora("where", MODEL).stdout.splitlines() if one[:5] == "note:"]
+    (slow,) = [one for one in notes if "t4-16gb" in one and "bf16" in one]
+    assert slow.endswith("precision fp16 uses its fp16 units")
+    assert "rtx-4090-24gb" not in slow
+
+
+def test_where_nothing_fits_the_exit_code_says_so() -> None:
+    result = whichlora("where", LLAMA, "--method", "full", "--batch-size", "512")
+    assert result.exit_code == 1
+    assert " yes " not in result.stdout
+
+
+# --- text
+
+
+def test_one_prediction_prints_its_breakdown_and_its_basis() -> None:
+    result = whichlora("estimate", LLAMA, "--gpu", "h100-sxm-80gb")
+    assert result.exit_code == 0
+    assert "device memory used" in result.stdout
+    assert "optimizer_states" in result.stdout
+    assert "basis: " in result.stdout
+    assert result.stderr == ""
+
+
+def test_a_default_of_ours_refuses_no_model() -> None:
+    done = whichlora("estimate", "albert-base-v2,gpt2", "--gpu", "4090")
+    assert done.exit_code == 0
+    assert "note: gradient_checkpointing is off: the albert of transformers has none" in done.stdout
+    assert "left out" not in done.stdout
+
+
+def test_the_rest_of_a_grid_is_answered_and_what_is_refused_listed_with_its_reason() -> None:
+    args = ("estimate", f"{MODEL},albert-base-v2", "--gpu", "4090,2080ti", "--attn")
+    both = (*args, "sdpa,flash_attention_2", "--gradient-checkpointing")
+    done = whichlora(*both, "--json")
+    assert done.exit_code == 0
+    answer = json.loads(done.stdout)
+    assert len(answer["predictions"]) == 3  # sdpa on both, flash on the newer
+    asked = [(one["model"], one["gpu"], one["settings"].get("attn")) for one in answer["refused"]]
+    assert len(asked) == len(set(asked)) == 5
+    assert (MODEL, "rtx-2080-ti-11gb", "flash_attention_2") in asked
+    text = whichlora(*both).stdout
+    assert text.count("left out: ") == 2
+    assert "flash_attention_2 does not run on it (it needs compute capability" in text
+
+
+def test_a_combination_that_excludes_itself_refuses_no_other() -> None:
+    args = ("estimate", MODEL, "--gpu", "4090", "--adapter-dtype", "bfloat16", "--precision")
+    done = whichlora(*args, "bf16,fp16", "--json")
+    answer = json.loads(done.stdout)
+    assert [one["config"]["precision"] for one in answer["predictions"]] == ["bf16"]
+    (refused,) = answer["refused"]
+    assert refused["settings"]["precision"] == "fp16"
+    assert refused["reason"].startswith("adapter_dtype: bfloat16 adapters need a bf16 precision")
+
+
+def test_a_grid_of_which_nothing_is_left_is_refused_with_every_reason() -> None:
+    args = ("albert-base-v2,gpt2", "--gpu", "2080ti", "--attn", "flash_attention_2")
+    assert_refused(
+        ("estimate", *args, "--gradient-checkpointing"),
+        "nothing is left of 2 combinations: gradient_checkpointing: true",
+    )
+
+
+def test_a_grid_prints_one_row_for_each() -> None:
+    result = whichlora("estimate", MODEL, "--gpu", "l4-24gb", "--batch-size", "1,2,4")
+    assert result.stdout.count(MODEL) == 3
+    assert "device memory used" not in result.stdout
+
+
+@pytest.mark.parametrize("command", ["gpus", "models"])
+def test_a_catalog_prints_as_text_and_as_json(command: str) -> None:
+    text = whichlora(command)
+    assert text.exit_code == 0
+    listed = json.loads(whichlora(command, "--json").stdout)
+    assert listed["schema_version"] == 1
+    assert len(listed[command]) > 50
+
+
+def test_models_lists_what_contains_the_pattern() -> None:
+    listed = json.loads(whichlora("models", "SmolLM2", "--json").stdout)["models"]
+    assert [one["hub_id"] for one in listed] == [
+        "HuggingFaceTB/SmolLM2-1.7B",
+        "HuggingFaceTB/SmolLM2-135M",
+        "HuggingFaceTB/SmolLM2-360M",
+    ]
+
+
+def test_version_names_the_release() -> None:
+    assert whichlora("--version").stdout == f"whichlora, version {__version__}\n"
+
+
+# --- refusals: one line on stderr, nothing on stdout, exit code 2
+
+REFUSED: list[tuple[tuple[str, ...], str]] = [
+    (("--batch-size", "0"), "--batch-size: '0' is not a whole number from 1"),
+    (("--batch-size", "-4"), "--batch-size: '-4' is not a whole number"),
+    (("--batch-size", "four"), "--batch-size: 'four' is not a whole number"),
+    (("--batch-size", "1,max"), "--batch-size: max stands alone, got '1,max'"),
+    (("--batch-size", "most"), "--batch-size: 'most' is not a whole number from 1"),
+    (("--batch-size", "max", "--seq-len", "max"), "only one of both can be max"),
+    (("--seq-len", "max", "--phase", "inference"), "--seq-len: max is of fine-tuning"),
+    (("--batch-size", "max", "--engine", "trace"), "batch_size: max needs --engine ledger"),
+    (("--batch-size", "1,,4"), "--batch-size: '' is not a whole number"),
+    (("--batch-size", "2.5"), "--batch-size: '2.5' is not a whole number"),
+    (("--batch-size", "9" * 5000), "--batch-size: '9999"),
+    (("--seq-len", "99999999999"), "--seq-len: '99999999999' is not a whole number"),
+    (("--r", "0"), "--r: '0' is not a whole number from 1"),
+    (("--prompt-len", "0", "--phase", "inference"), "--prompt-len: '0' is not"),
+    (("--max-new-tokens", "x", "--phase", "inference"), "--max-new-tokens: 'x' is not"),
+    (("--gradient-accumulation-steps", "0"), "--gradient-accumulation-steps: '0' is not"),
+    (("--lora-dropout", "1.5"), "--lora-dropout: '1.5' is not a number from 0 to below 1"),
+    (("--lora-dropout", "nan"), "--lora-dropout: 'nan' is not"),
+    (("--lora-dropout", "0.1,much"), "--lora-dropout: 'much' is not"),
+    (("--method", "lorax"), "method: 'lorax' is not known; accepted are full, lora, qlora"),
+    (("--method", "lora,"), "--method: has an empty name in 'lora,'"),
+    (("--precision", "int4"), "--precision: 'int4' is not known; accepted are bf16"),
+    (("--optimizer", "adam"), "--optimizer: 'adam' is not known; accepted are adamw_torch"),
+    (("--attn", "flash"), "--attn: 'flash' is not known; accepted are sdpa"),
+    (("--padding", "left"), "--padding: 'left' is not known; accepted are none, padded"),
+    (("--loss-head", "mine"), "--loss-head: 'mine' is not known; accepted are hf"),
+    (("--kv-cache", "big"), "--kv-cache: 'big' is not known; accepted are dynamic"),
+    (("--phase", "train"), "--phase: 'train' is not known; accepted are finetune, inference"),
+    (("--phase", "inference", "--serve", "nf4"), "--serve: 'nf4' is not known; accepted are"),
+    (("--quant", "int3"), "--quant: 'int3' is not known; accepted are none, nf4"),
+    (("--quant", "nf4", "--method", "full"), "quant: 'nf4' weights cannot be trained"),
+    (("--quant", "nf4", "--gpu", "gaudi2-96gb"), "bitsandbytes, which has no hpu backend"),
+    (("--target-modules", "c_attn"), "target_modules: 'c_attn' is no linear layer of"),
+    (("--target-modules", "q_proj,"), "--target-modules: has an empty name"),
+    (("--gpu", "nosuch"), "unknown GPU 'nosuch'"),
+    (("--gpu", "all"), "'whichlora where' judges every one"),
+    (("--gpu", "rtx4099"), "unknown GPU 'rtx4099': did you mean"),
+    (("--gpu", ""), "--gpu: has an empty name"),
+    (("--precision", "tf32", "--gpu", "cpu"), "precision: tf32 has no units on cpu"),
+    (
+        ("--precision", "tf32", "--gpu", "t4-16gb"),
+        "precision: tf32 has no units on t4-16gb; use fp32 or fp16",
+    ),
+    (("--attn", "flash_attention_2"), "attn: flash_attention_2 does not run on cpu"),
+    (
+        ("--attn", "flash_attention_2", "--gpu", "t4-16gb"),
+        "attn: flash_attention_2 does not run on t4-16gb (it needs compute capability 8.0",
+    ),
+    (
+        ("--attn", "flash_attention_2", "--gpu", "h100-sxm-80gb", "--precision", "fp32"),
+        "attn: flash_attention_2 needs 16-bit precision",
+    ),
+    (("--calibration-dir", "/nowhere/at/all"), "'/nowhere/at/all' does not exist"),
+    (("--seqlen", "8"), "No such option '--seqlen'. (Did you mean one of: '--seq-len',"),
+    (("--batch-size",), "Option '--batch-size' requires an argument"),
+    (("--json=yes",), "'--json' does not take a value"),
+]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"), REFUSED, ids=[" ".join(args)[:40] for args, _ in REFUSED]
+)
+def test_a_bad_argument_gets_one_clear_line(args: tuple[str, ...], said: str) -> None:
+    gpu = () if "--gpu" in args else ("--gpu", "cpu")
+    assert_refused(("estimate", MODEL, *gpu, *args), said)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("estimate",), "whichlora estimate: Missing argument 'MODEL...'"),
+        (("estimate", "", "--gpu", "cpu"), "--model: has an empty name"),
+        (
+            ("estimate", "meta-llama/Llama-3.1-9B", "--gpu", "cpu"),
+            "did you mean meta-llama/Llama-3.1-8B",
+        ),
+        (("estimate", "/nowhere/config.json", "--gpu", "cpu"), "no such file or folder"),
+        (
+            ("explain", MODEL, "--gpu", "cpu", "--r", "8,16"),
+            "--r: explain takes one value, got 8,16; 'whichlora estimate' takes lists",
+        ),
+        (
+            ("explain", MODEL, "--gpu", "cpu", "--batch-size", "max"),
+            "--batch-size: explain takes numbers; 'whichlora estimate' finds max",
+        ),
+        (("explain", MODEL, "--gpu", "nosuch"), "unknown GPU 'nosuch'"),
+        (("explain", MODEL, "--gpu", "cpu", "--json", "--markdown"), "--json and --markdown"),
+        (("where", MODEL, "--method", "lora,qlora"), "--method: where takes one value"),
+        (("where", MODEL, "--method", "full", "--quant", "nf4"), "weights cannot be trained"),
+        (("run",), "whichlora run: Missing argument 'CONFIG'"),
+        (("run", "nowhere.yaml"), "nowhere.yaml: can't be read"),
+        (("gpus", "h100"), "whichlora gpus: Got unexpected extra argument"),
+        (("estimat",), "No such command 'estimat'"),
+        (("--jsn",), "whichlora: No such option '--jsn'"),
+    ],
+)
+def test_a_bad_command_gets_one_clear_line(args: tuple[str, ...], said: str) -> None:
+    assert_refused(args, said)
+
+
+def assert_refused(args: tuple[str, ...], said: str) -> None:
+    result = whichlora(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert said in line
+    assert len(line) < 700
+
+
+def test_a_refusal_reads_the_same_from_a_real_process() -> None:
+    done = process("estimate", MODEL, "--gpu", "cpu", "--r", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("--r: '0' is not a whole number")
+    assert done.stderr.count("\n") == 1
+    assert process("estimate").stderr.startswith("whichlora estimate: Missing argument")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **settings: object) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr("whichlora.workflow.estimates.estimate", broken)
+    result = whichlora("estimate", MODEL, "--gpu", "cpu")
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("command", ["estimate", "explain", "where", "run", "gpus", "models"])
+def test_help_shows_an_example_that_can_be_copied(command: str) -> None:
+    text = CliRunner().invoke(main, [command, "--help"]).output
+    example = text.split("Example:\n", 1)[1].splitlines()[0]
+    assert example.startswith(f"    whichlora {command}")
+
+
+@pytest.mark.parametrize("value", ["nan", "0", "-1", "inf", "1e4", "x"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["guide", "--models", "EleutherAI/pythia-160m", "--gpus", "l4-24gb"],
+        ["export", "EleutherAI/pythia-160m", "--to", "trl", "--gpu", "l4-24gb", "--output", "job"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_epochs_are_a_number_above_zero(
+    command: list[str], value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, [*command, "--epochs", value])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_choice_is_told_in_one_line() -> None:
+    result = CliRunner().invoke(main, ["export", "smollm2-135m"], prog_name="whichlora")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert "Missing option '--to'. Choose from: transformers, trl, axolotl" in line

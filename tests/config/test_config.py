@@ -1,0 +1,333 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import string
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from whichlora.config import DEFAULT_MODELS, load_plan, plan_schema
+from whichlora.errors import ConfigError
+from whichlora.spec.plan import Budget, Limits, Objective, Plan
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "config_faults.txt"
+CASES = {
+    name: (text, message)
+    for name, text, message in re.findall(
+        r"^== (.+)\n((?:.*\n)*?)=> (.+)\n", GOLDEN.read_text(), flags=re.MULTILINE
+    )
+}
+
+# What the golden file, being text, can't hold.
+UNREADABLE = {
+    "empty": (b"", ": is empty; it needs at least the key dataset"),
+    "only a comment": (b"# nothing\n", ": is empty; it needs at least the key dataset"),
+    "Latin-1": (
+        b"seed: 1\ngpu: \xe9\n",
+        ":2:6: is not UTF-8 text (byte 0xe9); save the file as UTF-8",
+    ),
+    "UTF-16": (
+        "seed: 1".encode("utf-16"),
+        ":1:1: is not UTF-8 text (byte 0xff); save the file as UTF-8",
+    ),
+    "control character": (
+        b"seed: 1\ngpu: \x00\n",
+        ":2:6: character U+0000 is not allowed in YAML; remove it",
+    ),
+    "too large": (
+        b"#" * (2**20 + 1),
+        ": is larger than 1 MiB; give the configuration, and the data as dataset.path",
+    ),
+    "too deep": (
+        b"models: " + b"[" * 5000,
+        ": lists or mappings are nested too deeply; no setting has five levels",
+    ),
+    "thousands of digits": (
+        b"seed: " + b"9" * 5000,
+        ": holds a number of thousands of digits; shorten it",
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, so that messages name the file as config.yaml."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(text: str | bytes) -> Plan:
+    path = Path("config.yaml")
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load_plan(path)
+
+
+def fault(text: str | bytes) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    return str(caught.value)
+
+
+def test_the_golden_faults_are_all_read() -> None:
+    assert len(CASES) == GOLDEN.read_text().count("\n== ") >= 30
+
+
+@pytest.mark.parametrize(("text", "message"), CASES.values(), ids=CASES)
+def test_each_fault_is_one_line_with_place_key_value_and_what_is_accepted(
+    folder: Path, text: str, message: str
+) -> None:
+    all_keys = ", ".join(plan_schema()["properties"])
+    expected = message.replace("<all keys>", all_keys).replace("<folder>", str(folder))
+    assert fault(text) == expected
+
+
+@pytest.mark.parametrize(("text", "message"), UNREADABLE.values(), ids=UNREADABLE)
+def test_each_file_that_is_no_config_is_told_in_one_line(
+    folder: Path, text: bytes, message: str
+) -> None:
+    assert fault(text) == f"config.yaml{message}"
+
+
+def test_a_missing_file_and_a_folder_are_told_in_one_line(tmp_path: Path) -> None:
+    missing = tmp_path / "none.yaml"
+    with pytest.raises(
+        ConfigError, match=r"none\.yaml: can't be read \(No such file or directory\)"
+    ):
+        load_plan(missing)
+    with pytest.raises(ConfigError, match=r": can't be read \(Is a directory\); give the path"):
+        load_plan(tmp_path)
+
+
+def test_names_that_yaml_reads_as_numbers_and_names_as_people_write_them_are_taken(
+    folder: Path,
+) -> None:
+    text = "dataset: org/data\ngpu: 4090\ngpu_prices: {4090: 0.4}\n"
+    (folder / "config.yaml").write_text(text + "models: ['llama3.1:8b', meta-llama/Llama-3.1-8B]\n")
+    plan = load_plan(folder / "config.yaml")
+    assert plan.gpu == "4090"
+    assert plan.objective.price_per_hour == {"rtx-4090-24gb": 0.4}
+    assert plan.models == ("meta-llama/Llama-3.1-8B",)
+    assert plan.notes == ("llama3.1:8b: taken as meta-llama/Llama-3.1-8B",)
+
+
+def test_all_faults_are_told_at_once_in_the_order_of_the_file(folder: Path) -> None:
+    lines = fault("gpu: true\nprecison: fp16\nranks: [8, x]\nepochs:\nmethods: rola\n").split("\n")
+    assert [re.match(r"config\.yaml:(\d+:\d+): (\S+):", line).groups() for line in lines] == [  # type: ignore[union-attr]
+        ("1:1", "dataset"),
+        ("1:1", "gpu"),
+        ("2:1", "precison"),
+        ("3:12", "ranks.1"),
+        ("4:1", "epochs"),
+        ("5:1", "methods"),
+    ]
+
+
+def test_aliases_that_explode_are_refused_quickly(folder: Path) -> None:
+    levels = ["a: &a [x]"]
+    for before, key in zip(string.ascii_lowercase, string.ascii_lowercase[1:], strict=False):
+        levels.append(f"{key}: &{key} [{', '.join([f'*{before}'] * 9)}]")
+    text = "\n".join([*levels, "models: *z", "dataset: *z"])
+    assert "models.0: is not text (got a list of 9)" in fault(text)
+
+
+@settings(max_examples=200)
+@given(
+    text=st.text(st.sampled_from("abc:-[]{}#&*!|>'\"%@`,? \n\t0123.~"), max_size=40)
+    | st.text(max_size=20)
+    | st.binary(max_size=20)
+)
+@example(text="dataset: &a\n  path: *a\n")
+@example(text="&a [*a]: *a\n")
+@example(text="<<: [1]\n")
+@example(text="dataset: {<<: {path: a/b}, split: train}\n")
+def test_no_text_at_all_ends_in_anything_but_a_plan_or_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, text: str | bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    with contextlib.suppress(ConfigError):
+        assert load_plan(path).dataset.kind in {"hub", "class"}
+
+
+@pytest.mark.parametrize("value", ["~nobody/x", "k" * 5000, float("nan"), [[]], "{", ""])
+def test_no_value_of_any_setting_ends_in_anything_but_a_plan_or_a_config_error(
+    folder: Path, value: Any
+) -> None:
+    schema = plan_schema()
+    sections = {"stage1_profile": "Stage1", "stage2_profile": "Stage2", "slurm": "Slurm"}
+    settings = [{key: value} for key in schema["properties"]]
+    settings += [
+        {section: {key: value}}
+        for section, name in sections.items()
+        for key in schema["$defs"][name]["properties"]
+    ]
+    settings += [{"dataset": {key: value}} for key in schema["$defs"]["Dataset"]["properties"]]
+    for setting in settings:
+        with contextlib.suppress(ConfigError):
+            load(json.dumps({"dataset": {"tokens": 10, "samples": 2}} | setting))
+
+
+def test_a_dataset_is_enough(folder: Path) -> None:
+    plan = load("dataset: org/data\n")
+    assert plan.models == DEFAULT_MODELS
+    assert plan.methods == ("lora", "qlora", "dora", "qdora")
+    assert plan.ranks == (16,)
+    assert plan.lora_alpha is None
+    assert plan.finetune.lora_alpha == 32
+    assert plan.inference_batch_sizes == plan.finetune_batch_sizes == (1, 2, 4, 8, 16)
+    assert plan.limits == Limits()
+    assert (plan.gpu, plan.profile, plan.epochs, plan.finetune.seq_len) == (
+        "auto",
+        "frontier",
+        1.0,
+        2048,
+    )
+    assert plan.output_dir == Path("runs/config")
+    assert plan.raw == {"dataset": "org/data"}
+
+
+def test_the_keys_of_the_original_report_mean_what_they_meant() -> None:
+    plan = load_plan(EXAMPLES / "report.yaml")
+    assert plan.models[0] == "meta-llama/Llama-3.2-1B"
+    assert plan.tokenizers == {}  # each model has its own
+    assert plan.inference_batch_sizes == (1, 4, 16)
+    assert (plan.prompt_lens, plan.max_new_tokens, plan.num_runs) == ((512,), (128,), 5)
+    assert plan.finetune_batch_sizes == (1, 2, 4, 8)
+    assert plan.limits == Limits(
+        time_per_token_s=0.02,
+        inference_bytes=24 * 10**9,
+        total_time_s=36_000.0,
+        finetune_bytes=24 * 10**9,
+    )
+
+
+def test_the_quickstart_is_a_valid_plan_that_trains_on_a_cpu() -> None:
+    plan = load_plan(EXAMPLES / "quickstart.yaml")
+    assert len(plan.models) >= 3
+    assert (plan.gpu, plan.weights, plan.train) == ("cpu", "random", True)
+    assert plan.finetune.lora_alpha == 2 * plan.ranks[0]
+    assert None not in (plan.limits.time_per_token_s, plan.limits.finetune_bytes)
+
+
+@pytest.mark.parametrize(
+    ("setting", "size"),
+    [
+        ("peak_memory_gb: 24", 24 * 10**9),
+        ("peak_memory_gb: 1.5", 15 * 10**8),
+        ("peak_memory: 24GB", 24 * 10**9),
+        ("peak_memory: 24GiB", 24 * 2**30),
+        ("peak_memory: 512 MiB", 2**29),
+    ],
+)
+def test_gb_and_gib_are_different_amounts(folder: Path, setting: str, size: int) -> None:
+    plan = load(f"dataset: a/b\nstage2_profile:\n  {setting}\n")
+    assert plan.limits.finetune_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("20ms", 0.02), ("90s", 90), ("1.5 h", 5400), ("2h 30min", 9000), ("1d", 86400)],
+)
+def test_durations_carry_their_unit(folder: Path, text: str, seconds: float) -> None:
+    assert load(f"dataset: a/b\nprofile_timeout: {text}\n").timeout_s == pytest.approx(seconds)
+
+
+def test_yaml_keeps_words_words_and_exponents_numbers(folder: Path) -> None:
+    plan = load("dataset: a/b\nlearning_rate: 1e-4\nprofile: none\nmodels: [NO/off, x/010]\n")
+    assert plan.learning_rate == 1e-4
+    assert plan.profile == "none"
+    assert plan.models == ("NO/off", "x/010")
+
+
+def test_a_lone_value_is_a_list_of_one(folder: Path) -> None:
+    plan = load("dataset: a/b\nmodels: x/y\nranks: 4\nstage2_profile: {batch_size: 3}\n")
+    assert (plan.models, plan.ranks, plan.finetune_batch_sizes) == (("x/y",), (4,), (3,))
+
+
+def test_tokenizers_are_a_parallel_list_or_a_mapping(folder: Path) -> None:
+    listed = load("dataset: a/b\nmodels: [m/a, m/b]\nstage1_profile: {tokenizers: [m/a, t/b]}\n")
+    mapped = load("dataset: a/b\nmodels: [m/a, m/b]\nstage1_profile: {tokenizers: {m/b: t/b}}\n")
+    assert listed.tokenizers == mapped.tokenizers == {"m/b": "t/b"}
+
+
+def test_a_given_alpha_holds_for_every_rank(folder: Path) -> None:
+    plan = load("dataset: a/b\nlora_alpha: 7\nranks: [4, 8]\n")
+    assert (plan.lora_alpha, plan.finetune.lora_alpha) == (7, 7)
+
+
+def test_paths_start_in_the_folder_of_the_config(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "data.jsonl").touch()
+    config = folder / "sub" / "my.yaml"
+    config.write_text("dataset: data.jsonl\nmodels: [./model, org/model]\noutput_dir: out\n")
+    plan = load_plan(config)
+    assert plan.dataset.path == str(folder / "sub" / "data.jsonl")
+    assert plan.models == (str(folder / "sub" / "model"), "org/model")
+    assert plan.output_dir == folder / "sub" / "out"
+
+
+def test_counts_stand_for_data(folder: Path) -> None:
+    dataset = load("dataset: {tokens: 12000000, samples: 50000}\n").dataset
+    assert (dataset.kind, dataset.num_samples, dataset.mean_tokens) == ("counts", 50_000, 240.0)
+
+
+def test_a_byte_order_mark_is_passed_over(folder: Path) -> None:
+    assert load("\ufeffdataset: a/b\n").dataset.path == "a/b"
+
+
+def test_settings_reach_the_stage_that_they_concern(folder: Path) -> None:
+    plan = load("dataset: a/b\nprecision: fp16\nquant: nf4\npadding: none\nkv_cache: static\n")
+    assert plan.inference.precision == plan.finetune.precision == "fp16"
+    assert plan.inference.quant == plan.finetune.quant == "nf4"
+    assert plan.inference.kv_cache == "static"
+    assert (plan.inference.phase, plan.finetune.phase) == ("inference", "finetune")
+
+
+def test_preference_prices_limits_and_budget_reach_the_plan(folder: Path) -> None:
+    plan = load(
+        "dataset: a/b\nmodels: [org/b, org/a]\nprefer: order\n"
+        "gpu_prices: {A100-SXM4-80GB: 1.5}\nconfidence: 0.9\n"
+        "max_profile_runs: 4\nmax_profile_time: 2min\n"
+        "gpu_limits: {a100-sxm-80gb: {total_time: 2h, finetune_memory: 70GiB}}\n"
+    )
+    assert plan.objective == Objective(
+        prefer="order", order=("org/b", "org/a"), price_per_hour={"a100-sxm-80gb": 1.5}
+    )
+    assert plan.budget == Budget(confidence=0.9, runs=4, device_s=120.0)
+    own = Limits(total_time_s=7200.0, finetune_bytes=70 * 2**30)
+    assert plan.gpu_limits == {"a100-sxm-80gb": own}
+
+
+def test_every_setting_of_the_schema_is_known_to_the_loader(folder: Path) -> None:
+    schema = plan_schema()
+    defaults = {
+        key: value["default"] for key, value in schema["properties"].items() if "default" in value
+    }
+    assert load(json.dumps({"dataset": "a/b"} | defaults)) == load("dataset: a/b\n")
+    assert schema["additionalProperties"] is False
+    assert "null" not in json.dumps(schema)
+
+
+def test_the_schema_is_a_copy_that_callers_may_change() -> None:
+    plan_schema().clear()
+    assert plan_schema()["properties"]
+
+
+def test_importing_the_loader_costs_neither_yaml_nor_pydantic() -> None:
+    code = (
+        "import sys, whichlora.config; "
+        "print([name for name in ('pydantic', 'ruamel.yaml', 'numpy') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,438 @@
+"""Columns of public data sets, as their first rows have them, become examples to train on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whichlora.dataset import (
+    BaseDataset,
+    count_tokens,
+    data_format,
+    open_dataset,
+    write_jsonl,
+)
+from whichlora.errors import ConfigError, DataFileError, WhichLoraError
+from whichlora.spec.data_format import DataFormat
+from whichlora.spec.plan import DatasetConfig
+
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CHAT = [USER, ASSISTANT]
+OTHER = {"role": "assistant", "content": "Go away"}
+
+
+def turns(prompt: str, answer: str, system: str = "") -> dict[str, Any]:
+    """An example of one question and its answer."""
+    head = [{"role": "system", "content": system}] if system else []
+    return {
+        "prompt": [*head, {"role": "user", "content": prompt}],
+        "completion": [{"role": "assistant", "content": answer}],
+    }
+
+
+# Hub id: a row in the columns of the data set, the example, and the columns that are left out.
+PUBLIC: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "tatsu-lab/alpaca": (
+        {"instruction": "i", "input": "n", "output": "o", "text": "t"},
+        turns("i\n\nn", "o"),
+        "text",
+    ),
+    "yahma/alpaca-cleaned": (
+        {"instruction": "i", "input": "", "output": "o"},
+        turns("i", "o"),
+        "",
+    ),
+    "databricks/databricks-dolly-15k": (
+        {"instruction": "i", "context": "c", "response": "o", "category": "k"},
+        turns("i\n\nc", "o"),
+        "category",
+    ),
+    "HuggingFaceH4/ultrachat_200k": (
+        {"prompt": "Hi", "prompt_id": "1", "messages": CHAT},
+        {"messages": CHAT},
+        "prompt, prompt_id",
+    ),
+    "stingning/ultrachat": ({"id": "1", "data": ["Hi", "Hello"]}, {"messages": CHAT}, "id"),
+    "OpenAssistant/oasst_top1_2023-08-25": ({"text": "t"}, {"text": "t"}, ""),
+    "timdettmers/openassistant-guanaco": ({"text": "t"}, {"text": "t"}, ""),
+    "openai/gsm8k": ({"question": "q", "answer": "a"}, turns("q", "a"), ""),
+    "anon8231489123/ShareGPT_Vicuna_unfiltered": (
+        {"id": "1", "conversations": SHAREGPT},
+        {"messages": CHAT},
+        "id",
+    ),
+    "Open-Orca/SlimOrca": (
+        {
+            "conversations": [
+                {"from": "system", "value": "Be brief.", "weight": None},
+                *({**turn, "weight": 1.0} for turn in SHAREGPT),
+            ]
+        },
+        {"messages": [SYSTEM, *CHAT]},
+        "",
+    ),
+    "teknium/OpenHermes-2.5": (
+        {"id": None, "conversations": SHAREGPT, "system_prompt": "Be brief.", "source": "s"},
+        {"messages": [SYSTEM, *CHAT]},
+        "id, source",
+    ),
+    "Open-Orca/OpenOrca": (
+        {"id": "1", "system_prompt": "s", "question": "q", "response": "r"},
+        turns("q", "r", "s"),
+        "id",
+    ),
+    "Intel/orca_dpo_pairs": (
+        {"system": "", "question": "Hi", "chosen": "Hello", "rejected": "Go away"},
+        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [OTHER]},
+        "",
+    ),
+    "HuggingFaceH4/ultrafeedback_binarized": (
+        {
+            "prompt": "Hi",
+            "prompt_id": "1",
+            "chosen": CHAT,
+            "rejected": [USER, OTHER],
+            "messages": CHAT,
+            "score_chosen": 8.0,
+        },
+        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [OTHER]},
+        "prompt_id, messages, score_chosen",
+    ),
+    "trl-lib/ultrafeedback_binarized": (
+        {"chosen": CHAT, "rejected": [USER, OTHER], "score_chosen": 8.0},
+        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [OTHER]},
+        "score_chosen",
+    ),
+    "Anthropic/hh-rlhf": (
+        {"chosen": "c", "rejected": "r"},
+        {"chosen": "c", "rejected": "r"},
+        "",
+    ),
+    "Dahoas/rm-static": (
+        {"prompt": "p", "response": "c", "chosen": "c", "rejected": "r"},
+        {"prompt": "p", "chosen": "c", "rejected": "r"},
+        "response",
+    ),
+    "lvwerra/stack-exchange-paired": (
+        {"qid": 1, "question": "Hi", "response_j": "Hello", "response_k": "Go away"},
+        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [OTHER]},
+        "qid",
+    ),
+    "GAIR/lima": (
+        {"conversations": ["Hi", "Hello"], "source": "s"},
+        {"messages": CHAT},
+        "source",
+    ),
+    "HuggingFaceH4/no_robots": (
+        {"prompt": "Hi", "prompt_id": "1", "messages": CHAT, "category": "c"},
+        {"messages": CHAT},
+        "prompt, prompt_id, category",
+    ),
+    "LDJnr/Capybara": (
+        {"source": "s", "conversation": [{"input": "Hi", "output": "Hello"}]},
+        {"messages": CHAT},
+        "source",
+    ),
+    "allenai/WildChat-1M": (
+        {"model": "m", "conversation": [turn | {"language": "English"} for turn in CHAT]},
+        {"messages": CHAT},
+        "model",
+    ),
+    "nvidia/HelpSteer2": (
+        {"prompt": "p", "response": "r", "helpfulness": 4},
+        turns("p", "r"),
+        "helpfulness",
+    ),
+    "trl-lib/tldr": (
+        {"prompt": "p", "completion": "c"},
+        {"prompt": "p", "completion": "c"},
+        "",
+    ),
+    "EdinburghNLP/xsum": ({"document": "d", "summary": "s", "id": "1"}, turns("d", "s"), "id"),
+    "abisee/cnn_dailymail": (
+        {"article": "d", "highlights": "s", "id": "1"},
+        turns("d", "s"),
+        "id",
+    ),
+    "knkarthick/samsum": ({"id": "1", "dialogue": "d", "summary": "s"}, turns("d", "s"), "id"),
+    "FiscalNote/billsum": ({"text": "d", "summary": "s", "title": "t"}, turns("d", "s"), "title"),
+    "meta-math/MetaMathQA": (
+        {"type": "t", "query": "q", "original_question": "o", "response": "r"},
+        turns("q", "r"),
+        "type, original_question",
+    ),
+    "AI-MO/NuminaMath-TIR": (
+        {"problem": "Hi", "solution": "Hello", "messages": CHAT},
+        {"messages": CHAT},
+        "problem, solution",
+    ),
+    "ise-uiuc/Magicoder-OSS-Instruct-75K": (
+        {"lang": "python", "seed": "s", "problem": "p", "solution": "o"},
+        turns("p", "o"),
+        "lang, seed",
+    ),
+    "b-mc2/sql-create-context": (
+        {"answer": "a", "question": "q", "context": "c"},
+        turns("q\n\nc", "a"),
+        "",
+    ),
+    "Open-Orca/FLAN": ({"inputs": "q", "targets": "a", "task": "t"}, turns("q", "a"), "task"),
+    "google-research-datasets/mbpp": (
+        {"task_id": 1, "text": "q", "code": "a", "test_list": ["t"]},
+        turns("q", "a"),
+        "task_id, test_list",
+    ),
+    "FreedomIntelligence/medical-o1-reasoning-SFT": (
+        {"Question": "q", "Complex_CoT": "c", "Response": "a"},
+        turns("q", "a"),
+        "Complex_CoT",
+    ),
+    "stanfordnlp/imdb": ({"text": "t", "label": 1}, {"text": "t"}, "label"),
+    "allenai/c4": (
+        {"text": "t", "timestamp": "2019", "url": "u"},
+        {"text": "t"},
+        "timestamp, url",
+    ),
+    "codeparrot/codeparrot-clean": ({"repo_name": "r", "content": "t"}, {"text": "t"}, "repo_name"),
+    "hiyouga/LLaMA-Factory alpaca with history": (
+        {"instruction": "i", "input": "", "output": "o", "history": [["Hi", "Hello"]]},
+        {
+            "prompt": [*CHAT, {"role": "user", "content": "i"}],
+            "completion": [{"role": "assistant", "content": "o"}],
+        },
+        "",
+    ),
+}
+
+
+def open_rows(folder: Path, *rows: dict[str, Any], **settings: Any) -> BaseDataset:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return open_dataset(DatasetConfig(path=str(path), validation_fraction=0.0, **settings))
+
+
+def only_example(dataset: BaseDataset) -> dict[str, Any]:
+    (row,) = dataset.splits()["train"]
+    return dict(dataset.to_example(row))
+
+
+@pytest.mark.parametrize(("row", "example", "unused"), PUBLIC.values(), ids=PUBLIC)
+def test_rows_of_public_data_sets_are_recognised(
+    tmp_path: Path, row: dict[str, Any], example: dict[str, Any], unused: str
+) -> None:
+    dataset = open_rows(tmp_path, row)
+    assert only_example(dataset) == example
+    assert data_format(dataset) == DataFormat.of(example)
+    assert (f"(not used: {unused})" in dataset.describe()) == bool(unused)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ("Instruction", "Input", "Output"),
+        ("INSTRUCTION", "Context", "Response"),
+        (" Question", "context", "Answer "),
+    ],
+)
+def test_names_are_known_in_any_case(tmp_path: Path, columns: tuple[str, str, str]) -> None:
+    dataset = open_rows(tmp_path, dict(zip(columns, ("i", "n", "o"), strict=True)))
+    assert only_example(dataset) == turns("i\n\nn", "o")
+
+
+def test_rows_without_an_input_or_a_system_prompt_have_none(tmp_path: Path) -> None:
+    rows = [
+        {"system": "s", "instruction": "i", "input": "n", "output": "o"},
+        {"system": None, "instruction": "i", "input": None, "output": "o"},
+    ]
+    dataset = open_rows(tmp_path, *rows)
+    examples = [dataset.to_example(row) for row in dataset.splits()["train"]]
+    assert examples == [turns("i\n\nn", "o", "s"), turns("i", "o")]
+
+
+def test_messages_in_a_cell_of_a_csv_file_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["id", "conversations"], ["1", json.dumps(SHAREGPT)]])
+    dataset = open_dataset(DatasetConfig(path=str(path), validation_fraction=0.0))
+    assert only_example(dataset) == {"messages": CHAT}
+
+
+def test_what_a_template_of_tools_needs_of_a_message_is_kept(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    reply = {"role": "tool", "content": "4", "name": "add", "weight": 1}
+    (_, called, answered) = only_example(open_rows(tmp_path, {"messages": [USER, call, reply]}))[
+        "messages"
+    ]
+    assert called == {"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]}
+    assert answered == {"role": "tool", "content": "4", "name": "add"}
+
+
+def test_columns_that_are_named_become_a_question_and_its_answer(tmp_path: Path) -> None:
+    row = {"Kundenfrage": "q", "Antwort": "a", "id": "1"}
+    settings = {"prompt_column": "Kundenfrage", "completion_column": "Antwort"}
+    assert only_example(open_rows(tmp_path, row, **settings)) == turns("q", "a")
+    with pytest.raises(ConfigError, match="go together"):
+        DatasetConfig(path="a.jsonl", prompt_column="q")
+
+
+@pytest.mark.parametrize(
+    ("row", "advice"),
+    [
+        (
+            {"id": "1", "Kundenfrage": "q", "Antwort": "a"},
+            "give dataset.prompt_column and dataset.completion_column, such as Kundenfrage and "
+            'Antwort, or dataset.template, such as "{id}\\n{Kundenfrage}\\n{Antwort}"',
+        ),
+        (
+            {"response": "a", "body": "q"},
+            'such as body and response, or dataset.template, such as "{body}\\n{response}"',
+        ),
+        (
+            {"question": "q", "answer": True, "passage": "p"},
+            'give dataset.template, such as "{question}\\n{passage}\\n{answer}"',
+        ),
+        (
+            {"translation": {"de": "a", "en": "b"}},
+            "translation must be made text or messages first, to be used; give rows with text, "
+            "messages, or prompt and completion",
+        ),
+        (
+            {"title": "t", "context": "c", "question": "q", "answers": {"text": ["a"]}},
+            "answers must be made text or messages first, to be used; give "
+            "dataset.prompt_column and dataset.completion_column, such as context and question",
+        ),
+        ({"a": 1, "b": 2}, 'give dataset.template, such as "{b}\\n{a}"'),
+    ],
+)
+def test_a_suggestion_names_every_text_and_the_answer_last(
+    tmp_path: Path, row: dict[str, Any], advice: str
+) -> None:
+    with pytest.raises(DataFileError) as caught:
+        open_rows(tmp_path, row)
+    assert str(caught.value).startswith(f"{tmp_path / 'rows.jsonl'}:1: has the columns ")
+    assert advice in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [{"instruction": "i", "output": "o"}, {"instruction": "i", "output": None}],
+            ":2: column 'output' must hold text, got nothing; correct or remove the row",
+        ),
+        (
+            [{"question": "q", "answer": "a", "context": {"title": ["t"]}}],
+            ":1: column 'context' must hold text, got dict",
+        ),
+        ([{"question": "q", "answer": "a"}, {"question": "q"}], ":2: column 'answer' is missing"),
+        (
+            [{"conversations": [{"from": "narrator", "value": "x"}]}],
+            ":1: column 'conversations': message 1 is from 'narrator'; accepted are user, human,",
+        ),
+        (
+            [{"messages": CHAT}, {"messages": [USER, {"role": "assistant"}]}],
+            ":2: column 'messages': message 2 must have role and content, or from and value",
+        ),
+        (
+            [{"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}],
+            ":1: column 'messages': message 1 has a part without text, and only text is trained",
+        ),
+        ([{"text": "a"}, {"text": "\ud83d"}], ":2: holds half of a surrogate pair; remove it"),
+        (
+            [{"instruction": "i", "output": "o", "history": ["Hi"]}],
+            ":1: column 'history' must hold pairs of texts",
+        ),
+    ],
+)
+def test_a_bad_row_is_told_with_its_line(
+    tmp_path: Path, rows: list[dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(DataFileError) as caught:
+        open_rows(tmp_path, *rows)
+    assert str(caught.value).startswith(f"{tmp_path / 'rows.jsonl'}{message}")
+
+
+# -- splits ---------------------------------------------------------------------------------------
+
+
+def write_text(path: Path, text: str) -> None:
+    path.write_text(json.dumps({"text": text}) + "\n")
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "val", "dev", "eval", "test"])
+def test_a_folder_holds_its_validation_under_any_usual_name(tmp_path: Path, name: str) -> None:
+    write_text(tmp_path / "train.jsonl", "a")
+    write_text(tmp_path / f"{name}.jsonl", "b")
+    write_text(tmp_path / "test.json5", "no data file")
+    splits = open_dataset(DatasetConfig(path=str(tmp_path))).splits()
+    assert (splits["train"], splits["validation"]) == ([{"text": "a"}], [{"text": "b"}])
+
+
+def test_files_in_parts_are_one_split(tmp_path: Path) -> None:
+    for part, text in enumerate("ab"):
+        write_text(tmp_path / f"train-0000{part}-of-00002.jsonl", text)
+    splits = open_dataset(DatasetConfig(path=str(tmp_path), validation_fraction=0.0)).splits()
+    assert splits["train"] == [{"text": "a"}, {"text": "b"}]
+
+
+def test_a_validation_file_is_read_beside_the_training_file(tmp_path: Path) -> None:
+    write_text(tmp_path / "mine.jsonl", "a")
+    write_text(tmp_path / "held_out.jsonl", "b")
+    files = {"path": "mine.jsonl", "validation_path": "held_out.jsonl"}
+    config = DatasetConfig(**{key: str(tmp_path / name) for key, name in files.items()})
+    assert open_dataset(config).splits()["validation"] == [{"text": "b"}]
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"question": "q", "answer": "a"}))
+    with pytest.raises(DataFileError, match=r"held_out\.jsonl:1: has prompt, completion as mess"):
+        open_dataset(config)
+
+
+def test_a_folder_without_a_training_file_lists_what_it_has(tmp_path: Path) -> None:
+    write_text(tmp_path / "mine.jsonl", "a")
+    with pytest.raises(DataFileError, match=r"no training file, such as train\.jsonl, but mine"):
+        open_dataset(DatasetConfig(path=str(tmp_path)))
+
+
+# -- whatever a file holds ------------------------------------------------------------------------
+
+NAMES = ("text", "messages", "conversations", "prompt", "completion", "chosen", "rejected")
+MORE_NAMES = ("instruction", "input", "output", "system", "history", "question", "answer", "id")
+
+
+def any_value(dice: random.Random, depth: int = 0) -> Any:
+    """A value as JSON may hold it: texts, messages of every spelling, and what is neither."""
+    plain = ["", "a", " ", "[", "[[1]]", '[{"role": "user"}]', "\ud83d", None, 1, 0.5, True]
+    if depth > 2 or dice.random() < 0.5:
+        return dice.choice(plain)
+    if dice.random() < 0.5:
+        return [any_value(dice, depth + 1) for _ in range(dice.randrange(4))]
+    keys = ("role", "content", "from", "value", "input", "output", "type", "text", "tool_calls")
+    chosen = dice.sample(keys, dice.randrange(1, 4))
+    return {key: any_value(dice, depth + 1) for key in chosen}
+
+
+def test_any_row_is_an_example_or_one_line(tmp_path: Path) -> None:
+    dice = random.Random(0)
+    num_read, refusals = 0, []
+    for _ in range(1000):
+        names = dice.sample(NAMES + MORE_NAMES, dice.randrange(1, 5))
+        rows = [{name: any_value(dice) for name in names} for _ in range(dice.randrange(1, 3))]
+        try:
+            dataset = open_rows(tmp_path, *rows)
+            lengths = count_tokens(dataset, tokenizer=None, offline=True, max_length=99)
+            written = write_jsonl(dataset, tmp_path / "out")["train"].read_text().splitlines()
+        except WhichLoraError as error:
+            refusals.append(str(error))
+            continue
+        num_read += 1
+        assert len(written) == lengths.num_sequences()
+        assert {DataFormat.of(json.loads(line)) for line in written} == {data_format(dataset)}
+    assert num_read > 30
+    assert not any("\n" in refusal for refusal in refusals)

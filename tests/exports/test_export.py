@@ -1,0 +1,442 @@
+"""Exports for other tools: their text, what they refuse, and what changes under the tool."""
+
+import ast
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from ruamel.yaml import YAML
+
+from whichlora import recommend
+from whichlora.cli import exports as command
+from whichlora.cli import main
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.exports import FORMATS, Recipe
+from whichlora.exports.installation import Installation
+from whichlora.exports.skypilot import ACCELERATORS
+from whichlora.exports.yaml import yaml_text
+from whichlora.spec.data_format import DataFormat
+from whichlora.spec.plan import Keeping
+from whichlora.spec.results import SCHEMA_VERSION
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import list_gpus
+from whichlora.workflow import export as handover
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODEL = "HuggingFaceTB/SmolLM2-135M"
+RUN = RunConfig(model=MODEL, method="qlora", batch_size=4, seq_len=512, lora_dropout=0.05)
+GPU = "l4-24gb"
+
+
+def recipe(run: RunConfig = RUN, **settings: Any) -> Recipe:
+    return replace(handover.make_recipe(run, GPU), **settings)
+
+
+def whichlora(*args: str) -> Result:
+    return CliRunner().invoke(main, args, prog_name="whichlora")
+
+
+@pytest.mark.parametrize("to", [one for one in FORMATS if one != "transformers"])
+def test_an_export_is_written_word_for_word(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = Installation(
+        command="pip install ~/'whichlora-source[profile]'",
+        uploads={"~/whichlora-source": "/home/me/whichlora"},
+    )
+    monkeypatch.setattr("whichlora.exports.skypilot.installation", lambda extra: checkout)
+    files = FORMATS[to](recipe()).files
+    for name in files:
+        if name == "train.py":
+            continue  # its own golden file is that of the job
+        golden = GOLDEN / f"export_{name}.txt"
+        assert files[name] == golden.read_text(encoding="utf-8")
+
+
+def test_the_transformers_export_is_the_job_of_a_run() -> None:
+    made = FORMATS["transformers"](recipe())
+    assert made.run == recipe().run
+    assert "load_in_4bit=True" in made.files["train.py"]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("method", ["full", "lora", "qlora", "dora", "qdora"])
+def test_every_method_is_exported_and_predicted_again(to: str, method: str, tmp_path: Path) -> None:
+    done = handover.hand_over(recipe(replace(RUN, method=method)), to, tmp_path)
+    assert all(path.is_file() for path in done.paths)
+    assert done.after.run == done.export.run
+    assert done.changes.keys() == {
+        name
+        for name, value in done.after.run.to_dict().items()
+        if done.before.run.to_dict()[name] != value
+    }
+
+
+def test_the_loss_head_of_trl_and_the_unprepared_base_are_predicted_again(tmp_path: Path) -> None:
+    done = handover.hand_over(recipe(), "trl", tmp_path)
+    assert done.changes == {"loss_head": ("hf", "trl-fused"), "prepare_kbit": (True, False)}
+    assert done.after.memory.device_used_bytes < done.before.memory.device_used_bytes
+
+
+def test_a_precision_that_a_tool_does_not_have_is_said(tmp_path: Path) -> None:
+    pure = replace(RUN, method="lora", precision="bf16-pure")
+    done = handover.hand_over(recipe(pure), "trl", tmp_path)
+    assert done.after.run.precision == "bf16-no-autocast"
+    assert "bf16-pure" in done.export.notes[0]
+    settings = YAML(typ="safe", pure=True).load(done.paths[0].read_text())
+    assert (settings["dtype"], settings["bf16"]) == ("bfloat16", False)
+
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("trl", {"quant": "gptq-int4", "method": "lora"}, {}, "quant gptq-int4 can't be loaded"),
+    ("axolotl", {"quant": "fp4"}, {}, "quant fp4 can't be loaded by it; accepted are int8, nf4-dq"),
+    ("trl", {}, {"weights": "random"}, "weights are random"),
+    ("llamafactory", {}, {"masked_lm": True}, "is an encoder"),
+    ("unsloth", {"precision": "fp32"}, {}, "its kernels are 16-bit"),
+    ("skypilot", {}, {"gpu": "rtx-3060-12gb"}, "gpu rtx-3060-12gb has no name there"),
+    ("trl", {"method": "full", "precision": "fp16"}, {}, "needs fp32 weights"),
+    ("axolotl", {"model": "google-t5/t5-small", "method": "lora"}, {}, "is an encoder-decoder"),
+    ("transformers", {"loss_head": "unsloth"}, {}, "can't be trained by the job"),
+]
+
+
+@pytest.mark.parametrize(
+    ("to", "settings", "job", "said"), REFUSED, ids=[f"{row[0]}: {row[3]}" for row in REFUSED]
+)
+def test_what_a_tool_cannot_do_is_refused(
+    to: str, settings: dict[str, Any], job: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        FORMATS[to](recipe(replace(RUN, **settings), **job))
+
+
+def test_every_accelerator_with_a_sky_name_is_in_the_catalog() -> None:
+    assert set(ACCELERATORS) <= {gpu.key for gpu in list_gpus()}
+
+
+# --- rows and checkpoints
+
+ROWS = {
+    "prompt-completion": DataFormat(kind="prompt-completion", conversational=True),
+    "messages": DataFormat(kind="messages", conversational=True),
+    "preference": DataFormat(kind="preference"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "train_on", "expected"),
+    [
+        ("prompt-completion", "completions", {"completion_only_loss": True}),
+        ("prompt-completion", "all", {"completion_only_loss": False}),
+        ("messages", "completions", {"assistant_only_loss": True}),
+        ("messages", "all", {"assistant_only_loss": False}),
+    ],
+)
+def test_trl_is_told_what_of_a_row_has_a_loss(
+    kind: str, train_on: Any, expected: dict[str, bool]
+) -> None:
+    made = FORMATS["trl"](recipe(data_format=ROWS[kind], train_on=train_on))
+    settings = YAML(typ="safe", pure=True).load(made.files["trl.yaml"])
+    assert {name: settings.get(name) for name in expected} == expected
+    assert "dataset_text_field" not in settings
+    marks = any("{% generation %}" in note for note in made.notes)
+    assert marks is (expected == {"assistant_only_loss": True})
+
+
+@pytest.mark.parametrize(
+    ("to", "kind"),
+    [
+        ("trl", "preference"),
+    ],
+)
+def test_rows_that_an_export_cannot_name_are_refused(to: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"--to {to}: the rows of train.jsonl are .*; it takes "):
+        FORMATS[to](recipe(data_format=ROWS[kind]))
+
+
+@pytest.mark.parametrize("train_on", ["completions", "all"])
+def test_axolotl_is_told_what_of_a_conversation_has_a_loss(train_on: Any) -> None:
+    made = FORMATS["axolotl"](recipe(data_format=ROWS["messages"], train_on=train_on))
+    settings = YAML(typ="safe", pure=True).load(made.files["axolotl.yaml"])
+    (data,) = settings["datasets"]
+    assert (data["type"], data["field_messages"]) == ("chat_template", "messages")
+    assert data["roles_to_train"] == ["assistant"]
+    assert settings["train_on_inputs"] is (train_on == "all")
+
+
+@pytest.mark.parametrize("train_on", ["completions", "all"])
+def test_llamafactory_is_told_the_roles_and_what_of_a_conversation_has_a_loss(
+    train_on: Any,
+) -> None:
+    made = FORMATS["llamafactory"](recipe(data_format=ROWS["messages"], train_on=train_on))
+    settings = YAML(typ="safe", pure=True).load(made.files["llamafactory.yaml"])
+    data = json.loads(made.files["dataset_info.json"])["train"]
+    assert (data["formatting"], data["columns"]) == ("sharegpt", {"messages": "messages"})
+    assert (data["tags"]["role_tag"], data["tags"]["assistant_tag"]) == ("role", "assistant")
+    assert (settings["stage"], settings["mask_history"]) == ("sft", False)
+    assert settings["train_on_prompt"] is (train_on == "all")
+    assert any("template:" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("to", ["axolotl", "llamafactory"])
+def test_a_prompt_in_messages_and_its_answer_become_one_conversation(
+    to: str, tmp_path: Path
+) -> None:
+    question, answer = ({"role": role, "content": "\u2028"} for role in ("user", "assistant"))
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    kinds = {
+        "prompt-completion": {"prompt": [question], "completion": [answer]},
+        "preference": {"chosen": [question, answer], "rejected": [question, question]},
+    }
+    for kind, row in kinds.items():
+        rows = DataFormat(kind=kind, conversational=True)  # type: ignore[arg-type]
+        for split in ("train", "validation"):
+            line = json.dumps(row, ensure_ascii=False) + "\n"
+            (run / f"{split}.jsonl").write_text(line, encoding="utf-8")
+        one = recipe(data_format=rows, validation=True)
+        done = handover.hand_over(one, to, other, data=run)
+        assert {path.name for path in done.paths} > {"train_sft.jsonl", "validation_sft.jsonl"}
+        (line,) = (other / "train_sft.jsonl").read_text(encoding="utf-8").strip("\n").split("\n")
+        assert json.loads(line) == {
+            "messages": [question | {"train": False}, answer | {"train": True}]
+        }
+        assert "train_sft.jsonl" in "".join(done.export.files.values())
+    (run / "train.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(DataFileError, match="has a row that is not of its recipe's format"):
+        handover.hand_over(one, to, other, data=run)
+
+
+@pytest.mark.parametrize("to", ["axolotl", "llamafactory"])
+def test_what_was_chosen_becomes_the_completion(to: str, tmp_path: Path) -> None:
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    handover.hand_over(recipe(data_format=ROWS["preference"]), to, tmp_path)
+    made = (tmp_path / "train_sft.jsonl").read_text()
+    assert json.loads(made) == {"prompt": "a", "completion": "b"}
+
+
+def test_llamafactory_refuses_to_learn_prompts_of_plain_text() -> None:
+    pairs = DataFormat(kind="prompt-completion")
+    with pytest.raises(ConfigError, match=r"it can't learn prompts of plain text .*train_on: all"):
+        FORMATS["llamafactory"](recipe(data_format=pairs, train_on="all"))
+
+
+@pytest.mark.parametrize(
+    ("to", "size"),
+    [
+        ("axolotl", "eval_batch_size"),
+        ("llamafactory", "per_device_eval_batch_size"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("keeping", "when"),
+    [
+        (Keeping(), {"eval_strategy": "epoch"}),
+        (Keeping(eval_steps=50), {"eval_strategy": "steps", "eval_steps": 50}),
+        (Keeping(eval_steps=0), {}),
+    ],
+)
+def test_validation_rows_are_evaluated_as_the_plan_says(
+    to: str, size: str, keeping: Keeping, when: dict[str, Any]
+) -> None:
+    made = FORMATS[to](recipe(keeping=keeping, validation=True))
+    settings = YAML(typ="safe", pure=True).load(next(iter(made.files.values())))
+    expected = {**when, size: RUN.batch_size} if when else {}
+    names = ("eval_strategy", "eval_steps", size)
+    assert {name: settings[name] for name in names if name in settings} == expected
+    assert ("validation.jsonl" in "".join(made.files.values())) is bool(when)
+    assert "validation.jsonl" not in "".join(FORMATS[to](recipe()).files.values())
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_the_script_for_unsloth_reads_rows_as_the_job_does(kind: str) -> None:
+    job = FORMATS["transformers"](recipe(data_format=ROWS[kind])).files["train.py"]
+    made = FORMATS["unsloth"](recipe(data_format=ROWS[kind], validation=True))
+    script = made.files["train_unsloth.py"]
+
+    def functions(source: str) -> dict[str, str]:
+        tree = ast.parse(source)
+        return {
+            node.name: ast.unparse(node) for node in tree.body if isinstance(node, ast.FunctionDef)
+        }
+
+    ours, theirs = functions(job), functions(script)
+    assert {"read_rows", "encode"} <= set(theirs)
+    assert {name: ours[name] for name in theirs} == theirs
+    assert 'eval_dataset=Dataset.from_list(read_rows(HERE / "validation.jsonl"' in script
+
+
+@pytest.mark.parametrize("to", ["trl", "axolotl", "llamafactory"])
+@pytest.mark.parametrize(
+    ("keeping", "expected"),
+    [
+        (Keeping(), {"save_strategy": "steps", "save_steps": 0.1, "save_total_limit": 2}),
+        (
+            Keeping(save_steps=50, save_total_limit=7),
+            {"save_strategy": "steps", "save_steps": 50, "save_total_limit": 7},
+        ),
+        (Keeping(save_steps=0), {"save_strategy": "no"}),
+    ],
+)
+def test_checkpoints_are_kept_as_the_plan_says(
+    to: str, keeping: Keeping, expected: dict[str, Any]
+) -> None:
+    made = FORMATS[to](recipe(keeping=keeping))
+    settings = YAML(typ="safe", pure=True).load(next(iter(made.files.values())))
+    saved = {name: value for name, value in settings.items() if name.startswith("save_")}
+    assert saved == expected
+
+
+# --- recipes
+
+
+def test_a_recipe_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    one = recipe(target_modules=("q_proj", "v_proj"), epochs=2.5)
+    (tmp_path / "recipe.json").write_text(json.dumps(one.to_dict()))
+    assert handover.read_recipe(tmp_path) == one
+
+
+@pytest.mark.parametrize("to", ["trl", "axolotl", "llamafactory", "unsloth"])
+def test_a_tool_without_bias_training_says_so_and_is_predicted_without(to: str) -> None:
+    made = FORMATS[to](recipe(replace(RUN, method="lora", quant="none", bias="all")))
+    assert made.run.bias == "none"
+    assert any("has no bias: all is left out" in note for note in made.notes)
+
+
+def test_a_folder_without_a_winner_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no recipe.json; give the folder of a whichlora"):
+        handover.read_recipe(tmp_path)
+    (tmp_path / "answer.json").write_text('{"winner": null}')
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe().to_dict()))  # of an earlier start
+    with pytest.raises(ConfigError, match="nothing met the limits of this run"):
+        handover.read_recipe(tmp_path)
+
+
+def test_a_run_for_several_gpus_exports_the_winner_of_the_recommended_one(tmp_path: Path) -> None:
+    for gpu in ("l4-24gb", "rtx-4090-24gb"):
+        (tmp_path / gpu).mkdir()
+        (tmp_path / gpu / "recipe.json").write_text(json.dumps(recipe().to_dict()))
+    rows = [{"gpu": "l4-24gb", "recommended": False}, {"gpu": "rtx-4090-24gb", "recommended": True}]
+    (tmp_path / "answer.json").write_text(json.dumps({"gpus": rows}))
+    assert handover.folder_of_winner(tmp_path) == tmp_path / "rtx-4090-24gb"
+    assert handover.folder_of_winner(tmp_path / "l4-24gb") == tmp_path / "l4-24gb"
+    assert whichlora("export", str(tmp_path), "--to", "trl").exit_code == 0
+    assert (tmp_path / "rtx-4090-24gb" / "trl.yaml").is_file()
+
+
+@pytest.mark.parametrize("gpus", [[{"gpu": "../x", "recommended": True}], ["x"], 3, None])
+def test_an_answer_leads_an_export_to_no_folder_outside_of_its_own(
+    tmp_path: Path, gpus: Any
+) -> None:
+    run, outside = tmp_path / "run", tmp_path / "x"
+    for folder in (run, outside):
+        folder.mkdir()
+    (outside / "recipe.json").write_text(json.dumps(recipe().to_dict()))
+    (run / "answer.json").write_text(json.dumps({"gpus": gpus}))
+    assert handover.folder_of_winner(run) == run
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema_version": 2}, "schema_version is 2, this release reads 1"),
+        ({"colour": "red"}, "unexpected keyword argument 'colour'"),
+        ({"run": {"model": "x", "r": 0}}, "r: must be 1 or more"),
+    ],
+)
+def test_a_broken_recipe_is_refused_with_its_path(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe().to_dict() | change))
+    with pytest.raises(DataFileError, match=said) as refusal:
+        handover.read_recipe(tmp_path)
+    assert str(refusal.value).startswith(str(tmp_path / "recipe.json"))
+
+
+# --- YAML
+
+
+def test_numbers_and_words_survive_every_yaml_reader() -> None:
+    settings = {
+        "learning_rate": 2e-05,
+        "tiny": 1e-8,
+        "half": 0.5,
+        "whole": 3.0,
+        "no": "no",
+        "number": "12",
+        "path": "org/model-1.5B",
+        "off": False,
+        "none": None,
+        "list": ["a b", 1, True],
+        "maps": [{"x": 1, "y": "no"}, {"x": 2, "y": "#"}],
+        "text": "one\ntwo\n",
+    }
+    text = yaml_text(settings, head="first\n\nsecond")
+    assert text.startswith("# first\n#\n# second\nlearning_rate: 2.0e-5\n")
+    assert YAML(typ="safe", pure=True).load(text) == settings
+
+
+# --- the command
+
+
+def test_the_command_offers_every_format() -> None:
+    assert tuple(FORMATS) == command._TOOLS
+
+
+def test_a_model_with_settings_is_exported(tmp_path: Path) -> None:
+    args = (MODEL, "--to", "axolotl", "--gpu", GPU, "--method", "qlora")
+    result = whichlora("export", *args, "--output", str(tmp_path))
+    assert result.exit_code == 0, result.stderr
+    assert "axolotl changes prepare_kbit: True to False" in result.stdout
+    assert (tmp_path / "axolotl.yaml").is_file()
+
+
+def test_a_run_folder_is_exported_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe().to_dict()))
+    result = whichlora("export", str(tmp_path), "--to", "llamafactory", "--json")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert answer["schema_version"] == SCHEMA_VERSION
+    assert answer["command"] == "llamafactory-cli train llamafactory.yaml"
+    assert [Path(one).name for one in answer["files"]] == ["llamafactory.yaml", "dataset_info.json"]
+    assert answer["after"]["memory"]["device_used_bytes"] > 0
+
+
+def test_what_a_run_leaves_is_enough_to_export_it(tmp_path: Path) -> None:
+    plan = {
+        "stage1_profile": {"model_names": [MODEL], "prefill_length": 16, "tokens_to_generate": 8},
+        "stage2_profile": {"batch_size": [1, 2]},
+        "methods": ["qlora"],
+        "dataset": {"samples": 100, "tokens": 6000},
+        "sequence_length": 64,
+        "gpu": GPU,
+        "profile": "none",
+        "output_dir": str(tmp_path / "run"),
+    }
+    best = recommend(plan).winner
+    assert best is not None
+    result = whichlora("export", str(tmp_path / "run"), "--to", "trl")
+    assert result.exit_code == 0, result.stderr
+    settings = YAML(typ="safe", pure=True).load((tmp_path / "run" / "trl.yaml").read_text())
+    assert settings["per_device_train_batch_size"] == best.run.batch_size
+    assert settings["lora_r"] == best.run.r
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((MODEL, "--to", "trl", "--gpu", GPU, "--r", "8,16"), "these settings make 2"),
+        ((MODEL, "--to", "trl", "--gpu", GPU, "--phase", "inference"), "writes a fine-tuning"),
+        ((MODEL, "--to", "trl", "--gpu", GPU, "--seq-len", "max"), "--seq-len: export takes num"),
+        ((MODEL, "--to", "torchtune"), "'torchtune' is not one of"),
+        ((".", "--to", "trl"), "has no recipe.json"),
+        ((".", "--to", "trl", "--batch-size", "2"), "--batch-size: is for a MODEL"),
+    ],
+)
+def test_a_bad_export_gets_one_clear_line(args: tuple[str, ...], said: str) -> None:
+    result = whichlora("export", *args)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert said in line

@@ -1,0 +1,461 @@
+"""Exports against the tools' own parsers, and TRL's for real on CPU; see docs/trainers.md."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+from written_job import script_of
+
+from whichlora.errors import ConfigError
+from whichlora.exports import FORMATS, Recipe
+from whichlora.exports.simpler import simpler_row
+from whichlora.exports.train_script import train_script
+from whichlora.spec.data_format import DataFormat
+from whichlora.spec.plan import Keeping
+from whichlora.spec.run import RunConfig
+from whichlora.workflow import export as handover
+
+pytestmark = pytest.mark.oracle
+
+MODEL = "HuggingFaceTB/SmolLM2-135M"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {"method": "lora"},
+    "qlora": {"method": "qlora", "lora_dropout": 0.05},
+    "qdora": {"method": "qdora"},
+    "int8": {"method": "lora", "quant": "int8"},
+    "full": {"method": "full"},
+    "names, no checkpointing": {
+        "method": "lora",
+        "target_modules": ("q_proj", "v_proj"),
+        "gradient_checkpointing": False,
+        "optimizer": "adamw_8bit",
+        "attn": "eager",
+    },
+    "head": {"method": "qlora", "modules_to_save": ("embed_tokens", "lm_head")},
+    "fp16": {"method": "lora", "precision": "fp16", "gradient_accumulation_steps": 4},
+}
+
+
+def recipe(settings: dict[str, Any], **job: Any) -> Recipe:
+    run = RunConfig(**({"model": MODEL, "batch_size": 2, "seq_len": 128} | settings))
+    return handover.make_recipe(run, "l4-24gb", learning_rate=2e-5, **job)
+
+
+def written(to: str, one: Recipe, folder: Path) -> Path:
+    for name, text in FORMATS[to](one).files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    return folder / next(iter(FORMATS[to](one).files))
+
+
+@pytest.fixture(params=VARIANTS)
+def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return VARIANTS[request.param]
+
+
+def test_trl_reads_every_setting(settings: dict[str, Any], tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="needs TRL beside the profile extra")
+    if settings.get("precision") == "fp16":
+        pytest.skip("TRL checks for a GPU before it accepts fp16")
+    one = recipe(settings)
+    path = written("trl", one, tmp_path)
+    # what the machine has is not what the file says: a CPU refuses bf16
+    parser = trl.TrlParser(
+        (trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
+    )
+    args = ["--config", str(path), "--use_cpu", "true"]
+    _, training, model, data = parser.parse_args_and_config(args)
+    run = FORMATS["trl"](one).run
+    assert training.per_device_train_batch_size == run.batch_size
+    assert training.max_length == run.seq_len
+    assert training.learning_rate == 2e-5
+    assert training.optim == run.trainer_optim
+    assert training.gradient_checkpointing is run.gradient_checkpointing
+    assert training.bf16 is (run.precision == "bf16")
+    assert model.load_in_4bit is (run.quant == "nf4-dq")
+    assert model.load_in_8bit is (run.quant == "int8")
+    assert model.use_dora is (run.method in ("dora", "qdora"))
+    assert model.use_peft is (run.method != "full")
+    assert data.datasets[0].data_files == "train.jsonl"
+
+
+def test_axolotl_accepts_every_setting_and_drops_none(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    schemas = pytest.importorskip("axolotl.utils.schemas.config", reason="needs Axolotl")
+    path = written("axolotl", recipe(settings), tmp_path)
+    values = YAML(typ="safe", pure=True).load(path.read_text())
+    config = schemas.AxolotlInputConfig.model_validate(values)
+    assert set(values) <= set(schemas.AxolotlInputConfig.model_fields)  # it drops unknown keys
+    parsed = config.model_dump()
+    for name, value in values.items():
+        if not isinstance(value, list | dict):
+            assert parsed[name] == value, name
+
+
+def test_llamafactory_accepts_every_setting(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")  # it pins older libraries than ours
+    hparams = pytest.importorskip("llamafactory.hparams", reason="needs LLaMA-Factory")
+    omegaconf = pytest.importorskip("omegaconf")
+    if settings.get("precision") == "fp16":
+        pytest.skip("TrainingArguments check for a GPU before they accept fp16")
+    one = recipe(settings)
+    path = written("llamafactory", one, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    values = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path))
+    # the two settings that it looks for a GPU before accepting
+    here = {"use_cpu": True, "pure_bf16": False}
+    assert values["pure_bf16"] is (settings["method"] == "full")
+    model, data, training, tuning, _ = hparams.get_train_args(values | here)
+    run = FORMATS["llamafactory"](one).run
+    assert data.cutoff_len == run.seq_len
+    assert data.packing is False
+    assert training.learning_rate == 2e-5
+    assert isinstance(training.learning_rate, float)
+    assert training.per_device_train_batch_size == run.batch_size
+    assert settings["method"] == "full" or tuning.lora_rank == run.r
+    assert tuning.use_dora is (run.method in ("dora", "qdora"))
+    assert model.quantization_bit == {"nf4-dq": 4, "int8": 8}.get(run.quant or "none")
+    assert model.use_reentrant_gc is False
+
+
+def test_skypilot_accepts_the_task(tmp_path: Path) -> None:
+    sky = pytest.importorskip("sky", reason="needs SkyPilot, 72 packages")
+    path = written("skypilot", recipe(VARIANTS["qlora"]), tmp_path)
+    task = sky.Task.from_yaml_config(YAML(typ="safe", pure=True).load(path.read_text()))
+    (resources,) = task.resources
+    assert resources.accelerators == {"L4": 1}
+    assert task.run == "python train.py\n"
+
+
+def test_the_script_for_unsloth_is_python_that_uses_what_it_imports(tmp_path: Path) -> None:
+    for settings in VARIANTS.values():
+        path = written("unsloth", recipe(settings), tmp_path)
+        rules = ["ruff", "check", "--isolated", "--select", "F,E9", str(path)]
+        done = subprocess.run([sys.executable, "-m", *rules], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_the_trl_export_trains_on_a_cpu(method: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="needs TRL beside the profile extra")
+    from oracle_memory import CONFIGS
+    from oracle_tokenizer import byte_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = tmp_path / "model"
+    config = AutoConfig.for_model("llama", **CONFIGS["llama"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    run = RunConfig(
+        model=str(model), method=method, precision="fp32", batch_size=2, seq_len=64, r=4
+    )
+    one = replace(handover.make_recipe(run, "cpu"), epochs=1.0)
+    path = written("trl", one, tmp_path)
+    rows = [json.dumps({"text": "word " * (number + 4)}) for number in range(6)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
+    trl = Path(sys.executable).with_name("trl")
+    done = subprocess.run(
+        [str(trl), "sft", "--config", path.name, "--use_cpu", "true"],
+        cwd=tmp_path,
+        env=dict(os.environ) | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    saved = json.loads((tmp_path / "output-trl" / "adapter_config.json").read_text())
+    assert (saved["r"], saved["lora_alpha"]) == (4, run.lora_alpha)
+    leaves = {name.rpartition(".")[2] for name in saved["target_modules"]}
+    assert leaves == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+# --- the job against TRL's own trainer, token for token
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}</s>{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+WORDS = ["be", "or not to be", "that is", "the question", "whether", "nobler in the mind"]
+
+
+def turns(number: int) -> list[dict[str, str]]:
+    roles = ("user", "assistant") * (1 + number % 3)
+    return [
+        {"role": role, "content": WORDS[(number + place) % len(WORDS)]}
+        for place, role in enumerate(roles)
+    ]
+
+
+def rows_of(kind: str) -> list[dict[str, Any]]:
+    make: dict[str, Callable[[int], dict[str, Any]]] = {
+        "text": lambda n: {"text": " ".join(WORDS[: 1 + n % 6])},
+        "prompt-completion": lambda n: {"prompt": WORDS[n % 6] + " ", "completion": WORDS[-n % 6]},
+        "chat-completion": lambda n: {"prompt": turns(n)[:-1], "completion": turns(n)[-1:]},
+        "messages": lambda n: {"messages": turns(n)},
+    }
+    return [make[kind](number) for number in range(10)]
+
+
+FORMATS_AGAINST_TRL = {
+    "text": (DataFormat(), {}),
+    "prompt-completion": (DataFormat(kind="prompt-completion"), {"completion_only_loss": True}),
+    "chat-completion": (
+        DataFormat(kind="prompt-completion", conversational=True),
+        {"completion_only_loss": True},
+    ),
+    "messages": (DataFormat(kind="messages", conversational=True), {"assistant_only_loss": True}),
+}
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED], ids=["marked", "unmarked"])
+@pytest.mark.parametrize("kind", FORMATS_AGAINST_TRL)
+def test_the_job_has_the_labels_and_the_losses_of_trl(
+    kind: str, template: str, tmp_path: Path
+) -> None:
+    trl = pytest.importorskip("trl", reason="needs TRL beside the profile extra")
+    from datasets import Dataset
+    from oracle_memory import CONFIGS
+    from oracle_tokenizer import byte_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    model = tmp_path / "model"
+    config = AutoConfig.for_model("llama", **CONFIGS["llama"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    data_format, only = FORMATS_AGAINST_TRL[kind]
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token  # where padding by its token would hide the end
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+    run = RunConfig(
+        model=str(model),
+        method="full",
+        precision="fp32",
+        batch_size=2,
+        seq_len=48,  # cuts some rows
+        padding="padded",
+    )
+    keeping = Keeping(save_steps=100, eval_steps=0)
+    source = train_script(
+        run, target_modules=[], data_format=data_format, learning_rate=1e-3, keeping=keeping
+    )
+    job = tmp_path / "train.py"
+    job.write_text(source.replace("logging_steps=10", "logging_steps=1"))
+    rows = rows_of(kind)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = subprocess.run([sys.executable, str(job)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (state,) = (tmp_path / "output").glob("checkpoint-*/trainer_state.json")
+    history = json.loads(state.read_text())["log_history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+
+    script, ours = script_of(job), AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = CHAT_TEMPLATE  # TRL reads turns from the marks alone
+    trainer = trl.SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(rows),
+        args=trl.SFTConfig(
+            output_dir=str(tmp_path / "trl"),
+            max_length=run.seq_len,
+            packing=False,
+            per_device_train_batch_size=run.batch_size,
+            num_train_epochs=1,
+            learning_rate=1e-3,
+            optim=run.trainer_optim,
+            bf16=False,
+            seed=0,
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            **only,
+        ),
+    )
+    encoded = script.read_rows(tmp_path / "train.jsonl", ours)
+    theirs = [
+        {name: row[name] for name in ("input_ids", "labels")} for row in trainer.train_dataset
+    ]
+    assert encoded == theirs
+    assert any(tokenizer.eos_token_id in row["labels"] for row in encoded)
+    trainer.train()
+    expected = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+# --- the rows of each kind, as the other tools read them
+
+
+def exported(
+    to: str, kind: str, folder: Path, *, train_on: str = "completions"
+) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
+    """The file of the export, the rows, and what `train.py` makes of them."""
+    from oracle_memory import CONFIGS
+    from oracle_tokenizer import byte_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = folder / "model"
+    config = AutoConfig.for_model("llama", **CONFIGS["llama"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(model)
+    run = RunConfig(model=str(model), method="lora", batch_size=2, seq_len=512)
+    recipe = replace(
+        handover.make_recipe(run, "l4-24gb"),
+        data_format=ROW_FORMATS[kind],
+        train_on=train_on,
+        validation=True,
+    )
+    for split in ("train", "validation"):
+        lines = "".join(json.dumps(row) + "\n" for row in rows_of(kind))
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    for tool in ("transformers", to):
+        made = FORMATS[tool](recipe)
+        for name, text in made.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    rows = rows_of(kind)
+    if made.made_of:
+        rows = [simpler_row(row) for row in rows]
+        for name in made.made_of:
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / name).write_text(lines, encoding="utf-8")
+    encoded = script_of(folder / "train.py").read_rows(folder / "train.jsonl", tokenizer)
+    return folder / next(iter(FORMATS[to](recipe).files)), rows, encoded
+
+
+ROW_FORMATS = {kind: data_format for kind, (data_format, _) in FORMATS_AGAINST_TRL.items()}
+
+
+@pytest.mark.parametrize("train_on", ["completions", "all"])
+@pytest.mark.parametrize("kind", FORMATS_AGAINST_TRL)
+def test_axolotl_makes_the_ids_and_labels_of_the_job(
+    kind: str, train_on: str, tmp_path: Path
+) -> None:
+    schemas = pytest.importorskip("axolotl.utils.schemas.config", reason="needs Axolotl")
+    strategies = pytest.importorskip("axolotl.prompt_strategies", reason="needs addict, colorama")
+    from axolotl.utils.dict import DictDefault
+    from transformers import AutoTokenizer
+
+    path, rows, encoded = exported("axolotl", kind, tmp_path, train_on=train_on)
+    values = YAML(typ="safe", pure=True).load(path.read_text())
+    config = DictDefault(
+        schemas.AxolotlInputConfig.model_validate(values).model_dump(exclude_none=True)
+    )
+    (data,), (validation,) = config.datasets, config.test_datasets
+    assert validation.path == data.path.replace("train", "validation")
+    assert validation.split == "train"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    named = data.type
+    strategy = (
+        strategies.load(named, tokenizer, config, data)
+        if isinstance(named, str)
+        else strategies.load("user_defined", tokenizer, config, named.to_dict())
+    )
+    made = []
+    for row in rows:
+        batch = {"text": [row["text"]]} if kind == "text" else row
+        tokenized = strategy.tokenize_prompt(batch)
+        columns = {name: tokenized[name] for name in ("input_ids", "labels")}
+        made.append({name: ids[0] for name, ids in columns.items()} if kind == "text" else columns)
+    assert [row["input_ids"] for row in made] == [row["input_ids"] for row in encoded]
+    if train_on == "all" and "messages" in rows[0]:  # all turns, without the words around them
+        questions = [turn["content"] for row in rows for turn in row["messages"]]
+        learned = [tokenizer.decode([i for i in row["labels"] if i != -100]) for row in made]
+        assert all(question in " ".join(learned) for question in questions)
+    else:
+        assert [row["labels"] for row in made] == [row["labels"] for row in encoded]
+
+
+@pytest.mark.parametrize("kind", FORMATS_AGAINST_TRL)
+@pytest.mark.parametrize("train_on", ["completions", "all"])
+def test_llamafactory_makes_the_ids_and_labels_of_the_job(
+    kind: str, train_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
+    monkeypatch.setitem(sys.modules, "torchaudio", ModuleType("torchaudio"))  # no sound in text
+    hparams = pytest.importorskip("llamafactory.hparams", reason="needs LLaMA-Factory")
+    omegaconf = pytest.importorskip("omegaconf")
+    from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
+    from transformers import AutoTokenizer
+
+    if (kind, train_on) == ("prompt-completion", "all"):
+        with pytest.raises(ConfigError, match="can't learn prompts of plain text"):
+            exported("llamafactory", kind, tmp_path, train_on=train_on)
+        return
+    path, rows, encoded = exported("llamafactory", kind, tmp_path, train_on=train_on)
+    monkeypatch.chdir(tmp_path)
+    values = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path))
+    model, data, training, tuning, _ = hparams.get_train_args(values | {"use_cpu": True})
+    assert training.eval_strategy == "epoch"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    template = get_template_and_fix_tokenizer(tokenizer, data)
+    read = get_dataset(template, model, data, training, tuning.stage, tokenizer=tokenizer)
+    assert len(read["eval_dataset"]) == len(rows)
+    made = read["train_dataset"]
+    if kind == "prompt-completion":  # two line breaks before the end
+        breaks = tokenizer("\n\n")["input_ids"]
+        for row in encoded:
+            row["input_ids"][-1:-1] = row["labels"][-1:-1] = breaks
+    assert list(made["input_ids"]) == [row["input_ids"] for row in encoded]
+    if kind != "text":  # there its collator makes the labels
+        assert list(made["labels"]) == [row["labels"] for row in encoded]
+
+
+@pytest.mark.parametrize("kind", FORMATS_AGAINST_TRL)
+def test_the_script_for_unsloth_trains_on_the_ids_and_labels_of_the_job(
+    kind: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("trl", reason="needs TRL beside the profile extra")
+    path, _, encoded = exported("unsloth", kind, tmp_path)
+    (tmp_path / "unsloth.py").write_text(UNSLOTH_ON_A_CPU)
+    source = path.read_text().replace("bf16=True", "bf16=False,\n        use_cpu=True")
+    columns = "{name: row[name] for name in ('input_ids', 'labels')}"
+    seen = ", ".join(f"[{columns} for row in trainer.{split}_dataset]" for split in SPLITS)
+    path.write_text(f"{source}\n(HERE / 'seen.json').write_text(json.dumps([{seen}]))\n")
+    done = subprocess.run(
+        [sys.executable, path.name],
+        cwd=tmp_path,
+        env=dict(os.environ) | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "seen.json").read_text()) == [encoded, encoded]
+    assert (tmp_path / "output-unsloth" / "adapter_config.json").is_file()
+
+
+SPLITS = ("train", "eval")
+UNSLOTH_ON_A_CPU = """\
+# Unsloth needs a GPU: its two calls, by what lies below them.
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+class FastLanguageModel:
+    def from_pretrained(model_name, **settings):
+        return (
+            AutoModelForCausalLM.from_pretrained(model_name, dtype="float32"),
+            AutoTokenizer.from_pretrained(model_name),
+        )
+
+    def get_peft_model(model, r, lora_alpha, target_modules, **settings):
+        config = LoraConfig(r=r, lora_alpha=lora_alpha, target_modules=target_modules)
+        return get_peft_model(model, config)
+"""

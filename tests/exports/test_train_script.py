@@ -1,0 +1,177 @@
+import inspect
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from whichlora.errors import ConfigError
+from whichlora.exports.train_script import train_command, train_script
+from whichlora.methods import list_methods
+from whichlora.spec.data_format import DataFormat
+from whichlora.spec.plan import Keeping, TrainOn
+from whichlora.spec.run import Optimizer, Precision, Quant, RunConfig
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODEL = "HuggingFaceTB/SmolLM2-135M"
+TINY_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "rope_scaling": None,
+    "eos_token_id": [1, 2],
+}
+
+
+FORMATS = [
+    DataFormat(),
+    DataFormat(kind="messages", conversational=True),
+    *(
+        DataFormat(kind=kind, conversational=conversational)  # type: ignore[arg-type]
+        for kind in ("prompt-completion", "preference")
+        for conversational in (False, True)
+    ),
+]
+KEPT = [
+    Keeping(save_steps=0),
+    Keeping(eval_steps=0),
+    Keeping(save_steps=0, eval_steps=0),
+    Keeping(save_steps=50, save_total_limit=3, eval_steps=100),
+]
+
+
+def script(**settings: Any) -> str:
+    keywords = {
+        name: settings.pop(name)
+        for name in inspect.signature(train_script).parameters
+        if name in settings
+    }
+    run = RunConfig(model=MODEL, **settings)
+    return train_script(run, target_modules=["q_proj", "v_proj"], **keywords)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("train_lora.py.txt", {"padding": "padded", "seq_len": 512, "batch_size": 4}),
+        (
+            "train_qdora_random.py.txt",
+            {
+                "method": "qdora",
+                "precision": "bf16-pure",
+                "weights": "random",
+                "model_config": TINY_LLAMA,
+                "max_steps": 3,
+                "optimizer": "lion",
+            },
+        ),
+    ],
+)
+def test_a_script_is_written_word_for_word(name: str, settings: dict[str, Any]) -> None:
+    assert script(**settings) == (GOLDEN / name).read_text(encoding="utf-8")
+
+
+VARIANTS: list[dict[str, Any]] = [
+    *({"method": method} for method in list_methods()),
+    *({"precision": precision} for precision in get_args(Precision)),
+    *({"optimizer": optimizer} for optimizer in get_args(Optimizer)),
+    *({"quant": quant} for quant in get_args(Quant)),
+    *(
+        {"batching": batching}
+        for batching in ("longest", "grouped", "fixed", "packed", "packed-bfd")
+    ),
+    {"gradient_checkpointing": False, "loss_head": "liger"},
+    {"weights": "random", "model_config": TINY_LLAMA},
+    {"weights": "random", "model_config": TINY_LLAMA, "tokenizer": "gpt2"},
+    {"masked_lm": True},
+    *(
+        {"data_format": data_format, "train_on": train_on, "batching": batching}
+        for data_format, train_on, batching in itertools.product(
+            FORMATS, get_args(TrainOn), ("longest", "packed", "packed-bfd")
+        )
+    ),
+    *({"masked_lm": True, "data_format": data_format} for data_format in FORMATS),
+    *({"keeping": keeping} for keeping in KEPT),
+    {"keeping": Keeping(save_steps=0), "precision": "bf16-pure"},
+    {"use_rslora": True, "loraplus_lr_ratio": 16.0, "expandable_segments": True},
+]
+
+
+def test_every_script_compiles_and_has_no_unused_or_missing_name(tmp_path: Path) -> None:
+    for number, variant in enumerate(VARIANTS):
+        source = script(**variant)
+        compile(source, "train.py", "exec")
+        (tmp_path / f"train_{number}.py").write_text(source, encoding="utf-8")
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "E,F,I", "-q"]
+    pytest.importorskip("ruff")
+    checked = subprocess.run(
+        [*command, "--line-length", "100", str(tmp_path)], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout
+    formatted = subprocess.run(
+        [sys.executable, "-m", "ruff", "format", "--isolated", "--diff", "-q", str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert formatted.returncode == 0, formatted.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "present", "absent"),
+    [
+        ({"method": "full"}, ["torch.bfloat16"], ["peft", "BitsAndBytes"]),
+        ({"method": "full", "precision": "fp16"}, ["torch.float32", "fp16=True"], ["bf16=True"]),
+        ({"base_dtype": "float32"}, ["torch.float32", "bf16=True"], ["bfloat16"]),
+        ({"precision": "bf16-no-autocast"}, ["torch.bfloat16"], ["bf16=True"]),
+        ({"precision": "bf16-pure"}, ["autocast_adapter_dtype=False"], ["bf16=True"]),
+        ({"method": "dora"}, ["use_dora=True"], ["prepare_model_for_kbit_training"]),
+        ({"quant": "int8"}, ["load_in_8bit=True", "prepare_model_for_kbit_training"], ["4bit"]),
+        ({"method": "qlora", "prepare_kbit": False}, ['"nf4"'], ["prepare_model_for_kbit"]),
+        ({"gradient_checkpointing": False}, [], ["checkpointing"]),
+        ({"bias": "lora_only"}, ['bias="lora_only"'], []),
+        ({"use_rslora": True}, ["use_rslora=True"], ["loraplus"]),
+        (
+            {"loraplus_lr_ratio": 16.0},
+            ["loraplus_lr_ratio=16.0", "get_optimizer_cls_and_kwargs", "(optimizer, None)"],
+            ["use_rslora", "os.environ"],
+        ),
+        ({"loraplus_lr_ratio": 16.0, "method": "full"}, [], ["loraplus", "optimizers="]),
+        ({"expandable_segments": True}, ["import os", '"PYTORCH_ALLOC_CONF"'], []),
+        ({"precision": "tf32"}, ["torch.float32", "tf32=True"], ["bf16=True"]),
+        ({"adapter_dtype": "bfloat16"}, ["autocast_adapter_dtype=False", "bf16=True"], []),
+        ({"attn": "eager", "lora_dropout": 0.1}, ['"eager"', "lora_dropout=0.1"], []),
+    ],
+)
+def test_a_script_holds_what_its_settings_need_and_nothing_else(
+    settings: dict[str, Any], present: list[str], absent: list[str]
+) -> None:
+    source = script(**settings)
+    assert [text for text in present if text not in source] == []
+    assert [text for text in absent if text in source] == []
+
+
+def test_rows_are_joined_only_where_the_prediction_had_no_padding() -> None:
+    assert "no padding" in script(padding="none")
+    assert "padded to their longest" in script(padding="padded")
+    assert "padded to their longest" in script(padding="none", batching="longest")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"phase": "inference"}, "phase: inference has nothing to train"),
+        ({"loss_head": "raw"}, "loss_head: raw can't be trained.*hf and liger"),
+        ({"weights": "random"}, "weights: random needs the config"),
+        ({"model_config": {"is_encoder_decoder": True}}, "needs pairs of texts"),
+    ],
+)
+def test_a_run_that_no_script_can_perform_is_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        script(**settings)
+
+
+def test_the_command_uses_this_interpreter() -> None:
+    assert train_command(Path("out/train.py")) == [sys.executable, "out/train.py"]

@@ -1,0 +1,288 @@
+"""The written job on CPU, for real: what it learns, its checkpoints, and a kill in the middle."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from written_job import script_of
+
+from whichlora.exports.train_script import train_script
+from whichlora.spec.data_format import DataFormat
+from whichlora.spec.plan import Keeping
+from whichlora.spec.run import RunConfig
+
+pytestmark = pytest.mark.oracle
+torch = pytest.importorskip("torch")
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+RUN = RunConfig(
+    model="tiny", method="lora", padding="padded", seq_len=64, batch_size=2, precision="fp32", r=4
+)
+CHAT = DataFormat(kind="messages", conversational=True)
+MARKED = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}<a>"
+    "{% generation %}{{ message.content }}</s>{% endgeneration %}"
+    "{% else %}<u>{{ message.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+REWRITES = (  # earlier turns lose their first letter, as reasoning is dropped from earlier turns
+    "{% for message in messages %}"
+    "{{ message.content if loop.last else message.content[1:] }}{% endfor %}"
+)
+
+
+def write(folder: Path, rows: list[dict[str, Any]], run: RunConfig = RUN, **job: Any) -> Path:
+    """The script of `run`, and `rows` for both splits."""
+    folder.mkdir(exist_ok=True)
+    options = {"weights": "random", "model_config": LLAMA, "target_modules": ["q_proj", "v_proj"]}
+    path = folder / "train.py"
+    path.write_text(train_script(run, **(options | job)))
+    for name in ("train", "validation"):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text)
+    return path
+
+
+def run_script(path: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(path), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def result_of(path: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((path.parent / "output" / "result.json").read_text())
+    return result
+
+
+TEXTS = [{"text": "to be or not to be, " * (1 + n % 3)} for n in range(24)]
+
+
+# --- what is learned
+
+
+def learned(path: Path, tokenizer: Any, row: dict[str, Any]) -> str:
+    """What of a row has a loss, as text."""
+    ids, labels = script_of(path).encode(row, tokenizer)
+    assert len(ids) == len(labels)
+    assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+    text: str = tokenizer.decode([label for label in labels if label != -100])
+    return text
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+TURNS = [turn("user", "Hi"), turn("assistant", "Yes?"), turn("user", "Go"), turn("assistant", "OK")]
+PAIR = DataFormat(kind="prompt-completion")
+CHAT_PAIR = DataFormat(kind="prompt-completion", conversational=True)
+PREFERENCE = DataFormat(kind="preference")
+CHAT_PREFERENCE = DataFormat(kind="preference", conversational=True)
+ANSWERED = {"prompt": TURNS[:1], "chosen": TURNS[1:2], "rejected": [turn("assistant", "No")]}
+
+
+@pytest.mark.parametrize(
+    ("data_format", "row", "completions", "everything"),
+    [
+        (DataFormat(), {"text": "ab"}, "ab</s>", "ab</s>"),
+        (DataFormat(), {"text": "ab</s>"}, "ab</s>", "ab</s>"),
+        (PAIR, {"prompt": "ab ", "completion": "cd"}, "cd</s>", "ab cd</s>"),
+        (CHAT_PAIR, {"prompt": TURNS[:1], "completion": TURNS[1:2]}, "Yes?</s>", None),
+        (CHAT_PAIR, {"prompt": TURNS[:3], "completion": TURNS[3:]}, "OK</s>", None),
+        (CHAT, {"messages": TURNS}, "Yes?</s>OK</s>", "<u>Hi<a>Yes?</s><u>Go<a>OK</s>"),
+        (PREFERENCE, {"prompt": "a", "chosen": "b", "rejected": "c"}, "b</s>", "ab</s>"),
+        (PREFERENCE, {"chosen": "ab", "rejected": "ac"}, "ab</s>", "ab</s>"),
+        (CHAT_PREFERENCE, ANSWERED, "Yes?</s>", "<u>Hi<a>Yes?</s>"),
+        (
+            CHAT_PREFERENCE,
+            {"chosen": TURNS, "rejected": TURNS[:3]},
+            "OK</s>",
+            "<u>Hi<a>Yes?</s><u>Go<a>OK</s>",
+        ),
+    ],
+)
+@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
+def test_completions_and_the_end_are_learned_and_prompts_only_if_asked(
+    tmp_path: Path,
+    data_format: DataFormat,
+    row: dict[str, Any],
+    completions: str,
+    everything: str | None,
+    template: str,
+) -> None:
+    path = write(tmp_path / "completions", [row], data_format=data_format)
+    tokenizer = script_of(path).byte_tokenizer()
+    tokenizer.chat_template = template
+    assert learned(path, tokenizer, row) == completions
+    if everything is not None:
+        path = write(tmp_path / "all", [row], data_format=data_format, train_on="all")
+        assert learned(path, tokenizer, row) == everything
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = write(tmp_path, [{"messages": TURNS}], data_format=CHAT)
+    script = script_of(path)
+    tokenizer = script.byte_tokenizer()
+    tokenizer.chat_template = REWRITES
+    with pytest.raises(SystemExit) as refusal:
+        script.read_rows(tmp_path / "train.jsonl", tokenizer)
+    (line,) = str(refusal.value).splitlines()
+    assert line.startswith(f"{tmp_path / 'train.jsonl'}:1: ValueError: the chat template renders")
+    assert "train_on: all" in line
+
+
+def test_the_end_is_learned_where_padding_has_the_same_token(tmp_path: Path) -> None:
+    path = write(tmp_path, TEXTS)
+    script = script_of(path)
+    tokenizer = script.byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    from transformers import DataCollatorForSeq2Seq
+
+    rows = script.read_rows(tmp_path / "train.jsonl", tokenizer)
+    batch = DataCollatorForSeq2Seq(tokenizer)([rows[0], rows[2]])
+    end = len(rows[0]["input_ids"])
+    assert batch["labels"][0, end - 1] == tokenizer.eos_token_id
+    assert batch["labels"][0, end:].eq(-100).all()
+    assert batch["attention_mask"].sum(dim=1).tolist() == [end, len(rows[2]["input_ids"])]
+
+
+def test_a_row_whose_prompt_fills_the_length_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "a" * 200, "completion": "b"}, {"prompt": "a", "completion": "b"}]
+    path = write(tmp_path, rows, data_format=PAIR)
+    script = script_of(path)
+    kept = script.read_rows(tmp_path / "train.jsonl", script.byte_tokenizer())
+    assert len(kept) == 1
+    assert "1 of 2 rows are left out" in capsys.readouterr().err
+
+
+def test_a_job_without_rows_to_learn_from_ends_in_one_line(tmp_path: Path) -> None:
+    path = write(tmp_path, [{"prompt": "a" * 200, "completion": "b"}] * 3, data_format=PAIR)
+    done = run_script(path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"{tmp_path / 'train.jsonl'}: no row is left to train on"
+    (tmp_path / "train.jsonl").unlink()
+    done = run_script(path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(
+        "train.jsonl: is missing; put rows there, JSON lines of prompt, completion"
+    )
+
+
+def test_a_tokenizer_without_a_chat_template_is_saved_with_the_plain_one(tmp_path: Path) -> None:
+    rows = [{"messages": TURNS}] * 4
+    run = replace(RUN, seq_len=512, batch_size=1)
+    path = write(tmp_path, rows, run, data_format=CHAT, keeping=Keeping(save_steps=0))
+    done = run_script(path)
+    assert done.returncode == 0, done.stderr
+    assert "the tokenizer has no chat template; it is saved with CHAT_TEMPLATE" in done.stderr
+    saved = tmp_path / "output" / "chat_template.jinja"
+    assert "### Response:" in saved.read_text()
+    assert not list((tmp_path / "output").glob("checkpoint-*"))
+
+
+# --- checkpoints
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_killed_run_resumes_to_the_same_steps_and_the_same_loss(
+    tmp_path: Path, method: str
+) -> None:
+    run = replace(RUN, method=method, lora_dropout=0.1)
+    options: dict[str, Any] = {"epochs": 3.0, "keeping": Keeping(save_steps=7)}
+    whole = write(tmp_path / "whole", TEXTS, run, **options)
+    assert run_script(whole).returncode == 0
+    killed = write(tmp_path / "killed", TEXTS, run, **options)
+    output = killed.parent / "output"
+    slow = killed.read_text().replace(
+        "        control.should_log |= control.should_save\n",
+        "        control.should_log |= control.should_save\n"
+        "        __import__('time').sleep(0.2 if state.global_step > 14 else 0)\n",
+    )
+    killed.write_text(slow)
+    child = subprocess.Popen([sys.executable, str(killed)], stderr=subprocess.DEVNULL)
+    while not (output / "checkpoint-14" / "trainer_state.json").exists():
+        assert child.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.3)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    assert not (output / "result.json").exists()
+    refused = run_script(killed)
+    assert refused.returncode == 1
+    assert "checkpoint-14: is of an earlier start; go on from it with --resume" in refused.stderr
+    done = run_script(killed, "--resume")
+    assert done.returncode == 0, done.stderr
+    expected, resumed = result_of(whole), result_of(killed)
+    assert resumed["num_steps"] == expected["num_steps"] == 36
+    assert resumed["final_loss"] == expected["final_loss"]
+    assert resumed["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-6)
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == [
+        "checkpoint-35",
+        "checkpoint-36",
+    ]
+
+
+def test_narrow_adapters_stay_narrow_after_a_resume(tmp_path: Path) -> None:
+    run = replace(RUN, precision="bf16-pure")
+    keeping = Keeping(save_steps=6, save_total_limit=5)
+    path = write(tmp_path, TEXTS, run, keeping=keeping)
+    done = run_script(path)
+    assert done.returncode == 0, done.stderr
+    loss = result_of(path)["final_loss"]
+    (tmp_path / "output" / "checkpoint-12" / "trainer_state.json").write_text("{")  # half written
+    done = run_script(path, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert result_of(path)["final_loss"] == loss
+    from safetensors.torch import load_file
+
+    adapters = load_file(tmp_path / "output" / "checkpoint-12" / "adapter_model.safetensors")
+    assert {one.dtype for one in adapters.values()} == {torch.bfloat16}
+
+
+def test_an_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
+    path = write(tmp_path, TEXTS, epochs=200.0, keeping=Keeping(save_steps=3))
+    child = subprocess.Popen([sys.executable, str(path)], stderr=subprocess.PIPE, text=True)
+    while not list((tmp_path / "output").glob("checkpoint-*/trainer_state.json")):
+        assert child.poll() is None
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 130
+    (line,) = [line for line in said.splitlines() if line.startswith("stopped; ")]
+    assert line.startswith(f"stopped; go on from {tmp_path / 'output'}/checkpoint-")
+    assert line.endswith(f"with: python {path} --resume")
+
+
+def test_other_versions_than_those_predicted_are_said(tmp_path: Path) -> None:
+    run = replace(RUN, libraries=(("peft", "0.10.0"),))
+    path = write(tmp_path, TEXTS, run)
+    script = script_of(path)
+    assert script.PREDICTED_WITH["peft"] == "0.10.0"
+    done = subprocess.run(
+        [sys.executable, "-c", "import train; train.compare_versions()"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    (line,) = notes  # beside what libraries say as they are imported
+    assert line.startswith("note: memory and time may differ: ")
+    assert line.endswith(", predicted 0.10.0")

@@ -1,0 +1,77 @@
+"""Every model of the database, every method, both phases: a prediction, offline, without torch."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from whichlora.methods import list_methods
+from whichlora.spec.results import Prediction
+from whichlora.store.models import ModelRecord, list_models
+from whichlora.workflow import combinations, estimates
+
+MODELS = list_models()
+METHODS = tuple(list_methods())
+GPUS = ("h100-sxm-80gb", "cpu")
+
+
+def checked(one: Prediction) -> None:
+    memory, time = one.memory, one.time
+    assert sum(memory.breakdown.values()) == memory.device_used_bytes
+    assert all(size >= 0 for size in memory.breakdown.values()), memory.breakdown
+    assert 0 < memory.peak_allocated_bytes <= memory.peak_reserved_bytes
+    assert memory.peak_reserved_bytes <= memory.device_used_bytes
+    low, high = memory.interval_bytes
+    assert 0 < low <= memory.device_used_bytes <= high
+    total = time.step_s
+    if total is None:
+        assert time.prefill_s is not None
+        total = time.time_per_token_s
+    low_s, high_s = time.interval_s
+    assert 0 < low_s < total < high_s < math.inf
+    parts = sum(time.breakdown.values())
+    if time.step_s is not None:
+        assert parts == pytest.approx(time.step_s)
+    assert all(0 <= seconds < math.inf for seconds in time.breakdown.values()), time.breakdown
+    assert 0 < time.tokens_per_s < math.inf
+    assert one.basis
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.hub_id)
+def test_a_model_is_estimated_with_every_method_in_both_phases(model: ModelRecord) -> None:
+    settings = {"model": [model.hub_id], "seq_len": [512], "batch_size": [2]}
+    runs = [
+        *combinations.grid(
+            settings | {"phase": ["finetune"], "method": METHODS, "gradient_checkpointing": [None]}
+        ),
+        *combinations.grid(settings | {"phase": ["inference"], "prompt_len": [64]}),
+    ]
+    found = estimates.estimate(runs, GPUS)
+    assert len(found) == len(GPUS) * (len(METHODS) + 1)
+    for one in found:
+        checked(one)
+        assert one.num_params == model.params
+
+
+def test_no_estimate_loads_torch() -> None:
+    code = (
+        "import sys, json\n"
+        "from whichlora.store.models import list_models\n"
+        "from whichlora.workflow import combinations, estimates\n"
+        "of_each_type = {one.model_type: one.hub_id for one in list_models()}\n"
+        "settings = {'model': list(of_each_type.values())}\n"
+        f"settings |= {{'phase': ['finetune', 'inference'], 'method': {METHODS!r}}}\n"
+        "settings |= {'gradient_checkpointing': [False]}  # ALBERT has none\n"
+        "found = estimates.estimate(combinations.grid(settings), ['h100-sxm-80gb'])\n"
+        "print(json.dumps([len(found), sorted({name.partition('.')[0] for name in sys.modules})]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
+    )
+    count, modules = json.loads(done.stdout)
+    # served is what is merged, whatever trained it, and each quantised base with its adapter
+    assert count == len({model.model_type for model in MODELS}) * (len(METHODS) + 3)
+    heavy = {"torch", "transformers", "peft", "bitsandbytes", "pandas", "sklearn", "scipy"}
+    assert not heavy & set(modules)

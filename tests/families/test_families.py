@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whichlora.errors import ConfigError
+from whichlora.families import build, known_types
+from whichlora.spec.architecture import ModelSpec
+from whichlora.store.paths import data_folder
+
+FILES = sorted(x for x in data_folder("models_db").glob("*.json") if x.stem != "index")
+
+
+def read(file: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return value
+
+
+def model(stem: str) -> ModelSpec:
+    entry = read(data_folder("models_db") / f"{stem}.json")
+    return build(entry["config"], name=entry["hub_id"])
+
+
+def names(spec: ModelSpec) -> set[str]:
+    """What `target_modules="all-linear"` would reach in the layers."""
+    return {x.name for layer, _ in spec.layers() for x in layer.linears if x.is_module}
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_parameter_count_equals_that_of_transformers_to_the_unit(file: Path) -> None:
+    entry = read(file)
+    assert build(entry["config"], name=entry["hub_id"]).num_params == entry["params"]
+
+
+@pytest.mark.parametrize(
+    ("stem", "num_layers", "linears"),
+    [
+        (
+            "meta-llama--Llama-3.1-8B",
+            32,
+            {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        ),
+        (
+            "microsoft--Phi-3-mini-4k-instruct",
+            32,
+            {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
+        ),
+        ("openai-community--gpt2", 12, {"c_attn", "c_proj", "c_fc"}),
+        (
+            "EleutherAI--pythia-70m",
+            6,
+            {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
+        ),
+        ("mistralai--Mixtral-8x7B-v0.1", 32, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("google-t5--t5-small", 12, {"q", "k", "v", "o", "wi", "wo"}),
+        ("google-bert--bert-base-uncased", 12, {"query", "key", "value", "dense"}),
+        (
+            "deepseek-ai--DeepSeek-V3",
+            61,
+            {
+                *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+                *("gate_proj", "up_proj", "down_proj"),
+            },
+        ),
+    ],
+)
+def test_layers_and_module_names_are_those_of_transformers(
+    stem: str, num_layers: int, linears: set[str]
+) -> None:
+    spec = model(stem)
+    assert spec.num_hidden_layers == num_layers
+    assert names(spec) == linears
+
+
+def test_projections_of_one_input_share_a_label() -> None:
+    (layer, _), *_ = build(LLAMA, name="tiny").layers()
+    reads = {x.name: x.reads for x in layer.linears}
+    assert reads["q_proj"] == reads["k_proj"] == reads["v_proj"] == "attn_in"
+    assert reads["gate_proj"] == reads["up_proj"] == "mlp_in"
+    assert (reads["o_proj"], reads["down_proj"]) == ("attn_out", "mlp_act")
+
+
+@pytest.mark.parametrize(
+    ("stem", "elements"),
+    [
+        ("meta-llama--Llama-3.1-8B", 2 * 8 * 128),
+        ("tiiuae--falcon-7b", 2 * 64),  # one key and one value head
+        ("tiiuae--falcon-40b", 2 * 8192),  # grouped, but copied to every head before the cache
+        ("bigcode--starcoder", 2 * 128),
+        ("deepseek-ai--DeepSeek-V3", 512 + 64),  # the latent and the rotated key
+        ("google-bert--bert-base-uncased", 0),
+    ],
+)
+def test_the_cache_holds_what_transformers_keeps_per_token(stem: str, elements: int) -> None:
+    found = {a.cache_elements for layer, _ in model(stem).layers() for a in layer.attentions}
+    assert found == {elements}
+
+
+def test_gemma_3_attends_to_everything_in_every_sixth_layer() -> None:
+    spec = model("google--gemma-3-27b-pt")
+    windows = {layer.attentions[0].sliding_window: count for layer, count in spec.layers()}
+    assert windows == {1024: 52, None: 10}
+
+
+def test_a_null_window_means_no_window_and_a_missing_one_the_default() -> None:
+    mistral = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 2}
+    missing = build(mistral, name="tiny")
+    null = build({**mistral, "sliding_window": None}, name="tiny")
+    assert missing.groups[0].layer.attentions[0].sliding_window == 4096
+    assert null.groups[0].layer.attentions[0].sliding_window is None
+
+
+def test_experts_are_no_modules_and_say_how_many_a_token_passes() -> None:
+    layer = model("mistralai--Mixtral-8x7B-v0.1").groups[0].layer
+    assert layer.moe is not None
+    assert all(not x.is_module for x in layer.moe.expert.linears)
+    assert {(x.count, x.active) for x in layer.moe.expert.linears} == {(8, 2)}
+
+
+def test_albert_runs_one_set_of_weights_twelve_times() -> None:
+    (group,) = model("albert--albert-base-v2").groups
+    assert (group.count, group.shared) == (12, True)
+    assert group.num_params == group.layer.num_params
+
+
+def test_a_vision_tower_counts_and_is_named_in_a_note() -> None:
+    spec = model("Qwen--Qwen3.5-9B")
+    assert spec.other_params > 0
+    assert any("vision tower" in note for note in spec.notes)
+
+
+def test_t5_with_its_own_head_says_how_much_a_checkpoint_holds_more() -> None:
+    spec = model("google--flan-t5-small")
+    assert spec.head_tied
+    assert any(f"{32128 * 512} more parameters" in note for note in spec.notes)
+
+
+def test_an_unknown_type_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"x: model_type 'rwkv9' is not known; known are .*llama"):
+        build({"model_type": "rwkv9"}, name="x")
+    with pytest.raises(ConfigError, match="model_type None is not known"):
+        build({}, name="x")
+
+
+@pytest.mark.parametrize("value", [0, -4, "4096", 1.5, True, []])
+def test_a_size_that_is_no_size_names_its_key(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"tiny: hidden_size is .*, not a whole number"):
+        build({**LLAMA, "hidden_size": value}, name="tiny")
+
+
+def test_a_list_of_the_wrong_length_names_its_key() -> None:
+    config = {**LLAMA, "model_type": "olmo3", "layer_types": ["full_attention"]}
+    with pytest.raises(ConfigError, match="tiny: layer_types"):
+        build(config, name="tiny")
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"model_type": "llama", "num_hidden_layers": 10**30}, "num_hidden_layers"),
+        ({"model_type": "phi", "partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        ({"model_type": "phi", "partial_rotary_factor": float("nan")}, "partial_rotary_factor"),
+        ({"model_type": "phi", "rope_parameters": {"partial_rotary_factor": 7}}, "partial_rotary"),
+        ({"model_type": "gpt_neo", "attention_types": [["global"]]}, "attention_types"),
+        ({"model_type": "gpt_neo", "attention_types": [[["local"], 1]]}, "attention_types"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": ["all"]}, "mlp_only_layers"),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": "3"}, "first_k_dense_replace"),
+        ({"model_type": "gemma3", "text_config": "small"}, "text_config"),
+    ],
+)
+def test_any_other_wrong_value_names_its_key(config: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"tiny: {key}"):
+        build(config, name="tiny")
+
+
+NO_DEFAULT: dict[str, dict[str, int]] = {  # in the order in which they are asked for
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("model_type", known_types())
+def test_a_bare_type_has_the_defaults_of_its_class(model_type: str) -> None:
+    config: dict[str, Any] = {"model_type": model_type}
+    needed = NO_DEFAULT.get(model_type, {})
+    for key, value in needed.items():
+        with pytest.raises(ConfigError, match=f"bare: {key} is missing"):
+            build(config, name="bare")
+        config[key] = value
+    assert build(config, name="bare").num_params > 0
+
+
+@given(
+    heads=st.integers(1, 8),
+    head_dim=st.integers(1, 16),
+    width=st.integers(1, 64),
+    layers=st.integers(1, 6),
+    tied=st.booleans(),
+)
+def test_parts_sum_to_the_total(
+    heads: int, head_dim: int, width: int, layers: int, tied: bool
+) -> None:
+    hidden = heads * head_dim
+    spec = build(
+        {
+            **LLAMA,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "intermediate_size": width,
+            "num_hidden_layers": layers,
+            "tie_word_embeddings": tied,
+        },
+        name="tiny",
+    )
+    per_layer = 4 * hidden**2 + 3 * hidden * width + 2 * hidden
+    tables = 100 * hidden * (1 if tied else 2)
+    assert spec.num_params == layers * per_layer + tables + hidden

@@ -1,0 +1,332 @@
+"""The Trainer callback in real trainings on CPU: what it reads, says, measures and refuses."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.oracle
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import oracle_trainer as oracle
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+from whichlora.calibration.load import model_of, refit
+from whichlora.store.gpus import find_gpu
+from whichlora.store.measurements import read_measurements
+
+MEMORY_BAR = 0.06
+PLAIN = oracle.CASES[0]
+
+
+@pytest.fixture(autouse=True)
+def _own_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHICHLORA_CALIBRATION", str(tmp_path / "calibration"))
+
+
+@pytest.mark.parametrize("case", oracle.CASES, ids=lambda case: case.name)
+def test_the_prediction_before_step_1_is_the_peak_of_the_run(case: oracle.Case) -> None:
+    trained = oracle.train(case)
+    predicted, measured = trained.memory
+    assert predicted == pytest.approx(measured, rel=MEMORY_BAR)
+    # it was of the longest batch, and that is the one that was measured
+    measurement = trained.callback.measurement
+    assert measurement is not None
+    assert measurement.run.seq_len == case.seq_len
+    assert measurement.step_s
+    assert "fits cpu-" in trained.lines[0]
+    assert f"{oracle.NUM_STEPS} steps will take" in trained.lines[1]
+
+
+def test_every_setting_is_read_from_the_live_objects() -> None:
+    case = oracle.Case(
+        name="all",
+        adapter={"r": 4, "lora_alpha": 12, "lora_dropout": 0.1, "use_dora": True},
+        load=oracle.NF4,
+        args={"gradient_accumulation_steps": 3, "optim": "adafactor"} | oracle.CHECKPOINTING,
+    )
+    forecast = oracle.train(case).callback.forecast
+    assert forecast is not None
+    run = forecast.job.run
+    assert (run.method, run.quant, run.r, run.lora_alpha) == ("qdora", "nf4-dq", 4, 12)
+    assert (run.lora_dropout, run.target_modules) == (0.1, ("all-linear",))
+    assert (run.batch_size, run.gradient_accumulation_steps, run.seq_len) == (2, 3, 64)
+    assert (run.optimizer, run.precision, run.attn) == ("adafactor", "fp32", "sdpa")
+    assert run.gradient_checkpointing
+    assert not run.use_reentrant
+    assert run.prepare_kbit
+
+
+def test_rows_of_many_lengths_are_padded_batches_and_their_longest_is_named() -> None:
+    case = oracle.CASES[2]
+    trained = oracle.train(case)
+    forecast = trained.callback.forecast
+    assert forecast is not None
+    assert forecast.job.run.padding == "padded"
+    assert forecast.batches.longest == 64
+    assert len(forecast.batches.widths) > 1
+    assert sum(forecast.batches.widths.values()) == pytest.approx(oracle.NUM_STEPS)
+    (warning,) = [line for line in trained.lines if line.startswith("the longest batch")]
+    assert "64 tokens (row 2)" in warning
+
+
+def test_a_recorded_run_is_an_ordinary_record_that_the_next_prediction_rests_on(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "database"
+    trained = oracle.train(PLAIN, record=True, calibration_dir=folder)
+    gpu = find_gpu("cpu")
+    (record,) = read_measurements([folder], gpu.key)
+    assert record == trained.callback.measurement
+    assert record.batch_seq_len == (64,) * (oracle.NUM_STEPS - 2)  # not the first, not the counted
+    assert record.environment["libraries"]["torch"]
+    assert "recorded time and memory" in trained.lines[-1]
+    assert model_of(record).num_hidden_layers == 2
+    refit(gpu, folder)
+    again = oracle.train(PLAIN, calibration_dir=folder).callback.forecast
+    assert again is not None
+    assert "1 memory and 1 time runs of 1 records" in again.prediction.basis
+
+
+def test_nothing_is_recorded_unless_asked(tmp_path: Path) -> None:
+    oracle.train(PLAIN, calibration_dir=tmp_path / "database")
+    assert not (tmp_path / "database").exists()
+
+
+def test_training_goes_on_as_if_it_were_not_there() -> None:
+    def losses(*callbacks: Any) -> list[float]:
+        with tempfile.TemporaryDirectory() as folder, oracle.quiet():
+            case = replace(PLAIN, adapter={"r": 8, "lora_dropout": 0.2})  # draws at every step
+            trainer = oracle.Trainer(
+                model=oracle.load(case, Path(folder)),
+                args=oracle.arguments(replace(case, args={"logging_steps": 1}), folder),
+                train_dataset=oracle.rows(case),
+                data_collator=oracle.pad,
+                callbacks=list(callbacks),
+            )
+            trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    callback = oracle.WhichLoRACallback(say=lambda line: None)
+    assert losses(callback) == losses()
+    assert callback.forecast is not None
+
+
+def two_adapters(model: Any) -> None:
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+def frozen_layer(model: Any) -> None:
+    for parameter in model.model.layers[0].parameters():
+        parameter.requires_grad = False
+
+
+def half_frozen_adapters(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "layers.0" in name:
+            parameter.requires_grad = False
+
+
+def prompt_tuning(model: Any) -> Any:
+    return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
+def narrow_adapters(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(torch.float16)
+
+
+FULL = replace(PLAIN, adapter=None)
+REFUSED: list[tuple[str, oracle.Case, Any, str]] = [
+    ("two adapters", PLAIN, two_adapters, "2 adapters are loaded (default, second)"),
+    ("frozen layer", FULL, frozen_layer, "weights are frozen and there is no adapter"),
+    ("frozen adapters", PLAIN, half_frozen_adapters, "parameters are trained, its settings"),
+    ("prompt tuning", FULL, prompt_tuning, "adapters of type PROMPT_TUNING are not modelled"),
+    (
+        "rank pattern",
+        replace(PLAIN, adapter={"rank_pattern": {"q_proj": 4}}),
+        None,
+        "LoraConfig.rank_pattern={'q_proj': 4} is not modelled",
+    ),
+    (
+        "modules to save",
+        replace(PLAIN, adapter={"modules_to_save": ["input_layernorm"]}),
+        None,
+        "modules_to_save: 'input_layernorm' is neither the token embedding nor the head",
+    ),
+    (
+        "adapters of another dtype",
+        replace(PLAIN, dtype=torch.bfloat16, args={"bf16": True}),
+        narrow_adapters,
+        "float16 adapters under bf16 autocast are not modelled",
+    ),
+    ("optimizer", replace(PLAIN, args={"optim": "adagrad"}), None, "optim='adagrad'"),
+    (
+        "label smoothing",
+        replace(PLAIN, args={"label_smoothing_factor": 0.1}),
+        None,
+        "label_smoothing_factor=0.1 is not modelled",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "said"),
+    [row[1:] for row in REFUSED],
+    ids=[row[0] for row in REFUSED],
+)
+def test_what_it_cannot_read_it_says_in_one_line_and_the_training_goes_on(
+    case: oracle.Case, change: Any, said: str
+) -> None:
+    trained = oracle.train(case, change=change)
+    assert trained.callback.forecast is None
+    assert trained.callback.measurement is None
+    (line,) = trained.lines
+    assert line.startswith("no prediction: ")
+    assert said in line
+
+
+def packed(batch: list[dict[str, Any]]) -> dict[str, Any]:
+    ids = torch.cat([row["input_ids"] for row in batch])[None]
+    return {"input_ids": ids, "labels": ids}
+
+
+def to_multiple_of_16(batch: list[dict[str, Any]]) -> dict[str, Any]:
+    made = oracle.pad(batch)
+    missing = -made["input_ids"].shape[1] % 16
+    return {name: torch.nn.functional.pad(one, (0, missing)) for name, one in made.items()}
+
+
+def to_96(batch: list[dict[str, Any]]) -> dict[str, Any]:
+    made = oracle.pad(batch)
+    missing = 96 - made["input_ids"].shape[1]
+    return {name: torch.nn.functional.pad(one, (0, missing)) for name, one in made.items()}
+
+
+def test_joined_rows_are_refused() -> None:
+    (line,) = oracle.train(PLAIN, collator=packed).lines
+    assert "of shape (1, 128) of 2 rows" in line
+
+
+@pytest.mark.parametrize(
+    ("collator", "longest"), [(to_multiple_of_16, 64), (to_96, 96)], ids=["multiple", "fixed"]
+)
+def test_the_rule_of_a_collator_is_found_by_asking_it(collator: Any, longest: int) -> None:
+    trained = oracle.train(oracle.CASES[2], collator=collator)
+    forecast = trained.callback.forecast
+    assert forecast is not None
+    assert forecast.batches.longest == longest
+    assert all(width % 16 == 0 for width in forecast.batches.widths)
+    predicted, measured = trained.memory
+    assert predicted == pytest.approx(measured, rel=MEMORY_BAR)
+
+
+def test_a_hub_dataset_is_read_through_its_selection_and_its_format() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": row["input_ids"].tolist()} for row in oracle.rows(oracle.CASES[2])]
+    kept = datasets.Dataset.from_list(rows).select(range(3, 23)).with_format("torch")
+    forecast = oracle.train(oracle.CASES[2], dataset=kept).callback.forecast
+    assert forecast is not None
+    lengths = sorted(len(row["input_ids"]) for row in rows[3:23])
+    assert (forecast.batches.longest, forecast.batches.median) == (lengths[-1], lengths[10])
+
+
+def test_an_evaluation_between_steps_is_not_a_step(tmp_path: Path) -> None:
+    class Trainer(oracle.Trainer):  # type: ignore[misc]
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(eval_dataset=settings["train_dataset"], **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oracle, "Trainer", Trainer)
+        case = replace(PLAIN, args={"eval_strategy": "steps", "eval_steps": 2})
+        measurement = oracle.train(case).callback.measurement
+    assert measurement is not None
+    assert measurement.batch_seq_len == (64,) * (oracle.NUM_STEPS - 2)
+
+
+def test_a_stream_is_refused() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = oracle.rows(PLAIN)
+    stream = datasets.IterableDataset.from_generator(lambda: iter(rows))
+    (line,) = oracle.train(PLAIN, dataset=stream).lines
+    assert "the dataset is a stream" in line
+
+
+def test_a_fault_of_ours_does_not_end_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **settings: object) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr("whichlora.integrations.callback.read_job", broken)
+    (line,) = oracle.train(PLAIN).lines
+    assert line.startswith("no prediction, by a fault of whichlora: ZeroDivisionError")
+
+
+def test_importing_whichlora_loads_no_torch_and_no_transformers() -> None:
+    code = "import whichlora, whichlora.api, sys, json; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    assert not loaded & {"torch", "transformers", "peft", "accelerate"}
+
+
+# --- TRL
+
+NF4_BF16 = oracle.NF4 | {"bnb_4bit_compute_dtype": torch.bfloat16}
+TRL_CASES = (
+    oracle.Case(name="lora fp32", args={"bf16": False}),
+    oracle.Case(name="lora bf16", dtype=torch.bfloat16),
+    oracle.Case(name="full fp32", adapter=None, args={"bf16": False}),
+    oracle.Case(name="qlora", dtype=torch.bfloat16, load=NF4_BF16),
+    oracle.Case(
+        name="dora, no checkpointing",
+        adapter={"use_dora": True},
+        args={"bf16": False, "activation_checkpointing": False},
+    ),
+)
+
+
+@pytest.mark.parametrize("case", TRL_CASES, ids=lambda case: case.name)
+def test_the_sft_trainer_of_trl_is_predicted_with_its_own_loss_head(case: oracle.Case) -> None:
+    trl = pytest.importorskip("trl", reason="pip install --no-deps trl beside the profile extra")
+    from datasets import Dataset
+    from oracle_tokenizer import byte_tokenizer
+
+    lines: list[str] = []
+    callback = oracle.WhichLoRACallback(say=lines.append)
+    texts = ["x" * (63 if number == 2 else 40) for number in range(24)]  # and one token to end it
+    adapter = None
+    if case.adapter is not None:
+        settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"} | case.adapter
+        adapter = LoraConfig(**settings)
+    with tempfile.TemporaryDirectory() as folder, oracle.quiet():
+        bare = replace(case, adapter=None, prepare=False)
+        trainer = trl.SFTTrainer(
+            model=oracle.load(bare, Path(folder) / "model"),
+            args=trl.SFTConfig(
+                output_dir=folder,
+                max_steps=4,
+                per_device_train_batch_size=2,
+                use_cpu=True,
+                report_to="none",
+                save_strategy="no",
+                train_sampling_strategy="sequential",
+                **case.args,
+            ),
+            train_dataset=Dataset.from_list([{"text": text} for text in texts]),
+            processing_class=byte_tokenizer(),
+            peft_config=adapter,
+            callbacks=[callback],
+        )
+        trainer.train()
+    predicted, measured = oracle.Trained(callback=callback, lines=lines).memory
+    assert callback.forecast is not None
+    assert callback.forecast.job.run.loss_head == "trl-fused"
+    assert predicted == pytest.approx(measured, rel=MEMORY_BAR)

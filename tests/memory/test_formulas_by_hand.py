@@ -1,0 +1,299 @@
+"""Single formulas of memory, each against a number that the library's rule gives by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from devices import A100
+
+from whichlora.memory import (
+    activations,
+    kv_cache,
+    moments,
+    quantised_cache,
+    weights,
+)
+from whichlora.memory import (
+    inference as generation,
+)
+from whichlora.memory import (
+    loss as logits,
+)
+from whichlora.memory.entries import Fact
+from whichlora.memory.layer_bytes import layer_bytes
+from whichlora.memory.worst_layer import has_one_order, worst_backward
+from whichlora.predict.predict import ledger
+from whichlora.predict.resolve import Job, resolve
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import RunConfig
+from whichlora.store.models import find_model
+
+LLAMA_3_8B = "meta-llama/Llama-3.1-8B"
+LLAMA_VOCABULARY = 128_256 * 4096
+PURE: dict[str, Any] = {"precision": "bf16-pure", "expandable_segments": True}
+
+
+def job(run: RunConfig, gpu: GpuSpec = A100) -> Job:
+    spec: ModelSpec | None = find_model(run.model)
+    assert spec is not None
+    return resolve(spec, run, gpu)
+
+
+def held(run: RunConfig, moment: str, fact: Fact) -> int:
+    entries = ledger(job(run)).moments[moment]
+    return sum(int(entry.num_bytes) for entry in entries if entry.fact is fact)
+
+
+# --- weights
+
+
+@pytest.mark.parametrize(
+    ("blocks", "second_level"),
+    [(256, 1), (257, 2), (512, 2)],  # 256 scales share one in fp32
+)
+def test_scales_that_are_quantised_share_one_of_256(blocks: int, second_level: int) -> None:
+    size = weights.quantised_bytes(64 * blocks, "nf4-dq", out_features=64)
+    assert size == 32 * blocks + blocks + 4 * second_level + 2560
+
+
+def test_only_a_last_matrix_without_norm_after_it_stays_as_it_is() -> None:
+    """OLMo's norms have no weight, so transformers leaves the last layer's projection alone."""
+    olmo = job(RunConfig(model="allenai/OLMo-1B-hf", method="qlora"))
+    projection = 8192 * 2048
+    quantised = projection // 2 + 4 * projection // 64 + 2560
+    if olmo.stack.quant == "nf4-dq":
+        quantised = projection // 2 + projection // 64 + 4 * (projection // 64 // 256) + 2560
+    in_fp32 = replace(olmo.stack, base_bytes=4)
+    assert weights.unconverted_bytes(olmo.model, in_fp32) == 4 * projection - quantised
+    assert weights.unconverted_copy_bytes(olmo.model, in_fp32) == 2 * projection
+    llama = job(RunConfig(model=LLAMA_3_8B, method="qlora"))
+    assert weights.unconverted_bytes(llama.model, llama.stack) == 0
+    assert weights.unconverted_copy_bytes(llama.model, llama.stack) == 0
+
+
+def test_a_bias_counts_once_where_its_matrix_is_left_as_it_is() -> None:
+    olmo = job(RunConfig(model="allenai/OLMo-1B-hf", method="qlora"))
+    (group,) = olmo.model.groups
+    mlp = group.layer.mlp
+    assert mlp is not None
+    *others, last = mlp.linears
+    biased = replace(mlp, linears=(*others, replace(last, bias=True)))
+    spec = replace(olmo.model, groups=(replace(group, layer=replace(group.layer, mlp=biased)),))
+    # of the matrix only: a bias is never quantised
+    assert weights.unconverted_bytes(spec, olmo.stack) == weights.unconverted_bytes(
+        olmo.model, olmo.stack
+    )
+
+
+def test_a_scale_of_gptq_serves_128_weights_unless_it_is_told_otherwise() -> None:
+    size = weights.quantised_bytes(128 * 1000, "gptq-int4", out_features=1000)
+    assert size == 128 * 1000 // 2 + 1000 * 2 + 1000 // 2  # codes, scales in 16 bit, zeros in 4
+
+
+# --- masks and biases, of 2 sequences of 10 tokens in 16 bit
+
+PAIRS = 2 * 10 * 10
+
+
+@pytest.mark.parametrize(
+    ("name", "attn", "padding", "checkpointed", "kept"),
+    [
+        # a mask of 4 bytes, and the distances as int64, the same for both sequences
+        ("microsoft/deberta-v3-base", "sdpa", "none", True, 4 * PAIRS + 8 * 100),
+        ("microsoft/deberta-v3-base", "sdpa", "none", False, 8 * 100),
+        # ALiBi is added to the mask, for each of 32 heads
+        ("tiiuae/falcon-rw-1b", "sdpa", "none", True, 2 * 32 * PAIRS),
+        ("tiiuae/falcon-rw-1b", "sdpa", "none", False, 0),
+        # biases of 8 heads for encoder and decoder, and zeros for the cross attention
+        ("google-t5/t5-small", "sdpa", "none", True, 3 * 2 * 8 * 100),
+        ("google-t5/t5-small", "sdpa", "none", False, 2 * 8 * 100),
+        # boolean masks of the encoder, for itself and for the decoder that reads it
+        ("google-t5/t5-small", "sdpa", "padded", True, 3 * 2 * 8 * 100 + 2 * PAIRS),
+        # eager masks have the stream's width, and the decoder has its causal one
+        ("google-t5/t5-small", "eager", "none", True, 3 * 2 * 8 * 100 + 2 * PAIRS),
+        ("google-t5/t5-small", "eager", "padded", True, 3 * 2 * 8 * 100 + 3 * 2 * PAIRS),
+        # layers with a window have a mask of their own
+        ("google/gemma-3-1b-pt", "eager", "none", True, 2 * 2 * PAIRS),
+        ("google/gemma-3-1b-pt", "sdpa", "padded", True, 2 * PAIRS),
+        ("google-bert/bert-base-uncased", "eager", "none", True, 0),
+        ("google-bert/bert-base-uncased", "eager", "padded", True, 2 * PAIRS),
+    ],
+)
+def test_layers_share_masks_and_biases(
+    name: str, attn: Any, padding: Any, checkpointed: bool, kept: int
+) -> None:
+    found = job(RunConfig(model=name, attn=attn, padding=padding, precision="bf16-pure"))
+    assert kept == activations.kept_mask_bytes(
+        found.model, found.stack, tokens=20, span=10, checkpointed=checkpointed
+    )
+
+
+# --- logits
+
+
+@pytest.mark.parametrize(
+    ("transformers", "per_entry", "of_head"),
+    [
+        ("4.44.0", 4 + 4 + 2, 0),  # fp32 logits get an fp32 gradient, and one of 16 bit
+        ("5.23.0", 2 + 2, 2 * 4096),
+    ],
+)
+def test_old_models_return_fp32_logits_to_a_loop_with_its_own_loss(
+    transformers: str, per_entry: int, of_head: int
+) -> None:
+    run = RunConfig(
+        model=LLAMA_3_8B,
+        loss_head="raw",
+        precision="bf16-pure",
+        libraries=(("transformers", transformers),),
+    )
+    found = job(run)
+    size = logits.loss_backward_bytes(found.model, found.stack, tokens=10, loss_head="raw")
+    assert size == 10 * (128_256 * per_entry + of_head)
+
+
+def test_a_softcap_adds_its_tanh_and_a_gradient_to_the_backward() -> None:
+    found = job(RunConfig(model="google/gemma-2-2b", loss_head="raw", precision="bf16-pure"))
+    plain = replace(found.model, logit_softcap=None)
+    capped, uncapped = (
+        logits.loss_backward_bytes(spec, found.stack, tokens=10, loss_head="raw")
+        for spec in (found.model, plain)
+    )
+    assert capped - uncapped == 10 * 256_000 * (2 + 2)
+
+
+# --- caches
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_name", "kept"),
+    [("dynamic", 17), ("static", 17), ("quantized", 17), ("paged", 256), ("vllm", 32)],
+)
+def test_a_cache_keeps_17_tokens_in_whole_blocks(kv_cache_name: str, kept: int) -> None:
+    layer = job(RunConfig(model=LLAMA_3_8B)).model.groups[0].layer
+    assert kv_cache.kept_tokens(layer, 17, kv_cache=kv_cache_name) == kept
+
+
+# --- moments of training
+
+
+def test_a_layer_goes_backward_under_what_earlier_ones_keep_and_later_ones_left() -> None:
+    """Gemma 3 1B: of 26 layers, the sixth, twelfth, 18th and 24th see all tokens."""
+    run = RunConfig(model="google/gemma-3-1b-pt")
+    found = job(run)
+    layers = [
+        replace(
+            layer_bytes(
+                layer,
+                count,
+                found.model,
+                found.targets,
+                found.stack,
+                found.method,
+                r=8,
+                tokens=10,
+                span=10,
+                run=found.run,
+            ),
+            gathered=1,
+        )
+        for layer, count in found.model.layers()
+    ]
+
+    def worst(sliding: int, full: int, kept: tuple[int, int], left: tuple[int, int]) -> int:
+        return int(worst_backward(found.model, layers, [sliding, full], kept, left))
+
+    # after the 24th come two sliding layers, which have given back what they kept
+    assert worst(0, 1000, (30, 70), (0, 0)) == 1000 - 2 * 30
+    # and left their gradients: after the 18th these are seven, with one of the other kind
+    assert worst(0, 1000, (0, 0), (5, 11)) == 1000 + 7 * 5 + 11
+    # the last layer of all goes backward before anybody has gathered anything
+    assert worst(1000, 0, (30, 70), (0, 0)) == 1000 - 1
+
+
+@pytest.mark.parametrize(
+    ("modules", "vocabularies"),
+    [(("lm_head",), 1), (("embed_tokens",), 0), (("embed_tokens", "lm_head"), 1)],
+)
+def test_the_gradient_of_a_saved_embedding_is_the_last_to_come(
+    modules: tuple[str, ...], vocabularies: int
+) -> None:
+    plain, saved = (
+        held(
+            RunConfig(model=LLAMA_3_8B, modules_to_save=names, **PURE),
+            "first_layer_backward",
+            moments.LATER_LAYERS_GRADIENTS,
+        )
+        for names in ((), modules)
+    )
+    assert saved - plain == vocabularies * 2 * LLAMA_VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"), [("google/gemma-3-1b-pt", True), ("google-t5/t5-small", False)]
+)
+def test_the_order_of_layers_is_known_within_one_stack(name: str, is_known: bool) -> None:
+    assert has_one_order(job(RunConfig(model=name)).model) is is_known
+
+
+@pytest.mark.parametrize(
+    ("run", "copied"),
+    [
+        (RunConfig(model=LLAMA_3_8B, method="qlora"), 2 * LLAMA_VOCABULARY),  # prepared: in fp32
+        (RunConfig(model=LLAMA_3_8B, method="lora"), 0),
+        (RunConfig(model="google-bert/bert-base-uncased", method="qlora"), 2 * 30_522 * 768),
+    ],
+    ids=lambda value: getattr(value, "model", str(value)),
+)
+def test_autocast_copies_a_head_that_was_widened(run: RunConfig, copied: int) -> None:
+    found = job(run)
+    assert logits.head_copy_bytes(found.model, found.stack) == copied
+
+
+# --- moments of inference
+
+
+@pytest.mark.parametrize(("new_tokens", "positions"), [(1, 0), (2, 2 * 100)])
+def test_the_prompts_scores_are_held_until_there_is_a_second_token(
+    new_tokens: int, positions: int
+) -> None:
+    run = RunConfig(
+        model=LLAMA_3_8B,
+        phase="inference",
+        batch_size=2,
+        prompt_len=100,
+        max_new_tokens=new_tokens,
+        libraries=(("transformers", "4.44.0"),),
+    )
+    assert held(run, "second_token", generation.HELD_LOGITS) == 4 * positions * 128_256
+
+
+def test_segments_that_grow_leave_a_small_encoder_no_debt() -> None:
+    run = RunConfig(
+        model="google-bert/bert-base-uncased", phase="inference", prompt_len=8, precision="fp16"
+    )
+    plain, joined = (
+        int(ledger(job(replace(run, expandable_segments=on))).idle_bytes) for on in (False, True)
+    )
+    assert 0 <= joined <= plain
+
+
+@pytest.mark.parametrize(("steps", "fresh"), [(1, 1), (3, 3), (131, 3)])
+def test_a_quantised_cache_joins_what_is_new_to_a_second_copy_of_the_values(
+    steps: int, fresh: int
+) -> None:
+    run = RunConfig(
+        model=LLAMA_3_8B,
+        phase="inference",
+        kv_cache="quantized",
+        prompt_len=1000,
+        max_new_tokens=steps + 1,
+    )
+    keys = 8 * 128 * 2  # bytes per token of one layer, in 16 bit
+    quantised = 1000 + steps - fresh
+    # keys and values expanded, then joined with the new tokens; the values' new ones once more
+    joined = 2 * keys * (2 * quantised + fresh) + keys * (fresh - 1)
+    assert held(run, "decode", quantised_cache.EXPANDED) == joined

@@ -1,0 +1,852 @@
+"""The memory ledger: golden values, properties, and single formulas by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from devices import A100, CPU
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from strategies import DEVICES, finetune_runs, inference_runs
+
+from whichlora import families
+from whichlora.memory import (
+    allocator,
+    kv_cache,
+    moments,
+    optimizer,
+    weights,
+)
+from whichlora.memory import (
+    inference as generation,
+)
+from whichlora.memory import (
+    loss as logits,
+)
+from whichlora.memory.allocator_simulator import MIN_BLOCK_BYTES
+from whichlora.memory.entries import Kind
+from whichlora.memory.gradients import Trained, trained_biases, trained_tensors
+from whichlora.memory.inference import inference_ledger
+from whichlora.memory.training import PARTS, Ledger, trained_params, training_ledger
+from whichlora.memory.worst_layer import after
+from whichlora.predict.notes import notes_on
+from whichlora.predict.predict import ledger, part_bytes
+from whichlora.predict.resolve import Job, resolve
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Stack
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import Quant, RunConfig
+from whichlora.store.models import find_model
+from whichlora.symbolic import kernels
+from whichlora.units import GiB, MiB
+
+GOLDEN = json.loads(
+    (Path(__file__).parents[1] / "golden" / "memory_reference.json").read_text(encoding="utf-8")
+)
+STATIC_PARTS = ("weights", "adapters", "gradients", "optimizer_states")
+LLAMA_3_8B = "meta-llama/Llama-3.1-8B"
+INPUTS = "token ids, labels, mask, rotary tables"
+
+
+@cache
+def model(name: str) -> ModelSpec:
+    found = find_model(name)
+    assert found is not None
+    return found
+
+
+def job(run: RunConfig, gpu: GpuSpec = A100, spec: ModelSpec | None = None) -> Job:
+    return resolve(spec or model(run.model), run, gpu)
+
+
+def peak(run: RunConfig, gpu: GpuSpec = A100) -> int:
+    return int(ledger(job(run, gpu)).peak_allocated_bytes)
+
+
+# --- golden values --------------------------------------------------------------------------
+
+
+def dynamic_bytes(found: Ledger) -> int:
+    """Peak of what a step adds to weights, adapters, gradients and states, inputs left out."""
+    return max(
+        sum(
+            entry.num_bytes
+            for entry in entries
+            if entry.part not in STATIC_PARTS
+            and entry.what != INPUTS
+            and entry.fact is not allocator.REMAINDERS  # of blocks; these are live bytes
+        )
+        for entries in found.moments.values()
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    GOLDEN["activations"]["rows"],
+    ids=lambda row: f"{row['model']}-{row['precision']}-{row['gradient_checkpointing']}",
+)
+def test_activations_are_those_of_the_traced_models(row: dict[str, Any]) -> None:
+    run = RunConfig(
+        model=row["model"],
+        precision=row["precision"],
+        gradient_checkpointing=row["gradient_checkpointing"],
+        seq_len=2048,
+        r=16,
+    )
+    tolerance = GOLDEN["activations"]["relative_tolerance"]
+    assert dynamic_bytes(ledger(job(run))) / GiB == pytest.approx(row["gib"], rel=tolerance)
+
+
+def bytes_per_prompt_token(spec: ModelSpec) -> float:
+    def prefill(prompt_len: int) -> int:
+        run = RunConfig(
+            model="m",
+            phase="inference",
+            precision="bf16",
+            attn="flash_attention_2",
+            prompt_len=prompt_len,
+        )
+        return int(ledger(job(run, spec=spec)).moment_bytes("prefill"))
+
+    return (prefill(31_000) - prefill(14_000)) / 17_000
+
+
+def block_bytes(spec: ModelSpec) -> float:
+    return float(
+        kv_cache.cache_bytes(spec, batch_size=1, tokens=1, kv_cache="vllm", element_bytes=2)
+    )
+
+
+def bytes_per_trained_token(spec: ModelSpec) -> float:
+    run = RunConfig(
+        model="m", seq_len=4096, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")
+    )
+    few, many = (
+        ledger(job(replace(run, batch_size=size), spec=spec)).peak_allocated_bytes
+        for size in (4, 8)
+    )
+    return float(many - few) / (4 * 4096)
+
+
+FORMULAS = {
+    "prefill, bytes per prompt token": bytes_per_prompt_token,
+    "vLLM block of 16 tokens, bytes": block_bytes,
+    "LoRA step with checkpointing, allocated bytes per token": bytes_per_trained_token,
+}
+
+
+@pytest.mark.parametrize("row", GOLDEN["published"]["rows"], ids=lambda row: row["what"])
+def test_slopes_are_those_that_others_measured(row: dict[str, Any]) -> None:
+    named = isinstance(row["model"], str)
+    spec = model(row["model"]) if named else families.build(row["model"], name="PowerLM-3B")
+    predicted = FORMULAS[row["what"]](spec)
+    assert predicted == pytest.approx(row["published"], rel=row["relative_tolerance"])
+
+
+# --- properties -----------------------------------------------------------------------------
+
+
+@given(run=st.one_of(finetune_runs(), inference_runs()), gpu=DEVICES)
+@settings(max_examples=200)
+def test_parts_sum_to_the_total_and_none_is_negative(run: RunConfig, gpu: GpuSpec) -> None:
+    one = job(run, gpu)
+    found = ledger(one)
+    for moment, entries in found.moments.items():
+        assert {entry.part for entry in entries} <= set(PARTS)
+        assert all(entry.num_bytes >= 0 for entry in entries)
+        parts = part_bytes(one, found, moment)
+        live = sum(parts.values()) - parts["allocator"] - parts["context"]
+        assert live == found.moment_bytes(moment) <= found.peak_allocated_bytes
+
+
+@given(run=st.one_of(finetune_runs(), inference_runs()), gpu=DEVICES)
+@settings(max_examples=200)
+def test_the_members_of_an_entry_add_up_to_it(run: RunConfig, gpu: GpuSpec) -> None:
+    for entries in ledger(job(run, gpu)).moments.values():
+        for entry in entries:
+            if entry.groups:
+                assert sum(group.num_bytes for group in entry.groups) == entry.num_bytes
+            for one in (one for group in entry.groups for one in group.tensors):
+                if one.element_bytes:
+                    sizes = (one.per_token, one.per_token_pair, one.constant)
+                    assert all(int(size) % one.element_bytes == 0 for size in sizes), one
+
+
+@given(run=st.one_of(finetune_runs(), inference_runs()), gpu=DEVICES)
+def test_every_entry_says_what_it_is_why_it_lives_and_who_says_so(
+    run: RunConfig, gpu: GpuSpec
+) -> None:
+    stack = {field.name for field in fields(Stack)}
+    for entries in ledger(job(run, gpu)).moments.values():
+        assert len({entry.what for entry in entries}) == len(entries)
+        for entry in entries:
+            fact = entry.fact
+            assert all((fact.what, fact.shape, fact.dtype, fact.count, fact.why, fact.source))
+            assert fact.kind in get_args(Kind)
+            assert fact.part in PARTS
+            assert not fact.dtype.endswith("_bytes") or fact.dtype in stack
+
+
+@given(
+    run=finetune_runs(),
+    gpu=DEVICES,
+    sizes=st.lists(
+        st.tuples(st.integers(1, 64), st.integers(1, 4096), st.integers(1, 128)), min_size=1
+    ),
+)
+@settings(max_examples=50)
+def test_arrays_of_candidates_get_what_each_gets_alone_in_training(
+    run: RunConfig, gpu: GpuSpec, sizes: list[tuple[int, int, int]]
+) -> None:
+    one = job(run, gpu)
+    common = (one.model, one.run, one.stack, one.method, one.gpu, one.targets)
+    batch_size, seq_len, r = np.array(sizes).T
+    together = training_ledger(*common, batch_size=batch_size, seq_len=seq_len, r=r)
+    alone = [training_ledger(*common, batch_size=b, seq_len=s, r=k) for b, s, k in sizes]
+    assert together.peak_allocated_bytes.tolist() == [x.peak_allocated_bytes for x in alone]
+    idle = np.broadcast_to(together.idle_bytes, batch_size.shape)
+    assert idle.tolist() == [x.idle_bytes for x in alone]
+
+
+@given(
+    run=inference_runs(),
+    gpu=DEVICES,
+    sizes=st.lists(
+        st.tuples(
+            st.integers(1, 64), st.integers(1, 4096), st.integers(1, 1024), st.integers(1, 128)
+        ),
+        min_size=1,
+    ),
+)
+@settings(max_examples=50)
+def test_arrays_of_candidates_get_what_each_gets_alone_in_inference(
+    run: RunConfig, gpu: GpuSpec, sizes: list[tuple[int, int, int]]
+) -> None:
+    one = job(run, gpu)
+    common = (one.model, one.run, one.stack, one.method, one.gpu, one.targets)
+    batch_size, prompt_len, new, r = np.array(sizes).T
+    together = inference_ledger(
+        *common, batch_size=batch_size, prompt_len=prompt_len, max_new_tokens=new, r=r
+    )
+    alone = [
+        inference_ledger(*common, batch_size=b, prompt_len=p, max_new_tokens=n, r=k)
+        for b, p, n, k in sizes
+    ]
+    assert together.peak_allocated_bytes.tolist() == [x.peak_allocated_bytes for x in alone]
+
+
+def test_a_million_candidates_are_one_call() -> None:
+    one = job(RunConfig(model="HuggingFaceTB/SmolLM2-135M"))
+    batch_size, seq_len, r = np.meshgrid(
+        np.arange(1, 101), np.arange(32, 32 * 101, 32), np.arange(1, 101), indexing="ij"
+    )
+    found = training_ledger(
+        one.model,
+        one.run,
+        one.stack,
+        one.method,
+        one.gpu,
+        one.targets,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        r=r,
+    )
+    peaks = found.peak_allocated_bytes
+    assert peaks.shape == (100, 100, 100)
+    assert peaks.dtype == np.int64
+    assert (np.diff(peaks, axis=0) >= 0).all()
+
+
+@given(run=finetune_runs(method="lora"), gpu=DEVICES)
+def test_dora_needs_more_than_lora(run: RunConfig, gpu: GpuSpec) -> None:
+    assert peak(replace(run, method="dora"), gpu) > peak(run, gpu)
+
+
+@given(run=finetune_runs(method="lora", gradient_checkpointing=True), gpu=DEVICES)
+def test_checkpointing_never_keeps_more_of_the_layers(run: RunConfig, gpu: GpuSpec) -> None:
+    def kept(one: RunConfig) -> int:
+        found = ledger(job(one, gpu)).moments["loss_backward"]
+        return sum(entry.num_bytes for entry in found if entry.part == "activations")
+
+    assume(run.seq_len > 1)
+    assert kept(run) <= kept(replace(run, gradient_checkpointing=False))
+
+
+@given(run=finetune_runs(optimizer="adamw_torch"), gpu=DEVICES)
+def test_the_fused_optimizer_never_needs_more(run: RunConfig, gpu: GpuSpec) -> None:
+    assert peak(replace(run, optimizer="adamw_torch_fused"), gpu) <= peak(run, gpu)
+
+
+@given(run=finetune_runs(method="lora", precision="fp32", padding="none", attn="sdpa"), gpu=DEVICES)
+def test_a_mask_never_makes_a_step_smaller(run: RunConfig, gpu: GpuSpec) -> None:
+    assume(run.seq_len > 1)  # one token has nothing beside it to mask
+    # T5 keeps zeros where it has no mask to add: 128 bytes of two tokens
+    assert peak(replace(run, padding="padded"), gpu) + MIN_BLOCK_BYTES >= peak(run, gpu)
+
+
+# --- single formulas ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("quant", "bits"), [("nf4", 4.5), ("fp4", 4.5), ("nf4-dq", 4.127)])
+def test_four_bits_match_the_published_bits_per_weight(quant: str, bits: float) -> None:
+    size = weights.quantised_bytes(2**28, quant, out_features=2**14)
+    assert 8 * size / 2**28 == pytest.approx(bits, abs=1e-3)
+
+
+@given(num_weights=st.integers(65, 10**10))
+def test_double_quantisation_is_never_larger(num_weights: int) -> None:
+    double = weights.quantised_bytes(num_weights, "nf4-dq", out_features=1)
+    assert double <= weights.quantised_bytes(num_weights, "nf4", out_features=1)
+
+
+def test_the_cache_of_llama_3_takes_128_kib_per_token() -> None:
+    size = kv_cache.cache_bytes(
+        model("meta-llama/Meta-Llama-3-8B"),
+        batch_size=1,
+        tokens=1,
+        kv_cache="dynamic",
+        element_bytes=2,
+    )
+    assert size == 2 * 32 * 8 * 128 * 2  # keys and values, layers, heads, head_dim, bytes
+
+
+@pytest.mark.parametrize(
+    ("engine", "tokens", "kept"),
+    [("dynamic", 17, 17), ("vllm", 17, 32), ("vllm", 32, 32), ("paged", 257, 512)],
+)
+def test_an_engine_keeps_whole_blocks(engine: str, tokens: int, kept: int) -> None:
+    layer = model("meta-llama/Meta-Llama-3-8B").groups[0].layer
+    assert kv_cache.kept_tokens(layer, tokens, kv_cache=engine) == kept
+
+
+def test_a_sliding_layer_keeps_its_window() -> None:
+    sliding = next(
+        layer
+        for layer, _ in model("google/gemma-2-2b").layers()
+        if layer.attentions[0].sliding_window == 4096
+    )
+    assert kv_cache.kept_tokens(sliding, 8192, kv_cache="dynamic") == 4096
+    assert kv_cache.kept_tokens(sliding, 8192, kv_cache="static") == 4096
+
+
+def test_the_reports_chunk_is_two_logits_tensors_of_32_positions() -> None:
+    vocab = model("google/gemma-2b").vocab_size
+    for batch_size, mib in ((1, 62.5), (32, 2000.0)):
+        assert 2 * batch_size * 32 * vocab * 4 == mib * 2**20
+
+
+def test_generation_keeps_logits_of_one_position() -> None:
+    spec = model("google/gemma-2b")
+    size = logits.generation_bytes(spec, batch_size=1, compute_bytes=2)
+    assert size == 10 * 256_000
+
+
+@pytest.mark.parametrize(
+    ("name", "param_bytes", "per_param"),
+    [
+        ("adamw_torch_fused", 4, 8),
+        ("adamw_torch_fused", 2, 4),
+        ("adamw_8bit", 4, 2 + 8 / 256),
+        ("paged_adamw_8bit", 4, 8 / 256),  # only the scales
+        ("lion", 4, 4),
+        ("lion", 2, 4),  # fp32 whatever the parameter is
+        ("sgd", 4, 0),
+    ],
+)
+def test_optimizer_states_per_parameter(name: str, param_bytes: int, per_param: float) -> None:
+    size = optimizer.state_bytes(
+        [Trained(rows=1000, width=1024, param_bytes=param_bytes)],
+        optimizer=name,
+        device_kind="cuda",
+    )
+    assert size == per_param * 1_024_000
+
+
+@pytest.mark.parametrize(
+    ("tensor", "per_param"),
+    [
+        (Trained(rows=1, width=4095, param_bytes=4), 8),
+        (Trained(rows=1000, width=1024, param_bytes=4, is_embedding=True), 8),
+    ],
+)
+def test_8_bit_optimizers_keep_32_bits_for_embeddings_and_small_tensors(
+    tensor: Trained, per_param: int
+) -> None:
+    size = optimizer.state_bytes([tensor], optimizer="adamw_8bit", device_kind="cuda")
+    assert size == per_param * tensor.num_params
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "codes"),
+    [
+        ("adamw_8bit", 4096, 2 * 4096),
+        ("paged_adamw_8bit", 99_999, 2 * 99_999),
+        ("paged_adamw_8bit", 100_000, 0),  # on the host
+    ],
+)
+def test_from_4096_elements_states_are_8_bit_and_from_100_000_on_the_host(
+    name: str, width: int, codes: int
+) -> None:
+    """bitsandbytes 0.50.2: `min_8bit_size` and `get_state_buffer`."""
+    tensor = Trained(rows=1, width=width, param_bytes=4)
+    size = optimizer.state_bytes([tensor], optimizer=name, device_kind="cuda")
+    assert size == codes + 2 * 4 * -(-width // 256)
+
+
+@pytest.mark.parametrize("quant", ["none", "nf4"])
+def test_a_bias_stays_in_16_bit_beside_its_matrix(quant: Quant) -> None:
+    """Qwen 2.5 has biases at queries, keys and values, and none elsewhere."""
+    found = job(RunConfig(model="Qwen/Qwen2.5-0.5B", phase="inference", quant=quant))
+    layer = found.model.groups[0].layer
+    for linear in layer.linears:
+        without = weights.linear_bytes(replace(linear, bias=False), found.stack)
+        beside = weights.linear_bytes(linear, found.stack) - without
+        assert beside == (2 * linear.out_features if linear.bias else 0)
+    assert {linear.bias for linear in layer.linears} == {True, False}
+
+
+@pytest.mark.parametrize(("param_bytes", "per_param"), [(4, 8), (2, 16)])
+def test_adafactor_makes_two_fp32_tensors_of_its_largest_parameter_and_copies_of_a_narrow_one(
+    param_bytes: int, per_param: int
+) -> None:
+    tensors = [Trained(rows=8, width=width, param_bytes=param_bytes) for width in (64, 4096)]
+    size = optimizer.step_temporary_bytes(tensors, optimizer="adafactor", device_kind="cuda")
+    assert size == per_param * 8 * 4096
+
+
+def test_adafactor_keeps_sums_over_rows_and_columns() -> None:
+    matrix = Trained(rows=8, width=4096, param_bytes=2)
+    vector = Trained(rows=1, width=4096, param_bytes=2)
+    size = optimizer.state_bytes([matrix, vector], optimizer="adafactor", device_kind="cuda")
+    assert size == 4 * (8 + 4096) + 4 * 4096
+
+
+@given(run=finetune_runs())
+def test_the_trained_tensors_hold_the_trained_parameters(run: RunConfig) -> None:
+    found = job(run)
+    what = found.model, found.targets, found.method, run.r
+    saved = {"modules_to_save": run.modules_to_save}
+    tensors = trained_tensors(*what, stack=found.stack, **saved)
+    assert sum(one.num_params * one.count for one in tensors) == trained_params(*what, **saved)
+
+
+@pytest.mark.parametrize(("quant", "bits"), [("gptq-int4", 4), ("awq-int4", 4), ("gptq-int8", 8)])
+def test_a_smaller_group_costs_a_scale_and_a_zero_each(quant: str, bits: int) -> None:
+    coarse, fine = (
+        weights.quantised_bytes(4096 * 4096, quant, out_features=4096, group_size=size)
+        for size in (128, 32)
+    )
+    more_groups = 4096 * 4096 // 32 - 4096 * 4096 // 128
+    assert fine - coarse == more_groups * (2 + bits / 8)
+
+
+@given(run=finetune_runs() | inference_runs())
+def test_expandable_segments_never_leave_more_idle_and_keep_what_lives(run: RunConfig) -> None:
+    plain, joined = (ledger(job(replace(run, expandable_segments=on))) for on in (False, True))
+    for moment, entries in plain.moments.items():
+        lives = [one for one in entries if one.fact is not allocator.REMAINDERS]
+        others = joined.moments[moment]
+        assert [one for one in others if one.fact is not allocator.REMAINDERS] == lives
+        assert all(one.num_bytes == 0 for one in others if one.fact is allocator.REMAINDERS)
+    assert joined.idle_bytes <= plain.idle_bytes
+
+
+@pytest.mark.parametrize("settings", [{"use_rslora": True}, {"loraplus_lr_ratio": 16.0}], ids=str)
+def test_rslora_and_loraplus_take_what_lora_takes_and_say_so(settings: dict[str, Any]) -> None:
+    run = RunConfig(model=LLAMA_3_8B)
+    plain, other = job(run), job(replace(run, **settings))
+    assert ledger(other) == ledger(plain)
+    assert any("the bytes and the time of plain LoRA" in note for note in notes_on(other))
+    assert not any("plain LoRA" in note for note in notes_on(plain))
+
+
+@pytest.mark.parametrize(
+    ("modules", "vocabularies"), [((), 0), (("embed_tokens",), 1), (("embed_tokens", "lm_head"), 2)]
+)
+def test_a_saved_module_costs_its_copy_a_gradient_and_two_states(
+    modules: tuple[str, ...], vocabularies: int
+) -> None:
+    run = RunConfig(
+        model=LLAMA_3_8B,
+        optimizer="adamw_torch_fused",
+        precision="bf16-pure",
+        expandable_segments=True,  # no remainders of blocks
+    )
+    step = "optimizer_step"
+    plain = ledger(job(run)).moment_bytes(step)
+    saved = ledger(job(replace(run, modules_to_save=modules))).moment_bytes(step)
+    assert saved - plain == vocabularies * 128_256 * 4096 * 2 * (1 + 1 + 2)
+
+
+def test_layers_after_a_place_are_those_that_stand_there() -> None:
+    spec = model("google/gemma-3-1b-pt")  # 26 layers, every sixth of them full
+    assert [group.positions[:2] for group in spec.groups] == [(0, 1), (5, 11)]
+    sliding, full = 1, 100
+    assert after(spec, [sliding, full], -1) == 22 * sliding + 4 * full
+    assert after(spec, [sliding, full], 5) == 17 * sliding + 3 * full
+    assert after(spec, [sliding, full], 25) == 0
+
+
+def test_the_first_layer_of_another_kind_goes_backward_under_the_gradients_after_it() -> None:
+    run = RunConfig(model="google/gemma-3-1b-pt", method="full", precision="bf16-pure")
+    moment = ledger(job(run)).moments["layer_5_backward"]
+    (left,) = (int(x.num_bytes) for x in moment if x.fact is moments.LATER_LAYERS_GRADIENTS)
+    spec = model(run.model)
+    head = spec.vocab_size * spec.hidden_size
+    sliding, full = (group.layer.num_params for group in spec.groups)
+    assert left == 2 * (head + 17 * sliding + 3 * full)
+
+
+def test_a_tower_is_quantised_and_adapted_though_no_text_passes_it() -> None:
+    run = RunConfig(model="google/gemma-4-26B-A4B", method="qlora", r=8)
+    one = job(run)
+    idle = one.model.idle_linears
+    # of the nn.Linear modules that transformers 5.23 builds
+    assert sum(linear.num_params for linear in idle) == 549_070_848
+    adapters = 8 * sum(x.count * (x.in_features + x.out_features) for x in idle) * 4
+    named = job(replace(run, target_modules=("q_proj",)))
+    texts = replace(one.model, idle_linears=())
+    for target, expected in ((one, adapters), (named, 0)):
+        static = {
+            spec is texts: sum(
+                int(entry.num_bytes)
+                for entry in ledger(replace(target, model=spec)).moments["optimizer_step"]
+                if entry.part == "adapters"
+            )
+            for spec in (target.model, texts)
+        }
+        assert static[False] - static[True] == expected
+
+
+def test_a_window_costs_a_mask_only_when_it_is_full() -> None:
+    run = RunConfig(model="google/gemma-3-1b-pt", precision="bf16-pure")
+    one = job(run)
+    sliding = next(
+        attention
+        for layer, _ in one.model.layers()
+        for attention in layer.attentions
+        if attention.sliding_window
+    )
+    window = sliding.sliding_window
+    masked = kernels.is_masked(sliding, one.stack, np.array([window - 1, window]))
+    assert masked.tolist() == [0, 1]
+
+
+def test_dropout_of_attention_costs_a_cpu_its_fused_kernel() -> None:
+    run = RunConfig(model="openai-community/gpt2", precision="fp32")
+    attention = model(run.model).groups[0].layer.attentions[0]
+    assert attention.dropout == 0.1
+    assert kernels.attention_kernel(attention, job(run, CPU).stack) == "math"
+    assert kernels.attention_kernel(attention, job(run, A100).stack) == "fused"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "block_bytes", "segments"),
+    [
+        (9 * MiB, MiB, 10 * MiB),  # small blocks share 2 MiB
+        (9 * MiB, MiB + 512, 20 * MiB),
+        (21 * MiB, 10 * MiB - 512, 40 * MiB),
+        (21 * MiB, 10 * MiB, 22 * MiB),  # a segment of its own
+    ],
+)
+def test_a_small_model_reserves_whole_segments(
+    num_bytes: int, block_bytes: int, segments: int
+) -> None:
+    assert allocator.in_whole_segments(num_bytes, block_bytes) == segments
+
+
+def test_the_smallest_encoder_reserves_megabytes_not_tens_of_them() -> None:
+    """A replayed trace of ALBERT in 16 bit reserves 48 MiB, 40 of them allocated."""
+    run = RunConfig(
+        model="albert/albert-base-v2", phase="inference", precision="fp16", prompt_len=309
+    )
+    found = ledger(job(run, A100))
+    reserved = found.peak_allocated_bytes + found.idle_bytes - found.workspace_bytes
+    assert reserved == pytest.approx(48 * MiB, rel=0.05)
+
+
+def test_two_stacks_add_the_encoders_part_of_a_tied_gradient_in_place() -> None:
+    run = RunConfig(model="google-t5/t5-small", method="full", precision="fp32", seq_len=8)
+    found = ledger(job(run, CPU))
+
+    def tied(moment: str) -> int:
+        return sum(
+            int(one.num_bytes)
+            for one in found.moments[moment]
+            if one.fact is moments.TIED_GRADIENTS
+        )
+
+    vocabulary = 32_128 * 512 * 4
+    assert tied("decoder_embedding_backward") == 2 * vocabulary
+    assert tied("embedding_backward") == vocabulary
+
+
+def test_an_encoder_waits_while_the_decoder_goes_backward() -> None:
+    run = RunConfig(model="google-t5/t5-small", method="full", precision="fp32", seq_len=8)
+    found = ledger(job(run, CPU)).moments
+    later = {
+        name: sum(int(x.num_bytes) for x in found[name] if x.fact is moments.LATER_LAYERS_GRADIENTS)
+        for name in ("first_decoder_layer_backward", "first_layer_backward")
+    }
+    assert later["first_decoder_layer_backward"] < later["first_layer_backward"]
+
+
+@pytest.mark.parametrize(
+    ("bias", "trained"),
+    # per layer: queries with keys and values, their projection, the MLP's two, two norms
+    [
+        ("none", 0),
+        ("lora_only", 12 * 2304),
+        ("all", 12 * (2304 + 768 + 3072 + 768 + 2 * 768) + 768),
+    ],
+)
+def test_gpt_2_has_102_144_biases_to_train(bias: str, trained: int) -> None:
+    found = trained_biases(model("openai-community/gpt2"), ("c_attn",), bias, 4)
+    assert sum(one.num_params * one.count for one in found) == trained
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "moved_mib"),
+    [
+        (1024, 4096, 0),  # segments that others can use
+        (5120, 7168, 2 * 12),  # 10 MiB to 14 MiB in steps of 2: two, of 12 MiB on average
+    ],
+)
+def test_a_growing_cache_leaves_its_old_segments_behind(
+    first: int, last: int, moved_mib: int
+) -> None:
+    """Llama 3 8B: a token takes 2 KiB of keys, and of values, in each of 32 layers."""
+    size = kv_cache.left_behind_bytes(
+        model(LLAMA_3_8B), batch_size=1, first_tokens=first, last_tokens=last, element_bytes=2
+    )
+    assert size == 2 * 32 * moved_mib * MiB
+
+
+@pytest.mark.parametrize(("precision", "per_weight"), [("bf16-pure", 4 + 2), ("fp32", 4)])
+def test_a_trained_head_of_the_fused_loss_has_a_gradient_in_fp32(
+    precision: Any, per_weight: int
+) -> None:
+    run = RunConfig(model=LLAMA_3_8B, method="full", loss_head="trl-fused", precision=precision)
+    found = job(run)
+    frozen = replace(found.stack, trains_base=False)
+    trained, kept = (
+        logits.loss_backward_bytes(found.model, stack, tokens=100, loss_head="trl-fused")
+        for stack in (found.stack, frozen)
+    )
+    assert trained - kept == per_weight * 128_256 * 4096
+
+
+@pytest.mark.parametrize(("transformers", "caches"), [("4.41.0", 2), ("4.43.0", 1)])
+@pytest.mark.parametrize("new_tokens", [1, 2])
+def test_a_cache_of_tuples_is_there_twice_while_it_grows(
+    transformers: str, caches: int, new_tokens: int
+) -> None:
+    run = RunConfig(
+        model="meta-llama/Meta-Llama-3-8B",
+        phase="inference",
+        prompt_len=1000,
+        max_new_tokens=new_tokens,
+        libraries=(("transformers", transformers),),
+    )
+    entries = ledger(job(run)).moments["second_token"]
+    (size,) = (entry.num_bytes for entry in entries if entry.fact is generation.TWO_CACHES)
+    assert size == (caches if new_tokens > 1 else 1) * 1000 * 128 * 1024
+
+
+def test_the_fused_loss_holds_one_tile_of_logits_beside_its_hidden_states() -> None:
+    """4,096 tokens by 32,768 words at once; per token two bytes a hidden entry and 40 more."""
+    found = job(RunConfig(model=LLAMA_3_8B, loss_head="trl-fused", precision="bf16-pure"))
+    for tokens in (100, 10_000):
+        size = logits.loss_forward_bytes(
+            found.model, found.stack, tokens=tokens, loss_head="trl-fused"
+        )
+        assert size == min(tokens, 4096) * 32_768 * 2 + tokens * (2 * 4096 + 40)
+
+
+def test_adafactor_makes_two_stages_of_one_parameter_and_copies_of_a_narrow_one() -> None:
+    wide = Trained(rows=8, width=100, param_bytes=4)
+    narrow = Trained(rows=8, width=100, param_bytes=2)
+    absent = Trained(rows=8, width=1000, param_bytes=4, count=0)
+    for tensor, size in ((wide, 2 * 4 * 800), (narrow, 4 * 4 * 800)):
+        tensors = [tensor, absent]
+        found = optimizer.step_temporary_bytes(tensors, optimizer="adafactor", device_kind="cuda")
+        assert found == size
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_name", "size"),
+    [("dynamic", 2 * 100 * 8 * 128 * 2), ("static", 0), ("vllm", 0)],
+)
+def test_only_a_dynamic_cache_copies_a_layers_keys_to_append_a_token(
+    kv_cache_name: str, size: int
+) -> None:
+    found = kv_cache.append_transient_bytes(
+        model(LLAMA_3_8B), batch_size=2, tokens=100, kv_cache=kv_cache_name, element_bytes=2
+    )
+    assert found == size
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "size"),
+    [
+        ("cuda", "8.0", 8_519_680),
+        ("cuda", None, 8_519_680),
+        ("cuda", "9.0", 32 * MiB),
+        ("cuda", "12.0", 32 * MiB),
+        ("rocm", None, 0),
+        ("cpu", None, 0),
+    ],
+)
+def test_a_workspace_of_products_is_larger_from_hopper_on_and_twice_in_training(
+    kind: Any, capability: str | None, size: int
+) -> None:
+    gpu = replace(A100, kind=kind, compute_capability=capability)
+    assert allocator.workspace_bytes(gpu, training=False) == size
+    assert allocator.workspace_bytes(gpu, training=True) == 2 * size
+
+
+def held(run: RunConfig, moment: str, fact: Any) -> int:
+    (size,) = (entry.num_bytes for entry in ledger(job(run)).moments[moment] if entry.fact is fact)
+    return int(size)
+
+
+def test_a_cache_of_tuples_keeps_the_old_cache_beside_the_new_one() -> None:
+    """Llama 3 8B: 128 KiB a token; the last step reads 1009 tokens and makes it 1008 to 1009."""
+    run = RunConfig(
+        model="meta-llama/Meta-Llama-3-8B",
+        phase="inference",
+        prompt_len=1000,
+        max_new_tokens=10,
+        libraries=(("transformers", "4.41.0"),),
+    )
+    assert held(run, "decode", generation.FULL_CACHE) == 1009 * 128 * 1024
+    assert held(run, "decode", generation.APPENDED) == 1008 * 128 * 1024
+    once = replace(run, max_new_tokens=1)
+    assert held(once, "decode", generation.APPENDED) == 0
+    # later versions copy one layer's keys alone
+    today = replace(run, libraries=())
+    assert held(today, "decode", generation.APPENDED) == 1009 * 8 * 128 * 2
+
+
+def test_an_encoder_holds_its_last_hidden_states_and_every_logit() -> None:
+    run = RunConfig(
+        model="google-bert/bert-base-uncased",
+        phase="inference",
+        batch_size=2,
+        prompt_len=100,
+        precision="bf16",
+    )
+    assert held(run, "logits", generation.EVERY_LOGIT) == 200 * 30_522 * 2
+    assert held(run, "logits", generation.LAST_HIDDEN) == 2 * 200 * 768 * 2
+
+
+def test_a_prompt_leaves_its_last_hidden_states_and_the_logits_of_one_position() -> None:
+    run = RunConfig(
+        model="meta-llama/Meta-Llama-3-8B", phase="inference", batch_size=2, prompt_len=100
+    )
+    assert held(run, "first_logits", generation.LAST_HIDDEN) == 200 * 4096 * 6
+    assert held(run, "first_logits", generation.PROMPT_LOGITS) == 2 * 128_256 * (2 + 8)
+    assert held(run, "first_logits", generation.PROMPT_CACHE) == 200 * 128 * 1024
+
+
+@pytest.mark.parametrize(("phase", "threads"), [("inference", 1), ("finetune", 2)])
+def test_backward_runs_in_a_thread_with_a_workspace_of_its_own(phase: Any, threads: int) -> None:
+    found = ledger(job(RunConfig(model=LLAMA_3_8B, phase=phase)))
+    assert found.workspace_bytes == threads * 8_519_680
+
+
+@pytest.mark.parametrize(
+    ("precision", "loss_head", "per_entry"),
+    [("bf16", "raw", 4), ("bf16-pure", "raw", 2), ("bf16", "hf", 0)],  # accelerate widens
+)
+def test_a_loop_with_its_own_loss_keeps_the_logits(
+    precision: Any, loss_head: Any, per_entry: int
+) -> None:
+    found = job(RunConfig(model=LLAMA_3_8B, precision=precision, loss_head=loss_head))
+    size = logits.kept_logits_bytes(found.model, found.stack, tokens=10, loss_head=loss_head)
+    assert size == 10 * 128_256 * per_entry
+
+
+def test_the_fused_loss_goes_backward_over_a_tile_and_eight_bytes_a_hidden_entry() -> None:
+    found = job(RunConfig(model=LLAMA_3_8B, loss_head="trl-fused", precision="bf16-pure"))
+    for tokens in (100, 10_000):
+        size = logits.loss_backward_bytes(
+            found.model, found.stack, tokens=tokens, loss_head="trl-fused"
+        )
+        assert size == min(tokens, 4096) * 32_768 * 2 + tokens * (8 * 4096 + 12)
+
+
+@pytest.mark.parametrize(
+    ("loss_head", "forward", "backward"),
+    [
+        # logits in 16 bit, in fp32 and shifted; log-softmax and its two gradients
+        ("hf", None, 12 * 128_256),
+        ("unsloth", None, 8 * 128_256 + 2 * 4096),
+        ("liger", 2 * 4096, 4 * 4096),
+        # logits stay with the loop; its gradient, and the head's input from it
+        ("raw", 2 * 128_256, (2 + 2) * 128_256 + 2 * 4096),
+    ],
+)
+def test_bytes_per_token_of_each_loss(loss_head: Any, forward: int | None, backward: int) -> None:
+    found = job(RunConfig(model=LLAMA_3_8B, loss_head=loss_head, precision="bf16-pure"))
+    what = found.model, found.stack
+    if forward is not None:
+        assert logits.loss_forward_bytes(*what, tokens=10, loss_head=loss_head) == 10 * forward
+    assert logits.loss_backward_bytes(*what, tokens=10, loss_head=loss_head) == 10 * backward
+
+
+@pytest.mark.parametrize(("name", "per_entry"), [("google/gemma-2-2b", 2 + 2), (LLAMA_3_8B, 2)])
+def test_a_softcap_keeps_its_tanh_beside_the_logits(name: str, per_entry: int) -> None:
+    found = job(RunConfig(model=name, loss_head="raw", precision="bf16-pure"))
+    size = logits.loss_forward_bytes(found.model, found.stack, tokens=10, loss_head="raw")
+    assert size == 10 * found.model.vocab_size * per_entry
+
+
+def test_a_recurrent_layer_keeps_a_window_and_an_fp32_state_however_long_the_prompt() -> None:
+    """Mamba 2: 128 inner channels and two states of 24 in a window of 4; 8 heads of 16 by 24."""
+    config = {
+        "model_type": "granitemoehybrid",
+        "hidden_size": 64,
+        "shared_intermediate_size": 160,
+        "num_hidden_layers": 6,
+        "layer_types": ["mamba", "mamba", "attention"] * 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 0,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 24,
+        "vocab_size": 320,
+    }
+    spec = families.build(config, name="m")
+    mamba = 4 * (2 * (128 + 2 * 24) * 4 + 4 * 8 * 16 * 24)
+    attention = 2 * 2 * 2 * 2 * 16  # bytes, layers, keys and values, heads of 16
+    for tokens in (1, 10):
+        size = kv_cache.cache_bytes(
+            spec, batch_size=3, tokens=tokens, kv_cache="dynamic", element_bytes=2
+        )
+        assert size == 3 * (mamba + attention * tokens)
+
+
+@pytest.mark.parametrize(("precision", "per_entry"), [("bf16", 2 + 4), ("fp32", 4)])
+def test_an_old_prompt_pass_scores_every_position(precision: Any, per_entry: int) -> None:
+    found = job(RunConfig(model=LLAMA_3_8B, phase="inference", precision=precision))
+    size = logits.prompt_bytes(found.model, found.stack, tokens=10)
+    assert size == 10 * 128_256 * per_entry
+    headless = replace(found.model, head=None)
+    assert logits.prompt_bytes(headless, found.stack, tokens=10) == 0
+
+
+def test_biases_count_among_the_trained_parameters() -> None:
+    found = job(RunConfig(model="openai-community/gpt2", r=8, target_modules=("c_attn",)))
+    numbers = [
+        trained_params(found.model, found.targets, found.method, 8, bias=bias)
+        for bias in ("none", "lora_only", "all")
+    ]
+    factors = 12 * 8 * (768 + 2304)
+    assert numbers == [factors, factors + 12 * 2304, factors + 102_144]

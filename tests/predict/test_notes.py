@@ -1,0 +1,68 @@
+"""What is said beside a prediction's numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from devices import A100, CPU
+
+from whichlora.predict.notes import notes_on
+from whichlora.predict.resolve import resolve
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import RunConfig
+from whichlora.store.hub import load_model
+
+LLAMA = "HuggingFaceTB/SmolLM2-135M"  # has 8,192 positions
+MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"
+T5 = "google-t5/t5-small"
+
+
+def notes(model: str = LLAMA, gpu: GpuSpec = A100, **settings: Any) -> str:
+    return "; ".join(notes_on(resolve(load_model(model), RunConfig(model=model, **settings), gpu)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"seq_len": 8193}, True),
+        ({"seq_len": 8192}, False),
+        ({"phase": "inference", "prompt_len": 8192, "max_new_tokens": 1}, True),
+    ],
+)
+def test_more_tokens_than_positions_are_noted(settings: dict[str, Any], said: bool) -> None:
+    assert ("tokens exceed the model's 8192 positions" in notes(**settings)) == said
+
+
+def test_a_dtype_without_units_is_noted() -> None:
+    assert "cpu has no bf16" in notes(gpu=CPU)
+    assert "has no" not in notes()
+
+
+def test_facts_that_nobody_verified_are_named() -> None:
+    assert "not verified: names, l2_bytes" in notes(
+        gpu=replace(A100, unverified=("names", "l2_bytes"))
+    )
+
+
+def test_experts_that_are_bare_parameters_stay_16_bit_and_refuse_dora() -> None:
+    assert "bitsandbytes leaves them 16-bit" in notes(MIXTRAL, method="qlora")
+    assert "bitsandbytes" not in notes(MIXTRAL, method="lora")
+    assert "PEFT 0.21 refuses DoRA and dropout on experts" in notes(MIXTRAL, method="dora")
+    assert "refuses" not in notes(MIXTRAL, method="dora", target_modules=("attention",))
+
+
+def test_both_stacks_of_an_encoder_decoder_have_the_length_asked() -> None:
+    assert "encoder and decoder are both taken at seq_len tokens" in notes(T5)
+
+
+def test_more_tokens_than_a_table_of_positions_has_fail() -> None:
+    assert "exceed the model's 1024 positions, and looking up more fails" in notes("gpt2")
+    assert "fails" not in notes(seq_len=8193)  # rotary positions are computed
+
+
+def test_the_new_tokens_of_an_encoder_are_none() -> None:
+    settings = {"phase": "inference", "prompt_len": 512, "max_new_tokens": 128}
+    assert "exceed" not in notes("google-bert/bert-base-uncased", **settings)
+    assert "1025 tokens exceed" in notes("gpt2", **settings | {"prompt_len": 897})

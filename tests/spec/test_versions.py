@@ -1,0 +1,98 @@
+"""Library versions: what differs, and that no version moves nothing."""
+
+from dataclasses import replace
+
+import pytest
+
+from whichlora.errors import ConfigError
+from whichlora.predict.predict import ledger
+from whichlora.predict.resolve import resolve
+from whichlora.spec.run import RunConfig
+from whichlora.spec.versions import Libraries
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
+
+A100 = find_gpu("a100-sxm-80gb")
+QWEN = "Qwen/Qwen2.5-1.5B"
+MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"
+
+
+def peak(**settings: object) -> int:
+    run = RunConfig(**{"model": QWEN, **settings})  # type: ignore[arg-type]
+    return int(ledger(resolve(load_model(run.model), run, A100)).peak_allocated_bytes)
+
+
+def test_the_current_versions_move_nothing() -> None:
+    now = tuple((name, getattr(Libraries(), name)) for name in ("torch", "transformers", "trl"))
+    for settings in ({}, {"phase": "inference"}, {"method": "qlora"}):
+        assert peak(**settings, libraries=now) == peak(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "libraries"),
+    [
+        ({"phase": "inference", "prompt_len": 4096}, (("transformers", "4.44.2"),)),
+        ({"phase": "inference", "max_new_tokens": 2048}, (("transformers", "4.41.0"),)),
+        ({"gradient_checkpointing": False}, (("torch", "2.1.2"),)),
+        (
+            {"method": "qlora", "use_reentrant": False},
+            (("bitsandbytes", "0.43.1"),),
+        ),
+        ({}, (("transformers", "4.49.0"),)),
+    ],
+)
+def test_old_code_keeps_more(
+    settings: dict[str, object], libraries: tuple[tuple[str, str], ...]
+) -> None:
+    assert peak(**settings, libraries=libraries) > peak(**settings)
+
+
+def test_experts_that_are_modules_are_quantised() -> None:
+    old = peak(model=MIXTRAL, method="qlora", libraries=(("transformers", "4.45.2"),))
+    assert old < peak(model=MIXTRAL, method="qlora") / 2
+
+
+def test_a_hundred_and_ten_is_newer_than_nine() -> None:
+    assert not Libraries(transformers="4.110").older("transformers", "4.9")
+
+
+@pytest.mark.parametrize(
+    ("libraries", "message"),
+    [
+        ((("numpy", "2.0"),), "'numpy' changes no formula; accepted are torch"),
+        ((("torch", "nightly"),), "torch='nightly' is no version"),
+        ((("torch", ""),), "torch='' is no version"),
+    ],
+)
+def test_what_is_no_version_is_refused(
+    libraries: tuple[tuple[str, str], ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunConfig(model=QWEN, libraries=libraries)
+
+
+def test_a_run_keeps_its_versions_as_json() -> None:
+    run = RunConfig(model=QWEN, libraries=(("torch", "2.1.1"), ("transformers", "4.35.2")))
+    assert run.to_dict()["libraries"] == {"torch": "2.1.1", "transformers": "4.35.2"}
+    assert RunConfig.from_dict(run.to_dict()) == run
+    assert RunConfig.from_dict(run.chosen()) == replace(run, serve="merged")
+
+
+@pytest.mark.parametrize(
+    "younger",
+    [
+        "modules_to_save",
+        "base_dtype",
+        "adapter_dtype",
+        "bias",
+        "use_rslora",
+        "loraplus_lr_ratio",
+        "quant_group_size",
+        "expandable_segments",
+    ],
+)
+def test_a_record_that_is_older_than_a_setting_has_its_default(younger: str) -> None:
+    run = RunConfig(model=QWEN, batch_size=4)
+    older = {name: value for name, value in run.to_dict().items() if name != younger}
+    assert len(older) == len(run.to_dict()) - 1
+    assert RunConfig.from_dict(older) == run

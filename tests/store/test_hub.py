@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.spec.run import Quant, RunConfig
+from whichlora.store.hub import load_model
+from whichlora.store.online import why_offline
+from whichlora.workflow import estimates
+
+TINY = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+def test_the_database_answers_first_and_without_the_hub() -> None:
+    assert load_model("gpt2").num_params == 124439808
+
+
+def test_a_folder_and_its_config_keep_the_name_they_were_given_by(folder: Path) -> None:
+    for name in (str(folder), str(folder / "config.json")):
+        assert load_model(name).name == name
+
+
+def test_a_missing_path_is_not_looked_up_on_the_hub() -> None:
+    with pytest.raises(ConfigError, match=r"\./nothing/here: no such file or folder"):
+        load_model("./nothing/here")
+
+
+def test_the_page_of_a_model_is_answered_with_its_hub_id() -> None:
+    with pytest.raises(ConfigError, match=r"is a page; give the hub id, 'Qwen/Qwen2\.5-7B'"):
+        load_model("https://huggingface.co/Qwen/Qwen2.5-7B")
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json; give the folder"):
+        load_model(str(tmp_path))
+
+
+def test_an_adapter_is_answered_with_its_base_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    with pytest.raises(
+        ConfigError, match="is an adapter, not a model; give its base model, 'org/b"
+    ):
+        load_model(str(tmp_path))
+
+
+def test_a_config_that_is_no_object_is_a_broken_file(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(DataFileError, match=r"config\.json: must hold a JSON object"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_remote_code_is_never_run(folder: Path, trust: bool) -> None:
+    config = {"model_type": "novel", "auto_map": {"AutoConfig": "evil.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(ConfigError, match="needs code from its repository, which whichlora never"):
+        load_model(str(folder), trust_remote_code=trust)
+    assert "evil" not in sys.modules
+
+
+def test_an_unknown_name_offline_says_what_comes_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, object]] = []
+
+    def download(*args: object, **options: object) -> str:
+        calls.append(options)
+        raise LocalEntryNotFoundError("not cached")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(ConfigError, match=r"'qwen/qwen2\.5-7' .* switched off; .*Qwen/Qwen2\.5-7B"):
+        load_model("qwen/qwen2.5-7", offline=True)
+    assert [options["local_files_only"] for options in calls] == [True]
+
+
+def test_an_unreachable_hub_is_asked_once_and_then_its_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    class Unreachable:
+        def head(self, url: str, **_: object) -> None:
+            asked.append(url)
+            raise TimeoutError
+
+    def download(*_: object, local_files_only: bool) -> str:
+        assert local_files_only
+        raise LocalEntryNotFoundError("not cached")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.utils, "get_session", Unreachable)
+    why_offline.cache_clear()
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"the hub can't be reached \(TimeoutError\)"):
+            load_model("org/new-model")
+    why_offline.cache_clear()
+    assert len(asked) == 1
+
+
+def test_a_config_in_the_hub_s_cache_is_found_offline(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda *_, **__: str(folder / "config.json")
+    )
+    assert load_model("org/new-model", offline=True).name == "org/new-model"
+
+
+@pytest.mark.parametrize(
+    ("stored", "quant", "note"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 64},
+            None,
+            "stored as gptq-int4, counted is 16-bit: give quant gptq-int4 and quant_group_size 64",
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq-int4", ""),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            None,
+            "stored as nf4, counted is 16-bit: give quant nf4",
+        ),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8", ""),
+        ({"quant_method": "fp8"}, None, "stored as fp8, which is not modelled: counted as 16-bit"),
+    ],
+)
+def test_a_checkpoint_that_is_quantised_says_how_to_count_it(
+    folder: Path, stored: dict[str, object], quant: Quant | None, note: str
+) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
+    run = RunConfig(model=str(folder), phase="inference", quant=quant)
+    (found,) = estimates.estimate([run], ["rtx-4090-24gb"])
+    assert [one for one in found.notes if "checkpoint" in one] == (
+        [f"the checkpoint is {note}"] if note else []
+    )

@@ -1,0 +1,183 @@
+"""The Python interface: what an import costs, what it returns, and the notebook that shows it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import whichlora
+from whichlora import estimate, explain, recommend, to_frame, where
+from whichlora.errors import ConfigError
+from whichlora.spec.run import RunConfig
+from whichlora.workflow.guide import make_guide
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+NOTEBOOK = json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))
+MODEL = "HuggingFaceTB/SmolLM2-135M"
+PLAN = {
+    "stage1_profile": {"model_names": [MODEL], "prefill_length": 16, "tokens_to_generate": 8},
+    "stage2_profile": {"batch_size": [1, 2]},
+    "dataset": {"samples": 100, "tokens": 6000},
+    "sequence_length": 64,
+    "gpu": "l4-24gb",
+    "weights": "random",
+    "profile": "none",
+}
+
+
+def test_importing_the_package_loads_nothing_but_itself() -> None:
+    code = "import whichlora, sys, json; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = json.loads(done.stdout)
+    assert [name for name in loaded if name.startswith("whichlora.")] == []
+    assert not {"numpy", "pandas", "torch"} & set(loaded)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        f"estimate({MODEL!r}, 'a100-sxm-80gb')",
+        f"estimate({MODEL!r}, 'rtx-4090-24gb', phase='inference')",
+        f"explain({MODEL!r}, 'a100-sxm-80gb')",
+        f"where({MODEL!r}, method='qlora')",
+    ],
+)
+def test_a_single_run_is_predicted_without_numpy(call: str) -> None:
+    assert "numpy" not in modules_after(f"import whichlora; assert whichlora.{call}")
+
+
+@pytest.mark.parametrize("command", ["estimate", "explain", "where"])
+def test_no_command_about_a_single_run_loads_numpy(command: str) -> None:
+    arguments = [command, MODEL, *(["--gpu", "a100-sxm-80gb"] if command != "where" else [])]
+    code = f"from whichlora.cli import main; main({arguments!r}, standalone_mode=False)"
+    assert "numpy" not in modules_after(code)
+
+
+def modules_after(code: str) -> set[str]:
+    """Modules that a fresh interpreter has loaded once it ran `code`."""
+    code += "; import sys; sys.stderr.write(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stderr.split())
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    assert dir(whichlora) == sorted(whichlora.__all__)
+    assert all(getattr(whichlora, name) for name in whichlora.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'predict_everything'"):
+        whichlora.predict_everything  # noqa: B018
+
+
+def test_lists_make_a_grid_and_single_values_one_prediction() -> None:
+    (one,) = estimate(MODEL, "l4-24gb", seq_len=128, target_modules=("q_proj", "v_proj"))
+    assert one.run.target_modules == ("q_proj", "v_proj")
+    many = estimate([MODEL, "EleutherAI/pythia-160m"], ["l4-24gb", "t4-16gb"], r=[8, 16])
+    assert len(many) == 8
+
+
+def test_an_unknown_setting_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="batchsize: is not a setting; accepted are phase, "):
+        estimate(MODEL, "l4-24gb", batchsize=4)  # type: ignore[call-arg]
+
+
+def test_predictions_become_a_frame_whose_parts_add_up() -> None:
+    frame = to_frame(estimate(MODEL, "l4-24gb", method=["lora", "qlora"], seq_len=128))
+    assert list(frame["method"]) == ["lora", "qlora"]
+    run = RunConfig(model=MODEL).to_dict()
+    assert set(run) <= set(frame.columns)
+    parts = [name for name in frame.columns if name in PARTS]
+    assert len(parts) == len(PARTS)
+    assert (frame[parts].sum(axis=1) == frame["device_used_bytes"]).all()
+
+
+PARTS = {
+    *("weights_bytes", "adapters_bytes", "gradients_bytes", "optimizer_states_bytes"),
+    *("activations_bytes", "logits_and_loss_bytes", "temporary_bytes", "kv_cache_bytes"),
+    *("allocator_bytes", "context_bytes"),
+}
+
+
+def test_an_explanation_is_that_of_the_command_and_its_frame_adds_up() -> None:
+    found = explain(MODEL, "l4-24gb", method="qlora", seq_len=128)
+    (one,) = estimate(MODEL, "l4-24gb", method="qlora", seq_len=128)
+    assert found.prediction == one
+    frame = to_frame(found)
+    assert frame["num_bytes"].sum() == one.memory.device_used_bytes
+    assert {"part", "what", "kind", "source", "why"} <= set(frame.columns)
+
+
+def test_where_a_run_fits_starts_with_the_smallest_card() -> None:
+    found = where("Qwen/Qwen2.5-7B", method="qlora", seq_len=128)
+    fits = [one for one in found if one.prediction and one.prediction.verdict == "fits"]
+    assert found[: len(fits)] == fits
+    sizes = [one.gpu.memory_bytes for one in fits]
+    assert sizes == sorted(sizes)
+    frame = to_frame(found)
+    assert list(frame["gpu"]) == [one.gpu.key for one in found]
+    assert list(frame["largest_batch_size"][: len(fits)]) == [one.batch_size for one in fits]
+
+
+def test_a_card_that_refuses_a_run_has_a_row_with_the_reason() -> None:
+    frame = to_frame(where(MODEL, attn="flash_attention_2", seq_len=128))
+    refused = frame[frame["refusal"] != ""]
+    assert refused["refusal"].str.contains("flash_attention_2").all()
+    assert "t4-16gb" in set(refused["gpu"])
+
+
+@pytest.mark.parametrize("function", [explain, where])
+def test_one_run_is_one_value_of_each_setting(function: Any) -> None:
+    with pytest.raises(ConfigError, match=r"takes one run, these settings make 2; .* estimate"):
+        function(MODEL, batch_size=[1, 2])
+    with pytest.raises(ConfigError, match="batchsize: is not a setting"):
+        function(MODEL, batchsize=1)
+
+
+def test_a_guide_becomes_a_frame() -> None:
+    rows = make_guide([RunConfig(model=MODEL, seq_len=64)], ["l4-24gb"], num_samples=10)
+    assert list(to_frame(rows)["num_steps"]) == [10]
+
+
+def test_a_plan_is_recommended_from_a_mapping_as_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = recommend(PLAN)
+    assert answer.winner is not None
+    assert (tmp_path / "runs/recommend/train.py").is_file()
+    assert list(tmp_path.glob("plan-*")) == []
+    frame = to_frame(answer)
+    assert set(frame["phase"]) == {"inference", "finetune"}
+    path = tmp_path / "plan.yaml"
+    path.write_text(json.dumps(PLAN | {"output_dir": "again"}))
+    assert recommend(path).winner == answer.winner
+    assert capsys.readouterr().err == ""
+
+
+def test_a_fault_in_a_mapping_names_the_key() -> None:
+    with pytest.raises(ConfigError, match="stage1_profil"):
+        recommend({"stage1_profil": {}})
+
+
+def test_the_notebook_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "examples"
+    shutil.copytree(EXAMPLES, folder, ignore=shutil.ignore_patterns("runs"))
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("WHICHLORA_CALIBRATION", str(tmp_path / "calibration"))
+    names: dict[str, Any] = {}
+    for cell in NOTEBOOK["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "tour.ipynb", "exec"), names)
+    assert names["answer"].winner is not None
+
+
+def test_the_notebook_shows_what_its_cells_gave() -> None:
+    cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] for cell in cells[1:])
+    kinds = {output["output_type"] for cell in cells for output in cell["outputs"]}
+    assert kinds == {"execute_result"}

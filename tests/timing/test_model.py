@@ -1,0 +1,295 @@
+"""Work and coefficients to seconds: the parts add up, and the slower of host and device counts."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whichlora.predict.coefficients import TIME_PHASES, prior_calibration
+from whichlora.predict.predict import forward_features, judged_time, predict, step_features
+from whichlora.predict.resolve import resolve
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
+from whichlora.timing import model as timing
+from whichlora.timing.model import DEVICE_FEATURES, FEATURES
+from whichlora.timing.work import Work
+
+GPU = find_gpu("h100-sxm-80gb")
+CPU = find_gpu("cpu")
+RUN = RunConfig(model="HuggingFaceTB/SmolLM2-135M", seq_len=128)
+SPEC = load_model(RUN.model)
+
+found_features = st.fixed_dictionaries(
+    {name: st.floats(0, 1e3) for name in DEVICE_FEATURES}
+    | {"launch": st.integers(0, 10**6), "constant": st.just(1.0), "engine": st.integers(0, 1)}
+)
+FEW = Work(
+    product_flops=10**12,
+    weight_read_bytes=10**6,
+    attention_flops=0,
+    attention_bytes=10**9,
+    elementwise_bytes=0,
+    dequant_bytes=0,
+    optimizer_bytes=0,
+    launches=100,
+)
+
+
+@pytest.mark.parametrize("gpu", [GPU, CPU], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("phase", TIME_PHASES)
+@given(found=found_features)
+def test_the_breakdown_adds_up_to_the_seconds(gpu: object, phase: str, found: dict) -> None:  # type: ignore[type-arg]
+    model = timing.prior_model(gpu, phase)  # type: ignore[arg-type]
+    total, parts = timing.seconds(model, found)
+    assert set(parts) == set(FEATURES)
+    assert all(part >= 0 for part in parts.values())
+    assert sum(parts.values()) == pytest.approx(total)
+
+
+def test_a_product_takes_as_long_as_the_slower_of_arithmetic_and_weights() -> None:
+    model = replace(timing.prior_model(GPU, "finetune"), overlaps=False)
+    bound_by_flops = timing.features(FEW, GPU, dtype="bf16")
+    rate = GPU.peak_flops_per_s["bf16"] * timing.power_factor(GPU, "bf16")
+    assert bound_by_flops["products"] == FEW.product_flops / rate
+    _, parts = timing.seconds(model, bound_by_flops)
+    assert parts["products"] > 0 == parts["weights"]
+    bound_by_bytes = timing.features(replace(FEW, weight_read_bytes=10**13), GPU, dtype="bf16")
+    assert bound_by_bytes["weights"] == 10**13 / GPU.bandwidth_bytes_per_s
+    _, parts = timing.seconds(model, bound_by_bytes)
+    assert parts["weights"] > 0 == parts["products"]
+
+
+def test_which_of_arithmetic_and_weights_is_slower_depends_on_the_device() -> None:
+    model = replace(timing.prior_model(GPU, "finetune"), overlaps=False)
+    found = dict.fromkeys(FEATURES, 0.0) | {"products": 2.0, "weights": 1.0}
+    slow_memory = replace(model, mean=model.mean | {"weights": 3 * model.mean["weights"]})
+    assert timing.seconds(model, found)[1]["weights"] == 0
+    total, parts = timing.seconds(slow_memory, found)
+    assert total == parts["weights"] == 3 * model.mean["weights"]
+
+
+def test_a_dtype_without_units_takes_the_fp32_rate() -> None:
+    turing = find_gpu("t4-16gb")
+    assert "bf16" not in turing.peak_flops_per_s
+    assert timing.product_rate(turing, "bf16") == turing.peak_flops_per_s["fp32"]
+
+
+def stated_priors() -> list[tuple[str, list[str]]]:
+    """Rows of the table of priors in `docs/time.md`: coefficient, and four cells."""
+    page = (Path(__file__).parents[2] / "docs" / "time.md").read_text(encoding="utf-8")
+    table = page.split("| coefficient | accelerator | deviation |")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return [(row[0], row[1:]) for row in rows[2:]]
+
+
+def stated_value(cell: str) -> float:
+    number, unit = cell.split()[:2]
+    return 100 / float(number) if unit == "%" else float(number) * {"ms": 1e-3, "µs": 1e-6}[unit]
+
+
+PHASES_OF = {
+    "training": ("finetune",),
+    "prompt": ("prefill",),
+    "decoding": ("decode",),
+    "prompt or decoding": ("prefill", "decode"),
+}
+
+
+@pytest.mark.parametrize(("label", "cells"), stated_priors(), ids=lambda part: str(part)[:30])
+def test_the_page_states_the_priors_in_use(label: str, cells: list[str]) -> None:
+    name, _, which = label.partition(", ")
+    phases = PHASES_OF.get(which, TIME_PHASES)
+    names = [name] if which in ("", *PHASES_OF) else [name, which]
+    for gpu, mean, deviation in ((GPU, *cells[:2]), (CPU, *cells[2:])):
+        for phase in phases:
+            model = timing.prior_model(gpu, phase)
+            for one in names:
+                row = FEATURES.index(one)
+                spread = math.sqrt(model.covariance[row][row])
+                assert model.mean[one] == pytest.approx(stated_value(mean)), phase
+                assert spread / model.mean[one] == pytest.approx(float(deviation)), phase
+
+
+def test_a_device_that_nobody_measured_has_no_runs_and_independent_coefficients() -> None:
+    assert {one.partition(",")[0] for one, _ in stated_priors()} >= {"launch", "constant", "engine"}
+    for gpu, noise in ((GPU, 0.2), (CPU, 0.35)):
+        model = timing.prior_model(gpu, "finetune")
+        assert (model.num_runs, model.noise, model.interval_scale) == (0, noise, 1)
+        assert model.overlaps == (gpu is GPU)
+        rows = enumerate(model.covariance)
+        assert not any(value for i, row in rows for j, value in enumerate(row) if i != j)
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "factor"),
+    [
+        ("a100-sxm-80gb", "bf16", 1.01),
+        ("h100-sxm-80gb", "bf16", 0.83),
+        ("l4-24gb", "bf16", 0.78),
+        ("l4-24gb", "fp32", 0.56),
+        ("rtx-4090-24gb", "bf16", 1.27),
+    ],
+)
+def test_the_page_states_the_factors_of_the_boards_power(
+    key: str, dtype: str, factor: float
+) -> None:
+    assert timing.power_factor(find_gpu(key), dtype) == pytest.approx(factor, abs=0.005)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "tf32"])
+def test_the_power_of_16_bit_counts_alike_and_of_tf32_twice(dtype: str) -> None:
+    half = timing.power_factor(GPU, "bf16")
+    rate = timing.product_rate(GPU, dtype) / timing.product_rate(GPU, "bf16")
+    needed = 2 if dtype == "tf32" else 1
+    assert timing.power_factor(GPU, dtype) == pytest.approx(half / math.cbrt(rate * needed))
+
+
+def test_the_deviation_of_a_run_joins_its_coefficients_and_its_noise() -> None:
+    """Two features of 3 s and 4 s, each known to a tenth: 0.5 s of 7 s, and 0.2 of a run."""
+    model = replace(timing.prior_model(CPU, "finetune"), noise=0.2, interval_scale=2.0)
+    size = range(len(FEATURES))
+    mean = dict.fromkeys(FEATURES, 1.0)
+    diagonal = tuple(tuple(0.01 * (i == j) for j in size) for i in size)
+    model = replace(model, mean=mean, covariance=diagonal)
+    found = dict.fromkeys(FEATURES, 0.0) | {"elementwise": 3.0, "constant": 4.0}
+    total, _ = timing.seconds(model, found)
+    assert total == 7
+    expected = 2 * math.hypot(0.5 / 7, 0.2)
+    assert timing.log_deviation(model, found, total) == pytest.approx(expected)
+    # where both errors go together, they add up
+    together = tuple(tuple(0.01 for _ in size) for _ in size)
+    shared = timing.log_deviation(replace(model, covariance=together), found, total)
+    assert shared == pytest.approx(2 * math.hypot(0.7 / 7, 0.2))
+    assert timing.log_deviation(model, found, 0.0) == 2 * 0.2
+
+
+# Largest PyTorch products over the peak, as github.com/zzc0721/torch-performance-test-data lists
+# them, over the 0.83 of the boards that the prior comes from.
+@pytest.mark.parametrize(
+    ("key", "dtype", "reached"),
+    [
+        ("a100-sxm-80gb", "bf16", 0.85),
+        ("h100-pcie-80gb", "bf16", 0.66),
+        ("a40-48gb", "bf16", 0.82),
+        ("l4-24gb", "bf16", 0.59),
+        ("rtx-4090-24gb", "bf16", 1.00),
+        ("rtx-5070-12gb", "bf16", 1.09),
+        ("a100-sxm-80gb", "fp32", 0.98),
+        ("p100-pcie-16gb", "fp32", 0.93),
+        ("l4-24gb", "fp32", 0.51),
+        ("rtx-4090-24gb", "fp32", 0.66),
+        ("h100-sxm-80gb", "fp32", 0.78),
+    ],
+)
+def test_a_boards_power_tells_how_much_of_its_peak_products_reach(
+    key: str, dtype: str, reached: float
+) -> None:
+    assert timing.power_factor(find_gpu(key), dtype) == pytest.approx(reached / 0.83, rel=0.2)
+
+
+def test_less_power_never_multiplies_faster_and_an_eighth_of_it_half_as_fast() -> None:
+    factors = [
+        timing.power_factor(replace(GPU, power_w=watts), "bf16")
+        for watts in (50, 400, 10**4, 10**5)
+    ]
+    assert factors == sorted(factors)
+    assert factors[1] == pytest.approx(2 * factors[0])
+    assert factors[2] == factors[3]  # no clock beyond the boost clock
+    assert timing.power_factor(replace(GPU, power_w=None), "bf16") == 1
+    assert timing.power_factor(CPU, "fp32") == 1
+
+
+def test_a_small_step_is_bound_by_the_host_and_a_large_one_by_the_device() -> None:
+    def parts_of(run: RunConfig) -> dict[str, float]:
+        job = resolve(SPEC, run, GPU)
+        return dict(judged_time(job, prior_calibration(GPU)).breakdown)
+
+    small = parts_of(RUN)
+    assert small["launch"] > 0
+    assert all(small[name] == 0 for name in DEVICE_FEATURES)
+    large = parts_of(replace(RUN, batch_size=64, seq_len=2048))
+    assert large["launch"] == 0
+    assert large["products"] > 0
+
+
+def test_on_a_cpu_host_and_device_are_the_same_cores() -> None:
+    job = resolve(SPEC, replace(RUN, precision="fp32"), CPU)
+    parts = judged_time(job, prior_calibration(CPU)).breakdown
+    assert parts["launch"] > 0
+    assert parts["products"] > 0
+
+
+def test_host_bound_time_does_not_depend_on_the_batch() -> None:
+    calibration = prior_calibration(GPU)
+    one, two = (
+        judged_time(resolve(SPEC, replace(RUN, batch_size=size), GPU), calibration).total_s
+        for size in (1, 2)
+    )
+    assert one == two
+
+
+def test_the_deviation_is_at_least_the_noise_of_a_run() -> None:
+    model = timing.prior_model(GPU, "finetune")
+    found = step_features(resolve(SPEC, RUN, GPU))
+    total, _ = timing.seconds(model, found)
+    assert timing.log_deviation(model, found, total) > model.noise
+
+
+def test_certain_coefficients_leave_only_the_noise() -> None:
+    model = timing.prior_model(GPU, "finetune")
+    zeros = tuple(tuple(0.0 for _ in FEATURES) for _ in FEATURES)
+    sure = replace(model, covariance=zeros, interval_scale=1.0)
+    found = step_features(resolve(SPEC, RUN, GPU))
+    total, _ = timing.seconds(sure, found)
+    assert timing.log_deviation(sure, found, total) == pytest.approx(model.noise)
+    wide = replace(sure, interval_scale=1.5)
+    assert timing.log_deviation(wide, found, total) == pytest.approx(1.5 * model.noise)
+
+
+def test_an_engine_takes_its_turn_after_every_step_of_the_device() -> None:
+    run = RunConfig(model=SPEC.name, phase="inference", kv_cache="vllm", max_new_tokens=2)
+    model = timing.prior_model(GPU, "decode")
+    found = forward_features(resolve(SPEC, run, GPU), context=512, decoding=True)
+    _, parts = timing.seconds(model, found)
+    assert parts["engine"] == model.mean["engine"] > parts["launch"] == 0
+    assert parts["weights"] > 0
+
+
+def test_an_interval_is_symmetric_in_the_logarithm() -> None:
+    time = predict(SPEC, RUN, GPU, prior_calibration(GPU)).time
+    low, high = time.interval_s
+    assert time.step_s is not None
+    assert math.sqrt(low * high) == pytest.approx(time.step_s)
+
+
+def test_tokens_per_second_and_time_per_token_are_of_the_same_step() -> None:
+    run = replace(RUN, batch_size=4, gradient_accumulation_steps=2)
+    time = predict(SPEC, run, GPU, prior_calibration(GPU)).time
+    assert time.step_s is not None
+    assert time.tokens_per_s * time.step_s == pytest.approx(4 * 2 * 128)
+    assert time.time_per_token_s * time.tokens_per_s == pytest.approx(1.0)
+
+
+def test_a_generation_is_its_prompt_and_its_later_tokens() -> None:
+    run = replace(RUN, phase="inference", batch_size=3, prompt_len=64, max_new_tokens=11)
+    time = predict(SPEC, run, GPU, prior_calibration(GPU)).time
+    assert time.prefill_s is not None
+    assert time.decode_s_per_token is not None
+    whole_s = time.prefill_s + 10 * time.decode_s_per_token  # the prompt gives the first token
+    assert time.time_per_token_s == pytest.approx(whole_s / (3 * 11))
+    assert sum(time.breakdown.values()) == pytest.approx(whole_s)
+
+
+def test_tf32_products_run_at_their_own_rate_on_the_bytes_of_fp32() -> None:
+    gpu, model = find_gpu("a100-sxm-80gb"), load_model("llama-3.1-8b")
+    plain, tf32 = (
+        step_features(resolve(model, RunConfig(model=model.name, precision=precision), gpu))
+        for precision in ("fp32", "tf32")
+    )
+    sustained = timing.power_factor(gpu, "tf32") / timing.power_factor(gpu, "fp32")
+    assert plain["products"] / tf32["products"] == pytest.approx(156 / 19.5 * sustained)
+    assert tf32["elementwise"] == plain["elementwise"]

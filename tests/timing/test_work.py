@@ -1,0 +1,848 @@
+"""What one step does, counted: against PyTorch's own counter, and by how it grows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whichlora import families
+from whichlora.memory.training import trained_params
+from whichlora.memory.weights import CODE_TABLE_BYTES
+from whichlora.methods import weight_dtype
+from whichlora.predict.resolve import Job, resolve
+from whichlora.spec.architecture import Layer, Linear, ModelSpec
+from whichlora.spec.run import Precision, RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
+from whichlora.timing import work
+from whichlora.timing.cache_work import expanding
+from whichlora.timing.work import Work
+
+LLAMA = "HuggingFaceTB/SmolLM2-135M"
+MIXTURE = "allenai/OLMoE-1B-7B-0924"
+RUN = RunConfig(model=LLAMA, seq_len=128, batch_size=2, precision="fp32")
+
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 320,
+        "tie_word_embeddings": False,
+    },
+    "gpt_neox": {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "vocab_size": 320,
+    },
+    "gpt2": {
+        "n_embd": 64,
+        "n_layer": 6,
+        "n_head": 4,
+        "vocab_size": 320,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "nanochat": {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "vocab_size": 320,
+    },
+    "granitemoehybrid": {
+        "hidden_size": 64,
+        "shared_intermediate_size": 160,
+        "num_hidden_layers": 6,
+        "layer_types": ["mamba", "mamba", "attention"] * 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 0,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 24,
+        "mamba_chunk_size": 20,
+        "vocab_size": 320,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+}
+_STACKS = {"vocab_size": 320, "d_model": 64, "encoder_layers": 3, "decoder_layers": 3}
+_STACKS |= {f"{side}_ffn_dim": 160 for side in ("encoder", "decoder")}
+_STACKS |= {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
+_SMALL_IDS = {"pad_token_id": 0, "decoder_start_token_id": 0}
+_GEMMA = _TEXT | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16}
+# Encoders fill masked words, encoder-decoders read and write as many tokens.
+TINY_ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": _TEXT,
+    "electra": _TEXT | {"embedding_size": 32},
+    "megatron-bert": _TEXT,
+    "rembert": _TEXT | {"input_embedding_size": 32, "output_embedding_size": 96},
+    "gte": _TEXT,
+    "eurobert": _TEXT | {"pad_token_id": 0},
+    "esm": _TEXT | {"pad_token_id": 0, "position_embedding_type": "rotary"},
+    "m2m_100": _STACKS | {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    "pegasus": _STACKS,
+    "marian": _STACKS | _SMALL_IDS,
+    "mvp": _STACKS,
+    "t5gemma": {"vocab_size": 320, "encoder": _GEMMA, "decoder": _GEMMA},
+}
+
+
+def job_of(run: RunConfig, config: dict[str, Any] | None = None) -> Job:
+    model = families.build(config, name="tiny") if config else load_model(run.model)
+    return resolve(model, run, find_gpu("h100-sxm-80gb"))
+
+
+def training(job: Job, **shape: Any) -> Work:
+    run = job.run
+    sizes = {"batch_size": run.batch_size, "seq_len": run.seq_len, "r": run.r} | shape
+    num_trained = trained_params(job.model, job.targets, job.method, sizes["r"])
+    return work.training_work(
+        job.model, run, job.stack, job.method, job.targets, num_trained=num_trained, **sizes
+    )
+
+
+def counts(done: Work) -> dict[str, Any]:
+    return {field.name: getattr(done, field.name) for field in fields(done)}
+
+
+# --- against the real libraries
+
+
+def counted(config: dict[str, Any], job: Job) -> tuple[int, int]:
+    """FLOPs of one forward and backward: matrix products, and attention."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    run = job.run
+    arguments = {key: value for key, value in config.items() if key != "model_type"}
+    auto, task = {
+        "causal-lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
+        "seq2seq-lm": ("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
+        "encoder": ("AutoModelForMaskedLM", None),
+    }[job.model.task]
+    model = getattr(transformers, auto).from_config(
+        transformers.AutoConfig.for_model(config["model_type"], **arguments),
+        attn_implementation="eager",  # the fused CPU kernel is not counted
+    )
+    keywords = job.method.peft_config(run)
+    if keywords is not None:
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type=task, **keywords))
+    model.train()
+    if run.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    ids = torch.randint(320, (run.batch_size, run.seq_len))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    flops: Counter[str] = Counter()
+    for operation, number in counter.get_flop_counts()["Global"].items():
+        if "convolution" in str(operation):
+            continue  # of the weights' gradient it counts every pair of channels
+        flops["attention" if "bmm" in str(operation) else "products"] += number
+    return flops["products"], flops["attention"]
+
+
+def tiny_run(method: str, *, gradient_checkpointing: bool) -> RunConfig:
+    return RunConfig(
+        model="tiny",
+        method=method,
+        batch_size=3,
+        seq_len=48,
+        r=8,
+        precision="fp32",
+        attn="eager",
+        gradient_checkpointing=gradient_checkpointing,
+    )
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("model_type", TINY)
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize(
+    # Frozen embeddings spare the first layer's input gradients, checkpointing need not repeat a
+    # layer's last product, and DoRA's magnitude counts as if it were a factor (1 % of models this
+    # narrow): all of it is small, except for that last product in full fine-tuning.
+    ("method", "tolerance"),
+    [("full", 0.09), ("lora", 0.04), ("dora", 0.052)],
+)
+def test_flops_are_those_that_pytorch_counts(
+    model_type: str, gradient_checkpointing: bool, method: str, tolerance: float
+) -> None:
+    config = TINY[model_type] | {"model_type": model_type}
+    job = job_of(tiny_run(method, gradient_checkpointing=gradient_checkpointing), config)
+    products, attention = counted(config, job)
+    done = training(job)
+    assert done.attention_flops == pytest.approx(attention, rel=1e-12)
+    assert done.product_flops == pytest.approx(products, rel=tolerance)
+    if method == "full" and not gradient_checkpointing:
+        assert done.product_flops == products
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("model_type", TINY_ENCODERS)
+@pytest.mark.parametrize(("method", "tolerance"), [("full", 0), ("lora", 0.05)])
+def test_flops_of_encoders_and_of_two_stacks_are_those_that_pytorch_counts(
+    model_type: str, method: str, tolerance: float
+) -> None:
+    config = TINY_ENCODERS[model_type] | {"model_type": model_type}
+    job = job_of(tiny_run(method, gradient_checkpointing=False), config)
+    products, attention = counted(config, job)
+    done = training(job)
+    assert done.attention_flops == attention
+    assert done.product_flops == pytest.approx(products, rel=tolerance)
+
+
+def test_a_decoder_reads_the_prompt_once_and_its_encoder_never_again() -> None:
+    config = TINY_ENCODERS["m2m_100"] | {"model_type": "m2m_100"}
+    job = job_of(RunConfig(model="tiny", phase="inference", precision="fp32"), config)
+    sizes = {"batch_size": 1, "context": 100}
+    prompt, token = (
+        work.inference_work(job.model, job.run, job.stack, decoding=decoding, **sizes).product_flops
+        for decoding in (False, True)
+    )
+    square, wide, head = 64 * 64, 2 * 64 * 160, 320 * 64
+    in_encoder, once = 3 * (4 * square + wide), 3 * (6 * square + wide)
+    assert prompt == 2 * (100 * (in_encoder + 3 * 2 * square) + once + head)
+    assert token == 2 * (once + head)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("precision", "fused"), [("fp32", 0), ("bf16-pure", 8)])
+def test_score_matrices_move_the_bytes_that_pytorch_moves(precision: Precision, fused: int) -> None:
+    """CUDA's softmax widens 16-bit scores itself, the CPU's reads and writes 8 bytes more."""
+    torch = pytest.importorskip("torch")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    batch, heads, seq_len = 2, 3, 16
+    pairs = batch * heads * seq_len**2
+
+    class Counter(TorchDispatchMode):
+        moved = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = function(*args, **(kwargs or {}))
+            if not (function.is_view or "view" in function.__name__):
+                for one in tree_leaves((args, kwargs or {}, out)):
+                    if isinstance(one, torch.Tensor) and one.numel() == pairs:
+                        self.moved += one.element_size()
+            return out
+
+    job = job_of(replace(RUN, method="full", attn="eager", precision=precision))
+    dtype = getattr(torch, weight_dtype(job.run))
+    shape = (batch, heads, seq_len, 8)  # no other tensor has as many elements as there are pairs
+    q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
+    mask = torch.zeros(batch, 1, seq_len, seq_len, dtype=dtype)
+    module = SimpleNamespace(num_key_value_groups=1, training=True)
+    with Counter() as forward:
+        out, _ = llama.eager_attention_forward(module, q, k, v, mask, scaling=0.3, dropout=0.0)
+    gradient = torch.ones_like(out)
+    with Counter() as backward:
+        out.backward(gradient)
+    layer, _ = next(iter(job.model.layers()))
+    (attention,) = layer.attentions
+    counted_bytes = work.score_bytes(attention, job.stack)
+    per_head = [each / attention.num_attention_heads for each in counted_bytes]
+    assert [forward.moved - fused, backward.moved - fused] == per_head
+
+
+def test_only_attention_that_writes_its_scores_moves_them() -> None:
+    def growth(run: RunConfig) -> float:
+        """Bytes of four times the tokens over four times the bytes."""
+        short, long = (inference(run, context=context, decoding=False) for context in (512, 2048))
+        trained = [training(job_of(run), seq_len=seq_len) for seq_len in (512, 2048)]
+        forward = long.elementwise_bytes / (4 * short.elementwise_bytes)
+        step = trained[1].elementwise_bytes / (4 * trained[0].elementwise_bytes)
+        assert (forward > 1.05) == (step > 1.05)
+        return float(forward)
+
+    assert growth(replace(RUN, attn="sdpa")) == pytest.approx(1, abs=0.01)
+    assert growth(replace(RUN, attn="eager")) > 1.5
+
+
+def moved_bytes(job: Job, *, use_dora: bool, num_rows: int) -> tuple[int, int]:
+    """Bytes that the operators of one adapted linear touch: forward, and backward."""
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Counter(TorchDispatchMode):
+        moved = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = function(*args, **(kwargs or {}))
+            if not function.is_view and function.__name__ != "empty.memory_format":
+                for one in tree_leaves((args, kwargs or {}, out)):
+                    if isinstance(one, torch.Tensor):
+                        self.moved += one.numel() * one.element_size()
+            return out
+
+    base = torch.nn.Sequential(torch.nn.Linear(512, 384, bias=False))
+    base = base.to(getattr(torch, weight_dtype(job.run)))
+    config = peft.LoraConfig(
+        r=1, target_modules=["0"], use_dora=use_dora, lora_dropout=job.run.lora_dropout
+    )
+    wide = job.stack.adapter_bytes == 4
+    model = peft.get_peft_model(base, config, autocast_adapter_dtype=wide).train()
+    rows = torch.randn(num_rows, 512, dtype=next(base.parameters()).dtype, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=job.stack.autocast), Counter() as forward:
+        out = model(rows)
+    gradient = torch.ones_like(out)
+    with Counter() as backward:
+        out.backward(gradient)
+    return forward.moved, backward.moved
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+@pytest.mark.parametrize("lora_dropout", [0.0, 0.1])
+def test_dora_moves_the_bytes_that_its_operators_do(precision: Any, lora_dropout: float) -> None:
+    job = job_of(replace(RUN, method="dora", precision=precision, lora_dropout=lora_dropout))
+    linear = Linear(name="q", reads="x", in_features=512, out_features=384)
+    found = {}
+    for num_rows in (64, 128):
+        both = [moved_bytes(job, use_dora=on, num_rows=num_rows) for on in (False, True)]
+        found[num_rows] = [dora - lora for lora, dora in zip(*both, strict=True)]
+    per_row = [(many - few) / 64 for few, many in zip(found[64], found[128], strict=True)]
+    whatever = sum(found[64]) - 64 * sum(per_row)
+    adapter = job.method.work(linear, job.stack, 1)
+    assert adapter.weight_bytes == pytest.approx(whatever, rel=0.02)
+    if not lora_dropout:  # else the repeated product's own rows are in the trace as well
+        assert [adapter.forward_bytes, adapter.backward_bytes] == per_row
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-no-autocast", "bf16-pure"])
+def test_lora_moves_the_bytes_that_its_operators_do(precision: Any) -> None:
+    job = job_of(replace(RUN, method="lora", precision=precision))
+    stack = job.stack
+    linear = Linear(name="q", reads="x", in_features=512, out_features=384)
+    found = [moved_bytes(job, use_dora=False, num_rows=rows)[0] for rows in (64, 128)]
+    per_row = (found[1] - found[0]) / 64
+    # what the products of base, A and B read and write, at rank 1
+    product = stack.adapter_product_bytes
+    products = 512 * (stack.compute_bytes + product)
+    products += 384 * (stack.linear_out_bytes + product) + 2 * product
+    assert per_row == products + job.method.work(linear, stack, 1).elementwise_bytes
+
+
+# --- by how it grows
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    method=st.sampled_from(["full", "lora", "qlora", "dora", "qdora"]),
+    shape=st.fixed_dictionaries(
+        {"batch_size": st.integers(1, 64), "seq_len": st.integers(1, 4096), "r": st.integers(1, 64)}
+    ),
+    dimension=st.sampled_from(["batch_size", "seq_len", "r"]),
+    more=st.integers(1, 100),
+)
+def test_more_of_a_dimension_is_never_less_work(
+    method: str, shape: dict[str, int], dimension: str, more: int
+) -> None:
+    job = job_of(replace(RUN, method=method))
+    less = counts(training(job, **shape))
+    grown = counts(training(job, **(shape | {dimension: shape[dimension] + more})))
+    assert all(grown[name] >= less[name] >= 0 for name in less)
+
+
+def test_accumulation_repeats_everything_but_the_update() -> None:
+    once, twice = (
+        training(job_of(replace(RUN, gradient_accumulation_steps=steps))) for steps in (1, 2)
+    )
+    assert twice.product_flops == 2 * once.product_flops
+    assert twice.elementwise_bytes == 2 * once.elementwise_bytes
+    assert twice.optimizer_bytes == once.optimizer_bytes
+    assert once.launches < twice.launches < 2 * once.launches
+
+
+def test_checkpointing_adds_a_forward_and_saves_no_work() -> None:
+    kept, repeated = (
+        training(job_of(replace(RUN, method="full", gradient_checkpointing=on)))
+        for on in (False, True)
+    )
+    layers = sum(count * work.active_weights(layer) for layer, count in load_model(LLAMA).layers())
+    tokens = RUN.batch_size * RUN.seq_len
+    assert repeated.product_flops - kept.product_flops == 2 * tokens * layers
+    assert repeated.launches > kept.launches
+
+
+def test_full_finetuning_costs_three_forwards_and_lora_about_two() -> None:
+    run = replace(RUN, gradient_checkpointing=False)
+    full = training(job_of(replace(run, method="full"))).product_flops
+    lora = training(job_of(replace(run, method="lora", r=1))).product_flops
+    assert lora == pytest.approx(full * 2 / 3, rel=0.02)
+
+
+def test_only_a_quantised_base_is_dequantised() -> None:
+    assert training(job_of(RUN)).dequant_bytes == 0
+    assert training(job_of(replace(RUN, method="qlora"))).dequant_bytes > 0
+
+
+def test_dora_moves_its_weights_whatever_the_number_of_tokens() -> None:
+    lora, dora = (job_of(replace(RUN, method=name)) for name in ("lora", "dora"))
+    few, many = (
+        training(dora, seq_len=length).elementwise_bytes
+        - training(lora, seq_len=length).elementwise_bytes
+        for length in (1, 2)
+    )
+    weights = 2 * few - many  # of no token at all
+    # the forward and its repetition: 32 bytes of each weight in fp32, and 12 of an identity
+    adapted = sum(
+        count * linear.num_weights
+        for layer, count in dora.model.layers()
+        for linear in layer.linears
+    )
+    assert 2 * 32 * adapted < weights < 2 * 44 * adapted
+
+
+def test_dora_on_few_bits_expands_each_weight_once_more_per_forward() -> None:
+    qlora, qdora = (
+        training(job_of(replace(RUN, method=name))).dequant_bytes for name in ("qlora", "qdora")
+    )
+    assert qdora / qlora == pytest.approx(5 / 3)  # forward twice, backward once, and two more
+
+
+def test_dropout_makes_dora_repeat_the_base_product() -> None:
+    plain, dropped = (
+        training(job_of(replace(RUN, method="dora", lora_dropout=p))).product_flops
+        for p in (0.0, 0.1)
+    )
+    lora = training(job_of(replace(RUN, method="lora"))).product_flops
+    assert dropped - plain > lora / 2
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "dora"])
+def test_one_array_of_shapes_gives_what_each_shape_gives(method: str) -> None:
+    import numpy as np
+
+    job = job_of(replace(RUN, method=method))
+    batch_sizes, seq_lens = np.array([1, 2, 7]), np.array([64, 100, 2048])
+    together = counts(training(job, batch_size=batch_sizes, seq_len=seq_lens))
+    for i, (batch_size, seq_len) in enumerate(zip(batch_sizes, seq_lens, strict=True)):
+        alone = counts(training(job, batch_size=int(batch_size), seq_len=int(seq_len)))
+        for name, value in alone.items():
+            found = together[name]
+            assert float(found[i] if np.ndim(found) else found) == pytest.approx(float(value))
+
+
+def inference(run: RunConfig, *, context: int, decoding: bool) -> Work:
+    job = job_of(replace(run, phase="inference"))
+    return work.inference_work(
+        job.model,
+        job.run,
+        job.stack,
+        batch_size=run.batch_size,
+        context=context,
+        decoding=decoding,
+    )
+
+
+def test_a_decoding_step_reads_every_weight_for_one_token() -> None:
+    prompt = inference(RUN, context=128, decoding=False)
+    step = inference(RUN, context=128, decoding=True)
+    assert step.weight_read_bytes == prompt.weight_read_bytes
+    assert step.product_flops < prompt.product_flops / 32
+    assert step.launches == prompt.launches
+
+
+def test_a_longer_context_makes_decoding_read_more_cache() -> None:
+    short = inference(RUN, context=100, decoding=True)
+    long = inference(RUN, context=200, decoding=True)
+    assert long.attention_bytes == 2 * short.attention_bytes
+    assert long.product_flops == short.product_flops
+
+
+def test_a_small_batch_leaves_most_experts_unread() -> None:
+    run = RunConfig(model=MIXTURE, batch_size=1)
+    one = inference(run, context=64, decoding=True)
+    many = inference(replace(run, batch_size=1000), context=64, decoding=True)
+    assert one.weight_read_bytes < many.weight_read_bytes / 3
+
+
+def test_old_vllm_launches_kernels_beyond_its_captured_graphs() -> None:
+    def launches(context: int, **vllm: str) -> int:
+        run = RunConfig(
+            model=LLAMA, phase="inference", kv_cache="vllm", libraries=tuple(vllm.items())
+        )
+        job = resolve(load_model(LLAMA), run, find_gpu("a100-sxm-80gb"))
+        found = work.inference_work(
+            job.model, job.run, job.stack, batch_size=1, context=context, decoding=True
+        )
+        return int(found.launches)
+
+    longest = work.VLLM_CAPTURED_TOKENS
+    assert launches(longest, vllm="0.4.2") == launches(longest + 1) == 1
+    assert launches(longest + 1, vllm="0.4.2") > work.VLLM_LAYER_OPS * 30
+
+
+def test_layers_that_borrow_keys_read_the_last_position_of_a_prompt_alone() -> None:
+    config = {
+        "model_type": "gemma4_text",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "vocab_size": 320,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    spec = families.build(config, name="m")
+    flops = {}
+    for attn in ("sdpa", "flash_attention_2"):
+        run = RunConfig(model="m", phase="inference", attn=attn, batch_size=2, prompt_len=64)
+        stack = resolve(spec, run, find_gpu("a100-sxm-80gb")).stack
+        found = work.inference_work(spec, run, stack, batch_size=2, context=64, decoding=False)
+        flops[attn] = found.product_flops
+    borrowed = sum(
+        group.count * work.active_weights(group.layer)
+        for group in spec.groups
+        if group.layer.attentions[0].projection == "borrowed"
+    )
+    assert flops["flash_attention_2"] - flops["sdpa"] == 2 * borrowed * (2 * 64 - 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "attn", "halved"),
+    [
+        ("Qwen/Qwen2.5-0.5B", "sdpa", True),  # the kernel skips what the mask hides
+        ("Qwen/Qwen2.5-0.5B", "eager", False),
+        ("google-bert/bert-base-uncased", "sdpa", False),  # every token sees every other
+    ],
+)
+def test_only_a_causal_kernel_spares_half_of_the_scores(name: str, attn: str, halved: bool) -> None:
+    layer = next(iter(load_model(name).layers()))[0]
+    (attention,) = layer.attentions
+    per_key = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
+    found = work.attention_flops_per_token(layer, 1000, attn, triangular=True)
+    assert found == 1000 * per_key * (1 if halved else 2)
+    assert work.attention_flops_per_token(layer, 1000, attn, triangular=False) == 2000 * per_key
+
+
+def test_a_decoder_reads_all_of_the_encoder_s_output() -> None:
+    layers = [layer for layer, _ in load_model("google-t5/t5-small").layers()]
+    decoder = next(layer for layer in layers if len(layer.attentions) == 2)
+    itself, cross = decoder.attentions
+    assert cross.cross
+    per_key = itself.num_attention_heads * (itself.head_dim + itself.v_head_dim)
+    found = work.attention_flops_per_token(decoder, 10, "sdpa", triangular=True)
+    assert found == 10 * per_key * (1 + 2)
+
+
+def test_a_decoding_step_reads_the_states_of_a_recurrent_layer() -> None:
+    job = job_of(RunConfig(model="Qwen/Qwen3.5-9B", phase="inference"))
+
+    def moved(model: ModelSpec) -> float:
+        return float(
+            work.inference_work(
+                model, job.run, job.stack, batch_size=1, context=100, decoding=True
+            ).attention_bytes
+        )
+
+    def stateless(layer: Layer) -> Layer:
+        bare = [replace(one, recurrent_elements=0) for one in layer.attentions]
+        return replace(layer, attentions=tuple(bare))
+
+    groups = [replace(group, layer=stateless(group.layer)) for group in job.model.groups]
+    assert moved(job.model) > moved(replace(job.model, groups=tuple(groups))) > 0
+
+
+# --- by hand: TINY["llama"] has 43,008 weights in each of 6 layers and 320 words of width 64
+
+TINY_LLAMA = TINY["llama"] | {"model_type": "llama"}
+LAYER_WEIGHTS = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 160
+HEAD_WEIGHTS = 320 * 64
+LAYER_KERNELS = 38  # traced: forward of a Llama layer; its backward has 60
+# Bytes per token in 16 bit: two norms that widen, square, ...; two residuals; rotary embedding of
+# queries and keys; queries, keys and values laid out; activation and product of the MLP.
+LAYER_MOVES = 2 * 64 * (7 * 4 + 4 * 2) + 2 * 3 * 2 * 64 + 10 * 2 * 96 + 2 * 2 * 128 + 5 * 2 * 160
+
+
+def tiny_job(config: dict[str, Any] = TINY_LLAMA, **keys: Any) -> Job:
+    usual = {"model": "tiny", "precision": "bf16-pure", "gradient_checkpointing": False}
+    return job_of(RunConfig(**usual | keys), config)
+
+
+def test_a_full_step_of_a_tiny_llama_by_hand() -> None:
+    tokens = 3 * 48
+    found = training(tiny_job(method="full"), batch_size=3, seq_len=48)
+    weights = 6 * LAYER_WEIGHTS + HEAD_WEIGHTS
+    assert found.product_flops == 6 * tokens * weights  # one product forward and two backward
+    assert found.weight_read_bytes == 3 * 2 * weights
+    # 4 heads of 16 twice, each sees half of 48 keys; backward is two and a half forwards
+    assert found.attention_flops == 6 * tokens * 48 * 4 * 32 * 3.5
+    # backward reads a gradient and what was saved for each that it writes; the loss in fp32
+    assert found.elementwise_bytes == tokens * (6 * LAYER_MOVES * 2.5 + 30 * 320)
+    assert found.attention_bytes == found.dequant_bytes == found.engine_steps == 0
+    # parameter read and written, gradient read, two states read and written: in 16 bit
+    norms = (2 * 6 + 1) * 64
+    assert found.optimizer_bytes == 7 * 2 * (weights + norms)
+    of_layers = 6 * LAYER_KERNELS * (1 + 1.6)
+    assert found.launches == pytest.approx(of_layers + 22 + 32 + 1 + 20)
+
+
+def test_a_step_of_lora_on_a_tiny_llama_by_hand() -> None:
+    tokens = 3 * 48
+    job = tiny_job(method="lora", r=8)
+    found = training(job, batch_size=3, seq_len=48)
+    trained = 6 * 8 * ((64 + 64) * 2 + (64 + 32) * 2 + (64 + 160) * 3)
+    frozen = 6 * LAYER_WEIGHTS + HEAD_WEIGHTS
+    # frozen weights: forward and the input's gradient; factors: their own gradient as well
+    assert found.product_flops == tokens * (4 * frozen + 6 * trained)
+    assert found.weight_read_bytes == 2 * 2 * frozen
+    repeated = tiny_job(method="lora", r=8, gradient_checkpointing=True)
+    again = training(repeated, batch_size=3, seq_len=48)
+    assert again.product_flops - found.product_flops == 2 * tokens * (6 * LAYER_WEIGHTS + trained)
+    assert again.attention_flops / found.attention_flops == pytest.approx(4.5 / 3.5)
+    assert again.weight_read_bytes - found.weight_read_bytes == 2 * 6 * LAYER_WEIGHTS
+
+
+def test_a_decoding_step_of_a_tiny_llama_by_hand() -> None:
+    def step(**keys: Any) -> Work:
+        job = tiny_job(phase="inference", **keys)
+        return work.inference_work(
+            job.model, job.run, job.stack, batch_size=2, context=100, decoding=True
+        )
+
+    found = step()
+    assert found.product_flops == 2 * 2 * (6 * LAYER_WEIGHTS + HEAD_WEIGHTS)
+    assert found.weight_read_bytes == 2 * (6 * LAYER_WEIGHTS + HEAD_WEIGHTS)
+    assert found.attention_flops == 2 * 2 * 6 * 100 * 4 * 16 * 2
+    # keys and values of 2 heads of 16: a dynamic cache is read and written, then read
+    cache = 2 * 6 * 100 * 2 * 2 * 16 * 2
+    assert found.attention_bytes == 3 * cache
+    assert step(kv_cache="static").attention_bytes == cache
+    # eager attention repeats two heads' keys and values for four, and reads those
+    eager = step(attn="eager")
+    assert eager.attention_bytes == (2 + 1 + 2 * 2) * cache
+    # and moves 24 bytes of scores per query, head and key
+    assert eager.elementwise_bytes - found.elementwise_bytes == 2 * 6 * 4 * 100 * 24
+    assert found.elementwise_bytes == 2 * (6 * LAYER_MOVES + 12 * 320)
+    assert found.launches == 6 * LAYER_KERNELS + 22
+    assert found.engine_steps == found.dequant_bytes == found.optimizer_bytes == 0
+    served = step(kv_cache="vllm")
+    assert (served.launches, served.engine_steps) == (1, 1)
+
+
+def test_a_prompt_of_a_tiny_llama_by_hand() -> None:
+    job = tiny_job(phase="inference")
+    found = work.inference_work(
+        job.model, job.run, job.stack, batch_size=2, context=100, decoding=False
+    )
+    assert found.product_flops == 2 * (200 * 6 * LAYER_WEIGHTS + 2 * HEAD_WEIGHTS)
+    assert found.attention_flops == 200 * 6 * 100 * 4 * 32  # half of the scores
+    assert found.attention_bytes == 2 * 6 * 100 * 2 * 2 * 16 * 2
+    assert found.elementwise_bytes == 200 * 6 * LAYER_MOVES + 2 * 12 * 320
+
+
+@pytest.mark.parametrize(
+    ("quant", "most_rows"),
+    [
+        ("nf4", 1),
+        ("nf4-dq", 1),
+        ("fp4", 1),
+        ("gptq-int4", 50),
+        ("gptq-int8", 50),
+        ("awq-int4", 1024),
+    ],
+)
+def test_a_kernel_unpacks_weights_itself_up_to_so_many_rows(quant: Any, most_rows: int) -> None:
+    def moved(batch_size: int) -> float:
+        job = tiny_job(phase="inference", quant=quant)
+        return float(
+            work.inference_work(
+                job.model, job.run, job.stack, batch_size=batch_size, context=8, decoding=True
+            ).dequant_bytes
+        )
+
+    assert moved(most_rows) < 6 * LAYER_WEIGHTS * 1.5  # what is stored, of 8 bits at most
+    assert moved(most_rows + 1) == 6 * LAYER_WEIGHTS * 4  # 16 bit, written and read
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "per_weight", "tables"),
+    [
+        (1, 4.5 / 8, 7),  # inside the kernel: codes, a scale of 64 weights, and the code table
+        (2, 4, 0),  # written in 16 bit and read back
+    ],
+)
+def test_a_single_row_unpacks_four_bits_inside_its_kernel(
+    batch_size: int, per_weight: float, tables: int
+) -> None:
+    job = tiny_job(phase="inference", quant="nf4")
+    found = work.inference_work(
+        job.model, job.run, job.stack, batch_size=batch_size, context=8, decoding=True
+    )
+    per_layer = LAYER_WEIGHTS * per_weight + tables * CODE_TABLE_BYTES
+    assert found.dequant_bytes == 6 * per_layer
+    assert found.launches == 6 * (LAYER_KERNELS + 7 * 5) + 22  # 7 matrices, 5 kernels more each
+
+
+@pytest.mark.parametrize(("checkpointing", "passes"), [(False, 2), (True, 3)])
+def test_training_unpacks_four_bits_in_every_pass(checkpointing: bool, passes: int) -> None:
+    job = tiny_job(method="qlora", gradient_checkpointing=checkpointing)
+    assert training(job).dequant_bytes == passes * 6 * LAYER_WEIGHTS * 4
+
+
+@pytest.mark.parametrize(
+    ("precision", "moved"),
+    [("fp32", (32, 36)), ("bf16-pure", (24, 28))],  # as PyTorch moved them (the oracle above)
+)
+def test_score_matrices_move_so_many_bytes_per_head(precision: str, moved: tuple[int, int]) -> None:
+    job = tiny_job(method="full", attn="eager", precision=precision)
+    (attention,) = next(iter(job.model.layers()))[0].attentions
+    assert work.score_bytes(attention, job.stack) == (4 * moved[0], 4 * moved[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "attn", "kernels"),
+    [
+        ("llama", "sdpa", LAYER_KERNELS),
+        ("llama", "eager", LAYER_KERNELS + 4),
+        ("qwen3", "sdpa", LAYER_KERNELS + 2 * 6),  # norms of queries and keys
+        # two norms; a product for queries, keys and values, and one out; no gate
+        ("gpt2", "sdpa", 12 + 2 + 4 + 1 + 2 + 1 + 1),
+    ],
+)
+def test_kernels_of_a_layer(name: str, attn: str, kernels: int) -> None:
+    job = tiny_job(TINY[name] | {"model_type": name}, method="full", attn=attn)
+    assert work.layer_ops(next(iter(job.model.layers()))[0], job.run) == kernels
+
+
+def test_an_evaluation_is_one_forward_that_scores_every_token() -> None:
+    job = tiny_job(method="full")
+    found = work.evaluation_work(
+        job.model,
+        job.run,
+        job.stack,
+        job.method,
+        job.targets,
+        batch_size=3,
+        seq_len=48,
+        r=8,
+        num_trained=1,
+    )
+    tokens = 3 * 48
+    weights = 6 * LAYER_WEIGHTS + HEAD_WEIGHTS
+    assert found.product_flops == 2 * tokens * weights
+    assert found.weight_read_bytes == 2 * weights
+    assert found.attention_flops == 6 * tokens * 48 * 4 * 32
+    assert found.elementwise_bytes == tokens * (6 * LAYER_MOVES + 12 * 320)
+    assert found.launches == pytest.approx(6 * LAYER_KERNELS + 22)
+    assert found.optimizer_bytes == found.attention_bytes == 0
+
+
+def test_a_token_of_a_mixture_visits_its_experts_alone() -> None:
+    config = {
+        "model_type": "mixtral",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    job = tiny_job(config, phase="inference")
+    attention, router, expert = 64 * (64 + 32 + 32 + 64), 64 * 8, 3 * 64 * 96
+    for batch_size, visited in ((1, 2), (3, 6), (5, 8)):
+        found = work.inference_work(
+            job.model, job.run, job.stack, batch_size=batch_size, context=10, decoding=True
+        )
+        in_token = 2 * (attention + router + 2 * expert) + HEAD_WEIGHTS
+        assert found.product_flops == 2 * batch_size * in_token
+        read = 2 * (attention + router + visited * expert) + HEAD_WEIGHTS
+        assert found.weight_read_bytes == pytest.approx(2 * read)
+        # norms, attention as in a Llama; routing and its sums; each expert that is visited
+        assert found.launches == 22 + 2 * (12 + 20 + 11 + 8 * visited)
+
+
+@pytest.mark.parametrize(("checkpointing", "forwards"), [(False, 1), (True, 2)])
+def test_autocast_narrows_every_matrix_of_an_fp32_base_once_a_forward(
+    checkpointing: bool, forwards: int
+) -> None:
+    usual = {"method": "lora", "gradient_checkpointing": checkpointing}
+    job = tiny_job(precision="bf16", base_dtype="float32", **usual)
+    one, two = (training(job, batch_size=n, seq_len=48).elementwise_bytes for n in (1, 2))
+    # whatever the number of tokens: 4 bytes read and 2 written of each element
+    assert 2 * one - two == forwards * 6 * LAYER_WEIGHTS * (4 + 2)
+    narrow = tiny_job(**usual)
+    one, two = (training(narrow, batch_size=n, seq_len=48).elementwise_bytes for n in (1, 2))
+    assert 2 * one == two
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_evaluation_unpacks_what_one_forward_does(checkpointing: bool) -> None:
+    job = tiny_job(method="qlora", r=8, gradient_checkpointing=checkpointing)
+    found = work.evaluation_work(
+        job.model,
+        job.run,
+        job.stack,
+        job.method,
+        job.targets,
+        batch_size=3,
+        seq_len=48,
+        r=8,
+        num_trained=1,
+    )
+    assert found.dequant_bytes == 6 * LAYER_WEIGHTS * 4  # written in 16 bit and read back
+    assert found.optimizer_bytes == found.attention_bytes == 0
+
+
+@pytest.mark.parametrize("backend", ["quanto", "fp8"])
+def test_a_step_launches_what_expands_each_layers_cache(backend: Any) -> None:
+    job = tiny_job(
+        phase="inference",
+        kv_cache="quantized",
+        cache_backend=backend,
+        **({} if backend == "fp8" else {"cache_group_size": 32}),
+    )
+    plain = tiny_job(phase="inference")
+    launches = []
+    for one in (job, plain):
+        done = work.inference_work(
+            one.model, one.run, one.stack, batch_size=2, context=100, decoding=True
+        )
+        launches.append(done.launches)
+    converted = work.conversion(job.run, job.stack, decoding=True)
+    assert launches[0] - launches[1] == 6 * converted.launches > 6 * 9
+    if backend == "fp8":  # nothing gathers, so that no step quantises all tokens anew
+        assert converted == expanding(job.run.cache_format, 2)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Measured runs become coefficients; calibration databases are stored, shared and merged."""

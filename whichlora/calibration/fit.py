@@ -1,0 +1,241 @@
+"""All coefficients of one device, from all of its records.
+
+Importing this module raises `ConfigError` where scikit-learn is not installed.
+"""
+
+from __future__ import annotations
+
+from whichlora.extras import require
+
+require("a fit to recorded runs", "sklearn", extra="profile")  # before the imports below need it
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+
+from whichlora.calibration.fit_memory import fit_memory, held_out_errors, memory_errors
+from whichlora.calibration.fit_time import fit_phases, sharpened, time_errors
+from whichlora.calibration.formula_version import formulas_digest
+from whichlora.calibration.regression import Array, held_out_noise, robust_weights
+from whichlora.calibration.samples import Sample, judged, memory_samples, time_samples
+from whichlora.errors import WhichLoraError
+from whichlora.predict.coefficients import (
+    TIME_PHASES,
+    Calibration,
+    HeldOut,
+    Outlier,
+    digest_of,
+    prior_calibration,
+)
+from whichlora.predict.resolve import resolve
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.results import Measurement
+from whichlora.timing.model import TimeModel, seconds
+
+FindModel = Callable[[Measurement], ModelSpec]
+
+# Measured over expected, least and greatest: beyond them it is no measurement of this device.
+PLAUSIBLE_TIME = (1e-3, 1e4)
+PLAUSIBLE_MEMORY = (0.05, 20.0)
+WORTH_SAYING = 0.1  # of the noise of a run; less is lost in it
+ENOUGH_QUIET = 3  # samples of a quiet device that make those of a busy one dispensable
+REPORTED_WEIGHT = 0.25  # an error 2.7 times the ordinary, which one normal run in 150 has
+
+
+def _summary(errors: Array) -> HeldOut:
+    sizes = sorted(abs(math.expm1(error)) for error in errors.tolist())
+    typical = math.expm1(sum(map(abs, errors.tolist())) / len(sizes))
+    return HeldOut(num_runs=len(sizes), median=median(sizes), worst=sizes[-1], typical=typical)
+
+
+def _is_worse(errors: Array, alone: Array, noise: float) -> bool:
+    """Whether a fit errs more on runs it did not see than datasheet and priors alone.
+
+    By more than chance: the mean difference of the logs' sizes, run by run, is above its standard
+    error, and above what matters beside the noise of a run.
+
+    Args:
+        errors, alone: log errors of the same runs by the fit and without one.
+        noise: standard deviation of the log of a run, before any.
+    """
+    differences = np.abs(errors) - np.abs(alone)
+    chance = float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    return float(differences.mean()) > max(chance, WORTH_SAYING * noise)
+
+
+def _outliers(
+    samples: Sequence[Sample], phase: str, errors: Array, prior_noise: float
+) -> Iterator[Outlier]:
+    """The samples that the fit with these log errors listened to less, farthest first."""
+    weights = robust_weights(errors, prior_noise)
+    for i in np.argsort(weights, kind="stable"):
+        if weights[i] >= REPORTED_WEIGHT:
+            return
+        yield Outlier(
+            record=samples[i].record,
+            phase=phase,
+            weight=float(weights[i]),
+            ratio=math.exp(errors[i]),
+        )
+
+
+def _ranges(
+    samples: Sequence[Sample], num_params: Mapping[str, int]
+) -> dict[str, tuple[float, float]]:
+    groups = {sample.group for sample in samples}
+    columns: dict[str, list[float]] = {"num_params": [num_params[group] for group in groups]}
+    for sample in samples:
+        for name, value in sample.shape.items():
+            columns.setdefault(name, []).append(float(value))
+    return {name: (min(values), max(values)) for name, values in columns.items()}
+
+
+def digest(measurements: Iterable[Measurement]) -> str:
+    """Names the set of records, whatever their order."""
+    return digest_of(measurement.id for measurement in measurements)
+
+
+def _implausible(samples: Mapping[str, Sequence[Sample]], start: Calibration) -> str:
+    """Why no device can have measured `samples`; empty where one can.
+
+    A slipped unit or a forged record is off by orders of magnitude, and one is enough to make the
+    whole fit singular. The slowest devices are 20 times slower than their priors.
+    """
+    for phase, of_phase in samples.items():
+        for sample in of_phase:
+            if phase == "memory":
+                expected, accepted = sum(sample.features.values()), PLAUSIBLE_MEMORY
+            else:
+                expected, accepted = seconds(start.time[phase], sample.features)[0], PLAUSIBLE_TIME
+            ratio = sample.value / expected if expected > 0 else math.inf
+            if not accepted[0] <= ratio <= accepted[1]:
+                return (
+                    f"{phase}: {sample.value:.3g} {'bytes' if phase == 'memory' else 's'} is "
+                    f"{ratio:.2g} times what the datasheet says; accepted are {accepted[0]:g} to "
+                    f"{accepted[1]:g} times; remove the record"
+                )
+    return ""
+
+
+def _gather(
+    measurements: Iterable[Measurement],
+    gpu: GpuSpec,
+    find_model: FindModel,
+    start: Calibration,
+) -> tuple[dict[str, list[Sample]], dict[str, int], dict[str, str]]:
+    """Samples by "memory" and time phase, parameters by model, why a record has no sample."""
+    found: dict[str, list[Sample]] = {phase: [] for phase in ("memory", *TIME_PHASES)}
+    disturbed: dict[str, list[Sample]] = {phase: [] for phase in TIME_PHASES}
+    num_params: dict[str, int] = {}
+    left_out: dict[str, str] = {}
+    models: dict[tuple[object, str], ModelSpec | WhichLoraError] = {}
+    for measurement in measurements:
+        if measurement.outcome != "ok":
+            continue
+        key = (measurement.config.get("model"), json.dumps(measurement.model_config))
+        if key not in models:
+            try:
+                models[key] = find_model(measurement)
+            except WhichLoraError as error:
+                models[key] = error
+        try:
+            model = models[key]
+            if isinstance(model, WhichLoraError):
+                raise model
+            job = resolve(model, measurement.run, gpu)
+        except WhichLoraError as error:  # of a newer release, or a model whose config is not here
+            left_out[measurement.id] = str(error)
+            continue
+        if job.run.model not in num_params:
+            num_params[job.run.model] = model.num_params
+        samples = time_samples(job, measurement)
+        if not job.run.libraries:
+            samples["memory"] = memory_samples(job, measurement)
+        if fault := _implausible(samples, start):
+            left_out[measurement.id] = fault
+            continue
+        is_disturbed = bool(measurement.provenance.get("busy"))
+        for phase, of_phase in samples.items():
+            target = disturbed if is_disturbed and phase in disturbed else found
+            target[phase].extend(of_phase)
+    for phase, of_phase in disturbed.items():
+        if len(found[phase]) < ENOUGH_QUIET:
+            found[phase].extend(of_phase)
+        else:
+            reason = f"{phase}: measured on a busy device, and quiet runs teach its times instead"
+            left_out |= {sample.record: reason for sample in of_phase}
+    return found, num_params, left_out
+
+
+def fit(
+    measurements: Sequence[Measurement],
+    gpu: GpuSpec,
+    find_model: FindModel,
+    *,
+    held_out: bool = True,
+) -> Calibration:
+    """Calibrate the predictors of `gpu` to `measurements`; failures teach nothing here yet.
+
+    Nor do runs on other library versions teach memory: its formulas know the versions, and what
+    is left over differs between them.
+
+    Args:
+        find_model: architecture of a measurement; one that it can't name is left out. It is
+            asked once per model.
+        held_out: also measure the error on left-out runs, and take the noise from it. During a
+            search the fit is repeated after every run and the residuals must do.
+    """
+    start = prior_calibration(gpu)
+    found, num_params, left_out = _gather(measurements, gpu, find_model, start)
+    summaries: dict[str, HeldOut] = {}
+    cold: dict[str, HeldOut] = {}
+    outliers: list[Outlier] = []
+    time: dict[str, TimeModel] = {}
+    by_datasheet: list[str] = []
+    for phase, model in fit_phases(found, gpu).items():
+        before, samples = start.time[phase], found[phase]
+        alone = time_errors(before, [samples[i] for i in judged(samples)])
+        if samples:
+            cold[phase] = _summary(alone)
+            outliers += _outliers(samples, phase, time_errors(model, samples), before.noise)
+        if held_out and len(alone) >= 3:
+            model, errors = sharpened(model, found, gpu, phase)
+            summaries[phase] = _summary(errors)
+            if _is_worse(errors, alone, before.noise):
+                by_datasheet.append(phase)
+                model = replace(before, noise=held_out_noise(alone, before.noise))
+        time[phase] = model
+    samples = found["memory"]
+    memory = fit_memory(samples, start.memory)
+    alone = memory_errors(start.memory, samples)
+    if samples:
+        cold["memory"] = _summary(alone)
+        errors = memory_errors(memory, samples)
+        outliers += _outliers(samples, "memory", errors, start.memory.noise)
+    if held_out and len(samples) >= 3:
+        errors = held_out_errors(samples, start.memory)
+        summaries["memory"] = _summary(errors)
+        memory = replace(memory, noise=held_out_noise(errors, start.memory.noise))
+        if _is_worse(errors, alone, start.memory.noise):
+            by_datasheet.append("memory")
+            memory = replace(start.memory, noise=held_out_noise(alone, start.memory.noise))
+    return Calibration(
+        gpu=gpu.key,
+        memory=memory,
+        time=time,
+        num_records=len(measurements),
+        held_out=summaries,
+        cold=cold,
+        ranges={phase: _ranges(samples, num_params) for phase, samples in found.items() if samples},
+        outliers=tuple(outliers),
+        left_out=left_out,
+        digest=digest(measurements),
+        formulas=formulas_digest(),
+        num_older=sum(bool(one.config.get("libraries")) for one in measurements),
+        by_datasheet=tuple(by_datasheet),
+    )

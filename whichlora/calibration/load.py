@@ -1,0 +1,134 @@
+"""The calibration of one device: read where it is stored, fitted anew where it is stale."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from whichlora.calibration.formula_version import formulas_digest
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.predict.coefficients import Calibration, digest_of, prior_calibration
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.results import Measurement
+from whichlora.store import models as model_store
+from whichlora.store.coefficients import coefficients_file, read_coefficients, write_coefficients
+from whichlora.store.measurements import read_measurements, record_ids
+from whichlora.store.paths import data_folder, user_calibration_folder
+
+
+def calibration_roots(calibration_dir: Path | None = None) -> tuple[Path, ...]:
+    """Folders that hold calibrations: the user's, which goes before and is written to, and ours.
+
+    Raises:
+        ConfigError: a path that the file system does not take.
+    """
+    own = calibration_dir or user_calibration_folder()
+    try:
+        os.stat(own)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # to be made, or told by what writes there
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"calibration folder {str(own)[:80]!r}: can't be read; give another"
+        ) from None
+    return (own, data_folder("calibration"))
+
+
+def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
+    """What runs on `gpu` taught so far; datasheet priors where there were none.
+
+    Coefficients of other formulas than today's are not used, nor a broken file: the records are
+    fitted anew, and `fallback` says of a broken file what is wrong with it.
+    """
+    roots = calibration_roots(calibration_dir)
+    fallback = ""
+    try:
+        payload = read_coefficients(roots, gpu.key)
+        if payload is None:
+            return prior_calibration(gpu)
+        if payload.get("formulas") == formulas_digest():  # others may lack what today's have
+            return Calibration.from_dict(payload, source=str(coefficients_file(roots, gpu.key)))
+    except DataFileError as error:
+        fallback = str(error)
+    try:
+        return replace(_fit(gpu, roots, held_out=False), fallback=fallback)
+    except ConfigError as error:  # the library that fits is not installed
+        if not fallback:
+            raise ConfigError(
+                f"{gpu.key}/coefficients.json: is of other formulas; {error}"
+            ) from None
+        return replace(prior_calibration(gpu), fallback=fallback)
+
+
+def refit(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
+    """Fit the predictors of `gpu` to every record there is, and store the coefficients.
+
+    A record that can't be read is left out; `left_out` has its place and why.
+    """
+    roots = calibration_roots(calibration_dir)
+    calibration = _fit(gpu, roots, held_out=True)
+    if calibration.num_records:
+        write_coefficients(roots[0], gpu.key, calibration.to_dict())
+    return calibration
+
+
+def _fit(gpu: GpuSpec, roots: Sequence[Path], *, held_out: bool) -> Calibration:
+    from whichlora.calibration.fit import fit
+
+    unread: dict[str, str] = {}
+    records = read_measurements(roots, gpu.key, leave_out=unread.__setitem__)
+    calibration = fit(records, gpu, model_of, held_out=held_out)
+    # the digest names all records that are there, so that those left out do not make it stale
+    digest = digest_of(record_ids(roots, gpu.key))
+    left_out = {**unread, **calibration.left_out}
+    return replace(calibration, left_out=left_out, digest=digest)
+
+
+def model_of(measurement: Measurement) -> ModelSpec:
+    """Architecture that a record was measured on; offline.
+
+    Raises:
+        ConfigError: the record names a model that is neither in the database nor in the record.
+    """
+    from whichlora.families import build
+
+    name = str(measurement.config.get("model", ""))
+    if measurement.model_config is not None:
+        return build(measurement.model_config, name=name)
+    found = model_store.find_model(name)
+    if found is None:
+        raise ConfigError(
+            f"record {measurement.id}: model {name!r} is not in the database; give the record its "
+            "config as model_config"
+        )
+    return found
+
+
+def stale_note(calibration: Calibration, calibration_dir: Path | None) -> str:
+    """What a prediction must say where its coefficients are not those of the records.
+
+    Ids alone are read: 100,000 in 0.2 s. A refit would cost seconds and is one command away.
+    """
+    roots = calibration_roots(calibration_dir)
+    if calibration.fallback:
+        number = calibration.num_records
+        stand_in = f"a fit to the {number} records just now" if number else "datasheet priors"
+        return f"; {calibration.fallback}; used until then: {stand_in}"
+    ids = record_ids(roots, calibration.gpu)
+    if not ids and not calibration.digest:
+        return ""
+    if digest_of(ids) == calibration.digest:
+        payload = read_coefficients(roots, calibration.gpu) or {}
+        if payload.get("formulas", "") == calibration.formulas:
+            return ""
+        return (
+            "; fitted just now, since the stored coefficients are of other formulas: "
+            f"whichlora calibrate --gpu {calibration.gpu} stores them"
+        )
+    return (
+        f"; not fitted to the {len(ids)} records there are now: "
+        f"whichlora calibrate --gpu {calibration.gpu}"
+    )

@@ -1,0 +1,141 @@
+"""Measured runs → samples that a fit learns from: features, the measured value, what it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING
+
+from whichlora.memory.training import PARTS
+from whichlora.predict.judgement import ALLOCATED_PARTS
+from whichlora.predict.predict import (
+    forward_features,
+    ledger,
+    mean_context,
+    part_bytes,
+    step_features,
+)
+from whichlora.predict.resolve import Job
+from whichlora.spec.results import Measurement
+from whichlora.timing import model as timing
+from whichlora.timing.model import prior_model
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+_LEAST_GROUPS = 3
+_MOST_PROMPT = 0.3  # of a generation whose parts were not timed; beyond it, nothing is learned
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One observation: features, the measured value, and the model it belongs to.
+
+    Args:
+        record: id of the measurement it is from.
+        shape: the settings whose range limits what the fit may be asked.
+        older: measured on other library versions than the current ones.
+    """
+
+    group: str
+    features: Mapping[str, float]
+    value: float
+    record: str = ""
+    shape: Mapping[str, float] = field(default_factory=dict)
+    older: bool = False
+
+
+def matrix(samples: Sequence[Sample], names: Sequence[str]) -> tuple[Array, Array]:
+    """Features, shape [num_samples, num_names], and the measured values."""
+    import numpy as np
+
+    rows = [[sample.features[name] for name in names] for sample in samples]
+    features = np.array(rows, dtype=np.float64).reshape(-1, len(names))
+    return features, np.array([sample.value for sample in samples], dtype=np.float64)
+
+
+def judged(samples: Sequence[Sample]) -> list[int]:
+    """The samples that tell how good a fit is: of the current versions where there are any."""
+    current = [i for i, sample in enumerate(samples) if not sample.older]
+    return current or list(range(len(samples)))
+
+
+def groups_of(samples: Sequence[Sample]) -> list[str]:
+    """What is left out of a fit together: a model where there are three or more, else a run.
+
+    Where there are fewer than three runs, each sample is a group.
+    """
+    for labels in ([one.group for one in samples], [one.record for one in samples]):
+        if len(set(labels)) >= _LEAST_GROUPS:
+            return labels
+    return [str(number) for number in range(len(samples))]
+
+
+def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:
+    """Observations by phase in one measurement: the median of its repetitions."""
+    found: dict[str, list[Sample]] = {}
+
+    def add(phase: str, features: dict[str, float], seconds: list[float], length: int) -> None:
+        sample = _sample(job, measurement, features, median(seconds), length)
+        found.setdefault(phase, []).append(sample)
+
+    if measurement.step_s:
+        by_length: dict[int, list[float]] = {}
+        for length, step_s in zip(measurement.step_lengths, measurement.step_s, strict=True):
+            by_length.setdefault(length, []).append(step_s)
+        for length, times in by_length.items():
+            add("finetune", step_features(job, seq_len=length), times, length)
+    prompt = job.run.prompt_len
+    if measurement.prefill_s:
+        features = forward_features(job, context=prompt, decoding=False)
+        add("prefill", features, list(measurement.prefill_s), prompt)
+    if measurement.decode_s_per_token:
+        context = mean_context(prompt, job.run.max_new_tokens)
+        features = forward_features(job, context=context, decoding=True)
+        add("decode", features, list(measurement.decode_s_per_token), context)
+    elif measurement.generate_s and job.run.max_new_tokens > 1 and job.model.task != "encoder":
+        context, steps = mean_context(prompt, job.run.max_new_tokens), job.run.max_new_tokens - 1
+        whole = median(measurement.generate_s)
+        first = _first_token_s(job)
+        if first < _MOST_PROMPT * whole:
+            features = forward_features(job, context=context, decoding=True)
+            add("decode", features, [(whole - first) / steps], context)
+    return found
+
+
+def _first_token_s(job: Job) -> float:
+    """Seconds of the prompt pass as the datasheet and priors have it."""
+    features = forward_features(job, context=job.run.prompt_len, decoding=False)
+    return float(timing.seconds(prior_model(job.gpu, "prefill"), features)[0])
+
+
+def _sample(
+    job: Job, measurement: Measurement, features: Mapping[str, float], value: float, length: int
+) -> Sample:
+    shape = {"batch_size": job.run.batch_size, "tokens": length}
+    older = bool(job.run.libraries)  # a run names its versions where they are not the current ones
+    return Sample(job.run.model, features, value, measurement.id, shape, older)
+
+
+def memory_samples(job: Job, measurement: Measurement) -> list[Sample]:
+    """Parts of the ledger at its peak against the measured counters, one sample each."""
+    found = ledger(job)
+    parts = {k: float(v) for k, v in part_bytes(job, found, found.peak_moment).items()}
+    none = dict.fromkeys(PARTS, 0.0)
+    live = none | {name: parts[name] for name in ALLOCATED_PARTS}
+    run = job.run
+    length = run.seq_len if run.phase == "finetune" else run.prompt_len + run.max_new_tokens
+    counters = (
+        (measurement.peak_allocated_bytes, live),
+        (measurement.peak_reserved_bytes, live | {"allocator": parts["allocator"]}),
+        (measurement.device_used_bytes, parts),
+    )
+    return [
+        _sample(job, measurement, features, float(measured), length)
+        for measured, features in counters
+        if measured
+    ]

@@ -1,0 +1,188 @@
+"""Every candidate on every GPU type, as judged now, and which of them are worth a run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from whichlora.cluster.slurm.discovery import GpuGroup
+from whichlora.cluster.state import Sweep
+from whichlora.cluster.tasks import find_records, read_start
+from whichlora.errors import ConfigError
+from whichlora.search.acquisition import Decision, Spent, exhausted
+from whichlora.search.feasibility import MIN_CHANCE, Candidate
+from whichlora.search.loop import Pursuit
+from whichlora.spec.plan import Budget, Plan, ProfilePolicy
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.workflow.session import Progress, Session
+from whichlora.workflow.training_data import Counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """Where the search stands on the GPUs of one group.
+
+    Args:
+        candidates: of both stages, in the order of `pursuit`.
+    """
+
+    group: GpuGroup
+    session: Session
+    pursuit: Pursuit
+    decision: Decision
+    candidates: Sequence[Candidate]
+
+
+def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
+    """Every group in the light of all records of its tasks.
+
+    The group's accelerator is what the drivers on its nodes said; before the first task ran, what
+    its type and features say. A group whose nodes differ is judged once for each kind.
+
+    Raises:
+        ConfigError: no group runs any candidate.
+    """
+    lengths: Counted = {}
+    judged: list[Judged] = []
+    refusals: list[ConfigError] = []
+    for group in sweep.groups:
+        folder = sweep.run_dir / group.name
+        for key in _met(sweep, group) or [group.gpu]:
+            own = replace(plan, output_dir=folder, gpu=key)
+            gpu = find_gpu(key)
+            session = Session(own, gpu, progress, fresh=False, lengths=lengths)
+            try:
+                runs = session.runs()
+            except ConfigError as error:  # the other groups may run what this one refuses
+                refusals.append(error)
+                progress.say(f"{group.name} left out: {error}")
+                continue
+            pursuit = session.pursuit(runs)
+            _, refused = session.recall(pursuit)
+            for difference, number in refused.items():
+                progress.say(
+                    f"{group.name}: {number} measured before {difference}, and not reused; "
+                    "measure again with --fresh"
+                )
+            if judged and judged[-1].group.name == group.name:  # its files lie beside the first's
+                session.plan = replace(own, output_dir=folder / key)
+            judged.append(
+                Judged(
+                    group=replace(group, gpu=key),
+                    session=session,
+                    pursuit=pursuit,
+                    decision=pursuit.decide(),
+                    candidates=session.candidates(pursuit),
+                )
+            )
+    if refusals and not judged:
+        raise refusals[0]
+    return judged
+
+
+def _met(sweep: Sweep, group: GpuGroup) -> list[str]:
+    """Keys of the accelerators that tasks of a group have met, in their order.
+
+    A task says so as it starts; of one that ran on another file system only the record is here.
+    """
+    files = sorted((sweep.run_dir / group.name / "started").glob("*.json"))
+    keys = [str(read_start(path)["gpu"]) for path in files]
+    for array in sweep.arrays:
+        if array.group == group.name:
+            keys += [record.gpu for record in find_records(sweep.tasks(array)).values()]
+    return list(dict.fromkeys(keys))
+
+
+def worth_profiling(
+    candidates: Sequence[Candidate], decision: Decision, policy: ProfilePolicy, budget: Budget
+) -> list[Candidate]:
+    """Candidates whose runs could change the answer, all at once: an array has no second look.
+
+    Those that win in most of the drawn worlds, until what is left out wins in no more of them than
+    the asked confidence allows; and before the first of each form in which a model is served
+    what shows that it serves.
+    Where results reopen the question, the next round asks for more.
+
+    Returns:
+        The most telling first, so that a budget may cut the list anywhere.
+    """
+    if policy == "none":
+        return []
+    if policy == "all":
+        return [one for one in candidates if not one.measured and not one.failure]
+    doubt, chosen = 1 - decision.confidence, list[Candidate]()
+    forms: set[RunConfig | None] = set()
+    for position in decision.chance_to_win.argsort()[::-1].tolist():
+        wins = float(decision.chance_to_win[position])
+        if wins <= 0 or doubt <= 1 - budget.confidence:
+            break
+        doubt -= wins
+        form = candidates[position].form
+        if form not in forms:
+            forms.add(form)
+            chosen += _serving(form, candidates, decision)
+        if not candidates[position].measured:
+            chosen.append(candidates[position])
+    return chosen
+
+
+def affordable(judged: Judged, plan: Plan, asked: Collection[RunConfig]) -> list[Candidate]:
+    """What is worth profiling and was not asked before, as far as the budget reaches.
+
+    The budget is that of one GPU type, and as on one machine the run that uses it up is still
+    made. `profile: all` knows none.
+    """
+    chosen = [
+        one
+        for one in worth_profiling(judged.candidates, judged.decision, plan.profile, plan.budget)
+        if one.run not in asked
+    ]
+    if plan.profile == "all":
+        return chosen
+    spent, expected_s = spent_on(judged, asked), _expected_s(judged)
+    for number, one in enumerate(chosen):
+        if exhausted(spent, plan.budget):
+            return chosen[:number]
+        spent.runs += 1
+        spent.device_s += expected_s[one.run]
+    return chosen
+
+
+def spent_on(judged: Judged, asked: Collection[RunConfig]) -> Spent:
+    """What the runs that were asked of a group cost.
+
+    One without a device time of its own counts as expected: it is not back yet, or the cluster
+    ended it.
+    """
+    expected_s = _expected_s(judged)
+    measured = {judged.pursuit.runs[i]: one for i, one in judged.pursuit.measured.items()}
+    device_s = 0.0
+    for run in asked:
+        told_s = measured[run].device_s if run in measured else 0.0
+        device_s += told_s or expected_s.get(run, 0.0)
+    return Spent(runs=len(asked), device_s=device_s)
+
+
+def _expected_s(judged: Judged) -> dict[RunConfig, float]:
+    """Device seconds that profiling each candidate should take."""
+    pursuit = judged.pursuit
+    expected_s = pursuit.outlook.run_s(pursuit.calibration).tolist()
+    return dict(zip(pursuit.runs, expected_s, strict=True))
+
+
+def _serving(
+    form: RunConfig | None, candidates: Sequence[Candidate], decision: Decision
+) -> list[Candidate]:
+    """The shape that surely serves within the limits, or else every one that may."""
+    shapes = [
+        (float(decision.chance_to_meet[position]), position)
+        for position, one in enumerate(candidates)
+        if one.run.phase == "inference" and one.form == form
+    ]
+    if any(candidates[i].measured and candidates[i].verdict == "meets" for _, i in shapes):
+        return []
+    left = [(c, i) for c, i in shapes if c >= MIN_CHANCE and not candidates[i].measured]
+    if left and max(left)[0] >= 1 - MIN_CHANCE:
+        left = [max(left)]
+    return [candidates[position] for _, position in left]

@@ -1,0 +1,146 @@
+"""What the tasks measured → an answer per GPU type, the best of all, and its batch script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from whichlora.cluster.judging import Judged, spent_on, worth_profiling
+from whichlora.cluster.slurm.scripts import training_script
+from whichlora.cluster.state import Sweep
+from whichlora.html import write_report
+from whichlora.search.acquisition import exhausted
+from whichlora.search.feasibility import Candidate
+from whichlora.search.gpu_choice import rank_across
+from whichlora.spec.plan import Plan
+from whichlora.spec.results import SCHEMA_VERSION
+from whichlora.spec.run import RunConfig
+from whichlora.store.jsonfiles import write_object, write_text
+from whichlora.terminal import candidate_row
+from whichlora.workflow.run import Answer, Ending, conclude, summary, write_files
+
+_TRAINING_MARGIN = 1.5  # of the time limit over the expected time: a killed training is lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAnswer:
+    """The answer on one GPU type.
+
+    Args:
+        open_candidates: how many could still change it.
+        script: of the winning fine-tuning job.
+    """
+
+    judged: Judged
+    answer: Answer
+    open_candidates: int
+    script: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """The answers of all GPU types; `best` is the best-ranked winner, queue wait aside."""
+
+    groups: Sequence[GroupAnswer]
+    best: GroupAnswer | None
+
+    @property
+    def open_candidates(self) -> int:
+        return sum(one.open_candidates for one in self.groups)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `recommendation.json`."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "best": None if self.best is None else self.best.judged.group.name,
+            "groups": [_row(one) for one in self.groups],
+        }
+
+
+def merge(plan: Plan, sweep: Sweep, judged: Sequence[Judged]) -> Recommendation:
+    """Write the answer of every group into its folder, and the recommendation beside them.
+
+    Raises:
+        DataFileError: a disk that refuses.
+    """
+    groups = [_conclude(plan, sweep, one) for one in judged]
+    ranked = [
+        (rank_across(plan.objective, one.answer.winner, one.judged.group.gpu), number)
+        for number, one in enumerate(groups)
+        if one.answer.winner is not None
+    ]
+    best = groups[min(ranked)[1]] if ranked else None
+    found = Recommendation(groups=groups, best=best)
+    write_object(sweep.run_dir / "recommendation.json", found.to_dict())
+    return found
+
+
+def _conclude(plan: Plan, sweep: Sweep, judged: Judged) -> GroupAnswer:
+    session = judged.session
+    session.plan.output_dir.mkdir(parents=True, exist_ok=True)
+    decision = judged.decision
+    left = worth_profiling(judged.candidates, decision, plan.profile, plan.budget)
+    asked = sweep.asked(judged.group.name)
+    search = summary(judged.pursuit, decision, _stopped_by(plan, judged, left, asked))
+    answer = conclude(session, judged.pursuit, search, decision.best)
+    files = write_files(session, answer)
+    if "measurements" in files:  # one file per task, not one of the session
+        files["measurements"] = session.log.path.parent
+    answer = replace(answer, files=files)
+    script = _write_training(plan, sweep, judged, answer)
+    if script is not None:
+        answer = replace(answer, files={**answer.files, "script": script})
+    folder = session.plan.output_dir
+    answer = replace(answer, files={**answer.files, "report": folder / "report.html"})
+    write_object(folder / "answer.json", answer.to_dict())
+    write_report(folder, folder / "report.html")
+    return GroupAnswer(judged=judged, answer=answer, open_candidates=len(left), script=script)
+
+
+def _stopped_by(
+    plan: Plan, judged: Judged, left: Sequence[Candidate], asked: Collection[RunConfig]
+) -> Ending:
+    if plan.profile == "none":
+        return "not measured"
+    if left:
+        waiting = any(one.run in asked for one in left)
+        spent = plan.profile != "all" and exhausted(spent_on(judged, asked), plan.budget)
+        return "under way" if waiting or not spent else spent
+    if plan.profile == "all":
+        return "everything measured"
+    return "certain" if judged.decision.confidence >= plan.budget.confidence else "nothing left"
+
+
+def _write_training(plan: Plan, sweep: Sweep, judged: Judged, answer: Answer) -> Path | None:
+    best, job = answer.winner, answer.files.get("job")
+    if best is None or job is None or sweep.engine != "slurm":
+        return None
+    assert best.total_s is not None
+    text = training_script(
+        judged.group,
+        plan.slurm,
+        job=job,
+        limit_s=plan.slurm.startup_s + _TRAINING_MARGIN * best.total_s.high,
+        python=sys.executable,
+    )
+    path = job.with_name("train.sbatch")
+    write_text(path, text)
+    return path
+
+
+def _row(one: GroupAnswer) -> dict[str, Any]:
+    group, best = one.judged.group, one.answer.winner
+    return {
+        "group": group.name,
+        "gpu": group.gpu,
+        "cluster": group.cluster,
+        "partitions": list(group.partitions),
+        "measured": len(one.answer.compared),
+        "open_candidates": one.open_candidates,
+        "search": one.answer.search.to_dict(),
+        "winner": None if best is None else candidate_row(best),
+        "files": {name: str(path) for name, path in one.answer.files.items()},
+    }

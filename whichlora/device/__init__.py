@@ -1,1 +1,0 @@
-"""What is here and what it does when a run is tried: detection, building, profiling."""

@@ -1,0 +1,232 @@
+"""Run → a stand-alone `train.py` that performs exactly the fine-tuning that was predicted."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import indent
+from typing import Any, Literal
+
+from whichlora.errors import ConfigError
+from whichlora.exports.python_source import Code, call, import_lines, literal
+from whichlora.exports.train_script import templates
+from whichlora.exports.train_script.lines import (
+    RANDOM_CHECKPOINT_LINES,
+    adapter_lines,
+    allocator_lines,
+    argument_lines,
+    is_loraplus,
+    model_lines,
+    optimizer_lines,
+    predicted_versions,
+    tokenizer_lines,
+)
+from whichlora.exports.train_script.rows import row_functions
+from whichlora.methods import get_method, weight_dtype, with_defaults
+from whichlora.spec.data_format import ALPACA_CHAT_TEMPLATE, TEXT_ROWS, DataFormat
+from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
+from whichlora.spec.run import RunConfig
+
+Weights = Literal["pretrained", "random"]
+
+KEEPING = Keeping()
+
+_IMPORTABLE = {
+    "peft": ("get_peft_model", "prepare_model_for_kbit_training"),
+    "peft.optimizers": ("create_loraplus_optimizer",),
+    "tokenizers": ("Tokenizer", "decoders", "models", "pre_tokenizers"),
+    "transformers": (
+        "AutoConfig",
+        "AutoModelForCausalLM",
+        "AutoModelForMaskedLM",
+        "AutoTokenizer",
+        "BitsAndBytesConfig",
+        "DataCollatorForLanguageModeling",
+        "DataCollatorForSeq2Seq",
+        "PreTrainedTokenizerFast",
+        "Trainer",
+        "TrainerCallback",
+        "TrainingArguments",
+        "set_seed",
+    ),
+}
+
+
+def train_command(path: Path) -> list[str]:
+    """The command that runs the script at `path`."""
+    return [sys.executable, str(path)]
+
+
+def train_script(
+    run: RunConfig,
+    *,
+    target_modules: Sequence[str] | str,
+    epochs: float = 1.0,
+    learning_rate: float = 2e-4,
+    seed: int = 0,
+    tokenizer: str | None = None,
+    weights: Weights = "pretrained",
+    model_config: Mapping[str, Any] | None = None,
+    batching: Collator | None = None,
+    masked_lm: bool = False,
+    max_steps: int | None = None,
+    trust_remote_code: bool = False,
+    data_format: DataFormat = TEXT_ROWS,
+    train_on: TrainOn = "completions",
+    keeping: Keeping = KEEPING,
+) -> str:
+    """The source of a script that fine-tunes `run` on the `train.jsonl` beside it.
+
+    It evaluates on `validation.jsonl` if there is one, and writes checkpoints, the adapter (or
+    the model) and `result.json` to `output/`. Only the lines that the settings need are in it.
+
+    Args:
+        target_modules: leaf names that get an adapter, or "all-linear".
+        tokenizer: hub id or path; None takes the model's own.
+        weights: "random" needs `model_config`, downloads no weights and, unless `tokenizer` is
+            given, takes bytes for tokens.
+        batching: as `Plan.collator`. None follows `run.padding`: packed without padding, longest
+            with it.
+        masked_lm: an encoder, trained to fill in masked tokens.
+        max_steps: stop after so many optimizer steps instead of `epochs`.
+        data_format: what a row of `train.jsonl` looks like.
+        train_on: "completions" leaves prompts and the turns of others without a loss.
+
+    Raises:
+        ConfigError: a run that the script can't perform.
+    """
+    run, method = with_defaults(run), get_method(run.method)
+    _check(run, weights, model_config)
+    random_config = model_config if weights == "random" else None
+    takes_bytes = random_config is not None and tokenizer is None
+    model_class = "AutoModelForMaskedLM" if masked_lm else "AutoModelForCausalLM"
+    hub = {"trust_remote_code": True} if trust_remote_code else {}
+    chats = data_format.conversational and not masked_lm
+    constants = {
+        "MODEL": run.model if random_config is None else Code('HERE / "random-weights"'),
+        "TOKENIZER": tokenizer,
+        "OUTPUT": Code('HERE / "output"'),
+        "SEQ_LEN": run.seq_len,
+        "BATCH_SIZE": run.batch_size,
+        "GRADIENT_ACCUMULATION_STEPS": run.gradient_accumulation_steps,
+        "EPOCHS": epochs if max_steps is None else None,
+        "MAX_STEPS": max_steps,
+        "LEARNING_RATE": learning_rate,
+        "SAVE_STEPS": _save_steps(keeping) if keeping.saves else None,
+        "SAVE_TOTAL_LIMIT": keeping.save_total_limit if keeping.saves else None,
+        "EVAL_STEPS": keeping.eval_steps or None,
+        "SEED": seed,
+        "PREDICTED_WITH": predicted_versions(run),
+        "CHAT_TEMPLATE": chat_template() if chats else None,
+        "MODEL_CONFIG": _without_quantisation(random_config),
+    }
+    reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
+    main = [
+        *templates.RESUME_LINES * keeping.saves,
+        "compare_versions()",
+        *allocator_lines(run),
+        *tokenizer_lines(tokenizer, takes_bytes, hub),
+        *templates.CHAT_TEMPLATE_LINES * chats,
+        *templates.TRAIN_LINES,
+        *templates.VALIDATION_LINES * keeping.evaluates,
+        *RANDOM_CHECKPOINT_LINES * (random_config is not None),
+        "set_seed(SEED)",
+        *model_lines(run, model_class, hub),
+        *adapter_lines(run, target_modules),
+        *argument_lines(run, keeping, limited=max_steps is not None, grouped=reader == "grouped"),
+        *optimizer_lines(run),
+    ]
+    narrow = keeping.saves and run.narrows_adapters and not method.trains_base
+    body = "".join(
+        [
+            templates.SAY,
+            templates.VERSIONS,
+            templates.LAST_CHECKPOINT * keeping.saves,
+            templates.NARROW_TRAINER * narrow,
+            templates.RANDOM_MODEL.format(model_class=model_class, dtype=weight_dtype(run))
+            if random_config is not None
+            else "",
+            templates.BYTE_TOKENIZER if takes_bytes else "",
+            row_functions(data_format, train_on=train_on, reader=reader, masked_lm=masked_lm),
+            "def main():\n",
+            indent("\n".join(main) + "\n", "    "),
+            _tail(run, keeping, reader, narrow=narrow, masked_lm=masked_lm),
+        ]
+    )
+    module, _, name = method.peft_class.rpartition(".")
+    return _head(body, constants, {module: (name,)} if name else {}) + body
+
+
+def _tail(
+    run: RunConfig, keeping: Keeping, reader: Collator, *, narrow: bool, masked_lm: bool
+) -> str:
+    """The training itself, and what it leaves."""
+    fixed = {"pad_to_multiple_of": Code("SEQ_LEN")} if reader == "fixed" else {}
+    pads = "DataCollatorForLanguageModeling" if masked_lm else "DataCollatorForSeq2Seq"
+    last = templates.LAST_EVALUATION if keeping.eval_steps else ""
+    return templates.TAIL.format(
+        trainer="NarrowTrainer" if narrow else "Trainer",
+        evaluation="        eval_dataset=validation_rows or None,\n" * keeping.evaluates,
+        collator=call(pads, Code("tokenizer"), **fixed),
+        optimizer="        optimizers=(optimizer, None),\n" * is_loraplus(run),
+        callbacks="        callbacks=[LogAtCheckpoints()],\n" * keeping.saves,
+        resume="resume_from_checkpoint=checkpoint" * keeping.saves,
+        stopped=templates.STOPPED if keeping.saves else templates.STOPPED_WITHOUT,
+        validation=(last + templates.VALIDATION_LOSS) * keeping.evaluates,
+    )
+
+
+def _save_steps(keeping: Keeping) -> int | float:
+    """As `TrainingArguments` take it: below 1 it is a share of the run."""
+    return SAVED_SHARE if keeping.save_steps is None else keeping.save_steps
+
+
+def chat_template() -> Code:
+    """The template for a tokenizer without one, a line of source for each of its parts."""
+    parts = re.split(r"(?<=[%}]\})|(?<=\. )", ALPACA_CHAT_TEMPLATE)
+    lines = indent("\n".join(literal(part) for part in parts if part), "    ")
+    return Code(f"(\n{lines}\n)")
+
+
+def _head(body: str, constants: Mapping[str, Any], adapter: Mapping[str, Sequence[str]]) -> str:
+    """The docstring, the imports that `body` needs, and the constants that are set.
+
+    Args:
+        adapter: module and name of the PEFT config class.
+    """
+    importable = {
+        module: tuple(sorted({*names, *adapter.get(module, ())}))
+        for module, names in (_IMPORTABLE | dict.fromkeys(adapter, ()) | _IMPORTABLE).items()
+    }
+    return templates.HEAD.format(
+        standard=templates.standard_imports(f"Path(__file__)\n{body}"),
+        imports=import_lines(body, importable),
+        constants="\n".join(
+            f"{name} = {literal(value)}" for name, value in constants.items() if value is not None
+        ),
+    )
+
+
+def _check(run: RunConfig, weights: Weights, model_config: Mapping[str, Any] | None) -> None:
+    if run.phase != "finetune":
+        raise ConfigError(f"phase: {run.phase} has nothing to train; a job needs finetune")
+    if run.loss_head not in ("hf", "liger"):
+        raise ConfigError(
+            f"loss_head: {run.loss_head} can't be trained by the job; accepted are hf and liger"
+        )
+    if weights == "random" and model_config is None:
+        raise ConfigError("weights: random needs the config of the model")
+    if model_config is not None and model_config.get("is_encoder_decoder"):
+        raise ConfigError(
+            f"model: {run.model} is an encoder-decoder, which needs pairs of texts; the job "
+            "trains on single texts"
+        )
+
+
+def _without_quantisation(model_config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The config without what it says of the published checkpoint's storage."""
+    if model_config is None:
+        return None
+    return {name: value for name, value in model_config.items() if name != "quantization_config"}

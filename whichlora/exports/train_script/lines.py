@@ -1,0 +1,169 @@
+"""The lines of `train.py` that a run's settings ask for, no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from whichlora.exports.python_source import Code, call, literal
+from whichlora.methods import get_method, weight_dtype
+from whichlora.spec.plan import Keeping
+from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
+
+BNB_OPTIMIZERS = frozenset({"adamw_8bit", "paged_adamw_8bit", "lion"})
+RANDOM_CHECKPOINT_LINES = ["if not MODEL.exists():", "    write_random_model()"]
+
+
+def allocator_lines(run: RunConfig) -> list[str]:
+    if not run.expandable_segments:
+        return []
+    return [
+        "# Before CUDA starts; an older torch reads PYTORCH_CUDA_ALLOC_CONF instead.",
+        'os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")',
+    ]
+
+
+def predicted_versions(run: RunConfig) -> dict[str, str]:
+    """Version of each library that the script uses, as the prediction takes it."""
+    uses = {"torch": True, "transformers": True}
+    uses["peft"] = not get_method(run.method).trains_base
+    uses["bitsandbytes"] = (run.quant or "none") in BNB_QUANTS or run.optimizer in BNB_OPTIMIZERS
+    return {name: getattr(run.versions, name) for name, used in uses.items() if used}
+
+
+def is_loraplus(run: RunConfig) -> bool:
+    return run.loraplus_lr_ratio != 1 and not get_method(run.method).trains_base
+
+
+def optimizer_lines(run: RunConfig) -> list[str]:
+    """LoRA+: the Trainer's own optimizer, with another learning rate for B."""
+    if not is_loraplus(run):
+        return []
+    make = call(
+        "create_loraplus_optimizer",
+        Code("model"),
+        Code("optimizer_class"),
+        lr=Code('options.pop("lr")'),
+        loraplus_lr_ratio=run.loraplus_lr_ratio,
+        **{"**": Code("options")},
+    )
+    return [
+        "optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)",
+        f"optimizer = {make}",
+    ]
+
+
+def tokenizer_lines(tokenizer: str | None, takes_bytes: bool, hub: Mapping[str, Any]) -> list[str]:
+    if takes_bytes:
+        return ["tokenizer = byte_tokenizer()"]
+    source = Code("MODEL" if tokenizer is None else "TOKENIZER")
+    return [
+        f"tokenizer = {call('AutoTokenizer.from_pretrained', source, **hub)}",
+        "if tokenizer.pad_token is None:",
+        "    tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token",
+        'tokenizer.padding_side = "right"',
+    ]
+
+
+def model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> list[str]:
+    options: dict[str, Any] = {"dtype": Code(f"torch.{weight_dtype(run)}")}
+    if run.attn != "sdpa":  # which transformers takes by itself, where the architecture has it
+        options["attn_implementation"] = run.attn
+    quant = run.quant or "none"
+    if quant in FOUR_BIT_BNB:
+        options["quantization_config"] = call(
+            "BitsAndBytesConfig",
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quant.removesuffix("-dq"),
+            bnb_4bit_use_double_quant=quant.endswith("-dq"),
+            bnb_4bit_compute_dtype=options["dtype"],
+        )
+    elif quant == "int8":
+        options["quantization_config"] = call("BitsAndBytesConfig", load_in_8bit=True)
+    load = call(f"{model_class}.from_pretrained", Code("MODEL"), **options, **hub)
+    lines = [f"model = {load}"]
+    if run.prepare_kbit:
+        name = "prepare_model_for_kbit_training"
+        prepare = call(name, Code("model"), use_gradient_checkpointing=False)
+        lines += ["# Checkpointing, if any, is turned on by the Trainer.", f"model = {prepare}"]
+    return lines
+
+
+def adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[str]:
+    method = get_method(run.method)
+    if not method.peft_class:
+        return []
+    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    settings = {**method.peft_config(run), "target_modules": targets}
+    config = call(method.peft_class.rpartition(".")[2], **settings)
+    options = {"autocast_adapter_dtype": False} if run.narrows_adapters else {}
+    lines = [f"model = {call('get_peft_model', Code('model'), config, **options)}"]
+    if run.narrows_adapters and run.quant != "none":
+        wide = f" and {literal(method.stays_wide)} not in name" if method.stays_wide else ""
+        lines += [
+            "for name, parameter in model.named_parameters():",
+            f"    if parameter.requires_grad{wide}:",
+            "        parameter.data = parameter.data.to(torch.bfloat16)",
+        ]
+    return lines
+
+
+def saving_options(keeping: Keeping) -> dict[str, Any]:
+    """When `TrainingArguments` save and evaluate."""
+    options: dict[str, Any] = {"save_strategy": "no"}
+    if keeping.saves:
+        options = {
+            "save_strategy": "steps",
+            "save_steps": Code("SAVE_STEPS"),
+            "save_total_limit": Code("SAVE_TOTAL_LIMIT"),
+        }
+    if keeping.evaluates:
+        how = "epoch" if keeping.eval_steps is None else "steps"
+        options["eval_strategy"] = Code(f'"{how}" if validation_rows else "no"')
+        if keeping.eval_steps is not None:
+            options["eval_steps"] = Code("EVAL_STEPS")
+    return options
+
+
+def argument_lines(run: RunConfig, keeping: Keeping, *, limited: bool, grouped: bool) -> list[str]:
+    options: dict[str, Any] = {
+        "output_dir": Code("OUTPUT"),
+        "per_device_train_batch_size": Code("BATCH_SIZE"),
+        "per_device_eval_batch_size": Code("BATCH_SIZE"),
+        "gradient_accumulation_steps": Code("GRADIENT_ACCUMULATION_STEPS"),
+        **({"max_steps": Code("MAX_STEPS")} if limited else {"num_train_epochs": Code("EPOCHS")}),
+        "learning_rate": Code("LEARNING_RATE"),
+        "optim": run.trainer_optim,
+        **({"bf16": True} if run.precision == "bf16" else {}),
+        **({"fp16": True} if run.precision == "fp16" else {}),
+        **({"tf32": True} if run.precision == "tf32" else {}),
+        **({"use_liger_kernel": True} if run.loss_head == "liger" else {}),
+        "use_cpu": Code("not torch.cuda.is_available()"),
+        "seed": Code("SEED"),
+        "prediction_loss_only": True,
+        "logging_first_step": True,
+        "logging_steps": 10,
+        **saving_options(keeping),
+        "report_to": "none",
+    }
+    lines = []
+    renamed = []
+    if run.gradient_checkpointing:
+        lines += [
+            "# transformers 5 renamed the option; version 6 drops the old name.",
+            'checkpointing = "activation_checkpointing"',
+            "if not hasattr(TrainingArguments, checkpointing):",
+            '    checkpointing = "gradient_checkpointing"',
+        ]
+        renamed.append("checkpointing: True")
+    if grouped:
+        lines += [
+            "# transformers 5 has this option as one of several strategies.",
+            'grouping = {"train_sampling_strategy": "group_by_length"}',
+            'if not hasattr(TrainingArguments, "train_sampling_strategy"):',
+            '    grouping = {"group_by_length": True}',
+        ]
+        renamed.append("**grouping")
+    if renamed:
+        options["**"] = Code(f"{{{', '.join(renamed)}}}")
+    return [*lines, f"args = {call('TrainingArguments', **options)}"]

@@ -1,0 +1,231 @@
+"""The functions of `train.py` that make token ids and labels of the rows of a JSONL file."""
+
+from __future__ import annotations
+
+from whichlora.spec.data_format import COLUMNS, DataFormat
+from whichlora.spec.plan import Collator, TrainOn
+
+_END = '''\
+def with_end(ids, tokenizer):
+    """`ids` with the token that ends a text, unless it stands there."""
+    if tokenizer.eos_token_id in (None, *ids[-1:]):
+        return ids
+    return [*ids, tokenizer.eos_token_id]
+
+
+'''
+_ALL = '''\
+def encode(row, tokenizer):
+    """Token ids of a row, and their labels: all of them are learned, its end, too."""
+    text = {whole}
+    ids = with_end(tokenizer(text)["input_ids"], tokenizer)
+    return ids, ids
+
+
+'''
+_COMPLETION = '''\
+def encode(row, tokenizer):
+    """Token ids of a row, and their labels: the prompt (-100) is not learned."""
+    prompt = {prompt}
+    ids = tokenizer(prompt + row["{answer}"])["input_ids"]
+    ids = with_end(ids, tokenizer)
+    start = len(commonprefix([tokenizer(prompt)["input_ids"], ids]))
+    return ids, [-100] * start + ids[start:]
+
+
+'''
+_RENDER = '''\
+def render(messages, tokenizer, **options):
+    """Messages as text, by the chat template of the tokenizer."""
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+
+def tokens(text, tokenizer):
+    """Token ids of a text that the chat template has rendered."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+'''
+_CHAT_ALL = '''\
+def encode(row, tokenizer):
+    """Token ids of a conversation, and their labels: all of them are learned."""
+    ids = tokens(render({messages}, tokenizer), tokenizer)
+    return ids, ids
+
+
+'''
+_CHAT_COMPLETION = '''\
+def encode(row, tokenizer):
+    """Token ids of a row, and their labels: the prompt (-100) is not learned."""
+{split}\
+    asked = tokens(render(prompt, tokenizer, add_generation_prompt=True), tokenizer)
+    ids = tokens(render(prompt + answer, tokenizer), tokenizer)
+    start = len(commonprefix([asked, ids]))
+    return ids, [-100] * start + ids[start:]
+
+
+'''
+_PROMPT_AND_COMPLETION = '    prompt, answer = row["prompt"], row["completion"]\n'
+_PROMPT_AND_CHOSEN = """\
+    answer = row["chosen"]
+    prompt = row.get("prompt", answer[:-1])
+    answer = answer if "prompt" in row else answer[-1:]
+"""
+_CHAT_TURNS = '''\
+def encode(row, tokenizer):
+    """Token ids of a conversation, and their labels: the assistant's turns are learned."""
+    messages = row["messages"]
+    if re.search(r"\\{%-?\\s*generation\\b", str(tokenizer.chat_template)):
+        marked = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, learned = marked["input_ids"], marked["assistant_masks"]
+    else:
+        ids, learned = mark_turns(messages, tokenizer)
+    return ids, [token if on else -100 for token, on in zip(ids, learned)]
+
+
+def mark_turns(messages, tokenizer):
+    """Token ids of a conversation, and a 1 for each of the assistant's."""
+    whole = render(messages, tokenizer)
+    ids = tokens(whole, tokenizer)
+    learned = [0] * len(ids)
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked = render(messages[:number], tokenizer, add_generation_prompt=True)
+        answered = render(messages[: number + 1], tokenizer)
+        if not (whole.startswith(asked) and whole.startswith(answered)):
+            raise ValueError(
+                "the chat template renders this turn of the assistant otherwise once "
+                "more follow, so it can't be told apart; plan with train_on: all, "
+                "or mark the turns in the template with {% generation %}"
+            )
+        start = len(commonprefix([tokens(asked, tokenizer), ids]))
+        end = len(commonprefix([tokens(answered, tokenizer), ids]))
+        learned[start:end] = [1] * (end - start)
+    return ids, learned
+
+
+'''
+_MASKED = '''\
+def encode(row, tokenizer):
+    """Token ids of a text; the collator chooses which of them to fill in."""
+{text}\
+    ids = tokenizer(text{truncation})["input_ids"]
+    return ids, ids
+
+
+'''
+_READ = '''\
+def read_rows(path, tokenizer):
+    """{summary}"""
+    encoded = []
+    if not path.exists():
+        columns = "{columns}"
+        raise SystemExit(f"{{path}}: is missing; put rows there, JSON lines of {{columns}}")
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                encoded.append(encode(json.loads(line), tokenizer))
+            except Exception as error:
+                kind = type(error).__name__
+                raise SystemExit(f"{{path}}:{{number}}: {{kind}}: {{error}}") from error
+{batching}\
+'''
+_WHOLE = "    rows = [(ids[:SEQ_LEN], labels[:SEQ_LEN]) for ids, labels in encoded]\n"
+_SUMMARIES: dict[Collator, str] = {
+    "longest": "The rows of a JSONL file; batches are padded to their longest.",
+    "grouped": "The rows of a JSONL file; batches are padded to their longest.",
+    "fixed": "The rows of a JSONL file; batches are padded to SEQ_LEN.",
+    "packed": "The rows of a JSONL file, joined and cut into blocks of SEQ_LEN: no padding.",
+    "packed-bfd": "The rows of a JSONL file, whole, put together into rows of up to SEQ_LEN.",
+}
+_BATCHING: dict[Collator, str] = {
+    "longest": _WHOLE,
+    "grouped": _WHOLE,
+    "fixed": _WHOLE,
+    "packed": """\
+    all_ids = [token for ids, _ in encoded for token in ids]
+    all_labels = [label for _, labels in encoded for label in labels]
+    rows = [
+        (all_ids[start : start + SEQ_LEN], all_labels[start : start + SEQ_LEN])
+        for start in range(0, len(all_ids) - SEQ_LEN + 1, SEQ_LEN)
+    ]
+""",
+    "packed-bfd": """\
+    encoded = [(ids[:SEQ_LEN], labels[:SEQ_LEN]) for ids, labels in encoded]
+    rows = []
+    for start in range(0, len(encoded), 1000):  # each thousand on its own, as TRL packs
+        room = []  # left, and in which row
+        some = encoded[start : start + 1000]
+        for ids, labels in sorted(some, key=lambda pair: len(pair[0]), reverse=True):
+            fits = bisect_left(room, (len(ids), -1))
+            left, number = room.pop(fits) if fits < len(room) else (SEQ_LEN, len(rows))
+            rows += [([], [])] * (number == len(rows))
+            rows[number] = (rows[number][0] + ids, rows[number][1] + labels)
+            insort(room, (left - len(ids), number))
+""",
+}
+_CAUSAL_ROWS = """\
+    learned = [row for row in rows if any(label != -100 for label in row[1][1:])]
+    if len(learned) < len(rows):
+        few = f"{len(rows) - len(learned)} of {len(rows)} rows"
+        say(f"{path}: {few} are left out: nothing in them is learned")
+    return [{"input_ids": ids, "labels": labels} for ids, labels in learned]
+
+
+"""
+_MASKED_ROWS = """\
+    return [{"input_ids": ids} for ids, _ in rows if ids]
+
+
+"""
+
+
+def row_functions(data: DataFormat, *, train_on: TrainOn, reader: Collator, masked_lm: bool) -> str:
+    """The source of `read_rows` and of what it calls, for rows of one format."""
+    encode = _masked(data, reader) if masked_lm else _causal(data, train_on)
+    read = _READ.format(
+        summary=_SUMMARIES[reader],
+        batching=_BATCHING[reader],
+        columns=", ".join(COLUMNS[data.kind]),
+    )
+    return encode + read + (_MASKED_ROWS if masked_lm else _CAUSAL_ROWS)
+
+
+def _causal(data: DataFormat, train_on: TrainOn) -> str:
+    if data.conversational:
+        if train_on == "all":
+            return _RENDER + _CHAT_ALL.format(messages=_whole(data))
+        if data.kind == "messages":
+            return _RENDER + _CHAT_TURNS
+        chosen = data.kind == "preference"
+        split = _PROMPT_AND_CHOSEN if chosen else _PROMPT_AND_COMPLETION
+        return _RENDER + _CHAT_COMPLETION.format(split=split)
+    if data.kind == "text" or train_on == "all":
+        return _END + _ALL.format(whole=_whole(data))
+    if data.kind == "preference":
+        return _END + _COMPLETION.format(prompt='row.get("prompt", "")', answer="chosen")
+    return _END + _COMPLETION.format(prompt='row["prompt"]', answer="completion")
+
+
+def _whole(data: DataFormat) -> str:
+    """Expression of all that a row says, as text or as messages."""
+    match data.kind, data.conversational:
+        case "preference", False:
+            return 'row.get("prompt", "") + row["chosen"]'
+        case "preference", True:
+            return 'row.get("prompt", []) + row["chosen"]'
+        case "prompt-completion", _:
+            return 'row["prompt"] + row["completion"]'
+    return f'row["{data.kind}"]'
+
+
+def _masked(data: DataFormat, reader: Collator) -> str:
+    lines = f"    text = {_whole(data)}\n"
+    if data.conversational:
+        lines = f"    messages = {_whole(data)}\n"
+        lines += '    text = "\\n".join(message["content"] for message in messages)\n'
+    cut = "" if reader == "packed" else ", truncation=True, max_length=SEQ_LEN"
+    return _MASKED.format(text=lines, truncation=cut)

@@ -1,0 +1,115 @@
+"""What several figures share: the frame, the limits, and which candidates are the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from whichlora.html.marks import Figure
+from whichlora.html.source import Estimate, Point, Source
+
+MAX_ERROR_BARS = 80  # points; more of them hide each other, and the hover text has the interval
+WITHIN_REACH = 4.0  # a limit this many times beyond the largest point still gets its line
+SIDE_BY_SIDE = ([0.0, 0.455], [0.545, 1.0])  # of two plots in one figure
+
+
+def new_figure(name: str, title: str, about: str, data: Sequence[Any], **layout: Any) -> Figure:
+    return {
+        "id": name,
+        "title": title,
+        "about": about,
+        "data": list(data),
+        "layout": {"margin": {"l": 72, "r": 16, "t": 16, "b": 56}, "hovermode": "closest"} | layout,
+    }
+
+
+def shown_values(estimates: Sequence[Estimate]) -> list[float]:
+    """What an axis must show: the values, and the ends of their bars where these are drawn."""
+    if len(estimates) > MAX_ERROR_BARS:
+        return [one.value for one in estimates]
+    return [value for one in estimates for value in (one.low, one.value, one.high)]
+
+
+def limit_lines(
+    wanted: Sequence[tuple[float | None, str, Callable[[float], str], str, list[float]]],
+    axis: str = "",
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
+    """Lines and labels of the limits that lie near the points, which the axis is widened by.
+
+    A limit far beyond every point would press them into a corner: it is told in words.
+    """
+    lines, labels, beyond = [], [], ""
+    for value, what, show, across, known in wanted:
+        if value is None:
+            continue
+        if not min(known) / WITHIN_REACH <= value <= max(known) * WITHIN_REACH:
+            where = "above" if across == "y" else "right of"
+            where = where if value > max(known) else "below" if across == "y" else "left of"
+            beyond += f" The {what} of {show(value)} lies {where} the plot."
+            continue
+        known.append(value)
+        line, label = limit_line(value, f"{what} {show(value)}", across=across, axis=axis)
+        lines.append(line)
+        labels.append(label)
+    return lines, labels, beyond
+
+
+def limit_line(
+    value: float, text: str, *, across: str, axis: str = "", ref: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A dashed line through the whole plot at `value`, and its label.
+
+    Args:
+        across: "y" for a limit of the vertical axis, "x" for one of the horizontal.
+        axis: number of the axis where there are several, as plotly counts them.
+        ref: the other axis, where the line must stay within one of several plots.
+    """
+    other = "x" if across == "y" else "y"
+    domain = ref or f"{other}{axis} domain"
+    line = {
+        "type": "line",
+        f"{across}ref": f"{across}{axis}",
+        f"{across}0": value,
+        f"{across}1": value,
+        f"{other}ref": domain,
+        f"{other}0": 0,
+        f"{other}1": 1,
+        "line": {"dash": "dash", "width": 1.5, "color": "#C03028"},
+    }
+    label = {
+        f"{across}ref": f"{across}{axis}",
+        across: math.log10(value),
+        f"{other}ref": domain,
+        other: 1 if across == "y" else 0,
+        "text": text,
+        "showarrow": False,
+        "xanchor": "right",
+        "yanchor": "bottom",
+        "font": {"size": 11, "color": "#C03028"},
+    }
+    return line, label
+
+
+def best_of_each(source: Source, count: int) -> list[int]:
+    """The winner, then the best-ranked candidate of each model, then of each variant of a model."""
+    order = sorted(
+        source.indices("finetune"),
+        key=lambda i: (i != source.winner, *_rank(source.points[i])),
+    )
+    models: dict[str, int] = {}
+    variants: dict[tuple[str, str], int] = {}
+    for i in order:
+        point = source.points[i]
+        models.setdefault(point.model, i)
+        variants.setdefault((point.model, point.variant), i)
+    return list(dict.fromkeys([*models.values(), *variants.values()]))[:count]
+
+
+def _rank(point: Point) -> tuple[bool, bool, int, float]:
+    """As the search ranks: what meets the limits first, then the larger model, then the faster.
+
+    Without a time, the larger batch.
+    """
+    time = -point.batch_size if point.total_s is None else point.total_s.value
+    return (point.failed, point.verdict == "misses", -point.num_params, time)

@@ -1,0 +1,118 @@
+"""What is kept around the layers: embeddings before the first, norms and heads after the last."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from whichlora.memory.entries import Tensor, per_token
+from whichlora.memory.layer_bytes import listed_tensors
+from whichlora.methods.base import NO_ADAPTERS, Method
+from whichlora.spec.architecture import ModelSpec, Norm
+from whichlora.spec.dtypes import Stack
+from whichlora.spec.numeric import Count
+from whichlora.symbolic.autograd import Kept, Tape
+from whichlora.symbolic.autograd import per_token as elements_per_token
+from whichlora.symbolic.gemma4 import LayerInputPoints
+from whichlora.symbolic.layer import stream_bytes
+from whichlora.symbolic.masked_lm_head import masked_head_kept
+from whichlora.symbolic.operators import Code
+
+ENCODER_OUT = "encoder_out"  # what the cross attention of every decoder layer reads
+
+
+def outside_saved(
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    stack: Stack,
+    *,
+    embeddings_need_grad: bool,
+    after_layers: bool = True,
+    in_encoder: bool = False,
+) -> list[Tensor]:
+    """What is kept between the embedding and the first layer, and from the last layer on.
+
+    Args:
+        after_layers: so long as the backward has not reached the last layer.
+        in_encoder: it is in the first of two stacks, and the decoder's tensors are gone.
+        embeddings_need_grad: trained, or made to need a gradient so that checkpointing works.
+
+    Kind: exact.
+    """
+    hidden = model.hidden_size
+    saved: list[Tensor] = []
+    norms, dropped = model.final_norms, model.final_dropouts
+    if not after_layers:  # an encoder's end stands before the decoder
+        norms, dropped = norms[: len(norms) // 2], dropped[: len(dropped) // 2]
+    first_norms, first_dropped = model.embedding_norms, model.embedding_dropouts
+    if in_encoder:
+        norms, dropped = (), ()
+        first_norms = first_norms[: len(first_norms) // 2]
+        first_dropped = first_dropped[: len(first_dropped) // 2]
+    if embeddings_need_grad:
+        norms, dropped = norms + first_norms, dropped + first_dropped
+    for norm in norms:
+        saved += listed_tensors(_norm_kept(norm, stack), 1, tokens=0, span=0, r=0)
+    mask_bytes = stack.stream_bytes if stack.device_kind == "cpu" else 1
+    saved += [per_token("dropout mask", mask_bytes, width, "hidden_size") for width in dropped]
+    if stack.trains_base and after_layers and model.masked_head is None:
+        saved.append(per_token("head: input", stack.compute_bytes, hidden, "hidden_size"))
+    elif not stack.trains_base and embeddings_need_grad and _embeds_in_steps(model, stack):
+        # the looked-up rows are what was made to need a gradient: a leaf lives as long as the graph
+        stacks = len({group.stack for group in model.groups})
+        rows = stacks * model.embeddings[0].width
+        saved.append(per_token("looked-up embeddings", stack.embedding_bytes, rows, "hidden_size"))
+    readers = (linear for layer, _ in model.layers() for linear in layer.linears)
+    if not in_encoder and any(
+        linear.reads == ENCODER_OUT and (stack.trains_base or linear.name in targets)
+        for linear in readers
+    ):
+        saved.append(per_token("encoder output", stack.stream_bytes, hidden, "hidden_size"))
+    return saved
+
+
+def _embeds_in_steps(model: ModelSpec, stack: Stack) -> bool:
+    """Whether the first layer reads something else than the looked-up rows themselves.
+
+    A norm of the rows keeps them anyway, unless positions are added or it widens them first.
+    """
+    if model.embedding_norms and not model.starts_in_layer_norm and stack.embedding_bytes < 4:
+        return True
+    return model.embeds_in_steps or model.adds_positions or bool(model.embedding_dropouts)
+
+
+@lru_cache(maxsize=512)
+def _norm_kept(norm: Norm, stack: Stack) -> tuple[Kept, ...]:
+    tape = Tape()
+    x = tape.input(elements_per_token(norm.width * norm.rows), stack.stream_bytes, needs_grad=True)
+    Code(tape, stack, (), NO_ADAPTERS).norm(norm, x)
+    return tape.kept()
+
+
+def layer_inputs_saved(
+    inputs: LayerInputPoints | None, *, tokens: Count, span: Count, r: Count
+) -> tuple[Tensor, ...]:
+    """The inputs of all layers, which live until the first went backward, and what made them."""
+    if inputs is None:
+        return ()
+    packed = Tensor("inputs of all layers", inputs.packed_bytes, dims="num_hidden_layers, width")
+    return packed, *listed_tensors(inputs.kept, 1, tokens=tokens, span=span, r=r)
+
+
+def masked_head_saved(
+    model: ModelSpec, targets: tuple[str, ...], stack: Stack, method: Method, *, r: Count
+) -> tuple[Tensor, ...]:
+    """What an encoder keeps between its last layer and the logits. Kind: exact."""
+    if model.masked_head is None:
+        return ()
+    last = model.groups[-1].layer
+    after_norm = bool(model.embedding_norms) or bool(model.final_norms)
+    kept = masked_head_kept(
+        model.masked_head,
+        model.hidden_size,
+        model.vocab_size,
+        targets,
+        stack,
+        method,
+        stream=stream_bytes(last, stack, after_norm=after_norm),
+    )
+    return tuple(listed_tensors(kept, 1, tokens=0, span=0, r=r))

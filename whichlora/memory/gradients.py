@@ -1,0 +1,280 @@
+"""Which tensors get a gradient: an optimizer treats each by its own size and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
+from whichlora.memory.weights import masked_head_params
+from whichlora.methods.base import FrozenTensor, Method
+from whichlora.spec.architecture import Layer, Linear, ModelSpec, Norm
+from whichlora.spec.dtypes import Stack
+from whichlora.spec.numeric import Count
+from whichlora.spec.run import ALL_LINEAR, RunConfig
+from whichlora.spec.targets import adapted, adapted_linears
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """`count` equal trained tensors.
+
+    Args:
+        param_bytes: width of one element, of its gradient too.
+        rows, width: the shape, leading dimensions taken together; a vector has one row.
+        is_embedding: a looked-up table, whose 8-bit optimizers keep their states in 32 bits.
+    """
+
+    rows: Count
+    width: Count
+    param_bytes: int
+    count: int = 1
+    is_embedding: bool = False
+
+    @property
+    def num_params(self) -> Count:
+        """Of one of them."""
+        return self.rows * self.width
+
+
+def trained_params(
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    method: Method,
+    r: Count,
+    *,
+    modules_to_save: tuple[str, ...] = (),
+    bias: str = "none",
+) -> Count:
+    """Trainable parameters: all of them, or adapters and copied modules.
+
+    Kind: exact. Source: peft 0.21.2 `PeftModel.get_nb_trainable_parameters`.
+    """
+    if method.trains_base:
+        return model.trainable_params + masked_head_params(model) + 0 * r
+    total: Count = 0 * r
+    for module in saved_modules(model, modules_to_save, param_bytes=0):
+        total = total + module.num_params
+    for vector in trained_biases(model, targets, bias, param_bytes=0):
+        total = total + vector.num_params * vector.count
+    for group in model.groups:
+        of_layer: Count = 0 * r
+        for linear in adapted(group.layer, targets):
+            of_layer = of_layer + method.adapter_params(linear, r)
+        total = total + of_layer * (1 if group.shared else group.count)
+    for linear in model.outer_linears:
+        if linear.rank_multiple and linear.name in targets:
+            total = total + method.adapter_params(linear, r)
+    return total
+
+
+ADAPTERS = Fact(
+    part="adapters",
+    what="adapter weights",
+    shape="[trained_params]",
+    dtype="adapter_bytes",
+    why="trained beside the frozen weights",
+    source="peft LoraLayer.update_layer",
+)
+FROZEN_ADAPTERS = Fact(
+    part="adapters",
+    what="frozen matrices of the adapters",
+    shape="[those that the method lists]",
+    dtype="adapter_bytes",
+    why="read by the adapters, and not trained",
+    source="the method's own file",
+)
+SAVED_MODULES = Fact(
+    part="adapters",
+    what="trained copies of modules",
+    shape="[vocab_size, hidden_size]",
+    dtype="embedding_bytes",
+    count="len(modules_to_save)",
+    why="modules_to_save: trained as a whole, beside the frozen original",
+    source="peft ModulesToSaveWrapper",
+)
+
+
+def adapter_entries(
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    method: Method,
+    targets: tuple[str, ...],
+    r: Count,
+) -> list[Entry]:
+    """Weights of the adapters, those that no text passes among them, and of copied modules."""
+    num_params = trained_params(model, targets, method, r)
+    for linear in _idle_adapted(model, run, targets):
+        num_params = num_params + method.adapter_params(linear, r)
+    copied = gradient_bytes(saved_modules(model, run.modules_to_save, stack.embedding_bytes))
+    frozen = method.frozen_tensors(adapted_linears(model, targets), r)
+    return [
+        Entry(ADAPTERS, num_params * stack.adapter_bytes),
+        listed(FROZEN_ADAPTERS, *(_frozen_group(tensor, stack) for tensor in frozen)),
+        Entry(SAVED_MODULES, copied + 0 * r),
+    ]
+
+
+def _frozen_group(frozen: FrozenTensor, stack: Stack) -> Group:
+    tensor = Tensor(
+        frozen.name,
+        constant=frozen.rows * frozen.width * stack.adapter_bytes,
+        dims=frozen.dims,
+        element_bytes=stack.adapter_bytes,
+    )
+    return Group(tensors=(tensor,), count=frozen.count, tokens=0, span=0)
+
+
+def _idle_adapted(model: ModelSpec, run: RunConfig, targets: tuple[str, ...]) -> tuple[Linear, ...]:
+    """Matrices that get an adapter and no gradient, since no text passes them."""
+    every = ALL_LINEAR in run.target_modules
+    return tuple(linear for linear in model.idle_linears if every or linear.name in targets)
+
+
+def trained_tensors(
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    method: Method,
+    r: Count,
+    *,
+    stack: Stack,
+    modules_to_save: tuple[str, ...] = (),
+    bias: str = "none",
+) -> tuple[Trained, ...]:
+    """Everything that gets a gradient. Kind: exact but for how norms and biases are divided."""
+    if method.trains_base:
+        return tuple(_of_base(model, stack.base_bytes))
+    return (
+        *_of_adapters(model, targets, method, r, stack.adapter_bytes),
+        *saved_modules(model, modules_to_save, stack.embedding_bytes),
+        *trained_biases(model, targets, bias, stack.base_bytes),
+    )
+
+
+def saved_modules(
+    model: ModelSpec, modules_to_save: tuple[str, ...], param_bytes: int
+) -> Iterator[Trained]:
+    """The embedding and the head that PEFT copies and trains, in the dtype of the base.
+
+    Kind: exact. Source: peft 0.21.2 `ModulesToSaveWrapper`, `cast_adapter_dtype`.
+    """
+    embedding, head = model.embeddings[0], model.head
+    if embedding.name in modules_to_save:
+        yield Trained(
+            rows=embedding.rows, width=embedding.width, param_bytes=param_bytes, is_embedding=True
+        )
+    if head is not None and head.name in modules_to_save:
+        yield _weight(head, 1, param_bytes)
+        if head.bias:
+            yield Trained(rows=1, width=head.out_features, param_bytes=param_bytes)
+
+
+def trained_biases(
+    model: ModelSpec, targets: tuple[str, ...], bias: str, param_bytes: int
+) -> Iterator[Trained]:
+    """Biases of the base that PEFT trains: "all", or those of adapted matrices ("lora_only").
+
+    Kind: exact. Source: peft 0.21.2 `BaseTuner._mark_only_adapters_as_trainable`.
+    """
+    if bias == "none":
+        return
+    for group in model.groups:
+        count = 1 if group.shared else group.count
+        layer = group.layer
+        for linear in layer.linears if bias == "all" else adapted(layer, targets):
+            if linear.bias:
+                width, each = linear.out_features, count * linear.count
+                yield Trained(rows=1, width=width, count=each, param_bytes=param_bytes)
+        if bias == "all":
+            inner = layer.inner_norms + (layer.mlp.norms if layer.mlp is not None else ())
+            yield from _of_norms(layer.norms + inner, count, param_bytes)
+    if bias == "all":
+        yield from _of_norms(model.embedding_norms + model.final_norms, 1, param_bytes)
+        if model.head is not None and model.head.bias:
+            yield Trained(rows=1, width=model.head.out_features, param_bytes=param_bytes)
+
+
+def _of_norms(norms: Iterable[Norm], count: int, param_bytes: int) -> Iterator[Trained]:
+    for norm in norms:
+        if norm.bias:
+            yield Trained(rows=1, width=norm.width, count=count, param_bytes=param_bytes)
+
+
+def gradient_bytes(tensors: Iterable[Trained]) -> Count:
+    """A gradient is as wide as its parameter; also the bytes of the parameters themselves.
+
+    Kind: exact. Source: torch 2.13 `AccumulateGrad`.
+    """
+    return sum(one.param_bytes * one.num_params * one.count for one in tensors)
+
+
+def unwanted_gradient_bytes(
+    layer: Layer, targets: tuple[str, ...], method: Method, stack: Stack
+) -> int:
+    """Gradients of frozen weights of one layer, which live as long as the graph. Kind: exact.
+
+    Source: `Method.trains_frozen`.
+    """
+    return stack.base_bytes * sum(
+        linear.num_weights
+        for linear in adapted(layer, targets)
+        if method.trains_frozen(linear, stack)
+    )
+
+
+def _of_adapters(
+    model: ModelSpec, targets: tuple[str, ...], method: Method, r: Count, param_bytes: int
+) -> Iterator[Trained]:
+    for linear, count in adapted_linears(model, targets):
+        for rows, width in method.adapter_shapes(linear, r):
+            yield Trained(
+                rows=rows, width=width, count=count * linear.count, param_bytes=param_bytes
+            )
+
+
+def _of_base(model: ModelSpec, param_bytes: int) -> Iterator[Trained]:
+    hidden = model.hidden_size
+    for group in model.groups:
+        count = 1 if group.shared else group.count
+        in_linears = 0
+        for linear in group.layer.linears:
+            in_linears += linear.num_weights
+            yield _weight(linear, count, param_bytes)
+        # norms and biases, most of them as wide as the stream
+        whole, rest = divmod(group.layer.num_params - in_linears, hidden)
+        yield Trained(rows=1, width=hidden, count=count * whole, param_bytes=param_bytes)
+        yield Trained(rows=1, width=rest, count=count, param_bytes=param_bytes)
+    around = (
+        model.loaded_params
+        - model.idle_params
+        + masked_head_params(model)
+        - sum(group.num_params for group in model.groups)
+    )
+    for embedding in model.embeddings:
+        around -= embedding.num_params
+        if not embedding.trains:
+            continue
+        yield Trained(
+            rows=embedding.rows, width=embedding.width, param_bytes=param_bytes, is_embedding=True
+        )
+    if model.head is not None and not model.head_tied:
+        around -= model.head.num_weights
+        yield _weight(model.head, 1, param_bytes)
+    if model.masked_head is not None and not model.masked_head.tied:
+        words = Trained(
+            rows=model.vocab_size, width=model.masked_head.width, param_bytes=param_bytes
+        )
+        around -= model.vocab_size * model.masked_head.width
+        yield words
+    for linear in model.outer_linears:
+        around -= linear.num_weights
+        yield _weight(linear, 1, param_bytes)
+    yield Trained(rows=1, width=around, param_bytes=param_bytes)  # the last norm, a vision tower
+
+
+def _weight(linear: Linear, count: int, param_bytes: int) -> Trained:
+    rows, width = linear.out_features, linear.in_features
+    if not linear.is_module:  # experts in one parameter
+        return Trained(rows=linear.count * rows, width=width, count=count, param_bytes=param_bytes)
+    return Trained(rows=rows, width=width, count=count * linear.count, param_bytes=param_bytes)

@@ -1,0 +1,572 @@
+"""The ledger of inference: the prompt pass and the last decoding step.
+
+One function per moment, as in `memory.moments`; what several moments read is in `Generation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from whichlora.memory import activations, allocator, kv_cache, quantised_cache
+from whichlora.memory import loss as logits
+from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.gradients import adapter_entries
+from whichlora.memory.layer_bytes import forward_bytes
+from whichlora.memory.training import Ledger
+from whichlora.memory.weights import weight_entries
+from whichlora.methods.base import Method
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Stack
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import Count, largest, smallest
+from whichlora.spec.run import CacheFormat, RunConfig
+
+Entries = tuple[Entry, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One call of `generate`, or the forward of an encoder.
+
+    Args:
+        targets: names of the matrices whose adapters are not merged, if any.
+        batch_size, prompt_len, max_new_tokens, r: of the run, or arrays in their place.
+    """
+
+    model: ModelSpec
+    run: RunConfig
+    stack: Stack
+    method: Method
+    gpu: GpuSpec
+    targets: tuple[str, ...]
+    batch_size: Count
+    prompt_len: Count
+    max_new_tokens: Count
+    r: Count
+
+    @cached_property
+    def static(self) -> Entries:
+        entries = weight_entries(self.model, self.stack, like=self.batch_size)
+        if self.targets:
+            entries += adapter_entries(
+                self.model, self.run, self.stack, self.method, self.targets, self.r
+            )
+        return tuple(entries)
+
+    @property
+    def element_bytes(self) -> int:
+        """Of keys, values and logits, and of an encoder's hidden states."""
+        return self.stack.compute_bytes
+
+    @property
+    def stored(self) -> CacheFormat | None:
+        """The format of a quantised cache."""
+        return self.run.cache_format
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether an encoder reads the prompt, so that the decoder begins with one token."""
+        return self.model.task == "seq2seq-lm"
+
+    @cached_property
+    def prompt_tokens(self) -> Count:
+        return self.batch_size * self.prompt_len
+
+    @cached_property
+    def first_tokens(self) -> Count:
+        """Tokens of one sequence in the decoder's first pass."""
+        return 1 + 0 * self.prompt_len if self.has_encoder else self.prompt_len
+
+    @cached_property
+    def last_tokens(self) -> Count:
+        """So in its last pass, whose own token no later pass reads."""
+        return self.first_tokens + self.max_new_tokens - 1
+
+    # --- the cache ------------------------------------------------------------------------------
+
+    @cached_property
+    def prompt_cache(self) -> Count:
+        """What the prompt pass leaves; a static cache is as large as it will ever be."""
+        is_static = self.run.kv_cache == "static"
+        tokens = self.last_tokens if is_static else self.first_tokens
+        return self._cache(tokens, after_prompt=True)
+
+    @cached_property
+    def full_cache(self) -> Count:
+        return self._cache(self.last_tokens)
+
+    def _cache(self, tokens: Count, *, after_prompt: bool = False) -> Count:
+        return kv_cache.cache_bytes(
+            self.model,
+            batch_size=self.batch_size,
+            tokens=tokens,
+            kv_cache=self.run.kv_cache,
+            element_bytes=self.element_bytes,
+            encoder_tokens=self.prompt_len,
+            after_prompt=after_prompt,
+            stored=self.stored,
+        )
+
+    @cached_property
+    def appended(self) -> Count:
+        """The second copy of what a step appends to."""
+        if self.run.kv_cache == "dynamic" and self.stack.libraries.cache_of_tuples:
+            # the first token needs no second pass
+            return self._cache(self.last_tokens - 1) * (self.max_new_tokens > 1)
+        return kv_cache.append_transient_bytes(
+            self.model,
+            batch_size=self.batch_size,
+            tokens=self.last_tokens,
+            kv_cache=self.run.kv_cache,
+            element_bytes=self.element_bytes,
+        )
+
+    # --- the passes -----------------------------------------------------------------------------
+
+    @cached_property
+    def reader(self) -> Stack:
+        """What the pass over the prompt runs with."""
+        reader = self.stack
+        if self.model.task == "causal-lm" and self.run.kv_cache == "static":
+            reader = replace(reader, padded=True)  # the end that is still empty must be masked
+        return reader if self.stored is None else replace(reader, stores=self.stored)
+
+    @cached_property
+    def sized(self) -> dict[str, Count]:
+        """Tokens of the prompt pass, and the span that each of them attends to."""
+        span = self.prompt_len
+        if self.model.task == "causal-lm" and self.run.kv_cache == "static":
+            span = self.last_tokens  # such a cache is attended to as a whole
+        return {"tokens": self.prompt_tokens, "span": span}
+
+    @cached_property
+    def prompt_forward(self) -> Count:
+        """One layer's forward over the prompt, and what all layers share meanwhile."""
+        model, is_decoder = self.model, self.model.task == "causal-lm"
+        working = forward_bytes(
+            model,
+            self.reader,
+            side="encoder" if self.has_encoder else "",
+            prompt=True,
+            queries=self.prompt_len,
+            targets=self.targets,
+            method=self.method,
+            r=self.r,
+            **self.sized,
+        )
+        # `generate` numbers the tokens of each sequence, the others those of one for all
+        positions = self.prompt_tokens if is_decoder else self.prompt_len
+        working = working + activations.rotary_bytes(model, self.stack, span=positions)
+        if is_decoder:
+            masks = activations.kept_mask_bytes(model, self.reader, checkpointed=True, **self.sized)
+            return working + masks
+        if model.task == "encoder":
+            working = working + activations.sequence_bias_bytes(model, self.reader, **self.sized)
+        return working
+
+    @cached_property
+    def token_forward(self) -> Count:
+        """One layer's forward over the last token of each sequence."""
+        return forward_bytes(
+            self.model,
+            self.stack,
+            tokens=self.batch_size,
+            span=self.last_tokens,
+            side="decoder" if self.has_encoder else "",
+            decoding=True,
+            targets=self.targets,
+            method=self.method,
+            r=self.r,
+        )
+
+    @cached_property
+    def last_logits(self) -> Entry:
+        size = logits.generation_bytes(
+            self.model, batch_size=self.batch_size, compute_bytes=self.element_bytes
+        )
+        return Entry(LAST_LOGITS, size)
+
+    @cached_property
+    def encoded(self) -> Entry:
+        width = self.model.hidden_size * self.stack.stream_bytes
+        return Entry(ENCODED, self.prompt_tokens * width)
+
+
+# --- the pass over the prompt -----------------------------------------------------------------
+
+PROMPT_CACHE = Fact(
+    part="kv_cache",
+    what="key-value cache of the prompt",
+    shape="[batch_size, num_key_value_heads, prompt_len, head_dim]",
+    dtype="compute_bytes",
+    count="2 x num_hidden_layers",
+    why="decoding reads keys and values of every earlier token",
+    source="transformers DynamicLayer.update; docs/kv_cache.md",
+)
+PROMPT_FORWARD = Fact(
+    part="activations",
+    what="one layer's forward over the prompt",
+    shape="[batch_size, prompt_len, …]",
+    dtype="compute_bytes",
+    why="four hidden states and the wider of MLP and attention; no layer keeps anything",
+    source="trace of GenerationMixin.generate, docs/memory.md section 5",
+    kind="estimate",
+)
+
+
+def prefill(run: Generation) -> Entries:
+    """In the last layer over the prompt, while the cache of those before it is there."""
+    # `DynamicLayer.update` keeps the very tensors that the layer made for its attention
+    cache = Entry(PROMPT_CACHE, run.prompt_cache)
+    if run.stored is not None:
+        earlier = quantised_cache.stored_by_earlier_layers(
+            run.model,
+            run.stored,
+            batch_size=run.batch_size,
+            tokens=run.prompt_len,
+            element_bytes=run.element_bytes,
+        )
+        cache = Entry(quantised_cache.QUANTISED_CACHE, earlier)
+    return (*run.static, cache, Entry(PROMPT_FORWARD, run.prompt_forward))
+
+
+LAST_HIDDEN = Fact(
+    part="activations",
+    what="last hidden states",
+    shape="[batch_size, prompt_len, hidden_size]",
+    dtype="stream_bytes",
+    why="the head reads them",
+    source="trace of GenerationMixin.generate",
+)
+PROMPT_LOGITS = Fact(
+    part="logits_and_loss",
+    what="logits of the prompt",
+    shape="[batch_size, 1, vocab_size]",
+    dtype="fp32",
+    why="scores of the last position; of the whole prompt before transformers 4.45",
+    source="transformers GenerationMixin._sample",
+)
+
+
+def first_logits(run: Generation) -> Entries:
+    """At the head, which reads the last position alone since transformers 4.45."""
+    model, scored = run.model, run.batch_size * run.first_tokens
+    # the stream, and the fp32 copy that the last norm makes of it
+    last_hidden = run.prompt_tokens * model.hidden_size * 6
+    scores = run.last_logits.num_bytes
+    if run.stack.libraries.scores_whole_prompt:
+        last_hidden = scored * model.hidden_size * run.element_bytes
+        scores = logits.prompt_bytes(model, run.stack, tokens=scored)
+    fact = PROMPT_CACHE if run.stored is None else quantised_cache.QUANTISED_CACHE
+    return (
+        *run.static,
+        Entry(fact, run.prompt_cache),
+        run.encoded if run.has_encoder else Entry(LAST_HIDDEN, last_hidden),
+        Entry(PROMPT_LOGITS, scores),
+    )
+
+
+HELD_LOGITS = Fact(
+    part="logits_and_loss",
+    what="logits of the prompt, in fp32",
+    shape="[batch_size, prompt_len, vocab_size]",
+    dtype="fp32",
+    why="the caller holds the first output until the second is there",
+    source="transformers 4.38 GenerationMixin.greedy_search",
+)
+TWO_CACHES = Fact(
+    part="kv_cache",
+    what="cache of the prompt, and a second one with one token more",
+    shape="[batch_size, num_key_value_heads, prompt_len, head_dim]",
+    dtype="compute_bytes",
+    count="4 x num_hidden_layers",
+    why="tuples of older versions are replaced only when all are there",
+    source="transformers 4.38 LlamaForCausalLM.forward",
+)
+
+
+def second_token(run: Generation) -> Entries:
+    """In the second pass of old versions, whose caller still names the first one's output."""
+    again = run.max_new_tokens > 1
+    width = logits.logit_width(run.model)
+    held = 4 * run.batch_size * run.first_tokens * width * again
+    num_caches = 1 + run.stack.libraries.cache_of_tuples * again
+    return (
+        *run.static,
+        Entry(TWO_CACHES, num_caches * run.prompt_cache),
+        Entry(HELD_LOGITS, held),
+        run.last_logits,
+    )
+
+
+# --- the last decoding step -------------------------------------------------------------------
+
+FULL_CACHE = Fact(
+    part="kv_cache",
+    what="key-value cache of whole sequences",
+    shape="[batch_size, num_key_value_heads, prompt_len + max_new_tokens - 1, head_dim]",
+    dtype="compute_bytes",
+    count="2 x num_hidden_layers",
+    why="decoding reads keys and values of every earlier token",
+    source="transformers DynamicLayer.update; docs/kv_cache.md",
+)
+APPENDED = Fact(
+    part="temporary",
+    what="second copy of what is appended to",
+    shape="[batch_size, num_key_value_heads, prompt_len + max_new_tokens - 1, head_dim]",
+    dtype="compute_bytes",
+    why="concatenation makes a new tensor before the old one goes",
+    source="transformers DynamicLayer.update",
+)
+TOKEN_FORWARD = Fact(
+    part="activations",
+    what="one layer's forward over one token",
+    shape="[batch_size, 1, …]",
+    dtype="compute_bytes",
+    why="four hidden states and the wider of MLP and attention; no layer keeps anything",
+    source="trace of GenerationMixin.generate, docs/memory.md section 5",
+    kind="estimate",
+)
+LAST_LOGITS = Fact(
+    part="logits_and_loss",
+    what="logits of the last positions",
+    shape="[batch_size, vocab_size]",
+    dtype="fp32",
+    why="logits, their fp32 copy and the processed scores, while a token is picked",
+    source="transformers GenerationMixin._sample",
+)
+
+
+def decode(run: Generation) -> Entries:
+    """In the last step, whose cache is the longest."""
+    # `torch.cat` in `DynamicLayer.update` writes the longer tensor before the shorter goes
+    return (
+        *run.static,
+        Entry(FULL_CACHE, run.full_cache),
+        Entry(APPENDED, run.appended),
+        Entry(TOKEN_FORWARD, run.token_forward),
+        run.last_logits,
+        *([run.encoded] if run.has_encoder else []),
+    )
+
+
+LAST_SCORES = Fact(
+    part="logits_and_loss",
+    what="scores of the last token",
+    shape="[batch_size, vocab_size]",
+    dtype="fp32",
+    why="a name of the loop holds them until the next ones are there",
+    source="transformers GenerationMixin._sample",
+)
+
+
+def quantised_moments(run: Generation, stored: CacheFormat) -> dict[str, Entries]:
+    """The last step, the last one that quantises the whole cache anew, and picking a token."""
+    by_moment = quantised_cache.decode_moments(
+        run.model,
+        run.stack,
+        stored,
+        batch_size=run.batch_size,
+        prompt_len=run.prompt_len,
+        max_new_tokens=run.max_new_tokens,
+    )
+    # the loop of `GenerationMixin._sample` names the scores until it has the next ones
+    scores = Entry(LAST_SCORES, 4 * run.batch_size * logits.logit_width(run.model))
+    in_step = (Entry(TOKEN_FORWARD, run.token_forward), scores)
+    moments = {name: (*run.static, *cache, *in_step) for name, cache in by_moment.items()}
+    cache = [x for x in by_moment["decode"] if x.fact is not quantised_cache.EXPANDED]
+    return moments | {"last_logits": (*run.static, *cache, run.last_logits)}
+
+
+# --- an encoder, alone or before a decoder ----------------------------------------------------
+
+ENCODED = Fact(
+    part="activations",
+    what="the encoder's output",
+    shape="[batch_size, prompt_len, hidden_size]",
+    dtype="stream_bytes",
+    why="the caller holds it for every token that the decoder makes",
+    source="transformers GenerationMixin._prepare_encoder_decoder_kwargs_for_generation",
+)
+
+
+def encode(run: Generation) -> Entries:
+    """In a layer of the encoder that reads the prompt of a decoder."""
+    # `_prepare_encoder_decoder_kwargs_for_generation` runs it before there is any cache
+    shared = activations.kept_mask_bytes(
+        run.model, run.stack, tokens=0 * run.prompt_tokens, span=run.prompt_len, side="encoder"
+    )
+    positions = _named_positions(run.model, tokens=run.prompt_tokens, span=run.prompt_len)
+    working = run.prompt_forward + shared + positions * run.element_bytes
+    return (*run.static, Entry(PROMPT_FORWARD, working))
+
+
+def _named_positions(model: ModelSpec, *, tokens: Count, span: Count) -> Count:
+    """Elements of the looked-up positions, which BART's encoder names beside the tokens.
+
+    Source: transformers 5.23 `BartEncoder.forward`, `embed_pos`.
+    """
+    tables = [table for table in model.embeddings if "position" in table.name]
+    if not tables:
+        return 0 * tokens
+    return tables[0].width * (tokens if tables[0].per_sequence else span)
+
+
+CROSS_PROJECTED = Fact(
+    part="activations",
+    what="keys and values of one cross attention",
+    shape="[batch_size, prompt_len, k_width + v_width]",
+    dtype="compute_bytes",
+    why="the cache copies what the projections return, and the last layer's are still there",
+    source="transformers DynamicLayer.update; trace of GenerationMixin.generate",
+)
+
+
+def first_token(run: Generation) -> Entries:
+    """In the decoder's first pass, which projects the encoder's output for every layer."""
+    width = _largest_cross(run.model) * run.element_bytes
+    return (
+        *run.static,
+        Entry(PROMPT_CACHE, run.prompt_cache),
+        run.encoded,
+        Entry(CROSS_PROJECTED, width * run.prompt_tokens),
+    )
+
+
+def _largest_cross(model: ModelSpec) -> int:
+    """Elements per token of the keys and values that one layer takes from the encoder's output."""
+    return max(
+        attention.k_width + attention.v_width
+        for layer, _ in model.layers()
+        for attention in layer.attentions
+        if attention.cross
+    )
+
+
+EVERY_LOGIT = Fact(
+    part="logits_and_loss",
+    what="logits of every position",
+    shape="[batch_size, prompt_len, vocab_size]",
+    dtype="compute_bytes",
+    why="an encoder's own head returns them",
+    source="transformers BertForMaskedLM.forward",
+)
+
+
+def encoder_moments(run: Generation) -> dict[str, Entries]:
+    """In the worst layer, and at the head that scores every position."""
+    hidden = 2 * run.model.hidden_size * run.prompt_tokens * run.element_bytes
+    return {
+        "forward": (*run.static, Entry(PROMPT_FORWARD, run.prompt_forward)),
+        "logits": (
+            *run.static,
+            Entry(LAST_HIDDEN, hidden),
+            Entry(EVERY_LOGIT, _every_logit(run)),
+        ),
+    }
+
+
+def _every_logit(run: Generation) -> Count:
+    return logits.encoder_bytes(
+        run.model, tokens=run.prompt_tokens, compute_bytes=run.element_bytes
+    )
+
+
+# --- the ledger -------------------------------------------------------------------------------
+
+
+def inference_ledger(
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    method: Method,
+    gpu: GpuSpec,
+    targets: tuple[str, ...],
+    *,
+    batch_size: Count,
+    prompt_len: Count,
+    max_new_tokens: Count,
+    r: Count,
+) -> Ledger:
+    """Moments of one generation: the prompt pass and the last decoding step.
+
+    Args:
+        targets: names of the matrices whose adapters are not merged, if any.
+    """
+    generation = Generation(
+        model=model,
+        run=run,
+        stack=stack,
+        method=method,
+        gpu=gpu,
+        targets=targets,
+        batch_size=batch_size,
+        prompt_len=prompt_len,
+        max_new_tokens=max_new_tokens,
+        r=r,
+    )
+    is_encoder = model.task == "encoder"
+    ledger = Ledger(
+        moments=(encoder_moments if is_encoder else generation_moments)(generation),
+        idle_bytes=0,
+        workspace_bytes=allocator.workspace_bytes(gpu, training=False),
+    )
+    idle = (_idle_of_encoder if is_encoder else _idle)(generation, ledger)
+    return replace(ledger, idle_bytes=idle)
+
+
+def generation_moments(run: Generation) -> dict[str, Entries]:
+    """Every moment that can be the peak of a decoder; of equal ones the first is named."""
+    moments = {
+        "prefill": encode(run) if run.has_encoder else prefill(run),
+        "first_logits": first_logits(run),
+        "decode": decode(run),
+    }
+    if run.stored is not None:
+        moments |= quantised_moments(run, run.stored)
+    if run.has_encoder:
+        moments["first_token"] = first_token(run)
+    if run.stack.libraries.scores_whole_prompt:
+        moments["second_token"] = second_token(run)
+    return moments
+
+
+def _idle(run: Generation, ledger: Ledger) -> Count:
+    """Segments that a growing cache, or the layers over the prompt, have left."""
+    outgrown = 0 * run.full_cache
+    if run.run.kv_cache == "dynamic":
+        outgrown = kv_cache.left_behind_bytes(
+            run.model,
+            batch_size=run.batch_size,
+            first_tokens=run.first_tokens,
+            last_tokens=run.last_tokens,
+            element_bytes=run.element_bytes,
+        )
+    idle = allocator.idle_cache_bytes(
+        run.gpu,
+        logits_bytes=outgrown,
+        layer_bytes=run.appended,
+        expandable=run.run.expandable_segments,
+    )
+    after_prompt = ledger.moment_bytes("prefill") + allocator.idle_after_prompt_bytes(
+        run.gpu,
+        forward_bytes=run.prompt_forward,
+        cache_bytes=run.prompt_cache * (not run.has_encoder),
+    )
+    return largest(idle, after_prompt - ledger.peak_allocated_bytes)
+
+
+def _idle_of_encoder(run: Generation, ledger: Ledger) -> Count:
+    """Blocks as wide as the vocabulary can't be cut from what the layers leave."""
+    if run.gpu.kind == "cpu":
+        return 0 * run.batch_size
+    model, row_bytes = run.model, run.prompt_tokens * run.element_bytes
+    working = run.prompt_forward
+    apart = allocator.in_whole_segments(working, model.hidden_size * row_bytes)
+    apart = apart + allocator.in_whole_segments(_every_logit(run), model.vocab_size * row_bytes)
+    reserved = ledger.moment_bytes("forward") - working + apart
+    idle = largest(0, reserved - ledger.peak_allocated_bytes)
+    if run.run.expandable_segments:  # one page more of each pool at the most
+        idle = smallest(idle, working + allocator.PAGES_BYTES)
+    return idle

@@ -1,0 +1,236 @@
+"""Tensors of vocabulary width: the logits and the loss.
+
+With checkpointing, and for almost every model with 32,000 tokens or more even without it, the
+peak of training is here, at 12 bytes per token and vocabulary entry.
+"""
+
+from __future__ import annotations
+
+from whichlora.memory.entries import Fact
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Stack
+from whichlora.spec.numeric import Count, smallest
+
+FUSED_TILE_TOKENS = 4096
+FUSED_TILE_VOCAB = 32_768
+
+
+def logit_width(model: ModelSpec) -> int:
+    """Entries per position that training produces; an encoder is trained to fill masked words.
+
+    Kind: exact. Source: transformers 5.23 `LlamaForCausalLM.forward`, `BertForMaskedLM.forward`.
+    """
+    has_logits = model.head is not None or model.task == "encoder"
+    return model.vocab_size if has_logits else 0
+
+
+LOSS_FORWARD = Fact(
+    part="logits_and_loss",
+    what="logits, their fp32 copy, log-softmax",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="fp32",
+    why="the end of the loss's forward",
+    source="transformers ForCausalLMLoss; torch cross_entropy",
+)
+
+
+def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
+    """Alive at the end of the loss's forward: logits, their fp32 copy, the log-softmax.
+
+    Kind: exact for hf, unsloth and raw; liger as lower bound (its chunk is not counted).
+    Source: transformers 5.23 `ForCausalLMLoss`; TRL 1.16 fused head. Older versions and unsloth:
+    slopes of published peaks, 12V + 8h and 8V + 6h per token to 0.02 %.
+    """
+    vocab = logit_width(model)
+    libraries = stack.libraries
+    widened = model.task == "causal-lm" and libraries.widens_logits_in_place
+    if loss_head == "raw":
+        is_copied = widened or _autocast_widens(stack)
+        tanh_bytes = stack.compute_bytes if model.logit_softcap else 0
+        return tokens * vocab * (stack.compute_bytes + (4 if is_copied else 0) + tanh_bytes)
+    hidden_bytes = 2 * stack.stream_bytes * model.hidden_size  # before and after the last norm
+    if loss_head == "unsloth":
+        # its kernel turns the shifted copy of the fp32 logits into their gradient
+        return tokens * (vocab * (8 if widened else 10) + hidden_bytes // 2)
+    if loss_head == "trl-fused":
+        tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * stack.compute_bytes
+        # selected hidden states, targets and normaliser, seven fp32 vectors
+        folded = _fused_temporaries(model, stack, tokens=tokens, bytes_per_entry=13)
+        return tokens * (2 * model.hidden_size + 12 + 28) + tile + folded
+    if loss_head == "liger":
+        return tokens * model.hidden_size * stack.compute_bytes
+    logits_bytes = stack.compute_bytes
+    loss_bytes = loss_element_bytes(model, stack)
+    upcast_bytes = 0 if logits_bytes == loss_bytes else loss_bytes
+    softcap_bytes = stack.compute_bytes if model.logit_softcap else 0
+    entry = logits_bytes + upcast_bytes + loss_bytes + softcap_bytes
+    if model.task == "causal-lm" and libraries.shifts_logits:
+        entry += loss_bytes
+        if widened and upcast_bytes:
+            entry -= logits_bytes
+        return tokens * (vocab * entry + hidden_bytes)
+    return tokens * vocab * entry
+
+
+KEPT_LOGITS = Fact(
+    part="logits_and_loss",
+    what="logits that the caller keeps",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="compute_bytes, or fp32 under autocast",
+    why="loss head raw: the loop holds the model's output while it goes backward",
+    source="accelerate ConvertOutputsToFp32",
+)
+
+
+def kept_logits_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
+    """What a loop with its own loss holds while the layers go backward. Kind: exact.
+
+    Source: accelerate 1.15 `ConvertOutputsToFp32`.
+    """
+    if loss_head != "raw":
+        return 0 * tokens
+    in_place = model.task == "causal-lm" and stack.libraries.widens_logits_in_place
+    is_wide = in_place or _autocast_widens(stack)
+    return tokens * logit_width(model) * (4 if is_wide else stack.compute_bytes)
+
+
+def _autocast_widens(stack: Stack) -> bool:
+    """Whether the model returns fp32 copies: accelerate does that to outputs under autocast.
+
+    Source: accelerate 1.15 `ConvertOutputsToFp32`.
+    """
+    return stack.compute_bytes == 2 and stack.loss_bytes == 4
+
+
+def _fused_temporaries(
+    model: ModelSpec, stack: Stack, *, tokens: Count, bytes_per_entry: int
+) -> Count:
+    """What TRL's head makes of a tile where there is no Triton: fp32 tensors of its size.
+
+    Forward: scores, their exponent, a product and a mask. Backward: scores twice, log-softmax,
+    softmax, gradient, two temporaries and a mask. With Triton one kernel does it in registers.
+    Kind: exact on CPU. Source: TRL 1.16 `kernels/chunked_logprob.py`, `_forward_tile`,
+    `_backward_tile`.
+    """
+    if stack.device_kind != "cpu":
+        return 0 * tokens
+    entries = smallest(tokens, FUSED_TILE_TOKENS) * min(logit_width(model), FUSED_TILE_VOCAB)
+    return bytes_per_entry * entries
+
+
+def loss_element_bytes(model: ModelSpec, stack: Stack) -> int:
+    """One entry of the loss: decoders widen their logits, T5 and BERT leave that to autocast.
+
+    Kind: exact. Source: transformers 5.23 `ForCausalLMLoss`; torch 2.13 `autocast_mode.h`.
+    """
+    masked = model.masked_head
+    widens = model.task == "causal-lm" or model.widens_logits
+    widens = widens or (masked is not None and masked.widens_logits)
+    return 4 if widens else stack.loss_bytes
+
+
+LOSS_BACKWARD = Fact(
+    part="logits_and_loss",
+    what="log-softmax and its gradients",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="fp32",
+    count="3",
+    why="backward of the cross entropy: what it reads, its gradient, the logits' gradient",
+    source="transformers ForCausalLMLoss; torch log_softmax_backward",
+)
+
+
+def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
+    """Alive at the worst point of the loss's backward.
+
+    Kind: exact for hf: the log-softmax and its two gradients, 12 bytes per entry in fp32.
+    Source: torch 2.13 `_log_softmax_backward_data`, `nll_loss_backward`.
+    """
+    vocab = logit_width(model)
+    hidden = model.hidden_size
+    in_place = model.task == "causal-lm" and stack.libraries.widens_logits_in_place
+    if loss_head == "raw":
+        # the logits stay with the caller; fp32 ones get an fp32 gradient and a 16-bit one
+        is_copied = in_place or _autocast_widens(stack)
+        entry = (8 if is_copied else stack.compute_bytes) + stack.compute_bytes
+        if model.logit_softcap:  # the tanh, and where no cast makes it, a second gradient
+            entry += stack.compute_bytes * (1 if is_copied else 2)
+        elif model.scales_logits and not is_copied:
+            entry += stack.compute_bytes  # the gradient before and after the factor
+        # the head's backward reads the gradient of the logits: the fp32 ones are gone by then
+        of_head = 0 if is_copied else hidden * stack.compute_bytes
+        return tokens * (vocab * entry + of_head)
+    if loss_head == "unsloth":
+        # the gradient of the shifted logits, and the same with the last position again
+        return tokens * (8 * vocab + stack.stream_bytes * hidden)
+    if loss_head == "trl-fused":
+        tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * stack.compute_bytes
+        is_cast = stack.embedding_bytes != stack.compute_bytes
+        slice_bytes = stack.compute_bytes * min(vocab, FUSED_TILE_VOCAB) * hidden if is_cast else 0
+        # a trained head: its gradient is summed up in fp32 and handed on in its own dtype
+        handed_on = 0 if stack.embedding_bytes == 4 else stack.embedding_bytes
+        summed = (4 + handed_on) * vocab * hidden if stack.trains_base else 0
+        folded = _fused_temporaries(model, stack, tokens=tokens, bytes_per_entry=29)
+        states = tokens * (2 * hidden + 12 + 4 * hidden + 2 * hidden)
+        return states + tile + slice_bytes + summed + folded
+    if loss_head == "liger":
+        return tokens * hidden * 2 * stack.compute_bytes
+    softcap_bytes = stack.compute_bytes if model.logit_softcap else 0
+    final_norm = 20 * hidden  # its backward; larger only where the vocabulary is tiny or absent
+    entry = 3 * loss_element_bytes(model, stack) + softcap_bytes
+    return tokens * max(vocab * entry, final_norm)
+
+
+def prompt_bytes(model: ModelSpec, stack: Stack, *, tokens: Count) -> Count:
+    """Logits of a whole prompt, in 16 bit and fp32, as `generate` made them; Kind: exact.
+
+    Source: transformers 4.38 `LlamaForCausalLM.forward`.
+    """
+    if model.head is None:
+        return 0 * tokens
+    upcast_bytes = 0 if stack.compute_bytes == 4 else 4
+    return tokens * model.vocab_size * (stack.compute_bytes + upcast_bytes)
+
+
+def generation_bytes(model: ModelSpec, *, batch_size: Count, compute_bytes: int) -> Count:
+    """Logits that `generate` keeps while it picks the next token: last positions only.
+
+    The model's logits, their fp32 copy and the processed scores. Kind: exact for
+    transformers 4.45 and later. Source: trace of `GenerationMixin._sample`.
+    """
+    if model.head is None:
+        return 0 * batch_size
+    return batch_size * model.vocab_size * (compute_bytes + 8)
+
+
+def encoder_bytes(model: ModelSpec, *, tokens: Count, compute_bytes: int) -> Count:
+    """Logits of every position, as an encoder's own head returns them. Kind: exact.
+
+    Source: transformers 5.23 `BertForMaskedLM.forward`.
+    """
+    vocab = logit_width(model)
+    return tokens * vocab * compute_bytes
+
+
+HEAD_COPY = Fact(
+    part="temporary",
+    what="16-bit copy of the head",
+    shape="[vocab_size, hidden_size]",
+    dtype="compute_bytes",
+    why="autocast casts the fp32 head of a prepared base; backward needs the copy",
+    source="torch autocast_mode.cpp cached_cast",
+)
+
+
+def head_copy_bytes(model: ModelSpec, stack: Stack) -> int:
+    """The 16-bit copy of an fp32 head that autocast makes and backward needs (mode Q).
+
+    Kind: exact. Source: torch 2.13 `autocast_mode.cpp`, `cached_cast`.
+    """
+    if stack.mode != "Q" or stack.embedding_bytes == 2:
+        return 0
+    if model.masked_head is not None:
+        return 2 * model.vocab_size * model.masked_head.width
+    if model.head is None:
+        return 0
+    return 2 * model.head.num_weights

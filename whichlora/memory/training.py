@@ -1,0 +1,142 @@
+"""The ledger: what is alive at each moment that can be the peak of a run.
+
+The peak is the largest moment. A moment is a list of entries; the parts of the entries are the
+breakdown that a user sees, and their facts are what `whichlora explain` prints. The moments of
+training are in `memory.moments`, those of inference in `memory.generation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from whichlora.memory import allocator
+from whichlora.memory import loss as logits
+from whichlora.memory.entries import Entry
+from whichlora.memory.gradients import trained_params
+from whichlora.memory.layer_bytes import forward_bytes
+from whichlora.memory.moments import training_moments
+from whichlora.memory.step import TrainingStep
+from whichlora.methods.base import Method
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Stack
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import Count, largest, smallest
+from whichlora.spec.run import RunConfig
+
+__all__ = ["PARTS", "Ledger", "trained_params", "training_ledger"]
+
+PARTS = (
+    "weights",
+    "adapters",
+    "gradients",
+    "optimizer_states",
+    "activations",
+    "logits_and_loss",
+    "temporary",
+    "kv_cache",
+    "allocator",
+    "context",
+)
+_AFTER_LAYERS = ("embedding_backward", "optimizer_step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Every candidate moment of one run.
+
+    Args:
+        moments: entries by moment, in the order they happen.
+        idle_bytes: the allocator's cached but unusable bytes at the peak.
+        workspace_bytes: library workspaces, inside the allocator's pool.
+    """
+
+    moments: dict[str, tuple[Entry, ...]]
+    idle_bytes: Count
+    workspace_bytes: int
+
+    def moment_bytes(self, moment: str) -> Count:
+        total: Count = self.workspace_bytes
+        for entry in self.moments[moment]:
+            total = total + entry.num_bytes
+        return total
+
+    @property
+    def peak_allocated_bytes(self) -> Count:
+        return largest(*(self.moment_bytes(moment) for moment in self.moments))
+
+    @property
+    def peak_moment(self) -> str:
+        """Name of the largest moment; of one run only, not of an array."""
+        return max(self.moments, key=self.moment_bytes)
+
+
+def training_ledger(
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    method: Method,
+    gpu: GpuSpec,
+    targets: tuple[str, ...],
+    *,
+    batch_size: Count,
+    seq_len: Count,
+    r: Count,
+) -> Ledger:
+    """Moments of one steady optimizer step (the second or later: optimizer states exist).
+
+    `batch_size`, `seq_len` and `r` may be arrays; everything else is one setting.
+    """
+    step = TrainingStep(
+        model=model,
+        run=run,
+        stack=stack,
+        method=method,
+        gpu=gpu,
+        targets=targets,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        r=r,
+    )
+    ledger = Ledger(
+        moments=training_moments(step),
+        idle_bytes=0,
+        workspace_bytes=allocator.workspace_bytes(gpu, training=True),
+    )
+    return replace(ledger, idle_bytes=_idle_bytes(step, ledger))
+
+
+def _idle_bytes(step: TrainingStep, ledger: Ledger) -> Count:
+    """Segments that the peak cannot use.
+
+    Kind: estimate. Source: `allocator.idle_after_step_bytes`.
+    """
+    peak = ledger.peak_allocated_bytes
+    in_loss = largest(step.loss_forward_bytes, step.loss_backward_bytes)
+    in_layer = step.layer_backward_bytes
+    idle = _idle_after_layers(step, in_loss, in_layer)
+    # these segments are idle while layers run; a later peak is cut from what they left
+    in_layers = [ledger.moment_bytes(name) for name in ledger.moments if name not in _AFTER_LAYERS]
+    later = largest(*in_layers) + idle - peak
+    idle = largest(later, smallest(idle, allocator.PAGES_BYTES))
+    if step.gpu.kind == "cpu" or step.run.expandable_segments:
+        return idle
+    # The optimizer's lists of small tensors find no use for the segments of the activations.
+    left_behind = largest(in_loss, in_layer) + step.kept.num_bytes
+    at_optimizer = ledger.moment_bytes("optimizer_step") + left_behind
+    return largest(idle, at_optimizer - peak)
+
+
+def _idle_after_layers(step: TrainingStep, in_loss: Count, in_layer: Count) -> Count:
+    head = step.run.loss_head
+    vocab = logits.logit_width(step.model) if head in ("hf", "unsloth") else 0
+    working = in_layer
+    if not step.stack.libraries.shifts_logits:
+        working = forward_bytes(step.model, step.stack, **step.sized)
+    return allocator.idle_after_step_bytes(
+        step.gpu,
+        loss_bytes=in_loss,
+        layer_bytes=in_layer,
+        left_bytes=working,
+        narrow_logits_bytes=step.tokens * vocab * 2,
+        expandable=step.run.expandable_segments,
+    )

@@ -1,0 +1,1 @@
+"""One run, or arrays of millions of runs: memory, time and verdict."""

@@ -1,0 +1,284 @@
+"""What measured runs taught about one device: coefficients, their covariance and their error."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from whichlora.errors import DataFileError
+from whichlora.memory.training import PARTS
+from whichlora.spec.gpu import GpuSpec
+from whichlora.timing.model import FEATURES, TimeModel, prior_model
+
+TIME_PHASES = ("finetune", "prefill", "decode")
+
+# Standard deviation of the factor on every part of the ledger before any run. Weights and states
+# are arithmetic; what the allocator and the context take is the least known.
+_PART_SPREAD = {
+    "weights": 0.003,
+    "adapters": 0.003,
+    "gradients": 0.01,
+    "optimizer_states": 0.01,
+    "activations": 0.03,
+    "logits_and_loss": 0.02,
+    "temporary": 0.3,
+    "kv_cache": 0.02,
+    "allocator": 0.75,
+    "context": 0.5,
+}
+PRIOR_MEMORY_NOISE = 0.015
+# Bounds of what a file may say: beyond them a coefficient is no longer one of any device.
+_MOST_FACTOR = 1e6
+_MOST_NOISE = 10.0  # of a log: a factor of 20,000
+_MOST_RUNS = 10**9
+_REBUILD = "rebuild it with whichlora calibrate --gpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """Factors on the ledger's parts, one for a device whose stack behaves as read and traced.
+
+    Args:
+        mean: factor by part.
+        covariance: of the factors, in the order of `PARTS`.
+        noise: standard deviation of the log of a measured peak around the model.
+    """
+
+    mean: Mapping[str, float]
+    covariance: tuple[tuple[float, ...], ...]
+    noise: float
+    num_runs: int
+
+
+def prior_memory_model() -> MemoryModel:
+    covariance = tuple(tuple(_PART_SPREAD[a] ** 2 if a == b else 0.0 for b in PARTS) for a in PARTS)
+    return MemoryModel(
+        mean=dict.fromkeys(PARTS, 1.0),
+        covariance=covariance,
+        noise=PRIOR_MEMORY_NOISE,
+        num_runs=0,
+    )
+
+
+def part_spread() -> dict[str, float]:
+    """Standard deviation of each part's factor before any run."""
+    return dict(_PART_SPREAD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Relative error of a model on runs it was not fitted to.
+
+    Args:
+        typical: the mean of the logs' sizes, as a relative error; None in older files.
+    """
+
+    num_runs: int
+    median: float
+    worst: float
+    typical: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlier:
+    """A run that lies so far from the others that the fit listened to it less.
+
+    Args:
+        record: id of the measurement.
+        phase: "memory" or a time phase.
+        weight: of its squared error in the fit, one for an ordinary run.
+        ratio: measured over fitted value.
+    """
+
+    record: str
+    phase: str
+    weight: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Predictor corrections of one device.
+
+    Args:
+        gpu: device key.
+        num_records: measurements behind it, failures included.
+        held_out: leave-out errors by "memory" and the time phases.
+        cold: errors of the priors alone on the same runs: what the calibration is worth.
+        ranges: least and greatest of each setting among the runs of a phase; a prediction
+            outside is an extrapolation.
+        outliers: runs that the fit down-weighted.
+        left_out: why a record taught nothing, by its id, or its place where it can't be read;
+            failed runs are not listed.
+        digest: of the record ids it was fitted to, so that a stale file is noticed.
+        formulas: digest of the formulas it was fitted with; coefficients of others mean nothing.
+        num_older: of the records, those measured on other library versions.
+        by_datasheet: phases ("memory" is one) whose fit was worse on left-out runs than datasheet
+            and priors alone, which then stayed.
+        fallback: why stored coefficients are not used; never stored itself.
+    """
+
+    gpu: str
+    memory: MemoryModel
+    time: Mapping[str, TimeModel]
+    num_records: int = 0
+    held_out: Mapping[str, HeldOut] = field(default_factory=dict)
+    cold: Mapping[str, HeldOut] = field(default_factory=dict)
+    ranges: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    outliers: tuple[Outlier, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    digest: str = ""
+    formulas: str = ""
+    num_older: int = 0
+    by_datasheet: tuple[str, ...] = ()
+    fallback: str = ""
+
+    def basis(self, *, memory_runs: int, time_runs: int, phases: Sequence[str] = ()) -> str:
+        """One line that names what stands behind a prediction.
+
+        Args:
+            phases: whose coefficients its time is made of.
+        """
+        others = sum(model.num_runs for name, model in self.time.items() if name not in phases)
+        if not memory_runs and not time_runs and not (phases and others):
+            return "ledger + datasheet priors (no run on this device yet)"
+        runs = f"{memory_runs} memory and {time_runs} time runs of {self.num_records} records"
+        older = f", {self.num_older} of other library versions" if self.num_older else ""
+        learned = ""
+        if phases and not time_runs and others:
+            learned = f"; the speed is from {others} runs of other phases"
+        for phase in phases:
+            if phase in self.by_datasheet:
+                learned += f"; {phase} by datasheet and priors, which are better on left-out runs"
+            elif phase in self.held_out:
+                error = self.held_out[phase]
+                learned += f"; {phase} {error.median:.0%} off on {error.num_runs} left-out runs"
+        return f"ledger + calibration {self.gpu}: {runs}{older}{learned}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `coefficients.json`, without its schema version."""
+        values = dataclasses.asdict(self)
+        del values["fallback"]
+        return values
+
+    @classmethod
+    def from_dict(cls, payload: Mapping[str, Any], *, source: str) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            DataFileError: a missing or wrong field; the message starts with `source`.
+        """
+        try:
+            memory = payload["memory"]
+            calibration = cls(
+                gpu=str(payload["gpu"]),
+                memory=MemoryModel(
+                    mean={part: float(memory["mean"][part]) for part in PARTS},
+                    covariance=_square(memory["covariance"], len(PARTS)),
+                    noise=float(memory["noise"]),
+                    num_runs=int(memory["num_runs"]),
+                ),
+                time={
+                    phase: TimeModel(
+                        mean={name: float(model["mean"][name]) for name in FEATURES},
+                        covariance=_square(model["covariance"], len(FEATURES)),
+                        noise=float(model["noise"]),
+                        num_runs=int(model["num_runs"]),
+                        overlaps=bool(model["overlaps"]),
+                        interval_scale=float(model.get("interval_scale", 1.0)),
+                    )
+                    for phase, model in ((p, payload["time"][p]) for p in TIME_PHASES)
+                },
+                num_records=int(payload["num_records"]),
+                held_out=_errors(payload.get("held_out", {})),
+                cold=_errors(payload.get("cold", {})),
+                ranges={
+                    phase: {name: (float(low), float(high)) for name, (low, high) in bounds.items()}
+                    for phase, bounds in payload.get("ranges", {}).items()
+                },
+                outliers=tuple(
+                    Outlier(
+                        record=str(outlier["record"]),
+                        phase=str(outlier["phase"]),
+                        weight=float(outlier["weight"]),
+                        ratio=float(outlier["ratio"]),
+                    )
+                    for outlier in payload.get("outliers", ())
+                ),
+                left_out={
+                    str(record): str(why) for record, why in payload.get("left_out", {}).items()
+                },
+                digest=str(payload.get("digest", "")),
+                formulas=str(payload.get("formulas", "")),
+                num_older=int(payload.get("num_older", 0)),
+                by_datasheet=tuple(str(phase) for phase in payload.get("by_datasheet", ())),
+            )
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise DataFileError(
+                f"{source}: {error}: is missing or wrong; {_REBUILD} {payload.get('gpu')}"
+            ) from error
+        for key, value, accepted in _numbers(calibration):
+            if not accepted[0] <= value <= accepted[1]:  # refuses NaN, too
+                shown = f"{value:g}" if isinstance(value, float) else str(value)[:20]
+                raise DataFileError(
+                    f"{source}: {key}: got {shown}; must be from {accepted[0]:g} to "
+                    f"{accepted[1]:g}; {_REBUILD} {calibration.gpu}"
+                )
+        return calibration
+
+
+def _numbers(calibration: Calibration) -> Iterator[tuple[str, float, tuple[float, float]]]:
+    """Every number that predictions read, where it stands, and what physics allows of it.
+
+    Nothing takes negative time or memory, and no variance is negative.
+    """
+    models: list[tuple[str, Iterable[str], MemoryModel | TimeModel]]
+    models = [("memory", PARTS, calibration.memory)]
+    models += [(f"time.{phase}", FEATURES, model) for phase, model in calibration.time.items()]
+    for where, names, model in models:
+        for name in names:
+            yield f"{where}.mean.{name}", model.mean[name], (0.0, _MOST_FACTOR)
+        for row, values in enumerate(model.covariance):
+            for column, value in enumerate(values):
+                least = 0.0 if row == column else -(_MOST_FACTOR**2)
+                yield f"{where}.covariance[{row}][{column}]", value, (least, _MOST_FACTOR**2)
+        yield f"{where}.noise", model.noise, (0.0, _MOST_NOISE)
+        yield f"{where}.num_runs", model.num_runs, (0, _MOST_RUNS)
+    for phase, time in calibration.time.items():
+        yield f"time.{phase}.interval_scale", time.interval_scale, (0.0, _MOST_FACTOR)
+
+
+def _errors(payload: Mapping[str, Any]) -> dict[str, HeldOut]:
+    return {
+        name: HeldOut(
+            num_runs=int(error["num_runs"]),
+            median=float(error["median"]),
+            worst=float(error["worst"]),
+            typical=None if error.get("typical") is None else float(error["typical"]),
+        )
+        for name, error in payload.items()
+    }
+
+
+def _square(rows: Any, size: int) -> tuple[tuple[float, ...], ...]:
+    matrix = tuple(tuple(float(value) for value in row) for row in rows)
+    if len(matrix) != size or any(len(row) != size for row in matrix):
+        raise ValueError(f"covariance must be {size} x {size}")
+    return matrix
+
+
+def digest_of(ids: Iterable[str]) -> str:
+    """Names a set of record ids, whatever their order."""
+    return hashlib.sha256("\n".join(sorted(ids)).encode()).hexdigest()[:16]
+
+
+def prior_calibration(gpu: GpuSpec) -> Calibration:
+    """What is known about a device that nobody measured."""
+    return Calibration(
+        gpu=gpu.key,
+        memory=prior_memory_model(),
+        time={phase: prior_model(gpu, phase) for phase in TIME_PHASES},
+    )

@@ -1,0 +1,149 @@
+"""What a fine-tuning takes besides its steps: evaluations, and checkpoints on disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from whichlora.memory.allocator import context_bytes
+from whichlora.memory.checkpoint import CheckpointBytes, checkpoint_bytes
+from whichlora.memory.evaluation import evaluation_bytes
+from whichlora.memory.gradients import trained_tensors
+from whichlora.predict.coefficients import Calibration
+from whichlora.predict.predict import ledger, num_trained
+from whichlora.predict.resolve import Job
+from whichlora.spec.numeric import Real
+from whichlora.spec.plan import SAVED_SHARE, Keeping
+from whichlora.spec.results import known_values
+from whichlora.timing import model as timing
+from whichlora.timing import work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Besides:
+    """Evaluations and checkpoints of one fine-tuning.
+
+    Args:
+        evaluations: passes over the validation rows in the whole training.
+        evaluation_s: seconds of all of them, part of the total time; NaN where there is no time.
+        evaluation_peak_bytes: device memory of one, without the allocator's idle cache.
+        checkpoints: how many are written in the whole training.
+        checkpoint_weights_bytes, checkpoint_optimizer_bytes: of one, on disk.
+        kept_bytes: of all that are kept at once, on disk.
+    """
+
+    evaluations: int
+    evaluation_s: float
+    evaluation_peak_bytes: int | None
+    checkpoints: int
+    checkpoint_weights_bytes: int
+    checkpoint_optimizer_bytes: int
+    kept_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return known_values(asdict(self))
+
+
+def num_evaluations(keeping: Keeping, *, num_steps: int, epochs: float) -> int:
+    """Passes over the validation rows of a whole training, the one at its end among them."""
+    if keeping.eval_steps is None:
+        return math.ceil(epochs)
+    return math.ceil(num_steps / keeping.eval_steps) if keeping.evaluates else 0
+
+
+def num_checkpoints(keeping: Keeping, *, num_steps: int) -> int:
+    """Checkpoints of a whole training, the one at its end among them.
+
+    Source: transformers 5.23, `TrainerState.compute_steps`: a share of the steps is rounded up.
+    """
+    if not keeping.saves:
+        return 0
+    each = keeping.save_steps or math.ceil(num_steps * SAVED_SHARE)
+    return math.ceil(num_steps / each)
+
+
+def evaluation_features(job: Job, *, width: int) -> dict[str, Real]:
+    """Time features of one evaluation batch: a forward whose every token is scored."""
+    sizes = {"batch_size": job.run.batch_size, "seq_len": width, "r": job.run.r}
+    done = work.evaluation_work(
+        job.model,
+        job.run,
+        job.stack,
+        job.method,
+        job.targets,
+        **sizes,
+        num_trained=num_trained(job),
+    )
+    return timing.features(done, job.gpu, dtype=job.dtype)
+
+
+def evaluation_seconds(job: Job, calibration: Calibration, widths: Mapping[int, float]) -> float:
+    """Seconds of one pass over the validation rows.
+
+    Args:
+        widths: padded length to number of batches.
+    """
+    model = calibration.time["prefill"]
+    return sum(
+        count * float(timing.seconds(model, evaluation_features(job, width=width))[0])
+        for width, count in widths.items()
+    )
+
+
+def evaluation_peak_bytes(job: Job, calibration: Calibration, *, width: int) -> int:
+    """Device memory of an evaluation whose longest batch is `width` tokens long.
+
+    The ratio of measured to counted bytes is that of training. Kind: estimate.
+    """
+    run = replace(job.run, gradient_checkpointing=True, lora_dropout=0.0)
+    alive = evaluation_bytes(ledger(replace(job, run=run), seq_len=width))
+    mean = calibration.memory.mean
+    return round(float(alive) * mean["weights"] + context_bytes(job.gpu) * mean["context"])
+
+
+def bytes_of_checkpoint(job: Job) -> CheckpointBytes:
+    """Bytes on disk of one checkpoint of `job`."""
+    run = job.run
+    tensors = trained_tensors(
+        job.model,
+        job.targets,
+        job.method,
+        run.r,
+        stack=job.stack,
+        modules_to_save=run.modules_to_save,
+        bias=run.bias,
+    )
+    return checkpoint_bytes(job.model, job.stack, job.method, tensors, optimizer_name=run.optimizer)
+
+
+def besides(
+    job: Job,
+    calibration: Calibration,
+    keeping: Keeping,
+    *,
+    widths: Mapping[int, float],
+    num_steps: int,
+    epochs: float,
+) -> Besides:
+    """Evaluations and checkpoints of a whole training of `job`.
+
+    Args:
+        widths: padded length to the number of evaluation batches of the whole training.
+    """
+    written = num_checkpoints(keeping, num_steps=num_steps)
+    each = bytes_of_checkpoint(job)
+    passes = num_evaluations(keeping, num_steps=num_steps, epochs=epochs) if widths else 0
+    peak = evaluation_peak_bytes(job, calibration, width=max(widths)) if widths else None
+    is_known = job.gpu.is_timed or not widths
+    seconds = evaluation_seconds(job, calibration, widths) if is_known else math.nan
+    return Besides(
+        evaluations=passes,
+        evaluation_s=seconds,
+        evaluation_peak_bytes=peak,
+        checkpoints=written,
+        checkpoint_weights_bytes=int(each.weights),
+        checkpoint_optimizer_bytes=int(each.optimizer_states),
+        kept_bytes=min(written, keeping.save_total_limit) * int(each.total),
+    )

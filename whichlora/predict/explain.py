@@ -1,0 +1,320 @@
+"""Why a run needs what it needs: the ledger at its peak, and what other choices would change.
+
+Nothing here predicts: the lines are the ledger's, and each alternative is the same job with one
+setting changed, predicted like any other run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from whichlora.errors import ConfigError
+from whichlora.memory import allocator, kv_cache
+from whichlora.methods import BUILT_IN, get_method
+from whichlora.predict.coefficients import Calibration
+from whichlora.predict.judgement import allocated_bytes, corrected
+from whichlora.predict.ledger_lines import Line, layer_lines, lines_at
+from whichlora.predict.predict import ledger, part_bytes, predict
+from whichlora.predict.resolve import resolve
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import round_up
+from whichlora.spec.results import Prediction
+from whichlora.spec.run import ATTENTION, BNB_QUANTS, KvCache, Quant, RunConfig
+
+RANKS = (4, 8, 16, 32, 64)
+STORAGES: tuple[Quant, ...] = ("none", "int8", "nf4-dq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """The same job with something changed.
+
+    Args:
+        name: what is changed, in words.
+        settings: what is changed, in the names of `RunConfig`.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUse:
+    """One engine's key-value cache for the sequences of the run.
+
+    Args:
+        block_tokens: tokens of one block; what a sequence needs is rounded up to it.
+        kept_tokens: tokens of a sequence that the widest layer keeps.
+        token_bytes: what one more token of one sequence takes, in all layers.
+        block_bytes: what one more block of one sequence takes.
+    """
+
+    kv_cache: str
+    block_tokens: int
+    kept_tokens: int
+    token_bytes: int
+    block_bytes: int
+    cache_bytes: int
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """One prediction, taken apart.
+
+    Args:
+        lines: what is allocated at the peak, largest first; adds up to `peak_allocated_bytes`.
+        card: what lies between that and the device memory used.
+        layer: what one checkpointed layer keeps while it is recomputed, tensor by tensor; without
+            checkpointing these are members of `lines`.
+        moments: allocated bytes of every moment that could have been the peak.
+        methods: the job by method, or by storage of the weights in inference.
+        savings: the job with one choice made differently, the largest saving first; where two
+            choices change, the name says both.
+        ranks: the job by rank; none where no adapter is trained.
+        caches: the job by engine, in inference.
+    """
+
+    prediction: Prediction
+    lines: tuple[Line, ...]
+    card: tuple[Line, ...]
+    layer: tuple[Line, ...]
+    moments: Mapping[str, int]
+    methods: tuple[Alternative, ...]
+    savings: tuple[Alternative, ...]
+    ranks: tuple[Alternative, ...]
+    caches: tuple[CacheUse, ...]
+
+    def saved_bytes(self, alternative: Alternative) -> int:
+        """What `alternative` needs less of the device; negative where it needs more.
+
+        An engine with a preallocated pool takes the same in any case: there it is what is
+        allocated inside.
+        """
+        before, after = self.prediction.memory, alternative.prediction.memory
+        run = self.prediction.run
+        if run.phase == "inference" and run.kv_cache in allocator.POOL_SHARE:
+            return before.peak_allocated_bytes - after.peak_allocated_bytes
+        return before.device_used_bytes - after.device_used_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON shape of `whichlora explain --json`: extended but never broken."""
+
+        def rows(alternatives: tuple[Alternative, ...]) -> list[dict[str, Any]]:
+            return [
+                {
+                    "name": alternative.name,
+                    "settings": dict(alternative.settings),
+                    "saved_bytes": self.saved_bytes(alternative),
+                    **alternative.prediction.to_dict(),
+                }
+                for alternative in alternatives
+            ]
+
+        return {
+            "prediction": self.prediction.to_dict(),
+            "lines": [dataclasses.asdict(line) for line in self.lines],
+            "card": [dataclasses.asdict(line) for line in self.card],
+            "layer": [dataclasses.asdict(line) for line in self.layer],
+            "moments": dict(self.moments),
+            "methods": rows(self.methods),
+            "savings": rows(self.savings),
+            "ranks": rows(self.ranks),
+            "caches": [
+                {
+                    "kv_cache": cache.kv_cache,
+                    "block_tokens": cache.block_tokens,
+                    "kept_tokens": cache.kept_tokens,
+                    "token_bytes": cache.token_bytes,
+                    "block_bytes": cache.block_bytes,
+                    "cache_bytes": cache.cache_bytes,
+                    **cache.prediction.to_dict(),
+                }
+                for cache in self.caches
+            ],
+        }
+
+
+def explain(
+    model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration
+) -> Explanation:
+    """Take the prediction of `run` on `gpu` apart.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+
+    def predicted(changed: RunConfig) -> Prediction:
+        return predict(model, changed, gpu, calibration)
+
+    def alternatives(changes: Iterator[tuple[str, dict[str, Any]]]) -> tuple[Alternative, ...]:
+        predictions = []
+        for name, settings in changes:
+            try:
+                prediction = predicted(replace(run, **settings))
+            except ConfigError:  # this device or this method does not have that choice
+                continue
+            predictions.append(Alternative(name=name, settings=settings, prediction=prediction))
+        return tuple(predictions)
+
+    prediction = predicted(run)
+    job = resolve(model, run, gpu)
+    counted = ledger(job)
+    moments = {
+        moment: allocated_bytes(corrected(part_bytes(job, counted, moment), calibration.memory))
+        for moment in counted.moments
+    }
+    lines, card = lines_at(job, counted, prediction.memory, calibration)
+    training = job.run.phase == "finetune"
+    savings = alternatives(_changes(job.run, model))
+    used = prediction.memory.device_used_bytes
+    explained = Explanation(
+        prediction=prediction,
+        lines=lines,
+        card=card,
+        layer=layer_lines(job) if training and job.run.gradient_checkpointing else (),
+        moments=moments,
+        methods=alternatives(_methods(run) if training else _storages(run)),
+        savings=tuple(
+            sorted(savings, key=lambda saving: saving.prediction.memory.device_used_bytes - used)
+        ),
+        ranks=alternatives(_ranks(run)) if training else (),
+        caches=(),
+    )
+    if training or model.task == "encoder":
+        return explained
+    caches = []
+    for name in get_args(KvCache):
+        try:
+            caches.append(_cache_use(model, predicted(replace(run, kv_cache=name)), gpu))
+        except ConfigError:
+            continue
+    return replace(explained, caches=tuple(caches))
+
+
+def _methods(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in dict.fromkeys((*BUILT_IN, run.method)):
+        if name == run.method:
+            yield name, {}
+        else:  # each with its own storage of the base
+            yield name, {"method": name, "quant": None, "prepare_kbit": None}
+
+
+def _storages(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    for quant in dict.fromkeys((*STORAGES, run.quant or "none")):
+        yield f"weights {quant}" if quant != "none" else "weights not quantised", {"quant": quant}
+
+
+def _ranks(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    if "r" in get_method(run.method).ignores:
+        return
+    for r in sorted({*RANKS, run.r}):
+        yield f"r {r}", {"r": r}
+
+
+def _storage_changes(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The storage of the base and its preparation, each on its own and both together.
+
+    Whether a base is prepared follows from its storage and from the loss head where nobody says
+    it, so every change names it.
+    """
+    if run.phase == "inference":
+        name = "4-bit base weights" if run.quant == "none" else "base weights not quantised"
+        yield name, {"quant": "nf4-dq" if run.quant == "none" else "none"}
+        return
+    prepared = bool(run.prepare_kbit) and run.quant in BNB_QUANTS
+    if run.quant == "none":
+        yield "4-bit base weights", {"quant": "nf4-dq", "prepare_kbit": False}
+        name = "4-bit base weights, prepared for k-bit training"
+        yield name, {"quant": "nf4-dq", "prepare_kbit": True}
+        return
+    name = "base weights not quantised" + ", nor prepared for k-bit training" * prepared
+    yield name, {"quant": "none", "prepare_kbit": False}
+    if run.quant in BNB_QUANTS:
+        name = f"base {'not ' * prepared}prepared for k-bit training"
+        yield name, {"prepare_kbit": not prepared}
+
+
+def _loss_changes(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Another loss head, and TRL's with the recipe that it belongs to."""
+    held = {"prepare_kbit": run.prepare_kbit} if run.quant in BNB_QUANTS else {}
+    if run.loss_head != "hf":
+        yield "hf loss, with whole logits", {"loss_head": "hf"} | held
+        return
+    for head in ("trl-fused", "liger"):
+        yield f"{head} loss, without logits", {"loss_head": head} | held
+    if held.get("prepare_kbit"):
+        name = "TRL's recipe: trl-fused loss, base not prepared for k-bit training"
+        yield name, {"loss_head": "trl-fused", "prepare_kbit": False}
+
+
+def _changes(run: RunConfig, model: ModelSpec) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One choice at a time, made the other way; `run` has its defaults filled in."""
+    training = run.phase == "finetune"
+    trains_base = training and get_method(run.method).trains_base
+    if run.batch_size > 1:
+        yield "half the batch", {"batch_size": run.batch_size // 2}
+    if not trains_base:
+        yield from _storage_changes(run)
+    for attn in ("sdpa", "flash_attention_2", "eager"):
+        if attn != run.attn:
+            yield f"{attn} attention", {"attn": attn}
+    if not training:
+        if run.prompt_len > 1:
+            yield "half the prompt", {"prompt_len": run.prompt_len // 2}
+        if run.max_new_tokens > 1 and model.task != "encoder":
+            yield "half the new tokens", {"max_new_tokens": run.max_new_tokens // 2}
+        return
+    if run.seq_len > 1:
+        yield "half the sequence", {"seq_len": run.seq_len // 2}
+    checkpointing = run.gradient_checkpointing
+    yield (
+        "no gradient checkpointing" if checkpointing else "gradient checkpointing",
+        {"gradient_checkpointing": not checkpointing},
+    )
+    yield from _loss_changes(run)
+    is_8bit = "8bit" in run.optimizer
+    yield (
+        "32-bit optimizer" if is_8bit else "8-bit optimizer",
+        {"optimizer": "adamw_torch_fused" if is_8bit else "adamw_8bit"},
+    )
+    if not trains_base and run.target_modules != (ATTENTION,):
+        yield "adapters on attention only", {"target_modules": (ATTENTION,)}
+
+
+def _cache_use(model: ModelSpec, prediction: Prediction, gpu: GpuSpec) -> CacheUse:
+    job = resolve(model, prediction.run, gpu)
+    run = job.run
+    block = kv_cache.BLOCK_TOKENS[run.kv_cache]
+    tokens = run.prompt_len + run.max_new_tokens - 1
+
+    def sequence_bytes(count: int) -> int:
+        size = kv_cache.cache_bytes(
+            model,
+            batch_size=1,
+            tokens=count,
+            kv_cache=run.kv_cache,
+            element_bytes=job.stack.compute_bytes,
+            stored=run.cache_format,
+        )
+        return int(size)
+
+    block_bytes = sequence_bytes(block) - sequence_bytes(0)
+    kept_tokens = max(
+        (kv_cache.kept_tokens(layer, tokens, kv_cache=run.kv_cache) for layer, _ in model.layers()),
+        default=round_up(tokens, block),
+    )
+    return CacheUse(
+        kv_cache=run.kv_cache,
+        block_tokens=block,
+        kept_tokens=kept_tokens,
+        token_bytes=block_bytes // block,
+        block_bytes=block_bytes,
+        cache_bytes=run.batch_size * sequence_bytes(tokens),
+        prediction=prediction,
+    )

@@ -1,0 +1,220 @@
+"""The judgement: counted bytes and work in the light of a calibration.
+
+Every number is that of one run, or an array of many runs' that broadcasts against the others:
+`prediction` passes plain numbers, `block` and `outlook` pass arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from whichlora.memory.training import PARTS
+from whichlora.predict.coefficients import MemoryModel
+from whichlora.spec.numeric import (
+    TWO_SIDED_Z,
+    WIDEST,
+    Count,
+    Real,
+    any_of,
+    exp,
+    largest,
+    quadratic_form,
+    rounded,
+    smallest,
+    sqrt,
+    where,
+)
+from whichlora.timing import model as timing
+from whichlora.timing.model import TimeModel
+
+MEMORY_CONFIDENCE = 0.95
+TIME_CONFIDENCE = 0.90
+ALLOCATED_PARTS = tuple(part for part in PARTS if part not in ("allocator", "context"))
+_LIVE_PARTS = (*ALLOCATED_PARTS, "context")
+
+Pass: TypeAlias = tuple[str, Count, Mapping[str, Real]]
+"""Phase, how many such passes there are, and the time features of one."""
+
+
+def corrected(parts: Mapping[str, Count], model: MemoryModel) -> dict[str, Count]:
+    """`parts` of the ledger in whole bytes, as the device has them."""
+    return {name: rounded(parts[name] * model.mean[name]) for name in PARTS}
+
+
+def allocated_bytes(parts: Mapping[str, Count]) -> Count:
+    """Bytes of live tensors among `parts`."""
+    return sum(parts[name] for name in ALLOCATED_PARTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryJudgement:
+    """Memory at the largest moment.
+
+    Args:
+        counted: bytes by part, before the calibration.
+        breakdown: the same as the device has them; adds up to `device_used_bytes`.
+        moments: their names; `position` is that of the largest.
+        pool_bytes: of an engine that takes its memory at once, else 0.
+    """
+
+    model: MemoryModel
+    counted: Mapping[str, Count]
+    breakdown: Mapping[str, Count]
+    moments: tuple[str, ...]
+    position: Count
+    pool_bytes: Count
+    peak_allocated_bytes: Count
+    peak_reserved_bytes: Count
+    device_used_bytes: Count
+
+    def bounds(self) -> tuple[Count, Count, Count]:
+        """The least that the run can do without, and bounds of `device_used_bytes`.
+
+        The first is of live tensors and context alone: when a request fails, the allocator drops
+        its idle cache first, so only live tensors make a run fail.
+        """
+        used, pooled = self.device_used_bytes, self.pool_bytes > 0
+        live = self.peak_allocated_bytes + self.breakdown["context"]
+        least = rounded(live - self._width(_LIVE_PARTS))
+        width = where(self._is_fixed(), 0.0, self._width(PARTS))
+        low = where(pooled, used, smallest(used, largest(least, rounded(used - width))))
+        return least, low, rounded(used + width)
+
+    def allocated_interval(self) -> tuple[Count, Count]:
+        allocated, width = self.peak_allocated_bytes, self._width(ALLOCATED_PARTS)
+        return rounded(allocated - width), rounded(allocated + width)
+
+    def reserved_interval(self) -> tuple[Count, Count]:
+        reserved = self.peak_reserved_bytes
+        width = where(self._is_fixed(), 0.0, self._width((*ALLOCATED_PARTS, "allocator")))
+        least, _ = self.allocated_interval()
+        low = where(self.pool_bytes > 0, reserved, largest(least, rounded(reserved - width)))
+        return low, rounded(reserved + width)
+
+    def _is_fixed(self) -> Count:
+        """Whether a pool holds everything: it is as large as it is."""
+        return where(self.pool_bytes > 0, self.device_used_bytes <= self.pool_bytes, False)
+
+    def _width(self, names: Sequence[str]) -> Real:
+        """Half the interval of the sum of `names`."""
+        index = [PARTS.index(name) for name in names]
+        covariance = [[self.model.covariance[i][j] for j in index] for i in index]
+        variance = quadratic_form([self.counted[name] for name in names], covariance)
+        total = sum(self.counted[name] * self.model.mean[name] for name in names)
+        deviation = sqrt(variance + (self.model.noise * total) ** 2)
+        return TWO_SIDED_Z[MEMORY_CONFIDENCE] * deviation
+
+
+def judge_memory(
+    moments: Mapping[str, Mapping[str, Count]],
+    model: MemoryModel,
+    *,
+    device_bytes: Count,
+    pool_bytes: Count,
+) -> MemoryJudgement:
+    """What is in use at the largest of `moments`.
+
+    Args:
+        moments: bytes by part at each, before the calibration.
+        device_bytes: memory of the device.
+        pool_bytes: what an engine takes at once, 0 where it takes what it needs.
+    """
+    counted, position = _largest(tuple(moments.values()), model)
+    breakdown = corrected(counted, model)
+    allocated = allocated_bytes(breakdown)
+    live = allocated + breakdown["context"]
+    # idle segments are given back before a request fails
+    idle = smallest(breakdown["allocator"], device_bytes - live)
+    breakdown["allocator"] = largest(0, where(pool_bytes > 0, pool_bytes - live, idle))
+    reserved = allocated + breakdown["allocator"]
+    return MemoryJudgement(
+        model=model,
+        counted=counted,
+        breakdown=breakdown,
+        moments=tuple(moments),
+        position=position,
+        pool_bytes=pool_bytes,
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=reserved,
+        device_used_bytes=reserved + breakdown["context"],
+    )
+
+
+def _largest(
+    moments: Sequence[Mapping[str, Count]], model: MemoryModel
+) -> tuple[dict[str, Count], Count]:
+    """Bytes by part at the largest moment, the first of equal ones, and its position."""
+    parts: dict[str, Count] = dict(moments[0])
+    peak: Count = 0
+    most = _live_bytes(moments[0], model)
+    for position, moment in enumerate(moments[1:], 1):
+        size = _live_bytes(moment, model)
+        larger = size > most
+        if not any_of(larger):
+            continue
+        for name in PARTS:
+            if moment[name] is not parts[name]:
+                parts[name] = where(larger, moment[name], parts[name])
+        peak = where(larger, position, peak)
+        most = largest(most, size)
+    return parts, peak
+
+
+def _live_bytes(parts: Mapping[str, Count], model: MemoryModel) -> Real:
+    return sum((parts[name] * model.mean[name] for name in ALLOCATED_PARTS), 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeJudgement:
+    """Time of one optimizer step, or of one generation.
+
+    Args:
+        pass_s: seconds of one pass, by phase.
+        log_deviation: of the log of `total_s`.
+    """
+
+    passes: Sequence[Pass]
+    pass_s: Mapping[str, Real]
+    pass_parts: Mapping[str, Mapping[str, Real]]
+    total_s: Real
+    log_deviation: Real
+
+    @property
+    def breakdown(self) -> dict[str, Real]:
+        """Seconds by feature; adds up to `total_s`."""
+        return {
+            name: sum(count * self.pass_parts[phase][name] for phase, count, _ in self.passes)
+            for name in timing.FEATURES
+        }
+
+    def interval(self) -> tuple[Real, Real]:
+        """Bounds of `total_s`."""
+        return time_interval(self.total_s, self.log_deviation)
+
+
+def judge_time(passes: Sequence[Pass], models: Mapping[str, TimeModel]) -> TimeJudgement:
+    """Seconds of `passes` one after the other, each phase with its own model."""
+    pass_s, pass_parts = {}, {}
+    total: Real = 0.0
+    error: Real = 0.0
+    for phase, count, features in passes:
+        seconds, pass_parts[phase], deviation = timing.pass_time(models[phase], features)
+        pass_s[phase] = seconds
+        total = total + count * seconds
+        # one run's errors in both phases come from one host and one device: they add up
+        error = error + count * seconds * deviation
+    return TimeJudgement(
+        passes=passes,
+        pass_s=pass_s,
+        pass_parts=pass_parts,
+        total_s=total,
+        log_deviation=error / total,
+    )
+
+
+def time_interval(total: Real, deviation: Real) -> tuple[Real, Real]:
+    """Bounds of `total` seconds at `TIME_CONFIDENCE`, its log having that `deviation`."""
+    factor = exp(smallest(TWO_SIDED_Z[TIME_CONFIDENCE] * deviation, WIDEST))
+    return total / factor, total * factor

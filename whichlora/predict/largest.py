@@ -1,0 +1,163 @@
+"""The largest batch or length with which a run fits, and what a run lacks that never does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from whichlora.errors import ConfigError
+from whichlora.predict.coefficients import Calibration
+from whichlora.predict.predict import judged_memory, predict, verdict
+from whichlora.predict.resolve import Job, resolve
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.results import Prediction, Verdict
+from whichlora.spec.run import MOST_COUNT, RunConfig
+from whichlora.units import format_bytes
+
+Size = Literal["batch_size", "seq_len"]
+MAX_SIZE = MOST_COUNT  # no run is that large; a search for one more ends here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """The largest value of one setting with which a run fits.
+
+    Args:
+        value: the run fits with it and not with one more; 0 where not even 1 fits.
+        possible: the largest value that the interval does not rule out, at least `value`.
+        positions: the model's, where they ended the search before memory did.
+        lacks_bytes: what a run with the value 1 needs beyond the device, where that does not fit.
+    """
+
+    setting: Size
+    value: int
+    possible: int
+    positions: int | None = None
+    lacks_bytes: int = 0
+
+    @property
+    def note(self) -> str:
+        """What a reader must know beside the number."""
+        if not self.value:
+            lacks = f"{self.setting} 1 lacks {format_bytes(self.lacks_bytes)}"
+            if not self.possible:
+                return lacks
+            return f"{lacks} at the upper bound; up to {self.possible} may fit, a profile decides"
+        text = f"{self.setting} {self.value} is the largest whose upper bound fits"
+        if self.positions:
+            return f"{self.setting} {self.value} fits; the model has no more positions"
+        if self.possible > self.value:
+            text += f"; up to {self.possible} may fit, a profile decides"
+        return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """One run on one accelerator.
+
+    Args:
+        prediction: of the run as it was asked; None where the device cannot run it.
+        batch_size: the largest that fits; 0 where not even 1 does.
+        refusal: why the device cannot run it.
+    """
+
+    gpu: GpuSpec
+    prediction: Prediction | None
+    batch_size: int = 0
+    refusal: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON shape of `whichlora where --json`: extended but never broken."""
+        return {
+            "gpu": self.gpu.key,
+            "memory_bytes": self.gpu.memory_bytes,
+            "unverified": list(self.gpu.unverified),
+            "largest_batch_size": self.batch_size,
+            "refusal": self.refusal,
+            "prediction": self.prediction.to_dict() if self.prediction else None,
+        }
+
+
+def place(model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration) -> Placement:
+    """`run` on `gpu`: what it needs there, and the largest batch that would fit."""
+    try:
+        prediction = predict(model, run, gpu, calibration)
+    except ConfigError as error:
+        return Placement(gpu=gpu, prediction=None, refusal=str(error))
+    job = resolve(model, run, gpu)
+    batch_size = last_that(
+        lambda size: _outcome(job, "batch_size", size, calibration) == "fits", MAX_SIZE
+    )
+    return Placement(gpu=gpu, prediction=prediction, batch_size=batch_size)
+
+
+def smallest_first(placements: Iterable[Placement]) -> list[Placement]:
+    """Cards that fit, the smallest first; then those that may, and those that come closest."""
+
+    def order(placement: Placement) -> tuple[int, float, str]:
+        gpu, prediction = placement.gpu, placement.prediction
+        if prediction is None:
+            return 3, 0.0, gpu.key
+        if prediction.verdict == "fits":
+            return 0, gpu.memory_bytes, gpu.key
+        lacks = prediction.memory.interval_bytes[1] - gpu.memory_bytes
+        return (1 if prediction.verdict == "undecided" else 2), lacks, gpu.key
+
+    return sorted(placements, key=order)
+
+
+def largest_that_fits(
+    model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration, setting: Size
+) -> Largest:
+    """The largest `setting` with which `run` fits on `gpu`; its own value there is ignored.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    positions = None
+    if setting == "seq_len":
+        positions = model.max_position_embeddings
+    job = resolve(model, with_size(run, setting, 1), gpu)
+    most = positions or MAX_SIZE
+    value = last_that(lambda size: _outcome(job, setting, size, calibration) == "fits", most)
+    possible = last_that(lambda size: _outcome(job, setting, size, calibration) != "fails", most)
+    lacks = 0
+    if not value:
+        _, _, high = judged_memory(job, calibration).bounds()
+        lacks = high - gpu.memory_bytes
+    return Largest(
+        setting=setting,
+        value=value,
+        possible=max(value, possible),
+        positions=positions if value == positions else None,
+        lacks_bytes=lacks,
+    )
+
+
+def with_size(run: RunConfig, setting: Size, value: int) -> RunConfig:
+    """`run` with another value of `setting`."""
+    if setting == "batch_size":
+        return replace(run, batch_size=value)
+    return replace(run, seq_len=value)
+
+
+def _outcome(job: Job, setting: Size, value: int, calibration: Calibration) -> Verdict:
+    least, _, high = judged_memory(job, calibration, **{setting: value}).bounds()
+    return verdict(least, high, job.gpu.memory_bytes)
+
+
+def last_that(holds: Callable[[int], bool], most: int) -> int:
+    """The last of 1 … `most` that `holds` before one that does not; 0 where 1 does not."""
+    low, high = 0, 1
+    while high <= most and holds(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
+    return low

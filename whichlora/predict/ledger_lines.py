@@ -1,0 +1,336 @@
+"""The entries of the ledger at one moment as lines: shape, formula with numbers, bytes, source."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from whichlora.memory import allocator, layer_passes, weights
+from whichlora.memory.entries import Entry, Fact, Group
+from whichlora.memory.layer_bytes import kept_tensors
+from whichlora.memory.training import Ledger
+from whichlora.predict.coefficients import Calibration
+from whichlora.predict.judgement import ALLOCATED_PARTS
+from whichlora.predict.predict import num_trained, pool_bytes
+from whichlora.predict.resolve import Job
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import is_quantised
+from whichlora.spec.results import MemoryPrediction
+
+_DTYPES = {1: "bool", 2: "bf16", 4: "fp32", 8: "int64"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One entry of the ledger, or one tensor of it.
+
+    Args:
+        shape: in our names, with the dtype the formula.
+        count: how many such tensors, in our names.
+        numbers: count, dimensions and bytes per element put in; empty where the entry is no
+            product, such as the sum of its members.
+        members: the tensors of a group, largest first; they add up to it.
+    """
+
+    part: str
+    what: str
+    shape: str
+    dtype: str
+    count: str
+    numbers: str
+    num_bytes: int
+    kind: str
+    source: str
+    why: str
+    members: tuple[Line, ...] = ()
+
+
+def lines_at(
+    job: Job, counted_ledger: Ledger, memory: MemoryPrediction, calibration: Calibration
+) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+    """What is allocated at the peak of `memory`, and what the card holds beyond; largest first.
+
+    The first add up to `peak_allocated_bytes`, both to `device_used_bytes`: where measured runs
+    corrected a part of the ledger, the correction is a line.
+    """
+    sizes = _sizes(job)
+    lines = [_line(job, entry, sizes) for entry in counted_ledger.moments[memory.moment]]
+    lines.append(_bare(allocator.WORKSPACE, counted_ledger.workspace_bytes))
+    factors = calibration.memory.mean
+    for part in ALLOCATED_PARTS:
+        counted = sum(line.num_bytes for line in lines if line.part == part)
+        correction = memory.breakdown[part] - counted
+        if correction:
+            lines.append(_correction(part, correction, factors[part], calibration))
+    pool = pool_bytes(job)
+    card = [
+        _bare(allocator.POOL if pool else allocator.IDLE, memory.breakdown["allocator"]),
+        _bare(allocator.CONTEXT, memory.breakdown["context"]),
+    ]
+    return _ordered(lines), tuple(line for line in card if line.num_bytes)
+
+
+def layer_lines(job: Job) -> tuple[Line, ...]:
+    """What the layer that keeps most keeps for its own backward, largest first."""
+    run = job.run
+    tokens, span = run.batch_size * run.seq_len, run.seq_len
+    saved = (
+        kept_tensors(
+            layer,
+            job.model,
+            job.targets,
+            job.stack,
+            job.method,
+            run,
+            tokens=tokens,
+            span=span,
+            r=run.r,
+        )
+        for layer, _ in job.model.layers()
+    )
+    groups = [Group(tensors=tensors, tokens=tokens, span=span) for tensors in saved]
+    largest = max(groups, key=lambda group: int(group.num_bytes))
+    return _ordered(_member(job, layer_passes.SAVED, group) for group in _by_tensor([largest]))
+
+
+def _ordered(lines: Iterable[Line]) -> tuple[Line, ...]:
+    return tuple(
+        sorted((line for line in lines if line.num_bytes), key=lambda line: -line.num_bytes)
+    )
+
+
+def _sizes(job: Job) -> dict[str, int]:
+    """The numbers behind the names in shapes and counts."""
+    run, model = job.run, job.model
+    training = run.phase == "finetune"
+    sizes = {
+        "batch_size": run.batch_size,
+        "hidden_size": model.hidden_size,
+        "vocab_size": model.vocab_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "prompt_len": run.prompt_len,
+        "max_new_tokens": run.max_new_tokens,
+    }
+    if training:
+        sizes["seq_len"] = run.seq_len
+    if training or job.has_adapters:
+        sizes["trained_params"] = num_trained(job)
+    attentions = [attention for layer, _ in model.layers() for attention in layer.attentions]
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        values = {getattr(attention, name) for attention in attentions}
+        if len(values) == 1:
+            sizes[name] = values.pop()
+    return sizes
+
+
+def _line(job: Job, entry: Entry, sizes: Mapping[str, int]) -> Line:
+    fact = entry.fact
+    if fact is weights.LAYER_WEIGHTS:  # the ledger only sums them up
+        members = _ordered(_matrices(job, fact))
+    elif fact is weights.EMBEDDING_WEIGHTS:
+        members = _ordered(_embeddings(job, fact))
+    else:
+        members = _ordered(_member(job, fact, group) for group in _by_tensor(entry.groups))
+    line = replace(_bare(fact, int(entry.num_bytes)), dtype=_dtype(job, fact.dtype))
+    if len(members) == 1:
+        only = members[0]
+        return replace(
+            line, shape=only.shape, dtype=only.dtype, count=only.count, numbers=only.numbers
+        )
+    if members:
+        return replace(line, members=members)
+    width = getattr(job.stack, _width_field(job, fact.dtype), 0)
+    return replace(line, numbers=_product(fact, line.num_bytes, sizes, width))
+
+
+def _bare(fact: Fact, num_bytes: int) -> Line:
+    return Line(
+        part=fact.part,
+        what=fact.what,
+        shape=fact.shape,
+        dtype=fact.dtype,
+        count=fact.count,
+        numbers="",
+        num_bytes=num_bytes,
+        kind=fact.kind,
+        source=fact.source,
+        why=fact.why,
+    )
+
+
+def _by_tensor(groups: Iterable[Group]) -> Iterator[Group]:
+    """A group for each tensor; layers of several kinds that hold equal ones are one group."""
+    by_tensor: dict[tuple[Any, ...], Group] = {}
+    for group in groups:
+        for tensor in group.tensors:
+            key = tensor, group.where, group.tokens, group.span
+            earlier = by_tensor[key].count if key in by_tensor else 0
+            by_tensor[key] = replace(group, tensors=(tensor,), count=earlier + group.count)
+    yield from by_tensor.values()
+
+
+def _member(job: Job, fact: Fact, group: Group) -> Line:
+    """One tensor, of all its layers together."""
+    (tensor,) = group.tensors
+    width = tensor.element_bytes
+    numbers = ""
+    if width:
+        run = job.run
+        dims: list[int] = [group.count] if group.count > 1 else []
+        if tensor.per_token_pair:
+            pair = int(tensor.per_token_pair) // width
+            dims += [run.batch_size, *([pair] if pair > 1 else []), run.seq_len, run.seq_len]
+        elif tensor.per_token:
+            dims += [run.batch_size, run.seq_len, int(tensor.per_token) // width]
+        else:
+            dims.append(int(tensor.constant) // width)
+        numbers = _times(dims, width)
+    where = f" ({group.where})" if group.where else ""
+    return Line(
+        part=fact.part,
+        what=tensor.what + where,
+        shape=tensor.shape,
+        dtype=_width_name(job, width) if width else "mixed",
+        count=str(group.count),
+        numbers=numbers,
+        num_bytes=int(group.num_bytes),
+        kind=fact.kind,
+        source=fact.source,
+        why=fact.why,
+    )
+
+
+def _matrices(job: Job, fact: Fact) -> Iterator[Line]:
+    """The weights of the layers by the name of the matrix."""
+    stack = job.stack
+    dtype = _dtype(job, "base_bytes")
+    matrices: Counter[Linear] = Counter()
+    others: Counter[int] = Counter()
+    for layers in job.model.groups:
+        count = 1 if layers.shared else layers.count
+        linears = layers.layer.linears
+        others[layers.layer.num_params - sum(linear.num_params for linear in linears)] += count
+        for linear in linears:
+            matrices[linear] += count
+    for linear, count in matrices.items():
+        size = weights.linear_bytes(linear, stack)
+        dims = [linear.count, linear.out_features, linear.in_features]
+        factors = [dim for dim in (count, *dims) if dim > 1]
+        bits = 8 * size / linear.num_weights
+        width = f"{bits / 8:.0f} B" if bits % 8 == 0 else f"{bits:.3f} bit"
+        yield replace(
+            _bare(fact, count * size),
+            what=linear.name,
+            shape=f"{dims[1:]}" if linear.count == 1 else f"{dims}",
+            dtype=stack.quant if is_quantised(linear, stack) else dtype,
+            count=str(count),
+            numbers=" × ".join([*map(str, factors), width]),
+        )
+    for num_params, count in others.items():
+        yield replace(
+            _bare(fact, count * num_params * stack.base_bytes),
+            what="norms and bare parameters",
+            shape=f"[{num_params}]",
+            dtype=dtype,
+            count=str(count),
+            numbers=_times([count, num_params], stack.base_bytes),
+        )
+
+
+def _embeddings(job: Job, fact: Fact) -> Iterator[Line]:
+    """The tables, and the head where it is not one of them."""
+    model, width = job.model, job.stack.embedding_bytes
+    tables = [table for table in model.embeddings if table.kind != "buffer"]
+    shapes = [(table.name, [table.rows, table.width], table.num_params) for table in tables]
+    head = model.head
+    if head is not None and not model.head_tied:
+        shapes.append((head.name, [head.out_features, head.in_features], head.num_params))
+    elif head is not None and head.bias:
+        shapes.append((f"{head.name}: bias", [head.out_features], head.out_features))
+    for name, dims, count in shapes:
+        yield replace(
+            _bare(fact, count * width),
+            what=name,
+            shape=f"{dims}",
+            count="1",
+            dtype=_width_name(job, width),
+            numbers=_times(dims if math.prod(dims) == count else [count], width),
+        )
+
+
+def _product(fact: Fact, num_bytes: int, sizes: Mapping[str, int], width: int) -> str:
+    """Count, dimensions and bytes per element, where these are whole numbers."""
+    dims = [_value(name, sizes) for name in fact.shape.strip("[]").split(", ")]
+    if not num_bytes or None in dims:
+        return ""
+    lengths = [dim for dim in dims if dim is not None]
+    counts = [_value(name, sizes) for name in fact.count.split(" x ")]
+    several = [count for count in counts if count is not None and count > 1]
+    for factors in ([*several, *lengths], lengths):  # the count is that of the usual dtypes
+        element_bytes, remainder = divmod(num_bytes, math.prod(factors))
+        if remainder or not element_bytes:
+            continue
+        if width and element_bytes > width and element_bytes % width == 0:  # several such tensors
+            return _times([element_bytes // width, *factors], width)
+        return _times(factors, element_bytes)
+    return ""
+
+
+def _value(term: str, sizes: Mapping[str, int]) -> int | None:
+    """A name, a number, or a sum or difference of names."""
+    total, sign = 0, 1
+    for word in term.split():
+        if word in "+-":
+            sign = 1 if word == "+" else -1
+            continue
+        value = sizes.get(word, int(word) if word.isdigit() else None)
+        if value is None:
+            return None
+        total += sign * value
+    return total
+
+
+def _times(dims: Iterable[int], width: int) -> str:
+    return " × ".join([*map(str, dims), f"{width} B"])
+
+
+def _width_field(job: Job, dtype: str) -> str:
+    """The field of `Stack` that holds the width of a fact's dtype; "" where none does."""
+    if dtype == "of the optimizer" and "8bit" in job.run.optimizer:
+        return ""
+    if dtype.startswith("of the "):
+        return "base_bytes" if job.stack.trains_base else "adapter_bytes"
+    if dtype == "quant" and job.stack.quant == "none":
+        return "base_bytes"
+    return dtype if dtype.endswith("_bytes") else ""
+
+
+def _dtype(job: Job, dtype: str) -> str:
+    field = _width_field(job, dtype)
+    if field:
+        return _width_name(job, getattr(job.stack, field))
+    return {"quant": job.stack.quant, "of the optimizer": "8 bit"}.get(dtype, dtype)
+
+
+def _width_name(job: Job, width: int) -> str:
+    if width == 2 and job.run.precision == "fp16":
+        return "fp16"
+    return _DTYPES.get(width, f"{width} B")
+
+
+def _correction(part: str, num_bytes: int, factor: float, calibration: Calibration) -> Line:
+    return Line(
+        part=part,
+        what=f"correction of {part}",
+        shape=f"{factor - 1:+.2%} of what is counted",
+        dtype="bytes",
+        count="1",
+        numbers="",
+        num_bytes=num_bytes,
+        kind="fitted",
+        source=f"calibration {calibration.gpu}: {calibration.memory.num_runs} memory runs",
+        why="measured runs differ from what the ledger counts",
+    )

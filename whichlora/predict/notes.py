@@ -1,0 +1,101 @@
+"""What a reader must know about a prediction beside its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from whichlora.predict.resolve import Job
+from whichlora.spec.run import BNB_QUANTS
+from whichlora.spec.targets import all_linears
+
+# Compute capability below which PyTorch's wheels for CUDA 12.8 and later have no kernels, since
+# which version. Source: release notes of 2.8; github.com/pytorch/pytorch, issue 172352.
+_DROPPED = ((7.0, "2.8"), (7.5, "2.11"))
+UNVERIFIED = "datasheet facts"  # how the note on facts that nobody confirmed begins
+
+
+def notes_on(job: Job) -> tuple[str, ...]:
+    """The notes on `job`, as sentences without a full stop."""
+    run, gpu = job.run, job.gpu
+    found = [*job.model.notes, *gpu.notes]
+    limit = job.model.max_position_embeddings
+    length = run.seq_len if run.phase == "finetune" else run.prompt_len
+    if run.phase == "inference" and job.model.task == "causal-lm":
+        length += run.max_new_tokens
+    if limit and length > limit:
+        fails = ", and looking up more fails" if job.model.longest_input else ""
+        found.append(f"{length} tokens exceed the model's {limit} positions{fails}")
+    without = gpu.is_timed and job.dtype not in gpu.peak_flops_per_s
+    if job.dtype in ("bf16", "fp16") and without:
+        found.append(
+            f"{gpu.key} has no {job.dtype} matrix units: time is taken from its fp32 rate"
+            + ("; precision fp16 uses its fp16 units" if "fp16" in gpu.peak_flops_per_s else "")
+        )
+    if gpu.kind == "cuda" and gpu.compute_capability is not None:
+        capability = float(gpu.compute_capability)
+        since = next((torch for least, torch in _DROPPED if capability < least), None)
+        if since is not None and not run.versions.older("torch", since):
+            found.append(
+                f"PyTorch has kernels for compute capability {gpu.compute_capability} in its "
+                "CUDA 12.6 wheels only"
+            )
+    if stored := _stored(job):
+        found.append(stored)
+    if gpu.unverified:
+        found.append(f"{UNVERIFIED} of {gpu.key} not verified: {', '.join(gpu.unverified)}")
+    bare = any(
+        not one.is_module
+        for layer, _ in job.model.layers()
+        if layer.moe is not None
+        for one in layer.moe.expert.linears
+    )
+    if bare and job.stack.quant in BNB_QUANTS:
+        found.append(
+            "experts are 3-D parameters in transformers 5: bitsandbytes leaves them 16-bit"
+        )
+    adapted_experts = any(
+        one.rank_multiple and not one.is_module and one.name in job.targets
+        for one in all_linears(job.model)
+    )
+    if run.phase == "finetune" and not job.model.supports_checkpointing:
+        found.append(
+            f"gradient_checkpointing is off: the {job.model.model_type} of transformers has none"
+        )
+    found += job.method.notes(run, adapted_experts)
+    if job.model.task == "seq2seq-lm" and run.phase == "finetune":
+        found.append("encoder and decoder are both taken at seq_len tokens")
+    return tuple(found)
+
+
+def _stored(job: Job) -> str:
+    """What a checkpoint's own quantisation changes; empty where the run counts it as it is."""
+    config = job.model.config.get("quantization_config")
+    if not isinstance(config, Mapping):
+        return ""
+    quant = _quant_of(config)
+    counted = "16-bit" if job.stack.quant == "none" else job.stack.quant
+    if quant is None:
+        method = config.get("quant_method", "an unknown format")
+        return f"the checkpoint is stored as {method}, which is not modelled: counted as {counted}"
+    group = config.get("group_size") if quant.startswith(("gptq", "awq")) else None
+    grouped = isinstance(group, int) and group > 0 and group != job.run.quant_group_size
+    if quant == job.stack.quant and not grouped:
+        return ""
+    size = f" and quant_group_size {group}" if grouped else ""
+    return f"the checkpoint is stored as {quant}, counted is {counted}: give quant {quant}{size}"
+
+
+def _quant_of(config: Mapping[str, Any]) -> str | None:
+    """Our name of a `quantization_config`, where there is one."""
+    match config:
+        case {"quant_method": "gptq", "bits": (4 | 8) as bits}:
+            return f"gptq-int{bits}"
+        case {"quant_method": "awq", "bits": 4}:
+            return "awq-int4"
+        case {"quant_method": "bitsandbytes", "load_in_8bit": True}:
+            return "int8"
+        case {"quant_method": "bitsandbytes", "load_in_4bit": True}:
+            kind = str(config.get("bnb_4bit_quant_type", "fp4"))
+            return f"{kind}-dq" if config.get("bnb_4bit_use_double_quant") else kind
+    return None

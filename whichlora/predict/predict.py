@@ -1,0 +1,350 @@
+"""Runs become `Prediction`s: what is counted of a run, judged by a calibration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from whichlora.memory import allocator
+from whichlora.memory.inference import inference_ledger
+from whichlora.memory.training import PARTS, Ledger, trained_params, training_ledger
+from whichlora.predict.coefficients import Calibration
+from whichlora.predict.judgement import (
+    MEMORY_CONFIDENCE,
+    TIME_CONFIDENCE,
+    MemoryJudgement,
+    Pass,
+    TimeJudgement,
+    judge_memory,
+    judge_time,
+)
+from whichlora.predict.notes import notes_on
+from whichlora.predict.resolve import Job, resolve
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import Count, Real, largest
+from whichlora.spec.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak, Verdict
+from whichlora.spec.run import RunConfig
+from whichlora.timing import model as timing
+from whichlora.timing import work
+
+MEMORY_ONLY = "; memory only"  # ends the basis of what has no time
+
+
+def _sizes(job: Job, changed: Mapping[str, Count]) -> dict[str, Count]:
+    return {name: changed.get(name, getattr(job.run, name)) for name in job.size_names}
+
+
+def ledger(job: Job, **sizes: Count) -> Ledger:
+    """The moments of `job`.
+
+    Args:
+        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+    """
+    parts = (job.model, job.run, job.stack, job.method, job.gpu, job.targets)
+    if job.run.phase == "inference":
+        return inference_ledger(*parts, **_sizes(job, sizes))
+    return training_ledger(*parts, **_sizes(job, sizes))
+
+
+def num_trained(job: Job, r: Count | None = None) -> Count:
+    """Parameters that `job` trains, at rank `r` where it is not the run's own."""
+    run = job.run
+    return trained_params(
+        job.model,
+        job.targets,
+        job.method,
+        run.r if r is None else r,
+        modules_to_save=run.modules_to_save,
+        bias=run.bias,
+    )
+
+
+def part_bytes(job: Job, counted: Ledger, moment: str) -> dict[str, Count]:
+    """Bytes of every part at `moment`, before any calibration; adds up to the card's use."""
+    parts: dict[str, Count] = dict.fromkeys(PARTS, 0)
+    for entry in counted.moments[moment]:
+        parts[entry.part] = parts[entry.part] + entry.num_bytes
+    parts["temporary"] = parts["temporary"] + counted.workspace_bytes
+    parts["allocator"] = counted.idle_bytes
+    parts["context"] = allocator.context_bytes(job.gpu)
+    return parts
+
+
+def moment_parts(job: Job, **sizes: Count) -> dict[str, dict[str, Count]]:
+    """Bytes by part at each moment that can be the peak, before any calibration.
+
+    Args:
+        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+    """
+    counted = ledger(job, **sizes)
+    return {moment: part_bytes(job, counted, moment) for moment in counted.moments}
+
+
+def pool_bytes(job: Job) -> int:
+    """What a serving engine takes of the device at once; 0 where memory is taken as needed."""
+    training = job.run.phase == "finetune"
+    return 0 if training else allocator.pool_bytes(job.gpu, job.run.kv_cache)
+
+
+def step_features(job: Job, **sizes: Count) -> dict[str, Real]:
+    """Time features of one optimizer step of `job`.
+
+    Args:
+        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+    """
+    counts = _sizes(job, sizes)
+    done = work.training_work(
+        job.model,
+        job.run,
+        job.stack,
+        job.method,
+        job.targets,
+        **counts,
+        num_trained=num_trained(job, counts["r"]),
+    )
+    return timing.features(done, job.gpu, dtype=job.dtype)
+
+
+def forward_features(
+    job: Job,
+    *,
+    context: Count,
+    decoding: bool,
+    batch_size: Count | None = None,
+    r: Count | None = None,
+) -> dict[str, Real]:
+    """Time features of one forward: the prompt pass, or one decoding step.
+
+    Args:
+        batch_size, r: in place of the run's own.
+    """
+    done = work.inference_work(
+        job.model,
+        job.run,
+        job.stack,
+        method=job.method,
+        targets=job.targets,
+        batch_size=job.run.batch_size if batch_size is None else batch_size,
+        r=job.run.r if r is None else r,
+        context=context,
+        decoding=decoding,
+    )
+    return timing.features(done, job.gpu, dtype=job.dtype)
+
+
+def mean_context(prompt_len: Count, max_new_tokens: Count) -> Count:
+    """Tokens that the average decoding step sees."""
+    return prompt_len + largest(1, (max_new_tokens - 1) // 2)
+
+
+def passes(job: Job, **sizes: Count) -> tuple[Pass, ...]:
+    """What one optimizer step is, or one generation.
+
+    The prompt pass gives the first token, decoding the others. An encoder without a head generates
+    nothing: its one forward is the answer.
+
+    Args:
+        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+    """
+    if job.run.phase == "finetune":
+        return (("finetune", 1, step_features(job, **sizes)),)
+    counts = _sizes(job, sizes)
+    prompt_len, new_tokens = counts["prompt_len"], counts["max_new_tokens"]
+
+    def forward(context: Count, *, decoding: bool) -> dict[str, Real]:
+        return forward_features(
+            job,
+            context=context,
+            decoding=decoding,
+            batch_size=counts["batch_size"],
+            r=counts["r"],
+        )
+
+    prefill: Pass = ("prefill", 1, forward(prompt_len, decoding=False))
+    if job.model.task == "encoder":
+        return (prefill,)
+    decode = forward(mean_context(prompt_len, new_tokens), decoding=True)
+    return prefill, ("decode", new_tokens - 1, decode)
+
+
+def num_tokens(job: Job, **sizes: Count) -> Count:
+    """What a step trains on, padding included, or a generation makes; an encoder reads them.
+
+    Args:
+        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+    """
+    counts = _sizes(job, sizes)
+    if job.run.phase == "finetune":
+        return counts["batch_size"] * counts["seq_len"] * job.run.gradient_accumulation_steps
+    encoder = job.model.task == "encoder"
+    return counts["batch_size"] * counts["prompt_len" if encoder else "max_new_tokens"]
+
+
+def judged_memory(job: Job, calibration: Calibration, **sizes: Count) -> MemoryJudgement:
+    """Peak memory of `job`.
+
+    Args:
+        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+    """
+    return judge_memory(
+        moment_parts(job, **sizes),
+        calibration.memory,
+        device_bytes=job.gpu.memory_bytes,
+        pool_bytes=pool_bytes(job),
+    )
+
+
+def judged_time(job: Job, calibration: Calibration, **sizes: Count) -> TimeJudgement:
+    """Time of one optimizer step of `job`, or of one generation.
+
+    Args:
+        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+    """
+    return judge_time(passes(job, **sizes), calibration.time)
+
+
+def predict_memory(job: Job, calibration: Calibration) -> tuple[MemoryPrediction, int]:
+    """Peak memory of `job`, and the least it can be at the stated confidence."""
+    judged = judged_memory(job, calibration)
+    least, low, high = judged.bounds()
+    return (
+        MemoryPrediction(
+            peak_allocated_bytes=judged.peak_allocated_bytes,
+            peak_reserved_bytes=judged.peak_reserved_bytes,
+            device_used_bytes=judged.device_used_bytes,
+            interval_bytes=(low, high),
+            allocated_interval_bytes=judged.allocated_interval(),
+            reserved_interval_bytes=judged.reserved_interval(),
+            breakdown=judged.breakdown,
+            moment=judged.moments[judged.position],
+            confidence=MEMORY_CONFIDENCE,
+        ),
+        least,
+    )
+
+
+def verdict(least: int, high: int, device_bytes: int) -> Verdict:
+    """Whether a run fits that needs at least `least` bytes and is predicted to use up to `high`."""
+    if high <= device_bytes:
+        return "fits"
+    return "fails" if least > device_bytes else "undecided"
+
+
+def _time_prediction(job: Job, judged: TimeJudgement) -> TimePrediction:
+    training = job.run.phase == "finetune"
+    tokens, total_s = num_tokens(job), judged.total_s
+    low, high = judged.interval()
+    return TimePrediction(
+        step_s=total_s if training else None,
+        tokens_per_s=tokens / total_s,
+        prefill_s=judged.pass_s.get("prefill"),
+        decode_s_per_token=judged.pass_s.get("decode"),
+        time_per_token_s=total_s / tokens,
+        interval_s=(low, high) if training else (low / tokens, high / tokens),
+        breakdown=judged.breakdown,
+        confidence=TIME_CONFIDENCE,
+    )
+
+
+def unknown_time(*, training: bool) -> TimePrediction:
+    """The time on a target whose rates nobody knows: any card of so much memory."""
+    return TimePrediction(
+        step_s=math.nan if training else None,
+        tokens_per_s=math.nan,
+        prefill_s=None if training else math.nan,
+        decode_s_per_token=None if training else math.nan,
+        time_per_token_s=math.nan,
+        interval_s=(math.nan, math.nan),
+        breakdown={},
+        confidence=TIME_CONFIDENCE,
+    )
+
+
+def with_trace(job: Job, memory: MemoryPrediction, traced: TracedPeak) -> MemoryPrediction:
+    """`memory` with the peaks of a trace; the card's part and the width of the interval stay.
+
+    The trace does not see the libraries' workspaces, which lie in the allocator's pool.
+    """
+    workspace = allocator.workspace_bytes(job.gpu, training=job.run.phase == "finetune")
+    context = memory.breakdown["context"]
+    allocated = traced.peak_allocated_bytes + workspace
+    reserved = min(
+        traced.peak_reserved_bytes + workspace,
+        max(allocated, job.gpu.memory_bytes - context),  # idle segments are given back in time
+    )
+    used = reserved + context
+    parts = dict(traced.parts) | {"temporary": workspace}
+    parts["traced"] = allocated - sum(size for name, size in parts.items() if name != "traced")
+
+    def shifted(interval: tuple[int, int], num_bytes: int) -> tuple[int, int]:
+        return max(0, interval[0] + num_bytes), interval[1] + num_bytes
+
+    by_trace = allocated - memory.peak_allocated_bytes
+    reserved_by_trace = reserved - memory.peak_reserved_bytes
+    return replace(
+        memory,
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=reserved,
+        device_used_bytes=used,
+        interval_bytes=shifted(memory.interval_bytes, used - memory.device_used_bytes),
+        allocated_interval_bytes=shifted(memory.allocated_interval_bytes, by_trace),
+        reserved_interval_bytes=shifted(memory.reserved_interval_bytes, reserved_by_trace),
+        breakdown=parts | {"allocator": reserved - allocated, "context": context},
+        moment=traced.moment,
+    )
+
+
+def predict(
+    model: ModelSpec,
+    run: RunConfig,
+    gpu: GpuSpec,
+    calibration: Calibration,
+    *,
+    traced: TracedPeak | None = None,
+) -> Prediction:
+    """Judge one run on one device.
+
+    Args:
+        traced: peaks of a trace of the same run, which then stand for the ledger's.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    job = resolve(model, run, gpu)
+    memory, least = predict_memory(job, calibration)
+    traced_basis = ""
+    if traced is not None:
+        by_ledger = memory.peak_allocated_bytes
+        memory = with_trace(job, memory, traced)
+        least += memory.peak_allocated_bytes - by_ledger
+        traced_basis = f"memory traced on the real code, {traced.note}; "
+    training = job.run.phase == "finetune"
+    timed = judged_time(job, calibration) if gpu.is_timed else None
+    time = unknown_time(training=training) if timed is None else _time_prediction(job, timed)
+    phases = () if timed is None else tuple(timed.pass_s)
+    outcome = verdict(least, memory.interval_bytes[1], gpu.memory_bytes)
+    num_params = model.num_params
+    trained = num_trained(job) if training else 0
+    if traced is not None:
+        num_params, trained = traced.num_params, traced.num_trainable_params
+    return Prediction(
+        run=job.run,
+        gpu=gpu.key,
+        num_params=num_params,
+        num_trainable_params=int(trained),
+        memory=memory,
+        time=time,
+        usable_bytes=gpu.memory_bytes,
+        fits=outcome == "fits",
+        verdict=outcome,
+        basis=traced_basis
+        + calibration.basis(
+            memory_runs=calibration.memory.num_runs,
+            time_runs=calibration.time[phases[-1]].num_runs if phases else 0,
+            phases=phases,
+        )
+        + ("" if gpu.is_timed else MEMORY_ONLY),
+        notes=notes_on(job),
+    )

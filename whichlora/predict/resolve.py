@@ -1,0 +1,177 @@
+"""A run → `Job`: every default filled in, and refused where its settings exclude each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from whichlora.errors import ConfigError
+from whichlora.families.experts import with_expert_modules
+from whichlora.memory.quantised_cache import check_quantisable
+from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Stack, resolve_stack
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FP32_PRECISIONS, RunConfig
+from whichlora.spec.targets import check_saved_modules, resolve_targets
+
+FLASH_CAPABILITY = 8.0
+# Setting, value, what computes it, and the least compute capability that has kernels for.
+# Source: installation pages of bitsandbytes 0.50 and vLLM; README of Triton, the language of
+# Liger's and unsloth's kernels.
+_LEAST_CAPABILITY = (
+    ("quant", "int8", "bitsandbytes' LLM.int8()", 7.5, "nf4"),
+    ("loss_head", "liger", "Triton", 7.0, "hf"),
+    ("loss_head", "unsloth", "Triton", 7.0, "hf"),
+    ("kv_cache", "vllm", "vLLM", 7.0, "dynamic"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run with every default resolved against its model, method and device."""
+
+    model: ModelSpec
+    run: RunConfig
+    gpu: GpuSpec
+    method: Method
+    stack: Stack
+    targets: tuple[str, ...]
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the run holds adapters beside the base: it trains them, or serves them so."""
+        return bool(self.targets)
+
+    @property
+    def peft_targets(self) -> str | tuple[str, ...]:
+        """What PEFT is told: its own word for all linears, which also finds experts, or names."""
+        return ALL_LINEAR if self.run.target_modules == (ALL_LINEAR,) else self.targets
+
+    @property
+    def size_names(self) -> tuple[str, ...]:
+        """Settings that formulas also take as arrays, so that many runs are counted at once."""
+        if self.run.phase == "finetune":
+            return ("batch_size", "seq_len", "r")
+        return ("batch_size", "prompt_len", "max_new_tokens", "r")
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the matrix products, as the datasheet names it."""
+        return self.run.precision[:4]
+
+
+def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
+    """Fill in what the method, the model and the device decide.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    method = get_method(run.method)
+    run = with_checkpointing(model, with_defaults(run))
+    training = run.phase == "finetune"
+    if training and method.trains_base and run.quant != "none":
+        quantised = [one.name for one in BUILT_IN.values() if one.base_quant != "none"]
+        raise ConfigError(
+            f"quant: {run.quant!r} weights cannot be trained; use method {' or '.join(quantised)}, "
+            "or quant none for full fine-tuning"
+        )
+    if "modules_to_save" in method.ignores:
+        run = replace(run, modules_to_save=())
+    if "bias" in method.ignores:
+        run = replace(run, bias="none")
+    if training and run.gradient_checkpointing and not model.supports_checkpointing:
+        raise ConfigError(
+            f"gradient_checkpointing: true, but the {model.model_type} of transformers has none, "
+            "so that the Trainer refuses it; use false"
+        )
+    if run.versions.experts_are_modules:
+        model = with_expert_modules(model)
+    _check_attention(model, run, gpu)
+    _check_device(run, gpu)
+    if not training and run.cache_format is not None:
+        check_quantisable(model, run.cache_format)
+    targets: tuple[str, ...] = ()
+    if not method.trains_base and (training or run.serve == "as-trained"):
+        targets = resolve_targets(model, run.target_modules, modules_only=method.folded is None)
+        check_saved_modules(model, run.modules_to_save)
+    stack = resolve_stack(run, trains_base=training and method.trains_base, device_kind=gpu.kind)
+    _check_trained(model, run, stack)
+    return Job(model=model, run=run, gpu=gpu, method=method, stack=stack, targets=targets)
+
+
+def with_checkpointing(model: ModelSpec, run: RunConfig) -> RunConfig:
+    """`run` with checkpointing on where nothing was said of it and the model has it."""
+    if run.gradient_checkpointing is not None:
+        return run
+    on = model.supports_checkpointing or run.phase == "inference"
+    return replace(run, gradient_checkpointing=on)
+
+
+def _check_attention(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
+    """Refuse FlashAttention where the device, the architecture or the precision has none."""
+    if run.attn != "flash_attention_2":
+        return
+    capability = float(gpu.compute_capability or 0) if gpu.kind == "cuda" else 0.0
+    if gpu.is_timed and gpu.kind in ("cpu", "cuda") and capability < FLASH_CAPABILITY:
+        raise ConfigError(
+            f"attn: flash_attention_2 does not run on {gpu.key} (it needs compute capability "
+            "8.0 or newer); use sdpa"
+        )
+    if not all(one.flash for layer, _ in model.layers() for one in layer.attentions):
+        raise ConfigError(
+            f"attn: flash_attention_2 is not in the {model.model_type} of transformers, which "
+            "has sdpa or eager; use sdpa, which takes what there is"
+        )
+    if run.precision in FP32_PRECISIONS:
+        raise ConfigError(
+            f"attn: flash_attention_2 needs 16-bit precision; use sdpa with {run.precision}"
+        )
+
+
+def _check_device(run: RunConfig, gpu: GpuSpec) -> None:
+    """Refuse settings that the device has no units, no allocator or no library for."""
+    if not gpu.is_timed:  # any card of so much memory
+        return
+    if run.precision == "tf32" and (gpu.kind != "cuda" or "tf32" not in gpu.peak_flops_per_s):
+        usable = [one for one in ("fp32", "bf16", "fp16") if one in gpu.peak_flops_per_s]
+        raise ConfigError(f"precision: tf32 has no units on {gpu.key}; use {' or '.join(usable)}")
+    if not {run.precision[:4], "fp32"} & set(gpu.peak_flops_per_s):
+        known = ", ".join(gpu.peak_flops_per_s)
+        raise ConfigError(
+            f"precision: {run.precision} has no known rate on {gpu.key}; use one of {known}"
+        )
+    if run.expandable_segments and gpu.kind != "cuda":
+        raise ConfigError(
+            f"expandable_segments: is of the CUDA allocator, {gpu.key} has none; leave it out"
+        )
+    if run.quant in BNB_QUANTS and gpu.kind not in ("cuda", "cpu", "rocm"):
+        raise ConfigError(
+            f"quant: {run.quant!r} needs bitsandbytes, which has no {gpu.kind} backend; use quant "
+            "none, or a method on 16-bit weights"
+        )
+    if gpu.kind != "cuda" or gpu.compute_capability is None:
+        return
+    for setting, value, library, least, instead in _LEAST_CAPABILITY:
+        if getattr(run, setting) == value and float(gpu.compute_capability) < least:
+            raise ConfigError(
+                f"{setting}: {value} does not run on {gpu.key} ({library} needs compute capability "
+                f"{least} or newer); use {instead}"
+            )
+
+
+def _check_trained(model: ModelSpec, run: RunConfig, stack: Stack) -> None:
+    """Refuse what the libraries can't train beside, or within, the adapters."""
+    if run.modules_to_save and run.precision == "fp16" and stack.embedding_bytes == 2:
+        raise ConfigError(
+            "modules_to_save: copies of fp16 modules can't be trained, the gradient scaler refuses "
+            "fp16 gradients; use precision bf16"
+        )
+    if run.bias == "none" or run.phase != "finetune":
+        return
+    if run.precision == "fp16" and stack.base_bytes == 2:
+        raise ConfigError(
+            "bias: fp16 biases can't be trained, the gradient scaler refuses fp16 gradients; "
+            "use precision bf16"
+        )
+    if model.task != "causal-lm":
+        raise ConfigError(f"bias: {run.bias} is modelled for decoders only; use none")

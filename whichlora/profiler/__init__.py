@@ -1,0 +1,1 @@
+"""Short runs of the real code in a child process, measured."""

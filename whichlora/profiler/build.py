@@ -1,0 +1,248 @@
+"""Build the real model of a run from its config: random weights, quantised, with adapters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from peft import get_peft_model, prepare_model_for_kbit_training
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+)
+from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+)
+from transformers.quantizers import AutoHfQuantizer
+
+from whichlora.errors import MeasurementError
+from whichlora.methods import get_method, weight_dtype, with_defaults
+from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
+
+_PEFT_TASKS = {
+    AutoModelForCausalLM: "CAUSAL_LM",
+    AutoModelForSeq2SeqLM: "SEQ_2_SEQ_LM",
+    AutoModelForSequenceClassification: "SEQ_CLS",
+}
+# A prime, so that no row of a weight repeats the row above it.
+_PATTERN_LEN = 1_048_573
+_SEED = 0
+
+
+def build_model(
+    run: RunConfig,
+    model_config: Mapping[str, Any],
+    *,
+    device: str,
+    target_modules: Sequence[str] | str,
+) -> Any:
+    """The model of `run` on `device`, as `from_pretrained` and PEFT would leave it.
+
+    Nothing is downloaded: matrices hold a repeated random pattern, everything else what
+    transformers gives to weights that a checkpoint lacks. Each linear layer is quantised as soon
+    as it is filled, so loading never holds more than one layer in full precision.
+
+    Args:
+        model_config: the Hugging Face config.
+        target_modules: leaf names that get an adapter, or "all-linear".
+
+    Raises:
+        MeasurementError: a quantisation that needs calibrated weights.
+    """
+    run = with_defaults(run)
+    torch.manual_seed(_SEED)
+    model = meta_model(run, model_config, device=device)
+    _materialise(model, stored_dtype(run), torch.device(device))
+    return finished_model(model, run, target_modules)
+
+
+def meta_model(run: RunConfig, model_config: Mapping[str, Any], *, device: str) -> Any:
+    """The base model of `run` without storage, its layers already of the quantised class.
+
+    Raises:
+        MeasurementError: a quantisation that needs calibrated weights.
+    """
+    dtype = stored_dtype(run)
+    config = config_object(model_config)
+    auto_class = auto_class_of(config)
+    # SDPA is what transformers takes by itself, wherever the architecture has it.
+    attn = None if run.attn == "sdpa" else run.attn
+    with torch.device("meta"), no_init_weights():
+        model = auto_class.from_config(config, dtype=dtype, attn_implementation=attn)
+    model.tie_weights()
+    quantizer = _quantizer(run, dtype)
+    if quantizer is not None:
+        quantizer.validate_environment(dtype=dtype, device_map={"": device})
+        quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
+        model.hf_quantizer = quantizer
+    return model
+
+
+def stored_dtype(run: RunConfig) -> torch.dtype:
+    """That of the weights which are not quantised."""
+    found: torch.dtype = getattr(torch, weight_dtype(run))
+    return found
+
+
+def finished_model(model: Any, run: RunConfig, target_modules: Sequence[str] | str) -> Any:
+    """What loading and PEFT do once the weights are in their place."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.postprocess_model(model)
+    if run.phase == "inference" and run.serve == "merged":
+        return model.eval()
+    task = _PEFT_TASKS.get(auto_class_of(model.config))
+    model = _with_adapters(model, run, task, target_modules)
+    return model.eval() if run.phase == "inference" else model.train()
+
+
+def auto_class_of(config: PretrainedConfig) -> Any:
+    """The auto class for fine-tuning a model: its language-model head if it has one."""
+    if getattr(config, "is_encoder_decoder", False):
+        return AutoModelForSeq2SeqLM
+    # Encoders such as BERT are in both tables; the config says when one is used as a decoder.
+    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and (
+        not masked or getattr(config, "is_decoder", False)
+    ):
+        return AutoModelForCausalLM
+    return AutoModelForMaskedLM if masked else AutoModelForSequenceClassification
+
+
+def config_object(model_config: Mapping[str, Any]) -> PretrainedConfig:
+    values = dict(model_config)
+    # How the checkpoint is stored; the run decides how its weights are held.
+    for key in ("quantization_config", "torch_dtype", "dtype", "transformers_version"):
+        values.pop(key, None)
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def _quantizer(run: RunConfig, dtype: torch.dtype) -> Any | None:
+    quant = run.quant or "none"
+    if quant == "none":
+        return None
+    if quant in FOUR_BIT_BNB:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quant.removesuffix("-dq"),
+            bnb_4bit_use_double_quant=quant.endswith("-dq"),
+            bnb_4bit_compute_dtype=dtype,
+        )
+    elif quant == "int8":
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        raise MeasurementError(
+            f"quant: {quant} needs a calibrated checkpoint and can't be profiled with random "
+            "weights; profile nf4, nf4-dq, fp4 or int8 instead"
+        )
+    return AutoHfQuantizer.from_config(config)
+
+
+def _materialise(model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Give every meta tensor of `model` a place on `device` and a value."""
+    pattern = _random_pattern(dtype, device)
+    replace_parameters(
+        model,
+        dtype,
+        lambda meta, is_wide: _placed(meta, pattern, device, torch.float32 if is_wide else None),
+    )
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device=device)
+    # What is not marked as initialised (norms, biases, rotary frequencies) gets its usual values.
+    model.initialize_weights()
+
+
+def replace_parameters(
+    model: Any, dtype: torch.dtype, made: Callable[[nn.Parameter, bool], nn.Parameter]
+) -> None:
+    """Put `made(meta, stays_fp32)` in the place of every parameter; tied ones stay tied."""
+    fp32_names = names_kept_wide(model, dtype)
+    placed: dict[int, nn.Parameter] = {}  # by id of the meta tensor
+    for module_name, module in model.named_modules():
+        for name, meta in list(module._parameters.items()):
+            if meta is None:
+                continue
+            if id(meta) not in placed:
+                is_wide = fp32_names is not None and fp32_names.search(f"{module_name}.{name}")
+                placed[id(meta)] = made(meta, bool(is_wide))
+            module._parameters[name] = placed[id(meta)]
+
+
+def _placed(
+    meta: nn.Parameter, pattern: torch.Tensor, device: torch.device, dtype: torch.dtype | None
+) -> nn.Parameter:
+    quantised = type(meta) is not nn.Parameter  # Params4bit or Int8Params of bitsandbytes
+    dtype = pattern.dtype if quantised else dtype or meta.dtype
+    value = torch.empty(meta.shape, dtype=dtype, device=device)
+    if meta.ndim < 2:
+        return nn.Parameter(value, requires_grad=meta.requires_grad)
+    _fill(value, pattern)
+    if quantised:
+        # As transformers does on loading: the move to the device is what quantises.
+        settings = {key: item for key, item in vars(meta).items() if key not in ("SCB", "CB")}
+        source = value.to("cpu") if type(meta).__name__ == "Int8Params" else value
+        parameter = type(meta)(source, requires_grad=False, **settings).to(device)
+    else:
+        parameter = nn.Parameter(value, requires_grad=meta.requires_grad)
+    parameter._is_hf_initialized = True
+    return parameter
+
+
+def _random_pattern(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Values of magnitude 0.01 to 0.03: nothing vanishes, overflows or becomes denormal."""
+    generator = torch.Generator().manual_seed(_SEED)
+    uniform = torch.rand(_PATTERN_LEN, generator=generator) * 2 - 1
+    return (0.02 * (uniform + uniform.sign() * 0.5)).to(device=device, dtype=dtype)
+
+
+def _fill(tensor: torch.Tensor, pattern: torch.Tensor) -> None:
+    flat = tensor.view(-1)
+    whole = flat.numel() - flat.numel() % pattern.numel()
+    flat[:whole].view(-1, pattern.numel()).copy_(pattern.expand(whole // pattern.numel(), -1))
+    flat[whole:].copy_(pattern[: flat.numel() - whole])
+
+
+def names_kept_wide(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Parameters that transformers keeps in fp32 whatever is asked for (T5's `wo` in fp16)."""
+    keys = list(model._get_dtype_plan(dtype))
+    if not keys:
+        return None
+    return re.compile("|".join(rf"(?:^|\.){key.replace('*', '.*')}(?:\.|$)" for key in keys))
+
+
+def _with_adapters(
+    model: Any, run: RunConfig, task: str | None, target_modules: Sequence[str] | str
+) -> Any:
+    if run.prepare_kbit and run.phase == "finetune":
+        # Checkpointing is the trainer's part: it asks for it in the spelling of its own version.
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    method = get_method(run.method)
+    if not method.peft_class:
+        return model
+    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    config = resolve_name(method.peft_class)(
+        **{**method.peft_config(run), "target_modules": targets, "task_type": task}
+    )
+    narrow = run.narrows_adapters
+    model = get_peft_model(model, config, autocast_adapter_dtype=not narrow)
+    if narrow and run.quant != "none":
+        # PEFT gives adapters the dtype of the base weight, which 4 and 8 bits don't have. As in
+        # TRL, they become bf16, but for DoRA's magnitudes.
+        for name, parameter in model.named_parameters():
+            wide = method.stays_wide and method.stays_wide in name
+            if parameter.requires_grad and not wide:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    return model

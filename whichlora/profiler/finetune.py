@@ -1,0 +1,244 @@
+"""A few optimizer steps of the real `transformers.Trainer`, timed one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from whichlora.errors import MeasurementError
+from whichlora.profiler.early_stop import is_enough
+from whichlora.profiler.meter import Meter
+from whichlora.spec.run import RunConfig
+
+_IGNORED_LABEL = -100
+_SHORTEST_ROW = 0.5  # of the padded length; rows of a padded batch lie between this and 1
+
+
+def measure_finetune(
+    model: Any,
+    run: RunConfig,
+    meter: Meter,
+    seq_lens: Sequence[int],
+    decisive_s: Sequence[float] = (),
+    *,
+    tell: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Time one optimizer step per length in `seq_lens`, after a warm-up at the longest.
+
+    The first step is timed on its own: it grows the allocator, creates the optimizer state and
+    selects kernels. On a device without memory counters the second one, also at the longest
+    length, counts the bytes and is not timed. So the peak is known before the timed steps, which
+    may end early.
+
+    Args:
+        decisive_s: what each step may take; the run ends once the steps clearly take more.
+            Without it every step is made.
+        tell: takes what is done now, in words.
+
+    Raises:
+        MeasurementError: a loss head that can't be profiled.
+    """
+    maker = {"trl-fused": "TRL", "unsloth": "unsloth"}.get(run.loss_head)
+    if maker is not None:
+        raise MeasurementError(
+            f"loss_head: {run.loss_head} runs inside {maker}'s own "
+            "trainer and can't be profiled; profile hf, liger or raw instead"
+        )
+    longest = max(seq_lens)
+    untimed = [longest] * (2 if meter.needs_extra_run else 1)
+    lengths = [*untimed, *seq_lens]
+    steps = ["warming up", "counting memory"][: len(untimed)]
+    steps += [f"in batch {number} of {len(seq_lens)}" for number in range(1, len(seq_lens) + 1)]
+    timer = _StepTimer(
+        meter, num_untimed=len(untimed), decisive_s=decisive_s, steps=steps, tell=tell
+    )
+    watch_moments(model, meter)
+    with tempfile.TemporaryDirectory() as output_dir:
+        trainer = _Trainer(
+            run=run,
+            model=model,
+            args=_training_arguments(run, meter, output_dir, max_steps=len(lengths)),
+            train_dataset=_random_rows(model.config, run, lengths),
+            data_collator=_collate,
+            callbacks=[timer],
+        )
+        trainer.train()
+    peaks = meter.peaks()
+    trainer.accelerator.free_memory()
+    timed = {"step_s": timer.step_s, "batch_seq_len": list(seq_lens[: len(timer.step_s)])}
+    return timed | {"warm_up_s": timer.warm_up_s} | peaks
+
+
+class _Trainer(Trainer):  # type: ignore[misc]
+    """The Trainer, with batches in the given order and the loss head `raw`.
+
+    That is a loop which asks the model for logits, keeps what it returned, and makes its own loss.
+    """
+
+    def __init__(self, *, run: RunConfig, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._raw_loss = run.loss_head == "raw"
+        self._kept: Any = None
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **keywords: Any) -> Any:
+        if not self._raw_loss:
+            return super().compute_loss(model, inputs, *args, **keywords)
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        self._kept = model(**inputs)
+        return self._kept.logits.mean()
+
+    def training_step(self, *args: Any, **keywords: Any) -> Any:
+        loss = super().training_step(*args, **keywords)
+        self._kept = None
+        return loss
+
+
+class _StepTimer(TrainerCallback):  # type: ignore[misc]
+    """Seconds from the end of one optimizer step to the end of the next, fetching included.
+
+    Step 1 is the warm-up; where two are untimed, step 2 runs under the memory profiler. Ends the
+    training once the timed steps have decided.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        *,
+        num_untimed: int,
+        decisive_s: Sequence[float],
+        steps: Sequence[str],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.step_s: list[float] = []
+        self.warm_up_s = 0.0
+        self._meter = meter
+        self._num_untimed = num_untimed
+        self._decisive_s = decisive_s
+        self._steps, self._tell = steps, tell
+        self._end_s = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._end_s = self._meter.now()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._tell(self._steps[state.global_step])  # steps completed so far
+        if 1 <= state.global_step < self._num_untimed:
+            self._meter.start_extra_run()
+        self._meter.enter("layer_forward")
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._meter.enter("layer_forward")
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._meter.enter("optimizer_step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._meter.enter("")
+        now = self._meter.now()
+        if state.global_step > self._num_untimed:
+            self.step_s.append(now - self._end_s)
+            control.should_training_stop |= is_enough("finetune", self.step_s, self._decisive_s)
+        elif state.global_step == 1:
+            self.warm_up_s = now - self._end_s
+        else:
+            self._meter.stop_extra_run()
+            now = self._meter.now()  # reading the profile takes a while
+        self._end_s = now
+
+
+def watch_moments(model: Any, meter: Meter) -> None:
+    """Tell `meter` when `model` passes from its layers to the loss, and back through both.
+
+    A fused loss head reads the head's weight without calling its module; then loss and layers
+    cannot be told apart in the backward, and both are "backward".
+    """
+    head = model.get_output_embeddings()
+    seen = {"head": False}
+
+    def head_entered(_: Any, args: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled() or not args[0].requires_grad:
+            return
+        seen["head"] = True
+        meter.enter("loss_forward")
+        args[0].register_hook(lambda _: meter.enter("layer_backward"))
+
+    def model_left(*_: Any) -> None:
+        meter.enter("loss_backward" if seen["head"] else "backward")
+
+    if head is not None:
+        head.register_forward_pre_hook(head_entered)
+    model.register_forward_hook(model_left)
+
+
+def _training_arguments(
+    run: RunConfig, meter: Meter, output_dir: str, *, max_steps: int
+) -> TrainingArguments:
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    # Renamed in the course of transformers 5; version 6 drops the old name.
+    new, old = "activation_checkpointing", "gradient_checkpointing"
+    checkpointing = new if new in known else old
+    options: dict[str, Any] = {checkpointing: run.gradient_checkpointing}
+    if run.use_reentrant is not None:
+        options[f"{checkpointing}_kwargs"] = {"use_reentrant": run.use_reentrant}
+    return TrainingArguments(
+        output_dir=output_dir,
+        max_steps=max_steps,
+        per_device_train_batch_size=run.batch_size,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        optim=run.trainer_optim,
+        bf16=run.precision == "bf16",
+        fp16=run.precision == "fp16",
+        use_liger_kernel=run.loss_head == "liger",
+        use_cpu=not meter.is_cuda,
+        dataloader_num_workers=0,
+        remove_unused_columns=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
+
+
+def _random_rows(config: Any, run: RunConfig, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of all batches in order; each knows the padded length of its batch."""
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = config.get_text_config().vocab_size
+    rows = []
+    for seq_len in lengths:
+        for index in range(run.batch_size * run.gradient_accumulation_steps):
+            num_tokens = seq_len
+            # The first row sets the length of its batch. A batch of one is shorter than its
+            # padded length, as with padding to a fixed length: else it would have no padding.
+            if run.padding == "padded" and (index % run.batch_size or run.batch_size == 1):
+                fraction = _SHORTEST_ROW + (1 - _SHORTEST_ROW) * torch.rand(1, generator=generator)
+                num_tokens = max(1, min(int(seq_len * fraction), seq_len - 1))
+            ids = torch.randint(vocab_size, (num_tokens,), generator=generator)
+            rows.append({"input_ids": ids, "seq_len": seq_len})
+    return rows
+
+
+def _collate(rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Tensors of shape [batch_size, seq_len], padded on the right."""
+    # A row of the full length, dropped again, makes `pad_sequence` pad to it.
+    ruler = torch.empty(rows[0]["seq_len"], dtype=torch.long)
+    ids = [row["input_ids"] for row in rows]
+    padded = {
+        "input_ids": (ids, 0),
+        "attention_mask": ([torch.ones_like(row) for row in ids], 0),
+        "labels": (ids, _IGNORED_LABEL),
+    }
+    return {
+        name: pad_sequence([*tensors, ruler], batch_first=True, padding_value=value)[:-1].clone()
+        for name, (tensors, value) in padded.items()
+    }

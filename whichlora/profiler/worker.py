@@ -1,0 +1,214 @@
+"""The child process of `profile.Profiler`: a JSON request per line in, an answer per line out."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import queue
+import re
+import resource
+import select
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from whichlora.profiler.installed import installed_versions
+
+Tell = Callable[[str], None]  # what the worker does now, for whoever must end it
+
+_PARENT_POLL_S = 1.0
+_LOOKUP_TABLES_BYTES = 2**20  # more than bitsandbytes keeps after its first use: kilobytes
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED|bad_alloc", re.IGNORECASE
+)
+
+
+def main() -> None:
+    """Serve requests until the parent closes the pipe or dies."""
+    answers = _private_stdout()
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
+    device = sys.argv[1]
+    _say(answers, {"event": "ready", "environment": environment(device)})
+    while True:
+        request = json.loads(requests.get())
+
+        def tell(phase: str) -> None:
+            _say(answers, {"event": "phase", "phase": phase})
+
+        _say(answers, {"event": "result"} | _answer(request, device, tell))
+
+
+def _private_stdout() -> TextIO:
+    """The pipe to the parent, out of reach of what libraries print."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
+
+
+def _say(answers: TextIO, message: Mapping[str, Any]) -> None:
+    print(json.dumps(message), file=answers, flush=True)
+
+
+def _read_requests(requests: queue.SimpleQueue[bytes]) -> None:
+    """Hand lines of stdin to the main thread; end the process when there is nobody to answer.
+
+    The end of the pipe is not enough: a process forked from the parent may hold it open.
+    """
+    parent = os.getppid()
+    buffer = b""
+    while os.getppid() == parent:
+        if not select.select([0], [], [], _PARENT_POLL_S)[0]:
+            continue
+        chunk = os.read(0, 1 << 16)
+        if not chunk:
+            break
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        for line in lines:
+            requests.put(line)
+    os._exit(0)
+
+
+def _answer(request: Mapping[str, Any], device: str, tell: Tell) -> dict[str, Any]:
+    """The outcome of one request; whatever the libraries raise is a result."""
+    from whichlora.profiler.meter import Meter
+
+    meter = Meter(device, keeps_history=request.get("keeps_history", False))
+    _collect(meter)
+    start_bytes = meter.live_bytes()
+    try:
+        with _memory_limit(request["memory_limit_bytes"]):
+            payload = {"outcome": "ok"} | _measure(request, device, meter, tell)
+    except Exception as error:
+        detail = " ".join(f"{type(error).__name__}: {error}".split())
+        oom = isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(detail)
+        payload = {"outcome": "oom" if oom else "error", "detail": detail}
+        _log(error)
+    return payload | {"clean": _is_clean(meter, start_bytes)}
+
+
+def _log(error: BaseException) -> None:
+    import traceback
+
+    traceback.print_exception(error, file=sys.stderr)
+
+
+def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) -> dict[str, Any]:
+    import torch
+    from accelerate.state import AcceleratorState
+
+    from whichlora.profiler.build import build_model
+    from whichlora.profiler.finetune import measure_finetune
+    from whichlora.profiler.inference import measure_inference
+    from whichlora.spec.run import RunConfig
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # it remembers the mixed precision
+    run = RunConfig.from_dict(request["run"])
+    # of every run: that of the last one must not stay
+    torch.set_float32_matmul_precision("high" if run.precision == "tf32" else "highest")
+    tell("building the model")
+    model = build_model(
+        run, request["model_config"], device=device, target_modules=request["target_modules"]
+    )
+    meter.forget_peak()
+    fields: dict[str, Any]
+    if run.phase == "inference":
+        number = request["num_batches"]
+        fields = measure_inference(model, run, meter, number, request["decisive_s"], tell=tell)
+    else:
+        lengths = request["seq_lens"]
+        fields = measure_finetune(model, run, meter, lengths, request["decisive_s"], tell=tell)
+    return fields
+
+
+def _collect(meter: Any) -> None:
+    """Free what the libraries keep for later, so that every measurement starts the same."""
+    import torch
+
+    if "bitsandbytes" in sys.modules:  # its 8-bit optimizers register the embeddings
+        sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()
+    gc.collect()
+    if meter.is_cuda:
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def _is_clean(meter: Any, start_bytes: int) -> bool:
+    """Whether everything is freed and the device still works."""
+    try:
+        _collect(meter)
+        meter.now()
+        return bool(meter.live_bytes() <= start_bytes + _LOOKUP_TABLES_BYTES)
+    except RuntimeError:  # after an illegal access a CUDA context answers nothing else
+        return False
+
+
+@contextmanager
+def _memory_limit(limit_bytes: int | None) -> Iterator[None]:
+    """Let the process take `limit_bytes` beyond what it holds now; more is a failed allocation."""
+    if limit_bytes is None:
+        yield
+        return
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    held = re.search(r"^VmData:\s+(\d+) kB", status, re.MULTILINE)
+    assert held is not None
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(held.group(1)) * 1024 + limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What a measurement depends on and its settings don't say; the imports are the slow part."""
+    import torch
+
+    import whichlora.profiler.finetune
+    import whichlora.profiler.inference  # noqa: F401
+
+    found: dict[str, Any] = {
+        "device": _cpu_model(),
+        "cpu": _cpu_model(),
+        "num_threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "libraries": installed_versions(),
+    }
+    if device.startswith("cuda"):
+        torch.zeros(1, device=device)  # creates the context: not part of any measurement
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        found |= {
+            "device": torch.cuda.get_device_name(),
+            "cuda": torch.version.cuda or torch.version.hip,
+            "driver": _driver_version(),
+            "device_total_bytes": total_bytes,
+            "device_used_idle_bytes": total_bytes - free_bytes,
+        }
+    return found
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _driver_version() -> str | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # no NVML, as on ROCm: the rest of the record still stands
+        return None
+
+
+if __name__ == "__main__":
+    main()

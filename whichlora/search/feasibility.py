@@ -1,0 +1,395 @@
+"""Candidates against limits: who meets them, who may, who cannot.
+
+A candidate is judged on its measured values where it was measured and on its predictive
+intervals where it was not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Literal
+
+from whichlora.spec.numeric import TWO_SIDED_Z
+from whichlora.spec.plan import Limits, Objective, Plan
+from whichlora.spec.results import Measurement, Prediction
+from whichlora.spec.run import RunConfig
+
+Verdict = Literal["meets", "misses", "undecided"]
+
+MIN_CHANCE = 0.05  # a candidate with less is not worth a run
+LIKELY = 0.5
+LARGEST = Objective()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """A value with its bounds; equal where it was measured.
+
+    Args:
+        confidence: of the two-sided interval from `low` to `high`.
+    """
+
+    value: float
+    low: float
+    high: float
+    measured: bool
+    confidence: float = 0.9
+
+    def divided(self, number: float) -> Quantity:
+        """The same for one of `number` equal parts."""
+        return replace(
+            self, value=self.value / number, low=self.low / number, high=self.high / number
+        )
+
+    def chance_below(self, bound: float) -> float:
+        """Probability that the true value is at most `bound`, log-normal on either side.
+
+        The two sides of the value may reach differently far.
+        """
+        end = self.high if bound >= self.value else self.low
+        if self.measured or end == self.value or self.low <= 0:
+            return 1.0 if self.value <= bound else 0.0
+        deviation = abs(math.log(end / self.value)) / TWO_SIDED_Z[self.confidence]
+        return 0.5 * math.erfc(math.log(self.value / bound) / deviation / math.sqrt(2))
+
+    def widened(self, deviation: float) -> Quantity:
+        """The same with a further error, whose logarithm has this standard deviation."""
+        if not deviation:
+            return self
+        further = TWO_SIDED_Z[self.confidence] * deviation
+        below = math.hypot(math.log(self.value / self.low), further)
+        above = math.hypot(math.log(self.high / self.value), further)
+        return replace(
+            self,
+            low=self.value * math.exp(-below),
+            high=self.value * math.exp(above),
+            measured=False,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One limit applied to one candidate.
+
+    Args:
+        limit: name of the limit as messages show it; `unit` is "bytes" or "s".
+        chance: probability that the candidate meets it.
+    """
+
+    limit: str
+    unit: Literal["bytes", "s"]
+    quantity: Quantity
+    bound: float
+    chance: float
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.chance >= 1 - MIN_CHANCE:
+            return "meets"
+        return "misses" if self.chance < MIN_CHANCE else "undecided"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One run with everything known about it.
+
+    Args:
+        time_per_token_s: of the batches that `total_s` is summed over, padding included; without
+            it of what was profiled, or of the run's own length.
+        total_s: whole fine-tuning; None for inference.
+        failure: why it has no measured values (a failed profile, or a smaller batch that ran out
+            of memory), empty otherwise.
+        objective: what ranks it among those that meet the limits.
+        form: in which its model is served (`serving.serving_form`).
+        chance_to_serve: of a fine-tuning: that its form meets the limits of inference.
+    """
+
+    prediction: Prediction
+    memory_bytes: Quantity
+    time_per_token_s: Quantity
+    total_s: Quantity | None
+    checks: tuple[Check, ...]
+    measurement: Measurement | None = None
+    failure: str = ""
+    objective: Objective = LARGEST
+    form: RunConfig | None = None
+    chance_to_serve: float = 1.0
+
+    @property
+    def run(self) -> RunConfig:
+        return self.prediction.run
+
+    @property
+    def measured(self) -> bool:
+        return self.measurement is not None
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether its profile was stopped: more time may show that it meets every limit."""
+        return self.measurement is not None and self.measurement.outcome == "timeout"
+
+    @property
+    def source(self) -> Literal["measured", "predicted"]:
+        """Where its values are from; of a profile that was stopped they are the predicted ones."""
+        return "measured" if self.measured and not self.timed_out else "predicted"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it cannot run at all."""
+        return bool(self.failure) and not self.timed_out
+
+    @property
+    def chance(self) -> float:
+        """Probability that every limit is met, taking the limits as independent."""
+        if self.failed:
+            return 0.0
+        return math.prod(check.chance for check in self.checks)
+
+    @property
+    def chance_of_both_stages(self) -> float:
+        """That its form meets the limits of inference, too; of an inference its own chance."""
+        return self.chance * self.chance_to_serve
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.failed or any(check.verdict == "misses" for check in self.checks):
+            return "misses"
+        if not self.timed_out and all(check.verdict == "meets" for check in self.checks):
+            return "meets"
+        return "undecided"
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """Sorts the better candidate first: by model, unless a quantity is preferred to all.
+
+        Where there are no times, the larger batch goes for the faster one.
+        """
+        time, memory = (self.total_s or self.time_per_token_s).value, self.memory_bytes.value
+        if not self.prediction.time.is_known:
+            time = -float(self.run.batch_size)
+        if self.objective.prefer == "memory":
+            return (memory, time)
+        place = self.objective.place(self.run.model, self.prediction.num_params)
+        return (place, time, memory)
+
+
+def judge(
+    prediction: Prediction,
+    limits: Limits,
+    *,
+    memory: Quantity | None = None,
+    time_per_token_s: Quantity | None = None,
+    total_s: Quantity | None = None,
+    total_tokens: int | None = None,
+    measurement: Measurement | None = None,
+    failure: str = "",
+    objective: Objective = LARGEST,
+    form: RunConfig | None = None,
+) -> Candidate:
+    """Apply `limits` and the device's own memory to one candidate.
+
+    Args:
+        memory, time_per_token_s: what is believed where nothing was measured; without them, what
+            the prediction says on its own.
+        total_s: time of the whole fine-tuning, measured as soon as its profile is.
+        total_tokens: what that time is over, padding included; the time per token is then of the
+            same batches, not of the longest one or of those that were profiled.
+
+    On any card of so much memory there is no time, whatever is believed.
+    """
+    if not prediction.time.is_known:
+        time_per_token_s = total_s = None
+    if measurement is not None and measurement.outcome != "ok":
+        failure = f"{measurement.outcome}: {measurement.detail}".rstrip(": ")
+    good = measurement if measurement is not None and measurement.outcome == "ok" else None
+    if good is not None or memory is None:
+        memory = _memory(prediction, good)
+    time = time_per_token_s
+    if good is not None or time is None:
+        time = _time_per_token(prediction, good)
+    if total_s is not None and total_tokens is not None:
+        time = total_s.divided(total_tokens)
+    training = prediction.run.phase == "finetune"
+    limit_bytes = limits.finetune_bytes if training else limits.inference_bytes
+    bounds: list[tuple[str, Literal["bytes", "s"], Quantity, float | None]] = [
+        ("memory of the device", "bytes", memory, prediction.usable_bytes),
+        ("peak memory limit", "bytes", memory, limit_bytes),
+    ]
+    if total_s is not None:
+        bounds.append(("total time limit", "s", total_s, limits.total_time_s))
+    if not training:
+        bounds.append(("time per token limit", "s", time, limits.time_per_token_s))
+    checks = tuple(
+        Check(
+            limit=name,
+            unit=unit,
+            quantity=quantity,
+            bound=bound,
+            chance=quantity.chance_below(bound),
+        )
+        for name, unit, quantity, bound in bounds
+        if bound is not None
+    )
+    return Candidate(
+        prediction=prediction,
+        memory_bytes=memory,
+        time_per_token_s=time,
+        total_s=total_s,
+        checks=checks,
+        measurement=measurement,
+        failure=failure,
+        objective=objective,
+        form=form,
+    )
+
+
+def _memory(prediction: Prediction, measurement: Measurement | None) -> Quantity:
+    if measurement is not None and measurement.closest_peak_bytes is not None:
+        return _exactly(measurement.closest_peak_bytes)
+    memory = prediction.memory
+    low, high = memory.interval_bytes
+    return Quantity(
+        value=memory.device_used_bytes,
+        low=low,
+        high=high,
+        measured=False,
+        confidence=memory.confidence,
+    )
+
+
+def _time_per_token(prediction: Prediction, measurement: Measurement | None) -> Quantity:
+    run = prediction.run
+    if measurement is not None and measurement.generate_s:
+        return _exactly(median(measurement.generate_s) / prediction.tokens_per_generation)
+    if measurement is not None and measurement.step_s:
+        tokens = sum(measurement.step_lengths) * run.batch_size * run.gradient_accumulation_steps
+        return _exactly(sum(measurement.step_s) / tokens)
+    time = prediction.time
+    scale = 1.0
+    if time.step_s is not None:
+        scale = time.time_per_token_s / time.step_s
+    low, high = time.interval_s
+    return Quantity(
+        value=time.time_per_token_s,
+        low=low * scale,
+        high=high * scale,
+        measured=False,
+        confidence=time.confidence,
+    )
+
+
+def _exactly(value: float) -> Quantity:
+    return Quantity(value=value, low=value, high=value, measured=True)
+
+
+def dominated(run: RunConfig, failed: Iterable[RunConfig]) -> RunConfig | None:
+    """The failed run that `run` asks more of in every dimension, else being equal."""
+    for failure in failed:
+        more = (
+            run.batch_size >= failure.batch_size
+            and run.seq_len >= failure.seq_len
+            and run.prompt_len >= failure.prompt_len
+            and run.max_new_tokens >= failure.max_new_tokens
+        )
+        if more and run == replace(
+            failure,
+            batch_size=run.batch_size,
+            seq_len=run.seq_len,
+            prompt_len=run.prompt_len,
+            max_new_tokens=run.max_new_tokens,
+        ):
+            return failure
+    return None
+
+
+def least_chance(plan: Plan) -> float:
+    """With which a candidate of `plan` counts as meeting its limits where nothing was measured."""
+    return plan.budget.confidence if plan.profile == "none" else LIKELY
+
+
+def accepted(candidate: Candidate, least: float = LIKELY) -> bool:
+    """Whether `candidate` counts as meeting its limits: more likely than not, or than `least`."""
+    return candidate.chance_of_both_stages >= least
+
+
+def predicted_winner(candidates: Sequence[Candidate], confidence: float) -> Candidate | None:
+    """Of a dry run: the best-ranked candidate that meets every limit with `confidence`."""
+    meeting = [candidate for candidate in candidates if accepted(candidate, confidence)]
+    return min(meeting, key=lambda candidate: candidate.rank, default=None)
+
+
+def bolder_than(
+    winner: Candidate | None, candidates: Sequence[Candidate], confidence: float
+) -> list[Candidate]:
+    """Of a dry run: what would rank before `winner` and may fit, best first."""
+    bolder = [
+        candidate
+        for candidate in candidates
+        if MIN_CHANCE <= candidate.chance_of_both_stages < confidence
+        and (winner is None or candidate.rank < winner.rank)
+    ]
+    return sorted(bolder, key=lambda candidate: candidate.rank)
+
+
+def kept_models(candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    """Models with at least one accepted inference configuration, the best ranked first."""
+    serving = [candidate for candidate in candidates if accepted(candidate)]
+    serving.sort(key=lambda candidate: (-candidate.prediction.num_params, candidate.run.model))
+    return tuple(dict.fromkeys(candidate.run.model for candidate in serving))
+
+
+def chance_to_serve(inference: Iterable[Candidate]) -> dict[RunConfig | None, float]:
+    """By form in which a model is served: that of its likeliest shape to meet the limits."""
+    chances: dict[RunConfig | None, float] = {}
+    for candidate in inference:
+        chances[candidate.form] = max(candidate.chance, chances.get(candidate.form, 0.0))
+    return chances
+
+
+def rejected_before(winner: Candidate | None, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates that would rank before `winner` had they met the limits, best first.
+
+    Those that are predicted to meet them and were not worth a run are among them.
+    """
+    before = [
+        candidate
+        for candidate in candidates
+        if (winner is None or candidate.rank < winner.rank)
+        and not (candidate.measured and candidate.verdict == "meets")
+    ]
+    return sorted(before, key=lambda candidate: candidate.rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxation:
+    """The smallest change of one limit alone that would make something fit.
+
+    Args:
+        check: the limit as it is, and the quantity that it would have to reach.
+        candidate: what would fit then.
+    """
+
+    check: Check
+    candidate: Candidate
+
+
+def relaxations(candidates: Iterable[Candidate]) -> list[Relaxation]:
+    """For every limit that alone keeps some candidate out, the one that misses it least.
+
+    The memory of the device is a limit like the others: to relax it is to take a larger device.
+    """
+    closest: dict[str, Relaxation] = {}
+    for candidate in candidates:
+        missed = [check for check in candidate.checks if check.chance < LIKELY]
+        # the device and the user's limit bound the same memory: the tighter one names it
+        missed.sort(key=lambda check: check.bound)
+        if candidate.failure or len({check.quantity for check in missed}) != 1:
+            continue
+        check = missed[0]
+        best = closest.get(check.limit)
+        if best is None or check.quantity.value < best.check.quantity.value:
+            closest[check.limit] = Relaxation(check=check, candidate=candidate)
+    return list(closest.values())

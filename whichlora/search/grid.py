@@ -1,0 +1,200 @@
+"""Spaces of millions of candidates, generated and judged block by block in bounded memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from whichlora.errors import ConfigError
+from whichlora.predict.block import BlockPrediction, predict_block
+from whichlora.predict.coefficients import Calibration
+from whichlora.predict.resolve import Job, resolve
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import RunConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+# Runs judged at once: enough that Python's part is small, few enough for a processor's cache.
+BLOCK_RUNS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Runs that differ in their three array settings only.
+
+    Args:
+        axes: values of each array setting; their product is the block.
+    """
+
+    job: Job
+    axes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(len(values) for values in self.axes.values())
+
+    @property
+    def mesh(self) -> dict[str, NDArray[np.int64]]:
+        """The axes as arrays that broadcast to the shape of the block."""
+        import numpy as np
+
+        return dict(zip(self.axes, np.ix_(*map(np.asarray, self.axes.values())), strict=True))
+
+    def run(self, position: int) -> RunConfig:
+        """The run at `position` of the flattened block."""
+        import numpy as np
+
+        index = np.unravel_index(position, self.shape)
+        chosen: dict[str, Any] = {
+            name: values[int(i)] for (name, values), i in zip(self.axes.items(), index, strict=True)
+        }
+        return replace(self.job.run, **chosen)
+
+
+def blocks(
+    base: RunConfig,
+    settings: Mapping[str, Sequence[Any]],
+    gpus: Sequence[GpuSpec],
+    find_model: Callable[[str], ModelSpec],
+    *,
+    block_runs: int = BLOCK_RUNS,
+) -> Iterator[Block]:
+    """Every combination of `settings` on every device, one block after the other.
+
+    What excludes itself (flash attention on a device without it, full fine-tuning of quantised
+    weights) is passed over; ranks are not told apart where there is no adapter.
+
+    Args:
+        base: settings that all candidates share.
+        settings: a list of values by name of a `RunConfig` field.
+    """
+    outside = [name for name in settings if name not in ("model", *_INSIDE)]
+    for name in settings.get("model", (base.model,)):
+        model = find_model(name)
+        for values in itertools.product(*(settings[name] for name in outside)):
+            run = replace(base, model=name, **dict(zip(outside, values, strict=True)))
+            for gpu in gpus:
+                try:
+                    job = resolve(model, run, gpu)
+                except ConfigError:
+                    continue
+                yield from _split(job, settings, block_runs)
+
+
+_INSIDE = ("batch_size", "seq_len", "r", "prompt_len", "max_new_tokens")
+
+
+def _split(job: Job, settings: Mapping[str, Sequence[Any]], block_runs: int) -> Iterator[Block]:
+    """The runs of one job in blocks of at most `block_runs`, cut along the longest axis."""
+    axes = {name: tuple(settings.get(name, (getattr(job.run, name),))) for name in job.size_names}
+    if not job.has_adapters:
+        axes["r"] = axes["r"][:1]
+    pending = [axes]
+    while pending:
+        part = pending.pop()
+        size = 1
+        for values in part.values():
+            size *= len(values)
+        if size <= block_runs:
+            yield Block(job, part)
+            continue
+        longest = max(part, key=lambda name: len(part[name]))
+        half = len(part[longest]) // 2
+        pending.append(part | {longest: part[longest][half:]})
+        pending.append(part | {longest: part[longest][:half]})
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A block with its predictions, flattened.
+
+    Args:
+        possible: runs that their lower bounds do not rule out.
+        likely: runs whose predicted memory is within the limit.
+    """
+
+    block: Block
+    time_per_token_s: Array
+    memory_bytes: Array
+    possible: NDArray[np.bool_]
+    likely: NDArray[np.bool_]
+
+
+def judge_blocks(
+    space: Iterable[Block],
+    calibration_of: Callable[[GpuSpec], Calibration],
+    *,
+    limit_bytes: float | None = None,
+) -> Iterator[Judged]:
+    """Each block against its device; nothing is kept of it afterwards.
+
+    A run is ruled out only by a lower bound: of its live tensors, or of its memory.
+
+    Args:
+        limit_bytes: of device memory, beside what the device has.
+    """
+    for block in space:
+        prediction = predict_block(block.job, calibration_of(block.job.gpu), block.mesh)
+        yield _judge(block, prediction, limit_bytes)
+
+
+def _judge(block: Block, predicted: BlockPrediction, limit_bytes: float | None) -> Judged:
+    import numpy as np
+
+    run, device_bytes = block.job.run, block.job.gpu.memory_bytes
+    scale: Any = 1.0
+    if run.phase == "finetune":
+        mesh = block.mesh
+        scale = 1.0 / (mesh["batch_size"] * mesh["seq_len"] * run.gradient_accumulation_steps)
+    most = min(device_bytes, limit_bytes or device_bytes)
+    possible = np.minimum(predicted.least_bytes, predicted.low_bytes) <= most
+    likely = predicted.device_used_bytes <= most
+    return Judged(
+        block=block,
+        time_per_token_s=(predicted.time_s * scale).ravel(),
+        memory_bytes=predicted.device_used_bytes.ravel(),
+        possible=possible.ravel(),
+        likely=likely.ravel(),
+    )
+
+
+@dataclass(slots=True)
+class ParetoFront:
+    """Runs that no other beats in both time and memory, kept while blocks pass by."""
+
+    time_s: list[float] = field(default_factory=list)
+    memory_bytes: list[float] = field(default_factory=list)
+    runs: list[tuple[RunConfig, str]] = field(default_factory=list)
+
+    def add(self, judged: Judged) -> None:
+        """Take in the likely runs of a block."""
+        import numpy as np
+
+        chosen = np.flatnonzero(judged.likely)
+        chosen = chosen[pareto(judged.time_per_token_s[chosen], judged.memory_bytes[chosen])]
+        self.time_s += judged.time_per_token_s[chosen].tolist()
+        self.memory_bytes += judged.memory_bytes[chosen].tolist()
+        gpu = judged.block.job.gpu.key
+        self.runs += [(judged.block.run(position), gpu) for position in chosen.tolist()]
+        best = pareto(np.array(self.time_s), np.array(self.memory_bytes)).tolist()
+        self.time_s = [self.time_s[i] for i in best]
+        self.memory_bytes = [self.memory_bytes[i] for i in best]
+        self.runs = [self.runs[i] for i in best]
+
+
+def pareto(time_s: Array, memory_bytes: Array) -> NDArray[np.intp]:
+    """Positions that no other beats in both, fastest first; of equals the first stays."""
+    import numpy as np
+
+    order = np.lexsort((memory_bytes, time_s))
+    least = np.minimum.accumulate(memory_bytes[order])
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = memory_bytes[order][1:] < least[:-1]
+    return np.asarray(order[first])

@@ -1,0 +1,303 @@
+"""The candidates of a large plan that may still win, without a prediction for each of them.
+
+A decision weighs every two candidates against each other, which a hundred thousand do not allow. So
+some worlds are drawn in which errors are alike within a group of candidates, every group is judged
+as one block, and the few best of each world are the shortlist. What is left out stays in the plan:
+it is asked again as soon as the calibration has changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from whichlora.predict.block import predict_block
+from whichlora.predict.coefficients import Calibration
+from whichlora.predict.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
+from whichlora.predict.predict import step_features
+from whichlora.predict.resolve import Job
+from whichlora.search.correlation import METHOD_SHARE, MODEL_SHARE, VARIANT_SHARE
+from whichlora.spec.numeric import TWO_SIDED_Z
+from whichlora.spec.plan import Prefer
+from whichlora.spec.run import RunConfig
+from whichlora.timing.model import FEATURES, deciding
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+    Flags = NDArray[np.bool_]
+
+MANY = 300  # candidates from which on a plan is shortlisted
+NUM_WORLDS = 64
+BEST_OF_A_WORLD = 4
+SERVING_SHAPES = 4  # of each form that stay on the shortlist
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Candidates that differ in two settings only.
+
+    Args:
+        job: one of them, resolved.
+        axes: arrays of integer settings that broadcast against each other; in fine-tuning batch
+            sizes and their lengths are a row, ranks a column.
+        steps: fine-tuning: optimizer steps by padded length, of each batch size.
+        lora_alpha: None is twice the rank.
+    """
+
+    job: Job
+    axes: Mapping[str, NDArray[np.int64]]
+    steps: Sequence[Mapping[int, float]] = ()
+    lora_alpha: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        import numpy as np
+
+        return np.broadcast_shapes(*(values.shape for values in self.axes.values()))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def run(self, position: int) -> RunConfig:
+        """The candidate at `position` of the flattened group."""
+        import numpy as np
+
+        index = np.unravel_index(position, self.shape)
+        settings: dict[str, Any] = {
+            name: int(np.broadcast_to(values, self.shape)[index])
+            for name, values in self.axes.items()
+        }
+        if "r" in settings:
+            settings["lora_alpha"] = self.lora_alpha or 2 * settings["r"]
+        return replace(self.job.run, **settings)
+
+    def runs(self) -> list[RunConfig]:
+        return [self.run(position) for position in range(self.size)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a plan asks of a candidate; limits are infinite where there are none.
+
+    Args:
+        tier: by model, what goes before any time or memory, the least first.
+    """
+
+    inference_s: float
+    inference_bytes: float
+    total_s: float
+    finetune_bytes: float
+    tier: Mapping[str, float]
+    prefer: Prefer
+
+
+def shortlist(
+    serving: Iterable[Group],
+    training: Iterable[Group],
+    calibration: Calibration,
+    wanted: Wanted,
+    form: Callable[[RunConfig], RunConfig],
+) -> list[RunConfig]:
+    """The candidates of both stages that are worth a decision.
+
+    Of training, the best of every world, and each model's smallest and fastest, which explain what
+    is lacking where nothing meets the limits; of serving, the likeliest shapes of each form in
+    which one of these is served.
+
+    Args:
+        form: in which a candidate of either stage is served.
+    """
+    import numpy as np
+
+    worlds = _Worlds(np.random.default_rng(SEED), calibration)
+    shapes: dict[RunConfig, _Shapes] = {}
+    for group in serving:
+        shapes.setdefault(form(group.job.run), _Shapes()).add(group, worlds, wanted)
+    best = _Best()
+    extremes: dict[str, _Extremes] = {}
+    for group in training:
+        model = group.job.run.model
+        seconds, num_bytes = worlds.training(group)
+        meets = (seconds <= wanted.total_s) & (num_bytes <= wanted.finetune_bytes)
+        forms = [form(replace(group.job.run, r=int(r))) for r in group.axes["r"][:, 0]]
+        not_asked = np.ones(NUM_WORLDS, dtype=bool)
+        served = [shapes[each].served if each in shapes else not_asked for each in forms]
+        meets &= np.repeat(np.stack(served, axis=1), group.size // len(forms), axis=1)
+        quantity = num_bytes if wanted.prefer == "memory" else seconds
+        best.add(group, np.where(meets, np.log(quantity) + 1e3 * wanted.tier[model], np.inf))
+        extremes.setdefault(model, _Extremes()).add(group, seconds[0], num_bytes[0])
+    trained = [run for each in extremes.values() for run in each.runs()] + best.runs()
+    forms = list(dict.fromkeys(map(form, trained)))
+    serving_runs = [run for each in forms if each in shapes for run in shapes[each].runs()]
+    return list(dict.fromkeys([*serving_runs, *trained]))
+
+
+class _Worlds:
+    """Ways in which device and formulas may err; the first is the one without an error."""
+
+    def __init__(self, rng: np.random.Generator, calibration: Calibration) -> None:
+        import numpy as np
+
+        self._rng = rng
+        self._calibration = calibration
+        self._coefficients = self._normal(len(FEATURES))
+        self._memory, self._serving = self._normal(1), self._normal(1)
+        self._of: dict[str, Array] = {}
+        self._roots = {
+            phase: np.linalg.cholesky(np.array(model.covariance) + 1e-30 * np.eye(len(FEATURES)))
+            for phase, model in calibration.time.items()
+        }
+
+    def _normal(self, number: int) -> Array:
+        drawn = self._rng.standard_normal((NUM_WORLDS, number))
+        drawn[0] = 0.0
+        return drawn
+
+    def _shared(self, name: str) -> Array:
+        """An error that all groups of one model or method have in common."""
+        if name not in self._of:
+            self._of[name] = self._normal(1)
+        return self._of[name]
+
+    def serving(self, group: Group) -> tuple[Array, Array]:
+        """Seconds per token and bytes, shape [num_worlds, num_candidates]."""
+        import numpy as np
+
+        predicted = predict_block(group.job, self._calibration, group.axes)
+        spread = np.log(predicted.high_s / predicted.time_s).ravel() / TWO_SIDED_Z[TIME_CONFIDENCE]
+        seconds = predicted.time_s.ravel() * np.exp(self._serving * spread)
+        return seconds, self._bytes(predicted.device_used_bytes, predicted.high_bytes)
+
+    def training(self, group: Group) -> tuple[Array, Array]:
+        """Seconds of the whole training and bytes, shape [num_worlds, num_candidates]."""
+        import numpy as np
+
+        predicted = predict_block(group.job, self._calibration, group.axes)
+        model = self._calibration.time["finetune"]
+        work = _whole_training(group, self._calibration)
+        total = work @ np.array([model.mean[name] for name in FEATURES])
+        effect = work @ self._roots["finetune"] / total[:, None]
+        run = group.job.run
+        run_share = 1 - MODEL_SHARE - METHOD_SHARE - VARIANT_SHARE
+        residual = (
+            MODEL_SHARE**0.5 * self._shared(run.model)
+            + METHOD_SHARE**0.5 * self._shared(run.method)
+            + VARIANT_SHARE**0.5 * self._shared(f"{run.model} {run.method}")
+            + run_share**0.5 * self._normal(len(total))
+        )
+        error = model.interval_scale * (self._coefficients @ effect.T + model.noise * residual)
+        seconds = total * np.exp(error)
+        return seconds, self._bytes(predicted.device_used_bytes, predicted.high_bytes)
+
+    def _bytes(self, used: Array, high: Array) -> Array:
+        import numpy as np
+
+        spread = ((high - used) / TWO_SIDED_Z[MEMORY_CONFIDENCE]).ravel()
+        return np.asarray(used.ravel() + self._memory * spread)
+
+
+def _whole_training(group: Group, calibration: Calibration) -> Array:
+    """Features that decide each candidate's time, over all of its steps: [n, num_features]."""
+    import numpy as np
+
+    batches = group.axes["batch_size"][0]
+    pairs = [
+        (row, width, number)
+        for row, steps in enumerate(group.steps)
+        for width, number in steps.items()
+    ]
+    rows, widths, numbers = (np.array(column) for column in zip(*pairs, strict=True))
+    axes = {
+        "batch_size": batches[rows][None].astype(np.float64),
+        "seq_len": widths[None].astype(np.float64),
+        "r": group.axes["r"].astype(np.float64),
+    }
+    decided = deciding(calibration.time["finetune"], step_features(group.job, **axes))
+    shape = np.broadcast_shapes(*(sizes.shape for sizes in axes.values()))
+    columns = np.stack([np.broadcast_to(decided[name], shape) for name in FEATURES], axis=-1)
+    times = np.zeros((len(batches), len(pairs)))
+    times[rows, np.arange(len(pairs))] = numbers
+    return np.asarray(np.einsum("bp,rpf->rbf", times, columns).reshape(-1, len(FEATURES)))
+
+
+@dataclass(slots=True)
+class _Best:
+    """The few best candidates of every world, kept while groups pass by."""
+
+    groups: list[Group] = field(default_factory=list)
+    _cost: Array | None = None
+    _where: NDArray[np.int64] | None = None  # group and position, shape [num_worlds, kept, 2]
+
+    def add(self, group: Group, cost: Array) -> None:
+        import numpy as np
+
+        number = len(self.groups)
+        self.groups.append(group)
+        chosen = np.argsort(cost, axis=1)[:, :BEST_OF_A_WORLD]
+        where = np.stack([np.full_like(chosen, number), chosen], axis=-1)
+        cost = np.take_along_axis(cost, chosen, axis=1)
+        if self._cost is not None and self._where is not None:
+            cost = np.concatenate([self._cost, cost], axis=1)
+            where = np.concatenate([self._where, where], axis=1)
+            best = np.argsort(cost, axis=1)[:, :BEST_OF_A_WORLD]
+            cost = np.take_along_axis(cost, best, axis=1)
+            where = np.take_along_axis(where, best[..., None], axis=1)
+        self._cost, self._where = cost, where
+
+    def runs(self) -> list[RunConfig]:
+        """What some world has among its best, the most frequent first."""
+        import numpy as np
+
+        if self._cost is None or self._where is None:
+            return []
+        places_of_best = self._where[np.isfinite(self._cost)]
+        places, often = np.unique(places_of_best, axis=0, return_counts=True)
+        order = np.argsort(-often, kind="stable")
+        return [self.groups[number].run(position) for number, position in places[order].tolist()]
+
+
+@dataclass(slots=True)
+class _Extremes:
+    """The fastest and the smallest candidate of one model."""
+
+    _found: dict[str, tuple[float, Group, int]] = field(default_factory=dict)
+
+    def add(self, group: Group, seconds: Array, num_bytes: Array) -> None:
+        for name, values in (("time", seconds), ("memory", num_bytes)):
+            position = int(values.argmin())
+            value = float(values[position])
+            if name not in self._found or value < self._found[name][0]:
+                self._found[name] = (value, group, position)
+
+    def runs(self) -> list[RunConfig]:
+        return [group.run(position) for _, group, position in self._found.values()]
+
+
+@dataclass(slots=True)
+class _Shapes:
+    """The serving shapes of one form, and the worlds in which one of them meets the limits."""
+
+    served: Any = False
+    _found: list[tuple[float, float, Group, int]] = field(default_factory=list)
+
+    def add(self, group: Group, worlds: _Worlds, wanted: Wanted) -> None:
+        seconds, num_bytes = worlds.serving(group)
+        meets = (seconds <= wanted.inference_s) & (num_bytes <= wanted.inference_bytes)
+        self.served = self.served | meets.any(axis=1)
+        chance, tokens = meets.mean(axis=0).tolist(), seconds[0].tolist()
+        self._found += [
+            (-likely, cost, group, position)
+            for position, (likely, cost) in enumerate(zip(chance, tokens, strict=True))
+        ]
+        self._found.sort(key=lambda shape: shape[:2])
+        del self._found[SERVING_SHAPES:]
+
+    def runs(self) -> list[RunConfig]:
+        return [group.run(position) for _, _, group, position in self._found]

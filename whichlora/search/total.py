@@ -1,0 +1,62 @@
+"""A profile of a few batches → seconds of the whole training, with an interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import mean
+
+from whichlora.predict.judgement import TIME_CONFIDENCE
+from whichlora.search.feasibility import Quantity
+from whichlora.search.posterior import EXPECTED_RUNS, REPEATABILITY
+from whichlora.spec.numeric import TWO_SIDED_Z
+
+# What a first step takes beyond the others, or evaluations take, may differ by this. Kind: estimate
+WARM_UP_REACH = 2.0
+
+
+def profiled_total(
+    steps: Mapping[int, float],
+    predicted_s: Mapping[int, float],
+    profile: Sequence[tuple[int, float]],
+    *,
+    warm_up_s: float = 0.0,
+    evaluation_s: float = 0.0,
+    deviation: float = 0.0,
+) -> Quantity:
+    """Predicted step times over all widths, scaled to those measured, and the warm-up.
+
+    The interval knows three errors: a profile repeats to `REPEATABILITY`; its steps scatter around
+    the one factor they give; and a width that was not measured is off by as much on its own.
+
+    Args:
+        steps: optimizer steps by padded length.
+        predicted_s: seconds of one step, by padded length, those profiled among them.
+        profile: padded length and seconds of each step that was timed.
+        evaluation_s: predicted seconds of all evaluations, which a profile does not measure.
+        warm_up_s: seconds of the profile's first step, at its longest length; 0 is not recorded.
+        deviation: standard deviation of the logarithm of the work, where lengths are assumed.
+    """
+    scale = sum(step_s for _, step_s in profile) / sum(predicted_s[width] for width, _ in profile)
+    by_width = {width: count * scale * predicted_s[width] for width, count in steps.items()}
+    steady = sum(by_width.values())
+    errors = [math.log(step_s / predicted_s[width]) for width, step_s in profile]
+    around = sum((error - mean(errors)) ** 2 for error in errors)
+    freedom = EXPECTED_RUNS + len(errors) - 1
+    scatter = (EXPECTED_RUNS * REPEATABILITY**2 + around) / freedom
+    measured = {width for width, _ in profile}
+    shares = (by_width[width] / steady for width in steps if width not in measured)
+    variance = (
+        deviation**2
+        + REPEATABILITY**2
+        + scatter * (1 / len(errors) + sum(one * one for one in shares))
+    )
+    reach = math.exp(TWO_SIDED_Z[TIME_CONFIDENCE] * math.sqrt(variance))
+    more = max(0.0, warm_up_s - scale * predicted_s[max(measured)]) + evaluation_s
+    return Quantity(
+        value=steady + more,
+        low=steady / reach + more / WARM_UP_REACH,
+        high=steady * reach + more * WARM_UP_REACH,
+        measured=True,
+        confidence=TIME_CONFIDENCE,
+    )

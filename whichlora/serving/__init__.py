@@ -1,0 +1,1 @@
+"""How the fine-tuned model is served."""

@@ -1,0 +1,171 @@
+"""Which dtype every kind of tensor has in one run: the precision mode, resolved.
+
+The same job differs by gigabytes between stacks, because PEFT, autocast and the k-bit
+preparation each make copies. The modes and what each keeps alive are derived in
+`docs/memory.md`; the letters are used there and below:
+
+P  pure 16 bit: adapters in the base dtype, no autocast
+A  autocast: 16-bit base, fp32 adapters, the Trainer's `bf16=True`
+C  16-bit base, fp32 adapters, no autocast
+Q  a base prepared by `prepare_model_for_kbit_training`, under autocast
+F  everything fp32
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from whichlora.spec.architecture import Linear
+from whichlora.spec.run import (
+    AUTOCAST_PRECISIONS,
+    BNB_QUANTS,
+    FP32_PRECISIONS,
+    CacheFormat,
+    RunConfig,
+)
+from whichlora.spec.versions import Libraries
+
+BNB_BLOCK = 64  # weights that share one absmax scale; what else is stored is in `memory.weights`
+Mode = Literal["P", "A", "C", "Q", "F"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Bytes per element of every kind of tensor, and which copies are made.
+
+    Args:
+        mode: one of the letters above.
+        quant: storage of the quantisable base weights.
+        quant_group_size: weights that share a scale in GPTQ and AWQ.
+        base_bytes: weights that are not quantised inside the layers (norms, biases).
+        embedding_bytes: embeddings and head.
+        stream_bytes: the residual stream.
+        compute_bytes: matrix products and attention.
+        four_bit_bytes: products with 4-bit weights, and those weights expanded.
+        mlp_bytes: what the MLP's projections return.
+        linear_out_bytes: what a frozen base projection returns.
+        loss_bytes: a loss that does not widen its logits by itself.
+        adapter_bytes: trained adapter weights, their gradients and optimizer states.
+        adapter_product_bytes: what A and B return.
+        autocast: it copies what is trained, or what is read, to 16 bit.
+        under_autocast: the step runs in an autocast region.
+        shared_inputs: adapted projections that read one tensor keep one input between them.
+        input_bytes: the copy of the input that an adapted projection keeps.
+        dropped_bytes: one element of what adapter dropout is applied to.
+        training: dropout is on and tensors are kept for backward.
+        device_kind: "cuda", "cpu", …: CPU kernels keep other things.
+        libraries: their versions; older ones keep other things.
+        stores: the format that a layer's keys and values are quantised to in this forward, if any.
+    """
+
+    mode: Mode
+    quant: str
+    quant_group_size: int
+    base_bytes: int
+    embedding_bytes: int
+    stream_bytes: int
+    compute_bytes: int
+    four_bit_bytes: int
+    mlp_bytes: int
+    linear_out_bytes: int
+    loss_bytes: int
+    adapter_bytes: int
+    adapter_product_bytes: int
+    autocast: bool
+    under_autocast: bool
+    shared_inputs: bool
+    input_bytes: int
+    lora_dropout: float
+    dropped_bytes: int
+    training: bool
+    attn: str
+    padded: bool
+    trains_base: bool
+    device_kind: str
+    libraries: Libraries
+    stores: CacheFormat | None = None
+
+
+def has_master_weights(run: RunConfig, *, trains_base: bool) -> bool:
+    """Whether a base in fp32 is trained, or adapted, under 16-bit autocast.
+
+    Training it in fp16 needs one: the gradient scaler refuses fp16 gradients.
+    """
+    if run.phase == "inference":
+        return False
+    return run.base_dtype == "float32" or (run.precision == "fp16" and trains_base)
+
+
+def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Stack:
+    """The stack that `run`, its defaults filled in, gets from transformers, PEFT, bitsandbytes.
+
+    Source: MODES of `docs/memory.md`, read and traced on transformers 5.23, peft 0.21.2.
+    """
+    quant = run.quant or "none"
+    precision = run.precision
+    half = 4 if precision in FP32_PRECISIONS else 2
+    prepared = run.phase == "finetune" and bool(run.prepare_kbit) and quant in BNB_QUANTS
+    autocast = run.phase == "finetune" and precision in AUTOCAST_PRECISIONS
+    has_adapters = not trains_base and (run.phase == "finetune" or run.serve == "as-trained")
+    narrow = run.narrows_adapters
+
+    wide_base = has_master_weights(run, trains_base=trains_base)  # under autocast alone
+    stored = 4 if wide_base or prepared else half
+
+    mode: Mode
+    if half == 4 or (prepared and not autocast):
+        mode = "F"  # fp32 norms of a prepared base promote the whole stream
+    elif (prepared and autocast) or wide_base:
+        mode = "Q"
+    elif autocast:
+        # PEFT's 4-bit layers leave the cast to autocast, so that targets share their input; so
+        # they do where adapters are as wide as the stream.
+        mode = "P" if quant in BNB_QUANTS or trains_base or narrow else "A"
+    elif has_adapters and not narrow:
+        mode = "C"
+    else:
+        mode = "P"
+
+    # A prepared base has an fp32 stream whatever the adapters are; without autocast, a copy of it
+    # is made for each.
+    narrow_adapters = mode == "F" and narrow
+    widens_input = mode in ("A", "C", "Q", "F") and not narrow_adapters
+    # PEFT makes adapters fp32; only TRL's fused recipe casts those of 4-bit layers to bf16.
+    trl_narrows = run.loss_head == "trl-fused" and run.adapter_dtype == "auto"
+    cast_by_autocast = mode == "P" and autocast and not trains_base
+    fp32_adapters = not narrow and (widens_input or (cast_by_autocast and not trl_narrows))
+    wide = mode in ("Q", "F")
+    return Stack(
+        mode=mode,
+        quant=quant,
+        quant_group_size=run.quant_group_size,
+        base_bytes=stored,
+        embedding_bytes=half if prepared and run.versions.trl_narrows_embeddings else stored,
+        stream_bytes=4 if wide else 2,
+        compute_bytes=4 if mode == "F" else 2,
+        four_bit_bytes=half,  # bnb_4bit_compute_dtype, whatever the preparation made of the rest
+        mlp_bytes=4 if wide and not wide_base else 2,
+        linear_out_bytes=4 if wide and not wide_base else 2,
+        loss_bytes=4 if autocast or mode == "F" else half,  # autocast widens cross entropy
+        adapter_bytes=4 if fp32_adapters else 2,
+        autocast=autocast and (mode in ("A", "Q") or (mode == "P" and fp32_adapters)),
+        under_autocast=autocast,
+        adapter_product_bytes=4 if mode in ("C", "F") and fp32_adapters else 2,
+        shared_inputs=mode in ("P", "F") and not narrow_adapters,
+        input_bytes=4 if mode in ("C", "F") and not narrow_adapters else 2,
+        lora_dropout=run.lora_dropout if run.phase == "finetune" else 0.0,
+        # PEFT widens the input to the adapter's dtype before it drops; autocast narrows it after.
+        dropped_bytes=4 if widens_input else half,
+        training=run.phase == "finetune",
+        attn=run.attn,
+        padded=run.padding == "padded",
+        trains_base=trains_base,
+        device_kind=device_kind,
+        libraries=run.versions,
+    )
+
+
+def is_quantised(linear: Linear, stack: Stack) -> bool:
+    """Whether `linear` is stored in few bits: experts kept as 3-D parameters never are."""
+    return stack.quant != "none" and linear.is_module and linear.quantisable

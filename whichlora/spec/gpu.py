@@ -1,0 +1,50 @@
+"""Datasheet facts of one accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSpec:
+    """Datasheet facts of one accelerator; a CPU is a device like any other.
+
+    Args:
+        key: folder name under `calibration/`.
+        kind: "cuda", "rocm", "hpu" or "cpu".
+        memory_bytes: total that the driver reports to the framework.
+        bandwidth_bytes_per_s: peak memory bandwidth.
+        power_w: what the board may draw, memory included; None where not known.
+        peak_flops_per_s: dense peak per dtype ("bf16", "fp16", "tf32", "fp32", "int8");
+            a dtype without hardware support is absent.
+        context_bytes: memory a process takes outside the framework's allocator, None where
+            nobody measured it.
+        names: device names that NVML, `nvidia-smi` or the framework print for it.
+        sources: where each fact comes from.
+        unverified: names of the fields that no source confirms.
+        notes: what must be said of a name that does not mean it exactly.
+    """
+
+    key: str
+    name: str
+    kind: Literal["cuda", "rocm", "hpu", "cpu"]
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    peak_flops_per_s: Mapping[str, float]
+    power_w: float | None = None
+    num_multiprocessors: int | None = None
+    l2_bytes: int | None = None
+    compute_capability: str | None = None
+    context_bytes: int | None = None
+    aliases: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether rates are known; an amount of memory, "any card of 24 GB", has none."""
+        return bool(self.peak_flops_per_s)

@@ -1,0 +1,265 @@
+"""What we answer: predictions that add up, and measurements as immutable records."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from whichlora.errors import ConfigError
+from whichlora.spec.run import RunConfig
+
+SCHEMA_VERSION = 1
+MAX_REASONS = 3  # in the line that says why nothing is left
+
+T = TypeVar("T")
+
+Interval = tuple[float, float]
+Verdict = Literal["fits", "fails", "undecided"]
+Outcome = Literal["ok", "oom", "crashed", "killed", "timeout", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPrediction:
+    """Peak memory of one run on one device, in bytes.
+
+    `breakdown` adds up to `device_used_bytes`; its parts `allocator` (idle cache and rounding)
+    and `context` are what lies between the live tensors and the card.
+
+    Args:
+        moment: which moment of the run is the peak ("loss", "layer_backward", "decode", …).
+        interval_bytes: bounds of `device_used_bytes` at the stated `confidence`.
+        allocated_interval_bytes, reserved_interval_bytes: of the two peaks, likewise.
+    """
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    device_used_bytes: int
+    interval_bytes: tuple[int, int]
+    allocated_interval_bytes: tuple[int, int]
+    reserved_interval_bytes: tuple[int, int]
+    breakdown: Mapping[str, int]
+    moment: str
+    confidence: float = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedPeak:
+    """What a trace of the real code says (`--engine trace`), before anything the card adds.
+
+    Args:
+        parts: live bytes at the peak: "weights", "adapters", "optimizer_states", "traced".
+        note: which layers were traced, and why all of them if they were.
+    """
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    moment: str
+    parts: Mapping[str, int]
+    num_params: int
+    num_trainable_params: int
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePrediction:
+    """Time of one optimizer step, or of one generation, in seconds; NaN where it is not known.
+
+    Args:
+        step_s: one optimizer step (fine-tuning), all accumulation micro-steps included.
+        tokens_per_s: fine-tuning: trained tokens, padding included; inference: generated
+            tokens of all sequences, or what an encoder reads.
+        prefill_s, decode_s_per_token: one prompt pass, one decoding step of the whole batch; an
+            encoder has no decoding.
+        time_per_token_s: as in the original report: fine-tuning, step time over tokens;
+            inference, whole generation over the same tokens.
+        interval_s: bounds of `step_s`, or of `time_per_token_s` for inference.
+        breakdown: seconds by feature; adds up to the point estimate (`step_s`, or the time of
+            the whole generation).
+    """
+
+    step_s: float | None
+    tokens_per_s: float
+    prefill_s: float | None
+    decode_s_per_token: float | None
+    time_per_token_s: float
+    interval_s: Interval
+    breakdown: Mapping[str, float]
+    confidence: float = 0.9
+
+    @property
+    def is_known(self) -> bool:
+        return not math.isnan(self.time_per_token_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One candidate judged on one device.
+
+    Args:
+        fits: the upper bound of the need is within what the device can give.
+        verdict: "fits", "fails" or "undecided" (the interval contains the limit).
+        basis: which formulas and which calibration stand behind the numbers.
+    """
+
+    run: RunConfig
+    gpu: str
+    num_params: int
+    num_trainable_params: int
+    memory: MemoryPrediction
+    time: TimePrediction
+    usable_bytes: int
+    fits: bool
+    verdict: Verdict
+    basis: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_generation(self) -> int:
+        """What the time per token of an inference is over; an encoder generates none, it reads."""
+        reads = self.time.decode_s_per_token is None
+        return self.run.batch_size * (self.run.prompt_len if reads else self.run.max_new_tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON shape of `whichlora estimate --json`: a contract, extended but never broken."""
+        return {
+            "model": self.run.model,
+            "config": self.run.to_dict() | {"gpu": self.gpu},
+            "num_params": self.num_params,
+            "num_trainable_params": self.num_trainable_params,
+            "memory": dataclasses.asdict(self.memory),
+            "time": known_values(dataclasses.asdict(self.time)),
+            "usable_bytes": self.usable_bytes,
+            "fits": self.fits,
+            "verdict": self.verdict,
+            "basis": self.basis,
+            "notes": list(self.notes),
+        }
+
+
+def known_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with null for what is not known, which JSON has no number for."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(clean, value))
+        return None if isinstance(value, float) and math.isnan(value) else value
+
+    return {name: clean(value) for name, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """One combination of a grid that nothing can be predicted of.
+
+    Args:
+        gpu: the accelerator's key; empty where it was not asked.
+        settings: those that were asked for, by name of a `RunConfig` field.
+    """
+
+    model: str
+    settings: Mapping[str, Any]
+    reason: str
+    gpu: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON shape."""
+        return {
+            "model": self.model,
+            "gpu": self.gpu or None,
+            "settings": dict(self.settings),
+            "reason": self.reason,
+        }
+
+
+class Answers(list[T]):
+    """What a grid was answered with, and the combinations of it that were refused."""
+
+    def __init__(self, answered: Iterable[T] = (), refused: Iterable[Refused] = ()) -> None:
+        super().__init__(answered)
+        self.refused = tuple(refused)
+        if self.refused and not self:
+            raise ConfigError(_nothing_left(self.refused))
+
+
+def _nothing_left(refused: Sequence[Refused]) -> str:
+    """Why all of `refused` were; of a lone reason the reason alone."""
+    reasons = list(dict.fromkeys(each.reason for each in refused))
+    if len(reasons) == 1:
+        return reasons[0]
+    more = f"; and {len(reasons) - MAX_REASONS} more reasons" if len(reasons) > MAX_REASONS else ""
+    return (
+        f"nothing is left of {len(refused)} combinations: {'; '.join(reasons[:MAX_REASONS])}{more}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One profiled candidate: an immutable record with its provenance.
+
+    Args:
+        id: unique name of the record; merging databases is a union over it.
+        gpu: device key; `environment` holds the raw device name.
+        config: `RunConfig.to_dict()` of what ran.
+        model_config: the Hugging Face config of a model that models_db does not hold.
+        outcome: "ok", or how it ended: out of memory, a crash, a kill, a time-out, an error of
+            the libraries. All are results.
+        detail: one line of the error, empty when ok.
+        step_s: seconds of each measured optimizer step, warm-up left out (fine-tuning); fewer
+            than were asked for where the first ones settled what the run was for.
+        warm_up_s: seconds of the first step, at the longest length; 0 where not recorded.
+        batch_seq_len: padded length of the batches of each of these steps.
+        generate_s: seconds of each measured generation (inference), with `prefill_s` and
+            `decode_s_per_token` of the same generations.
+        peak_allocated_bytes: peak of the framework's allocator, live tensors only.
+        peak_reserved_bytes, device_used_bytes: None where the device has no such counter.
+        moment_peak_bytes: peak allocated within each moment of the ledger, over all steps; empty
+            where the device's allocator has no counters.
+        largest_blocks_bytes: the largest blocks that the allocator handed out, where its history
+            was asked for.
+        device_s: seconds of device time that the measurement cost, building included.
+        environment: device name, driver, library versions, host facts.
+        provenance: who measured (free text), command, commit, run id.
+    """
+
+    id: str
+    gpu: str
+    date: str
+    config: Mapping[str, Any]
+    outcome: Outcome
+    model_config: Mapping[str, Any] | None = None
+    detail: str = ""
+    step_s: tuple[float, ...] = ()
+    batch_seq_len: tuple[int, ...] = ()
+    generate_s: tuple[float, ...] = ()
+    prefill_s: tuple[float, ...] = ()
+    decode_s_per_token: tuple[float, ...] = ()
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    device_used_bytes: int | None = None
+    moment_peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    largest_blocks_bytes: tuple[int, ...] = ()
+    device_s: float = 0.0
+    warm_up_s: float = 0.0
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def run(self) -> RunConfig:
+        return RunConfig.from_dict(self.config)
+
+    @property
+    def closest_peak_bytes(self) -> int | None:
+        """The peak of the counter closest to the card, of those that the device has."""
+        peaks = (self.device_used_bytes, self.peak_reserved_bytes, self.peak_allocated_bytes)
+        return next((peak for peak in peaks if peak is not None), None)
+
+    @property
+    def step_lengths(self) -> tuple[int, ...]:
+        """Padded length of the batches of each step; a record without them had its run's own."""
+        return self.batch_seq_len or (self.run.seq_len,) * len(self.step_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema_version": SCHEMA_VERSION} | dataclasses.asdict(self)

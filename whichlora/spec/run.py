@@ -1,0 +1,335 @@
+"""What a user asks for: one run with all of its settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+from whichlora.errors import ConfigError
+from whichlora.spec.versions import Libraries
+from whichlora.text import require_printable
+
+Phase = Literal["finetune", "inference"]
+Precision = Literal["bf16", "bf16-pure", "bf16-no-autocast", "fp16", "tf32", "fp32"]
+Optimizer = Literal[
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "adafactor",
+    "sgd",
+    "lion",
+]
+AttentionKernel = Literal["sdpa", "eager", "flash_attention_2"]
+Padding = Literal["none", "padded"]
+LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "raw"]
+Quant = Literal["none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4"]
+Bias = Literal["none", "all", "lora_only"]
+BaseDtype = Literal["auto", "float32"]
+AdapterDtype = Literal["auto", "float32", "bfloat16"]
+Engine = Literal["ledger", "trace"]
+Serve = Literal["as-trained", "merged"]
+KvCache = Literal["dynamic", "static", "quantized", "paged", "vllm"]
+CacheBackend = Literal["quanto", "hqq", "fp8"]
+
+AUTOCAST_PRECISIONS: frozenset[str] = frozenset({"bf16", "fp16"})
+FP32_PRECISIONS: frozenset[str] = frozenset({"tf32", "fp32"})  # of the tensors, not the products
+FOUR_BIT_BNB: frozenset[str] = frozenset({"nf4", "nf4-dq", "fp4"})
+BNB_QUANTS: frozenset[str] = FOUR_BIT_BNB | {"int8"}
+CACHE_NBITS = (4, 2)  # what quanto and HQQ both have
+CACHE_GROUP_STEP = 8  # whole bytes of codes, whatever they are packed along
+# The bounds of settings, in whatever they are read from: far beyond any run, and small enough that
+# what is computed from them stays finite.
+MOST_COUNT = 10**9
+MOST_RATIO = 10**12
+ALL_LINEAR = "all-linear"
+ATTENTION = "attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFormat:
+    """How transformers' `QuantizedCache` stores keys and values.
+
+    Args:
+        backend: whose quantiser: optimum-quanto's or HQQ's, or 8-bit floats of torch itself.
+        nbits: of one element.
+        group_size: elements that share a scale and a zero; None: one scale for a whole tensor.
+        residual_length: new tokens that gather in full width before all are quantised anew; 0:
+            each is quantised as it comes.
+    """
+
+    backend: CacheBackend
+    nbits: int
+    group_size: int | None
+    residual_length: int
+
+
+def _choice(setting: str, value: str, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ConfigError(f"{setting}: {value!r} is not known; accepted are {', '.join(accepted)}")
+
+
+def _switch(setting: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{setting}: {value!r} is neither true nor false; give one of them")
+
+
+def _at_least(setting: str, value: int, minimum: int, hint: str = "") -> None:
+    # bool is an int in Python; "batch_size: true" is a typing mistake, not a batch of one.
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{setting}: {value!r} is not a whole number; give {minimum} or more")
+    if value < minimum:
+        raise ConfigError(f"{setting}: must be {minimum} or more, got {value}{hint}")
+    if value > MOST_COUNT:
+        raise ConfigError(f"{setting}: must be {MOST_COUNT} or less, got {str(value)[:20]}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One candidate: a model, a phase and every setting that memory or time depends on.
+
+    Args:
+        method: a name registered in `whichlora.methods`; inference reads it, and the settings of
+            its adapter, where the model is served as trained.
+        batch_size: sequences per device per micro-step.
+        seq_len: tokens per sequence in fine-tuning, padding included.
+        target_modules: leaf names of the adapted layers, or ("all-linear",) or ("attention",).
+        modules_to_save: leaf names of modules that PEFT copies and trains as a whole beside the
+            adapters: the token embedding, the output head.
+        quant: how the base weights are stored; None until `methods.with_defaults` asks the method.
+        gradient_checkpointing: None until `resolution.resolve` asks the model: on where it has it.
+        prepare_kbit: whether `prepare_model_for_kbit_training` runs; None until then, too.
+        prompt_len, max_new_tokens: inference only.
+        serve: inference: the base as the method stores it with its adapter unmerged
+            ("as-trained"), or one set of weights stored as `quant` says ("merged"); None until
+            `methods.with_defaults` asks the method.
+        cache_backend, cache_nbits, cache_group_size, cache_residual_length: of kv_cache
+            quantized; `backend`, `nbits`, `q_group_size` and `residual_length` in the
+            `cache_config` of transformers.
+        base_dtype: of the weights that are not quantised; auto: what the precision implies;
+            float32: fp32 master weights under bf16 or fp16 autocast.
+        adapter_dtype: of the trained adapters; auto: fp32 as PEFT makes them, but for bf16-pure.
+        bias: which biases of the base PEFT trains beside the adapters.
+        use_rslora: scale adapters by the root of the rank; the bytes and the time are LoRA's.
+        loraplus_lr_ratio: learning rate of B over that of A (LoRA+); so are they.
+        quant_group_size: weights that share a scale in a GPTQ or AWQ checkpoint.
+        expandable_segments: setting of PyTorch's CUDA allocator.
+        use_reentrant: kind of checkpointing; None: what this version of transformers does.
+        libraries: (library, version) pairs where they are not the current ones.
+    """
+
+    model: str
+    phase: Phase = "finetune"
+    method: str = "lora"
+    batch_size: int = 1
+    seq_len: int = 2048
+    r: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] = (ALL_LINEAR,)
+    precision: Precision = "bf16"
+    optimizer: Optimizer = "adamw_torch_fused"
+    gradient_checkpointing: bool | None = True
+    gradient_accumulation_steps: int = 1
+    attn: AttentionKernel = "sdpa"
+    padding: Padding = "none"
+    loss_head: LossHead = "hf"
+    quant: Quant | None = None
+    prepare_kbit: bool | None = None
+    prompt_len: int = 512
+    max_new_tokens: int = 128
+    serve: Serve | None = None
+    kv_cache: KvCache = "dynamic"
+    cache_backend: CacheBackend = "quanto"
+    cache_nbits: int = 4
+    cache_group_size: int = 64
+    cache_residual_length: int = 128
+    use_reentrant: bool | None = None
+    libraries: tuple[tuple[str, str], ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    base_dtype: BaseDtype = "auto"
+    adapter_dtype: AdapterDtype = "auto"
+    bias: Bias = "none"
+    use_rslora: bool = False
+    loraplus_lr_ratio: float = 1.0
+    quant_group_size: int = 128
+    expandable_segments: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        _choice("phase", self.phase, get_args(Phase))
+        _choice("precision", self.precision, get_args(Precision))
+        _choice("optimizer", self.optimizer, get_args(Optimizer))
+        _choice("attn", self.attn, get_args(AttentionKernel))
+        _choice("padding", self.padding, get_args(Padding))
+        _choice("loss_head", self.loss_head, get_args(LossHead))
+        _choice("kv_cache", self.kv_cache, get_args(KvCache))
+        if self.serve is not None:
+            _choice("serve", self.serve, get_args(Serve))
+        _choice("cache_backend", self.cache_backend, get_args(CacheBackend))
+        self._check_cache()
+        if self.quant is not None:
+            _choice("quant", self.quant, get_args(Quant))
+        _choice("bias", self.bias, get_args(Bias))
+        _choice("base_dtype", self.base_dtype, get_args(BaseDtype))
+        if self.base_dtype == "float32" and self.precision not in AUTOCAST_PRECISIONS:
+            raise ConfigError(
+                f"base_dtype: float32 weights are for training under autocast, got precision "
+                f"{self.precision}; use precision bf16 or fp16, or base_dtype auto"
+            )
+        if self.base_dtype == "float32" and (self.quant or "none") != "none":
+            raise ConfigError(
+                f"base_dtype: weights stored in {self.quant} are not float32; use quant none, or "
+                "base_dtype auto"
+            )
+        _choice("adapter_dtype", self.adapter_dtype, get_args(AdapterDtype))
+        if self.adapter_dtype == "bfloat16" and not self.precision.startswith("bf16"):
+            raise ConfigError(
+                f"adapter_dtype: bfloat16 adapters need a bf16 precision, got {self.precision}; "
+                "use precision bf16 or adapter_dtype float32"
+            )
+        if self.adapter_dtype == "bfloat16" and self.base_dtype == "float32":
+            raise ConfigError(
+                "adapter_dtype: PEFT makes adapters as wide as a float32 base, got bfloat16; use "
+                "adapter_dtype auto, or base_dtype auto"
+            )
+        _at_least("batch_size", self.batch_size, 1)
+        _at_least("seq_len", self.seq_len, 1)
+        _at_least("r", self.r, 1, "; common values are 8, 16 and 64")
+        _at_least("lora_alpha", self.lora_alpha, 1)
+        _at_least("prompt_len", self.prompt_len, 1)
+        _at_least("max_new_tokens", self.max_new_tokens, 1)
+        _at_least(
+            "quant_group_size", self.quant_group_size, 1, "; common values are 32, 64 and 128"
+        )
+        _at_least("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
+        if not 0.0 <= self.lora_dropout < 1.0:
+            raise ConfigError(
+                f"lora_dropout: must be at least 0 and below 1, got {self.lora_dropout}"
+            )
+        if not 0.0 < self.loraplus_lr_ratio <= MOST_RATIO:
+            raise ConfigError(
+                f"loraplus_lr_ratio: must be above 0 and at most {MOST_RATIO}, got "
+                f"{self.loraplus_lr_ratio}; 16 is usual"
+            )
+        if not self.target_modules:
+            raise ConfigError(
+                "target_modules: is empty; name at least one layer, such as q_proj, or all-linear"
+            )
+        if self.libraries:
+            Libraries.of(self.libraries)
+
+    def _check_names(self) -> None:
+        """Names and switches, which come from files of others, too."""
+        if self.model != "":  # the defaults of all settings are those of a run without one
+            require_printable("model", self.model)
+        require_printable("method", self.method)
+        for name in ("target_modules", "modules_to_save"):
+            for module in getattr(self, name):
+                require_printable(name, module)
+        for name in ("use_rslora", "expandable_segments"):
+            _switch(name, getattr(self, name))
+        for name in ("gradient_checkpointing", "prepare_kbit", "use_reentrant"):
+            if getattr(self, name) is not None:
+                _switch(name, getattr(self, name))
+
+    def _check_cache(self) -> None:
+        if self.cache_nbits not in CACHE_NBITS:
+            raise ConfigError(
+                f"cache_nbits: {self.cache_nbits!r} is not accepted; give "
+                f"{' or '.join(map(str, CACHE_NBITS))}"
+            )
+        _at_least("cache_group_size", self.cache_group_size, CACHE_GROUP_STEP)
+        if self.cache_group_size % CACHE_GROUP_STEP:
+            raise ConfigError(
+                f"cache_group_size: {self.cache_group_size} can't be packed; give a multiple of "
+                f"{CACHE_GROUP_STEP}, such as 64"
+            )
+        _at_least("cache_residual_length", self.cache_residual_length, 1)
+        grouped = ("cache_nbits", "cache_group_size", "cache_residual_length")
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        changed = [name for name in grouped if getattr(self, name) != defaults[name]]
+        if self.cache_backend == "fp8" and changed:
+            raise ConfigError(
+                f"{changed[0]}: is not of cache_backend fp8, which has 8 bits and one scale per "
+                "tensor; leave it out, or use quanto or hqq"
+            )
+
+    @property
+    def cache_format(self) -> CacheFormat | None:
+        """How the key-value cache is quantised, if it is."""
+        if self.kv_cache != "quantized":
+            return None
+        if self.cache_backend == "fp8":
+            return CacheFormat(backend="fp8", nbits=8, group_size=None, residual_length=0)
+        return CacheFormat(
+            backend=self.cache_backend,
+            nbits=self.cache_nbits,
+            group_size=self.cache_group_size,
+            residual_length=self.cache_residual_length,
+        )
+
+    @property
+    def versions(self) -> Libraries:
+        """Every library's version, the current one where the run names none."""
+        return Libraries.of(self.libraries)
+
+    @property
+    def trainer_optim(self) -> str:
+        """The optimizer as `transformers.TrainingArguments` names it."""
+        return {"lion": "lion_32bit"}.get(self.optimizer, self.optimizer)
+
+    @property
+    def narrows_adapters(self) -> bool:
+        """Whether adapters have the base's 16 bits: PEFT's `autocast_adapter_dtype=False`."""
+        if self.adapter_dtype == "auto":
+            return self.precision == "bf16-pure"
+        return self.adapter_dtype == "bfloat16"
+
+    def chosen(self) -> dict[str, Any]:
+        """The settings that are not at their defaults, as JSON types: what names a record.
+
+        A default is what a record without the setting means, so that one that is added names no
+        record anew.
+        """
+        defaults = self.from_dict({"model": ""}).to_dict()
+        chosen = self.to_dict().items()
+        return {name: value for name, value in chosen if value not in (None, defaults[name])}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting as JSON types, in declaration order."""
+        values = dataclasses.asdict(self)
+        values["target_modules"] = list(self.target_modules)
+        values["modules_to_save"] = list(self.modules_to_save)
+        values["libraries"] = dict(self.libraries)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`; settings that older records lack take their defaults.
+
+        Raises:
+            ConfigError: an unknown setting, or a value that is not accepted.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(
+                f"{unknown[0]}: is not a setting; known are {', '.join(sorted(known))}"
+            )
+        fields = dict(values)
+        fields.setdefault("serve", "merged")  # older records know no other form
+        for name in ("target_modules", "modules_to_save"):
+            if name in fields:
+                if not isinstance(fields[name], list | tuple):
+                    raise ConfigError(f"{name}: {fields[name]!r} is not a list of names")
+                fields[name] = tuple(fields[name])
+        if "libraries" in fields:
+            if not isinstance(fields["libraries"], Mapping):
+                raise ConfigError(
+                    f"libraries: {fields['libraries']!r} is not an object of versions"
+                )
+            fields["libraries"] = tuple(sorted(fields["libraries"].items()))
+        return cls(**fields)

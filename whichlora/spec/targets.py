@@ -1,0 +1,94 @@
+"""Which matrices of a model get an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from whichlora.errors import ConfigError
+from whichlora.spec.architecture import Layer, Linear, ModelSpec
+from whichlora.spec.run import ALL_LINEAR, ATTENTION
+
+
+def all_linears(model: ModelSpec) -> Iterator[Linear]:
+    """The matrices of each distinct layer."""
+    return (linear for layer, _ in model.layers() for linear in layer.linears)
+
+
+def resolve_targets(
+    model: ModelSpec, target_modules: tuple[str, ...], *, modules_only: bool = False
+) -> tuple[str, ...]:
+    """Leaf names that `target_modules` means for `model`, sorted.
+
+    "all-linear" is every matrix that PEFT adapts, the output head left out; "attention" is the
+    projections of the attention blocks.
+
+    Args:
+        modules_only: bare parameters, such as those of experts, can get no adapter.
+
+    Raises:
+        ConfigError: a name that no layer of the model has, or nothing to adapt.
+    """
+    adaptable = [one for one in (*all_linears(model), *model.outer_linears) if one.rank_multiple]
+    bare = {one.name for one in adaptable if modules_only and not one.is_module}
+    candidates = {one.name for one in adaptable} - bare
+    if not candidates:
+        raise ConfigError(
+            f"target_modules: {model.name} has no linear layer that can be adapted; use method full"
+        )
+    names: set[str] = set()
+    for target in target_modules:
+        if target == ALL_LINEAR:
+            names |= candidates
+        elif target == ATTENTION:
+            names |= {
+                linear.name
+                for layer, _ in model.layers()
+                for attention in layer.attentions
+                for linear in attention.linears
+                if linear.rank_multiple
+            }
+        elif target in candidates:
+            names.add(target)
+        else:
+            raise ConfigError(
+                f"target_modules: {target!r} is no linear layer of {model.name}; accepted are "
+                f"{', '.join(sorted(candidates))}, all-linear and attention"
+            )
+    return tuple(sorted(names))
+
+
+def check_saved_modules(model: ModelSpec, modules_to_save: tuple[str, ...]) -> None:
+    """Whether `model` has every module that is to be trained as a whole.
+
+    Raises:
+        ConfigError: a name that is neither the token embedding nor the head.
+    """
+    accepted = [model.embeddings[0].name] + ([model.head.name] if model.head is not None else [])
+    for name in modules_to_save:
+        if name not in accepted:
+            raise ConfigError(
+                f"modules_to_save: {name!r} is neither the token embedding nor the head of "
+                f"{model.name}; accepted are {', '.join(accepted)}"
+            )
+
+
+def adapted(layer: Layer, targets: tuple[str, ...]) -> tuple[Linear, ...]:
+    """The matrices of `layer` that get an adapter."""
+    return tuple(
+        linear for linear in layer.linears if linear.rank_multiple and linear.name in targets
+    )
+
+
+def adapted_linears(model: ModelSpec, targets: tuple[str, ...]) -> tuple[tuple[Linear, int], ...]:
+    """Every matrix of `model` that gets an adapter, and the number of layers that have it."""
+    in_layers = [
+        (linear, 1 if group.shared else group.count)
+        for group in model.groups
+        for linear in adapted(group.layer, targets)
+    ]
+    around = [
+        (linear, 1)
+        for linear in model.outer_linears
+        if linear.rank_multiple and linear.name in targets
+    ]
+    return (*in_layers, *around)

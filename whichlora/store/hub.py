@@ -1,0 +1,129 @@
+"""A model's name to its architecture: the database, a local folder, then the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from whichlora import families
+from whichlora.errors import ConfigError
+from whichlora.spec.architecture import ModelSpec
+from whichlora.store.jsonfiles import read_object
+from whichlora.store.models import find_model, near_matches, refuse_copy, resolve_name
+from whichlora.store.online import why_offline
+
+_FILE = "config.json"
+_PAGE = "https://huggingface.co/"
+
+
+def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = False) -> ModelSpec:
+    """The architecture of the model called `name`; only its `config.json` is ever read.
+
+    Args:
+        name: a hub id, the path of a folder or of a `config.json`, or a name as people write it,
+            such as "llama 3.1 8b"; a note says what that was taken as.
+        offline: ask the hub's cache on this host, never the network; `HF_HUB_OFFLINE` does too.
+        trust_remote_code: accepted so that a call reads like one to transformers. Code from
+            the hub is never run: a config either describes a known family or is refused.
+
+    Raises:
+        ConfigError: no such model, or an architecture we can't describe.
+        DataFileError: a config that is no JSON object.
+    """
+    if not name.strip():
+        raise ConfigError("model: is empty; give a hub id, or the path of a config.json")
+    name, note = resolve_name(name)
+    known = find_model(name)
+    if known is None:
+        return families.build(load_config(name, offline=offline), name=name)
+    return replace(known, notes=(note, *known.notes)) if note else known
+
+
+def load_config(name: str, *, offline: bool = False) -> dict[str, Any]:
+    """The `config.json` of a model that the database lacks, of a known family or not.
+
+    Raises:
+        ConfigError: no such model, or its class is not part of transformers.
+        DataFileError: a config that is no JSON object.
+    """
+    config = _local_config(name)
+    if config is None:
+        config = _hub_config(name, offline=offline)
+    if config.get("auto_map") and config.get("model_type") not in families.known_types():
+        raise ConfigError(
+            f"{name}: model_type {config.get('model_type')!r} needs code from its repository, "
+            "which whichlora never runs; use a model whose class is part of transformers"
+        )
+    return config
+
+
+def _local_config(name: str) -> dict[str, Any] | None:
+    """The config at the path `name`, None where there is nothing.
+
+    Raises:
+        ConfigError: a folder without a `config.json`.
+        DataFileError: the file is no JSON object.
+    """
+    path = Path(os.path.expanduser(name))
+    if os.path.isfile(path):  # os.path: what no file system can hold is not there
+        return read_object(path)
+    if not os.path.isdir(path):
+        return None
+    if (path / "config.json").is_file():
+        return read_object(path / "config.json")
+    if (path / "adapter_config.json").is_file():
+        base = read_object(path / "adapter_config.json").get("base_model_name_or_path")
+        raise ConfigError(f"{name}: is an adapter, not a model; give its base model, {base!r}")
+    raise ConfigError(f"{name}: has no config.json; give the folder that save_pretrained wrote")
+
+
+def _hub_config(name: str, *, offline: bool) -> dict[str, Any]:
+    """`config.json` of a repository, from the hub's cache or the hub.
+
+    Raises:
+        ConfigError: not there, not allowed, or not reachable.
+        DataFileError: what the hub sent is no JSON object.
+    """
+    if name.startswith(_PAGE):
+        raise ConfigError(f"{name}: is a page; give the hub id, {name.removeprefix(_PAGE)!r}")
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"{name}: no such file or folder; check the path")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    away = "the hub is switched off" if offline else why_offline()
+    try:
+        path = hf_hub_download(name, _FILE, local_files_only=away is not None)
+    except GatedRepoError:  # before RepositoryNotFoundError, which it inherits
+        raise ConfigError(
+            f"{name}: is gated; accept its terms on the hub and log in with `hf auth login`, "
+            "or give a local config.json"
+        ) from None
+    except LocalEntryNotFoundError:  # before EntryNotFoundError, which it inherits
+        raise _unknown(name, f"and {away}") from None
+    except EntryNotFoundError:
+        raise ConfigError(
+            f"{name}: has no config.json on the hub (an adapter, a GGUF or a data set?); "
+            "give its base model"
+        ) from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise _unknown(name, "nor a public repository on the hub") from None
+    return read_object(Path(path))
+
+
+def _unknown(name: str, reason: str) -> ConfigError:
+    if refusal := refuse_copy(name):
+        return ConfigError(refusal)
+    near = near_matches(name)
+    hint = f"did you mean {', '.join(near)}? Or give" if near else "give a full hub id, or"
+    return ConfigError(
+        f"model: {name!r} is not in the database {reason}; {hint} the path of a config.json"
+    )

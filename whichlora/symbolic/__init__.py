@@ -1,0 +1,1 @@
+"""The code of one layer, written on a small symbolic autograd that counts what stays alive."""

@@ -1,0 +1,540 @@
+"""An attention on a tape: projections, positions, the kernel that runs, the output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from whichlora.spec.architecture import Attention, EagerScores, Projection
+from whichlora.symbolic.autograd import (
+    NOTHING,
+    Tensor,
+    constant,
+    per_pair,
+    per_span_squared,
+    per_token,
+    plus,
+    scaled,
+)
+from whichlora.symbolic.cache import store
+from whichlora.symbolic.deberta import attend_disentangled
+from whichlora.symbolic.delta_net import mix_recurrently
+from whichlora.symbolic.gemma4 import one_after_the_other
+from whichlora.symbolic.kernels import attention_kernel, fused_qkv, has_mask_per_head
+from whichlora.symbolic.mla import latent_projections
+from whichlora.symbolic.operators import Code
+
+
+def rotate(
+    code: Code, x: Tensor, attention: Attention, what: str, named: list[Tensor] | None = None
+) -> Tensor:
+    """Rotary positions, of the leading part of each head.
+
+    Args:
+        named: gets what has a name of its own until attention returns.
+
+    Source: `apply_rotary_pos_emb`; with names, `StableLmAttention.forward`.
+    """
+    tape = code.tape
+    if attention.wide_rotation and x.size < 4:
+        wide = code.cast(x, 4)
+        result = rotate(code, wide, attention, what, named)
+        tape.hold(wide)
+        return result
+    heads = x.elements.per_token // attention.head_dim
+    rotated = per_token(heads * attention.rotary_dim)
+    rest = per_token(heads * (attention.head_dim - attention.rotary_dim))
+    given = x
+    passed = None
+    if any(rest):
+        x, passed = tape.parts(x, (rotated, rest))
+    table = tape.weight(per_token(attention.rotary_dim), 4 if attention.wide_tables else x.size)
+    one = code.multiply_rows(x, table)
+    # two halves: the gradient of each is laid out over the whole before they are added
+    half = scaled(x.elements, x.size // 2)
+    turned = tape.op([x], x.elements, x.size, inner=half, inner_backward=scaled(x.elements, x.size))
+    two = code.multiply_rows(turned, table)
+    result = code.add(one, two, f"{what}, rotated")
+    if named is not None and attention.names_parts and passed is not None:
+        named += [given, result]
+    if attention.joins_rotation or passed is not None:
+        parts = [result] if passed is None else [result, passed]
+        result = tape.op(
+            parts,
+            given.elements,
+            result.size,
+            passes=passed is None,
+            joined=attention.joins_rotation,
+            what=f"{what}, rotated",
+        )
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projected:
+    """Queries, keys and values as a projection returns them.
+
+    Args:
+        attention: with the heads that keys and values have now.
+        named: what has a name until the attention returns.
+        gate: on the attention's output.
+        is_turned: norms and positions are in them already.
+    """
+
+    attention: Attention
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    named: tuple[Tensor, ...] = ()
+    gate: Tensor | None = None
+    is_turned: bool = False
+
+
+def _project_plain(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    """Source: transformers 5.23 `LlamaAttention.forward`; fused, `GPTNeoXAttention.forward`."""
+    if fused_qkv(attention) is not None:
+        _, (q, k, v) = _split_projection(code, attention, x)
+        return Projected(attention=attention, q=q, k=k, v=v)
+    q_linear, k_linear, v_linear, _ = attention.linears
+    q, k, v = code.linear(q_linear, x), code.linear(k_linear, read), code.linear(v_linear, read)
+    return _by_heads(code, attention, q, k, v)
+
+
+def _by_heads(
+    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None
+) -> Projected:
+    # the gradient comes back as [batch, heads, seq, head_dim]
+    q, k = code.tape.view(q, copies_gradient=True), code.tape.view(k, copies_gradient=True)
+    return Projected(attention=attention, q=q, k=k, v=v, gate=gate)
+
+
+def _project_scaled(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    """Source: transformers 5.23 `EsmSelfAttention.forward`."""
+    q_linear, k_linear, v_linear, _ = attention.linears
+    q, k, v = code.linear(q_linear, x), code.linear(k_linear, read), code.linear(v_linear, read)
+    return _by_heads(code, attention, code.scale(q), k, v)
+
+
+def _project_gated(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    """Source: transformers 5.23 `Qwen3NextAttention.forward`."""
+    q_linear, k_linear, v_linear, _ = attention.linears
+    both = code.linear(q_linear, x)
+    half = per_token(attention.q_width)  # per head a query and a gate, side by side
+    (q,), (gate,) = code.tape.parts(both, (half,)), code.tape.parts(both, (half,))
+    gate = code.copy(gate)
+    k, v = code.linear(k_linear, read), code.linear(v_linear, read)
+    return _by_heads(code, attention, q, k, v, gate)
+
+
+def _split_projection(
+    code: Code, attention: Attention, x: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """What a fused projection returns, and queries, keys and values as views of it."""
+    linear = fused_qkv(attention)
+    assert linear is not None
+    joint = code.linear(linear, x)
+    widths = (attention.q_width, attention.k_width, attention.v_width)
+    q, k, v = code.tape.parts(joint, tuple(per_token(width) for width in widths))
+    return joint, (q, k, v)
+
+
+def _project_copied(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    """Source: transformers 5.23 `FalconAttention._split_heads`, `CodeGenAttention.forward`."""
+    joint, parts = _split_projection(code, attention, x)
+    q, k, v = (code.copy(part) for part in parts)
+    k, v = _repeated(code, attention, k, v)
+    every = replace(attention, num_key_value_heads=attention.num_attention_heads)
+    return Projected(attention=every, q=q, k=k, v=v, named=(joint,))
+
+
+def _project_copied_keys(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    """Source: transformers 5.23 `FalconAttention._split_heads` with `multi_query`."""
+    _, (q, k, v) = _split_projection(code, attention, x)
+    return Projected(attention=attention, q=q, k=code.copy(k), v=code.copy(v))
+
+
+def _project_latent(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    named: list[Tensor] = []
+    q, k, v = latent_projections(code, attention, x, named)
+    return Projected(attention=attention, q=q, k=k, v=v, named=tuple(named), is_turned=True)
+
+
+def _project_one_by_one(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    copies = attention_kernel(attention, code.stack) != "fused"
+    q, k, v = one_after_the_other(code, attention, x, rotate, copies_gradient=copies)
+    return Projected(attention=attention, q=q, k=k, v=v, is_turned=True)
+
+
+_PROJECTIONS: dict[Projection, Callable[[Code, Attention, Tensor, Tensor], Projected]] = {
+    "plain": _project_plain,
+    "scaled": _project_scaled,
+    "gated": _project_gated,
+    "copied": _project_copied,
+    "copied_keys": _project_copied_keys,
+    "latent": _project_latent,
+    "latent_complex": _project_latent,
+    "one_by_one": _project_one_by_one,
+    "one_by_one_shared": _project_one_by_one,
+    "borrowed": _project_one_by_one,
+}
+"""The attention functions that a family names in `Attention.projection`.
+
+Each takes what queries are made of, and what keys and values are made of.
+"""
+
+
+def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None = None) -> Tensor:
+    """Projections, positions, the kernel and the output projection.
+
+    Args:
+        memory: the encoder's output, which cross attention takes keys and values from.
+    """
+    if attention.kind != "softmax":
+        return mix_recurrently(code, attention, x)
+    if attention.relative_rows:
+        return attend_disentangled(code, attention, x)
+    tape = code.tape
+    read = x if memory is None else memory
+    projected = _PROJECTIONS[attention.projection](code, attention, x, read)
+    attention, q, k, v = projected.attention, projected.q, projected.k, projected.v
+    named = list(projected.named)
+    if not projected.is_turned:
+        q, k = _turned(code, attention, q, k, named)
+    k, v = _through_cache(code, attention, k, v)
+    bias = None
+    if attention.position == "relative":
+        bias = _position_bias(code, attention, size=q.size)
+    kernel = _KERNELS[attention_kernel(attention, code.stack)]
+    out, weights, steps = kernel(code, attention, q, k, v, bias)
+    tape.hold(q, k, v, *([] if bias is None else [bias]))
+    if out.joined:
+        out = code.copy(out)
+    gate = projected.gate
+    if gate is not None:
+        open_ = tape.op([gate], gate.elements, gate.size, saves_result=True, what="attention: gate")
+        out = code.multiply(out, open_)
+        tape.hold(gate)
+    result = code.linear(attention.linears[-1], out)
+    # local variables of `forward`, which Python drops when it returns
+    tape.hold(x, q, k, v, out, *named, *steps)
+    if weights is not None:  # layers are given them, whether or not anybody asked
+        tape.hold_to_end(weights, name="attention weights")
+    return result
+
+
+def _turned(
+    code: Code, attention: Attention, q: Tensor, k: Tensor, named: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys after their norms and with their positions."""
+    if attention.norms:
+        q_norm, k_norm = attention.norms
+        q, k = code.norm(q_norm, q), code.norm(k_norm, k)
+    if attention.position != "rope":
+        return q, k
+    before = (q, k)
+    q = rotate(code, q, attention, "query", named)
+    k = rotate(code, k, attention, "key", named)
+    after = (q, k)
+    if not attention.wide_tables:
+        q, k = code.cast(q, before[0].size), code.cast(k, before[1].size)
+    elif not code.stack.training:
+        k = code.cast(k, before[1].size)  # the cache's
+    code.tape.hold(*before, *after)
+    return q, k
+
+
+def _through_cache(code: Code, attention: Attention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as `Cache.update` returns them; in training there is no cache."""
+    is_latent = attention.projection in ("latent", "latent_complex")
+    # a cache of latents is expanded anew, so that it hands out nothing that it keeps
+    expands = is_latent and attention.cache_elements < attention.k_width
+    hands_out = attention.projection in ("one_by_one", "one_by_one_shared", "borrowed") or (
+        attention.cache_elements and not code.stack.stores and not expands
+    )
+    if hands_out and not code.stack.training:
+        code.tape.hold(k, v)  # until the cache has copied them, and hands out its own
+        k, v = (code.tape.cached(state) for state in (k, v))
+    store(code, k, v, num_heads=attention.num_key_value_heads)
+    return k, v
+
+
+Attended = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
+"""What a kernel returns: its output, the weights that the layer is given, and further names."""
+
+
+def _position_bias(code: Code, attention: Attention, *, size: int) -> Tensor:
+    """A bias per head and pair of positions, the same for the whole batch.
+
+    In cross attention it is zeros, which T5 makes trainable where it checkpoints.
+    Source: transformers 5.23 `T5Attention.forward`, `compute_bias`, `T5Stack.forward`.
+    """
+    tape, stack = code.tape, code.stack
+    elements = per_span_squared(attention.num_attention_heads)
+    if attention.biases_each_sequence:
+        elements = per_pair(attention.num_attention_heads)
+    if not attention.biases_each_layer:
+        if attention.cross:
+            return tape.shared(elements, size, needs_grad=code.checkpointed)
+        return tape.shared(elements, stack.base_bytes, needs_grad=stack.trains_base)
+    if attention.cross:
+        return tape.op([], elements, size)
+    buckets = tape.op([], per_span_squared(1), 8, inner=per_span_squared(2 * 8))
+    table = tape.weight(constant(0), stack.base_bytes, trained=stack.trains_base)
+    return tape.op(
+        [table, buckets], elements, stack.base_bytes, saves=[buckets], what="position bias"
+    )
+
+
+def _biased_mask(code: Code, attention: Attention, bias: Tensor) -> Tensor:
+    """Bias and mask in one. Source: transformers 5.23 `create_position_bias_mask`."""
+    heads = attention.num_attention_heads
+    if not code.masked and not attention.causal:
+        return bias if attention.cross else code.copy(bias)
+    elements = per_pair(heads) if code.masked else per_span_squared(heads)
+    masked_gradient = scaled(elements, bias.size)
+    found = code.tape.op(
+        [bias], elements, bias.size, inner_backward=masked_gradient, what="position bias, masked"
+    )
+    return found if attention.cross else code.copy(found)  # heads come last in a looked-up bias
+
+
+def _fused_kernel(
+    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> Attended:
+    tape, stack = code.tape, code.stack
+    flash = stack.attn == "flash_attention_2"  # is never handed fp32
+    size = 2 if flash else stack.compute_bytes
+    heads = attention.num_attention_heads
+    inputs = [q, k, v]
+    summed = NOTHING
+    if code.masked and attention.num_key_value_heads < heads and stack.attn == "sdpa":
+        if attention.num_key_value_heads > 1:
+            inputs = [q, *_repeated(code, attention, k, v)]
+        else:  # one head is repeated by a view; its gradient comes back for every head
+            summed = per_token(heads * (attention.head_dim + attention.v_head_dim) * size)
+    if flash or stack.under_autocast:
+        inputs = [code.cast(one, size) for one in inputs]
+    keeps = [per_token(4 * heads)]
+    if bias is not None:
+        inputs.append(code.cast(_biased_mask(code, attention, bias), size))
+    elif code.masked and stack.attn == "sdpa" and not has_mask_per_head(attention):
+        keeps.append(per_pair(size))
+    out = tape.op(
+        inputs,
+        per_token(attention.out_width),
+        size,
+        saves=inputs,
+        saves_result=True,
+        keeps=keeps,
+        inner_backward=summed,
+        # values of another width rule the flash kernel out; the other one writes token by token
+        joined=q.joined and attention.v_head_dim == attention.head_dim,
+        what="attention: output, log-sum-exp, additive mask",
+    )
+    return out, None, ()
+
+
+def _repeated(code: Code, attention: Attention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`repeat_kv`: keys and values once per query head; a single head is only looked at."""
+    heads = attention.num_attention_heads
+    if attention.num_key_value_heads == heads:
+        return k, v
+    tape = code.tape
+    if attention.num_key_value_heads == 1:
+        (k,) = tape.parts(k, (per_token(heads * attention.head_dim),))
+        (v,) = tape.parts(v, (per_token(heads * attention.v_head_dim),))
+        return replace(k, joined=False), replace(v, joined=False)
+    return (
+        tape.op(
+            [k], per_token(heads * attention.head_dim), k.size, joined=True, what="keys, repeated"
+        ),
+        tape.op(
+            [v],
+            per_token(heads * attention.v_head_dim),
+            v.size,
+            joined=True,
+            what="values, repeated",
+        ),
+    )
+
+
+def _eager_kernel(
+    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> Attended:
+    """Source: `eager_attention_forward` of transformers 5.23."""
+    tape, stack = code.tape, code.stack
+    heads = attention.num_attention_heads
+    scores_shape = per_pair(heads)
+    q_size = q.size
+    k, v = _repeated(code, attention, k, v)
+    if attention.eager == "fp32":
+        q, k = code.cast(q, 4), code.cast(k, 4)
+    named = k, v
+    scores, steps = _SCORES[attention.eager](code, q, k, heads)
+    if attention.softcap is not None:
+        divided = code.scale(scores)
+        tanh = tape.op([divided], scores_shape, divided.size, saves_result=True, what="soft cap")
+        scores = code.scale(tanh)
+    if attention.biases_each_sequence:
+        assert bias is not None
+        scores = tape.in_place(scores, bias)
+    elif bias is not None:
+        scores = code.add(scores, bias)
+    if attention.causal or code.masked:
+        scores = code.add(scores, tape.weight(scores_shape, code.stream_bytes))
+    if attention.eager == "sinks":
+        probabilities = _softmax_with_sinks(code, attention, scores)
+    else:
+        probabilities = _softmax(code, attention, scores, q_size)
+    if attention.eager != "fp32":  # GPT-J gives softmax and its cast a statement each
+        tape.hold(scores)
+    if attention.dropout and stack.training:
+        mask_bytes = probabilities.size if stack.device_kind == "cpu" else 1
+        probabilities = code.dropout(probabilities, mask_bytes=mask_bytes)
+    returned = probabilities
+    if stack.under_autocast:
+        probabilities = code.cast(probabilities, stack.compute_bytes)
+        v = code.cast(v, stack.compute_bytes)
+    v = _by_head(code, v)
+    out = tape.op(
+        [probabilities, v], per_token(attention.out_width), v.size, saves=[probabilities, v]
+    )
+    joined = code.copy(out)
+    tape.hold(*named)
+    if attention.returns_probabilities:
+        return joined, returned, steps
+    tape.hold(returned)
+    return joined, None, steps
+
+
+def _factors(code: Code, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Autocast casts what a product reads, in the graph and for it alone."""
+    if not code.stack.under_autocast:
+        return q, k
+    size = code.stack.compute_bytes
+    return code.cast(q, size), code.cast(k, size)
+
+
+def _product(code: Code, q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys as the product reads them, and what it makes."""
+    q, k = _by_head(code, q), _by_head(code, k)
+    return q, k, code.tape.op([q, k], per_pair(heads), q.size, saves=[q, k])
+
+
+Scores = tuple[Tensor, tuple[Tensor, ...]]
+"""Scores before the mask, and names that live until the attention returns."""
+
+
+def _scaled_scores(code: Code, q: Tensor, k: Tensor, heads: int) -> Scores:
+    """Source: `eager_attention_forward` of transformers 5.23, `matmul(...) * scaling`."""
+    _, _, scores = _product(code, *_factors(code, q, k), heads)
+    return code.scale(scores), ()
+
+
+def _scores_of_scaled_queries(code: Code, q: Tensor, k: Tensor, heads: int) -> Scores:
+    """Source: transformers 5.23 `MvpAttention.forward`."""
+    q, k = _factors(code, q, k)
+    _, _, scores = _product(code, code.scale(q), k, heads)
+    return scores, ()
+
+
+def _named_scores(code: Code, q: Tensor, k: Tensor, heads: int) -> Scores:
+    """One `baddbmm` also adds the bias. Source: transformers 5.23 `BloomAttention.forward`."""
+    steps = _product(code, *_factors(code, q, k), heads)
+    return steps[-1], steps
+
+
+_SCORES: dict[EagerScores, Callable[[Code, Tensor, Tensor, int], Scores]] = {
+    "scaled": _scaled_scores,
+    "scaled_queries": _scores_of_scaled_queries,
+    "named": _named_scores,
+    "fp32": _scaled_scores,
+    "sinks": _scaled_scores,
+}
+"""The functions that a family names in `Attention.eager`."""
+
+
+def _softmax(code: Code, attention: Attention, scores: Tensor, size: int) -> Tensor:
+    """Probabilities, of `size` bytes each where the class widens the scores itself."""
+    stack = code.stack
+    widened = attention.wide_softmax or (stack.under_autocast and stack.device_kind != "cpu")
+    wide = code.cast(scores, 4) if widened else scores
+    softmax = code.tape.op([wide], scores.elements, wide.size, saves_result=True, what="softmax")
+    return code.cast(softmax, size, "probabilities") if attention.wide_softmax else softmax
+
+
+def _softmax_with_sinks(code: Code, attention: Attention, scores: Tensor) -> Tensor:
+    """One more column, in the dtype of the scores. Source: gpt-oss's `eager_attention_forward`."""
+    tape, heads = code.tape, attention.num_attention_heads
+    shape = plus(per_pair(heads), per_token(heads))
+    combined = tape.op([scores], shape, scores.size)
+    lowered = tape.op([combined], shape, scores.size, passes=True)
+    softmax = tape.op([lowered], shape, scores.size, saves_result=True, what="softmax")
+    tape.hold(lowered)
+    (probabilities,) = tape.parts(softmax, (per_pair(heads),))
+    return probabilities
+
+
+def _by_head(code: Code, x: Tensor) -> Tensor:
+    """Batched products read one head after the other."""
+    return x if x.joined else code.copy(x)
+
+
+def _math_kernel(
+    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> Attended:
+    """Plain operators in fp32, whose names and casts live until the result is there.
+
+    Source: torch 2.13 `_scaled_dot_product_attention_math`; it returns the probabilities too.
+    """
+    tape, stack = code.tape, code.stack
+    heads = attention.num_attention_heads
+    broadcasts = attention.sdpa == "math"  # one key for all heads, repeated by the products
+    if not broadcasts:
+        k, v = _repeated(code, attention, k, v)
+    named = k, v
+    if stack.under_autocast:
+        q, k, v = (code.cast(one, stack.compute_bytes) for one in (q, k, v))
+    size = q.size
+    wide = [code.cast(one, 4) for one in (q, k, v)]
+    scaled_q = code.scale(wide[0])
+    mask = None
+    if code.masked:
+        mask = tape.op([], per_pair(1), size)
+    elif attention.causal:
+        boolean = tape.op([], per_span_squared(1), 1)
+        mask = tape.op([boolean], per_span_squared(1), 4)
+    scaled_k, value = code.scale(wide[1]), wide[2]
+    if (
+        attention.num_key_value_heads == 1 and not broadcasts
+    ):  # an operator wrote what was looked at
+        scaled_k = replace(scaled_k, joined=True)
+        value = replace(value, joined=size != 4)
+    factors = [_by_head(code, scaled_q), scaled_k]
+    if broadcasts:
+        factors[1] = tape.op([scaled_k], per_token(heads * attention.head_dim), 4)
+    else:
+        factors[1] = _by_head(code, scaled_k)
+    shape = per_pair(heads)
+    scores = tape.op(factors, shape, 4, saves=factors)
+    if bias is not None:
+        scores = code.add(scores, bias)
+    elif mask is not None:
+        scores = code.add(scores, tape.weight(shape, 4))
+    softmax = tape.op([scores], shape, 4, saves_result=True, what="softmax")
+    if attention.dropout and stack.training:
+        softmax = code.dropout(softmax, mask_bytes=4 if stack.device_kind == "cpu" else 1)
+    returned = tape.op([softmax], shape, size, detached=True) if size != 4 else softmax
+    if broadcasts:
+        value = tape.op([value], per_token(attention.out_width), 4)
+    else:
+        value = _by_head(code, value)
+    out = tape.op([softmax, value], per_token(attention.out_width), 4, saves=[softmax, value])
+    out = code.cast(out, size)
+    tape.hold(q, k, v, *wide, scaled_q, softmax, returned, *([] if mask is None else [mask]))
+    result = code.copy(out)
+    tape.hold(*named)
+    return result, None, ()
+
+
+_KERNELS = {"fused": _fused_kernel, "eager": _eager_kernel, "math": _math_kernel}

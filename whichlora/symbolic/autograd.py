@@ -1,0 +1,573 @@
+"""A small autograd: which tensors live at each point of a block's forward and backward.
+
+A block is written as the library writes it, on tensors that have a size and no values. The tape
+keeps what autograd keeps, frees what nothing holds any more, and returns the bytes alive at the
+points where the most can be. Sizes are `LinearForm`s, so that one pass over a block serves every
+batch size, length and rank, as numbers or as arrays of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import ge
+from typing import NamedTuple
+
+from whichlora.spec.numeric import Count, largest
+
+
+class LinearForm(NamedTuple):
+    """Bytes or elements: so many per token, per pair of tokens (tokens times span), and so on.
+
+    A named tuple, since thousands of them are added and compared for each layer.
+
+    Args:
+        where_many_rows: bytes that are there only above `FUSED_ROWS` tokens.
+        chunk_size: how many tokens a chunk has; 0 where there are none.
+    """
+
+    per_token: int = 0
+    per_pair: int = 0
+    constant: int = 0
+    per_rank_token: int = 0
+    per_rank: int = 0
+    per_span_squared: int = 0
+    where_many_rows: int = 0
+    per_chunk: int = 0
+    per_sequence: int = 0
+    chunk_size: int = 0
+
+
+NOTHING = LinearForm()
+LAYER_INPUT = "layer input"
+CHUNK = 64  # tokens that a gated delta net takes at once, the last ones padded
+FUSED_ROWS = 1536  # of a 4-bit product; bitsandbytes 0.50 expands the weight first for more
+
+
+def per_token(count: int) -> LinearForm:
+    return LinearForm(per_token=count)
+
+
+def per_pair(count: int) -> LinearForm:
+    return LinearForm(per_pair=count)
+
+
+def constant(count: int) -> LinearForm:
+    return LinearForm(constant=count)
+
+
+def per_rank_token(count: int) -> LinearForm:
+    return LinearForm(per_rank_token=count)
+
+
+def per_rank(count: int) -> LinearForm:
+    return LinearForm(per_rank=count)
+
+
+def per_span_squared(count: int) -> LinearForm:
+    return LinearForm(per_span_squared=count)
+
+
+def where_many_rows(count: int) -> LinearForm:
+    """Bytes that are there only above `FUSED_ROWS` rows."""
+    return LinearForm(where_many_rows=count)
+
+
+def per_chunk(count: int, size: int = CHUNK) -> LinearForm:
+    """Per `size` tokens of one sequence, a part of them counted as a whole.
+
+    The chunks of one layer are all of one size.
+    """
+    return LinearForm(per_chunk=count, chunk_size=size)
+
+
+def per_sequence(count: int) -> LinearForm:
+    return LinearForm(per_sequence=count)
+
+
+def scaled(form: LinearForm, factor: int) -> LinearForm:
+    a, b, c, d, e, f, g, h, i, size = form
+    k = factor
+    return LinearForm(a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k, size)
+
+
+def plus(one: LinearForm, other: LinearForm) -> LinearForm:
+    a, b, c, d, e, f, g, h, i, size = one
+    p, q, r, s, t, u, v, w, x, other_size = other
+    size = size or other_size
+    return LinearForm(a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x, size)
+
+
+def minus(one: LinearForm, other: LinearForm) -> LinearForm:
+    return plus(one, scaled(other, -1))
+
+
+def total(forms: Iterable[LinearForm]) -> LinearForm:
+    result = NOTHING
+    for form in forms:
+        result = plus(result, form)
+    return result
+
+
+def without_sequences(form: LinearForm) -> LinearForm:
+    """Without what a chunk or a whole sequence takes."""
+    return form._replace(per_chunk=0, per_sequence=0, chunk_size=0)
+
+
+def evaluate(form: LinearForm, *, tokens: Count, span: Count, r: Count) -> Count:
+    """The number, or array of numbers, that `form` stands for."""
+    result: Count = 0 * tokens + form.constant
+    if form.per_token or form.per_pair or form.per_rank_token:
+        each: Count = form.per_token
+        if form.per_pair:
+            each = each + form.per_pair * span
+        if form.per_rank_token:
+            each = each + form.per_rank_token * r
+        result = result + tokens * each
+    if form.per_rank:
+        result = result + form.per_rank * r
+    if form.per_span_squared:
+        result = result + form.per_span_squared * span * span
+    if form.where_many_rows:
+        result = result + form.where_many_rows * (tokens > FUSED_ROWS)
+    if form.per_chunk or form.per_sequence:
+        in_chunks = form.per_chunk * chunks(span, form.chunk_size)
+        result = result + tokens // span * (form.per_sequence + in_chunks)
+    return result
+
+
+def chunks(span: Count, size: int) -> Count:
+    """How many chunks of `size` tokens a sequence of `span` has."""
+    return -(-span // max(1, size))
+
+
+def most(forms: Iterable[LinearForm], *, tokens: Count, span: Count, r: Count) -> Count:
+    return largest(*(evaluate(form, tokens=tokens, span=span, r=r) for form in forms), 0 * tokens)
+
+
+def maximal(forms: Iterable[LinearForm]) -> tuple[LinearForm, ...]:
+    """Those of `forms` that no other is at least as large as in every term."""
+    candidates = sorted(set(forms), reverse=True)
+    varying = [
+        term for term, values in enumerate(zip(*candidates, strict=True)) if len(set(values)) > 1
+    ]
+    maxima: list[LinearForm] = []
+    terms_of_maxima: list[tuple[int, ...]] = []
+    for form in candidates:  # a loop over 512 experts makes tens of thousands
+        terms = tuple(form[term] for term in varying)
+        if not any(all(map(ge, larger, terms)) for larger in terms_of_maxima):
+            maxima.append(form)
+            terms_of_maxima.append(terms)
+    return tuple(maxima)
+
+
+@dataclass(eq=False, slots=True)
+class Tensor:
+    """Elements of one dtype; several tensors may share one storage.
+
+    Args:
+        storage: number of its storage on the tape; -1 for what lives anyway, such as a weight.
+        elements: how many.
+        size: bytes of each.
+        needs_grad: a gradient flows into it.
+        is_leaf: the gradient is kept: a trained parameter.
+        joined: laid out as [batch, heads, seq, head_dim] in memory.
+        edge: what its gradient is gathered under; a view of the whole has the edge of the whole.
+    """
+
+    storage: int
+    elements: LinearForm
+    size: int
+    edge: int = 0
+    needs_grad: bool = False
+    is_leaf: bool = False
+    joined: bool = False
+
+    @property
+    def form(self) -> LinearForm:
+        return scaled(self.elements, self.size)
+
+
+@dataclass(slots=True)
+class _Node:
+    """What autograd writes down of one operator."""
+
+    step: int
+    results: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    saved: Sequence[int]
+    packs: bool
+    passes: bool
+    inner: LinearForm
+    hidden: bool = False
+    reshapes: bool = False
+
+
+@dataclass(slots=True)
+class _Step:
+    reads: Sequence[int]
+    makes: Sequence[int]
+    inner: LinearForm
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor that autograd keeps; `element_bytes` 0 for several in one operator."""
+
+    what: str
+    element_bytes: int
+    form: LinearForm
+
+
+class Tape:
+    """Operators in the order of the forward, and the graph that they leave.
+
+    A tensor lives until the last operator that reads it; `hold` says where a Python name, or a
+    caller's, keeps it longer.
+
+    Args:
+        no_grad: nothing gets a gradient, so that operators keep nothing for a backward.
+    """
+
+    def __init__(self, *, no_grad: bool = False) -> None:
+        self.no_grad = no_grad
+        self._forms: list[LinearForm] = []
+        self._steps: list[_Step] = []
+        self._nodes: list[_Node] = []
+        self._num_edges = 0
+        self._returned: set[int] = set()
+        self._bound: dict[str, int] = {}
+        self._names: list[tuple[str, int]] = []
+        self._gathered: list[Tensor] = []
+        self._lent: list[Tensor] = []
+
+    def _add(self, form: LinearForm, what: str, size: int) -> None:
+        self._forms.append(form)
+        self._names.append((what, size))
+
+    def _edge(self) -> int:
+        self._num_edges += 1
+        return self._num_edges
+
+    def weight(self, elements: LinearForm, size: int, *, trained: bool = False) -> Tensor:
+        """A parameter or a table: alive anyway."""
+        trained = trained and not self.no_grad
+        return Tensor(-1, elements, size, self._edge(), trained, is_leaf=trained)
+
+    def input(self, elements: LinearForm, size: int, *, needs_grad: bool) -> Tensor:
+        """What the block is given, storage 0 being the hidden state."""
+        self._add(scaled(elements, size), LAYER_INPUT, size)
+        return Tensor(len(self._forms) - 1, elements, size, self._edge(), needs_grad)
+
+    def shared(self, elements: LinearForm, size: int, *, needs_grad: bool) -> Tensor:
+        """What all layers read: alive anyway, and so is the gradient gathered from later layers."""
+        found = Tensor(-1, elements, size, self._edge(), needs_grad)
+        if needs_grad:
+            self._gathered.append(found)
+        return found
+
+    def lend(self, *tensors: Tensor) -> None:
+        """Later blocks read `tensors`, and their gradients wait when this one goes backward."""
+        self._lent += tensors
+        self._gathered += [one for one in tensors if one.needs_grad]
+
+    @property
+    def lent(self) -> LinearForm:
+        return total(one.form for one in self._lent)
+
+    def cached(self, tensor: Tensor) -> Tensor:
+        """The same in a cache that is counted elsewhere, one head after the other."""
+        return replace(tensor, storage=-1, edge=self._edge(), joined=True)
+
+    @property
+    def gathered(self) -> LinearForm:
+        """Gradients that later blocks have left."""
+        return total(one.form for one in self._gathered)
+
+    def op(
+        self,
+        reads: Sequence[Tensor],
+        elements: LinearForm,
+        size: int,
+        *,
+        saves: Sequence[Tensor] = (),
+        saves_result: bool = False,
+        keeps: Sequence[LinearForm] = (),
+        passes: bool = False,
+        inner: LinearForm = NOTHING,
+        inner_backward: LinearForm = NOTHING,
+        detached: bool = False,
+        hidden: bool = False,
+        reshapes: bool = False,
+        joined: bool = False,
+        what: str = "",
+    ) -> Tensor:
+        """One operator that makes a new tensor.
+
+        Args:
+            saves: inputs that its backward needs, where a gradient flows at all.
+            saves_result: so is the result.
+            keeps: further tensors that it makes and keeps for backward.
+            passes: the gradient is handed on as it is, where the dtype is the same.
+            inner: bytes that the forward takes and gives back beside the result.
+            inner_backward: so for the backward, beside the gradients it returns.
+            detached: no gradient flows.
+            hidden: what it saves is outside of autograd's hooks, so checkpointing can't see it.
+            reshapes: the gradients it returns are views, as those of a product of matrices are that
+                reads its input as rows.
+            what: its name, for what is kept of it.
+        """
+        result = Tensor(len(self._forms), elements, size, self._edge(), joined=joined)
+        self._add(result.form, what, size)
+        made = [result.storage]
+        inputs = () if detached else tuple(one for one in reads if one.needs_grad)
+        if inputs:
+            result.needs_grad = True
+            kept = [one.storage for one in saves if one.storage >= 0]
+            if saves_result:
+                kept.append(result.storage)
+            for form in keeps:
+                made.append(len(self._forms))
+                kept.append(len(self._forms))
+                self._add(form, what, 0)
+            packs = bool(saves or saves_result or keeps) and not hidden
+            step = len(self._steps)
+            self._nodes.append(
+                _Node(
+                    step, (result,), inputs, kept, packs, passes, inner_backward, hidden, reshapes
+                )
+            )
+        self._steps.append(_Step([one.storage for one in reads if one.storage >= 0], made, inner))
+        return result
+
+    def view(self, tensor: Tensor, *, copies_gradient: bool = False) -> Tensor:
+        """The same storage in another shape.
+
+        Args:
+            copies_gradient: the gradient's layout is not that of the tensor.
+        """
+        if not copies_gradient or not tensor.needs_grad:
+            return tensor
+        result = replace(tensor, edge=self._edge())
+        self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, False, NOTHING))
+        return result
+
+    def in_place(self, tensor: Tensor, added: Tensor | None = None) -> Tensor:
+        """Written over: by the sum with `added`, or by a product with what lives anyway."""
+        read = [tensor] if added is None else [tensor, added]
+        step = len(self._steps)
+        self.hold(*read)
+        inputs = [one for one in read if one.needs_grad]
+        if not inputs:
+            return tensor
+        result = replace(tensor, edge=self._edge(), needs_grad=True)
+        is_sum = added is not None  # a product's backward reads its factor
+        self._nodes.append(_Node(step, (result,), inputs, (), not is_sum, is_sum, NOTHING))
+        return result
+
+    def parts(
+        self, tensor: Tensor, elements: Sequence[LinearForm], *, inner: LinearForm = NOTHING
+    ) -> tuple[Tensor, ...]:
+        """Views of parts of `tensor`, whose gradient is put together from theirs."""
+        found = tuple(replace(tensor, elements=one, edge=self._edge()) for one in elements)
+        if tensor.needs_grad:
+            self._nodes.append(_Node(len(self._steps), found, (tensor,), (), False, False, inner))
+        return found
+
+    def hold(self, *tensors: Tensor) -> None:
+        """A name still holds `tensors` here."""
+        self._steps.append(_Step([one.storage for one in tensors if one.storage >= 0], (), NOTHING))
+
+    def hold_to_end(self, tensor: Tensor, *, name: str = "") -> None:
+        """A name of the block's caller, or of the block itself, holds `tensor` until it returns.
+
+        Args:
+            name: one that is used again: what it was bound to before lives until here.
+        """
+        before = self._bound.get(name)
+        if before is not None:
+            self._returned.discard(before)
+            self._steps.append(_Step([before], (), NOTHING))
+        if tensor.storage >= 0:
+            self._returned.add(tensor.storage)
+            if name:
+                self._bound[name] = tensor.storage
+
+    def kept(self, *, hidden: bool = False) -> tuple[Kept, ...]:
+        """What stays for backward, each storage once, the input among it if it is kept.
+
+        Args:
+            hidden: only what checkpointing does not free.
+        """
+        nodes = [node for node in self._nodes if node.hidden or not hidden]
+        found = sorted({storage for node in nodes for storage in node.saved})
+        return tuple(Kept(*self._names[one], self._forms[one]) for one in found)
+
+    @property
+    def saved(self) -> LinearForm:
+        """Bytes of all that is kept."""
+        return total(one.form for one in self.kept())
+
+    def forward(
+        self, *, saving: bool, stop: int | None = None
+    ) -> tuple[list[LinearForm], LinearForm]:
+        """Points of the forward, and what is saved at its end, the input counted in neither.
+
+        Args:
+            saving: what autograd keeps stays alive.
+            stop: the step that recomputation does not reach.
+        """
+        steps = self._steps if stop is None else self._steps[:stop]
+        last: dict[int, int] = {}  # names hold what they hold, though recomputation ends early
+        for index, step in enumerate(self._steps):
+            for storage in (*step.reads, *step.makes):
+                last[storage] = index
+        last |= dict.fromkeys(self._returned, len(self._steps) - 1)
+        ends: dict[int, list[int]] = {}
+        for storage, index in last.items():
+            ends.setdefault(index, []).append(storage)
+        seen: set[int] = set()
+        kept: set[int] = set()
+        if saving:
+            for node in self._nodes:
+                seen.update(node.saved)
+                if not node.hidden:
+                    kept.update(node.saved)
+        points = []
+        live = NOTHING
+        for index, step in enumerate(steps):
+            for storage in step.makes:
+                live = plus(live, self._forms[storage])
+            points.append(plus(live, step.inner))
+            for storage in ends.get(index, ()):
+                if storage not in seen and storage != 0:
+                    live = minus(live, self._forms[storage])
+        return points, total(self._forms[one] for one in kept if one != 0)
+
+    def backward(
+        self, *, recomputed: bool, early_stop: bool = True, accumulated: bool = False
+    ) -> list[LinearForm]:
+        """Points of the backward, from the gradient of the last result on.
+
+        Args:
+            recomputed: the block is checkpointed: the input is alive anyway, and the rest is made
+                again as soon as a node asks for it.
+            early_stop: recomputation ends with the last tensor that is asked for.
+            accumulated: gradients of parameters exist already and are added to.
+        """
+        walk = _Backward(self, accumulated=accumulated)
+        if not recomputed:
+            walk.live = plus(walk.live, self.saved)
+        else:
+            if not early_stop:
+                walk.recompute(*self.forward(saving=True))
+                walk.hold_results(self._nodes[-1])
+        for node in reversed(self._nodes):
+            if recomputed and early_stop and node.packs and not walk.is_recomputed:
+                makes = self._steps[node.step].makes  # what it saves of these is there when it ran
+                ran = any(storage in node.saved for storage in makes)
+                walk.recompute(*self.forward(saving=True, stop=node.step + ran))
+            walk.run(node, frees_input=not recomputed)
+        return walk.points
+
+
+class _Backward:
+    """One pass from the result to the input."""
+
+    def __init__(self, tape: Tape, *, accumulated: bool) -> None:
+        self._forms = tape._forms
+        self._accumulated = accumulated
+        self._holders: dict[int, int] = {}  # nodes that keep a storage
+        for node in tape._nodes:
+            for storage in set(node.saved):
+                self._holders[storage] = self._holders.get(storage, 0) + 1
+        result = tape._nodes[-1].results[0]
+        self._shares: dict[int, int] = {}  # holders of one gradient's storage
+        self._sizes: dict[int, LinearForm] = {}
+        self._views: set[int] = set()
+        self._next = 0
+        self._given = self._new(result.form)
+        self._buffers: dict[int, int] = {result.edge: self._given}
+        self.live = result.form
+        for one in tape._gathered:
+            self._buffers[one.edge] = self._new(one.form)
+            self.live = plus(self.live, one.form)
+        self.points: list[LinearForm] = [self.live]
+        self._held = {0}  # not freed by the backward of a checkpointed block
+        for node in tape._nodes:
+            if node.hidden:
+                self._held.update(node.saved)
+        self.is_recomputed = False
+
+    def _new(self, form: LinearForm) -> int:
+        self._next += 1
+        self._sizes[self._next] = form
+        self._shares[self._next] = 1
+        return self._next
+
+    def _release(self, gradient: int) -> None:
+        self._shares[gradient] -= 1
+        if not self._shares[gradient]:
+            self.live = minus(self.live, self._sizes[gradient])
+
+    def recompute(self, points: list[LinearForm], saved: LinearForm) -> None:
+        self.points += [plus(self.live, one) for one in points]
+        self.live = plus(self.live, saved)
+        self.is_recomputed = True
+
+    def hold_results(self, last: _Node) -> None:
+        """Names of a reentrant checkpoint hold its results, and their gradients, to the end.
+
+        Source: torch 2.13 `CheckpointFunction.backward`: `outputs`, `args`.
+        """
+        self._shares[self._given] += 1
+        result = last.results[0].storage
+        if result >= 0 and not self._holders.get(result):
+            self.live = plus(self.live, self._forms[result])
+
+    def run(self, node: _Node, *, frees_input: bool) -> None:
+        """Pass the gradients of `node`'s results on to its inputs."""
+        given = [self._buffers.pop(one.edge) for one in node.results if one.edge in self._buffers]
+        if not given:
+            return
+        made: list[tuple[Tensor, int]] = []
+        for one in node.inputs:
+            if node.passes and self._sizes[given[0]] == one.form:
+                self._shares[given[0]] += 1
+                made.append((one, given[0]))
+            else:
+                gradient = self._new(one.form)
+                made.append((one, gradient))
+                self.live = plus(self.live, one.form)
+                if node.reshapes:
+                    self._views.add(gradient)
+        self.points.append(plus(self.live, node.inner))
+        for storage in set(node.saved):
+            self._holders[storage] -= 1
+            kept = storage in self._held if not frees_input else False
+            if not self._holders[storage] and not kept:
+                self.live = minus(self.live, self._forms[storage])
+        for gradient in given:
+            self._release(gradient)
+        for one, gradient in made:
+            self._deliver(one, gradient)
+
+    def _deliver(self, tensor: Tensor, gradient: int) -> None:
+        if tensor.is_leaf:
+            if self._accumulated:
+                self._release(gradient)
+            return
+        before = self._buffers.get(tensor.edge)
+        if before is None:
+            self._buffers[tensor.edge] = gradient
+            return
+        # Source: torch 2.13 `InputBuffer::accumulate`; a view's base holds the storage, too.
+        if self._shares[before] == 1 and before not in self._views:
+            self._release(gradient)
+            return
+        form = tensor.form
+        self._buffers[tensor.edge] = self._new(form)
+        self.live = plus(self.live, form)
+        self.points.append(self.live)
+        self._release(before)
+        self._release(gradient)

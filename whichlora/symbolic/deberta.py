@@ -1,0 +1,108 @@
+"""DeBERTa's attention on a tape: scores of contents, and of contents with relative positions.
+
+Source: transformers 5.23 `DisentangledSelfAttention` with shared projections.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.spec.architecture import Attention, Linear
+from whichlora.symbolic.autograd import (
+    LinearForm,
+    Tensor,
+    constant,
+    per_pair,
+    per_sequence,
+    per_span_squared,
+    per_token,
+)
+from whichlora.symbolic.operators import Code, Rows
+
+_INDEX = 8  # torch indexes with int64
+
+
+def attend_disentangled(code: Code, attention: Attention, x: Tensor) -> Tensor:
+    """Projections, three kinds of scores, their softmax, and the output projection."""
+    tape, stack = code.tape, code.stack
+    heads = attention.num_attention_heads
+    query, key, value, out_linear = attention.linears
+    q, k, v = (code.copy(code.linear(one, x)) for one in (query, key, value))
+    scaled_k = code.scale(k)
+    scores = _product(code, q, scaled_k, per_pair(heads))
+    table = _table(code, attention, x)
+    relative = _relative_scores(code, attention, q, k, table)
+    scores = code.add(scores, relative)
+    boolean = tape.op([], per_pair(1), 1)
+    negated = tape.op([boolean], per_pair(1), 1, what="mask, negated")
+    masked = tape.op([scores, negated], scores.elements, scores.size, saves=[negated])
+    widened = stack.under_autocast and stack.device_kind != "cpu"
+    wide = code.cast(masked, 4) if widened else masked
+    probabilities = tape.op([wide], wide.elements, wide.size, saves_result=True, what="softmax")
+    if attention.dropout and stack.training:
+        mask_bytes = probabilities.size if stack.device_kind == "cpu" else 1
+        probabilities = code.dropout(probabilities, mask_bytes=mask_bytes)
+    context = _product(code, probabilities, v, per_token(heads * attention.v_head_dim))
+    joined = code.copy(context)
+    tape.hold(q, k, v, table, relative, boolean, masked, probabilities)
+    result = code.linear(out_linear, joined)
+    tape.hold(x)
+    return result
+
+
+def _product(
+    code: Code, x: Tensor, y: Tensor, elements: LinearForm, what: str = "scores"
+) -> Tensor:
+    """Autocast casts both factors of each product anew."""
+    if code.stack.under_autocast:
+        size = code.stack.compute_bytes
+        x, y = code.cast(x, size), code.cast(y, size)
+    saves = [one for one, other in ((y, x), (x, y)) if other.needs_grad]
+    return code.tape.op([x, y], elements, x.size, saves=saves, what=what)
+
+
+def _table(code: Code, attention: Attention, x: Tensor) -> Tensor:
+    """The embedded positions, which all layers read; dropped anew in each."""
+    tape, stack = code.tape, code.stack
+    rows = constant(attention.relative_rows * attention.linears[0].in_features)
+    widened = stack.under_autocast and stack.device_kind != "cpu"  # out of a LayerNorm
+    table = tape.shared(rows, 4 if widened else x.size, needs_grad=stack.trains_base)
+    if attention.dropout and stack.training:
+        table = code.dropout(table, mask_bytes=table.size if stack.device_kind == "cpu" else 1)
+    return table
+
+
+def _relative_scores(
+    code: Code, attention: Attention, q: Tensor, k: Tensor, table: Tensor
+) -> Tensor:
+    """Queries with the positions of keys, and keys with those of queries."""
+    tape = code.tape
+    heads, rows = attention.num_attention_heads, attention.relative_rows
+    of_positions = replace(code, rows=Rows(number=rows))
+
+    def projected(linear: Linear) -> Tensor:
+        once = code.copy(of_positions.linear(linear, table))
+        repeated = per_sequence(rows * linear.out_features)
+        return tape.op([once], repeated, once.size, what="projected positions, repeated")
+
+    def score(content: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        what = "scores of all positions, before theirs are gathered"
+        every = _product(code, content, positions, per_token(heads * rows), what)
+        pairs = per_span_squared(1)
+        index = tape.op([tape.op([], pairs, _INDEX)], pairs, _INDEX, what="indices of positions")
+        picked = tape.op(
+            [every, index],
+            per_pair(heads),
+            every.size,
+            saves=[every, index],
+            inner_backward=every.form,
+        )
+        return picked, code.scale(picked)
+
+    pos_q, pos_k = projected(attention.linears[0]), projected(attention.linears[1])
+    of_queries, divided = score(q, pos_k)
+    total = code.scale(divided)  # added to nought
+    of_keys, divided = score(k, pos_q)
+    total = tape.in_place(total, divided)
+    tape.hold(pos_q, pos_k, of_queries, of_keys, divided)
+    return total

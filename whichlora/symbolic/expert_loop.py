@@ -1,0 +1,62 @@
+"""Experts in a Python loop, each on the rows of the tokens that chose it: an even share.
+
+Source: transformers 4.36 to 4.57 `MixtralSparseMoeBlock.forward`; 5.23 `DbrxExperts.forward`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.spec.architecture import Linear, Moe
+from whichlora.symbolic.autograd import Tensor, constant, per_token
+from whichlora.symbolic.mlp import activate
+from whichlora.symbolic.operators import Code, Rows
+
+_INDEX = 8  # torch indexes with int64
+
+
+def run_each_expert(code: Code, moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """One expert after the other, added to the rows of its tokens in place."""
+    tape, hidden = code.tape, moe.router.in_features
+    result = tape.op([], per_token(hidden), x.size)
+    for number in range(moe.num_experts):
+        rows = Rows(chosen=moe.experts_per_token, part=number, parts=moe.num_experts)
+        part = replace(code, rows=rows)
+        readers = tape.op([chosen], rows.of(1), _INDEX, what="experts: rows")
+        given = tape.op(
+            [x, readers], rows.of(hidden), x.size, saves=[readers], what="experts: gathered inputs"
+        )
+        out = _run(part, moe, given)
+        own = tape.op([weights, readers], rows.of(1), weights.size, saves=[readers])
+        weighted = part.multiply_rows(out, own)
+        result = tape.in_place(result, part.cast(weighted, x.size))
+        tape.hold(given, out)
+    tape.hold(x)
+    return result
+
+
+def _run(part: Code, moe: Moe, x: Tensor) -> Tensor:
+    tape, expert = part.tape, moe.expert
+    *into, down = (replace(linear, count=1, active=1) for linear in expert.linears)
+    if len(into) == 2:
+        active = activate(part, expert.activation, _product(part, into[0], x))
+        raised = _product(part, into[1], x)
+    else:  # two matrices that later became one
+        half = part.rows.of(expert.width)
+        gate, raised = tape.parts(_product(part, into[0], x), (half, half))
+        active = activate(part, expert.activation, gate)
+    inner = part.multiply(active, raised)
+    tape.hold(active, raised)
+    return _product(part, down, inner)
+
+
+def _product(part: Code, linear: Linear, x: Tensor) -> Tensor:
+    """A module, or a part of a bare parameter, which autocast casts for each product."""
+    if linear.is_module:
+        return part.linear(linear, x)
+    tape, stack = part.tape, part.stack
+    weight = tape.weight(constant(linear.num_weights), stack.base_bytes, trained=stack.trains_base)
+    if stack.under_autocast:
+        x, weight = part.cast(x, stack.compute_bytes), part.cast(weight, stack.compute_bytes)
+    saves = [one for one, other in ((weight, x), (x, weight)) if other.needs_grad]
+    return tape.op([x, weight], part.rows.of(linear.out_features), x.size, saves=saves)

@@ -1,0 +1,173 @@
+"""A mixture of experts on a tape: routing, gathered rows, grouped products, the weighted sum.
+
+Source: transformers 5.23 `integrations/moe.py` (`grouped_mm_experts_forward`) and the routers of
+the classes; peft 0.21.2 `ParamWrapper` for adapters of bare parameters.
+"""
+
+from __future__ import annotations
+
+from whichlora.spec.architecture import Linear, Moe, Norm
+from whichlora.symbolic.autograd import Tensor, constant, per_token, scaled
+from whichlora.symbolic.expert_loop import run_each_expert
+from whichlora.symbolic.mlp import activate, feed_forward
+from whichlora.symbolic.operators import Code
+
+_INDEX = 8  # torch indexes with int64
+
+
+def mix_experts(code: Code, moe: Moe, x: Tensor) -> Tensor:
+    """The block in the place of a feed-forward."""
+    tape = code.tape
+    shared = feed_forward(code, moe.shared, x) if moe.shared and moe.shared_first else None
+    weights, chosen, logits = route(code, moe, x)
+    run = run_each_expert if moe.one_by_one else run_experts
+    result = run(code, moe, x, weights, chosen)
+    if moe.shared and shared is None:
+        shared = feed_forward(code, moe.shared, x)
+    if moe.shared and shared is not None:
+        gates = [linear for linear in moe.shared.linears if linear.out_features == 1]
+        if gates:
+            product = code.linear(gates[0], x)
+            gate = tape.op([product], product.elements, product.size, saves_result=True)
+            shared = code.multiply_rows(shared, gate)
+        result = code.add(result, shared)
+    tape.hold(x, logits, weights, chosen)
+    return result
+
+
+def _weight(code: Code, linear: Linear) -> Tensor:
+    """A bare parameter, its adapter folded in if it has one."""
+    if code.method.folded is not None and code.adapts(linear):
+        return code.method.folded(code, linear)
+    trained = code.stack.trains_base
+    return code.tape.weight(constant(linear.num_weights), code.stack.base_bytes, trained=trained)
+
+
+def _multiplied(code: Code, x: Tensor, weight: Tensor, elements: int, what: str) -> Tensor:
+    saves = [weight] if x.needs_grad else []
+    if weight.needs_grad:
+        saves.append(x)
+    return code.tape.op([x, weight], per_token(elements), x.size, saves=saves, what=what)
+
+
+def _logits(code: Code, moe: Moe, x: Tensor) -> Tensor:
+    router, in_fp32 = moe.router, moe.routing in ("softmax_fp32", "softmax_exact", "sigmoid")
+    if in_fp32:
+        x = code.cast(x, 4)
+    if router.is_module:
+        return code.linear(router, x)
+    weight = _weight(code, router)
+    if in_fp32:
+        weight = code.cast(weight, 4, "router: fp32 weight")
+    if code.stack.under_autocast and moe.routing != "softmax_exact":
+        size = code.stack.compute_bytes
+        x, weight = code.cast(x, size), code.cast(weight, size, "router: weight, cast")
+    return _multiplied(code, x, weight, router.out_features, "router: logits")
+
+
+def route(code: Code, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights and numbers of the chosen experts, and the logits, which the caller's name holds."""
+    tape, given = code.tape, x
+    if moe.routing == "scaled":
+        x = _scaled(code, moe, x)
+    logits = _logits(code, moe, x)
+    every, few = per_token(moe.num_experts), per_token(moe.experts_per_token)
+    chosen = tape.op([], few, _INDEX)
+    if moe.routing == "chosen":
+        wide = logits if moe.clamped else code.cast(logits, 4)
+        top = tape.op([wide], few, wide.size, saves=[chosen])
+        weights = tape.op([top], few, top.size, saves_result=True, what="router: weights")
+        return code.cast(weights, x.size), chosen, wide
+    scores = logits
+    if moe.routing == "sparse_mixer":  # one softmax for each of the two experts
+        size = 4 if code.stack.under_autocast else logits.size
+        scores = tape.op([logits], every, size, saves_result=True, what="router: probabilities")
+        again = tape.op([logits], every, size, saves_result=True, what="router: probabilities")
+        weights = tape.op([scores, again], few, size, keeps=[scaled(few, _INDEX + size)])
+        return weights, chosen, logits
+    is_sigmoid = moe.routing in ("sigmoid", "sigmoid_narrow")  # it asks for no dtype
+    size = logits.size if is_sigmoid else 4
+    scores = tape.op(
+        [code.cast(logits, size)], every, size, saves_result=True, what="router: probabilities"
+    )
+    top = tape.op([scores], few, size, saves=[chosen])
+    if moe.routing == "sigmoid_narrow" and code.stack.under_autocast:
+        size = 4  # divided by their sum, which autocast widens
+    weights = tape.op([top], few, size, keeps=[scaled(few, 4)], what="router: weights")
+    if moe.routing == "scaled":
+        scale = code.stack.base_bytes
+        own = tape.op([chosen], few, scale, what="router: scales of the chosen")
+        return code.multiply(weights, own), chosen, scores
+    if moe.routing == "softmax":
+        weights = code.cast(weights, logits.size)
+    elif moe.routing == "softmax_exact":
+        weights = code.cast(weights, given.size)
+    return weights, chosen, logits
+
+
+def _scaled(code: Code, moe: Moe, x: Tensor) -> Tensor:
+    """Normalised, times a weight for each element and a number. Source: `Gemma4TextRouter`."""
+    width, stack = moe.router.in_features, code.stack
+    norm = Norm(name="router: norm", kind="rms_power", width=width, weight=False)
+    scale = code.tape.weight(constant(width), stack.base_bytes, trained=stack.trains_base)
+    return code.scale(code.multiply_rows(code.norm(norm, x), scale))
+
+
+def run_experts(code: Code, moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Rows sorted by expert, two grouped products, and back. Source: as named above."""
+    tape, stack, few = code.tape, code.stack, moe.experts_per_token
+    rows = per_token(few)
+    hidden = moe.router.in_features
+    sorted_numbers = tape.op([chosen], rows, _INDEX)
+    order = tape.op([chosen], rows, _INDEX)
+    readers = tape.op([order], rows, _INDEX)
+    selected = tape.op(
+        [x], per_token(few * hidden), x.size, saves=[readers], what="experts: gathered inputs"
+    )
+    picked = tape.op([weights], rows, weights.size, saves=[order])
+
+    up_linear, down_linear = moe.expert.linears
+    up_bias = _biases(code, up_linear)
+    up_weight = _weight(code, up_linear)
+    narrow = code.cast(selected, stack.base_bytes, "experts: gathered inputs")
+    joint = _multiplied(code, narrow, up_weight, few * 2 * moe.expert.width, "experts: gate and up")
+    inner = _gated(code, moe, joint)
+    tape.hold(joint)
+    down_bias = _biases(code, down_linear)
+    tape.hold(up_bias)
+    down_weight = _weight(code, down_linear)
+    out = _multiplied(code, inner, down_weight, few * hidden, "experts: outputs")
+    tape.hold(inner)
+
+    weighted = code.multiply_rows(out, picked)
+    places = tape.op([order], rows, _INDEX)
+    back = tape.op([weighted], weighted.elements, weighted.size, saves=[places])
+    summed = tape.op([back], per_token(hidden), 4 if stack.under_autocast else back.size)
+    result = code.cast(summed, x.size)
+    tape.hold(x, selected, picked, sorted_numbers, order, out, places, back, summed)
+    tape.hold(up_weight, down_weight, down_bias)  # PEFT's until the experts return
+    return result
+
+
+def _biases(code: Code, linear: Linear) -> Tensor:
+    """The bias of each row's expert, if there is one; added in place."""
+    width = linear.active * linear.out_features if linear.bias else 0
+    return code.tape.op([], per_token(width), code.stack.base_bytes)
+
+
+def _gated(code: Code, moe: Moe, joint: Tensor) -> Tensor:
+    tape = code.tape
+    half = per_token(moe.experts_per_token * moe.expert.width)
+    if not moe.clamped:
+        gate, up = tape.parts(joint, (half, half))
+        return code.multiply(activate(code, moe.expert.activation, gate), up)
+    # every second column each: the gradient of a part is laid out over the whole
+    (gate,), (up,) = tape.parts(joint, (half,)), tape.parts(joint, (half,))
+    gate = tape.op([gate], half, joint.size, saves=[gate], what="experts: clamped gate")
+    up = tape.op([up], half, joint.size, saves=[up])
+    sigmoid = tape.op([code.scale(gate)], half, gate.size, saves_result=True, what="experts: gate")
+    glu = code.multiply(gate, sigmoid)
+    more = tape.op([up], half, up.size, passes=True)
+    result = code.multiply(more, glu)
+    tape.hold(gate, up, glu)
+    return result

@@ -1,0 +1,184 @@
+"""What only Gemma 4 has, on a tape: borrowed keys, experts beside an MLP, inputs of every layer.
+
+Source: transformers 5.23 `Gemma4TextAttention`, `Gemma4TextDecoderLayer`, `Gemma4TextModel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from whichlora.methods.base import NO_ADAPTERS, Method
+from whichlora.spec.architecture import Attention, Layer, LayerInput, Linear, ModelSpec, Norm
+from whichlora.spec.dtypes import Stack
+from whichlora.symbolic.autograd import Kept, LinearForm, Tape, Tensor, constant, maximal, per_token
+from whichlora.symbolic.experts import route, run_experts
+from whichlora.symbolic.mlp import activate, feed_forward
+from whichlora.symbolic.operators import Code
+
+INPUTS_PROJECTION = "per_layer_model_projection"
+
+
+def one_after_the_other(
+    code: Code,
+    attention: Attention,
+    x: Tensor,
+    rotate: Callable[[Code, Tensor, Attention, str], Tensor],
+    *,
+    copies_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, then keys, then values, each projected, normalised and, values apart, rotated.
+
+    Args:
+        copies_gradient: the kernel's gradients are not laid out as what the projections return.
+    """
+    tape = code.tape
+    linears, norms = list(attention.linears), list(attention.norms)
+
+    def rotated(projected: Tensor, what: str) -> Tensor:
+        normed = code.norm(norms.pop(0), tape.view(projected, copies_gradient=copies_gradient))
+        tape.hold(projected)
+        result = rotate(code, normed, attention, what)
+        tape.hold(normed)
+        return result
+
+    q = rotated(code.linear(linears.pop(0), x), "query")
+    if attention.projection == "borrowed":
+        borrowed = tape.shared(
+            per_token(attention.k_width + attention.v_width), q.size, needs_grad=code.stack.training
+        )
+        k, v = tape.parts(borrowed, (per_token(attention.k_width), per_token(attention.v_width)))
+        return q, k, v
+    k = code.linear(linears.pop(0), x)
+    v = k if attention.projection == "one_by_one_shared" else code.linear(linears.pop(0), x)
+    k = rotated(k, "key")
+    normed = code.norm(norms.pop(0), tape.view(v, copies_gradient=copies_gradient))
+    tape.hold(v)
+    if attention.keeps_keys and code.stack.training:
+        tape.lend(k, normed)
+    return q, k, normed
+
+
+def feed_both_ways(code: Code, layer: Layer, x: Tensor, y: Tensor) -> Tensor:
+    """An MLP of the normalised `y`, and experts of `x` with norms of their own; their sum."""
+    assert layer.mlp is not None
+    assert layer.moe is not None
+    tape = code.tape
+    after_mlp, before_experts, after_experts = layer.norms[4:]
+    dense = feed_forward(code, layer.mlp, y)
+    one = code.norm(after_mlp, dense)
+    weights, chosen, scores = route(code, layer.moe, x)
+    given = code.norm(before_experts, x)
+    routed = run_experts(code, layer.moe, given, weights, chosen)
+    tape.hold(given)
+    two = code.norm(after_experts, routed)
+    tape.hold(routed)
+    result = code.add(one, two)
+    tape.hold(dense)
+    for named in (one, two, weights, chosen, scores):
+        tape.hold_to_end(named)
+    return result
+
+
+def add_layer_input(code: Code, layer_input: LayerInput, x: Tensor) -> Tensor:
+    """This layer's part of the inputs of all, behind a gate. One gradient for all is gathered."""
+    tape = code.tape
+    needs_grad = code.stack.trains_base or code.checkpointed or INPUTS_PROJECTION in code.targets
+    inputs = tape.shared(
+        per_token(layer_input.packed_width), code.stream_bytes, needs_grad=needs_grad
+    )
+    width = per_token(layer_input.gate.out_features)
+    (own,) = tape.parts(inputs, (width,))
+    active = activate(code, layer_input.activation, code.linear(layer_input.gate, x))
+    opened = code.multiply(active, own)
+    tape.hold(active)
+    projected = code.linear(layer_input.projection, opened)
+    tape.hold(opened)
+    y = code.norm(layer_input.norm, projected)
+    result = code.add(x, y)
+    tape.hold(x)
+    return result
+
+
+def embed_layer_inputs(code: Code, projection: Linear, norm: Norm, x: Tensor) -> Tensor:
+    """The inputs of all layers side by side: looked up, and projected from the embeddings `x`.
+
+    Source: `Gemma4TextModel.get_per_layer_inputs`, `project_per_layer_inputs`.
+    """
+    tape, stack = code.tape, code.stack
+    packed = per_token(projection.out_features)
+    table = tape.weight(constant(0), stack.embedding_bytes, trained=stack.trains_base)
+    looked_up = tape.op([table], packed, stack.embedding_bytes, saves=[table])
+    scaled = code.scale(looked_up)
+    projected = code.scale(code.linear(projection, x))
+    y = code.norm(norm, projected)
+    both = code.add(y, scaled)
+    result = code.scale(both)
+    tape.hold(y, scaled, both)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputPoints:
+    """Bytes at the points of making the inputs of all layers, the embeddings left out.
+
+    Args:
+        packed_bytes: of the result per token, which lives as long as a layer can read it.
+        kept: what it keeps for backward.
+        forward: alive while it is made.
+        backward: alive in its backward, with the gradient of the result and `kept`.
+    """
+
+    packed_bytes: int
+    kept: tuple[Kept, ...]
+    forward: tuple[LinearForm, ...]
+    backward: tuple[LinearForm, ...]
+
+
+@lru_cache(maxsize=512)
+def _points(
+    projection: Linear,
+    norm: Norm,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method,
+    *,
+    needs_grad: bool,
+    accumulated: bool,
+) -> LayerInputPoints:
+    tape = Tape()
+    code = Code(tape, stack, targets, method, stream_bytes=stack.stream_bytes)
+    x = tape.input(per_token(projection.in_features), stack.stream_bytes, needs_grad=needs_grad)
+    result = embed_layer_inputs(code, projection, norm, x)
+    tape.hold(result)
+    forward, _ = tape.forward(saving=result.needs_grad)
+    backward = tape.backward(recomputed=False, accumulated=accumulated) if result.needs_grad else ()
+    return LayerInputPoints(result.form.per_token, tape.kept(), maximal(forward), maximal(backward))
+
+
+def layer_input_points(
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method = NO_ADAPTERS,
+    *,
+    needs_grad: bool = False,
+    accumulated: bool = False,
+) -> LayerInputPoints | None:
+    """None for a model whose layers read the hidden state alone. Kind: exact.
+
+    Args:
+        needs_grad: the looked-up embeddings do.
+    """
+    if model.layer_input_norm is None:
+        return None
+    return _points(
+        model.head_linears[0],
+        model.layer_input_norm,
+        targets,
+        stack,
+        method,
+        needs_grad=needs_grad,
+        accumulated=accumulated,
+    )

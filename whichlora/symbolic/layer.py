@@ -1,0 +1,263 @@
+"""One layer of a transformer, written on a tape in the order in which transformers runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from whichlora.methods.base import Method
+from whichlora.spec.architecture import Layer, Norm
+from whichlora.spec.dtypes import Stack
+from whichlora.symbolic.attention import attend
+from whichlora.symbolic.autograd import (
+    NOTHING,
+    Kept,
+    LinearForm,
+    Tape,
+    Tensor,
+    maximal,
+    minus,
+    per_pair,
+    per_token,
+)
+from whichlora.symbolic.experts import mix_experts
+from whichlora.symbolic.gemma4 import add_layer_input, feed_both_ways
+from whichlora.symbolic.kernels import attention_kernel
+from whichlora.symbolic.mlp import feed_forward
+from whichlora.symbolic.operators import Code
+
+
+def feed(code: Code, layer: Layer, y: Tensor, x: Tensor) -> Tensor:
+    """What stands between the second norm, which returns `y` for `x`, and the second sum."""
+    if layer.moe is None:
+        assert layer.mlp is not None
+        return feed_forward(code, layer.mlp, y)
+    if layer.mlp is None:
+        return mix_experts(code, layer.moe, y)
+    return feed_both_ways(code, layer, x, y)
+
+
+def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
+    """The layer's forward, in one of the three orders of norms and sums that the classes have."""
+    if layer.parallel:
+        return _run_parallel(code, layer, x)
+    if layer.post_norm:
+        return _run_post_norm(code, layer, x)
+    return _run_pre_norm(code, layer, x)
+
+
+def _dropped(code: Code, layer: Layer, y: Tensor, *, of_mlp: bool = False) -> Tensor:
+    if not layer.dropouts or not code.stack.training or (of_mlp and not layer.drops_mlp):
+        return y
+    # CUDA's fused dropout keeps a boolean mask, a CPU's product one as wide as what it reads:
+    # torch 2.13 `native_dropout`, `dropout_impl`
+    return code.dropout(y, mask_bytes=y.size if code.stack.device_kind == "cpu" else 1)
+
+
+def _memory(code: Code, layer: Layer, x: Tensor) -> Tensor | None:
+    """The encoder's output, which the cross attention of every decoder layer reads."""
+    stack = code.stack
+    if len(layer.attentions) < 2:
+        return None
+    widened = layer.norms[0].kind == "layer" and stack.under_autocast and stack.device_kind != "cpu"
+    size = 4 if widened else stack.stream_bytes
+    return code.tape.shared(x.elements, size, needs_grad=stack.training)
+
+
+def _attend_self(code: Code, layer: Layer, x: Tensor, memory: Tensor | None) -> Tensor:
+    # an encoder's tokens alone have a padding mask
+    by_itself = replace(code, masked=False) if memory is not None else code
+    return attend(by_itself, layer.attentions[0], x)
+
+
+def _run_parallel(code: Code, layer: Layer, x: Tensor) -> Tensor:
+    """Source: transformers 5.23 `GPTNeoXLayer.forward`, `FalconDecoderLayer.forward`."""
+    norms = layer.norms
+    first = code.norm(norms[0], x)
+    mixed = _dropped(code, layer, _attend_self(code, layer, first, None))
+    second = code.norm(norms[1], x) if len(norms) > 1 else first
+    fed = _dropped(code, layer, feed(code, layer, second, x))
+    result = code.add(code.add(mixed, fed), x)
+    code.tape.hold(mixed, fed, second)
+    return result
+
+
+def _run_post_norm(code: Code, layer: Layer, x: Tensor) -> Tensor:
+    """Source: transformers 5.23 `BertLayer.forward`, `BartDecoderLayer.forward`."""
+    norms, memory = layer.norms, _memory(code, layer, x)
+    mixed = _dropped(code, layer, _attend_self(code, layer, x, memory))
+    if norms[0].kind != "layer":  # OLMo 2 normalises what it adds, not the sum
+        middle = code.add(x, code.norm(norms[0], mixed))
+        fed = feed(code, layer, middle, middle)
+        return code.add(middle, code.norm(norms[1], fed))
+    middle = code.norm(norms[0], code.add(mixed, x))
+    for cross in layer.attentions[1:]:
+        mixed = _dropped(code, layer, attend(code, cross, middle, memory=memory))
+        middle = code.norm(norms[1], code.add(mixed, middle))
+    fed = _dropped(code, layer, feed(code, layer, middle, middle), of_mlp=True)
+    return code.norm(norms[-1], code.add(fed, middle))
+
+
+def _run_pre_norm(code: Code, layer: Layer, x: Tensor) -> Tensor:
+    """Source: transformers 5.23 `LlamaDecoderLayer.forward`, `T5Block.forward`."""
+    norms, memory = list(layer.norms), _memory(code, layer, x)
+    read_norms = len(norms) - 1 - _is_sandwich(layer)
+    for number, attention in enumerate(layer.attentions):
+        # ModernBERT's first layer reads its input as it is
+        y = code.norm(norms.pop(0), x) if number or read_norms else x
+        if layer.names_norm and not number:
+            code.tape.hold_to_end(y)
+        if number:
+            mixed = attend(code, attention, y, memory=memory)
+        else:
+            mixed = _attend_self(code, layer, y, memory)
+        y = _dropped(code, layer, mixed)
+        if layer.names_attention:
+            code.tape.hold_to_end(y)
+        x = _add_to_stream(code, layer, x, y, mixed, norms)
+    y = code.norm(norms.pop(0), x)
+    mixed = feed(code, layer, y, x)
+    y = _dropped(code, layer, mixed, of_mlp=True)
+    result = _add_to_stream(code, layer, x, y, mixed, norms)
+    if layer.layer_input is not None:
+        result = add_layer_input(code, layer.layer_input, result)
+    return code.tape.in_place(result) if layer.scales_result else result
+
+
+def _is_sandwich(layer: Layer) -> bool:
+    """Whether a norm stands before and after each of attention and MLP (Gemma 2)."""
+    return len(layer.norms) >= 4
+
+
+def _add_to_stream(
+    code: Code, layer: Layer, x: Tensor, y: Tensor, mixed: Tensor, norms: list[Norm]
+) -> Tensor:
+    """`x` and `y`, which dropout made of `mixed`; a sandwich takes the next of `norms` first."""
+    # T5 gives what dropout returns no name of its own, so that both live
+    names_both = layer.norms[0].kind == "rms_mixed"
+    if _is_sandwich(layer):
+        y = code.norm(norms.pop(0), y)
+    result = code.add(x, code.scale(y) if layer.scales_sums else y)
+    # `residual` and `hidden_states` are names until the sum has taken the second one
+    code.tape.hold(x, *([mixed] if names_both else []))
+    if layer.scales_sums:
+        code.tape.hold(y)
+    return result
+
+
+def returned_probabilities(layer: Layer, stack: Stack) -> LinearForm:
+    """Attention probabilities of the block before, in the hands of the model's loop. Kind: exact.
+
+    Source: transformers 5.23 `GPTJModel.forward`: `outputs = block(...)`.
+    """
+    attention = layer.attentions[0]
+    if not layer.returns_probabilities or attention_kernel(attention, stack) != "eager":
+        return NOTHING
+    return per_pair(attention.num_attention_heads * stack.linear_out_bytes)
+
+
+def stream_bytes(layer: Layer, stack: Stack, *, after_norm: bool) -> int:
+    """One element of the layer's input: CUDA's autocast returns fp32 from a LayerNorm.
+
+    Args:
+        after_norm: a LayerNorm stands between the embeddings and the first layer.
+
+    Kind: exact. Source: torch 2.13 `autocast_mode.h`: `layer_norm` is in its fp32 list.
+    """
+    ends_in_norm = layer.post_norm and bool(layer.norms) and layer.norms[-1].kind == "layer"
+    if (ends_in_norm or after_norm) and stack.under_autocast and stack.device_kind != "cpu":
+        return 4
+    return stack.stream_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPoints:
+    """Bytes at the points of one layer that can be the largest.
+
+    Args:
+        kept: what it keeps for backward; `saved` their sum.
+        unsaved: what the first layer keeps less, whose input needs no gradient.
+        held: what checkpointing does not free.
+        lent: keys and values that checkpointed later layers hold.
+        gathered: gradients that later layers have left when its backward begins.
+        forward: alive in a forward that keeps `saved`.
+        backward: alive in its backward, `saved` and the gradient of its result included.
+        recomputed: alive while it is made again and goes backward, its input left out.
+    """
+
+    kept: tuple[Kept, ...]
+    saved: LinearForm
+    unsaved: LinearForm
+    held: tuple[Kept, ...]
+    lent: LinearForm
+    gathered: LinearForm
+    forward: tuple[LinearForm, ...]
+    backward: tuple[LinearForm, ...]
+    recomputed: tuple[LinearForm, ...]
+
+
+@lru_cache(maxsize=512)
+def layer_points(
+    layer: Layer,
+    hidden_size: int,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method,
+    *,
+    masked: bool,
+    accumulated: bool,
+    reentrant: bool,
+    checkpointed: bool,
+    stream: int,
+    ragged: bool = False,
+) -> LayerPoints:
+    """Args: `stream` as of `stream_bytes`, the others as of the ledger.
+
+    Kind: exact. Source: the code of transformers, peft, bitsandbytes and torch named above.
+    """
+    tapes = []
+    for needs_grad in (True, False):
+        tape = Tape()
+        code = Code(tape, stack, targets, method, masked, stream, checkpointed, ragged=ragged)
+        x = tape.input(per_token(hidden_size), stream, needs_grad=needs_grad)
+        tape.hold(run_layer(code, layer, x))
+        tapes.append(tape)
+    tape, first = tapes
+    forward, _ = tape.forward(saving=not checkpointed)
+    recomputed = tape.backward(recomputed=True, early_stop=not reentrant, accumulated=accumulated)
+    return LayerPoints(
+        tape.kept(),
+        tape.saved,
+        minus(tape.saved, first.saved),
+        tape.kept(hidden=True),
+        tape.lent,
+        tape.gathered,
+        maximal(forward),
+        maximal(tape.backward(recomputed=False, accumulated=accumulated)),
+        maximal(recomputed),
+    )
+
+
+@lru_cache(maxsize=512)
+def working_points(
+    layer: Layer,
+    hidden_size: int,
+    targets: tuple[str, ...],
+    stack: Stack,
+    method: Method,
+    *,
+    masked: bool,
+    stream: int,
+    ragged: bool = False,
+) -> tuple[LinearForm, ...]:
+    """Points of a forward without gradients, the layer's input left out.
+
+    Args:
+        targets: names of the matrices with an adapter; none of a merged model.
+    """
+    tape = Tape(no_grad=True)
+    code = Code(tape, stack, targets, method, masked, stream, ragged=ragged)
+    x = tape.input(per_token(hidden_size), stream, needs_grad=False)
+    tape.hold(run_layer(code, layer, x))
+    points, _ = tape.forward(saving=False)
+    return maximal(points)

@@ -1,0 +1,186 @@
+"""The mixer of Mamba 2 on a tape, in plain operators: a scan over chunks, without a loop.
+
+Source: transformers 5.23 `GraniteMoeHybridMambaLayer.forward`, `mamba2_chunk_scan`, which run
+where the kernels of mamba-ssm are not installed; torch 2.13 `einsum`, which lays out what its
+batched product reads.
+"""
+
+from __future__ import annotations
+
+from whichlora.spec.architecture import Attention
+from whichlora.symbolic.autograd import (
+    LinearForm,
+    Tensor,
+    constant,
+    per_chunk,
+    per_sequence,
+    per_token,
+    plus,
+    scaled,
+)
+from whichlora.symbolic.operators import Code
+
+
+def mix_by_states(code: Code, attention: Attention, x: Tensor) -> Tensor:
+    """Projection, convolution, scan, gated norm, projection."""
+    tape, stack = code.tape, code.stack
+    in_linear, out_linear = attention.linears
+    inner, heads = attention.out_width, attention.num_attention_heads
+    shared = attention.k_width
+    mixed = inner + 2 * shared
+    kernel = attention.state_elements // mixed
+
+    projected = code.linear(in_linear, x)
+    gate, taken, step = tape.parts(
+        projected, (per_token(inner), per_token(mixed), per_token(heads))
+    )
+    convolved = code.convolve(taken, mixed, kernel)
+    (convolved,) = tape.parts(convolved, (per_token(mixed),))
+    active = tape.op([convolved], per_token(mixed), convolved.size, saves=[convolved])
+    tape.hold(convolved)
+    active = code.cast(active, taken.size)
+    if stack.padded:
+        active = tape.op([active], active.elements, active.size)
+    values, keys, queries = tape.parts(
+        active, (per_token(inner), per_token(shared), per_token(shared))
+    )
+    scanned = _scan(code, attention, values, step, keys, queries)
+    if code.ragged:
+        (scanned,) = tape.parts(scanned, (per_token(inner),))
+    normed = _gated_norm(code, attention, scanned, gate)
+    narrow = code.cast(normed, x.size)
+    result = code.linear(out_linear, narrow)
+    tape.hold(x, projected, active, normed, narrow)
+    return result
+
+
+def _gated_norm(code: Code, attention: Attention, x: Tensor, gate: Tensor) -> Tensor:
+    """RMSNorm of what the activated gate has let through, all in fp32."""
+    tape = code.tape
+    wide = code.cast(gate, 4, "gate, fp32")
+    active = tape.op([wide], gate.elements, 4, saves=[wide], what="gate, activated")
+    tape.hold(wide)
+    opened = code.multiply(x, active)
+    normed = code.norm(attention.norms[0], opened)
+    tape.hold(x)
+    return normed
+
+
+def _scan(
+    code: Code, attention: Attention, values: Tensor, step: Tensor, keys: Tensor, queries: Tensor
+) -> Tensor:
+    """Every token reads those before it in its chunk, and the state that the chunk begins with.
+
+    States of chunks are few enough that the decays between them are left out.
+    """
+    tape, stack = code.tape, code.stack
+    heads, inner = attention.num_attention_heads, attention.out_width
+    trained = stack.trains_base
+    few, read = per_token(heads), per_token(heads * attention.head_dim)
+    chunk = attention.chunk_size
+
+    def in_chunks(count: int) -> LinearForm:
+        return per_chunk(chunk * count, chunk)
+
+    steps = _step_sizes(code, step, few)
+    wide = code.cast(values, 4, "scan: fp32 values")
+    repeated = [
+        tape.op([code.cast(one, 4)], read, 4, what="scan: repeated for every head")
+        for one in (keys, queries)
+    ]
+    filled = tape.op([wide], in_chunks(inner), 4)
+    skipped = code.multiply_rows(filled, tape.weight(constant(heads), 4, trained=trained))
+    stepped = code.multiply_rows(wide, code.cast(steps, 4))
+    decay = tape.op([again := code.cast(steps, 4)], few, 4, saves=[again] if trained else [])
+    x = tape.op([stepped], in_chunks(inner), 4)
+    decay_in = tape.op([decay], in_chunks(heads), 4)
+    b, c = (tape.op([one], in_chunks(heads * attention.head_dim), 4) for one in repeated)
+    tape.hold(stepped, decay, *repeated)
+    total = tape.op([decay_in], in_chunks(heads), 4)
+    within = _decays_of_pairs(code, decay_in, in_chunks(heads * chunk), chunk)
+
+    scores = _contract(code, c, b, in_chunks(heads * chunk))
+    weighted = code.multiply(scores, within)
+    diagonal = _contract(code, weighted, x, in_chunks(inner), lays_out=(False, True), turns=True)
+
+    to_end = tape.op([tape.op([total], in_chunks(heads), 4)], total.elements, 4, saves_result=True)
+    written = code.multiply_rows(b, to_end)
+    each = heads * attention.head_dim * attention.v_head_dim
+    states = _contract(code, x, written, per_chunk(each, chunk), turns=True)
+    first, begun = _first_states(code, states, each, chunk)
+    (starts,) = tape.parts(begun, (per_chunk(each, chunk),))
+
+    from_start = tape.op([total], in_chunks(heads), 4, saves_result=True)
+    off = _contract(code, c, starts, in_chunks(inner), turns=True)
+    off_scaled = code.multiply_rows(off, from_start)
+    both = code.copy(code.add(diagonal, off_scaled))
+    result = code.add(both, skipped)
+    tape.hold(skipped, steps, decay_in, b, c, x, total, within, scores, weighted, diagonal)
+    tape.hold(written, first, begun, off, off_scaled)
+    return result
+
+
+def _step_sizes(code: Code, step: Tensor, few: LinearForm) -> Tensor:
+    """`softplus(dt + dt_bias)`, which is also clamped."""
+    tape, stack = code.tape, code.stack
+    shifted = tape.op([step], few, step.size)
+    if stack.under_autocast and stack.device_kind != "cpu":
+        shifted = code.cast(shifted, 4)
+    soft = tape.op([shifted], few, shifted.size, saves=[shifted])
+    return tape.op([soft], few, soft.size, saves=[soft])
+
+
+def _first_states(code: Code, states: Tensor, each: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """The state before the first chunk, and that which every chunk begins with.
+
+    Args:
+        each: elements of the state of one sequence.
+    """
+    tape, stack = code.tape, code.stack
+    # without gradients, the cache has counted the state that it is only given at the end
+    first = tape.op([], per_sequence(each if stack.training else 0), states.size)
+    with_first = plus(per_chunk(each, chunk), per_sequence(each))
+    joined = tape.op([first, states], with_first, states.size)
+    laid_out = code.copy(joined)
+    begun = tape.op([laid_out], with_first, laid_out.size, saves=[laid_out])
+    begun = tape.view(begun, copies_gradient=True)
+    tape.hold(joined)
+    return first, begun
+
+
+def _decays_of_pairs(code: Code, x: Tensor, square: LinearForm, chunk: int) -> Tensor:
+    """From each token of a chunk to each, the later ones masked. Source: `segment_sum`."""
+    tape = code.tape
+    mask = constant(chunk * chunk)
+    filled = tape.op([x], square, 4, keeps=[mask], inner_backward=scaled(square, 4))
+    summed = tape.op([filled], square, 4, inner_backward=scaled(square, 2 * 4))
+    masked = tape.op([summed], square, 4, keeps=[mask])
+    tape.hold(filled)
+    return tape.op([masked], square, 4, saves_result=True, what="scan: decays of pairs")
+
+
+def _contract(
+    code: Code,
+    one: Tensor,
+    other: Tensor,
+    elements: LinearForm,
+    *,
+    lays_out: tuple[bool, bool] = (True, True),
+    turns: bool = False,
+) -> Tensor:
+    """A batched product of two tensors.
+
+    Args:
+        lays_out: which of them is copied into the layout of the product.
+        turns: the result is looked at in another layout, which its gradient comes back in.
+    """
+    tape, stack = code.tape, code.stack
+    pair = [code.copy(x) if copied else x for x, copied in zip((one, other), lays_out, strict=True)]
+    narrow = pair
+    if stack.under_autocast:
+        narrow = [code.cast(x, stack.compute_bytes, "scan: factor, cast") for x in pair]
+    left, right = narrow
+    saves = [x for x, factor in ((right, left), (left, right)) if factor.needs_grad]
+    result = tape.op(narrow, elements, left.size, saves=saves, what="scan: product")
+    tape.hold(*pair)
+    return tape.view(result, copies_gradient=turns)

@@ -1,0 +1,71 @@
+"""Multi-head latent attention on a tape, up to its queries, keys and values.
+
+Source: transformers 5.23 `DeepseekV2Attention`, `DeepseekV3Attention`.
+"""
+
+from __future__ import annotations
+
+from whichlora.spec.architecture import Attention
+from whichlora.symbolic.autograd import Tensor, per_token, plus, scaled
+from whichlora.symbolic.operators import Code
+
+
+def latent_projections(
+    code: Code, attention: Attention, x: Tensor, named: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys as they are multiplied, values as part of what they are projected with.
+
+    Args:
+        named: gets what has a name until the attention returns.
+    """
+    tape = code.tape
+    *q_linears, kv_down, kv_up, _ = attention.linears
+    *q_norms, kv_norm = attention.norms
+    heads, rotary = attention.num_attention_heads, attention.rotary_dim
+    q = code.linear(q_linears[0], x)
+    if q_norms:
+        q = code.linear(q_linears[1], code.norm(q_norms[0], q))
+    plain = attention.head_dim - rotary
+    q_plain, q_turned = tape.parts(q, (per_token(heads * plain), per_token(heads * rotary)))
+    compressed = code.linear(kv_down, x)
+    latent, k_turned = tape.parts(compressed, (per_token(kv_norm.width), per_token(rotary)))
+    latent = code.norm(kv_norm, latent)
+    turn = _turn_complex if attention.projection == "latent_complex" else _turn_interleaved
+    q_turned, k_turned = turn(code, q_turned), turn(code, k_turned)
+    query = tape.op([q_plain, q_turned], q.elements, q.size, joined=True, what="query")
+    expanded = code.linear(kv_up, latent)
+    k_plain, value = tape.parts(
+        expanded, (per_token(heads * plain), per_token(heads * attention.v_head_dim))
+    )
+    # written in place part by part: each backward copies the whole gradient first
+    width = per_token(attention.k_width)
+    key = tape.op(
+        [k_plain, k_turned],
+        width,
+        expanded.size,
+        joined=True,
+        inner_backward=scaled(width, expanded.size),
+        what="key",
+    )
+    named += [q, compressed, latent, q_turned, k_turned]
+    return query, key, value
+
+
+def _turn_interleaved(code: Code, x: Tensor) -> Tensor:
+    """Every second column against its neighbour: four products of half the width."""
+    tape = code.tape
+    half = per_token(x.elements.per_token // 2)
+    products = []
+    for _ in range(4):
+        (part,) = tape.parts(x, (half,))
+        products.append(tape.op([part], half, x.size))
+    one, two = code.add(products[0], products[1]), code.add(products[2], products[3])
+    return tape.op([one, two], x.elements, x.size)
+
+
+def _turn_complex(code: Code, x: Tensor) -> Tensor:
+    wide = code.cast(x, 4)
+    copied = code.copy(wide)
+    inner = plus(copied.form, copied.form)
+    turned = code.tape.op([copied], x.elements, 4, inner_backward=inner)
+    return code.cast(turned, x.size)

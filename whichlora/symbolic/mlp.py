@@ -1,0 +1,107 @@
+"""A feed-forward block on a tape, as transformers runs it."""
+
+from __future__ import annotations
+
+from whichlora.spec.architecture import Mlp
+from whichlora.symbolic.autograd import Tensor, per_token, scaled
+from whichlora.symbolic.operators import Code
+
+
+def activate(code: Code, activation: str, x: Tensor) -> Tensor:
+    result = _activated(code, activation, x)
+    code.tape.hold(x)  # the argument of the activation's forward
+    return result
+
+
+def _activated(code: Code, activation: str, x: Tensor) -> Tensor:
+    tape = code.tape
+    if activation in ("relu",):
+        return tape.op([x], x.elements, x.size, saves_result=True, what="activation: result")
+    if activation == "gelu_fast":
+        # 0.5 * x * (1 + tanh(x * c * (1 + 0.044715 * x * x))), a tensor for each operator
+        half, outer = code.scale(x), code.scale(x)
+        squared = code.multiply(code.scale(x), x)
+        shifted = tape.op([squared], x.elements, x.size, passes=True)
+        inside = code.multiply(outer, shifted)
+        tanh = tape.op([inside], x.elements, x.size, saves_result=True, what="tanh")
+        return code.multiply(half, tape.op([tanh], x.elements, x.size, passes=True))
+    if activation == "gelu_new":
+        # 0.5 * x * (1 + tanh(c * (x + 0.044715 * x³))), a tensor for each operator
+        stack = code.stack
+        half = code.scale(x)
+        widened = stack.under_autocast and stack.device_kind != "cpu"
+        base = code.cast(x, 4) if widened else x
+        inner = scaled(base.elements, 2 * base.size)
+        cubed = tape.op([base], base.elements, base.size, saves=[base], inner_backward=inner)
+        inside = code.scale(code.add(x, code.scale(cubed)))
+        tanh = tape.op([inside], x.elements, inside.size, saves_result=True, what="tanh")
+        more = tape.op([tanh], x.elements, tanh.size, passes=True)
+        return code.multiply(half, more)
+    if activation == "erf_gelu":  # 0.5 * x * (1 + erf(x / √2)), so written in ESM
+        half, inside = code.scale(x), code.scale(x)
+        inner = scaled(x.elements, 4 * x.size)  # of one expression: square, minus, exp, factor
+        erf = tape.op([inside], x.elements, x.size, saves=[inside], inner_backward=inner)
+        return code.multiply(half, tape.op([erf], x.elements, x.size, passes=True))
+    if activation == "relu2":
+        rectified = tape.op([x], x.elements, x.size, saves_result=True, what="rectified")
+        widened = code.stack.under_autocast and code.stack.device_kind != "cpu"
+        base = code.cast(rectified, 4) if widened else rectified
+        inner = scaled(base.elements, 2 * base.size)
+        squared = tape.op([base], base.elements, base.size, saves=[base], inner_backward=inner)
+        tape.hold(rectified)
+        return squared
+    if activation == "bloom_gelu":
+        inner = scaled(x.elements, 4 * x.size)
+        return tape.op([x], x.elements, x.size, saves=[x], inner=inner, inner_backward=inner)
+    if activation == "xielu":
+        return _xielu(code, x)
+    if activation == "quick_gelu":
+        gate = tape.op([code.scale(x)], x.elements, x.size, saves_result=True)
+        return code.multiply(x, gate)
+    return tape.op([x], x.elements, x.size, saves=[x], what="activation: result")
+
+
+def _xielu(code: Code, x: Tensor) -> Tensor:
+    """One formula above zero, another below. Source: `XIELUActivation._xielu_python`."""
+    tape, stack = code.tape, code.stack
+    widened = stack.under_autocast and stack.device_kind != "cpu"
+    size = 4 if widened else x.size
+    positive = tape.op([x], x.elements, 1, detached=True)
+    slope_reads = [x] if stack.trains_base else []
+    sloped = tape.op([x], x.elements, size, saves=slope_reads, what="xielu: slope · x")
+    above = code.add(code.multiply(sloped, x), code.scale(x))
+    least = code.cast(tape.op([x], x.elements, x.size, saves=[x]), size)
+    power = tape.op([least], x.elements, size, saves_result=True, what="xielu: exponential")
+    less = tape.op([power, x], x.elements, size, passes=True)
+    bent = tape.op([less], x.elements, size, saves=[less] if stack.trains_base else [])
+    below = code.add(bent, code.scale(x))
+    result = tape.op(
+        [positive, above, below], x.elements, size, saves=[positive], what="xielu: sign"
+    )
+    tape.hold(x)
+    return result
+
+
+def feed_forward(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
+    tape, stack = code.tape, code.stack
+    if mlp.gated and len(mlp.linears) > 2:
+        gate_linear, up_linear, down_linear = mlp.linears[:3]
+        active = activate(code, mlp.activation, code.linear(gate_linear, x))
+        up = code.linear(up_linear, x)
+        inner = code.multiply(active, up)
+        tape.hold(active, up)
+    elif mlp.gated:
+        joint_linear, down_linear = mlp.linears[:2]
+        joint = code.linear(joint_linear, x)
+        half = per_token(mlp.width)
+        gate, up = tape.parts(joint, (half, half))
+        inner = code.multiply(up, activate(code, mlp.activation, gate))
+        tape.hold(joint)
+    else:
+        in_linear, down_linear = mlp.linears[:2]
+        inner = activate(code, mlp.activation, code.linear(in_linear, x))
+    if mlp.dropout and stack.training:
+        inner = code.dropout(inner, mask_bytes=inner.size if stack.device_kind == "cpu" else 1)
+    result = code.linear(down_linear, inner)
+    tape.hold(x, inner)
+    return result

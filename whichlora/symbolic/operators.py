@@ -1,0 +1,305 @@
+"""The operators of a transformer's layer on a tape, as the libraries' Python runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whichlora.methods.base import Method
+from whichlora.spec.architecture import Linear, Norm
+from whichlora.spec.dtypes import BNB_BLOCK, Stack, is_quantised
+from whichlora.spec.run import FOUR_BIT_BNB
+from whichlora.symbolic.autograd import (
+    FUSED_ROWS,
+    NOTHING,
+    LinearForm,
+    Tape,
+    Tensor,
+    constant,
+    per_rank,
+    per_rank_token,
+    per_sequence,
+    per_token,
+    plus,
+    scaled,
+    where_many_rows,
+)
+
+
+def _before_cast(x: Tensor, size: int) -> LinearForm:
+    """The gradient of `x` in the width of a product, where it is cast for `x` afterwards."""
+    return scaled(x.elements, size) if x.needs_grad and x.size < size else NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How many rows a matrix reads: one of each token, or a number, or a share of the chosen.
+
+    Args:
+        number: rows whatever the tokens are; 0 for rows of tokens.
+        chosen: rows of each token in all, of which the `part`-th of `parts` is read.
+    """
+
+    number: int = 0
+    chosen: int = 1
+    part: int = 0
+    parts: int = 1
+
+    def _share(self, width: int) -> int:
+        """Shares of all parts add up to the whole."""
+        before, after = (self.chosen * width * i // self.parts for i in (self.part, self.part + 1))
+        return after - before
+
+    def of(self, width: int) -> LinearForm:
+        if self.number:
+            return constant(self.number * width)
+        return per_token(self._share(width))
+
+    def of_rank(self, multiple: int) -> LinearForm:
+        if self.number:
+            return per_rank(self.number * multiple)
+        return per_rank_token(self._share(multiple))
+
+    def where_many(self, count: int) -> LinearForm:
+        """`count` where a 4-bit product has too many rows; a part has as many as tokens."""
+        if self.number:
+            return constant(count * (self.number > FUSED_ROWS))
+        return where_many_rows(count)
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A tape, and the settings that decide which operators run on it.
+
+    Args:
+        targets: names of the adapted matrices.
+        method: whose operators an adapted matrix has.
+        masked: SDPA gets a mask tensor.
+        stream_bytes: one element of the layer's input.
+        checkpointed: the layer is run again in its backward.
+        rows: how many rows matrices read.
+        ragged: the last chunk of a scan is filled up.
+    """
+
+    tape: Tape
+    stack: Stack
+    targets: tuple[str, ...]
+    method: Method
+    masked: bool = False
+    stream_bytes: int = 2
+    checkpointed: bool = False
+    rows: Rows = Rows()
+    ragged: bool = False
+
+    constant = staticmethod(constant)
+    per_rank = staticmethod(per_rank)
+
+    # --- plain operators ---------------------------------------------------------------------
+
+    def cast(self, x: Tensor, size: int, what: str = "") -> Tensor:
+        """`x.to(dtype)`: nothing where it has that dtype."""
+        if x.size == size:
+            return x
+        return self.tape.op(
+            [x], x.elements, size, passes=True, joined=x.joined, what=what or "copy, cast"
+        )
+
+    def autocast(self, x: Tensor, what: str = "") -> Tensor:
+        """`x` as a matrix product reads it: autocast narrows it."""
+        return self.cast(x, self.stack.compute_bytes, what) if self.stack.under_autocast else x
+
+    def scale(self, x: Tensor) -> Tensor:
+        """Times a Python number."""
+        return self.tape.op([x], x.elements, x.size, joined=x.joined)
+
+    def add(self, x: Tensor, y: Tensor, what: str = "sum") -> Tensor:
+        size = max(x.size, y.size)
+        return self.tape.op([x, y], x.elements, size, passes=True, what=what)
+
+    def multiply(self, x: Tensor, y: Tensor) -> Tensor:
+        """Two tensors of one shape."""
+        saves = [one for one, other in ((y, x), (x, y)) if other.needs_grad]
+        size = max(x.size, y.size)
+        inner = plus(_before_cast(x, size), _before_cast(y, size))
+        return self.tape.op(
+            [x, y], x.elements, size, saves=saves, inner_backward=inner, what="product"
+        )
+
+    def multiply_rows(self, x: Tensor, row: Tensor) -> Tensor:
+        """`x` times a smaller tensor, which is repeated; its gradient is summed up."""
+        size = max(x.size, row.size)
+        saves = [one for one, other in ((row, x), (x, row)) if other.needs_grad]
+        inner = _before_cast(x, size)
+        if row.needs_grad:  # summed up before the gradient of x is cast
+            inner = scaled(x.elements, 2 * size - x.size)
+        return self.tape.op(
+            [x, row], x.elements, size, saves=saves, inner_backward=inner, what="product"
+        )
+
+    def copy(self, x: Tensor) -> Tensor:
+        """`contiguous()` of another layout."""
+        return self.tape.op([x], x.elements, x.size, passes=True, what="copy")
+
+    def dropout(self, x: Tensor, *, mask_bytes: int) -> Tensor:
+        mask = scaled(x.elements, mask_bytes)
+        return self.tape.op([x], x.elements, x.size, keeps=[mask], what="dropout: result, mask")
+
+    def convolve(self, x: Tensor, channels: int, kernel: int) -> Tensor:
+        """A depthwise convolution, padded on both sides; its backward has input and weight."""
+        tape, stack = self.tape, self.stack
+        x = self.cast(x, stack.base_bytes)
+        weight = tape.weight(
+            constant(channels * kernel), stack.base_bytes, trained=stack.trains_base
+        )
+        if stack.under_autocast:
+            x = self.cast(x, stack.compute_bytes, "convolution: input, cast")
+            weight = self.cast(weight, stack.compute_bytes)
+        padded = plus(per_token(channels), per_sequence(channels * (kernel - 1)))
+        return tape.op([x, weight], padded, x.size, saves=[x, weight], what="convolution: result")
+
+    # --- norms -------------------------------------------------------------------------------
+
+    def norm(self, norm: Norm, x: Tensor) -> Tensor:
+        """Source: the norms of transformers 5.23, torch 2.13's layer_norm under CUDA's autocast."""
+        tape, stack = self.tape, self.stack
+        rows = per_token(norm.rows)
+        weight = tape.weight(
+            constant(norm.width), stack.base_bytes, trained=stack.trains_base and norm.weight
+        )
+        if norm.kind in ("layer", "layer_narrow"):
+            on_cpu = stack.device_kind == "cpu"
+            # OLMo's has no weight, and casts by itself
+            widened = norm.kind == "layer" and (
+                not norm.weight or (stack.under_autocast and not on_cpu)
+            )
+            wide = self.cast(x, 4, f"{norm.name}: fp32 input") if widened else x
+            if norm.kind == "layer_narrow" and stack.under_autocast and not on_cpu:
+                wide = self.cast(x, stack.compute_bytes, f"{norm.name}: input, cast")
+            stats = scaled(rows, 2 * (wide.size if on_cpu else 4))
+            out = tape.op(
+                [wide, weight],
+                x.elements,
+                wide.size,
+                saves=[wide],
+                keeps=[stats],
+                what=f"{norm.name}: result, mean and deviation",
+            )
+            return out if norm.weight else self.cast(out, x.size)
+        if norm.kind == "rms_mixed":
+            wide = self.cast(x, 4, f"{norm.name}: fp32 input")
+            rstd = self._deviation(self._square(wide), rows)
+            y = self.cast(self.multiply_rows(x, rstd), stack.base_bytes)
+            return self._weighted(y, weight)
+        wide = self.cast(x, 4, f"{norm.name}: fp32 input")
+        if norm.kind == "layer_steps":
+            mean = tape.op([wide], rows, 4)
+            first = tape.op([wide, mean], x.elements, 4, passes=True)
+            second = tape.op([wide, mean], x.elements, 4, passes=True)
+            squares = self._square(first)
+            rstd = self._deviation(squares, rows)
+            y = self.multiply_rows(second, rstd)
+            tape.hold(wide, mean)
+            return self.cast(self._weighted(y, weight), x.size)
+        rstd = self._deviation(self._square(wide), rows, is_power=norm.kind == "rms_power")
+        y = self.multiply_rows(wide, rstd)
+        if norm.kind in ("rms_offset", "rms_power"):
+            if norm.weight:
+                y = self._weighted(y, weight)
+            y = self.cast(y, x.size)
+            tape.hold(x)
+            return y
+        narrow = self.cast(y, x.size, f"{norm.name}: normalised")
+        out = self._weighted(narrow, weight)
+        tape.hold(y)
+        return out
+
+    def _square(self, x: Tensor) -> Tensor:
+        # its backward: x to a power, that times two, and the product with the gradient
+        return self.tape.op([x], x.elements, 4, saves=[x], inner_backward=scaled(x.elements, 8))
+
+    def _deviation(self, squares: Tensor, rows: LinearForm, *, is_power: bool = False) -> Tensor:
+        kept = [squares] if self.stack.libraries.mean_keeps_input else []
+        mean = self.tape.op([squares], rows, 4, saves=kept)
+        shifted = self.tape.op([mean], rows, 4, passes=True)
+        return self.tape.op(
+            [shifted],
+            rows,
+            4,
+            saves=[shifted] if is_power else [],
+            saves_result=not is_power,
+            inner_backward=scaled(rows, 8),
+            what="norm: reciprocal deviation",
+        )
+
+    def _weighted(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.multiply_rows(x, weight)
+
+    # --- matrices ----------------------------------------------------------------------------
+
+    def linear(self, linear: Linear, x: Tensor) -> Tensor:
+        """One projection, with its adapter if it has one."""
+        if self.adapts(linear):
+            return self.method.forward(self, linear, x)
+        return self.base(linear, x)
+
+    def adapts(self, linear: Linear) -> bool:
+        named = linear.rank_multiple and linear.name in self.targets
+        return bool(named and not self.stack.trains_base)
+
+    def base(self, linear: Linear, x: Tensor) -> Tensor:
+        """The matrix itself, frozen or trained."""
+        tape, stack = self.tape, self.stack
+        elements = self.rows.of(linear.active * linear.out_features)
+        weights = constant(linear.num_weights // linear.count)
+        if is_quantised(linear, stack) and stack.quant in FOUR_BIT_BNB:
+            narrow = self.cast(x, stack.four_bit_bytes)
+            dense = scaled(weights, stack.four_bit_bytes)
+            # expanded for many rows, and its scales to fp32, without their offset and with it
+            scales = weights.constant // BNB_BLOCK * 8 if stack.quant == "nf4-dq" else 0
+            out = tape.op(
+                [narrow],
+                elements,
+                narrow.size,
+                saves=[narrow] if stack.libraries.linear4bit_keeps_input else [],
+                inner=self.rows.where_many(dense.constant + scales),
+                inner_backward=dense,
+                hidden=True,
+                what=f"{linear.name}: result",
+            )
+            out = self.cast(out, x.size, f"{linear.name}: result")
+            tape.hold(x)
+            return out
+        if is_quantised(linear, stack) and stack.quant == "int8":
+            # rows are quantised from fp16; the layer's own attribute keeps what it was given
+            coded = tape.op([x], x.elements, 1, inner=scaled(x.elements, 2), detached=True)
+            dense = scaled(weights, x.size)
+            return tape.op(
+                [x, coded],
+                elements,
+                x.size,
+                saves=[x],
+                inner_backward=dense,
+                hidden=True,
+                what=f"{linear.name}: result",
+            )
+        own = f"{linear.name}: own copy of the input"
+        narrow = self.autocast(x, own)
+        weight = tape.weight(weights, stack.base_bytes, trained=stack.trains_base)
+        used = self.autocast(weight, f"{linear.name}: weight, cast")
+        saves = [used] if x.needs_grad else []
+        if stack.trains_base:
+            saves.append(narrow)
+        result = f"{linear.name}: result"
+        # GPTQ and AWQ kernels expand what they multiply with, to 16 bit
+        dense = scaled(weights, stack.compute_bytes) if is_quantised(linear, stack) else NOTHING
+        out = tape.op(
+            [narrow, used],
+            elements,
+            narrow.size,
+            saves=saves,
+            inner=dense,
+            inner_backward=dense,
+            reshapes=not is_quantised(linear, stack),
+            what=result,
+        )
+        tape.hold(x)
+        return out

@@ -1,0 +1,56 @@
+"""Predictions and answers as text: terminal tables, CSV and Markdown."""
+
+from whichlora.terminal.answer import explanation, print_answer
+from whichlora.terminal.calibrations import print_calibration, print_merged, print_refit
+from whichlora.terminal.catalogs import print_gpus, print_models
+from whichlora.terminal.estimate import print_predictions
+from whichlora.terminal.explained import explanation_markdown, print_explanation
+from whichlora.terminal.facts import answer_facts, detailed_row
+from whichlora.terminal.files import write_candidates, write_comparison, write_summary
+from whichlora.terminal.guides import print_guide, write_guide
+from whichlora.terminal.handovers import print_handover
+from whichlora.terminal.live import SweepProgress
+from whichlora.terminal.placements import print_placements
+from whichlora.terminal.progress import Progress
+from whichlora.terminal.rows import candidate_row, comparison_rows, comparison_summary
+from whichlora.terminal.short import print_short
+from whichlora.terminal.sweep import print_recommendation, print_status, print_sweep
+from whichlora.terminal.tables import MAX_REASONS
+from whichlora.terminal.words import deciding, describe, reason, times, variant
+
+__all__ = [
+    "MAX_REASONS",
+    "Progress",
+    "SweepProgress",
+    "answer_facts",
+    "candidate_row",
+    "comparison_rows",
+    "comparison_summary",
+    "deciding",
+    "describe",
+    "detailed_row",
+    "explanation",
+    "explanation_markdown",
+    "print_answer",
+    "print_calibration",
+    "print_explanation",
+    "print_gpus",
+    "print_guide",
+    "print_handover",
+    "print_merged",
+    "print_models",
+    "print_placements",
+    "print_predictions",
+    "print_recommendation",
+    "print_refit",
+    "print_short",
+    "print_status",
+    "print_sweep",
+    "reason",
+    "times",
+    "variant",
+    "write_candidates",
+    "write_comparison",
+    "write_guide",
+    "write_summary",
+]

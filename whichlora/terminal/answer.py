@@ -1,0 +1,409 @@
+"""The answer of a run: tables, the winner, and why the others fell."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from math import isnan
+from typing import TYPE_CHECKING, Any
+
+from whichlora.predict.notes import UNVERIFIED
+from whichlora.search.feasibility import LIKELY, Candidate, rejected_before, relaxations
+from whichlora.serving.form import form_in_words
+from whichlora.terminal.plane import plane
+from whichlora.terminal.rows import comparison_rows, comparison_summary
+from whichlora.terminal.tables import MAX_REASONS, new_table, open_console, print_table, say
+from whichlora.terminal.words import (
+    certainty,
+    deciding,
+    describe,
+    reason,
+    refusals,
+    relaxed,
+    variant,
+)
+from whichlora.units import format_bytes, format_count, format_seconds
+
+MAY_FIT = "may fit"
+MAX_ROWS = 40  # of a stage; what was measured stands there anyway
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from whichlora.search.gpu_choice import GpuChoice, OnGpu
+    from whichlora.workflow.run import Answer
+
+
+def explanation(answer: Answer) -> list[str]:
+    """The answer and its reasons in lines of plain text."""
+    best = answer.winner
+    lines = _nothing(answer) if best is None else _winner(answer, best)
+    lines += _may_fit(answer)
+    dropped = _left_out_in_stage_1(answer)
+    for one in dropped[:MAX_REASONS]:
+        form = form_in_words(one.run)
+        lines.append(f"{one.run.model} left out in stage 1 ({form}): {deciding(one)}")
+    if len(dropped) > MAX_REASONS:
+        lines.append(f"… and {len(dropped) - MAX_REASONS} more left out in stage 1, see the table")
+    bold = {one.run for one in answer.may_fit}
+    before = [one for one in rejected_before(best, answer.finetune) if one.run not in bold]
+    for one in before[:MAX_REASONS]:
+        why = deciding(one)
+        if not why:  # predicted to meet everything, and to be hardly better
+            chance = answer.search.chance_to_win.get(one.run, 0.0)
+            why = f"not measured, {chance:.0%} chance to beat the winner"
+        lines.append(f"{describe(one.run)} left out: {why}")
+    if len(before) > MAX_REASONS:
+        lines.append(
+            f"… and {len(before) - MAX_REASONS} more better-ranked candidates, see the table"
+        )
+    gpus = _of_gpus(answer.choice, answer.gpu.key)
+    return [*lines, *gpus, *refusals(answer.refused)]
+
+
+def _of_gpus(choice: GpuChoice | None, shown: str) -> list[str]:
+    """Which of several GPUs is recommended, which is fastest and which cheapest.
+
+    Args:
+        shown: the GPU that the answer is of.
+    """
+    if choice is None:
+        return []
+    if choice.best is None:
+        return [f"GPU: all of this is of {shown}, the likeliest of {len(choice.gpus)}."]
+    lines = [f"GPU: {choice.best.gpu} is recommended, the best of {len(choice.gpus)}."]
+    if choice.fastest is not None:
+        seconds = choice.fastest.least_s(choice.model) or 0.0
+        lines.append(
+            f"  fastest for {choice.model}: {choice.fastest.gpu}, {format_seconds(seconds)}"
+        )
+    if choice.cheapest is not None:
+        cost, gpu = choice.cost_of_model(choice.cheapest), choice.cheapest.gpu
+        lines.append(f"  cheapest for {choice.model}: {gpu}, {cost:.2f}")
+    elif choice.fastest is not None:
+        lines.append("  gpu_prices, the price of an hour, would say which is cheapest")
+    return lines
+
+
+def gpu_rows(choice: GpuChoice) -> list[tuple[str, ...]]:
+    """The GPUs of a plan as cells: winner, memory, time, price and what is best about it."""
+    rows: list[tuple[str, ...]] = []
+    for on in choice.gpus:
+        best, cost = on.winner, choice.cost(on)
+        marks = {"recommended": choice.best, "fastest": choice.fastest, "cheapest": choice.cheapest}
+        rows.append(
+            (
+                on.gpu,
+                on.refusal or (_without_winner(on) if best is None else best.run.model),
+                "-" if best is None else f"{variant(best.run)}, batch {best.run.batch_size}",
+                "-" if best is None else format_bytes(best.memory_bytes.value),
+                "-" if best is None or not best.total_s else format_seconds(best.total_s.value),
+                "-" if cost is None else f"{cost:.2f}",
+                "predicted" if best is None else best.source,
+                ", ".join(mark for mark, marked in marks.items() if marked is on),
+            )
+        )
+    return rows
+
+
+def _without_winner(on: OnGpu) -> str:
+    return f"{MAY_FIT}, {on.best_chance:.0%}" if on.best_chance >= LIKELY else "nothing fits"
+
+
+def print_gpus_of(console: Console, choice: GpuChoice) -> None:
+    numbers = ("peak", "total", "cost")
+    print_table(
+        console,
+        ("GPU", "model", "variant", *numbers, "source", ""),
+        gpu_rows(choice),
+        right=numbers,
+        spare=("source", "peak", "variant"),
+        title="the plan on each GPU",
+    )
+
+
+def _left_out_in_stage_1(answer: Answer) -> list[Candidate]:
+    """The closest shape of each form that fell; of a model that fell in every form, the closest."""
+    closest: dict[object, Candidate] = {}
+    for one in sorted(answer.inference, key=lambda one: -one.chance):
+        form = one.form if one.run.model in answer.kept else None
+        closest.setdefault((one.run.model, form), one)
+    kept = answer.kept
+    fell = [one for one in closest.values() if one.run.model not in kept or one.chance < LIKELY]
+    return sorted(fell, key=lambda one: answer.plan.models.index(one.run.model))
+
+
+def _winner(answer: Answer, best: Candidate) -> list[str]:
+    run, objective = best.run, answer.plan.objective
+    size = format_count(best.prediction.num_params)
+    how = "measured"
+    if not best.measured:
+        how = f"predicted, {best.chance_of_both_stages:.0%} chance to meet every limit"
+    lines = [
+        f"Winner: {run.model} ({size} parameters), {variant(run, answer.plan)}, "
+        f"batch size {run.batch_size} ({how})."
+    ]
+    if best.form is not None:
+        lines.append(f"  served as {form_in_words(best.form)}")
+    if best.measured:
+        lines.append(f"  {certainty(answer.search, found=True)}")
+    lines.append(f"  {_PREFERENCE[objective.prefer]}")
+    price = objective.price_per_hour.get(answer.gpu.key)
+    if price is not None and best.total_s is not None:
+        lines.append(f"  costs {best.total_s.value / 3600 * price:.2f} at {price:g} an hour")
+    lines.extend(f"  {reason(check)}" for check in best.checks)
+    return lines
+
+
+_PREFERENCE = {
+    "size": "preferred: the largest model; size alone is not quality, see `prefer: order`",
+    "order": "preferred: the first of your order of models",
+    "time": "preferred: the least time; a smaller model may be less good",
+    "memory": "preferred: the least memory; a smaller model may be less good",
+    "price": "preferred: the lowest price; a smaller model may be less good",
+}
+
+
+def _may_fit(answer: Answer) -> list[str]:
+    """What a dry run leaves open, with its chance and the limit that it is least sure to meet."""
+    lines = []
+    for one in answer.may_fit[:MAX_REASONS]:
+        why = deciding(one)
+        if not why and one.form is not None:
+            served = form_in_words(one.form)
+            why = f"{one.chance_to_serve:.0%} chance to meet the limits of stage 1 as {served}"
+        chance = f"{one.chance_of_both_stages:.0%}"
+        lines.append(f"{MAY_FIT}, {chance} chance: {describe(one.run)}: {why}")
+    if len(answer.may_fit) > MAX_REASONS:
+        lines.append(f"… and {len(answer.may_fit) - MAX_REASONS} more that may fit, see the table")
+    return lines
+
+
+def _nothing(answer: Answer) -> list[str]:
+    if answer.may_fit:
+        asked = answer.plan.budget.confidence
+        return [
+            f"Nothing meets every limit with the asked confidence of {asked:.0%}; nothing was "
+            "measured.",
+            "  `profile: frontier` measures what may fit; a lower `confidence` takes it unmeasured",
+        ]
+    lines = ["Nothing meets every limit.", f"  {certainty(answer.search, found=False)}"]
+    pool = [*answer.finetune] or [*answer.inference]
+    closest = max(pool, key=lambda one: (one.chance, -one.memory_bytes.value), default=None)
+    if closest is not None:
+        lines.append(f"Closest: {describe(closest.run)}.")
+        lines.extend(
+            f"  it would need {check.limit} of at least "
+            + (format_bytes if check.unit == "bytes" else format_seconds)(check.quantity.high)
+            for check in closest.checks
+            if check.verdict != "meets"
+        )
+    lines.extend(f"Alone, {relaxed(one)}." for one in relaxations(pool))
+    return lines
+
+
+def print_answer(answer: Answer) -> None:
+    """The table, the winner and its reasons, the prediction errors and the files."""
+    console = open_console()
+    for title, candidates in (
+        ("stage 1: inference", answer.inference),
+        ("stage 2: fine-tuning", answer.finetune),
+    ):
+        _print_stage(console, answer, title, candidates)
+    for line in _plane(answer, console.width):
+        console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
+    for line in explanation(answer):
+        say(console, line)
+    if answer.choice is not None:
+        print_gpus_of(console, answer.choice)
+    if len(answer.front) > 1:
+        _print_front(console, answer.front)
+    compared = comparison_rows(answer.compared)
+    if compared:
+        _print_errors(console, compared)
+    for line in besides_training(answer):
+        say(console, line)
+    say(console, f"data: {answer.tokens}")
+    say(console, f"basis: {answer.basis}")
+    for note in answer_notes(answer):
+        say(console, f"note: {note}")
+    trained = answer.training is not None and "error" not in answer.training
+    if trained:
+        print_training(console, answer)
+    for purpose, path in answer.files.items():
+        say(console, f"{purpose}: {path}", whole=True)
+    if "job" in answer.files and not trained:
+        from whichlora.exports.train_script import train_command
+
+        if "data_train" not in answer.files:
+            data = answer.files["job"].with_name("train.jsonl")
+            say(console, f'put your rows into {data} first, as {{"text": ...}} lines', whole=True)
+        command = shlex.join(train_command(answer.files["job"]))
+        say(console, f"start the fine-tuning with: {command}", whole=True)
+
+
+def besides_training(answer: Answer) -> list[str]:
+    """What evaluations and checkpoints of the winner take."""
+    also = answer.besides
+    if also is None:
+        return []
+    lines = ["besides training:"]
+    if also.evaluation_peak_bytes is not None:
+        times = "once" if also.evaluations == 1 else f"{also.evaluations} times"
+        seconds = (
+            ""
+            if isnan(also.evaluation_s)
+            else f"{format_seconds(also.evaluation_s)} of the total, "
+        )
+        lines.append(
+            f"  evaluation: {times}, {seconds}peak {format_bytes(also.evaluation_peak_bytes)}"
+        )
+    if also.checkpoints:
+        one = also.checkpoint_weights_bytes + also.checkpoint_optimizer_bytes
+        lines.append(
+            f"  checkpoints: {also.checkpoints}, each {format_bytes(one)} on disk "
+            f"({format_bytes(also.checkpoint_optimizer_bytes)} of optimizer states), at most "
+            f"{format_bytes(also.kept_bytes)} at once"
+        )
+    return lines if len(lines) > 1 else []
+
+
+def besides_in_short(answer: Answer) -> str:
+    """The same in one line, empty where there is nothing besides."""
+    also = answer.besides
+    parts = []
+    if also is not None and also.evaluations and not isnan(also.evaluation_s):
+        parts.append(f"{format_seconds(also.evaluation_s)} of evaluation")
+    if also is not None and also.checkpoints:
+        parts.append(f"{format_bytes(also.kept_bytes)} of checkpoints on disk")
+    return f"besides training: {', '.join(parts)}" if parts else ""
+
+
+def answer_notes(answer: Answer) -> list[str]:
+    """What must be known about the winner, and about every candidate: the device, say."""
+    each = [one.prediction.notes for one in (*answer.inference, *answer.finetune)]
+    of_all = [note for note in (each[0] if each else ()) if all(note in one for one in each)]
+    of_winner = () if answer.winner is None else answer.winner.prediction.notes
+    found = dict.fromkeys((*answer.plan.notes, *of_winner, *of_all))
+    if answer.compared:  # what was measured has taken the datasheet's place
+        return [note for note in found if not note.startswith(UNVERIFIED)]
+    return list(found)
+
+
+def _print_stage(
+    console: Console, answer: Answer, title: str, candidates: Sequence[Candidate]
+) -> None:
+    """The candidates of one stage, the best ranked and all that were measured."""
+    rows = []
+    ranked = sorted(candidates, key=lambda one: one.rank)
+    shown = [one for i, one in enumerate(ranked) if i < MAX_ROWS or one.measured]
+    for one in shown:
+        run, total = one.run, one.total_s
+        training = run.phase == "finetune"
+        untimed = one.failed and one.measured
+        rows.append(
+            (
+                run.model,
+                variant(run, answer.plan),
+                str(run.batch_size),
+                str(run.seq_len) if training else f"{run.prompt_len}+{run.max_new_tokens}",
+                "-" if untimed else format_bytes(one.memory_bytes.value),
+                "-" if untimed else format_seconds(one.time_per_token_s.value),
+                "-" if total is None or untimed else format_seconds(total.value),
+                one.source,
+                verdict_of(answer, one),
+            )
+        )
+    numbers = ("batch", "tokens", "peak", "per token", "total")
+    more = len(ranked) - len(shown)
+    print_table(
+        console,
+        ("model", "variant", *numbers, "source", "verdict"),
+        rows,
+        right=numbers,
+        lift=("total", "tokens", "variant"),
+        spare=("per token", "source", "tokens"),
+        title=title,
+        caption=f"… and {more} predicted ones, see candidates.csv" if more else "",
+    )
+
+
+def verdict_of(answer: Answer, candidate: Candidate) -> str:
+    """In a word: the winner, what may fit in a dry run, how it failed, or what the limits say."""
+    if candidate is answer.winner:
+        return "WINNER"
+    if any(candidate is one for one in answer.may_fit):
+        return f"{MAY_FIT}, {candidate.chance_of_both_stages:.0%}"
+    return candidate.failure.split(":")[0] or candidate.verdict
+
+
+def _plane(answer: Answer, width: int) -> list[str]:
+    """Total time against peak memory of stage 2, or the time per token of stage 1 without it."""
+    limits, training = answer.plan.limits_on(answer.gpu.key), bool(answer.finetune)
+    own_limit = limits.finetune_bytes if training else limits.inference_bytes
+    lines = plane(
+        answer.finetune or answer.inference,
+        answer.winner,
+        time_limit_s=limits.total_time_s if training else limits.time_per_token_s,
+        byte_limits=[answer.gpu.memory_bytes, *([own_limit] if own_limit else [])],
+        width=width,
+        device_bytes=answer.gpu.memory_bytes,
+    )
+    what = "total time of the fine-tuning" if training else "time per generated token"
+    return [f"peak memory against {what}", "", *lines, ""] if lines else []
+
+
+def _print_front(console: Console, front: Sequence[Candidate]) -> None:
+    numbers = ("batch", "peak", "total")
+    rows = [
+        (
+            one.run.model,
+            variant(one.run),
+            str(one.run.batch_size),
+            format_bytes(one.memory_bytes.value),
+            format_seconds((one.total_s or one.time_per_token_s).value),
+            one.source,
+        )
+        for one in front[:MAX_REASONS]
+    ]
+    more = len(front) - MAX_REASONS
+    print_table(
+        console,
+        ("model", "variant", *numbers, "source"),
+        rows,
+        right=numbers,
+        title="nothing is both faster and smaller than one of these",
+        caption=f"… and {more} more, see answer.json" if more > 0 else "",
+    )
+
+
+def _print_errors(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    numbers = ("runs", "cold", "when chosen", "after the refit")
+    table = new_table("predicted against measured", *numbers, right=numbers)
+    for entry in comparison_summary(rows):
+        table.add_row(
+            entry["quantity"],
+            str(entry["runs"]),
+            *(
+                f"{entry[f'{stage}_median']:.1%} / {entry[f'{stage}_worst']:.1%}"
+                for stage in ("cold", "before", "after")
+            ),
+        )
+    table.caption = "absolute error, median / worst"
+    table.caption_justify = "left"
+    console.print(table)
+
+
+def print_training(console: Console, answer: Answer) -> None:
+    training, best = answer.training or {}, answer.winner
+    seconds = training.get("train_s")
+    if isinstance(seconds, int | float) and best is not None and best.total_s is not None:
+        predicted = best.total_s.value
+        loss = training.get("final_loss")
+        shown = f", final loss {loss:.4g}" if isinstance(loss, int | float) else ""
+        say(
+            console,
+            f"trained: {format_seconds(seconds)} for the whole fine-tuning "
+            f"(expected {format_seconds(predicted)}){shown}",
+        )
+    say(console, f"adapter: {training.get('output', '')}", whole=True)

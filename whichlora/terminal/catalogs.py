@@ -1,0 +1,53 @@
+"""Accelerators and models as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from whichlora.spec.gpu import GpuSpec
+from whichlora.terminal.tables import new_table, open_console, print_table, say
+from whichlora.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from whichlora.store.models import ModelRecord
+
+
+def print_gpus(gpus: Sequence[GpuSpec], *, here: GpuSpec | str) -> None:
+    """The catalog, and what this machine has, or why that can't be told."""
+    console = open_console()
+    rates = ("bf16", "fp16", "fp32")
+    numbers = ("memory", "bandwidth", *(f"{rate} TFLOP/s" for rate in rates))
+    rows = []
+    for gpu in gpus:
+        peaks = [gpu.peak_flops_per_s.get(rate) for rate in rates]
+        rows.append(
+            (
+                gpu.key,
+                gpu.name,
+                format_bytes(gpu.memory_bytes),
+                f"{gpu.bandwidth_bytes_per_s / 1e9:.0f} GB/s",
+                *("-" if peak is None else f"{peak / 1e12:.1f}" for peak in peaks),
+                gpu.compute_capability or "-",
+                ", ".join(gpu.unverified),
+            )
+        )
+    print_table(
+        console,
+        ("key", "name", *numbers, "capability", "unverified"),
+        rows,
+        right=numbers,
+        spare=("unverified", "name", "capability", "fp16 TFLOP/s"),
+    )
+    if not isinstance(here, str):
+        here = f"{here.key} ({here.name}, {format_bytes(here.memory_bytes)})"
+    say(console, f"this machine: {here}; every figure's source is in calibration/<key>/gpu.json")
+
+
+def print_models(models: Sequence[ModelRecord]) -> None:
+    console = open_console()
+    table = new_table("model", "type", "parameters", right=("parameters",))
+    for one in models:
+        table.add_row(one.hub_id, one.model_type, format_count(one.params))
+    console.print(table)
+    say(console, "1 model" if len(models) == 1 else f"{len(models)} models")

@@ -1,0 +1,153 @@
+"""What a report needs beside the table: limits, bytes by part, intervals, and where it is from."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from whichlora import __version__
+from whichlora.search.feasibility import Candidate, Quantity, judge
+from whichlora.spec.plan import Limits, Plan
+from whichlora.terminal.answer import explanation
+from whichlora.terminal.rows import candidate_row
+from whichlora.terminal.words import describe, times, variant
+
+if TYPE_CHECKING:
+    from whichlora.workflow.run import Answer, Compared
+
+LIBRARIES = (
+    *("torch", "transformers", "peft", "bitsandbytes", "accelerate"),
+    *("numpy", "scipy", "scikit-learn"),
+)
+
+
+def detailed_row(candidate: Candidate, plan: Plan | None = None) -> dict[str, Any]:
+    """One candidate as `answer.json` holds it: the row of the table, and what explains it."""
+    prediction = candidate.prediction
+    return candidate_row(candidate) | {
+        "gpu": prediction.gpu,
+        "name": describe(candidate.run),
+        "variant": variant(candidate.run, plan),
+        "num_trainable_params": prediction.num_trainable_params,
+        "usable_bytes": prediction.usable_bytes,
+        "predicted_peak_bytes": prediction.memory.device_used_bytes,
+        "moment": prediction.memory.moment,
+        "breakdown": {part: size for part, size in prediction.memory.breakdown.items() if size},
+        "chance": candidate.chance,
+        "chance_of_both_stages": candidate.chance_of_both_stages,
+    }
+
+
+def answer_facts(answer: Answer) -> dict[str, Any]:
+    """What `answer.json` holds for the report, beside the candidates."""
+    gpu, calibration = answer.gpu, answer.calibration
+    limits = answer.plan.limits_on(gpu.key)
+    facts: dict[str, Any] = {
+        "explanation": explanation(answer),
+        "limits": {
+            "device_bytes": gpu.memory_bytes,
+            "inference_bytes": limits.inference_bytes,
+            "finetune_bytes": limits.finetune_bytes,
+            "time_per_token_s": limits.time_per_token_s,
+            "total_time_s": limits.total_time_s,
+        },
+        "dataset": dict(answer.dataset),
+        "besides_training": None if answer.besides is None else answer.besides.to_dict(),
+        "comparison": [row for one in answer.compared for row in compared_quantities(one)],
+        "side_by_side": [detailed_row(one) for one in answer.side_by_side],
+        "provenance": {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "whichlora": __version__,
+            "python": platform.python_version(),
+            "libraries": _installed(),
+            "profile": answer.plan.profile,
+            "device": {
+                "key": gpu.key,
+                "name": gpu.name,
+                "memory_bytes": gpu.memory_bytes,
+                "unverified": list(gpu.unverified),
+            },
+            "environments": _environments(answer.compared),
+            "notes": _notes(answer),
+        },
+    }
+    if calibration is not None:
+        facts["provenance"]["calibration"] = {
+            "gpu": calibration.gpu,
+            "num_records": calibration.num_records,
+            "memory_runs": calibration.memory.num_runs,
+            "time_runs": {phase: model.num_runs for phase, model in calibration.time.items()},
+            "digest": calibration.digest,
+        }
+    return facts
+
+
+def _notes(answer: Answer) -> list[str]:
+    of_candidates = (note for each in _everyone(answer) for note in each.prediction.notes)
+    return list(dict.fromkeys((*answer.plan.notes, *of_candidates)))
+
+
+def compared_quantities(one: Compared) -> list[dict[str, Any]]:
+    """Peak and time per token of a measured run beside its predictions and their intervals.
+
+    The measured peak is the counter closest to the card, as the limits are judged on. A training
+    step is compared at its longest batch, which is the one that the prediction is of.
+    """
+    measured = judge(one.after, Limits(), measurement=one.measurement)
+    if measured.failure:
+        return []
+    known = {"memory_bytes": measured.memory_bytes, "time_per_token_s": measured.time_per_token_s}
+    for name, step_s, at_longest_s in times(one.after, one.measurement):
+        if name == "step":
+            value = at_longest_s * one.after.time.time_per_token_s / step_s
+            known["time_per_token_s"] = Quantity(value=value, low=value, high=value, measured=True)
+    stages = {"cold": one.cold, "before": one.before, "after": one.after}
+    judged = {stage: judge(prediction, Limits()) for stage, prediction in stages.items()}
+    return [
+        {
+            "name": describe(one.after.run),
+            "model": one.after.run.model,
+            "phase": one.after.run.phase,
+            "quantity": name,
+            "measured": quantity.value,
+        }
+        | {stage: _interval(getattr(candidate, name)) for stage, candidate in judged.items()}
+        for name, quantity in known.items()
+        if quantity.measured
+    ]
+
+
+def _interval(quantity: Quantity) -> dict[str, float]:
+    return {
+        "value": quantity.value,
+        "low": quantity.low,
+        "high": quantity.high,
+        "confidence": quantity.confidence,
+    }
+
+
+def _everyone(answer: Answer) -> list[Candidate]:
+    return [*answer.inference, *answer.finetune]
+
+
+def _installed() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _environments(compared: Sequence[Compared]) -> list[dict[str, Any]]:
+    """Where the measurements of this run were made, each environment once."""
+    found: list[dict[str, Any]] = []
+    for one in compared:
+        environment = dict(one.measurement.environment)
+        if environment and environment not in found:
+            found.append(environment)
+    return found

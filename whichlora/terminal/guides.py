@@ -1,0 +1,147 @@
+"""The parameter guide on a terminal, and as Markdown, CSV and HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from whichlora.errors import ConfigError
+from whichlora.spec.results import Refused
+from whichlora.store.jsonfiles import write_text
+from whichlora.terminal.sheet import as_csv
+from whichlora.terminal.tables import open_console, print_table, say
+from whichlora.terminal.words import VERDICTS, refusals, variant
+from whichlora.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from whichlora.workflow.guide import GuideRow
+
+_COLUMNS = (
+    "model",
+    "accelerator",
+    "method",
+    "batch",
+    "tokens",
+    "memory",
+    "95 % interval",
+    "fits",
+    "time for the data",
+    "90 % interval",
+    "tokens/s",
+)
+_TEXTS = ("model", "accelerator", "method", "fits")
+_NUMBERS = tuple(one for one in _COLUMNS if one not in _TEXTS)
+_PLAIN_WIDTH = 240  # of output that is not a terminal: two intervals need more than most tables
+_STYLE = """\
+body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; color-scheme: light dark; }
+table { border-collapse: collapse; }
+th, td { padding: .3em .8em; border-bottom: 1px solid #8884; text-align: left; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+"""
+
+
+def print_guide(rows: Sequence[GuideRow], refused: Sequence[Refused] = ()) -> None:
+    console = open_console()
+    if not console.is_terminal:
+        console.width = _PLAIN_WIDTH
+    print_table(
+        console,
+        _COLUMNS,
+        [_cells(row) for row in rows],
+        right=_NUMBERS,
+        lift=("tokens", "model", "accelerator", "method", "batch"),
+        spare=("tokens/s", "90 % interval", "95 % interval"),
+    )
+    for text in _footer(rows, refused):
+        say(console, text)
+
+
+def write_guide(path: Path, rows: Sequence[GuideRow], refused: Sequence[Refused] = ()) -> Path:
+    """The guide in the format that the end of `path` names.
+
+    Raises:
+        ConfigError: another ending.
+        DataFileError: it can't be written.
+    """
+    if path.suffix not in WRITERS:
+        raise ConfigError(
+            f"--output: {path} ends with {path.suffix or 'nothing'}; accepted are "
+            f"{', '.join(WRITERS)}"
+        )
+    write_text(path, WRITERS[path.suffix](rows, refused))
+    return path
+
+
+def _markdown(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> str:
+    lines = [
+        f"| {' | '.join(_COLUMNS)} |",
+        f"| {' | '.join('---:' if one in _NUMBERS else '---' for one in _COLUMNS)} |",
+        *(f"| {' | '.join(_cells(row))} |" for row in rows),
+        "",
+        *_footer(rows, refused),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _csv(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> str:
+    """In base units, for programs."""
+    return as_csv([row.to_row() for row in rows])
+
+
+def _html(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> str:
+    """One page without a script."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "".join(
+            f'<{tag} class="number">{escape(cell)}</{tag}>'
+            if column in _NUMBERS
+            else f"<{tag}>{escape(cell)}</{tag}>"
+            for column, cell in zip(_COLUMNS, cells, strict=True)
+        )
+
+    body = "\n".join(f"<tr>{line('td', _cells(row))}</tr>" for row in rows)
+    notes = "\n".join(f"<p>{escape(text)}</p>" for text in _footer(rows, refused))
+    return (
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f"<title>Parameter guide</title>\n<style>\n{_STYLE}</style>\n"
+        f"<h1>Parameter guide</h1>\n<table>\n<thead><tr>{line('th', _COLUMNS)}</tr></thead>\n"
+        f"<tbody>\n{body}\n</tbody>\n</table>\n{notes}\n</html>\n"
+    )
+
+
+WRITERS: dict[str, Callable[[Sequence[GuideRow], Sequence[Refused]], str]] = {
+    ".md": _markdown,
+    ".csv": _csv,
+    ".html": _html,
+}
+
+
+def _cells(row: GuideRow) -> tuple[str, ...]:
+    one, run = row.prediction, row.prediction.run
+    low, high = one.memory.interval_bytes
+    low_s, high_s = row.total_interval_s
+    return (
+        run.model,
+        one.gpu,
+        variant(run),
+        str(run.batch_size),
+        str(run.seq_len),
+        format_bytes(one.memory.device_used_bytes),
+        f"{format_bytes(low)} - {format_bytes(high)}",
+        VERDICTS[one.verdict],
+        format_seconds(row.total_s),
+        f"{format_seconds(low_s)} - {format_seconds(high_s)}" if one.time.is_known else "-",
+        format_count(one.time.tokens_per_s),
+    )
+
+
+def _footer(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> list[str]:
+    bases = dict.fromkeys(f"{row.prediction.gpu}: {row.prediction.basis}" for row in rows)
+    notes = dict.fromkeys(note for row in rows for note in row.prediction.notes)
+    return [
+        *refusals(refused),
+        *(f"basis: {text}" for text in bases),
+        *(f"note: {text}" for text in notes),
+    ]

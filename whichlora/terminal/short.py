@@ -1,0 +1,128 @@
+"""The answer of a run on one screen; `--all` and the files have the rest."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from whichlora.search.feasibility import Candidate, accepted, least_chance
+from whichlora.terminal.answer import (
+    besides_in_short,
+    explanation,
+    print_gpus_of,
+    print_training,
+    verdict_of,
+)
+from whichlora.terminal.tables import open_console, print_table, say
+from whichlora.terminal.words import variant
+from whichlora.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from whichlora.workflow.run import Answer
+
+MAX_MODELS = 3
+MAX_OTHERS = 1  # reasons beside those of the winner
+MAX_NOTES = 2
+TO_MEET_IT = " chance to meet it)"
+CERTAIN = f" (100%{TO_MEET_IT}"  # goes without saying on one screen
+
+
+def print_short(answer: Answer) -> None:
+    """The best candidate of each model, the winner with its reasons, and where the rest is."""
+    console = open_console()
+    if answer.choice is None:
+        _print_models(console, answer)
+    else:
+        print_gpus_of(console, answer.choice)
+    blocks = _blocks(explanation(answer))
+    shown = [block for i, block in enumerate(blocks) if i == 0 or block[0].startswith("GPU: ")]
+    others = [block for block in blocks if block not in shown]
+    for block in (*shown, *others[:MAX_OTHERS]):
+        for line in block:
+            say(console, line.removesuffix(CERTAIN).replace(TO_MEET_IT, " chance)"))
+    for note in _notes(answer):
+        say(console, f"note: {note}")
+    if also := besides_in_short(answer):
+        say(console, also)
+    say(console, f"basis: {answer.basis}")
+    if "report" in answer.files:
+        more = len(others) - MAX_OTHERS
+        reasons = f" ({more} more reasons there, or with --all)" if more > 0 else ""
+        say(console, f"report: {answer.files['report']}{reasons}", whole=True)
+    if answer.training is not None and "error" not in answer.training:
+        print_training(console, answer)
+    elif "job" in answer.files:
+        from whichlora.exports.train_script import train_command
+
+        command = shlex.join(train_command(answer.files["job"]))
+        say(console, f"start the fine-tuning with: {command}", whole=True)
+
+
+def best_of_each_model(answer: Answer) -> list[Candidate]:
+    """The best-ranked candidate of each model that meets the limits, or may, the winner's first."""
+    best: dict[str, Candidate] = {}
+    if answer.winner is not None:
+        best[answer.winner.run.model] = answer.winner
+    least = least_chance(answer.plan)
+    meeting = (candidate for candidate in answer.finetune if accepted(candidate, least))
+    for candidate in (*sorted(meeting, key=lambda each: each.rank), *answer.may_fit):
+        best.setdefault(candidate.run.model, candidate)
+    return list(best.values())
+
+
+def _print_models(console: Console, answer: Answer) -> None:
+    models = best_of_each_model(answer)
+    rows = [
+        (
+            candidate.run.model,
+            variant(candidate.run, answer.plan),
+            str(candidate.run.batch_size),
+            format_bytes(candidate.memory_bytes.value),
+            "-" if candidate.total_s is None else format_seconds(candidate.total_s.value),
+            candidate.source,
+            verdict_of(answer, candidate),
+        )
+        for candidate in models[:MAX_MODELS]
+    ]
+    if not rows:
+        return
+    numbers = ("batch", "peak", "total")
+    more = [f"{len(models) - MAX_MODELS} more models likely meet every limit"] * (
+        len(models) > MAX_MODELS
+    )
+    fallen = len(set(answer.plan.models)) - len(models)
+    more += [f"{fallen} meet not all of them"] * (fallen > 0)
+    print_table(
+        console,
+        ("model", "variant", *numbers, "source", "verdict"),
+        rows,
+        right=numbers,
+        lift=("source", "variant"),
+        spare=("source", "variant"),
+        title=f"the best of each model on {answer.gpu.key}",
+        caption=f"{', '.join(more)}: --all" if more else "",
+    )
+
+
+def _blocks(lines: list[str]) -> list[list[str]]:
+    """Each line with the indented ones below it."""
+    blocks: list[list[str]] = []
+    for line in lines:
+        if line.startswith(" ") and blocks:
+            blocks[-1].append(line)
+        else:
+            blocks.append([line])
+    return blocks
+
+
+def _notes(answer: Answer) -> list[str]:
+    """What must be known before the winner is trained, and what names were taken as.
+
+    Of many names, the winner's.
+    """
+    meanings = list(answer.plan.notes)
+    if len(meanings) > MAX_NOTES and answer.winner is not None:
+        meanings = [note for note in meanings if answer.winner.run.model in note]
+    return list(dict.fromkeys((*answer.cautions, *answer.gpu.notes, *meanings[:MAX_NOTES])))

@@ -1,0 +1,162 @@
+"""Runs, checks and times in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from whichlora.methods import get_method
+from whichlora.search.feasibility import Candidate, Check, Relaxation
+from whichlora.serving.form import form_in_words
+from whichlora.spec.results import Measurement, Prediction, Refused
+from whichlora.spec.run import RunConfig
+from whichlora.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from whichlora.spec.plan import Plan
+    from whichlora.workflow.run import Search
+
+VERDICTS = {"fits": "yes", "fails": "no", "undecided": "maybe"}
+
+
+def variant(run: RunConfig, plan: Plan | None = None) -> str:
+    """What distinguishes a run beside its model and shape.
+
+    Args:
+        plan: names the settings, too, that it has several values of.
+    """
+    training = run.phase == "finetune"
+    if not training:
+        stored = run.cache_format
+        cache = run.kv_cache if stored is None else f"{stored.nbits}-bit {stored.backend}"
+        name = f"inference, {form_in_words(run)}, {cache} cache"
+    else:
+        name = method_in_words(run)
+    if plan is None:
+        return name
+    words = [name]
+    if len(plan.attn) > 1:
+        words.append(run.attn)
+    if training and len(plan.optimizers) > 1:
+        words.append(run.optimizer)
+    if training and len(plan.gradient_checkpointing) > 1 and not run.gradient_checkpointing:
+        words.append("no checkpointing")
+    return ", ".join(words)
+
+
+def method_in_words(run: RunConfig) -> str:
+    """The method, and its rank if it has one."""
+    return run.method if "r" in get_method(run.method).ignores else f"{run.method} r={run.r}"
+
+
+def describe(run: RunConfig) -> str:
+    """One line that names a candidate."""
+    name = run.model.split("/")[-1]
+    if run.phase == "inference":
+        return (
+            f"{name} inference, {form_in_words(run)}, batch {run.batch_size}, prompt "
+            f"{run.prompt_len}, {run.max_new_tokens} new tokens"
+        )
+    return f"{name} {method_in_words(run)}, batch {run.batch_size}, {run.seq_len} tokens"
+
+
+def times(prediction: Prediction, measurement: Measurement) -> list[tuple[str, float, float]]:
+    """Name, predicted and measured seconds of every time that was measured."""
+    from statistics import median
+
+    time = prediction.time
+    found: list[tuple[str, float, float]] = []
+    if measurement.step_s and time.step_s:
+        lengths = measurement.step_lengths
+        steps = zip(lengths, measurement.step_s, strict=True)
+        at_longest = [step_s for length, step_s in steps if length == max(lengths)]
+        found.append(("step", time.step_s, median(at_longest)))
+    if measurement.prefill_s and time.prefill_s:
+        found.append(("prefill", time.prefill_s, median(measurement.prefill_s)))
+    if measurement.decode_s_per_token and time.decode_s_per_token:
+        found.append(("decode", time.decode_s_per_token, median(measurement.decode_s_per_token)))
+    return found
+
+
+def reason(check: Check) -> str:
+    """One limit in words: the value, the bound, and where the value is from."""
+    show = format_bytes if check.unit == "bytes" else format_seconds
+    quantity = check.quantity
+    how = "measured" if quantity.measured else "predicted"
+    text = f"{how} {show(quantity.value)} against {check.limit} {show(check.bound)}"
+    if not quantity.measured:
+        text += f" ({check.chance:.0%} chance to meet it)"
+    return text
+
+
+def relaxed(found: Relaxation) -> str:
+    """What one limit would have to be, and for whom."""
+    check = found.check
+    show = format_bytes if check.unit == "bytes" else format_seconds
+    how = "measured" if check.quantity.measured else "predicted"
+    more = check.quantity.value / check.bound - 1
+    return (
+        f"{check.limit} {show(check.quantity.value)} instead of {show(check.bound)} (+{more:.0%}) "
+        f"would do for {describe(found.candidate.run)} ({how})"
+    )
+
+
+def refusals(refused: Sequence[Refused], most: int = 4) -> list[str]:
+    """A line for each reason, with the combinations that it refused."""
+    several_gpus = len({combination.gpu for combination in refused}) > 1
+    groups: dict[str, dict[str, None]] = {}
+    for combination in refused:
+        gpu = combination.gpu if several_gpus else ""
+        why = combination.reason.replace(gpu, "it") if gpu else combination.reason
+        groups.setdefault(why, {})[_combination(combination, gpu)] = None
+    lines = []
+    for why, names in groups.items():
+        shown = ", ".join(list(names)[:most])
+        more = f" and {len(names) - most} more" if len(names) > most else ""
+        lines.append(f"left out: {shown}{more}: {why}")
+    return lines
+
+
+def _combination(refused: Refused, gpu: str) -> str:
+    words = [refused.model.rpartition("/")[2]]
+    if refused.settings.get("phase") == "inference":
+        words.append("inference")
+    elif "method" in refused.settings:
+        words.append(str(refused.settings["method"]))
+    if gpu:
+        words.append(f"on {gpu}")
+    return " ".join(words)
+
+
+_STOPPED_BY = {
+    "certain": "as sure as asked",
+    "runs": "the budget of runs is spent",
+    "device_s": "the budget of device time is spent",
+    "nothing left": "no run could make it surer",
+    "everything measured": "everything was measured",
+    "under way": "other runs are still to come",
+}
+
+
+def certainty(search: Search, *, found: bool) -> str:
+    """How sure the answer is, why it stopped there, and what that cost."""
+    what = "no other candidate beats it" if found else "nothing meets every limit"
+    # a thousand drawn worlds cannot tell 99 % from certainty
+    sure = "over 99%" if search.confidence > 0.99 else f"{search.confidence:.0%}"
+    if search.stopped_by == "not measured":
+        return f"nothing was measured; {sure} sure that {what}"
+    runs = "1 run" if search.runs == 1 else f"{search.runs} runs"
+    return (
+        f"{sure} sure that {what}; {_STOPPED_BY[search.stopped_by]}, after {runs} "
+        f"and {format_seconds(search.device_s)} on the device"
+    )
+
+
+def deciding(candidate: Candidate) -> str:
+    """Why a candidate does not meet the limits, in one line."""
+    if candidate.failure:
+        return candidate.failure
+    failing = [check for check in candidate.checks if check.verdict != "meets"]
+    if not failing:
+        return ""
+    return reason(min(failing, key=lambda check: check.chance))

@@ -1,0 +1,242 @@
+"""Work and coefficients give seconds.
+
+Every feature is the time that the datasheet promises for one kind of work; its coefficient says
+how many times longer this device takes. So a coefficient of 1.3 is an efficiency of 77 %, the
+prior comes from experience with other devices, and the fit stays readable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import Real, quadratic_form, sqrt, where
+from whichlora.timing.work import Work
+
+DEVICE_FEATURES = (
+    "products", "weights", "attention", "cache", "elementwise", "dequant", "optimizer",
+)  # fmt: skip
+# Arithmetic and the bytes that it reads meanwhile: the slower of the two decides.
+ROOFS = (("products", "weights"), ("attention", "cache"))
+FEATURES = (*DEVICE_FEATURES, "launch", "constant", "engine")
+PER_COUNT = ("launch", "constant", "engine")  # whose coefficient is in seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeModel:
+    """Coefficients of one phase on one device, with what is known about their error.
+
+    Args:
+        mean: coefficient by feature; "launch" in seconds per kernel, "constant" in seconds,
+            "engine" in seconds per step of a serving engine.
+        covariance: of the coefficients, rows and columns in the order of `FEATURES`.
+        noise: standard deviation of the log of a single measurement around the model.
+        interval_scale: what deviations are multiplied with, so that intervals hold as much as they
+            state; from errors on runs that no fit saw (`regression.conformal_scale`).
+        num_runs: measured runs behind it; 0 is the prior alone.
+        overlaps: the host launches while the device computes (accelerators), so that the slower
+            of both decides; on a CPU both are the same cores.
+    """
+
+    mean: Mapping[str, float]
+    covariance: tuple[tuple[float, ...], ...]
+    noise: float
+    num_runs: int
+    overlaps: bool
+    interval_scale: float = 1.0
+
+
+# Watts per TFLOP/s of peak from which a board's power no longer limits its products, and the share
+# of the peak that they reach then, by dtype; TF32 is taken to need twice the power of 16 bit.
+# Kind: fitted, to the best PyTorch products of 31 boards in 16 bit and of 35 in fp32, which
+# github.com/zzc0721/torch-performance-test-data lists (`benchmarks/board_power.py`).
+_FULL_POWER = {"bf16": (2.5, 1.05), "fp16": (2.5, 1.05), "tf32": (5.0, 1.05), "fp32": (17.6, 0.91)}
+# The same share, in 16 bit, of the boards that the prior of the products comes from: the geometric
+# mean of A100, H100 and A40.
+_USUAL_SHARE = 0.83
+
+# Mean and relative standard deviation of every coefficient before any run on the device.
+# Products, bytes: 72 % and 80 % efficiency, refitted from public operator profiles of three
+# GPUs (`docs/time.md`). Launch: eager PyTorch on current hosts. CPU: libraries reach about half
+# of the peak that the core count promises, with a wide spread. Engine: the published speeds of
+# small models under vLLM 0.4.2 and 0.6.3 are 2 to 3.5 ms per token above their graph's kernels.
+_ACCELERATOR_PRIOR = {
+    "products": (1.0 / 0.72, 0.25),
+    "weights": (1.0 / 0.72, 0.25),
+    "attention": (1.0 / 0.45, 0.5),
+    "cache": (1.0 / 0.45, 0.5),
+    "elementwise": (1.0 / 0.8, 0.4),
+    "dequant": (1.0 / 0.5, 0.6),
+    "optimizer": (1.0 / 0.8, 0.5),
+    "launch": (14e-6, 0.5),
+    "constant": (3e-3, 1.0),
+    "engine": (2.5e-3, 0.4),
+}
+_CPU_PRIOR = {
+    "products": (1.0 / 0.5, 0.6),
+    "weights": (1.0 / 0.5, 0.6),
+    "attention": (1.0 / 0.25, 1.0),
+    "cache": (1.0 / 0.25, 1.0),
+    "elementwise": (1.0 / 0.4, 0.8),
+    "dequant": (1.0 / 0.2, 2.0),
+    "optimizer": (1.0 / 0.4, 1.0),
+    "launch": (10e-6, 0.8),
+    "constant": (10e-3, 1.0),
+    "engine": (2.5e-3, 0.8),
+}
+# A forward launches every kernel from Python: the published A100 speeds of Qwen2.5 and Qwen2 at
+# four sizes from 0.5B to 7B give 21.8 to 22.6 microseconds a kernel. Of a training step, half the
+# kernels are launched by autograd, which takes 6 to 8.
+_FORWARD_LAUNCH_S = 22e-6
+_STEADY_CONSTANT = {"finetune": 1.0, "prefill": 0.3, "decode": 0.03}
+PRIOR_NOISE = {"accelerator": 0.2, "cpu": 0.35}
+
+
+def prior(gpu: GpuSpec, phase: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Mean and standard deviation of each coefficient before any run on `gpu`.
+
+    Kind: fitted, to other devices.
+    Source: `docs/time.md`.
+    """
+    table = _CPU_PRIOR if gpu.kind == "cpu" else _ACCELERATOR_PRIOR
+    mean = {name: value for name, (value, _) in table.items()}
+    mean["constant"] *= _STEADY_CONSTANT[phase]
+    if phase != "finetune" and gpu.kind != "cpu":
+        mean["launch"] = _FORWARD_LAUNCH_S
+    spread = {name: mean[name] * relative for name, (_, relative) in table.items()}
+    return mean, spread
+
+
+def prior_model(gpu: GpuSpec, phase: str) -> TimeModel:
+    """The model of a device that nobody measured: datasheet and priors.
+
+    Kind: fitted. Source: `prior`.
+    """
+    mean, spread = prior(gpu, phase)
+    covariance = tuple(tuple(spread[a] ** 2 if a == b else 0.0 for b in FEATURES) for a in FEATURES)
+    kind = "cpu" if gpu.kind == "cpu" else "accelerator"
+    return TimeModel(
+        mean=mean,
+        covariance=covariance,
+        noise=PRIOR_NOISE[kind],
+        num_runs=0,
+        overlaps=gpu.kind != "cpu",
+    )
+
+
+def product_rate(gpu: GpuSpec, dtype: str) -> float:
+    """Peak FLOP/s of matrix products in `dtype`; without hardware for it, the fp32 rate.
+
+    Kind: exact. Source: the datasheet, `gpu.json`.
+    """
+    return gpu.peak_flops_per_s.get(dtype) or gpu.peak_flops_per_s["fp32"]
+
+
+def power_factor(gpu: GpuSpec, dtype: str) -> float:
+    """How much more of its peak rate a board's power sustains than the prior's boards do.
+
+    A board that may draw less than its peak needs lowers clock and voltage together. Power goes
+    with the clock times the square of the voltage, so the rate goes with the cube root of the
+    power. One where the power is not known, and for a CPU.
+
+    Kind: fitted (`_FULL_POWER`).
+    Source: `benchmarks/board_power.py`.
+    """
+    if gpu.kind == "cpu" or gpu.power_w is None:
+        return 1.0
+    full_watts, share = _FULL_POWER[dtype if dtype in gpu.peak_flops_per_s else "fp32"]
+    watts = gpu.power_w / (product_rate(gpu, dtype) / 1e12)
+    return share / _USUAL_SHARE * min(1.0, math.cbrt(watts / full_watts))
+
+
+def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
+    """Datasheet seconds by kind of work; "launch" is a count and "constant" is one.
+
+    Of an amount of memory, whose rates nobody knows, the constant alone: all passes take as long.
+
+    Kind: exact. Source: work over the rates of the datasheet.
+    """
+    once = 1.0 + 0 * work.launches
+    if not gpu.is_timed:
+        return dict.fromkeys(FEATURES, 0.0 * once) | {"constant": once}
+    rate = product_rate(gpu, dtype)
+    sustained = rate * power_factor(gpu, dtype)
+    bandwidth = gpu.bandwidth_bytes_per_s
+    return {
+        "products": work.product_flops / sustained,
+        "weights": work.weight_read_bytes / bandwidth,
+        "attention": work.attention_flops / rate,
+        "cache": work.attention_bytes / bandwidth,
+        "elementwise": work.elementwise_bytes / bandwidth,
+        "dequant": work.dequant_bytes / bandwidth,
+        "optimizer": work.optimizer_bytes / bandwidth,
+        "launch": work.launches,
+        "constant": once,
+        "engine": work.engine_steps + 0.0 * work.launches,
+    }
+
+
+def deciding(model: TimeModel, features: Mapping[str, Real]) -> dict[str, Real]:
+    """The features that decide the time of a run; the others are zero.
+
+    Where arithmetic and its reads overlap, or host and device, the one that waits for the other
+    counts nothing.
+
+    Kind: exact. Source: the roofline model: Williams et al. 2009, doi:10.1145/1498765.1498785.
+    """
+    decided = dict(features)
+    for arithmetic, reads in ROOFS:
+        waits = model.mean[arithmetic] * features[arithmetic] < model.mean[reads] * features[reads]
+        decided[arithmetic] = features[arithmetic] * (1 - waits)
+        decided[reads] = features[reads] * waits
+    if not model.overlaps:
+        return decided
+    device = sum((model.mean[name] * decided[name] for name in DEVICE_FEATURES), 0.0)
+    host_bound = device < model.mean["launch"] * features["launch"]
+    for name in DEVICE_FEATURES:
+        decided[name] = decided[name] * (1 - host_bound)
+    decided["launch"] = features["launch"] * host_bound
+    return decided
+
+
+def seconds(model: TimeModel, features: Mapping[str, Real]) -> tuple[Real, dict[str, Real]]:
+    """Seconds of one pass, and their breakdown by feature, which adds up to them.
+
+    Kind: fitted. Source: the coefficients of `model`.
+    """
+    return _priced(model, deciding(model, features))
+
+
+def log_deviation(model: TimeModel, features: Mapping[str, Real], total: Real) -> Real:
+    """Standard deviation of the log of the predicted seconds `total` of one run.
+
+    The coefficients' covariance seen through this run's features, plus the noise of a run; times
+    the scale that held-out runs gave.
+
+    Kind: fitted. Source: the covariance of `model`.
+    """
+    return _deviation(model, deciding(model, features), total)
+
+
+def pass_time(model: TimeModel, features: Mapping[str, Real]) -> tuple[Real, dict[str, Real], Real]:
+    """`seconds` with their breakdown, and their `log_deviation`.
+
+    Kind: fitted. Source: the coefficients of `model` and their covariance.
+    """
+    decided = deciding(model, features)
+    total, parts = _priced(model, decided)
+    return total, parts, _deviation(model, decided, total)
+
+
+def _priced(model: TimeModel, decided: Mapping[str, Real]) -> tuple[Real, dict[str, Real]]:
+    parts = {name: model.mean[name] * decided[name] for name in FEATURES}
+    return sum(parts.values()), parts
+
+
+def _deviation(model: TimeModel, decided: Mapping[str, Real], total: Real) -> Real:
+    variance = quadratic_form([decided[name] for name in FEATURES], model.covariance)
+    takes_time = total > 0  # coefficients may all be zero: then nothing but noise is known
+    relative = where(takes_time, variance, 0.0) / where(takes_time, total, 1.0) ** 2
+    return model.interval_scale * sqrt(relative + model.noise**2)

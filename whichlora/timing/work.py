@@ -1,0 +1,673 @@
+"""What one step does: floating-point operations, bytes moved, kernels launched.
+
+Counts only; `timing` turns them into seconds. Derived from the architecture, so that the same
+functions serve training, the prompt pass and decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+from whichlora.memory import weights
+from whichlora.memory.embeddings import ENCODER_OUT
+from whichlora.memory.layer_bytes import reads_last
+from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
+from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
+from whichlora.spec.dtypes import Stack, is_quantised
+from whichlora.spec.numeric import Count, smallest
+from whichlora.spec.run import RunConfig
+from whichlora.spec.targets import adapted
+from whichlora.symbolic.kernels import attention_kernel
+from whichlora.timing.cache_work import Conversion, expanding, storing
+from whichlora.timing.mamba_work import SCAN_OPS, scan_bytes, scan_flops_per_token
+
+# Kernels of one layer's forward, traced on transformers 5.23 (Llama: 38 in all, backward 60).
+NORM_OPS = 6
+ROPE_OPS = 11
+ATTENTION_OPS = 4
+EAGER_OPS = 8
+RESIDUAL_OPS = 2
+EXPERT_OPS = 8  # per expert that a batch visits
+VLLM_LAYER_OPS = 12  # its kernels join norm and residual, queries and keys, gate and product
+VLLM_CAPTURED_TOKENS = 8192  # longest sequence of its captured graphs, by default
+OUTSIDE_OPS = 22  # embedding, final norm, head, sampling
+LOSS_OPS = 32
+BACKWARD_RATIO = 1.6  # 60 of 38
+# Bytes that the loss reads and writes per token and vocabulary entry, forward and backward.
+LOSS_PASSES = {"hf": 30, "unsloth": 30, "raw": 8, "trl-fused": 16, "liger": 16}
+OPTIMIZER_OPS = {"adamw_torch_fused": 1, "adamw_torch": 14}
+
+
+# What a quantised product launches beside its kernel: AWQ sums split results, 8-bit GPTQ widens
+# and narrows, bitsandbytes expands scales and looks up its state in Python. Kind: fitted, whole
+# numbers from published decoding speeds of Qwen2 (AWQ, GPTQ) and Llama-2-7B (bitsandbytes).
+QUANT_OPS = {"awq-int4": 2, "gptq-int8": 2, "nf4": 5, "nf4-dq": 6, "fp4": 5, "int8": 6}
+# Rows up to which a quantised product unpacks weights inside its kernel. Kind: estimate; a single
+# row for bitsandbytes, and what the kernels' authors state for the others.
+FUSED_ROWS = {
+    "nf4": 1,
+    "nf4-dq": 1,
+    "fp4": 1,
+    "gptq-int4": 50,
+    "gptq-int8": 50,
+    "awq-int4": 1024,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Counts of one optimizer step, one prompt pass or one decoding step.
+
+    Args:
+        product_flops: matrix products, adapters included (multiply and add are two).
+        weight_read_bytes: stored weights read by all passes.
+        attention_flops: scores and weighted values.
+        attention_bytes: the cache, read and written while decoding.
+        elementwise_bytes: norms, activations, residuals, casts, loss, and the score matrices of
+            eager attention: read and written.
+        dequant_bytes: quantised weights expanded to 16 bit and read back, all passes.
+        optimizer_bytes: parameters, gradients and states read and written.
+        launches: kernels.
+        engine_steps: turns of a serving engine's scheduler and sampler on the host, for which the
+            device waits.
+    """
+
+    product_flops: Count = 0
+    weight_read_bytes: Count = 0
+    attention_flops: Count = 0
+    attention_bytes: Count = 0
+    elementwise_bytes: Count = 0
+    dequant_bytes: Count = 0
+    optimizer_bytes: Count = 0
+    launches: Count = 0
+    engine_steps: Count = 0
+
+
+_WORK_FIELDS = tuple(field.name for field in fields(Work))
+
+
+def active_weights(layer: Layer) -> int:
+    """Matrix elements that one token is multiplied with.
+
+    Kind: exact. Source: the architecture.
+    """
+    return sum(one.active * one.in_features * one.out_features for one in layer.linears)
+
+
+def visited_matrices(linear: Linear, tokens: Count) -> Count:
+    """How many matrices of that name a batch of `tokens` reads: one no token chose stays unread.
+
+    Kind: estimate. Source: experts are drawn independently.
+    """
+    return smallest(linear.count, tokens * linear.active) if linear.count > 1 else 1 + 0 * tokens
+
+
+def visited_weights(layer: Layer, tokens: Count) -> Count:
+    """Matrix elements that a batch of `tokens` reads.
+
+    Kind: estimate. Source: `visited_matrices`.
+    """
+    total = 0 * tokens
+    for linear in layer.linears:
+        visited = visited_matrices(linear, tokens)
+        total = total + visited * linear.in_features * linear.out_features
+    return total
+
+
+def unpacking_bytes(layer: Layer, stack: Stack, rows: Count) -> Count:
+    """Bytes that one forward over `rows` moves to unpack quantised weights before their products.
+
+    A fused kernel reads the stored bytes once more. Above its rows, the weight is written in 16 bit
+    and read back. An expert sees its share of the rows, and one that no row chose is not unpacked.
+
+    Kind: estimate. Source: bitsandbytes 0.50 `matmul_4bit`; `FUSED_ROWS`.
+    """
+    moved = 0 * rows
+    for linear in layer.linears:
+        if not is_quantised(linear, stack):
+            continue
+        visited = visited_matrices(linear, rows)
+        rows_each = rows * linear.active / visited
+        fused = rows_each <= FUSED_ROWS.get(stack.quant, 0)
+        stored = weights.linear_bytes(linear, stack) / linear.count
+        expanded = 4 * linear.in_features * linear.out_features
+        moved = moved + visited * (fused * stored + (1 - fused) * expanded)
+    return moved
+
+
+def head_weights(model: ModelSpec) -> tuple[int, int]:
+    """Elements of the projection to the words, and of other matrices around the layers.
+
+    An encoder is trained, and asked, to fill masked words.
+
+    Kind: exact. Source: the architecture.
+    """
+    around = sum(linear.num_weights for linear in model.head_linears)
+    masked = model.masked_head
+    if masked is not None:
+        transform = 0 if masked.linear is None else masked.linear.num_weights
+        return model.vocab_size * masked.width, around + transform
+    return (model.head.num_weights if model.head is not None else 0), around
+
+
+def encoder_reading_weights(layer: Layer) -> int:
+    """Elements of the matrices that make keys and values of the encoder's output.
+
+    Kind: exact. Source: the architecture.
+    """
+    return sum(one.num_weights for one in layer.linears if one.reads == ENCODER_OUT)
+
+
+def attention_flops_per_token(
+    layer: Layer, context: Count, attn: str, *, triangular: bool
+) -> Count:
+    """Scores and weighted values of one query: 2 (head_dim + v_head_dim) per head and key.
+
+    Args:
+        context: keys there are.
+        triangular: queries and keys are the same tokens, so that a causal kernel skips the
+            masked half; eager attention computes it.
+
+    Kind: exact. Source: two products of every query with the keys that it sees.
+    """
+    flops = 0 * context
+    for attention in layer.attentions:
+        if attention.kind != "softmax":
+            continue
+        seen = context
+        if attention.sliding_window is not None and attn != "eager":
+            seen = smallest(context, attention.sliding_window)
+        half = triangular and attention.causal and not attention.cross and attn != "eager"
+        per_key = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
+        flops = flops + per_key * seen * (1 if half else 2)
+    return flops
+
+
+def score_bytes(attention: Attention, stack: Stack) -> tuple[int, int]:
+    """Bytes per query and key of matrices of scores, read and written: forward and backward.
+
+    Kind: exact, counted per operator; masks of few bytes left out.
+    Source: transformers 5.23 `eager_attention_forward`: the scores' product, scaling, mask,
+    softmax (in fp32), narrowing, the values' product, and the backward of each.
+    """
+    if attention.kind != "softmax" or attention_kernel(attention, stack) == "fused":
+        return 0, 0
+    narrow = stack.compute_bytes
+    wide = 4 if attention.wide_softmax else narrow
+    casts = wide + narrow if wide > narrow else 0
+    forward = narrow + 2 * narrow + 2 * narrow + (narrow + wide) + casts + narrow
+    # the values' product reads probabilities and writes their gradient; softmax reads both
+    backward = 2 * narrow + casts + (2 * wide + narrow) + 2 * narrow + 2 * narrow
+    heads = attention.num_attention_heads
+    return heads * forward, heads * backward
+
+
+def layer_ops(layer: Layer, run: RunConfig) -> int:
+    """Kernels of one layer's forward, adapters left out; experts as one pass.
+
+    Kind: estimate. Source: kernels of traced layers of transformers 5.23.
+    """
+    ops = NORM_OPS * len(layer.norms + layer.inner_norms)
+    if layer.layer_input is not None:  # its matrices, activation and product
+        ops += 4 + RESIDUAL_OPS // 2
+    for attention in layer.attentions:
+        ops += len(attention.linears)
+        ops += ROPE_OPS if attention.position == "rope" else 0
+        if attention.kind == "mamba2":
+            ops += SCAN_OPS
+        else:
+            ops += EAGER_OPS if run.attn == "eager" else ATTENTION_OPS
+        ops += RESIDUAL_OPS // 2
+    if layer.mlp is not None:
+        ops += len(layer.mlp.linears) + (2 if layer.mlp.gated else 1) + RESIDUAL_OPS // 2
+    if layer.moe is not None:
+        ops += 10 + RESIDUAL_OPS // 2
+        if layer.moe.shared is not None:
+            ops += len(layer.moe.shared.linears) + 3
+    return ops
+
+
+def quant_ops(layer: Layer, stack: Stack) -> int:
+    """Kernels that the quantised products of one layer's forward add.
+
+    Kind: estimate. Source: kernels of traced layers of bitsandbytes 0.50.2.
+    """
+    quantised = sum(is_quantised(linear, stack) for linear in layer.linears)
+    return quantised * QUANT_OPS.get(stack.quant, 0)
+
+
+def elementwise_forward_bytes(layer: Layer, run: RunConfig, stack: Stack, hidden_size: int) -> int:
+    """Bytes per token that operators between the products read and write in one forward.
+
+    Counted over the Python code of the classes, every operator on its own; Liger's and unsloth's
+    kernels read and write once. What adapters add is theirs. Kind: estimate. Source: transformers
+    5.23 `LlamaRMSNorm`, `apply_rotary_pos_emb`, `LlamaMLP`.
+    """
+    narrow = stack.compute_bytes
+    fused = run.loss_head in ("liger", "unsloth")
+    moved = 0
+    for norm in layer.norms + layer.inner_norms:
+        in_steps = norm.kind not in ("layer", "layer_narrow") and not fused
+        # widen, square, mean, scale, narrow, weight: fp32 read four times and written three times
+        passes = 7 * 4 + 4 * narrow if in_steps else 2 * narrow
+        moved += passes * norm.width * norm.rows
+    moved += 3 * narrow * hidden_size * (len(layer.attentions) + 1)  # residuals
+    for attention in layer.attentions:
+        q, k, v = attention.q_width, attention.k_width, attention.v_width
+        if attention.position == "rope":  # two products, a half negated, both joined, their sum
+            moved += (2 if fused else 10) * narrow * (q + k)
+        moved += 2 * narrow * (q + k + v)  # read by the kernel, or laid out for it
+    moved += scan_bytes(layer)
+    active = 1
+    mlp = layer.mlp
+    if layer.moe is not None:
+        mlp, active = layer.moe.expert, layer.moe.experts_per_token
+        moved += 6 * narrow * hidden_size * active  # gathered, weighted and added
+    if mlp is not None:
+        passes = (3 if fused else 5) if mlp.gated else 2
+        moved += passes * stack.mlp_bytes * mlp.width * active
+    return moved
+
+
+def expert_ops(layer: Layer, tokens: Count) -> Count:
+    """Kernels of the experts that a batch visits, one after the other.
+
+    Kind: estimate. Source: kernels of traced experts of transformers 5.23.
+    """
+    if layer.moe is None:
+        return 0 * tokens
+    visited = smallest(layer.moe.num_experts, tokens * layer.moe.experts_per_token)
+    return EXPERT_OPS * visited
+
+
+def _trained_layers(
+    layer: Layer,
+    count: int,
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    tokens: Count,
+    seq_len: Count,
+    r: Count,
+) -> Work:
+    """One micro-step of `count` equal layers."""
+    recompute = 1 if run.gradient_checkpointing else 0
+    passes = 3 if method.trains_base else 2
+    weights_active = active_weights(layer)
+    product_flops = count * 2 * tokens * weights_active * (passes + recompute)
+    stored = sum(weights.linear_bytes(linear, stack) for linear in layer.linears)
+    weight_read = count * stored * (passes + recompute)
+    forward_attention = tokens * attention_flops_per_token(
+        layer, seq_len, run.attn, triangular=True
+    )
+    # backward is two forwards, and half of one more where the kernel recomputes the scores
+    halves = (6 if run.attn == "eager" else 7) + 2 * recompute
+    attention_flops = count * forward_attention * halves // 2
+    scanned = tokens * scan_flops_per_token(layer, seq_len, decoding=False)
+    attention_flops = attention_flops + count * scanned * (3 + recompute)
+    adapters = [
+        (linear, method.work(linear, stack, r))
+        for linear in (adapted(layer, targets) if not method.trains_base else ())
+    ]
+    moved = elementwise_forward_bytes(layer, run, stack, model.hidden_size)
+    moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
+    # backward reads a gradient and what was saved for each that it writes
+    elementwise = count * tokens * moved * (5 + 2 * recompute) // 2
+    for attention in layer.attentions:
+        forward_scores, backward_scores = score_bytes(attention, stack)
+        per_pair = forward_scores * (1 + recompute) + backward_scores
+        elementwise = elementwise + count * tokens * seq_len * per_pair
+    if stack.under_autocast and stack.base_bytes == 4 and stack.quant == "none":
+        matrices = sum(one.num_weights for one in layer.linears)
+        elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
+    quantised = [one for one in layer.linears if is_quantised(one, stack)]
+    expanded = sum(one.num_weights for one in quantised)
+    dequant = count * expanded * 2 * 2 * (2 + recompute)
+    base_ops = layer_ops(layer, run) + quant_ops(layer, stack) + expert_ops(layer, tokens)
+    launches = count * base_ops * (1 + recompute)
+    launches = launches + (count * base_ops * BACKWARD_RATIO)
+    layers = Work(
+        product_flops=product_flops,
+        weight_read_bytes=weight_read,
+        attention_flops=attention_flops,
+        elementwise_bytes=elementwise,
+        dequant_bytes=dequant,
+        launches=launches,
+    )
+    in_step = (_trained_adapter(x, recompute, count, tokens) for _, x in adapters)
+    return _sum_of((layers, *in_step))
+
+
+def _trained_adapter(adapter: AdapterWork, recompute: int, count: int, tokens: Count) -> Work:
+    """One micro-step of one matrix's adapter in `count` layers."""
+    # the input's gradient is one product more
+    token_flops = tokens * adapter.token_flops * (2 + recompute)
+    moved = adapter.forward_bytes * (1 + recompute) + adapter.backward_bytes
+    return Work(
+        product_flops=count * (adapter.weight_flops * (1 + recompute) + token_flops),
+        elementwise_bytes=count * (tokens * moved + adapter.weight_bytes * (1 + recompute)),
+        dequant_bytes=count * adapter.dequant_bytes * (1 + recompute),
+        launches=count * (adapter.forward_launches * (1 + recompute) + adapter.backward_launches),
+    )
+
+
+def _sum_of(works: Iterable[Work]) -> Work:
+    """The work of all of them, one after the other."""
+    totals: dict[str, Count] = dict.fromkeys(_WORK_FIELDS, 0)
+    for work in works:
+        totals = {name: total + getattr(work, name) for name, total in totals.items()}
+    return Work(**totals)
+
+
+def training_work(
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    batch_size: Count,
+    seq_len: Count,
+    r: Count,
+    num_trained: Count,
+) -> Work:
+    """One optimizer step: all accumulation micro-steps, then the update.
+
+    Frozen weights need one product backward (the input's gradient), trained ones two;
+    checkpointing repeats the forward.
+
+    Kind: estimate. Source: `docs/time.md`.
+    """
+    tokens = batch_size * seq_len
+    recompute = 1 if run.gradient_checkpointing else 0
+    passes = 3 if method.trains_base else 2
+    head, around = head_weights(model)
+
+    layers = _sum_of(
+        _trained_layers(
+            layer,
+            count,
+            model,
+            run,
+            stack,
+            method,
+            targets,
+            tokens=tokens,
+            seq_len=seq_len,
+            r=r,
+        )
+        for layer, count in model.layers()
+    )
+    product_flops = layers.product_flops + 2 * tokens * (head + around) * passes
+    weight_read = layers.weight_read_bytes + head * stack.embedding_bytes * passes + 0 * tokens
+    if not method.trains_base:
+        product_flops = product_flops + (6 + 2 * recompute) * tokens * num_trained
+    vocab = model.vocab_size if head else 0
+    loss_passes = LOSS_PASSES[run.loss_head]
+    elementwise = layers.elementwise_bytes + loss_passes * vocab * tokens
+
+    steps = run.gradient_accumulation_steps
+    param_bytes = stack.base_bytes if method.trains_base else stack.adapter_bytes
+    optimizer_ops = OPTIMIZER_OPS.get(run.optimizer, 14) + 20
+    return Work(
+        product_flops=product_flops * steps,
+        weight_read_bytes=weight_read * steps,
+        attention_flops=layers.attention_flops * steps,
+        attention_bytes=0 * tokens,
+        elementwise_bytes=elementwise * steps,
+        dequant_bytes=layers.dequant_bytes * steps + 0 * tokens,
+        optimizer_bytes=num_trained * 7 * param_bytes,
+        launches=(layers.launches + OUTSIDE_OPS + LOSS_OPS) * steps + optimizer_ops,
+    )
+
+
+def evaluation_work(
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    batch_size: Count,
+    seq_len: Count,
+    r: Count,
+    num_trained: Count,
+) -> Work:
+    """One forward with its loss and without a graph; every token is scored.
+
+    What checkpointing adds to a step is one more forward of the layers; the head and the loss
+    come on top. Kind: estimate.
+    Source: transformers 5.23 `Trainer.evaluation_loop`.
+    """
+    again, once = (
+        training_work(
+            model,
+            replace(run, gradient_checkpointing=checkpointed, gradient_accumulation_steps=1),
+            stack,
+            method,
+            targets,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            r=r,
+            num_trained=num_trained,
+        )
+        for checkpointed in (True, False)
+    )
+    tokens = batch_size * seq_len
+    head, around = head_weights(model)
+    vocab = model.vocab_size if head else 0
+    return Work(
+        product_flops=again.product_flops - once.product_flops + 2 * tokens * (head + around),
+        weight_read_bytes=again.weight_read_bytes
+        - once.weight_read_bytes
+        + head * stack.embedding_bytes,
+        attention_flops=again.attention_flops - once.attention_flops,
+        attention_bytes=0 * tokens,
+        elementwise_bytes=again.elementwise_bytes - once.elementwise_bytes + 12 * tokens * vocab,
+        dequant_bytes=again.dequant_bytes - once.dequant_bytes,
+        optimizer_bytes=0 * tokens,
+        launches=again.launches - once.launches + OUTSIDE_OPS,
+    )
+
+
+def cache_passes(attention: Attention, run: RunConfig, stack: Stack) -> int:
+    """How often one decoding step reads or writes the keys and values there are.
+
+    A dynamic cache is read and written whole to append one token, then read by the attention;
+    of a quantised one, `conversion` counts what comes before the attention.
+    Old code read it once more to repeat each group's keys per query head, and read those.
+
+    Kind: exact. Source: transformers 5.23 `DynamicLayer.update`, `repeat_kv`.
+    """
+    if run.kv_cache != "dynamic":
+        return 1
+    groups = attention.num_attention_heads // max(1, attention.num_key_value_heads)
+    if groups > 1 and (stack.libraries.repeats_keys or stack.attn == "eager"):
+        return 2 + 1 + 2 * groups
+    return 3
+
+
+def conversion(run: RunConfig, stack: Stack, *, decoding: bool) -> Conversion:
+    """What quantising the cache, or expanding it, takes in one pass; nothing for other caches.
+
+    Kind: estimate. Source: `cache_work`.
+    """
+    stored = run.cache_format
+    if stored is None:
+        return Conversion(0, 0)
+    kept = storing(stored, stack.compute_bytes, stack.device_kind)
+    if not decoding:
+        return kept
+    expanded = expanding(stored, stack.compute_bytes)
+    if not stored.residual_length:
+        return expanded
+    share = 1 / stored.residual_length  # of the steps that quantise all tokens anew
+    return Conversion(
+        expanded.element_bytes + share * kept.element_bytes,
+        expanded.launches + round(share * kept.launches),
+    )
+
+
+def _served_adapter(
+    linear: Linear,
+    adapter: AdapterWork,
+    count: int,
+    method: Method,
+    stack: Stack,
+    *,
+    rows: Count,
+    r: Count,
+) -> Work:
+    """One forward of `rows` tokens through the adapter of one matrix of `count` layers."""
+    params = method.adapter_params(linear, r)
+    share = linear.active / linear.count  # of experts
+    read = smallest(1.0, rows * share)
+    products = 2 * rows * share * params + adapter.weight_flops + rows * adapter.token_flops
+    return Work(
+        product_flops=count * products,
+        weight_read_bytes=count * read * params * stack.adapter_bytes,
+        elementwise_bytes=count * (rows * adapter.forward_bytes + adapter.weight_bytes),
+        dequant_bytes=count * adapter.dequant_bytes,
+        launches=count * adapter.forward_launches,
+    )
+
+
+def _cache_bytes(
+    attention: Attention, run: RunConfig, stack: Stack, *, context: Count, decoding: bool
+) -> Count:
+    """What one pass reads and writes of the cache of one sequence."""
+    cached = attention.cache_elements * context + attention.state_elements
+    cached = cached + attention.recurrent_elements
+    passes = cache_passes(attention, run, stack) if decoding else 1
+    return cached * stack.compute_bytes * passes
+
+
+def _served_layers(
+    group: LayerGroup,
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    batch_size: Count,
+    context: Count,
+    decoding: bool,
+    r: Count,
+) -> Work:
+    """One forward through the equal layers of `group`."""
+    tokens = batch_size if decoding else batch_size * context
+    layer, count = group.layer, group.count
+    reads_one = model.task == "seq2seq-lm" and group.stack == "decoder"
+    alone = decoding or reads_one
+    alone = alone or (run.kv_cache in ("dynamic", "static") and reads_last(layer, stack))
+    rows = batch_size if alone else tokens
+    of_encoder = encoder_reading_weights(layer)  # once, over the whole prompt
+    in_rows = active_weights(layer) - of_encoder
+    product_flops = count * 2 * rows * in_rows
+    if not decoding:
+        product_flops = product_flops + count * 2 * tokens * of_encoder
+    visited = visited_weights(layer, rows) - of_encoder * decoding
+    stored = sum(weights.linear_bytes(linear, stack) for linear in layer.linears)
+    all_weights = max(1, sum(linear.num_weights for linear in layer.linears))
+    weight_read = count * (visited * stored / all_weights)
+    per_token = attention_flops_per_token(layer, context, run.attn, triangular=not alone)
+    per_token = per_token + scan_flops_per_token(layer, context, decoding=alone)
+    attention_flops = count * rows * per_token
+    attention_bytes = elementwise = 0 * tokens
+    converted = conversion(run, stack, decoding=decoding)
+    launches = count * len(layer.attentions) * converted.launches
+    for attention in layer.attentions:
+        read = _cache_bytes(attention, run, stack, context=context, decoding=decoding)
+        attention_bytes = attention_bytes + count * batch_size * read
+        elementwise = elementwise + count * rows * context * score_bytes(attention, stack)[0]
+        of_sequence = converted.element_bytes * attention.cache_elements * context
+        elementwise = elementwise + count * batch_size * of_sequence
+    adapters = [(one, method.work(one, stack, r)) for one in adapted(layer, targets)]
+    moved = elementwise_forward_bytes(layer, run, stack, model.hidden_size)
+    moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
+    elementwise = elementwise + count * rows * moved
+    dequant = count * unpacking_bytes(layer, stack, rows)
+    ops = layer_ops(layer, run) + quant_ops(layer, stack)
+    launches = launches + count * (ops + expert_ops(layer, rows))
+    layers = Work(
+        product_flops=product_flops,
+        weight_read_bytes=weight_read,
+        attention_flops=attention_flops,
+        attention_bytes=attention_bytes,
+        elementwise_bytes=elementwise,
+        dequant_bytes=dequant,
+        launches=launches,
+    )
+    of_adapters = (
+        _served_adapter(linear, adapter, count, method, stack, rows=rows, r=r)
+        for linear, adapter in adapters
+    )
+    return _sum_of((layers, *of_adapters))
+
+
+def inference_work(
+    model: ModelSpec,
+    run: RunConfig,
+    stack: Stack,
+    *,
+    batch_size: Count,
+    context: Count,
+    decoding: bool,
+    method: Method = NO_ADAPTERS,
+    targets: tuple[str, ...] = (),
+    r: Count = 0,
+) -> Work:
+    """One forward: the prompt pass over `context` tokens, or one decoding step that sees them.
+
+    Each adapter that is not merged (of the matrices named in `targets`) does in every forward what
+    it does in one of training: PEFT caches nothing of DoRA's norms between tokens.
+
+    The head sees the last position only, an encoder's every one. Of two stacks the first reads the
+    prompt, and the second begins with one token.
+
+    Kind: estimate. Source: `docs/time.md`.
+    """
+    tokens = batch_size if decoding else batch_size * context
+    head, around = head_weights(model)
+    scores_all = stack.libraries.scores_whole_prompt or model.task == "encoder"
+    scored = tokens if scores_all else batch_size
+    if model.task == "encoder":
+        head = head + around
+    layers = _sum_of(
+        _served_layers(
+            group,
+            model,
+            run,
+            stack,
+            method,
+            targets,
+            batch_size=batch_size,
+            context=context,
+            decoding=decoding,
+            r=r,
+        )
+        for group in model.groups
+        if not (decoding and model.task == "seq2seq-lm" and group.stack == "encoder")
+    )
+    launches = layers.launches + OUTSIDE_OPS + 0 * tokens
+    serving = run.kv_cache == "vllm"
+    if decoding and serving:
+        by_layer = VLLM_LAYER_OPS * model.num_hidden_layers + OUTSIDE_OPS
+        eager = (context > VLLM_CAPTURED_TOKENS) * stack.libraries.graphs_end_early
+        launches = 1 + eager * by_layer + 0 * tokens  # a captured graph is one launch
+    return Work(
+        product_flops=layers.product_flops + 2 * scored * head,
+        weight_read_bytes=layers.weight_read_bytes + head * stack.embedding_bytes + 0 * tokens,
+        attention_flops=layers.attention_flops,
+        attention_bytes=layers.attention_bytes,
+        elementwise_bytes=layers.elementwise_bytes + 12 * scored * model.vocab_size,
+        dequant_bytes=layers.dequant_bytes + 0 * tokens,
+        optimizer_bytes=0 * tokens,
+        launches=launches,
+        engine_steps=int(serving) + 0 * tokens,
+    )

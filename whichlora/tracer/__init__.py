@@ -1,0 +1,1 @@
+"""The real code on fake tensors: the peak of memory without weights or a GPU."""

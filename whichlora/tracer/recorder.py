@@ -1,0 +1,295 @@
+"""What a job does with storages: every birth and death, and where it happens."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whichlora.methods import get_method
+from whichlora.spec.run import RunConfig
+from whichlora.tracer.extrapolate import TracedEvent
+from whichlora.tracer.like_cuda import makes_host_tensors
+
+_FUSED_GEMM_ROWS = 1536  # bitsandbytes 0.50 expands the 4-bit weight above this on every GPU
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Writes down the births and deaths of storages on the device, and where they happen.
+
+    A storage is known by itself, not by one of its tensors. Memory that an operator takes and
+    gives back is not seen, `_taken_inside` apart.
+    """
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]], run: RunConfig) -> None:
+        super().__init__()
+        self._run = run
+        self._prefix = get_method(run.method).parameter_prefix
+        self.events: list[TracedEvent] = []
+        self._layers = layers
+        self._live: dict[int, tuple[int, int | None, weakref.ref[Any]]] = {}
+        self._next_storage = 0
+        self._moment = "load"
+        self._layer: int | None = None
+        self._layer_task = -1  # the backward pass in which `_layer` was entered
+        self._in_model = self._num_forwards = 0
+        self._last_owner: int | None = None
+        self._sum: tuple[int, int] | None = None  # storages of a sum just made, of what it adds to
+        self._closed = False
+        self._global_hooks: tuple[Any, ...] = ()
+
+    # Where we are.
+
+    def watch(self, model: nn.Module) -> None:
+        """Follow `model` through its layers, forward and backward, and through optimizers."""
+        self._moment = "step"
+        model.register_forward_pre_hook(self._model_entered, with_kwargs=True)
+        model.register_forward_hook(self._model_left, always_call=True)
+        if getattr(model.config, "is_encoder_decoder", False):  # `generate` calls it by itself
+            model.get_encoder().register_forward_pre_hook(self._unmasked, with_kwargs=True)
+        for index, (_, layer) in enumerate(self._layers):
+            layer.register_forward_pre_hook(_calls(self._layer_entered, index))
+            layer.register_forward_hook(_calls(self._layer_left, index))
+        self._global_hooks = (
+            register_optimizer_step_pre_hook(lambda *_: setattr(self, "_moment", "optimizer")),
+            register_optimizer_step_post_hook(lambda *_: setattr(self, "_moment", "step")),
+        )
+
+    def _model_entered(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._in_model += 1
+        self._num_forwards += 1
+        for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):  # now the inputs are on the device
+                self._born(tensor, "input", None)
+        return self._unmasked(model, args, kwargs)
+
+    def _unmasked(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A mask of ones is dropped by looking at it; a fake one has no values to look at."""
+        drop = "attention_mask" in kwargs and self._run.padding == "none"
+        return args, kwargs | {"attention_mask": None} if drop else kwargs
+
+    def _model_left(self, *_: Any) -> None:
+        self._in_model -= 1
+
+    def _layer_entered(self, index: int, *_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # else it is recomputed in its backward
+            self._layer, self._layer_task = index, -1
+
+    def _layer_left(self, index: int, layer: Any, args: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if index == len(self._layers) - 1:
+            self._layer = None
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(_calls(self._backward_entered, index))
+
+    def _backward_entered(self, index: int, *_: Any) -> None:
+        self._layer, self._layer_task = index, torch._C._current_graph_task_id()
+
+    def _place(self) -> tuple[int | None, str]:
+        """The layer that runs, and the moment."""
+        task = torch._C._current_graph_task_id()
+        if (self._layer_task == -1) != (task == -1):  # its forward or backward is over
+            self._layer = None
+        self._layer_task = task  # reentrant checkpointing runs a pass inside another
+        if self._moment != "step":
+            return self._layer, self._moment
+        return self._layer, "forward" if task == -1 else "backward"
+
+    # What happens.
+
+    def note_loaded(self, model: nn.Module) -> None:
+        """The weights in the order of loading, then the adapters."""
+        base: list[tuple[str, torch.Tensor]] = []
+        adapters: list[tuple[str, torch.Tensor]] = []
+        for name, module in model.named_modules():
+            for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    trains = tensor.requires_grad and self._prefix and self._prefix in name
+                    kind = adapters if trains else base
+                    kind.append((f"{name}.{leaf}", tensor))
+                    state = getattr(tensor, "quant_state", None)
+                    kind += [(f"{name}.{leaf}", one) for one in _quant_tensors(state)]
+        for index, (name, tensor) in enumerate((*base, *adapters)):
+            if index == len(base):
+                self._moment = "adapters"
+            owner = self._owner_of_name(name)
+            state = getattr(tensor, "quant_state", None)
+            if state is not None:  # quantised on the device, from the dtype of the model
+                wide = state.shape[0] * state.shape[1] * state.dtype.itemsize
+                self._write_death(self._write_birth(wide, "weight to be quantised", owner), owner)
+            self._born(tensor, name, owner)
+
+    def _owner_of_name(self, name: str) -> int | None:
+        for index, (layer_name, _) in enumerate(self._layers):
+            if name.startswith(f"{layer_name}."):
+                return index
+        return None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._made_up(args[0])
+        inside = _taken_inside(func, args, kwargs or {})
+        taken = self._write_birth(inside, str(func), None) if inside else 0
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.lift_fresh.default:
+            return result  # `torch.tensor(1.0)`: stays on the host
+        self._sum = None
+        if isinstance(result, torch.Tensor):
+            self._note(result, func, args, -1)
+            self._note_sum(result, func, args)
+        elif isinstance(result, list | tuple):
+            for index, one in enumerate(result):
+                if isinstance(one, torch.Tensor):
+                    self._note(one, func, args, index)
+        if taken:  # given back when the result is there
+            self._write_death(taken, None)
+        return result
+
+    def _made_up(self, tensor: torch.Tensor) -> bool | int | float:
+        """A number for code that asks a fake tensor for its value.
+
+        In training it is asked whether a padding mask is all ones; in generation, whether every
+        sequence is finished.
+        """
+        if tensor.dtype == torch.bool:
+            generating = self._run.phase == "inference"
+            return generating and self._num_forwards >= self._run.max_new_tokens
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _note(self, tensor: torch.Tensor, func: Any, args: Any, index: int) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._live or not storage.nbytes():
+            return
+        layer, moment = self._place()
+        if moment == "forward" and not self._in_model and not tensor.is_floating_point():
+            return  # a batch in the making, on the host
+        owner = layer if layer is not None else self._owner_of_args(args, index, moment)
+        if makes_host_tensors():
+            self._last_owner = owner
+            return
+        self._born(tensor, str(func), owner)
+
+    def _owner_of_args(self, args: Any, index: int, moment: str) -> int | None:
+        """The layer that owns what an operator reads: of a list, what the result comes from."""
+        for arg in args:
+            one = arg
+            if isinstance(arg, list | tuple):
+                one = arg[index] if 0 <= index < len(arg) else None
+            if isinstance(one, torch.Tensor):
+                found = self._live.get(one.untyped_storage()._cdata)
+                return None if found is None else found[1]
+        return self._last_owner if moment == "optimizer" else None
+
+    def _born(self, tensor: torch.Tensor, operator: str, owner: int | None) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or not storage.nbytes():
+            return
+        number = self._write_birth(storage.nbytes(), operator, owner)
+        self._live[key] = (number, owner, weakref.ref(storage, _calls(self._died, key)))
+
+    def _write_birth(self, num_bytes: int, operator: str, owner: int | None) -> int:
+        layer, moment = self._place()
+        self._next_storage += 1
+        number = self._next_storage
+        where = owner if layer is None else layer
+        self._last_owner = where
+        self.events.append(
+            TracedEvent(number, num_bytes, where, layer is not None, moment, operator)
+        )
+        return number
+
+    def _note_sum(self, result: torch.Tensor, func: Any, args: Any) -> None:
+        """Remember a sum of two gradients; see `_added_in_place`."""
+        in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        if not in_backward or func is not torch.ops.aten.add.Tensor:
+            return
+        first = args[0]
+        if not isinstance(first, torch.Tensor) or first._is_view() or first.dtype != result.dtype:
+            return  # a view's base holds its storage, too
+        made, read = (one.untyped_storage()._cdata for one in (result, first))
+        if made in self._live and read in self._live:
+            self._sum = made, read
+
+    def _added_in_place(self, key: int) -> bool:
+        """Whether the storage that dies is one that autograd would have gone on in.
+
+        Autograd adds a gradient to the one that waits, in place where nobody else holds that one;
+        but never to a fake tensor. So a sum whose first part dies at once was made in that part.
+        Source: torch 2.13 `InputBuffer::accumulate`.
+        """
+        if self._sum is None or self._sum[1] != key:
+            return False
+        made, _ = self._sum
+        number, _, reference = self._live[made]
+        if self.events[-1].storage != number:
+            return False
+        self.events.pop()
+        old_number, owner, _ = self._live.pop(key)
+        self._live[made] = old_number, owner, reference
+        self._sum = None
+        return True
+
+    def _died(self, key: int, _: Any) -> None:
+        if self._closed or self._added_in_place(key):
+            return
+        number, owner, _ = self._live.pop(key)
+        self._write_death(number, owner)
+
+    def _write_death(self, number: int, owner: int | None) -> None:
+        layer, moment = self._place()
+        where = owner if layer is None else layer
+        self.events.append(TracedEvent(number, None, where, layer is not None, moment))
+
+    def close(self) -> None:
+        """Write no more: what dies from now on outlives the trace."""
+        self._closed = True
+        for hook in self._global_hooks:
+            hook.remove()
+
+
+def _calls(function: Any, first: Any) -> Any:
+    """`function` with its first argument; a hook's result must be None."""
+
+    def call(*args: Any) -> None:
+        function(first, *args)
+
+    return call
+
+
+def _taken_inside(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
+    """Bytes that an operator takes and gives back, where its library's code says so.
+
+    Source: bitsandbytes 0.50.2 `_dequant_linear_fallback`: above a number of rows that depends on
+    the GPU, a 4-bit product expands its weight to the dtype of the input first, and scales that
+    are quantised themselves to fp32, without their offset and with it.
+    """
+    if str(func) != "bitsandbytes.gemm_4bit.default":
+        return 0
+    rows = args[0].numel() // args[0].shape[-1]
+    if rows <= _FUSED_GEMM_ROWS:
+        return 0
+    out_features, in_features = args[2]
+    scales = kwargs.get("absmax_8bit")
+    of_scales = 0 if scales is None else 2 * 4 * scales.numel()
+    return int(out_features * in_features * args[0].element_size()) + of_scales
+
+
+def _quant_tensors(state: Any) -> Iterator[torch.Tensor]:
+    if state is None:
+        return
+    for name in ("absmax", "code", "offset"):
+        value = getattr(state, name, None)
+        if isinstance(value, torch.Tensor):
+            yield value
+    yield from _quant_tensors(getattr(state, "state2", None))

@@ -1,0 +1,242 @@
+"""The real code of one job on fake tensors: every storage's birth and death, without weights.
+
+Runs the code that profiling runs (`finetune.py`, `inference.py`), so a trace and a measurement
+never differ by what they do. `python -m whichlora.tracer.trace` answers one JSON request from
+stdin; `tracer.py` asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from whichlora.errors import ConfigError, WhichLoraError
+from whichlora.memory.allocator_simulator import replay
+from whichlora.methods import get_method, with_defaults
+from whichlora.profiler.build import config_object, finished_model, meta_model, stored_dtype
+from whichlora.profiler.finetune import measure_finetune
+from whichlora.profiler.inference import measure_inference
+from whichlora.profiler.meter import Meter
+from whichlora.spec.dtypes import has_master_weights
+from whichlora.spec.run import Precision, RunConfig
+from whichlora.tracer.extrapolate import (
+    DEPTH_KEYS,
+    TRACED_LAYERS,
+    DoesNotRepeatError,
+    TracedEvent,
+    at_peak,
+    check_growth,
+    shallow,
+    stretch,
+    with_warm_up,
+)
+from whichlora.tracer.fake_weights import place_fake
+from whichlora.tracer.like_cuda import like_cuda, with_flash_attention
+from whichlora.tracer.recorder import Recorder
+
+_KINDS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # what may differ from layer to layer
+_STAND_INS: dict[str, Precision] = {"fp16": "bf16", "tf32": "fp32"}  # of equal bytes, on a CPU
+
+
+def trace(
+    run: RunConfig,
+    model_config: Mapping[str, Any],
+    *,
+    target_modules: Sequence[str] | str,
+    num_layers: int | None = None,
+) -> list[TracedEvent]:
+    """Storages of `run`, from loading to the end of the second step or of one generation.
+
+    Args:
+        num_layers: how many layers the traced model has; None for all.
+
+    Raises:
+        DoesNotRepeatError: fewer layers are asked for than the model has, and it has no list of
+            them (ALBERT runs one again and again).
+    """
+    run = with_defaults(run)
+    config = dict(model_config) if num_layers is None else shallow(model_config, num_layers)
+    if run.attn == "flash_attention_2" and run.padding == "padded":
+        raise ConfigError(
+            "attn: flash_attention_2 of padded batches can't be traced, it counts their tokens; "
+            "use engine ledger, or padding none"
+        )
+    if run.cache_format is not None and run.cache_format.backend != "fp8":
+        raise ConfigError(
+            f"cache_backend: {run.cache_backend} can't be traced, its operators look at values; "
+            "use engine ledger, or cache_backend fp8"
+        )
+    # fp16 has no CPU kernels in some places, and the bytes of bf16.
+    stand_in = dataclasses.replace(run, precision=_STAND_INS.get(run.precision, run.precision))
+    trains_base = get_method(run.method).trains_base
+    weights = run if has_master_weights(run, trains_base=trains_base) else stand_in
+    with ExitStack() as patches:
+        if run.attn == "flash_attention_2":
+            patches.enter_context(with_flash_attention())
+        model = meta_model(weights, config, device="cpu")
+        patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        patches.enter_context(like_cuda())
+        place_fake(model, stored_dtype(weights))
+        model = finished_model(model, stand_in, target_modules)
+        for module in model.modules():
+            if hasattr(module, "state") and hasattr(module.state, "threshold"):
+                module.state.threshold = 0.0  # how many columns stand out depends on values
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False  # repacks 4-bit weights for a CPU
+        layers = _layers(model)
+        if num_layers is not None and not layers:
+            raise DoesNotRepeatError("the model has no list of them")
+        recorder = Recorder(layers, run)
+        recorder.note_loaded(model)
+        # `generate` of a PEFT model calls the model inside, and passes its own forward over
+        generates = run.phase == "inference" and isinstance(model, PeftModel)
+        recorder.watch(model.get_base_model() if generates else model)
+        with recorder:
+            if run.phase == "inference":
+                measure_inference(model, stand_in, _NoMeter(), 0)
+            else:
+                measure_finetune(model, stand_in, _NoMeter(), [run.seq_len])
+        recorder.close()
+    return recorder.events
+
+
+def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The decoder's layers with their names; none where there are two stacks of them."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return []
+    depth = model.config.get_text_config().num_hidden_layers
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    ]
+    if not found:
+        return []
+    name, stack = max(found, key=lambda one: sum(p.numel() for p in one[1].parameters()))
+    return [(f"{name}.{index}", layer) for index, layer in enumerate(stack)]
+
+
+class _NoMeter(Meter):
+    """The meter of a run that is not measured: no clock, no counters, no extra run."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.needs_extra_run = False
+
+    def now(self) -> float:
+        return 0.0
+
+
+def whole_trace(
+    run: RunConfig,
+    model_config: Mapping[str, Any],
+    *,
+    target_modules: Sequence[str] | str,
+    layers: str = "2,4",
+) -> tuple[list[TracedEvent], str]:
+    """Storages of `run` at its full depth, the loading's warm-up block first, and how they came.
+
+    Four layers are traced and stretched to all, and two as a check of it; `layers` "4" leaves the
+    check out, "all" traces every layer. Where the layers do not repeat, all are traced, and the
+    note says so.
+    """
+    note = "every layer traced"
+    if layers != "all":
+        try:
+            depth = _depth(model_config)
+            some = trace(run, model_config, target_modules=target_modules, num_layers=TRACED_LAYERS)
+            if not any(
+                one.inside for one in some
+            ):  # ALBERT runs one set of weights again and again
+                raise DoesNotRepeatError("no list of layers is in the model")
+            stretched = stretch(some, num_layers=depth)
+            if layers == "2,4":
+                few = trace(
+                    run, model_config, target_modules=target_modules, num_layers=TRACED_LAYERS - 2
+                )
+                check_growth(few, some, stretched, num_layers=depth)
+            return with_warm_up(
+                stretched
+            ), f"{TRACED_LAYERS} of {depth} layers traced and stretched"
+        except (DoesNotRepeatError, StopIteration, ValueError) as error:
+            note = f"every layer traced: {error or 'no depth in the config'}"
+    return with_warm_up(trace(run, model_config, target_modules=target_modules)), note
+
+
+def peaks(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Peaks of a traced job, and what lives at the peak."""
+    run = RunConfig.from_dict(request["run"])
+    config = request["model_config"]
+    events, note = whole_trace(
+        run, config, target_modules=request["target_modules"], layers=request["layers"]
+    )
+    found = replay((one.event for one in events), expandable_segments=run.expandable_segments)
+    moment, parts = at_peak(events)
+    adapter_bytes = sum(one.num_bytes or 0 for one in events if one.moment == "adapters")
+    base = meta_model(dataclasses.replace(run, quant="none"), config, device="cpu")
+    num_params = sum(one.numel() for one in base.parameters())
+    trained = adapter_bytes // (2 if run.narrows_adapters else 4)
+    return {
+        "peak_allocated_bytes": found.peak_allocated_bytes,
+        "peak_reserved_bytes": found.peak_reserved_bytes,
+        "moment": moment,
+        "parts": parts,
+        "num_params": num_params,
+        "num_trainable_params": num_params if _is_full(run) else trained,
+        "note": note,
+    }
+
+
+def _is_full(run: RunConfig) -> bool:
+    return run.phase == "finetune" and get_method(run.method).trains_base
+
+
+def _depth(config: Mapping[str, Any]) -> int:
+    """Layers of `config`, where four in a row stand for all.
+
+    Raises:
+        DoesNotRepeatError: the kinds of layers alternate.
+        StopIteration: no key says the depth.
+    """
+    text = config.get("text_config") or config
+    depth = int(next(text[key] for key in DEPTH_KEYS if key in text))
+    if config_object(config).is_encoder_decoder:
+        raise DoesNotRepeatError("there are two stacks of them")
+    if depth <= TRACED_LAYERS:
+        raise DoesNotRepeatError(f"there are {depth}")
+    shown = config_object(config).get_text_config()
+    for name in _KINDS:
+        kinds = getattr(shown, name, None)
+        if isinstance(kinds, list) and len(set(map(str, kinds))) > 1:
+            raise DoesNotRepeatError(f"{name} says that they differ")
+    return depth
+
+
+def main() -> None:
+    """Answer the request on stdin; stdout belongs to the answer, not to the libraries."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    try:
+        answer = peaks(json.load(sys.stdin))
+    except WhichLoraError as error:
+        answer = {"error": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+    print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What a command does, from names and files to answers and files."""

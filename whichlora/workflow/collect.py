@@ -1,0 +1,120 @@
+"""`whichlora calibrate --measure`: measure the runs that tell most about a config's candidates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+from whichlora.calibration.database import Refit, calibrate
+from whichlora.calibration.design import Option, Sight, choose
+from whichlora.config import load_plan
+from whichlora.predict.predict import forward_features, mean_context, predict, step_features
+from whichlora.spec.results import Measurement
+from whichlora.spec.run import RunConfig
+from whichlora.store.locks import hold_folder
+from whichlora.timing import model as timing
+from whichlora.workflow.profiling import device_of, gpu_of, require_profiler
+from whichlora.workflow.session import Progress, Session
+
+START_S = 10.0  # guess of what building a model takes, until one was built here
+_UNTIMED = 1  # warm-up of every profile
+
+
+def measure(config: Path, *, budget_s: float, progress: Progress) -> Refit:
+    """Measure candidates of `config`, one at a time, until the budget is spent or none tells more.
+
+    After each the predictors are fitted anew, so that the next choice knows what it said.
+
+    Args:
+        budget_s: device time.
+
+    Raises:
+        ConfigError: a fault in the config, the data, a model or the device.
+        CalibrationError: nothing was measured, and nothing was before.
+    """
+    plan = load_plan(config)
+    gpu = gpu_of(plan)
+    device_of(gpu)
+    require_profiler()
+    # a folder of its own: `run.json` beside it is what a later `whichlora run` goes on from
+    plan = replace(plan, output_dir=plan.output_dir / "calibrate")
+    with hold_folder(plan.output_dir):
+        session = Session(plan, gpu, progress, fresh=True)
+        try:
+            _spend(session, budget_s)
+        finally:
+            session.close()
+    return calibrate(gpu, plan.calibration_dir)
+
+
+def _spend(session: Session, budget_s: float) -> None:
+    alive = [
+        run
+        for run in (*session.asked.inference_runs(), *session.asked.finetune_runs())
+        if _may_fit(session, run)
+    ]
+    sights = {run: _sights(session, run) for run in alive}
+    targets = [sight for some in sights.values() for sight in some]
+    pursuit = session.pursuit(alive)
+    left_s, starts_s = budget_s, [START_S]
+    while True:
+        open_positions = [i for i in range(len(alive)) if i not in pursuit.measured]
+        options = [
+            Option(sights[alive[i]], mean(starts_s) + _timed_s(session, sights[alive[i]], alive[i]))
+            for i in open_positions
+        ]
+        chosen = choose(options, targets, session.calibration.time, budget_s=left_s)
+        if chosen is None:
+            rest = "the budget is spent" if left_s < budget_s / 10 else "no run tells more"
+            session.progress.say(f"{rest}: {budget_s - left_s:.0f} s of {budget_s:.0f} s used")
+            return
+        position = open_positions[chosen]
+        found = session.measure(pursuit, position, None)
+        pursuit.measured[position] = found
+        left_s -= found.device_s
+        if found.outcome == "ok":
+            built_s = max(0.0, found.device_s - _measured_s(found))
+            starts_s = [*starts_s, built_s] if len(pursuit.measured) > 1 else [built_s]
+        session.learn(found)
+
+
+def _may_fit(session: Session, run: RunConfig) -> bool:
+    model = session.models[run.model]
+    return predict(model, run, session.gpu, session.calibration).verdict != "fails"
+
+
+def _sights(session: Session, run: RunConfig) -> tuple[Sight, ...]:
+    """The times that a profile of `run` shows: every width, or prompt pass and decoding step.
+
+    An encoder decodes nothing.
+    """
+    job = session.job(run)
+    if run.phase == "finetune":
+        load = session.data.workload(run.model, run.batch_size)
+        widths = dict.fromkeys(load.profile_lengths(session.plan.num_batches))
+        return tuple(Sight("finetune", step_features(job, seq_len=width)) for width in widths)
+    prompt = Sight("prefill", forward_features(job, context=run.prompt_len, decoding=False))
+    if job.model.task == "encoder":
+        return (prompt,)
+    context = mean_context(run.prompt_len, run.max_new_tokens)
+    return prompt, Sight("decode", forward_features(job, context=context, decoding=True))
+
+
+def _timed_s(session: Session, sights: tuple[Sight, ...], run: RunConfig) -> float:
+    """Predicted device time of a profile, building left out."""
+    models = session.calibration.time
+    each = {
+        sight.phase: float(timing.seconds(models[sight.phase], sight.features)[0])
+        for sight in reversed(sights)  # of several widths, the longest
+    }
+    plan = session.plan
+    if run.phase == "finetune":
+        return (plan.num_batches + _UNTIMED) * each["finetune"]
+    whole = each["prefill"] + (run.max_new_tokens - 1) * each.get("decode", 0.0)
+    return (plan.num_runs + _UNTIMED) * whole
+
+
+def _measured_s(found: Measurement) -> float:
+    timed = found.step_s or found.generate_s
+    return sum(timed) * (1 + _UNTIMED / max(1, len(timed)))

@@ -1,0 +1,118 @@
+"""Lists of settings become runs: every combination, or the reason why it is refused."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from whichlora.errors import ConfigError
+from whichlora.methods import with_defaults
+from whichlora.spec.results import Refused
+from whichlora.spec.run import RunConfig
+
+MOST_COMBINATIONS = 20_000  # half a minute of predictions
+# Settings that a phase does not read: a grid over them would only repeat itself.
+_FINETUNE_ONLY = (
+    "method",
+    "seq_len",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "modules_to_save",
+    "base_dtype",
+    "adapter_dtype",
+    "bias",
+    "use_rslora",
+    "loraplus_lr_ratio",
+    "optimizer",
+    "gradient_checkpointing",
+    "gradient_accumulation_steps",
+    "padding",
+    "loss_head",
+    "prepare_kbit",
+)
+# Those of them that a generation with an unmerged adapter reads.
+_OF_ADAPTER = ("method", "r", "target_modules", "modules_to_save", "adapter_dtype")
+_QUANTISED_ONLY = ("cache_backend", "cache_nbits", "cache_group_size", "cache_residual_length")
+_INFERENCE_ONLY = ("prompt_len", "max_new_tokens", "serve", "kv_cache", *_QUANTISED_ONLY)
+
+
+def grid(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
+    """Every combination of `settings` (a list of values by name of a `RunConfig` field).
+
+    A setting that a phase does not read is left at its default there, so that no candidate
+    appears twice: a method is one of an inference only where its model is served as trained.
+
+    Raises:
+        ConfigError: a value that is not accepted, or more combinations than `MOST_COMBINATIONS`.
+    """
+    yield from only_runs(combinations(settings))
+
+
+def only_runs(runs: Iterable[RunConfig | Refused]) -> list[RunConfig]:
+    """`runs`, none of which may be refused.
+
+    Raises:
+        ConfigError: one is.
+    """
+    accepted = []
+    for run in runs:
+        if isinstance(run, Refused):
+            raise ConfigError(run.reason)
+        accepted.append(run)
+    return accepted
+
+
+def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | Refused]:
+    """As `grid`; a combination whose settings exclude each other in its place.
+
+    Raises:
+        ConfigError: settings that none of the combinations can mean.
+    """
+    _check_number(settings)
+    seen: set[RunConfig] = set()
+    for phase in settings.get("phase", ("finetune",)):
+        unread: Collection[str] = _INFERENCE_ONLY
+        if phase == "inference":
+            unread = set(_FINETUNE_ONLY) - set(_OF_ADAPTER)
+        names = [name for name in settings if name not in unread and name != "phase"]
+        for values in itertools.product(*(settings[name] for name in names)):
+            chosen = dict(zip(names, values, strict=True))
+            if phase == "inference" and _is_merged(chosen):
+                merged = (*_OF_ADAPTER, "serve")
+                chosen = {name: chosen[name] for name in chosen if name not in merged}
+            if chosen.get("kv_cache") != "quantized":
+                chosen = {name: chosen[name] for name in chosen if name not in _QUANTISED_ONLY}
+            try:
+                run = RunConfig(phase=phase, **chosen)
+            except ConfigError as error:
+                model = str(chosen.pop("model", ""))
+                yield Refused(model=model, settings={"phase": phase, **chosen}, reason=str(error))
+                continue
+            if run not in seen:
+                seen.add(run)
+                yield run
+
+
+def _check_number(settings: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse a grid that nobody could wait for, nor read."""
+    numbers = {name: len(set(values)) for name, values in settings.items()}
+    combinations = math.prod(numbers.values())
+    if combinations > MOST_COMBINATIONS:
+        longest = sorted(numbers, key=lambda name: -numbers[name])[:3]
+        most = ", ".join(f"{numbers[name]} of {name}" for name in longest if numbers[name] > 1)
+        raise ConfigError(
+            f"these settings make {combinations} combinations ({most}), more than "
+            f"{MOST_COMBINATIONS}; give fewer values, or let 'whichlora run' search them with "
+            "profile: none"
+        )
+
+
+def _is_merged(inference: Mapping[str, Any]) -> bool:
+    """Whether the settings of an inference leave no adapter beside the weights."""
+    names = ("method", "serve")
+    given = {name: inference[name] for name in names if name in inference}
+    return with_defaults(RunConfig(model="", phase="inference", **given)).serve == "merged"

@@ -1,0 +1,187 @@
+"""Predictions by name: estimate, explain and where, from model and GPU names to answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from whichlora import families
+from whichlora.calibration.load import load_calibration, stale_note
+from whichlora.errors import ConfigError
+from whichlora.methods import with_defaults
+from whichlora.predict import explain as explanation
+from whichlora.predict.coefficients import Calibration
+from whichlora.predict.explain import Explanation
+from whichlora.predict.largest import (
+    Placement,
+    Size,
+    largest_that_fits,
+    place,
+    smallest_first,
+    with_size,
+)
+from whichlora.predict.predict import predict
+from whichlora.predict.resolve import with_checkpointing
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.results import Answers, Prediction, Refused, TracedPeak
+from whichlora.spec.run import ALL_LINEAR, Engine, RunConfig
+from whichlora.spec.targets import resolve_targets
+from whichlora.store import hub
+from whichlora.store import models as model_store
+from whichlora.store.gpus import find_target, list_gpus
+from whichlora.store.hub import load_model
+
+
+def estimate(
+    runs: Iterable[RunConfig | Refused],
+    gpus: Sequence[str] = ("auto",),
+    *,
+    calibration_dir: Path | None = None,
+    engine: Engine = "ledger",
+    trace_layers: str = "2,4",
+    maximise: Size | None = None,
+) -> Answers[Prediction]:
+    """Peak memory and time of every run on every accelerator. Nothing is run or downloaded.
+
+    A combination whose settings exclude each other, or that the model or the accelerator lacks,
+    is among the `refused` of the answers.
+
+    Args:
+        maximise: "batch_size" or "seq_len", which becomes the largest that fits each accelerator,
+            or 1 where nothing does; a note says which.
+        engine: "ledger" adds up what is known to live; "trace" runs the real code on tensors
+            without storage, also of models that the ledger does not know, in seconds per run.
+        trace_layers: "2,4" stretches the trace of four layers to all, "all" traces all.
+
+    Raises:
+        ConfigError: an unknown model or accelerator, or nothing is left of the combinations.
+    """
+    if maximise and engine == "trace":
+        raise ConfigError(f"{maximise}: max needs --engine ledger; a trace takes seconds per value")
+    if "all" in gpus:
+        raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
+    devices = [find_target(name) for name in gpus]
+    calibrations = [load_calibration(gpu, calibration_dir) for gpu in devices]
+    stale = [stale_note(calibration, calibration_dir) for calibration in calibrations]
+    models: dict[str, ModelSpec] = {}
+    predictions: list[Prediction] = []
+    refused: list[Refused] = []
+    for run in runs:
+        if isinstance(run, Refused):
+            refused.append(run)
+            continue
+        if run.model not in models:
+            load = load_model if engine == "ledger" else _load_traceable
+            models[run.model] = load(run.model)
+        model = models[run.model]
+        run = with_checkpointing(model, replace(run, model=model.name))
+        traced = None
+        for gpu, calibration, note in zip(devices, calibrations, stale, strict=True):
+            try:
+                if engine == "trace" and traced is None:
+                    traced = _trace(model, run, trace_layers)
+                found = _estimate(model, run, gpu, calibration, traced=traced, maximise=maximise)
+            except ConfigError as error:
+                settings = {k: v for k, v in run.chosen().items() if k != "model"}
+                refused.append(
+                    Refused(model=run.model, gpu=gpu.key, settings=settings, reason=str(error))
+                )
+                continue
+            predictions.append(replace(found, basis=found.basis + note))
+    return Answers(predictions, refused)
+
+
+def _estimate(
+    model: ModelSpec,
+    run: RunConfig,
+    gpu: GpuSpec,
+    calibration: Calibration,
+    *,
+    traced: TracedPeak | None,
+    maximise: Size | None,
+) -> Prediction:
+    """One run on one accelerator, as large as it fits where `maximise` says so.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    if maximise is None:
+        return predict(model, run, gpu, calibration, traced=traced)
+    most = largest_that_fits(model, run, gpu, calibration, maximise)
+    largest = with_size(run, maximise, max(1, most.value))
+    kind = "inference" if run.phase == "inference" else run.method
+    note = f"{run.model.rpartition('/')[2]} {kind} on {gpu.key}: {most.note}"
+    found = predict(model, largest, gpu, calibration)
+    return replace(found, notes=(note, *found.notes))
+
+
+def explain(
+    run: RunConfig, gpu: str = "auto", *, calibration_dir: Path | None = None
+) -> Explanation:
+    """The prediction of `run` taken apart, and what other choices would change.
+
+    Raises:
+        ConfigError: an unknown model or accelerator, or settings that exclude each other.
+    """
+    device = find_target(gpu)
+    calibration = load_calibration(device, calibration_dir)
+    model = load_model(run.model)
+    run = replace(run, model=model.name)
+    found = explanation.explain(model, run, device, calibration)
+    prediction = found.prediction
+    basis = prediction.basis + stale_note(calibration, calibration_dir)
+    return replace(found, prediction=replace(prediction, basis=basis))
+
+
+def where(run: RunConfig, *, calibration_dir: Path | None = None) -> list[Placement]:
+    """`run` on every accelerator of the catalog, the smallest that fits first.
+
+    Raises:
+        ConfigError: an unknown model, or settings that no accelerator can run.
+    """
+    model = load_model(run.model)
+    run = replace(run, model=model.name)
+    placements = [
+        place(model, run, gpu, load_calibration(gpu, calibration_dir)) for gpu in list_gpus()
+    ]
+    if all(one.prediction is None for one in placements):
+        raise ConfigError(placements[0].refusal)
+    return smallest_first(placements)
+
+
+def _load_traceable(name: str) -> ModelSpec:
+    """The model called `name`; one of an unknown family as a Llama of its sizes, and saying so.
+
+    Raises:
+        ConfigError: no such model, or a config whose sizes go by other names.
+    """
+    try:
+        return load_model(name)
+    except ConfigError:
+        if model_store.find_model(name) is not None:
+            raise
+        config = hub.load_config(name)
+    if config.get("model_type") in families.known_types():
+        return load_model(name)  # it has another fault
+    found = families.build(config | {"model_type": "llama"}, name=name)
+    note = (
+        f"model_type {config.get('model_type')!r} is not known to the ledger: memory is traced, "
+        "time is that of a Llama of the same sizes"
+    )
+    return replace(found, config=config, notes=(*found.notes, note))
+
+
+def _trace(model: ModelSpec, run: RunConfig, layers: str) -> TracedPeak:
+    from whichlora.tracer.client import trace_peaks
+
+    targets: tuple[str, ...] = ()
+    if run.phase == "finetune" or with_defaults(run).serve == "as-trained":
+        targets = resolve_targets(model, run.target_modules)
+    return trace_peaks(
+        run,
+        model_config=model.config,
+        target_modules=ALL_LINEAR if run.target_modules == (ALL_LINEAR,) else targets,
+        layers=layers,
+    )

@@ -1,0 +1,185 @@
+"""A recommended fine-tuning → another tool's files, predicted again under that tool's stack."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.exports import DATA_FILE, FORMATS, Export, Recipe
+from whichlora.exports.simpler import simpler_row
+from whichlora.predict.resolve import resolve
+from whichlora.spec.results import Prediction
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
+from whichlora.store.jsonfiles import read_object, write_text
+from whichlora.workflow import estimates
+
+RECIPE_FILE = "recipe.json"
+TRUSTS_CODE = "trust_remote_code is on: training runs code that comes with the model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """What was written for a tool, and what changes under it.
+
+    Args:
+        before: the recommendation as WhichLoRA's own job runs it.
+        after: the same as the tool runs it.
+        paths: the files, the one to start from first.
+        changes: setting to its values before and after.
+    """
+
+    to: str
+    export: Export
+    before: Prediction
+    after: Prediction
+    paths: tuple[Path, ...]
+    changes: Mapping[str, tuple[Any, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "to": self.to,
+            "files": [str(path) for path in self.paths],
+            "command": self.export.command,
+            "notes": list(self.export.notes),
+            "changes": {name: list(values) for name, values in self.changes.items()},
+            "before": self.before.to_dict(),
+            "after": self.after.to_dict(),
+        }
+
+
+def folder_of_winner(folder: Path) -> Path:
+    """`folder` of a run; of a run for several GPUs, that of the recommended one within it.
+
+    Raises:
+        DataFileError: its answer can't be read.
+    """
+    path = folder / "answer.json"
+    rows = read_object(path).get("gpus") if path.is_file() else None
+    for row in rows if isinstance(rows, list) else ():
+        if isinstance(row, dict) and row.get("recommended") is True:
+            gpu = str(row.get("gpu"))
+            if os.path.isfile(folder / gpu / RECIPE_FILE) and gpu == Path(gpu).name:
+                return folder / gpu
+    return folder
+
+
+def read_recipe(folder: Path) -> Recipe:
+    """The winner of the run in `folder`.
+
+    Raises:
+        ConfigError: the run found nothing that fits, or there is none.
+        DataFileError: its file can't be read.
+    """
+    path, answer = folder / RECIPE_FILE, folder / "answer.json"
+    # the recipe of an earlier start may still be there
+    if answer.is_file() and read_object(answer).get("winner") is None:
+        raise ConfigError(f"{folder}: nothing met the limits of this run; nothing to export")
+    if not path.is_file():
+        raise ConfigError(f"{folder}: has no {RECIPE_FILE}; give the folder of a whichlora run")
+    return Recipe.from_dict(read_object(path), where=str(path))
+
+
+def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
+    """A recipe for a run that was not searched for.
+
+    Args:
+        job: epochs, learning_rate, seed and what else a `Recipe` holds.
+
+    Raises:
+        ConfigError: an unknown model or accelerator, or settings that exclude each other.
+    """
+    device = find_gpu(gpu, least_memory=True)
+    model = load_model(run.model)
+    resolved = resolve(model, replace(run, model=model.name), device)
+    return Recipe(
+        run=resolved.run,
+        gpu=device.key,
+        target_modules=resolved.peft_targets,
+        model_config=dict(resolved.model.config),
+        masked_lm=resolved.model.task == "encoder",
+        batching="longest",
+        **job,
+    )
+
+
+def hand_over(
+    recipe: Recipe,
+    to: str,
+    folder: Path,
+    *,
+    data: Path | None = None,
+    calibration_dir: Path | None = None,
+) -> Handover:
+    """Write `recipe` for the tool `to` into `folder`, and predict it as that tool runs it.
+
+    Args:
+        data: the folder of `train.jsonl`; None is `folder`.
+
+    Raises:
+        ConfigError: no such tool, or something that it can't do.
+        DataFileError: a file can't be written, or rows that the tool needs can't be read.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"--to: {to!r} is not known; accepted are {', '.join(FORMATS)}")
+    made = FORMATS[to](recipe)
+    if recipe.trust_remote_code:
+        made = replace(made, notes=(*made.notes, TRUSTS_CODE))
+    predictions = estimates.estimate(
+        [recipe.predicted(recipe.run), recipe.predicted(made.run)],
+        [recipe.gpu],
+        calibration_dir=calibration_dir,
+    )
+    if predictions.refused:
+        raise ConfigError(predictions.refused[0].reason)
+    before, after = predictions
+    texts = dict(made.files)
+    for name, source in made.made_of.items():
+        texts[name] = _simpler((data or folder) / source)
+    paths = tuple(_write(folder / name, text) for name, text in texts.items())
+    then, now = before.run.to_dict(), after.run.to_dict()
+    return Handover(
+        to=to,
+        export=made,
+        before=before,
+        after=after,
+        paths=paths,
+        changes={name: (then[name], now[name]) for name in now if then[name] != now[name]},
+    )
+
+
+def _simpler(path: Path) -> str:
+    """The rows of a JSONL file in the formats that more tools take."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        rows = [simpler_row(json.loads(line)) for line in lines if line]
+    except OSError as error:
+        raise DataFileError(
+            f"{path}: can't be read ({error.strerror}); give the folder of a whichlora run"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DataFileError(
+            f"{path}: has a row that is not of its recipe's format; run whichlora run again"
+        ) from None
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _write(path: Path, text: str) -> Path:
+    write_text(path, text)
+    return path
+
+
+__all__ = [
+    "DATA_FILE",
+    "Handover",
+    "folder_of_winner",
+    "hand_over",
+    "make_recipe",
+    "read_recipe",
+]

@@ -1,0 +1,88 @@
+"""The table of a parameter guide: what each combination needs, and how long the data takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whichlora.dataset.workload import count_steps
+from whichlora.errors import ConfigError
+from whichlora.spec.results import Answers, Interval, Prediction, Refused, known_values
+from whichlora.spec.run import RunConfig
+from whichlora.workflow import estimates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuideRow:
+    """One combination of model, accelerator, method, batch and length.
+
+    Args:
+        num_steps: optimizer steps of the whole training.
+        total_s: of all of them; `total_interval_s` as sure as the prediction's own interval.
+    """
+
+    prediction: Prediction
+    num_steps: int
+    total_s: float
+    total_interval_s: Interval
+
+    def to_row(self) -> dict[str, Any]:
+        """Flat, in base units: a row of a CSV file or of a DataFrame."""
+        one, run = self.prediction, self.prediction.run
+        low, high = one.memory.interval_bytes
+        row = {
+            "model": run.model,
+            "gpu": one.gpu,
+            "method": run.method,
+            "r": run.r,
+            "batch_size": run.batch_size,
+            "seq_len": run.seq_len,
+            "device_used_bytes": one.memory.device_used_bytes,
+            "device_used_low_bytes": low,
+            "device_used_high_bytes": high,
+            "usable_bytes": one.usable_bytes,
+            "verdict": one.verdict,
+            "tokens_per_s": one.time.tokens_per_s,
+            "step_s": one.time.step_s,
+            "num_steps": self.num_steps,
+            "total_s": self.total_s,
+            "total_low_s": self.total_interval_s[0],
+            "total_high_s": self.total_interval_s[1],
+            "basis": one.basis,
+        }
+        return known_values(row)
+
+
+def make_guide(
+    runs: Iterable[RunConfig | Refused],
+    gpus: Sequence[str],
+    *,
+    num_samples: int,
+    epochs: float = 1.0,
+    calibration_dir: Path | None = None,
+) -> Answers[GuideRow]:
+    """A row for every run on every accelerator, `num_samples` rows of full length as data.
+
+    Raises:
+        ConfigError: an unknown model or accelerator, settings that exclude each other, or a
+            phase without training.
+    """
+    rows = []
+    predictions = estimates.estimate(runs, gpus, calibration_dir=calibration_dir)
+    for one in predictions:
+        if one.time.step_s is None:
+            raise ConfigError("phase: a guide is of fine-tuning; estimate shows inference")
+        num_batches = -(-num_samples // one.run.batch_size)
+        num_steps, _ = count_steps(num_batches, one.run.gradient_accumulation_steps, epochs)
+        low, high = one.time.interval_s
+        rows.append(
+            GuideRow(
+                prediction=one,
+                num_steps=num_steps,
+                total_s=num_steps * one.time.step_s,
+                total_interval_s=(num_steps * low, num_steps * high),
+            )
+        )
+    return Answers(rows, predictions.refused)

@@ -1,0 +1,153 @@
+"""The device that a plan's candidates are profiled on, if this machine has it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from whichlora.errors import ConfigError
+from whichlora.profiler.busy import busy_cpu, busy_gpu
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.plan import Plan
+from whichlora.store.gpus import detected_gpus, find_target
+
+if TYPE_CHECKING:
+    from whichlora.profiler.profile import Profiler
+
+
+def open_profiler(plan: Plan, gpu: GpuSpec, run_id: str) -> Profiler:
+    """A profiler of `gpu` whose records say which run of which plan they are of.
+
+    Raises:
+        ConfigError: this machine has no such device.
+    """
+    from whichlora.profiler.profile import Profiler
+
+    return Profiler(
+        gpu=gpu.key,
+        device=device_of(gpu),
+        provenance={
+            "run_id": run_id,
+            "command": " ".join(["whichlora", *sys.argv[1:]]),
+            "config": str(plan.source),
+        },
+        memory_limit_bytes=gpu.memory_bytes if gpu.kind == "cpu" else None,
+        log_path=plan.output_dir / "profile.log",
+    )
+
+
+def require_profiler() -> None:
+    """Refuse to profile where the libraries for it are not installed.
+
+    Raises:
+        ConfigError: one of them is missing.
+    """
+    from whichlora.profiler.profile import Profiler
+
+    Profiler.require_libraries()
+
+
+def gpus_of(plan: Plan) -> list[GpuSpec]:
+    """The devices that `plan` is for, each once.
+
+    Raises:
+        ConfigError: an unknown name, no GPU here where the plan names none, or an amount of memory
+            where times are asked for.
+    """
+    specs = [gpu_of(replace(plan, gpu=name)) for name in plan.gpus or (plan.gpu,)]
+    if len({spec.is_timed for spec in specs}) > 1:
+        names = ", ".join(plan.gpus)
+        raise ConfigError(
+            f"{plan.source}: gpu: {names}: cards and amounts of memory can't be compared, since "
+            "only cards have a time; list one or the other"
+        )
+    return list({spec.key: spec for spec in specs}.values())
+
+
+def is_here(gpu: GpuSpec) -> bool:
+    """Whether this machine has `gpu`."""
+    try:
+        device_of(gpu)
+    except ConfigError:
+        return False
+    return True
+
+
+def gpu_of(plan: Plan) -> GpuSpec:
+    """The device that `plan` is for; of a list, the first. Of memory alone, any card of so much.
+
+    "auto" means a GPU: on a laptop without one, the CPU is for whoever asks for it by name, since
+    profiling would build models there that it can't hold.
+
+    Raises:
+        ConfigError: an unknown name, no GPU here where the plan names none, or an amount of memory
+            where times are asked for.
+    """
+    gpu = find_target(plan.gpu)
+    if not gpu.is_timed:
+        _check_memory_only(plan)
+    if gpu.kind == "cpu" and plan.gpu.strip().lower() == "auto":
+        raise ConfigError(
+            f"{plan.source}: gpu: is not set, and this machine has no GPU; name the one that the "
+            "plan is for ('whichlora gpus' lists them), or set gpu: cpu for the CPU of this machine"
+        )
+    return gpu
+
+
+def _check_memory_only(plan: Plan) -> None:
+    """Refuse what a plan for any card of so much memory can't be asked.
+
+    Raises:
+        ConfigError: to measure, or to judge a time.
+    """
+    amount = f"{plan.source}: gpu: {plan.gpu} is an amount of memory"
+    if plan.profile != "none" or plan.train:
+        asked = "train: true" if plan.profile == "none" else f"profile: {plan.profile}"
+        raise ConfigError(
+            f"{amount}, on which nothing can be run; it has {asked}: name a card, or set "
+            "profile: none and train: false for predictions of memory alone"
+        )
+    limits = plan.limits_on(plan.gpu)
+    asked_times = [
+        name
+        for name, is_set in (
+            ("stage1_profile.time_per_token", limits.time_per_token_s is not None),
+            ("stage2_profile.total_time", limits.total_time_s is not None),
+            (f"prefer: {plan.objective.prefer}", plan.objective.prefer in ("time", "price")),
+        )
+        if is_set
+    ]
+    if asked_times:
+        raise ConfigError(
+            f"{amount}, which has no time; it has {', '.join(asked_times)}: leave that out, or "
+            "name a card"
+        )
+
+
+def busy(gpu: GpuSpec) -> str:
+    """What else this device works on now, so that its times are not its own; empty where nothing.
+
+    Asked between profiles, when nothing of ours runs.
+    """
+    device = device_of(gpu)
+    return busy_cpu() if device == "cpu" else busy_gpu(int(device.partition(":")[2]))
+
+
+def device_of(gpu: GpuSpec) -> str:
+    """The framework's device for `gpu`, if this machine has it.
+
+    Raises:
+        ConfigError: it has not; profiling is impossible here.
+    """
+    if gpu.kind == "cpu":
+        return "cpu"
+    here = detected_gpus()
+    for index, (_, spec) in enumerate(here):
+        if spec is not None and spec.key == gpu.key:
+            return f"cuda:{index}"
+    names = ", ".join(device.name for device, _ in here) or "no GPU"
+    raise ConfigError(
+        f"gpu: {gpu.key} is not in this machine (it has {names}), so nothing can be profiled; "
+        "run this on a machine that has it, or set profile: none for predictions alone"
+    )

@@ -1,0 +1,474 @@
+"""What one run knows while it works: candidates, records, predictors and the device."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from whichlora.calibration.load import calibration_roots, load_calibration, model_of, stale_note
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.methods import list_methods
+from whichlora.predict.coefficients import Calibration, prior_calibration
+from whichlora.predict.evaluation_and_saving import Besides, besides, evaluation_seconds
+from whichlora.predict.outline import Outline, outline_inference, outline_training
+from whichlora.predict.predict import num_tokens, predict, step_features
+from whichlora.predict.resolve import Job, resolve
+from whichlora.search.acquisition import Contest, Decision, tiers
+from whichlora.search.candidate_posterior import Outlook
+from whichlora.search.candidates import Candidates
+from whichlora.search.feasibility import Candidate, Quantity, dominated, judge
+from whichlora.search.loop import Pursuit
+from whichlora.search.shortlist import MANY, Wanted, shortlist
+from whichlora.search.total import profiled_total
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.plan import Plan
+from whichlora.spec.results import SCHEMA_VERSION, Measurement, Prediction
+from whichlora.spec.run import RunConfig
+from whichlora.store.hub import load_model
+from whichlora.store.jsonfiles import read_object, write_object
+from whichlora.store.measurements import MeasurementLog, read_measurements
+from whichlora.store.models import is_known_model
+from whichlora.store.reuse import Circumstances, other_circumstances, other_model
+from whichlora.timing import model as timing
+from whichlora.workflow.profiling import busy, open_profiler
+from whichlora.workflow.training_data import Counted, TrainingData
+
+if TYPE_CHECKING:
+    from whichlora.profiler.profile import Profiler
+
+SIDE_BY_SIDE_RANKS = (4, 8, 16, 32, 64)
+_MOST_UNREAD = 3  # broken records that are told one by one
+
+
+class Progress(Protocol):
+    """What the workflow tells while it works; `report.Progress` shows it."""
+
+    def say(self, text: str) -> None: ...
+
+    def profiling(self, run: RunConfig, *, number: int, open_candidates: int) -> None: ...
+
+    def learned(self, measurement: Measurement, prediction: Prediction) -> None: ...
+
+    def training(self, job: Path, *, expected_s: float | None) -> None: ...
+
+
+class Session:
+    """The state of one run: what was measured, and what the predictors made of it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        gpu: GpuSpec,
+        progress: Progress,
+        *,
+        fresh: bool,
+        lengths: Counted | None = None,
+    ) -> None:
+        objective = plan.objective
+        if objective.prefer == "price" and gpu.key not in objective.price_per_hour:
+            raise ConfigError(
+                f"prefer: price needs the price of an hour on {gpu.key}; add it to gpu_prices"
+            )
+        self.plan = plan
+        self.gpu = gpu
+        self.limits = plan.limits_on(gpu.key)
+        self.progress = progress
+        self.models: dict[str, ModelSpec] = {
+            name: load_model(name, trust_remote_code=plan.trust_remote_code) for name in plan.models
+        }
+        self.data = TrainingData(plan, self.models, lengths)
+        for name in plan.models:
+            most = self.data.seq_len(name)
+            if most < plan.finetune.seq_len and self.data.lengths(name).longest() >= most:
+                progress.say(f"{name}: rows are cut to {most} tokens, all its positions")
+        self.asked = Candidates(plan, self.models, gpu, self.data.workload)
+        self._features: dict[tuple[RunConfig, int], dict[str, float]] = {}
+        self._jobs: dict[RunConfig, Job] = {}
+        self._outlines: dict[RunConfig, Outline] = {}
+        self.compared: list[tuple[Measurement, RunConfig, Prediction]] = []
+        self.roots = calibration_roots(plan.calibration_dir)
+        self.run_id = _run_id(plan.output_dir, fresh=fresh)
+        self.log = MeasurementLog(self.roots[0], gpu.key, self.run_id)
+        self.cold = prior_calibration(gpu)
+        self.calibration: Calibration = load_calibration(gpu, plan.calibration_dir)
+        # read once: a shared database holds more records than a run adds
+        self._records = self._read_records()
+        self._resumed: dict[RunConfig, list[Measurement]] = {}
+        for record in self._records:
+            if record.provenance.get("run_id") == self.run_id:
+                self._resumed.setdefault(record.run, []).append(record)
+        self._profiler: Profiler | None = None
+        self._told_busy = False
+
+    def _read_records(self) -> list[Measurement]:
+        unread: list[str] = []
+
+        def leave_out(where: str, reason: str) -> None:
+            unread.append(f"left out: {where}: {reason}")
+
+        records = read_measurements(self.roots, self.gpu.key, leave_out=leave_out)
+        for line in unread[:_MOST_UNREAD]:
+            self.progress.say(line)
+        if len(unread) > _MOST_UNREAD:
+            self.progress.say(f"… and {len(unread) - _MOST_UNREAD} more records are left out")
+        if self.calibration.fallback:
+            self.progress.say(stale_note(self.calibration, self.plan.calibration_dir)[2:])
+        return list(records)
+
+    # --- candidates
+
+    @cached_property
+    def is_large(self) -> bool:
+        """Whether there are too many candidates to decide on all of them at once."""
+        return self.plan.profile != "all" and sum(self.asked.number()) > MANY
+
+    def runs(self) -> list[RunConfig]:
+        """The candidates to decide on: all, or of many a shortlist and what was measured."""
+        if not self.is_large:
+            return [*self.asked.inference_runs(), *self.asked.finetune_runs()]
+        return list(dict.fromkeys([*self._shortlist(), *self._resumed]))
+
+    def _shortlist(self) -> list[RunConfig]:
+        limits, objective = self.limits, self.plan.objective
+        device = float(self.gpu.memory_bytes)
+        places = [objective.place(name, one.num_params) for name, one in self.models.items()]
+        wanted = Wanted(
+            inference_s=limits.time_per_token_s or math.inf,
+            inference_bytes=min(device, limits.inference_bytes or device),
+            total_s=limits.total_time_s or math.inf,
+            finetune_bytes=min(device, limits.finetune_bytes or device),
+            tier=dict(zip(self.models, tiers(places), strict=True)),
+            prefer=objective.prefer,
+        )
+        asked = self.asked
+        return shortlist(asked.serving(), asked.training(), self.calibration, wanted, asked.form)
+
+    def side_by_side(self, pursuit: Pursuit, run: RunConfig) -> list[Candidate]:
+        """`run` with every method and rank; what its model or its libraries refuse is left out."""
+        position = {each: i for i, each in enumerate(pursuit.runs)}
+        found = []
+        for method, kind in list_methods().items():
+            for r in SIDE_BY_SIDE_RANKS[:1] if kind.trains_base else SIDE_BY_SIDE_RANKS:
+                changed = replace(
+                    self.plan.finetune,
+                    model=run.model,
+                    method=method,
+                    r=r,
+                    lora_alpha=self.plan.lora_alpha or 2 * r,
+                    batch_size=run.batch_size,
+                    seq_len=run.seq_len,
+                    padding=run.padding,
+                )
+                with contextlib.suppress(ConfigError):
+                    one = self._resolved(changed)
+                    in_search = one in position
+                    alone = pursuit if in_search else self.pursuit([one])
+                    found.append(self._judge(alone, position[one] if in_search else 0))
+        return found
+
+    def _resolved(self, run: RunConfig) -> RunConfig:
+        """`run` with every default filled in, as predictions and records name it."""
+        job = resolve(self.models[run.model], run, self.gpu)
+        self._jobs[job.run] = job
+        return job.run
+
+    def job(self, run: RunConfig) -> Job:
+        """A candidate resolved against its model, method and device."""
+        if run not in self._jobs:
+            self._resolved(run)
+        return self._jobs[run]
+
+    # --- judging
+
+    def pursuit(self, runs: Sequence[RunConfig]) -> Pursuit:
+        """The search over `runs`, which are of both stages."""
+        import numpy as np
+
+        plan, limits = self.plan, self.limits
+        outlines = [self._outline(run) for run in runs]
+        training = np.array([run.phase == "finetune" for run in runs])
+        names = [run.model for run in runs]
+        forms = [self.asked.form(run) for run in runs]
+        numbers = {form: number for number, form in enumerate(dict.fromkeys(forms))}
+        device = float(self.gpu.memory_bytes)
+
+        def per_stage(finetune: float | None, inference: float | None, most: float) -> Any:
+            bounds = (most if each is None else each for each in (finetune, inference))
+            return np.where(training, *bounds)
+
+        contest = Contest(
+            training=training,
+            form=np.array([numbers[form] for form in forms]),
+            tier=np.array(
+                tiers([plan.objective.place(n, self.models[n].num_params) for n in names])
+            ),
+            price=np.full(len(runs), plan.objective.price_per_hour.get(self.gpu.key, 1.0)),
+            most_bytes=np.minimum(
+                device, per_stage(limits.finetune_bytes, limits.inference_bytes, device)
+            ),
+            most_s=per_stage(limits.total_time_s, limits.time_per_token_s, np.inf),
+            prefer=plan.objective.prefer,
+        )
+        return Pursuit(contest, Outlook(outlines), self.calibration)
+
+    def lengthened(self, pursuit: Pursuit, more: Sequence[RunConfig]) -> Pursuit:
+        """`pursuit` with further candidates; what it measured and spent stays."""
+        longer = self.pursuit([*pursuit.runs, *more])
+        longer.measured, longer.spent = pursuit.measured, pursuit.spent
+        longer.before = pursuit.before
+        return longer
+
+    def _outline(self, run: RunConfig) -> Outline:
+        if run not in self._outlines:
+            self._outlines[run] = self._new_outline(run)
+        return self._outlines[run]
+
+    def _new_outline(self, run: RunConfig) -> Outline:
+        job = self.job(run)
+        if run.phase == "inference":
+            return outline_inference(job, num_runs=self.plan.num_runs)
+        load = self.data.workload(run.model, run.batch_size)
+        steps = {width: n / run.gradient_accumulation_steps for width, n in load.widths.items()}
+        return outline_training(
+            job,
+            steps,
+            num_batches=self.plan.num_batches,
+            evaluated=self.data.evaluation(run.model, run.batch_size),
+        )
+
+    def candidates(self, pursuit: Pursuit) -> list[Candidate]:
+        """Every candidate in the light of what is known now, in the order of `pursuit`."""
+        return [self._judge(pursuit, position) for position in range(len(pursuit.runs))]
+
+    def _judge(self, pursuit: Pursuit, position: int) -> Candidate:
+        run = pursuit.runs[position]
+        prediction = predict(self.models[run.model], run, self.gpu, self.calibration)
+        measurement = pursuit.measured.get(position)
+        time, memory = pursuit.quantities(position)
+        training = run.phase == "finetune"
+        failure = ""
+        if measurement is None:
+            smaller = dominated(run, pursuit.out_of_memory())
+            if smaller is not None:
+                failure = f"batch size {smaller.batch_size} already ran out of memory"
+        elif training and measurement.step_s:
+            time = self._measured_total(run, measurement)
+        if training and measurement is None:
+            time, memory = self._with_assumed_lengths(run, time, memory)
+        tokens = self.data.workload(run.model, run.batch_size).padded_tokens if training else None
+        return judge(
+            prediction,
+            self.limits,
+            memory=memory,
+            time_per_token_s=None if training else time,
+            total_s=time if training else None,
+            total_tokens=tokens,
+            measurement=measurement,
+            failure=failure,
+            form=self.asked.form(run),
+            objective=self.plan.objective,
+        )
+
+    def _with_assumed_lengths(
+        self, run: RunConfig, time: Quantity, memory: Quantity
+    ) -> tuple[Quantity, Quantity]:
+        """Time and memory with what is not known of lengths that are assumed or estimated."""
+        load = self.data.workload(run.model, run.batch_size)
+        if load.least_longest < run.seq_len:
+            shorter = replace(run, seq_len=load.least_longest)
+            least = predict(self.models[run.model], shorter, self.gpu, self.calibration)
+            low = min(memory.low, least.memory.interval_bytes[0])
+            memory = replace(memory, low=low)
+        return time.widened(load.deviation), memory
+
+    def _seconds(self, run: RunConfig, width: int) -> float:
+        """Predicted seconds of one optimizer step at `width`; its features are kept."""
+        key = (run, width)
+        if key not in self._features:
+            self._features[key] = step_features(self.job(run), seq_len=width)
+        total, _ = timing.seconds(self.calibration.time["finetune"], self._features[key])
+        return float(total)
+
+    def _measured_total(self, run: RunConfig, measurement: Measurement) -> Quantity:
+        """Seconds of the whole training: every width's step time, times how often it comes."""
+        load = self.data.workload(run.model, run.batch_size)
+        profile = list(zip(measurement.batch_seq_len, measurement.step_s, strict=True))
+        widths = {*load.widths, *measurement.batch_seq_len}
+        evaluated = self.data.evaluation(run.model, run.batch_size)
+        return profiled_total(
+            {width: n / run.gradient_accumulation_steps for width, n in load.widths.items()},
+            {width: self._seconds(run, width) for width in widths},
+            profile,
+            warm_up_s=measurement.warm_up_s,
+            evaluation_s=evaluation_seconds(self.job(run), self.calibration, evaluated),
+            deviation=load.deviation,
+        )
+
+    def besides(self, run: RunConfig) -> Besides:
+        """What `run` takes besides its steps."""
+        load = self.data.workload(run.model, run.batch_size)
+        widths = self.data.evaluation(run.model, run.batch_size)
+        return besides(
+            self.job(run),
+            self.calibration,
+            self.plan.keeping,
+            widths=widths,
+            num_steps=load.num_steps,
+            epochs=self.plan.epochs,
+        )
+
+    # --- measuring
+
+    def measure(self, pursuit: Pursuit, position: int, decision: Decision | None) -> Measurement:
+        """Profile a candidate."""
+        run = pursuit.runs[position]
+        load_now = self._busy()
+        left = len(pursuit.runs) - len(pursuit.measured)
+        if decision is not None:
+            left = int((decision.chance_to_win > 0).sum())
+        self.progress.profiling(run, number=len(pursuit.measured) + 1, open_candidates=left)
+        load = self.data.workload(run.model, run.batch_size) if run.phase == "finetune" else None
+        circumstances = self._circumstances(run)
+        number = circumstances.num_batches
+        lengths = load.profile_lengths(number) if load else (run.prompt_len,)
+        decisive_s: Sequence[float] = ()
+        if decision is not None:
+            decisive_s = self._per_batch(run, lengths, pursuit.decisive_s(position, decision))
+        measurement = self._device().measure(
+            run,
+            model_config=circumstances.model_config,
+            target_modules=self.job(run).peft_targets,
+            seq_lens=lengths,
+            num_batches=number,
+            decisive_s=decisive_s,
+            timeout_s=circumstances.timeout_s,
+        )
+        known = is_known_model(run.model)
+        measurement = replace(
+            measurement,
+            model_config=None if known else dict(circumstances.model_config),
+            provenance={
+                **measurement.provenance,
+                **circumstances.noted(),
+                **({"busy": load_now} if load_now else {}),
+            },
+        )
+        self.log.append(measurement)
+        self._records.append(measurement)
+        return measurement
+
+    def _busy(self) -> str:
+        """What else the device works on, told the first time."""
+        load_now = busy(self.gpu)
+        if load_now and not self._told_busy:
+            self.progress.say(f"{load_now}: times measured now may be too long; records say so")
+            self._told_busy = True
+        return load_now
+
+    def _per_batch(self, run: RunConfig, lengths: Sequence[int], whole_s: float) -> list[float]:
+        """What each batch of a profile takes of a training, or a generation, of `whole_s`.
+
+        Args:
+            whole_s: seconds of the whole training, or of one generated token.
+        """
+        if run.phase == "inference":
+            return [whole_s * num_tokens(self.job(run))]
+        widths = self.data.workload(run.model, run.batch_size).widths
+        number = {width: n / run.gradient_accumulation_steps for width, n in widths.items()}
+        predicted_s = sum(n * self._seconds(run, width) for width, n in number.items())
+        return [whole_s * self._seconds(run, width) / predicted_s for width in lengths]
+
+    def recall(
+        self, pursuit: Pursuit, *, libraries: Mapping[str, str] | None = None
+    ) -> tuple[list[RunConfig], Counter[str]]:
+        """Let `pursuit` take in what this run has recorded so far and would measure alike now.
+
+        Args:
+            libraries: version by library that would measure now; None takes what the nodes of a
+                cluster measured with whatever they have, and as their task lists asked for it.
+
+        Returns:
+            The runs taken in, and how many others differ in which way.
+        """
+        recalled, refused = [], Counter[str]()
+        for position, run in enumerate(pursuit.runs):
+            records = self._resumed.pop(run, [])
+            differences = [self._difference(record, libraries) for record in records]
+            alike = [record for record, text in zip(records, differences, strict=True) if not text]
+            if alike:
+                pursuit.take(position, alike[-1], self.learn)
+                recalled.append(run)
+            elif records:
+                refused[differences[-1]] += 1
+        return recalled, refused
+
+    def _difference(self, record: Measurement, libraries: Mapping[str, str] | None) -> str:
+        run, config = record.run, self.models[record.run.model].config
+        in_database = is_known_model(run.model)
+        model = other_model(record, config, in_database=in_database)
+        if model or libraries is None:
+            return model
+        return other_circumstances(record, self._circumstances(run), libraries)
+
+    def _circumstances(self, run: RunConfig) -> Circumstances:
+        training = run.phase == "finetune"
+        return Circumstances(
+            model_config=self.models[run.model].config,
+            num_batches=self.plan.num_batches if training else self.plan.num_runs,
+            timeout_s=self.plan.timeout_s,
+            memory_bytes=self.gpu.memory_bytes,
+        )
+
+    def learn(self, measurement: Measurement) -> Calibration:
+        """Take a measurement in and refit; the fit sees all records of this device."""
+        from whichlora.calibration.fit import fit
+
+        run = RunConfig.from_dict(measurement.config)
+        before = predict(self.models[run.model], run, self.gpu, self.calibration)
+        self.compared.append((measurement, run, before))
+        self.progress.learned(measurement, before)
+        self.calibration = fit(self._records, self.gpu, model_of, held_out=False)
+        return self.calibration
+
+    def _device(self) -> Profiler:
+        if self._profiler is None:
+            self.log.prepare()
+            self._profiler = open_profiler(self.plan, self.gpu, self.run_id)
+        return self._profiler
+
+    def close(self) -> None:
+        if self._profiler is not None:
+            self._profiler.close()
+            self._profiler = None
+
+
+def _run_id(folder: Path, *, fresh: bool) -> str:
+    """Name of this run's records; the same again when the folder's run is resumed.
+
+    Raises:
+        DataFileError: the folder can't be written, or its state is broken.
+    """
+    state = folder / "run.json"
+    if os.path.exists(state) and not fresh:
+        run_id = read_object(state).get("run_id")
+        if not isinstance(run_id, str):
+            raise DataFileError(f"{state}: run_id: is missing; start over with --fresh")
+        return run_id
+    run_id = uuid.uuid4().hex
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataFileError(
+            f"{folder}: can't be made ({error.strerror}); set output_dir to a folder of yours"
+        ) from None
+    write_object(state, {"schema_version": SCHEMA_VERSION, "run_id": run_id})
+    return run_id

@@ -1,0 +1,123 @@
+"""The data of a plan as each model's tokenizer cuts it, counted once per tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from whichlora.dataset import (
+    BYTE_LEVEL,
+    UNCUT,
+    BaseDataset,
+    TokenLengths,
+    Workload,
+    count_tokens,
+    evaluation_widths,
+    open_dataset,
+    workload,
+)
+from whichlora.predict.evaluation_and_saving import num_evaluations
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.plan import Plan
+
+Counted: TypeAlias = dict[tuple[str, int, bool], TokenLengths]
+"""Token lengths by tokenizer, the length that rows are cut to, and whether prompts are learned."""
+
+
+class TrainingData:
+    """Token lengths by model, and the batches that a training makes of them.
+
+    Args:
+        lengths: what was counted so far; runs on the same data on other devices
+            share it.
+    """
+
+    def __init__(
+        self, plan: Plan, models: Mapping[str, ModelSpec], lengths: Counted | None = None
+    ) -> None:
+        self.dataset: BaseDataset = open_dataset(plan.dataset)
+        self._plan = plan
+        self._models = models
+        self._lengths: Counted = {} if lengths is None else lengths
+        self._evaluated: dict[tuple[str, int, bool, int], dict[int, float]] = {}
+        self._workloads: dict[tuple[str, int, bool, int], Workload] = {}
+
+    def tokenizer(self, model: str) -> str:
+        """The tokenizer that `model` is trained with."""
+        if self._plan.weights == "random":
+            return BYTE_LEVEL
+        return self._plan.tokenizers.get(model, model)
+
+    def seq_len(self, model: str) -> int:
+        """Tokens that rows are cut to: as the plan says, but no more than `model` can look up."""
+        asked = self._plan.finetune.seq_len
+        return min(asked, self._models[model].longest_input or asked)
+
+    def lengths(self, model: str) -> TokenLengths:
+        """Token lengths of the data as the tokenizer of `model` cuts them."""
+        key = self._key(model)
+        tokenizer, seq_len, completions_only = key
+        joins = self._plan.collator == "packed"  # before it cuts
+        if key not in self._lengths:
+            self._lengths[key] = count_tokens(
+                self.dataset,
+                tokenizer=tokenizer,
+                offline=self._plan.weights == "random",
+                max_length=UNCUT if joins else seq_len,
+                completions_only=completions_only,
+            )
+        return self._lengths[key]
+
+    def _key(self, model: str) -> tuple[str, int, bool]:
+        """What the lengths depend on; the last is whether the job leaves rows out.
+
+        It does where nothing in a row is learned; a packed row is several, and who fills in masked
+        words learns of every text.
+        """
+        packs = self._plan.collator.startswith("packed")
+        masks = self._models[model].task == "encoder"
+        completions_only = self._plan.train_on == "completions" and not packs and not masks
+        return self.tokenizer(model), self.seq_len(model), completions_only
+
+    def cautions(self, model: str) -> tuple[str, ...]:
+        """What of the data must be known before a plan is acted on."""
+        lengths = self.lengths(model)
+        cautions = []
+        if not lengths.is_counted:
+            cautions.append(f"lengths are {lengths.method}")
+        cautions += lengths.changed()
+        _, _, not_trained_on = self.dataset.describe().partition("; ")
+        return (*cautions, *([not_trained_on] if not_trained_on else ()))
+
+    def workload(self, model: str, batch_size: int) -> Workload:
+        """The batches of a whole training of `model`."""
+        key = (*self._key(model), batch_size)
+        if key not in self._workloads:
+            self._workloads[key] = workload(
+                self.lengths(model),
+                collator=self._plan.collator,
+                batch_size=batch_size,
+                seq_len=self.seq_len(model),
+                accumulation=self._plan.finetune.gradient_accumulation_steps,
+                epochs=self._plan.epochs,
+                seed=self._plan.seed,
+            )
+        return self._workloads[key]
+
+    def evaluation(self, model: str, batch_size: int) -> dict[int, float]:
+        """Padded length to the number of evaluation batches of a whole training of `model`."""
+        plan = self._plan
+        key = (*self._key(model), batch_size)
+        if key not in self._evaluated:
+            load = self.workload(model, batch_size)
+            passes = num_evaluations(plan.keeping, num_steps=load.num_steps, epochs=plan.epochs)
+            widths = evaluation_widths(
+                self.lengths(model),
+                batch_size=batch_size,
+                collator=plan.collator,
+                seq_len=self.seq_len(model),
+            )
+            self._evaluated[key] = {
+                width: passes * count for width, count in widths.items() if passes
+            }
+        return self._evaluated[key]
