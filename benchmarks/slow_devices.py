@@ -25,7 +25,7 @@ from whichlora.calibration.samples import Sample
 from whichlora.predict.coefficients import TIME_PHASES
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.predict import forward_features, step_features
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.run import RunConfig
@@ -75,7 +75,7 @@ class Timed:
     seconds: float
 
 
-def jobs_of(gpu: GpuSpec) -> list[Job]:
+def jobs_of(gpu: GpuSpec) -> list[ResolvedRun]:
     """Runs of every model and shape, methods and phases spread over them."""
     kind = "cpu" if gpu.kind == "cpu" else "cuda"
     precision = "fp32" if kind == "cpu" else "bf16"
@@ -105,7 +105,7 @@ def jobs_of(gpu: GpuSpec) -> list[Job]:
     return jobs
 
 
-def features_of(job: Job) -> dict[str, Mapping[str, float]]:
+def features_of(job: ResolvedRun) -> dict[str, Mapping[str, float]]:
     """Features by phase."""
     if job.run.phase == "finetune":
         return {"finetune": step_features(job)}

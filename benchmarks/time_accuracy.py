@@ -40,7 +40,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from markdown_tables import markdown_table, summary
 
 from whichlora import families
-from whichlora.calibration.design import Option, Sight, choose
+from whichlora.calibration.design import Option, PredictedTime, choose
 from whichlora.calibration.fit import fit
 from whichlora.calibration.samples import time_samples
 from whichlora.calibration.share.union import gpus_with_records
@@ -49,7 +49,7 @@ from whichlora.exports.train_script import train_command, train_script
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.predict import step_features
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.profiler.profile import Profiler
 from whichlora.search.feasibility import Quantity
 from whichlora.search.total import profiled_total
@@ -140,7 +140,7 @@ NUM_STEPS = 200
 GPU = find_gpu("cpu")
 
 
-def job_of(run: RunConfig) -> Job:
+def job_of(run: RunConfig) -> ResolvedRun:
     return resolve(families.build(dict(MODELS[run.model]), name=run.model), run, GPU)
 
 
@@ -196,26 +196,31 @@ def model_of(measurement: Measurement) -> Any:
     return families.build(dict(MODELS[measurement.run.model]), name=measurement.run.model)
 
 
-def sights_of(run: RunConfig) -> tuple[Sight, ...]:
+def predicted_times_of(run: RunConfig) -> tuple[PredictedTime, ...]:
     """The times that a profile of `run` shows."""
     times: dict[str, Any] = {"step_s": (1.0,)}
     if run.phase == "inference":
         times = {"prefill_s": (1.0,), "decode_s_per_token": (1.0,)}
     blank = Measurement(id="", gpu=GPU.key, date="", config=run.to_dict(), outcome="ok", **times)
     found = time_samples(job_of(run), blank)
-    return tuple(Sight(phase, one.features) for phase, some in found.items() for one in some)
+    return tuple(
+        PredictedTime(phase, one.features) for phase, some in found.items() for one in some
+    )
 
 
 def calibrated(
     bench: Bench, runs: Sequence[RunConfig], most: int
 ) -> tuple[Calibration, set[RunConfig]]:
     """A calibration to the runs that `calibration.design` chooses among `runs`, and these."""
-    sights = {run: sights_of(run) for run in runs}
-    targets = [sight for some in sights.values() for sight in some]
+    predicted_times = {run: predicted_times_of(run) for run in runs}
+    targets = [predicted_time for some in predicted_times.values() for predicted_time in some]
     calibration, chosen = prior_calibration(GPU), dict[RunConfig, Measurement]()
     while len(chosen) < most:
         left = [run for run in runs if run not in chosen]
-        options = [Option(sights[run], _cost_s(calibration, run, sights[run])) for run in left]
+        options = [
+            Option(predicted_times[run], _cost_s(calibration, run, predicted_times[run]))
+            for run in left
+        ]
         position = choose(options, targets, calibration.time, budget_s=math.inf)
         if position is None:
             break
@@ -224,8 +229,10 @@ def calibrated(
     return calibration, set(chosen)
 
 
-def _cost_s(calibration: Calibration, run: RunConfig, sights: Sequence[Sight]) -> float:
-    each = {one.phase: one.features for one in sights}
+def _cost_s(
+    calibration: Calibration, run: RunConfig, predicted_times: Sequence[PredictedTime]
+) -> float:
+    each = {one.phase: one.features for one in predicted_times}
     seconds = {
         phase: float(timing.seconds(calibration.time[phase], features)[0])
         for phase, features in each.items()

@@ -183,7 +183,7 @@ def predicted_saved_per_layer(one: Case) -> int:
                     group.layer,
                     job.model,
                     job.targets,
-                    job.stack,
+                    job.dtypes,
                     job.method,
                     job.run,
                     tokens=tokens,

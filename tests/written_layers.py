@@ -1,6 +1,6 @@
 """The worst points of one layer, without checkpointing."""
 
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import Layer
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -16,17 +16,17 @@ def points_of(run: RunConfig, *, group: int) -> LayerPoints:
     return points_of_layer(job.model.groups[group].layer, job)
 
 
-def points_of_layer(layer: Layer, job: Job, *, masked: bool = False) -> LayerPoints:
+def points_of_layer(layer: Layer, job: ResolvedRun, *, masked: bool = False) -> LayerPoints:
     """Points of `layer` as `job` runs it."""
     return layer_points(
         layer,
         job.model.hidden_size,
         job.targets,
-        job.stack,
+        job.dtypes,
         job.method,
         masked=masked,
         accumulated=False,
         reentrant=False,
         checkpointed=False,
-        stream=job.stack.stream_bytes,
+        stream=job.dtypes.stream_bytes,
     )

@@ -28,7 +28,7 @@ from whichlora.calibration.samples import Sample, time_samples
 from whichlora.predict.coefficients import TIME_PHASES, prior_calibration
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.predict import ledger, predict_memory, step_features
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.results import Measurement, MemoryPrediction
@@ -50,7 +50,7 @@ class Judged:
     """One record that ran, beside its memory prediction."""
 
     record: Measurement
-    job: Job
+    job: ResolvedRun
     memory: MemoryPrediction
     group: str
 
@@ -262,7 +262,7 @@ def real_section(gpu: GpuSpec, judged: Sequence[Judged]) -> str:
             continue
         model = prior_calibration(gpu).time["finetune"]
 
-        def seconds(length: int, job: Job = one.job, model: TimeModel = model) -> float:
+        def seconds(length: int, job: ResolvedRun = one.job, model: TimeModel = model) -> float:
             return float(timing.seconds(model, step_features(job, seq_len=length))[0])
 
         pairs = list(zip(profile.record.batch_seq_len, profile.record.step_s, strict=True))

@@ -53,12 +53,12 @@ def _has_winner(problem: Limited, asked: list[int]) -> bool:
     winner = problem.winner
     if winner is None or winner not in asked:
         return False
-    return _serves(problem, int(problem.contest.form[winner]), asked)
+    return _serves(problem, int(problem.problem.form[winner]), asked)
 
 
 def _serves(problem: Limited, model: int, asked: Iterable[int]) -> bool:
-    contest = problem.contest
-    inference = ~contest.training & (contest.form == model)
+    problem = problem.problem
+    inference = ~problem.training & (problem.form == model)
     return not inference.any() or any(inference[i] and problem.meets[i] for i in asked)
 
 
@@ -68,11 +68,11 @@ def binary_search(problem: Limited) -> Result:
     That is what people do by hand; it stops at the first model with a variant in time.
     """
     device = Device(problem)
-    contest, table = problem.contest, problem.table
+    problem, table = problem.problem, problem.table
     answer = None
-    for model in sorted(set(contest.form.tolist()), key=lambda m: _tier(problem, m)):
-        of_model = [i for i in range(len(table.records)) if contest.form[i] == model]
-        serving = [i for i in of_model if not contest.training[i]]
+    for model in sorted(set(problem.form.tolist()), key=lambda m: _tier(problem, m)):
+        of_model = [i for i in range(len(table.records)) if problem.form[i] == model]
+        serving = [i for i in of_model if not problem.training[i]]
         if serving and not any(problem.meets[i] for i in _largest_fit(device, serving)):
             # the largest batch is not in time: the others may be
             for i in serving:
@@ -82,7 +82,7 @@ def binary_search(problem: Limited) -> Result:
                 continue
         variants: dict[object, list[int]] = {}
         for i in of_model:
-            if contest.training[i]:
+            if problem.training[i]:
                 run = table.runs[i]
                 key = (run.method, run.r, run.quant, run.precision, run.loss_head, run.seq_len)
                 variants.setdefault(key, []).append(i)
@@ -95,7 +95,7 @@ def binary_search(problem: Limited) -> Result:
 
 
 def _tier(problem: Limited, model: int) -> float:
-    return float(problem.contest.tier[problem.contest.form == model][0])
+    return float(problem.problem.tier[problem.problem.form == model][0])
 
 
 def _largest_fit(device: Device, positions: list[int]) -> list[int]:
@@ -128,11 +128,11 @@ def optuna_tpe(problem: Limited, seed: int, *, patience: int | None = None) -> R
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     device = Device(problem)
-    contest, table = problem.contest, problem.table
-    training = [i for i in range(len(table.records)) if contest.training[i]]
+    problem, table = problem.problem, problem.table
+    training = [i for i in range(len(table.records)) if problem.training[i]]
     settings = {
         i: {
-            "model": int(contest.form[i]),
+            "model": int(problem.form[i]),
             "variant": _variant(problem, i),
             "batch": _batch(problem, i),
         }
@@ -152,11 +152,11 @@ def optuna_tpe(problem: Limited, seed: int, *, patience: int | None = None) -> R
         if position is None:
             study.tell(trial, 1e3)
             continue
-        model = int(contest.form[position])
+        model = int(problem.form[position])
         for i in range(len(table.records)):
             if _serves(problem, model, device.asked):
                 break
-            if not contest.training[i] and contest.form[i] == model and i not in device.asked:
+            if not problem.training[i] and problem.form[i] == model and i not in device.asked:
                 device.measure(i)
         cost = problem.cost[position]
         if position not in device.asked:
@@ -168,7 +168,7 @@ def optuna_tpe(problem: Limited, seed: int, *, patience: int | None = None) -> R
             break
         if unimproved == patience:
             break
-        study.tell(trial, 100.0 if np.isinf(cost) else 10 * contest.tier[position] + cost % 1e3)
+        study.tell(trial, 100.0 if np.isinf(cost) else 10 * problem.tier[position] + cost % 1e3)
         if len(device.asked) == len(table.records):
             break
     return judged(problem, device, problem.winner if patience is None else best)

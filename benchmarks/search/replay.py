@@ -15,7 +15,7 @@ from search.tables import Table, batch_s
 from whichlora.calibration.fit import fit
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.profiler.early_stop import is_enough
-from whichlora.search.acquisition import WORTHWHILE_GAIN, Contest, Decision, tiers
+from whichlora.search.acquisition import WORTHWHILE_GAIN, Decision, SearchProblem, tiers
 from whichlora.search.candidate_posterior import Outlook
 from whichlora.search.loop import Learn, Measure, Pursuit
 from whichlora.spec.plan import Budget
@@ -37,7 +37,7 @@ class Limited:
     """
 
     table: Table
-    contest: Contest
+    problem: SearchProblem
     meets: np.ndarray
     cost: np.ndarray
 
@@ -59,7 +59,7 @@ def limited(table: Table, dice: random.Random) -> Limited:
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     model = np.array([numbers[name] for name in names])
     tier = np.array(tiers([-float(table.num_params[name]) for name in names]))
-    contest = Contest(
+    problem = SearchProblem(
         training=training,
         form=model,
         tier=tier,
@@ -73,7 +73,7 @@ def limited(table: Table, dice: random.Random) -> Limited:
     serves = np.array([not of.any() or bool(meets[~training][of].any()) for of in asked])
     stands = meets & training & serves
     cost = np.where(stands, np.log(seconds) + 1e3 * tier, np.inf)
-    return Limited(table, contest, meets, cost)
+    return Limited(table, problem, meets, cost)
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Device:
         """
         record = self.problem.table.records[position]
         self.asked.append(position)
-        if self.problem.table.num_bytes[position] > self.problem.contest.most_bytes[position]:
+        if self.problem.table.num_bytes[position] > self.problem.problem.most_bytes[position]:
             steps = record.step_s or record.generate_s
             cost = max(0.0, record.device_s - (len(steps) + 2 - OOM_STEPS) * median(steps))
             self.num_oom += 1
@@ -181,7 +181,7 @@ def searching(
     table = problem.table
     known = list(records)
     start = fit(known, table.gpu, find, held_out=False) if known else prior_calibration(table.gpu)
-    search = Pursuit(problem.contest, outlook_of(table.name), start)
+    search = Pursuit(problem.problem, outlook_of(table.name), start)
 
     def measure(position: int, decision: Decision | None) -> Measurement:
         assert decision is not None

@@ -24,7 +24,7 @@ import published
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.outline import Outline, outline_inference, outline_training
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.profiler.profile import Profiler
 from whichlora.search.candidate_posterior import Outlook
 from whichlora.spec.gpu import GpuSpec
@@ -78,7 +78,7 @@ def table_runs() -> Iterator[RunConfig]:
         )
 
 
-def table_jobs(gpu: GpuSpec) -> list[Job]:
+def table_jobs(gpu: GpuSpec) -> list[ResolvedRun]:
     """The runs with every default filled in, as records name them."""
     models = {name: load_model(name) for name in MODELS}
     return [resolve(models[run.model], run, gpu) for run in table_runs()]
@@ -318,5 +318,5 @@ def published_table() -> Table:
     return table_of("A100, 4096 tokens", gpu, records)
 
 
-def table_sizes(jobs: Sequence[Job]) -> dict[str, int]:
+def table_sizes(jobs: Sequence[ResolvedRun]) -> dict[str, int]:
     return {job.run.model: job.model.num_params for job in jobs}

@@ -222,7 +222,7 @@ def test_a_peak_may_differ_from_what_is_known_by_2_or_3_percent(
     of_weights: float | None, of_device: float | None, said: str
 ) -> None:
     gpu, model = find_gpu(GPU), load_model(MODEL)
-    stored = weight_bytes(model, resolve(model, a_record().run, gpu).stack)
+    stored = weight_bytes(model, resolve(model, a_record().run, gpu).dtypes)
     weights = sum(stored.values()) - stored["buffers"]
     size = weights * of_weights if of_weights else gpu.memory_bytes * (of_device or 0)
     found = impossible(a_record(peak_allocated_bytes=round(size)), model, gpu)

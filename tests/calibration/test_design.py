@@ -11,7 +11,7 @@ from statistics import mean
 
 import pytest
 
-from whichlora.calibration.design import Option, Sight, choose
+from whichlora.calibration.design import Option, PredictedTime, choose
 from whichlora.calibration.fit_time import fit_time
 from whichlora.calibration.samples import Sample
 from whichlora.predict.predict import step_features
@@ -30,7 +30,7 @@ BUDGET_S = 90.0
 
 
 @cache
-def sights() -> tuple[Sight, ...]:
+def predicted_times() -> tuple[PredictedTime, ...]:
     runs = [
         RunConfig(model=model, method=method, batch_size=batch_size, seq_len=seq_len)
         for model in MODELS
@@ -38,11 +38,13 @@ def sights() -> tuple[Sight, ...]:
         for batch_size, seq_len in ((1, 128), (1, 2048), (8, 512), (16, 2048))
     ]
     found = [step_features(resolve(load_model(run.model), run, GPU)) for run in runs]
-    return tuple(Sight(PHASE, {k: float(v) for k, v in one.items()}) for one in found)
+    return tuple(PredictedTime(PHASE, {k: float(v) for k, v in one.items()}) for one in found)
 
 
-def option(sight: Sight, model: TimeModel) -> Option:
-    return Option((sight,), OVERHEAD_S + BATCHES * float(seconds(model, sight.features)[0]))
+def option(predicted_time: PredictedTime, model: TimeModel) -> Option:
+    return Option(
+        (predicted_time,), OVERHEAD_S + BATCHES * float(seconds(model, predicted_time.features)[0])
+    )
 
 
 def device(seed: int) -> TimeModel:
@@ -57,32 +59,32 @@ def device(seed: int) -> TimeModel:
     return replace(model, mean=drawn)
 
 
-def measured(truth: TimeModel, sight: Sight, dice: random.Random) -> Sample:
-    value = float(seconds(truth, sight.features)[0]) * dice.lognormvariate(0, 0.03)
-    return Sample("any", sight.features, value)
+def measured(truth: TimeModel, predicted_time: PredictedTime, dice: random.Random) -> Sample:
+    value = float(seconds(truth, predicted_time.features)[0]) * dice.lognormvariate(0, 0.03)
+    return Sample("any", predicted_time.features, value)
 
 
 def designed(truth: TimeModel, dice: random.Random) -> list[Sample]:
     samples: list[Sample] = []
-    model, left, open_sights = prior_model(GPU, PHASE), BUDGET_S, list(sights())
+    model, left, open_sights = prior_model(GPU, PHASE), BUDGET_S, list(predicted_times())
     while True:
         options = [option(one, model) for one in open_sights]
-        chosen = choose(options, sights(), {PHASE: model}, budget_s=left)
+        chosen = choose(options, predicted_times(), {PHASE: model}, budget_s=left)
         if chosen is None:
             return samples
-        sight = open_sights.pop(chosen)
-        samples.append(measured(truth, sight, dice))
-        left -= option(sight, truth).cost_s
+        predicted_time = open_sights.pop(chosen)
+        samples.append(measured(truth, predicted_time, dice))
+        left -= option(predicted_time, truth).cost_s
         model = fit_time(samples, GPU, PHASE)
 
 
-def in_order(order: Sequence[Sight], truth: TimeModel, dice: random.Random) -> list[Sample]:
+def in_order(order: Sequence[PredictedTime], truth: TimeModel, dice: random.Random) -> list[Sample]:
     samples, left = [], BUDGET_S
-    for sight in order:
-        left -= option(sight, truth).cost_s
+    for predicted_time in order:
+        left -= option(predicted_time, truth).cost_s
         if left < 0:
             break
-        samples.append(measured(truth, sight, dice))
+        samples.append(measured(truth, predicted_time, dice))
     return samples
 
 
@@ -94,7 +96,7 @@ def error(samples: Sequence[Sample], truth: TimeModel) -> float:
                 float(seconds(model, one.features)[0]) / float(seconds(truth, one.features)[0])
             )
         )
-        for one in sights()
+        for one in predicted_times()
     )
 
 
@@ -102,8 +104,8 @@ def test_designed_runs_teach_more_than_random_ones_and_than_a_grid() -> None:
     errors: dict[str, list[float]] = {"designed": [], "random": [], "grid": []}
     for seed in range(12):
         truth, dice = device(seed), random.Random(seed)
-        shuffled = random.Random(seed + 100).sample(sights(), len(sights()))
-        grid = [*sights()[::5], *sights()]
+        shuffled = random.Random(seed + 100).sample(predicted_times(), len(predicted_times()))
+        grid = [*predicted_times()[::5], *predicted_times()]
         errors["designed"].append(error(designed(truth, dice), truth))
         errors["random"].append(error(in_order(shuffled, truth, dice), truth))
         errors["grid"].append(error(in_order(grid, truth, dice), truth))
@@ -115,37 +117,37 @@ def test_a_run_that_shows_what_is_known_is_not_measured() -> None:
     model = prior_model(GPU, PHASE)
     zero = tuple((0.0,) * len(FEATURES) for _ in FEATURES)
     known = replace(model, covariance=zero)
-    options = [option(one, model) for one in sights()]
-    assert choose(options, sights(), {PHASE: known}, budget_s=1e9) is None
-    assert choose(options, sights(), {PHASE: model}, budget_s=1e9) is not None
+    options = [option(one, model) for one in predicted_times()]
+    assert choose(options, predicted_times(), {PHASE: known}, budget_s=1e9) is None
+    assert choose(options, predicted_times(), {PHASE: model}, budget_s=1e9) is not None
 
 
 def test_nothing_longer_than_the_budget_is_chosen() -> None:
     model = prior_model(GPU, PHASE)
-    options = [option(one, model) for one in sights()]
+    options = [option(one, model) for one in predicted_times()]
     shortest = min(one.cost_s for one in options)
-    chosen = choose(options, sights(), {PHASE: model}, budget_s=1.01 * shortest)
+    chosen = choose(options, predicted_times(), {PHASE: model}, budget_s=1.01 * shortest)
     assert chosen is not None
     assert options[chosen].cost_s <= 1.01 * shortest
-    assert choose(options, sights(), {PHASE: model}, budget_s=0.9 * shortest) is None
+    assert choose(options, predicted_times(), {PHASE: model}, budget_s=0.9 * shortest) is None
 
 
 def test_of_two_runs_that_show_the_same_the_cheaper_one_is_chosen() -> None:
-    sight = sights()[0]
-    options = [Option((sight,), 20.0), Option((sight,), 10.0)]
+    predicted_time = predicted_times()[0]
+    options = [Option((predicted_time,), 20.0), Option((predicted_time,), 10.0)]
     models = {PHASE: prior_model(GPU, PHASE)}
-    assert choose(options, [sight], models, budget_s=100.0) == 1
+    assert choose(options, [predicted_time], models, budget_s=100.0) == 1
 
 
 def test_a_phase_that_nobody_asks_for_is_not_measured() -> None:
-    other = Sight("decode", sights()[0].features)
+    other = PredictedTime("decode", predicted_times()[0].features)
     models = {phase: prior_model(GPU, phase) for phase in (PHASE, "decode")}
     options = [Option((other,), 1.0)]
-    assert choose(options, sights(), models, budget_s=100.0) is None
+    assert choose(options, predicted_times(), models, budget_s=100.0) is None
     assert choose(options, [other], models, budget_s=100.0) == 0
 
 
 @pytest.mark.parametrize("options", [[], [Option((), 1.0)]])
 def test_without_anything_to_see_nothing_is_chosen(options: list[Option]) -> None:
     models = {PHASE: prior_model(GPU, PHASE)}
-    assert choose(options, sights(), models, budget_s=10.0) is None
+    assert choose(options, predicted_times(), models, budget_s=10.0) is None

@@ -30,7 +30,7 @@ from whichlora.memory.entries import Group, Tensor, tensor_bytes
 from whichlora.memory.step import TrainingStep
 from whichlora.methods import get_method
 from whichlora.predict.predict import ledger
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 
@@ -57,7 +57,7 @@ CARD = GpuSpec(
 )
 
 
-def job(config: dict[str, object], **settings: object) -> Job:
+def job(config: dict[str, object], **settings: object) -> ResolvedRun:
     run = RunConfig.from_dict({"model": "m", "seq_len": 128, **settings})
     return resolve(families.build(config, name="m"), run, CARD)
 
@@ -69,9 +69,9 @@ def test_tensor_bytes_add_up_per_token_per_pair_and_whatever_the_tokens() -> Non
 
 def test_rotary_bytes_are_two_tables_of_one_head() -> None:
     llama = job(LLAMA)
-    head_dim, width = 64, llama.stack.stream_bytes
+    head_dim, width = 64, llama.dtypes.stream_bytes
     assert (
-        activations.rotary_bytes(llama.model, llama.stack, span=128) == 2 * width * head_dim * 128
+        activations.rotary_bytes(llama.model, llama.dtypes, span=128) == 2 * width * head_dim * 128
     )
 
 
@@ -79,9 +79,9 @@ def test_remade_zeros_bytes_are_of_cross_attention_alone() -> None:
     t5 = job(T5)
     decoder = next(group.layer for group in t5.model.groups if group.stack == "decoder")
     encoder = next(group.layer for group in t5.model.groups if group.stack == "encoder")
-    zeros = activations.remade_zeros_bytes(decoder, t5.stack, span=128)
-    assert zeros == 8 * t5.stack.linear_out_bytes * 128 * 128
-    assert activations.remade_zeros_bytes(encoder, t5.stack, span=128) == 0
+    zeros = activations.remade_zeros_bytes(decoder, t5.dtypes, span=128)
+    assert zeros == 8 * t5.dtypes.linear_out_bytes * 128 * 128
+    assert activations.remade_zeros_bytes(encoder, t5.dtypes, span=128) == 0
 
 
 def test_remainder_bytes_count_every_layer_of_a_group() -> None:
@@ -100,8 +100,8 @@ def test_evaluation_bytes_hold_neither_gradients_nor_what_a_backward_reads() -> 
 def test_trained_cache_elements_are_of_t5_alone() -> None:
     # over an fp32 stream, which autocast narrows: 2 caches of 2 x 512 in each of 6 layers
     t5, llama = job(T5, precision="bf16"), job(LLAMA)
-    assert kv_cache.trained_cache_elements(llama.model, llama.stack) == 0
-    wide = replace(t5.stack, linear_out_bytes=4, compute_bytes=2)
+    assert kv_cache.trained_cache_elements(llama.model, llama.dtypes) == 0
+    wide = replace(t5.dtypes, linear_out_bytes=4, compute_bytes=2)
     assert kv_cache.trained_cache_elements(t5.model, wide) == 6 * 2 * 2 * 512
 
 
@@ -110,7 +110,7 @@ def test_checkpointed_passes_keep_the_input_and_saved_passes_what_backward_reads
     step = TrainingStep(
         model=llama.model,
         run=llama.run,
-        stack=llama.stack,
+        dtypes=llama.dtypes,
         method=llama.method,
         gpu=CARD,
         targets=llama.targets,
@@ -121,9 +121,9 @@ def test_checkpointed_passes_keep_the_input_and_saved_passes_what_backward_reads
     common = {"masks": step.shared_masks, "sized": step.sized}
     few = layer_passes.checkpointed_passes(llama.model, step.layers, **common)
     every = layer_passes.saved_passes(
-        llama.model, step.layers, llama.stack, freezes_input=True, unnamed_mask_bytes=0, **common
+        llama.model, step.layers, llama.dtypes, freezes_input=True, unnamed_mask_bytes=0, **common
     )
-    assert few.kept == (128 * 1024 * llama.stack.stream_bytes,)
+    assert few.kept == (128 * 1024 * llama.dtypes.stream_bytes,)
     assert every.kept == tuple(layer.saved for layer in step.layers)
     (layer,) = step.layers  # the first keeps less, its input being frozen
     assert every.groups[-1].num_bytes - step.shared_masks.num_bytes == -layer.unsaved < 0
@@ -138,13 +138,13 @@ def test_logit_width_is_the_vocabulary_also_of_an_encoder() -> None:
 
 def test_loss_element_bytes_are_fp32_of_a_decoder() -> None:
     llama = job(LLAMA, precision="bf16-no-autocast")
-    assert logits.loss_element_bytes(llama.model, llama.stack) == 4
+    assert logits.loss_element_bytes(llama.model, llama.dtypes) == 4
 
 
 @pytest.mark.parametrize(("method", "copied"), [("qlora", 2 * 32_000 * 1024), ("lora", 0)])
 def test_head_copy_bytes_are_of_a_prepared_base_alone(method: str, copied: int) -> None:
     llama = job(LLAMA, method=method)
-    assert logits.head_copy_bytes(llama.model, llama.stack) == copied
+    assert logits.head_copy_bytes(llama.model, llama.dtypes) == copied
 
 
 @pytest.mark.parametrize(
@@ -188,12 +188,12 @@ def test_unwanted_gradient_bytes_are_none_of_plain_linears() -> None:
     llama = job(LLAMA)
     (layer, _), *_ = llama.model.layers()
     lora = get_method("lora")
-    assert trained.unwanted_gradient_bytes(layer, ("q_proj",), lora, llama.stack) == 0
+    assert trained.unwanted_gradient_bytes(layer, ("q_proj",), lora, llama.dtypes) == 0
 
 
 def test_rotary_table_bytes_are_of_old_versions_alone() -> None:
     qwen = LLAMA | {"model_type": "qwen2", "max_position_embeddings": 2048}
     old, new = job(qwen, libraries={"transformers": "4.38.0"}), job(qwen)
-    assert weights.rotary_table_bytes(new.model, new.stack) == 0
+    assert weights.rotary_table_bytes(new.model, new.dtypes) == 0
     tables = 4 * 2 * 2048 * 64  # of each layer, for every position
-    assert weights.rotary_table_bytes(old.model, old.stack) == tables * old.stack.compute_bytes
+    assert weights.rotary_table_bytes(old.model, old.dtypes) == tables * old.dtypes.compute_bytes

@@ -25,7 +25,7 @@ from whichlora.memory.entries import Fact
 from whichlora.memory.layer_bytes import layer_bytes
 from whichlora.memory.worst_layer import has_one_order, worst_backward
 from whichlora.predict.predict import ledger
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
@@ -36,7 +36,7 @@ LLAMA_VOCABULARY = 128_256 * 4096
 PURE: dict[str, Any] = {"precision": "bf16-pure", "expandable_segments": True}
 
 
-def job(run: RunConfig, gpu: GpuSpec = A100) -> Job:
+def job(run: RunConfig, gpu: GpuSpec = A100) -> ResolvedRun:
     spec: ModelSpec | None = find_model(run.model)
     assert spec is not None
     return resolve(spec, run, gpu)
@@ -64,14 +64,14 @@ def test_only_a_last_matrix_without_norm_after_it_stays_as_it_is() -> None:
     olmo = job(RunConfig(model="allenai/OLMo-1B-hf", method="qlora"))
     projection = 8192 * 2048
     quantised = projection // 2 + 4 * projection // 64 + 2560
-    if olmo.stack.quant == "nf4-dq":
+    if olmo.dtypes.quant == "nf4-dq":
         quantised = projection // 2 + projection // 64 + 4 * (projection // 64 // 256) + 2560
-    in_fp32 = replace(olmo.stack, base_bytes=4)
+    in_fp32 = replace(olmo.dtypes, base_bytes=4)
     assert weights.unconverted_bytes(olmo.model, in_fp32) == 4 * projection - quantised
     assert weights.unconverted_copy_bytes(olmo.model, in_fp32) == 2 * projection
     llama = job(RunConfig(model=LLAMA_3_8B, method="qlora"))
-    assert weights.unconverted_bytes(llama.model, llama.stack) == 0
-    assert weights.unconverted_copy_bytes(llama.model, llama.stack) == 0
+    assert weights.unconverted_bytes(llama.model, llama.dtypes) == 0
+    assert weights.unconverted_copy_bytes(llama.model, llama.dtypes) == 0
 
 
 def test_a_bias_counts_once_where_its_matrix_is_left_as_it_is() -> None:
@@ -83,8 +83,8 @@ def test_a_bias_counts_once_where_its_matrix_is_left_as_it_is() -> None:
     biased = replace(mlp, linears=(*others, replace(last, bias=True)))
     spec = replace(olmo.model, groups=(replace(group, layer=replace(group.layer, mlp=biased)),))
     # of the matrix only: a bias is never quantised
-    assert weights.unconverted_bytes(spec, olmo.stack) == weights.unconverted_bytes(
-        olmo.model, olmo.stack
+    assert weights.unconverted_bytes(spec, olmo.dtypes) == weights.unconverted_bytes(
+        olmo.model, olmo.dtypes
     )
 
 
@@ -127,7 +127,7 @@ def test_layers_share_masks_and_biases(
 ) -> None:
     found = job(RunConfig(model=name, attn=attn, padding=padding, precision="bf16-pure"))
     assert kept == activations.kept_mask_bytes(
-        found.model, found.stack, tokens=20, span=10, checkpointed=checkpointed
+        found.model, found.dtypes, tokens=20, span=10, checkpointed=checkpointed
     )
 
 
@@ -151,7 +151,7 @@ def test_old_models_return_fp32_logits_to_a_loop_with_its_own_loss(
         libraries=(("transformers", transformers),),
     )
     found = job(run)
-    size = logits.loss_backward_bytes(found.model, found.stack, tokens=10, loss_head="raw")
+    size = logits.loss_backward_bytes(found.model, found.dtypes, tokens=10, loss_head="raw")
     assert size == 10 * (128_256 * per_entry + of_head)
 
 
@@ -159,7 +159,7 @@ def test_a_softcap_adds_its_tanh_and_a_gradient_to_the_backward() -> None:
     found = job(RunConfig(model="google/gemma-2-2b", loss_head="raw", precision="bf16-pure"))
     plain = replace(found.model, logit_softcap=None)
     capped, uncapped = (
-        logits.loss_backward_bytes(spec, found.stack, tokens=10, loss_head="raw")
+        logits.loss_backward_bytes(spec, found.dtypes, tokens=10, loss_head="raw")
         for spec in (found.model, plain)
     )
     assert capped - uncapped == 10 * 256_000 * (2 + 2)
@@ -191,7 +191,7 @@ def test_a_layer_goes_backward_under_what_earlier_ones_keep_and_later_ones_left(
                 count,
                 found.model,
                 found.targets,
-                found.stack,
+                found.dtypes,
                 found.method,
                 r=8,
                 tokens=10,
@@ -250,7 +250,7 @@ def test_the_order_of_layers_is_known_within_one_stack(name: str, is_known: bool
 )
 def test_autocast_copies_a_head_that_was_widened(run: RunConfig, copied: int) -> None:
     found = job(run)
-    assert logits.head_copy_bytes(found.model, found.stack) == copied
+    assert logits.head_copy_bytes(found.model, found.dtypes) == copied
 
 
 # --- moments of inference

@@ -33,7 +33,7 @@ from whichlora.spec.run import RunConfig
 from whichlora.symbolic.autograd import Tape, per_token
 from whichlora.symbolic.kernels import fused_qkv
 from whichlora.symbolic.mlp import activate
-from whichlora.symbolic.operators import Code
+from whichlora.symbolic.operators import OpEmitter
 from whichlora.units import MiB
 
 LLAMA = {
@@ -101,7 +101,7 @@ def test_sines_are_weights_without_gradients_or_no_weights_at_all() -> None:
     assert frozen.num_params - frozen.trainable_params == 2 * 1024 * 1024
     assert buffer.num_params == buffer.trainable_params
     job = resolve(buffer, RunConfig(model="m", phase="inference"), A100)
-    assert weight_bytes(buffer, job.stack)["buffers"] == 2 * 2 * (1024 + 2) * 1024
+    assert weight_bytes(buffer, job.dtypes)["buffers"] == 2 * 2 * (1024 + 2) * 1024
 
 
 def test_mpnet_has_no_checkpointing_and_a_bias_for_every_sequence() -> None:
@@ -109,7 +109,7 @@ def test_mpnet_has_no_checkpointing_and_a_bias_for_every_sequence() -> None:
     with pytest.raises(ConfigError, match="gradient_checkpointing: true, but the mpnet"):
         ledger_of(mpnet)
     job = resolve(model_of(mpnet), RunConfig(model="m", phase="inference"), A100)
-    found = sequence_bias_bytes(job.model, job.stack, tokens=1024, span=512)
+    found = sequence_bias_bytes(job.model, job.dtypes, tokens=1024, span=512)
     assert found == 2 * 12 * 1024 * 512
 
 
@@ -133,7 +133,7 @@ def test_esm_keeps_three_factors_of_its_gelu() -> None:
     )
     tape = Tape()
     x = tape.input(per_token(100), 2, needs_grad=True)
-    activate(Code(tape, job.stack, (), job.method), "erf_gelu", x)
+    activate(OpEmitter(tape, job.dtypes, (), job.method), "erf_gelu", x)
     assert tape.saved == per_token(3 * 2 * 100)
 
 

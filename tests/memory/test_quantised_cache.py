@@ -18,7 +18,7 @@ from whichlora.memory import kv_cache, quantised_cache
 from whichlora.memory.entries import Fact
 from whichlora.memory.inference import inference_ledger
 from whichlora.predict.predict import ledger
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import CacheBackend, CacheFormat, RunConfig
@@ -40,12 +40,12 @@ def model(name: str) -> ModelSpec:
     return build(found.config, name=name)
 
 
-def job(name: str = LLAMA, gpu: GpuSpec = GPU, **settings: Any) -> Job:
+def job(name: str = LLAMA, gpu: GpuSpec = GPU, **settings: Any) -> ResolvedRun:
     run = RunConfig(model=name, phase="inference", **({"kv_cache": "quantized"} | settings))
     return resolve(model(name), run, gpu)
 
 
-def entry(one: Job, moment: str, fact: Fact) -> int:
+def entry(one: ResolvedRun, moment: str, fact: Fact) -> int:
     return int(sum(each.num_bytes for each in ledger(one).moments[moment] if each.fact is fact))
 
 
@@ -188,7 +188,7 @@ def test_many_candidates_at_once_are_what_each_is(backend: CacheBackend) -> None
     whole = inference_ledger(
         one.model,
         one.run,
-        one.stack,
+        one.dtypes,
         one.method,
         GPU,
         one.targets,
@@ -235,8 +235,8 @@ def test_a_generation_shorter_than_its_residual_is_never_quantised_anew() -> Non
 def test_a_step_pays_its_share_of_storing_the_cache_anew() -> None:
     """Every 128th step quantises all of it; every step expands it."""
     one = job()
-    kept = storing(one.run.cache_format, one.stack.compute_bytes, "cuda")  # type: ignore[arg-type]
-    read = expanding(one.run.cache_format, one.stack.compute_bytes)  # type: ignore[arg-type]
-    step = conversion(one.run, one.stack, decoding=True)
+    kept = storing(one.run.cache_format, one.dtypes.compute_bytes, "cuda")  # type: ignore[arg-type]
+    read = expanding(one.run.cache_format, one.dtypes.compute_bytes)  # type: ignore[arg-type]
+    step = conversion(one.run, one.dtypes, decoding=True)
     assert step.element_bytes == pytest.approx(read.element_bytes + kept.element_bytes / 128)
-    assert conversion(one.run, one.stack, decoding=False) == kept
+    assert conversion(one.run, one.dtypes, decoding=False) == kept

@@ -37,9 +37,9 @@ from whichlora.memory.training import PARTS, Ledger, trained_params, training_le
 from whichlora.memory.worst_layer import after
 from whichlora.predict.notes import notes_on
 from whichlora.predict.predict import ledger, part_bytes
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import Quant, RunConfig
 from whichlora.store.models import find_model
@@ -61,7 +61,7 @@ def model(name: str) -> ModelSpec:
     return found
 
 
-def job(run: RunConfig, gpu: GpuSpec = A100, spec: ModelSpec | None = None) -> Job:
+def job(run: RunConfig, gpu: GpuSpec = A100, spec: ModelSpec | None = None) -> ResolvedRun:
     return resolve(spec or model(run.model), run, gpu)
 
 
@@ -182,7 +182,7 @@ def test_the_members_of_an_entry_add_up_to_it(run: RunConfig, gpu: GpuSpec) -> N
 def test_every_entry_says_what_it_is_why_it_lives_and_who_says_so(
     run: RunConfig, gpu: GpuSpec
 ) -> None:
-    stack = {field.name for field in fields(Stack)}
+    dtypes = {field.name for field in fields(Dtypes)}
     for entries in ledger(job(run, gpu)).moments.values():
         assert len({entry.what for entry in entries}) == len(entries)
         for entry in entries:
@@ -190,7 +190,7 @@ def test_every_entry_says_what_it_is_why_it_lives_and_who_says_so(
             assert all((fact.what, fact.shape, fact.dtype, fact.count, fact.why, fact.source))
             assert fact.kind in get_args(Kind)
             assert fact.part in PARTS
-            assert not fact.dtype.endswith("_bytes") or fact.dtype in stack
+            assert not fact.dtype.endswith("_bytes") or fact.dtype in dtypes
 
 
 @given(
@@ -205,7 +205,7 @@ def test_arrays_of_candidates_get_what_each_gets_alone_in_training(
     run: RunConfig, gpu: GpuSpec, sizes: list[tuple[int, int, int]]
 ) -> None:
     one = job(run, gpu)
-    common = (one.model, one.run, one.stack, one.method, one.gpu, one.targets)
+    common = (one.model, one.run, one.dtypes, one.method, one.gpu, one.targets)
     batch_size, seq_len, r = np.array(sizes).T
     together = training_ledger(*common, batch_size=batch_size, seq_len=seq_len, r=r)
     alone = [training_ledger(*common, batch_size=b, seq_len=s, r=k) for b, s, k in sizes]
@@ -229,7 +229,7 @@ def test_arrays_of_candidates_get_what_each_gets_alone_in_inference(
     run: RunConfig, gpu: GpuSpec, sizes: list[tuple[int, int, int]]
 ) -> None:
     one = job(run, gpu)
-    common = (one.model, one.run, one.stack, one.method, one.gpu, one.targets)
+    common = (one.model, one.run, one.dtypes, one.method, one.gpu, one.targets)
     batch_size, prompt_len, new, r = np.array(sizes).T
     together = inference_ledger(
         *common, batch_size=batch_size, prompt_len=prompt_len, max_new_tokens=new, r=r
@@ -249,7 +249,7 @@ def test_a_million_candidates_are_one_call() -> None:
     found = training_ledger(
         one.model,
         one.run,
-        one.stack,
+        one.dtypes,
         one.method,
         one.gpu,
         one.targets,
@@ -405,8 +405,8 @@ def test_a_bias_stays_in_16_bit_beside_its_matrix(quant: Quant) -> None:
     found = job(RunConfig(model="Qwen/Qwen2.5-0.5B", phase="inference", quant=quant))
     layer = found.model.groups[0].layer
     for linear in layer.linears:
-        without = weights.linear_bytes(replace(linear, bias=False), found.stack)
-        beside = weights.linear_bytes(linear, found.stack) - without
+        without = weights.linear_bytes(replace(linear, bias=False), found.dtypes)
+        beside = weights.linear_bytes(linear, found.dtypes) - without
         assert beside == (2 * linear.out_features if linear.bias else 0)
     assert {linear.bias for linear in layer.linears} == {True, False}
 
@@ -432,7 +432,7 @@ def test_the_trained_tensors_hold_the_trained_parameters(run: RunConfig) -> None
     found = job(run)
     what = found.model, found.targets, found.method, run.r
     saved = {"modules_to_save": run.modules_to_save}
-    tensors = trained_tensors(*what, stack=found.stack, **saved)
+    tensors = trained_tensors(*what, dtypes=found.dtypes, **saved)
     assert sum(one.num_params * one.count for one in tensors) == trained_params(*what, **saved)
 
 
@@ -534,7 +534,7 @@ def test_a_window_costs_a_mask_only_when_it_is_full() -> None:
         if attention.sliding_window
     )
     window = sliding.sliding_window
-    masked = kernels.is_masked(sliding, one.stack, np.array([window - 1, window]))
+    masked = kernels.is_masked(sliding, one.dtypes, np.array([window - 1, window]))
     assert masked.tolist() == [0, 1]
 
 
@@ -542,8 +542,8 @@ def test_dropout_of_attention_costs_a_cpu_its_fused_kernel() -> None:
     run = RunConfig(model="openai-community/gpt2", precision="fp32")
     attention = model(run.model).groups[0].layer.attentions[0]
     assert attention.dropout == 0.1
-    assert kernels.attention_kernel(attention, job(run, CPU).stack) == "math"
-    assert kernels.attention_kernel(attention, job(run, A100).stack) == "fused"
+    assert kernels.attention_kernel(attention, job(run, CPU).dtypes) == "math"
+    assert kernels.attention_kernel(attention, job(run, A100).dtypes) == "fused"
 
 
 @pytest.mark.parametrize(
@@ -634,10 +634,10 @@ def test_a_trained_head_of_the_fused_loss_has_a_gradient_in_fp32(
 ) -> None:
     run = RunConfig(model=LLAMA_3_8B, method="full", loss_head="trl-fused", precision=precision)
     found = job(run)
-    frozen = replace(found.stack, trains_base=False)
+    frozen = replace(found.dtypes, trains_base=False)
     trained, kept = (
-        logits.loss_backward_bytes(found.model, stack, tokens=100, loss_head="trl-fused")
-        for stack in (found.stack, frozen)
+        logits.loss_backward_bytes(found.model, dtypes, tokens=100, loss_head="trl-fused")
+        for dtypes in (found.dtypes, frozen)
     )
     assert trained - kept == per_weight * 128_256 * 4096
 
@@ -664,7 +664,7 @@ def test_the_fused_loss_holds_one_tile_of_logits_beside_its_hidden_states() -> N
     found = job(RunConfig(model=LLAMA_3_8B, loss_head="trl-fused", precision="bf16-pure"))
     for tokens in (100, 10_000):
         size = logits.loss_forward_bytes(
-            found.model, found.stack, tokens=tokens, loss_head="trl-fused"
+            found.model, found.dtypes, tokens=tokens, loss_head="trl-fused"
         )
         assert size == min(tokens, 4096) * 32_768 * 2 + tokens * (2 * 4096 + 40)
 
@@ -769,7 +769,7 @@ def test_a_loop_with_its_own_loss_keeps_the_logits(
     precision: Any, loss_head: Any, per_entry: int
 ) -> None:
     found = job(RunConfig(model=LLAMA_3_8B, precision=precision, loss_head=loss_head))
-    size = logits.kept_logits_bytes(found.model, found.stack, tokens=10, loss_head=loss_head)
+    size = logits.kept_logits_bytes(found.model, found.dtypes, tokens=10, loss_head=loss_head)
     assert size == 10 * 128_256 * per_entry
 
 
@@ -777,7 +777,7 @@ def test_the_fused_loss_goes_backward_over_a_tile_and_eight_bytes_a_hidden_entry
     found = job(RunConfig(model=LLAMA_3_8B, loss_head="trl-fused", precision="bf16-pure"))
     for tokens in (100, 10_000):
         size = logits.loss_backward_bytes(
-            found.model, found.stack, tokens=tokens, loss_head="trl-fused"
+            found.model, found.dtypes, tokens=tokens, loss_head="trl-fused"
         )
         assert size == min(tokens, 4096) * 32_768 * 2 + tokens * (8 * 4096 + 12)
 
@@ -795,7 +795,7 @@ def test_the_fused_loss_goes_backward_over_a_tile_and_eight_bytes_a_hidden_entry
 )
 def test_bytes_per_token_of_each_loss(loss_head: Any, forward: int | None, backward: int) -> None:
     found = job(RunConfig(model=LLAMA_3_8B, loss_head=loss_head, precision="bf16-pure"))
-    what = found.model, found.stack
+    what = found.model, found.dtypes
     if forward is not None:
         assert logits.loss_forward_bytes(*what, tokens=10, loss_head=loss_head) == 10 * forward
     assert logits.loss_backward_bytes(*what, tokens=10, loss_head=loss_head) == 10 * backward
@@ -804,7 +804,7 @@ def test_bytes_per_token_of_each_loss(loss_head: Any, forward: int | None, backw
 @pytest.mark.parametrize(("name", "per_entry"), [("google/gemma-2-2b", 2 + 2), (LLAMA_3_8B, 2)])
 def test_a_softcap_keeps_its_tanh_beside_the_logits(name: str, per_entry: int) -> None:
     found = job(RunConfig(model=name, loss_head="raw", precision="bf16-pure"))
-    size = logits.loss_forward_bytes(found.model, found.stack, tokens=10, loss_head="raw")
+    size = logits.loss_forward_bytes(found.model, found.dtypes, tokens=10, loss_head="raw")
     assert size == 10 * found.model.vocab_size * per_entry
 
 
@@ -836,10 +836,10 @@ def test_a_recurrent_layer_keeps_a_window_and_an_fp32_state_however_long_the_pro
 @pytest.mark.parametrize(("precision", "per_entry"), [("bf16", 2 + 4), ("fp32", 4)])
 def test_an_old_prompt_pass_scores_every_position(precision: Any, per_entry: int) -> None:
     found = job(RunConfig(model=LLAMA_3_8B, phase="inference", precision=precision))
-    size = logits.prompt_bytes(found.model, found.stack, tokens=10)
+    size = logits.prompt_bytes(found.model, found.dtypes, tokens=10)
     assert size == 10 * 128_256 * per_entry
     headless = replace(found.model, head=None)
-    assert logits.prompt_bytes(headless, found.stack, tokens=10) == 0
+    assert logits.prompt_bytes(headless, found.dtypes, tokens=10) == 0
 
 
 def test_biases_count_among_the_trained_parameters() -> None:

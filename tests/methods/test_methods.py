@@ -132,7 +132,7 @@ def test_a_foreign_method_that_trains_the_base_in_fp16_gets_master_weights(
     model = find_model("HuggingFaceTB/SmolLM2-135M")
     assert model is not None
     run = RunConfig(model=model.name, method="badam", precision="fp16")
-    assert resolve(model, run, A100).stack.base_bytes == 4
+    assert resolve(model, run, A100).dtypes.base_bytes == 4
 
 
 def test_an_installed_package_changes_nothing_here(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from devices import A100
 
+from whichlora import methods
 from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
@@ -22,7 +24,7 @@ from whichlora.spec.targets import all_linears
 from whichlora.store.models import find_model
 from whichlora.workflow.export import make_recipe
 
-OUTSIDE = Path(__file__).with_name("outside_methods")
+OUTSIDE = Path(__file__).parents[1] / "outside_methods"
 RUN = RunConfig(model="HuggingFaceTB/SmolLM2-135M", method="outside-vera", r=64, seq_len=256)
 
 
@@ -30,6 +32,7 @@ RUN = RunConfig(model="HuggingFaceTB/SmolLM2-135M", method="outside-vera", r=64,
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.syspath_prepend(OUTSIDE)
+        patch.setattr(methods, "entry_points", importlib.metadata.entry_points)  # not hidden here
         yield
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from whichlora.errors import ConfigError
 from whichlora.methods.base import AdapterWork, FrozenTensor, Method
 from whichlora.spec.architecture import Linear
-from whichlora.spec.dtypes import Stack, is_quantised
+from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 
 if TYPE_CHECKING:
     from whichlora.symbolic.autograd import Tensor
-    from whichlora.symbolic.operators import Code
+    from whichlora.symbolic.operators import OpEmitter
 
 
 def adapter_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
@@ -37,53 +37,53 @@ def frozen_tensors(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[Fro
     )
 
 
-def forward(ops: Code, linear: Linear, x: Tensor) -> Tensor:
+def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     """`vera.Linear.forward`: the result plus lambda_b * (B (lambda_d * (A x)))."""
-    tape, stack = ops.tape, ops.stack
+    tape, dtypes = ops.tape, ops.dtypes
     result = ops.base(linear, x)
     size = result.size
-    if is_quantised(linear, stack) and stack.quant in FOUR_BIT_BNB:
+    if is_quantised(linear, dtypes) and dtypes.quant in FOUR_BIT_BNB:
         result = ops.copy(result)
-    wide = ops.cast(x, stack.adapter_bytes, f"{linear.name}: own copy of the input")
+    wide = ops.cast(x, dtypes.adapter_bytes, f"{linear.name}: own copy of the input")
     dropped = wide
-    if stack.lora_dropout:
-        dropped = ops.dropout(wide, mask_bytes=wide.size if stack.device_kind == "cpu" else 1)
+    if dtypes.lora_dropout:
+        dropped = ops.dropout(wide, mask_bytes=wide.size if dtypes.device_kind == "cpu" else 1)
     inner = _product(ops, dropped, linear.in_features, ops.rows.of_rank(1), f"{linear.name}: A·x")
-    by_rank = tape.weight(ops.per_rank(1), stack.adapter_bytes, trained=True)
+    by_rank = tape.weight(ops.per_rank(1), dtypes.adapter_bytes, trained=True)
     inner = ops.multiply_rows(inner, by_rank)
     outputs = ops.rows.of(linear.out_features)
     outer = _product(ops, inner, linear.out_features, outputs, f"{linear.name}: B·A·x")
-    by_output = tape.weight(ops.constant(linear.out_features), stack.adapter_bytes, trained=True)
+    by_output = tape.weight(ops.constant(linear.out_features), dtypes.adapter_bytes, trained=True)
     result = ops.add(result, ops.multiply_rows(outer, by_output), f"{linear.name}: result")
     result = ops.cast(ops.cast(result, size), x.size)  # orig_dtype, then previous_dtype
     tape.hold(wide, x)
     return result
 
 
-def _product(ops: Code, x: Tensor, width: int, elements: Any, what: str) -> Tensor:
+def _product(ops: OpEmitter, x: Tensor, width: int, elements: Any, what: str) -> Tensor:
     """With a part of a shared matrix, which autocast copies for every product anew."""
-    shared = ops.tape.weight(ops.per_rank(width), ops.stack.adapter_bytes)
+    shared = ops.tape.weight(ops.per_rank(width), ops.dtypes.adapter_bytes)
     part = ops.autocast(shared, f"{what}, part of the shared matrix, cast")
     narrow = ops.autocast(x)
     saves = [part] if x.needs_grad else []
     return ops.tape.op([narrow, part], elements, narrow.size, saves=saves, reshapes=True, what=what)
 
 
-def work(linear: Linear, stack: Stack, r: Count) -> AdapterWork:
+def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
     """Counted per operator of `vera.Linear.forward`."""
-    wide, narrow, both = stack.adapter_bytes, stack.compute_bytes, linear.in_features
+    wide, narrow, both = dtypes.adapter_bytes, dtypes.compute_bytes, linear.in_features
     both = both + linear.out_features
-    cast = wide + narrow if stack.autocast else 0
+    cast = wide + narrow if dtypes.autocast else 0
     scaled = narrow + wide  # a product with a vector, read and written
-    of_output = scaled + (stack.linear_out_bytes + 2 * wide) + (wide + stack.linear_out_bytes)
+    of_output = scaled + (dtypes.linear_out_bytes + 2 * wide) + (wide + dtypes.linear_out_bytes)
     return AdapterWork(
         token_flops=2 * r * both,
         weight_bytes=r * both * (cast + narrow),
         elementwise_bytes=linear.in_features * 2 * cast
         + linear.out_features * of_output
         + r * (scaled + cast),
-        forward_launches=12 if stack.autocast else 8,
-        backward_launches=14 if stack.autocast else 10,
+        forward_launches=12 if dtypes.autocast else 8,
+        backward_launches=14 if dtypes.autocast else 10,
     )
 
 

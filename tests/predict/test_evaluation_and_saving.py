@@ -16,7 +16,7 @@ from whichlora.predict.evaluation_and_saving import (
     num_evaluations,
 )
 from whichlora.predict.predict import predict
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.plan import Keeping
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -26,7 +26,7 @@ GPU = find_gpu("rtx-4090-24gb")
 RUN = RunConfig(model="Qwen/Qwen2.5-7B", method="qlora", batch_size=4, seq_len=1024)
 
 
-def job(**changes: object) -> Job:
+def job(**changes: object) -> ResolvedRun:
     run = RunConfig.from_dict(RUN.to_dict() | changes)
     return resolve(load_model(run.model), run, GPU)
 

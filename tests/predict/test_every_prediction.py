@@ -18,7 +18,7 @@ from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.judgement import ALLOCATED_PARTS
 from whichlora.predict.outline import outline_inference, outline_training
 from whichlora.predict.predict import ledger, part_bytes, predict
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import Quant, RunConfig
@@ -31,7 +31,7 @@ RUNS = st.one_of(every_finetune_run(), every_inference_run())
 SEEDED = settings(derandomize=True, max_examples=150)
 
 
-def resolved(run: RunConfig, gpu: GpuSpec) -> Job | None:
+def resolved(run: RunConfig, gpu: GpuSpec) -> ResolvedRun | None:
     """The job, or None where the model, the method or the device refuses the run."""
     try:
         return resolve(load_model(run.model), run, gpu)
@@ -39,7 +39,7 @@ def resolved(run: RunConfig, gpu: GpuSpec) -> Job | None:
         return None
 
 
-def predicted(job: Job, run: RunConfig) -> Prediction:
+def predicted(job: ResolvedRun, run: RunConfig) -> Prediction:
     return predict(load_model(run.model), run, job.gpu, prior_calibration(job.gpu))
 
 
@@ -140,14 +140,14 @@ def length_name(run: RunConfig) -> str:
     return "seq_len" if run.phase == "finetune" else "prompt_len"
 
 
-def chunk_tokens(job: Job) -> int:
+def chunk_tokens(job: ResolvedRun) -> int:
     """Tokens of a chunk of gated delta nets in fp32; 0 where there are none.
 
     Where a length fills its chunks, `F.pad` returns a view, so that each product copies its
     factors: one more token needs less. Traced on Qwen3.5-9B with qdora, fp4, fp32 and no
     checkpointing: 48.55 GB at 1024 tokens and 47.40 GB at 1025.
     """
-    if job.stack.under_autocast or (job.stack.compute_bytes < 4 and job.run.phase != "finetune"):
+    if job.dtypes.under_autocast or (job.dtypes.compute_bytes < 4 and job.run.phase != "finetune"):
         return 0
     layers = [layer for layer, _ in job.model.layers()]
     nets = [one for layer in layers for one in layer.attentions if one.kind == "linear"]

@@ -9,7 +9,7 @@ import pytest
 from devices import A100, CPU
 
 from whichlora.errors import ConfigError
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
@@ -21,7 +21,7 @@ GAUDI = replace(A100, key="gaudi", kind="hpu", compute_capability=None)
 HALF_ONLY = replace(A100, key="half", peak_flops_per_s={"bf16": 1e14})
 
 
-def job(gpu: GpuSpec = A100, model: str = LLAMA, **settings: Any) -> Job:
+def job(gpu: GpuSpec = A100, model: str = LLAMA, **settings: Any) -> ResolvedRun:
     return resolve(load_model(model), RunConfig(model=model, **settings), gpu)
 
 
@@ -57,7 +57,7 @@ def test_peft_is_told_its_own_word_for_all_linears() -> None:
 
 def test_inference_adapts_nothing() -> None:
     assert job(phase="inference", method="full").targets == ()
-    assert not job(phase="inference", method="full").stack.trains_base
+    assert not job(phase="inference", method="full").dtypes.trains_base
 
 
 FLASH = {"attn": "flash_attention_2"}

@@ -19,7 +19,7 @@ from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.outline import outline_training
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
-from whichlora.search.acquisition import Contest, Decision, Known, Spent, decide, stop, tiers
+from whichlora.search.acquisition import Decision, Known, SearchProblem, Spent, decide, stop, tiers
 from whichlora.search.candidate_posterior import Outlook
 from whichlora.search.loop import Pursuit
 from whichlora.search.posterior import REPEATABILITY, Belief, Coefficients, conditioned
@@ -159,17 +159,17 @@ def belief(values: list[float], deviations: list[float]) -> Belief:
     return Belief(logs, *nothing, np.ones(1), np.zeros((1, 1)))
 
 
-def contest(
+def problem(
     *,
     tier: list[float],
     most_s: float = math.inf,
     most_bytes: float = 100.0,
     prefer: Prefer = "size",
     price: list[float] | None = None,
-) -> Contest:
+) -> SearchProblem:
     """Fine-tunings of one model each, and one inference of each that surely serves."""
     number = len(tier)
-    return Contest(
+    return SearchProblem(
         training=np.array([True] * number + [False] * number),
         form=np.array([*range(number)] * 2),
         tier=np.array(tier * 2),
@@ -188,7 +188,7 @@ def known(measured: NDArray[np.bool_], *, timed_out: tuple[int, ...] = ()) -> Kn
 
 
 def decided(
-    field: Contest,
+    field: SearchProblem,
     seconds: list[float],
     *,
     sure: tuple[int, ...] = (),
@@ -210,31 +210,31 @@ def decided(
 
 
 def test_a_measured_largest_model_with_one_variant_is_certain() -> None:
-    found = decided(contest(tier=[0.0, 1.0]), [1.0, 1.0], sure=(0,))
+    found = decided(problem(tier=[0.0, 1.0]), [1.0, 1.0], sure=(0,))
     assert (found.best, found.confidence, found.following) == (0, 1.0, None)
 
 
 def test_a_larger_model_that_surely_misses_needs_no_run() -> None:
-    found = decided(contest(tier=[0.0, 1.0], most_s=2.0), [90.0, 1.0], sure=(1,))
+    found = decided(problem(tier=[0.0, 1.0], most_s=2.0), [90.0, 1.0], sure=(1,))
     assert (found.best, found.following) == (1, None)
     assert found.confidence == 1.0
 
 
 def test_a_larger_model_that_may_meet_the_limit_is_next() -> None:
-    found = decided(contest(tier=[0.0, 1.0], most_s=2.0), [2.0, 1.0], sure=(1,))
+    found = decided(problem(tier=[0.0, 1.0], most_s=2.0), [2.0, 1.0], sure=(1,))
     assert (found.best, found.following) == (1, 0)
     assert found.confidence == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_time_out_is_neither_run_again_nor_taken_for_a_miss() -> None:
-    field = contest(tier=[0.0, 1.0], most_s=2.0)
+    field = problem(tier=[0.0, 1.0], most_s=2.0)
     found = decided(field, [2.0, 1.0], sure=(1,), timed_out=(0,))
     assert (found.best, found.following) == (1, None)
     assert found.confidence == pytest.approx(0.5, abs=0.05)
 
 
 def test_what_only_a_timed_out_inference_could_confirm_is_not_trained() -> None:
-    field = contest(tier=[0.0])
+    field = problem(tier=[0.0])
     for measured in ([False, False], [True, False]):
         found = decide(
             field,
@@ -248,7 +248,7 @@ def test_what_only_a_timed_out_inference_could_confirm_is_not_trained() -> None:
 
 
 def test_of_one_size_the_faster_wins_and_two_percent_is_no_reason_to_measure() -> None:
-    same = contest(tier=[0.0, 0.0])
+    same = problem(tier=[0.0, 0.0])
     assert decided(same, [1.0, 0.99], sure=(0,), spread=1e-3).confidence == 1.0
     assert decided(same, [1.0, 0.9], sure=(0,), spread=1e-3).following == 1
 
@@ -257,7 +257,7 @@ def test_of_one_size_the_faster_wins_and_two_percent_is_no_reason_to_measure() -
     ("prefer", "winner"), [("size", 0), ("time", 2), ("memory", 1), ("price", 0)]
 )
 def test_the_preference_decides_who_wins(prefer: Prefer, winner: int) -> None:
-    field = contest(tier=[0.0, 1.0, 2.0], prefer=prefer, price=[1.0, 2.0, 5.0])
+    field = problem(tier=[0.0, 1.0, 2.0], prefer=prefer, price=[1.0, 2.0, 5.0])
     if prefer not in ("size", "order"):
         field = replace(field, tier=np.zeros(6))
     found = decided(field, [3.0, 2.0, 1.0], sure=(0, 1, 2), num_bytes=[9.0, 5.0, 7.0])
@@ -274,7 +274,7 @@ def test_the_users_own_order_goes_before_size() -> None:
 
 
 def test_a_model_that_may_not_serve_is_asked_to_before_it_is_trained_at_length() -> None:
-    field = contest(tier=[0.0])
+    field = problem(tier=[0.0])
     found = decide(
         replace(field, most_s=np.array([math.inf, 1.0])),
         known(np.zeros(2, dtype=bool)),
@@ -289,13 +289,13 @@ def test_a_model_that_may_not_serve_is_asked_to_before_it_is_trained_at_length()
 def test_what_was_measured_to_equal_its_limit_meets_it_and_no_more(
     seconds: float, best: int | None
 ) -> None:
-    assert decided(contest(tier=[0.0], most_s=1.0), [seconds], sure=(0,)).best == best
-    field = contest(tier=[0.0], most_bytes=100.0)
+    assert decided(problem(tier=[0.0], most_s=1.0), [seconds], sure=(0,)).best == best
+    field = problem(tier=[0.0], most_bytes=100.0)
     assert decided(field, [1.0], num_bytes=[100 * seconds], sure=(0,)).best == best
 
 
 def test_nothing_can_meet_the_limits_is_an_answer_too() -> None:
-    found = decided(contest(tier=[0.0, 1.0], most_s=0.01), [2.0, 1.0])
+    found = decided(problem(tier=[0.0, 1.0], most_s=0.01), [2.0, 1.0])
     assert (found.best, found.following, found.confidence) == (None, None, 1.0)
 
 
@@ -332,7 +332,7 @@ def test_a_run_turns_on_its_limit_or_on_the_best_that_it_must_beat(
     position: int,
     decisive: float,
 ) -> None:
-    field = contest(tier=[1.0, 1.0, 0.0], most_s=2.0, prefer=prefer)
+    field = problem(tier=[1.0, 1.0, 0.0], most_s=2.0, prefer=prefer)
     search = Pursuit(field, outlook(), prior_calibration(A100))
     measured = belief([0.5, 3.0, 1.0, 1.0, 1.0, 1.0], [0.0] * 6)
     monkeypatch.setattr(Pursuit, "beliefs", lambda _: (measured, measured))
@@ -390,7 +390,7 @@ def test_every_feature_has_a_place_in_the_outlook() -> None:
 def test_a_rival_must_promise_at_least_2_percent_to_be_worth_a_run(
     seconds: float, is_worth_a_run: bool
 ) -> None:
-    field = contest(tier=[0.0, 0.0])
+    field = problem(tier=[0.0, 0.0])
     found = decided(field, [1.0, seconds], sure=(0,), spread=1e-6)
     assert found.best == 0
     assert (found.following == 1) is is_worth_a_run
@@ -398,5 +398,5 @@ def test_a_rival_must_promise_at_least_2_percent_to_be_worth_a_run(
 
 
 def test_any_gain_of_a_better_tier_is_worth_a_run() -> None:
-    found = decided(contest(tier=[1.0, 0.0]), [1.0, 1.0], sure=(0,), spread=1e-6)
+    found = decided(problem(tier=[1.0, 0.0]), [1.0, 1.0], sure=(0,), spread=1e-6)
     assert found.following == 1

@@ -12,7 +12,7 @@ from candidates import measurement
 from outlooks import A100, outlook
 
 from whichlora.predict.coefficients import Calibration, prior_calibration
-from whichlora.search.acquisition import Contest, Decision
+from whichlora.search.acquisition import Decision, SearchProblem
 from whichlora.search.loop import Pursuit
 from whichlora.spec.plan import Budget
 from whichlora.spec.results import Measurement, Outcome
@@ -25,7 +25,7 @@ OTHER_SMALL, OTHER_LARGE, OTHER_SERVE = 3, 4, 5
 
 def search(**limits: Any) -> Pursuit:
     training = np.array([True, True, False] * 2)
-    contest = Contest(
+    problem = SearchProblem(
         training=training,
         form=np.array([0, 0, 0, 1, 1, 1]),
         tier=np.array([0.0] * 3 + [1.0] * 3),
@@ -34,7 +34,7 @@ def search(**limits: Any) -> Pursuit:
         most_s=np.where(training, math.inf, 1.0),
         prefer="size",
     )
-    return Pursuit(replace(contest, **limits), outlook(), prior_calibration(A100))
+    return Pursuit(replace(problem, **limits), outlook(), prior_calibration(A100))
 
 
 class Device:

@@ -10,13 +10,13 @@ from strategies import finetune_runs
 
 from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
-from whichlora.spec.dtypes import Stack, resolve_stack
+from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.run import RunConfig
 
 
-def stack(*, trains_base: bool = False, device_kind: str = "cuda", **settings: Any) -> Stack:
+def dtypes(*, trains_base: bool = False, device_kind: str = "cuda", **settings: Any) -> Dtypes:
     run = RunConfig(**({"model": "m"} | settings))
-    return resolve_stack(with_defaults(run), trains_base=trains_base, device_kind=device_kind)
+    return resolve_dtypes(with_defaults(run), trains_base=trains_base, device_kind=device_kind)
 
 
 @pytest.mark.parametrize(
@@ -37,16 +37,16 @@ def stack(*, trains_base: bool = False, device_kind: str = "cuda", **settings: A
     ],
 )
 def test_settings_decide_the_mode(settings: dict[str, Any], mode: str) -> None:
-    assert stack(**settings).mode == mode
+    assert dtypes(**settings).mode == mode
 
 
 def test_autocast_gives_fp32_adapters_and_a_16_bit_copy_of_every_input() -> None:
-    found = stack(precision="bf16")
+    found = dtypes(precision="bf16")
     assert (found.adapter_bytes, found.input_bytes, found.shared_inputs) == (4, 2, False)
 
 
 def test_bf16_adapters_under_autocast_share_the_inputs_of_their_targets() -> None:
-    found = stack(precision="bf16", adapter_dtype="bfloat16")
+    found = dtypes(precision="bf16", adapter_dtype="bfloat16")
     assert (found.adapter_bytes, found.input_bytes, found.shared_inputs) == (2, 2, True)
     assert found.under_autocast
     assert not found.autocast  # nothing that is trained is copied
@@ -63,13 +63,13 @@ def test_bf16_adapters_under_autocast_share_the_inputs_of_their_targets() -> Non
 def test_the_dtype_of_adapters_is_what_parts_the_modes_without_autocast(
     precision: str, adapter_dtype: str, same: str, method: str
 ) -> None:
-    given = stack(precision=precision, adapter_dtype=adapter_dtype, method=method)
-    assert given == stack(precision=same, method=method)
+    given = dtypes(precision=precision, adapter_dtype=adapter_dtype, method=method)
+    assert given == dtypes(precision=same, method=method)
 
 
 def test_autocast_over_fp32_weights_is_what_fp16_does_to_full_fine_tuning() -> None:
-    given = stack(precision="bf16", base_dtype="float32", method="full", trains_base=True)
-    assert given == stack(precision="fp16", method="full", trains_base=True)
+    given = dtypes(precision="bf16", base_dtype="float32", method="full", trains_base=True)
+    assert given == dtypes(precision="fp16", method="full", trains_base=True)
     assert (given.base_bytes, given.stream_bytes, given.linear_out_bytes) == (4, 4, 2)
 
 
@@ -83,47 +83,47 @@ def test_autocast_over_fp32_weights_is_what_fp16_does_to_full_fine_tuning() -> N
 )
 def test_fp32_weights_go_with_autocast_alone(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        stack(**settings, base_dtype="float32")
+        dtypes(**settings, base_dtype="float32")
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_bf16_adapters_need_a_bf16_base(precision: str) -> None:
     with pytest.raises(ConfigError, match=f"adapter_dtype: .*got {precision}; use"):
-        stack(precision=precision, adapter_dtype="bfloat16")
+        dtypes(precision=precision, adapter_dtype="bfloat16")
 
 
 def test_without_autocast_every_target_keeps_an_fp32_copy() -> None:
-    found = stack(precision="bf16-no-autocast")
+    found = dtypes(precision="bf16-no-autocast")
     assert (found.adapter_bytes, found.input_bytes, found.shared_inputs) == (4, 4, False)
 
 
 def test_pure_bf16_lets_targets_share_their_input() -> None:
-    found = stack(precision="bf16-pure")
+    found = dtypes(precision="bf16-pure")
     assert (found.adapter_bytes, found.input_bytes, found.shared_inputs) == (2, 2, True)
 
 
 def test_a_prepared_base_has_an_fp32_stream_under_16_bit_products() -> None:
-    found = stack(precision="bf16", method="qlora")
+    found = dtypes(precision="bf16", method="qlora")
     assert (found.stream_bytes, found.compute_bytes, found.mlp_bytes) == (4, 2, 4)
     assert found.embedding_bytes == 4
 
 
 def test_full_fp16_keeps_fp32_weights() -> None:
-    assert stack(precision="fp16", method="full", trains_base=True).base_bytes == 4
+    assert dtypes(precision="fp16", method="full", trains_base=True).base_bytes == 4
 
 
 @given(run=finetune_runs())
 def test_every_size_is_that_of_a_float(run: RunConfig) -> None:
-    found = resolve_stack(with_defaults(run), trains_base=run.method == "full", device_kind="cuda")
+    found = resolve_dtypes(with_defaults(run), trains_base=run.method == "full", device_kind="cuda")
     sizes = (found.base_bytes, found.stream_bytes, found.compute_bytes, found.adapter_bytes)
     assert set(sizes) <= {2, 4}
 
 
 @pytest.mark.parametrize("settings", [{}, {"method": "full"}, {"phase": "inference"}], ids=str)
 def test_tf32_is_of_products_and_keeps_the_tensors_of_fp32(settings: dict[str, Any]) -> None:
-    assert stack(precision="tf32", **settings) == stack(precision="fp32", **settings)
+    assert dtypes(precision="tf32", **settings) == dtypes(precision="fp32", **settings)
 
 
 def test_dropout_is_on_in_training_only() -> None:
-    assert stack().training
-    assert not stack(phase="inference").training
+    assert dtypes().training
+    assert not dtypes(phase="inference").training

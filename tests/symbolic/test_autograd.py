@@ -248,7 +248,7 @@ def test_a_head_for_masked_words_keeps_more_where_it_is_adapted() -> None:
     for targets in (("all-linear",), ("query",)):
         run = RunConfig(model=spec.name, precision="bf16-pure", r=8, target_modules=targets)
         job = resolve(spec, run, GPU)
-        tensors = masked_head_saved(spec, job.targets, job.stack, job.method, r=8)
+        tensors = masked_head_saved(spec, job.targets, job.dtypes, job.method, r=8)
         kept.append(sum(one.per_token for one in tensors))
     hidden = spec.hidden_size
     frozen = 2 * 2 * hidden + 2 * 4  # inputs of the GELU and of the norm, mean and deviation
@@ -291,8 +291,8 @@ def test_zeros_of_cross_attention_are_shared_only_where_no_padding_mask_joins_th
     kept = {}
     for padding in ("none", "padded"):
         run = RunConfig(model=spec.name, precision="bf16-pure", padding=padding)
-        stack = resolve(spec, run, GPU).stack
-        kept[padding] = kept_mask_bytes(spec, stack, **sizes)
+        dtypes = resolve(spec, run, GPU).dtypes
+        kept[padding] = kept_mask_bytes(spec, dtypes, **sizes)
     assert kept == {"none": 2 * 8 * 64 * 64, "padded": 0}  # bf16, eight heads
 
 

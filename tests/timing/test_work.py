@@ -15,7 +15,7 @@ from whichlora import families
 from whichlora.memory.training import trained_params
 from whichlora.memory.weights import CODE_TABLE_BYTES
 from whichlora.methods import weight_dtype
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import Layer, Linear, ModelSpec
 from whichlora.spec.run import Precision, RunConfig
 from whichlora.store.gpus import find_gpu
@@ -116,17 +116,17 @@ TINY_ENCODERS: dict[str, dict[str, Any]] = {
 }
 
 
-def job_of(run: RunConfig, config: dict[str, Any] | None = None) -> Job:
+def job_of(run: RunConfig, config: dict[str, Any] | None = None) -> ResolvedRun:
     model = families.build(config, name="tiny") if config else load_model(run.model)
     return resolve(model, run, find_gpu("h100-sxm-80gb"))
 
 
-def training(job: Job, **shape: Any) -> Work:
+def training(job: ResolvedRun, **shape: Any) -> Work:
     run = job.run
     sizes = {"batch_size": run.batch_size, "seq_len": run.seq_len, "r": run.r} | shape
     num_trained = trained_params(job.model, job.targets, job.method, sizes["r"])
     return work.training_work(
-        job.model, run, job.stack, job.method, job.targets, num_trained=num_trained, **sizes
+        job.model, run, job.dtypes, job.method, job.targets, num_trained=num_trained, **sizes
     )
 
 
@@ -137,7 +137,7 @@ def counts(done: Work) -> dict[str, Any]:
 # --- against the real libraries
 
 
-def counted(config: dict[str, Any], job: Job) -> tuple[int, int]:
+def counted(config: dict[str, Any], job: ResolvedRun) -> tuple[int, int]:
     """FLOPs of one forward and backward: matrix products, and attention."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -228,7 +228,9 @@ def test_a_decoder_reads_the_prompt_once_and_its_encoder_never_again() -> None:
     job = job_of(RunConfig(model="tiny", phase="inference", precision="fp32"), config)
     sizes = {"batch_size": 1, "context": 100}
     prompt, token = (
-        work.inference_work(job.model, job.run, job.stack, decoding=decoding, **sizes).product_flops
+        work.inference_work(
+            job.model, job.run, job.dtypes, decoding=decoding, **sizes
+        ).product_flops
         for decoding in (False, True)
     )
     square, wide, head = 64 * 64, 2 * 64 * 160, 320 * 64
@@ -273,7 +275,7 @@ def test_score_matrices_move_the_bytes_that_pytorch_moves(precision: Precision, 
         out.backward(gradient)
     layer, _ = next(iter(job.model.layers()))
     (attention,) = layer.attentions
-    counted_bytes = work.score_bytes(attention, job.stack)
+    counted_bytes = work.score_bytes(attention, job.dtypes)
     per_head = [each / attention.num_attention_heads for each in counted_bytes]
     assert [forward.moved - fused, backward.moved - fused] == per_head
 
@@ -292,7 +294,7 @@ def test_only_attention_that_writes_its_scores_moves_them() -> None:
     assert growth(replace(RUN, attn="eager")) > 1.5
 
 
-def moved_bytes(job: Job, *, use_dora: bool, num_rows: int) -> tuple[int, int]:
+def moved_bytes(job: ResolvedRun, *, use_dora: bool, num_rows: int) -> tuple[int, int]:
     """Bytes that the operators of one adapted linear touch: forward, and backward."""
     torch = pytest.importorskip("torch")
     peft = pytest.importorskip("peft")
@@ -315,10 +317,10 @@ def moved_bytes(job: Job, *, use_dora: bool, num_rows: int) -> tuple[int, int]:
     config = peft.LoraConfig(
         r=1, target_modules=["0"], use_dora=use_dora, lora_dropout=job.run.lora_dropout
     )
-    wide = job.stack.adapter_bytes == 4
+    wide = job.dtypes.adapter_bytes == 4
     model = peft.get_peft_model(base, config, autocast_adapter_dtype=wide).train()
     rows = torch.randn(num_rows, 512, dtype=next(base.parameters()).dtype, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16, enabled=job.stack.autocast), Counter() as forward:
+    with torch.autocast("cpu", torch.bfloat16, enabled=job.dtypes.autocast), Counter() as forward:
         out = model(rows)
     gradient = torch.ones_like(out)
     with Counter() as backward:
@@ -338,7 +340,7 @@ def test_dora_moves_the_bytes_that_its_operators_do(precision: Any, lora_dropout
         found[num_rows] = [dora - lora for lora, dora in zip(*both, strict=True)]
     per_row = [(many - few) / 64 for few, many in zip(found[64], found[128], strict=True)]
     whatever = sum(found[64]) - 64 * sum(per_row)
-    adapter = job.method.work(linear, job.stack, 1)
+    adapter = job.method.work(linear, job.dtypes, 1)
     assert adapter.weight_bytes == pytest.approx(whatever, rel=0.02)
     if not lora_dropout:  # else the repeated product's own rows are in the trace as well
         assert [adapter.forward_bytes, adapter.backward_bytes] == per_row
@@ -348,15 +350,15 @@ def test_dora_moves_the_bytes_that_its_operators_do(precision: Any, lora_dropout
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-no-autocast", "bf16-pure"])
 def test_lora_moves_the_bytes_that_its_operators_do(precision: Any) -> None:
     job = job_of(replace(RUN, method="lora", precision=precision))
-    stack = job.stack
+    dtypes = job.dtypes
     linear = Linear(name="q", reads="x", in_features=512, out_features=384)
     found = [moved_bytes(job, use_dora=False, num_rows=rows)[0] for rows in (64, 128)]
     per_row = (found[1] - found[0]) / 64
     # what the products of base, A and B read and write, at rank 1
-    product = stack.adapter_product_bytes
-    products = 512 * (stack.compute_bytes + product)
-    products += 384 * (stack.linear_out_bytes + product) + 2 * product
-    assert per_row == products + job.method.work(linear, stack, 1).elementwise_bytes
+    product = dtypes.adapter_product_bytes
+    products = 512 * (dtypes.compute_bytes + product)
+    products += 384 * (dtypes.linear_out_bytes + product) + 2 * product
+    assert per_row == products + job.method.work(linear, dtypes, 1).elementwise_bytes
 
 
 # --- by how it grows
@@ -465,7 +467,7 @@ def inference(run: RunConfig, *, context: int, decoding: bool) -> Work:
     return work.inference_work(
         job.model,
         job.run,
-        job.stack,
+        job.dtypes,
         batch_size=run.batch_size,
         context=context,
         decoding=decoding,
@@ -501,7 +503,7 @@ def test_old_vllm_launches_kernels_beyond_its_captured_graphs() -> None:
         )
         job = resolve(load_model(LLAMA), run, find_gpu("a100-sxm-80gb"))
         found = work.inference_work(
-            job.model, job.run, job.stack, batch_size=1, context=context, decoding=True
+            job.model, job.run, job.dtypes, batch_size=1, context=context, decoding=True
         )
         return int(found.launches)
 
@@ -528,8 +530,8 @@ def test_layers_that_borrow_keys_read_the_last_position_of_a_prompt_alone() -> N
     flops = {}
     for attn in ("sdpa", "flash_attention_2"):
         run = RunConfig(model="m", phase="inference", attn=attn, batch_size=2, prompt_len=64)
-        stack = resolve(spec, run, find_gpu("a100-sxm-80gb")).stack
-        found = work.inference_work(spec, run, stack, batch_size=2, context=64, decoding=False)
+        dtypes = resolve(spec, run, find_gpu("a100-sxm-80gb")).dtypes
+        found = work.inference_work(spec, run, dtypes, batch_size=2, context=64, decoding=False)
         flops[attn] = found.product_flops
     borrowed = sum(
         group.count * work.active_weights(group.layer)
@@ -572,7 +574,7 @@ def test_a_decoding_step_reads_the_states_of_a_recurrent_layer() -> None:
     def moved(model: ModelSpec) -> float:
         return float(
             work.inference_work(
-                model, job.run, job.stack, batch_size=1, context=100, decoding=True
+                model, job.run, job.dtypes, batch_size=1, context=100, decoding=True
             ).attention_bytes
         )
 
@@ -595,7 +597,7 @@ LAYER_KERNELS = 38  # traced: forward of a Llama layer; its backward has 60
 LAYER_MOVES = 2 * 64 * (7 * 4 + 4 * 2) + 2 * 3 * 2 * 64 + 10 * 2 * 96 + 2 * 2 * 128 + 5 * 2 * 160
 
 
-def tiny_job(config: dict[str, Any] = TINY_LLAMA, **keys: Any) -> Job:
+def tiny_job(config: dict[str, Any] = TINY_LLAMA, **keys: Any) -> ResolvedRun:
     usual = {"model": "tiny", "precision": "bf16-pure", "gradient_checkpointing": False}
     return job_of(RunConfig(**usual | keys), config)
 
@@ -638,7 +640,7 @@ def test_a_decoding_step_of_a_tiny_llama_by_hand() -> None:
     def step(**keys: Any) -> Work:
         job = tiny_job(phase="inference", **keys)
         return work.inference_work(
-            job.model, job.run, job.stack, batch_size=2, context=100, decoding=True
+            job.model, job.run, job.dtypes, batch_size=2, context=100, decoding=True
         )
 
     found = step()
@@ -664,7 +666,7 @@ def test_a_decoding_step_of_a_tiny_llama_by_hand() -> None:
 def test_a_prompt_of_a_tiny_llama_by_hand() -> None:
     job = tiny_job(phase="inference")
     found = work.inference_work(
-        job.model, job.run, job.stack, batch_size=2, context=100, decoding=False
+        job.model, job.run, job.dtypes, batch_size=2, context=100, decoding=False
     )
     assert found.product_flops == 2 * (200 * 6 * LAYER_WEIGHTS + 2 * HEAD_WEIGHTS)
     assert found.attention_flops == 200 * 6 * 100 * 4 * 32  # half of the scores
@@ -688,7 +690,7 @@ def test_a_kernel_unpacks_weights_itself_up_to_so_many_rows(quant: Any, most_row
         job = tiny_job(phase="inference", quant=quant)
         return float(
             work.inference_work(
-                job.model, job.run, job.stack, batch_size=batch_size, context=8, decoding=True
+                job.model, job.run, job.dtypes, batch_size=batch_size, context=8, decoding=True
             ).dequant_bytes
         )
 
@@ -708,7 +710,7 @@ def test_a_single_row_unpacks_four_bits_inside_its_kernel(
 ) -> None:
     job = tiny_job(phase="inference", quant="nf4")
     found = work.inference_work(
-        job.model, job.run, job.stack, batch_size=batch_size, context=8, decoding=True
+        job.model, job.run, job.dtypes, batch_size=batch_size, context=8, decoding=True
     )
     per_layer = LAYER_WEIGHTS * per_weight + tables * CODE_TABLE_BYTES
     assert found.dequant_bytes == 6 * per_layer
@@ -728,7 +730,7 @@ def test_training_unpacks_four_bits_in_every_pass(checkpointing: bool, passes: i
 def test_score_matrices_move_so_many_bytes_per_head(precision: str, moved: tuple[int, int]) -> None:
     job = tiny_job(method="full", attn="eager", precision=precision)
     (attention,) = next(iter(job.model.layers()))[0].attentions
-    assert work.score_bytes(attention, job.stack) == (4 * moved[0], 4 * moved[1])
+    assert work.score_bytes(attention, job.dtypes) == (4 * moved[0], 4 * moved[1])
 
 
 @pytest.mark.parametrize(
@@ -751,7 +753,7 @@ def test_an_evaluation_is_one_forward_that_scores_every_token() -> None:
     found = work.evaluation_work(
         job.model,
         job.run,
-        job.stack,
+        job.dtypes,
         job.method,
         job.targets,
         batch_size=3,
@@ -785,7 +787,7 @@ def test_a_token_of_a_mixture_visits_its_experts_alone() -> None:
     attention, router, expert = 64 * (64 + 32 + 32 + 64), 64 * 8, 3 * 64 * 96
     for batch_size, visited in ((1, 2), (3, 6), (5, 8)):
         found = work.inference_work(
-            job.model, job.run, job.stack, batch_size=batch_size, context=10, decoding=True
+            job.model, job.run, job.dtypes, batch_size=batch_size, context=10, decoding=True
         )
         in_token = 2 * (attention + router + 2 * expert) + HEAD_WEIGHTS
         assert found.product_flops == 2 * batch_size * in_token
@@ -815,7 +817,7 @@ def test_an_evaluation_unpacks_what_one_forward_does(checkpointing: bool) -> Non
     found = work.evaluation_work(
         job.model,
         job.run,
-        job.stack,
+        job.dtypes,
         job.method,
         job.targets,
         batch_size=3,
@@ -839,10 +841,10 @@ def test_a_step_launches_what_expands_each_layers_cache(backend: Any) -> None:
     launches = []
     for one in (job, plain):
         done = work.inference_work(
-            one.model, one.run, one.stack, batch_size=2, context=100, decoding=True
+            one.model, one.run, one.dtypes, batch_size=2, context=100, decoding=True
         )
         launches.append(done.launches)
-    converted = work.conversion(job.run, job.stack, decoding=True)
+    converted = work.conversion(job.run, job.dtypes, decoding=True)
     assert launches[0] - launches[1] == 6 * converted.launches > 6 * 9
     if backend == "fp8":  # nothing gathers, so that no step quantises all tokens anew
         assert converted == expanding(job.run.cache_format, 2)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ LEAST_GAIN = 0.005  # of the mean predictive variance; a run that buys less is n
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class PredictedTime:
     """One time that is predicted or measured.
 
     Args:
@@ -44,25 +44,25 @@ class Option:
         cost_s: device time it would take.
     """
 
-    sights: tuple[Sight, ...]
+    predicted_times: tuple[PredictedTime, ...]
     cost_s: float
 
 
-def relative_rows(model: TimeModel, sights: Sequence[Sight]) -> Array:
+def relative_rows(model: TimeModel, predicted_times: Sequence[PredictedTime]) -> Array:
     """Deciding features over predicted seconds, [num_sights, num_features]."""
     import numpy as np
 
     rows = []
-    for sight in sights:
-        counted = timing.deciding(model, sight.features)
-        total, _ = timing.seconds(model, sight.features)
+    for predicted_time in predicted_times:
+        counted = timing.deciding(model, predicted_time.features)
+        total, _ = timing.seconds(model, predicted_time.features)
         rows.append([counted[name] / float(total) for name in FEATURES])
     return np.array(rows, dtype=float).reshape(-1, len(FEATURES))
 
 
 def choose(
     options: Sequence[Option],
-    targets: Sequence[Sight],
+    targets: Sequence[PredictedTime],
     models: Mapping[str, TimeModel],
     *,
     budget_s: float,
@@ -86,7 +86,9 @@ def choose(
         reach = wanted @ covariance
         before += float((reach * wanted).sum()) + len(wanted) * model.noise**2
         for i, option in enumerate(options):
-            shown = relative_rows(model, [one for one in option.sights if one.phase == phase])
+            shown = relative_rows(
+                model, [one for one in option.predicted_times if one.phase == phase]
+            )
             if len(shown):
                 error = model.noise**2 * np.eye(len(shown)) + shown @ covariance @ shown.T
                 seen = reach @ shown.T

@@ -16,7 +16,7 @@ from whichlora.predict.predict import (
     part_bytes,
     step_features,
 )
-from whichlora.predict.resolve import Job
+from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.results import Measurement
 from whichlora.timing import model as timing
 from whichlora.timing.model import prior_model
@@ -75,7 +75,7 @@ def groups_of(samples: Sequence[Sample]) -> list[str]:
     return [str(number) for number in range(len(samples))]
 
 
-def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:
+def time_samples(job: ResolvedRun, measurement: Measurement) -> dict[str, list[Sample]]:
     """Observations by phase in one measurement: the median of its repetitions."""
     found: dict[str, list[Sample]] = {}
 
@@ -107,21 +107,25 @@ def time_samples(job: Job, measurement: Measurement) -> dict[str, list[Sample]]:
     return found
 
 
-def _first_token_s(job: Job) -> float:
+def _first_token_s(job: ResolvedRun) -> float:
     """Seconds of the prompt pass as the datasheet and priors have it."""
     features = forward_features(job, context=job.run.prompt_len, decoding=False)
     return float(timing.seconds(prior_model(job.gpu, "prefill"), features)[0])
 
 
 def _sample(
-    job: Job, measurement: Measurement, features: Mapping[str, float], value: float, length: int
+    job: ResolvedRun,
+    measurement: Measurement,
+    features: Mapping[str, float],
+    value: float,
+    length: int,
 ) -> Sample:
     shape = {"batch_size": job.run.batch_size, "tokens": length}
     older = bool(job.run.libraries)  # a run names its versions where they are not the current ones
     return Sample(job.run.model, features, value, measurement.id, shape, older)
 
 
-def memory_samples(job: Job, measurement: Measurement) -> list[Sample]:
+def memory_samples(job: ResolvedRun, measurement: Measurement) -> list[Sample]:
     """Parts of the ledger at its peak against the measured counters, one sample each."""
     found = ledger(job)
     parts = {k: float(v) for k, v in part_bytes(job, found, found.peak_moment).items()}

@@ -20,7 +20,7 @@ from whichlora.integrations.live import read_job
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import time_interval
 from whichlora.predict.predict import predict, step_features
-from whichlora.predict.resolve import Job
+from whichlora.predict.resolve import ResolvedRun
 from whichlora.profiler.meter import Meter
 from whichlora.profiler.worker import environment
 from whichlora.spec.results import Interval, Measurement, Prediction
@@ -42,7 +42,7 @@ class Forecast:
         prediction: at the longest batch; `total_s` is of all steps over their real widths.
     """
 
-    job: Job
+    job: ResolvedRun
     prediction: Prediction
     calibration: Calibration
     batches: Batches

@@ -16,7 +16,7 @@ from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.methods import BUILT_IN, Method, list_methods
 from whichlora.predict.predict import num_trained
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import (
@@ -55,7 +55,7 @@ def read_job(
     batch_size: int,
     seq_len: int,
     padded: bool,
-) -> Job:
+) -> ResolvedRun:
     """What trains, resolved and checked against the tensors that are there.
 
     Args:
@@ -340,13 +340,13 @@ def _older_libraries(*, with_trl: bool) -> tuple[tuple[str, str], ...]:
 # --- the tensors, against what the formulas take them for
 
 
-def _check_dtypes(job: Job, model: Any, base: Any) -> None:
-    stack, precision = job.stack, job.run.precision
+def _check_dtypes(job: ResolvedRun, model: Any, base: Any) -> None:
+    dtypes, precision = job.dtypes, job.run.precision
     embedding = base.get_input_embeddings().weight
     checks: list[tuple[str, Callable[[], Iterator[Any]], int]] = [
-        ("embeddings", lambda: iter([embedding]), stack.embedding_bytes),
-        ("adapters", lambda: _adapters(model, job.method), stack.adapter_bytes),
-        ("base weights", lambda: _stored(base, job.method), stack.base_bytes),
+        ("embeddings", lambda: iter([embedding]), dtypes.embedding_bytes),
+        ("adapters", lambda: _adapters(model, job.method), dtypes.adapter_bytes),
+        ("base weights", lambda: _stored(base, job.method), dtypes.base_bytes),
     ]
     for what, tensors, expected in checks:
         for tensor in tensors():
@@ -357,7 +357,7 @@ def _check_dtypes(job: Job, model: Any, base: Any) -> None:
                 )
 
 
-def _check_counts(job: Job, model: Any, base: Any) -> None:
+def _check_counts(job: ResolvedRun, model: Any, base: Any) -> None:
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     expected = int(num_trained(job))
     if abs(trained - expected) > _COUNT_TOLERANCE * expected:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whichlora.spec.architecture import Layer, ModelSpec
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.symbolic.kernels import attention_kernel, has_mask_per_head, is_masked
 
@@ -12,7 +12,7 @@ _INDEX_BYTES = 8  # torch indexes with int64
 
 def kept_mask_bytes(
     model: ModelSpec,
-    stack: Stack,
+    dtypes: Dtypes,
     *,
     tokens: Count,
     span: Count,
@@ -34,35 +34,35 @@ def kept_mask_bytes(
     biases: dict[tuple[str, bool], int] = {}
     for group in (one for one in model.groups if side in ("", one.stack)):
         for attention in group.layer.attentions:
-            eager = attention_kernel(attention, stack) == "eager"
+            eager = attention_kernel(attention, dtypes) == "eager"
             decodes = len(group.layer.attentions) > 1 and not attention.cross  # never padded
-            masked = 0 * span if decodes else is_masked(attention, stack, span)
+            masked = 0 * span if decodes else is_masked(attention, dtypes, span)
             key = (group.stack, attention.cross, attention.sliding_window)
             if eager:
-                masks[key] = stack.stream_bytes * (1 if attention.causal else masked)
-            elif stack.attn == "sdpa":
+                masks[key] = dtypes.stream_bytes * (1 if attention.causal else masked)
+            elif dtypes.attn == "sdpa":
                 masks[key] = masked
             if has_mask_per_head(attention) and key in masks:
-                masks[key] = stack.stream_bytes * attention.num_attention_heads * (1 + 0 * span)
+                masks[key] = dtypes.stream_bytes * attention.num_attention_heads * (1 + 0 * span)
             if attention.relative_rows:  # products of positions, and the distances
                 masks[key] = 4 * (1 + 0 * span)
                 biases[key[:2]] = _INDEX_BYTES
             elif attention.biases_each_sequence:
                 continue
             elif attention.position == "relative" and not attention.biases_each_layer:
-                size = stack.linear_out_bytes if attention.cross else stack.base_bytes
-                fused = attention_kernel(attention, stack) == "fused"
-                if checkpointed or (attention.cross and fused and not stack.padded):
+                size = dtypes.linear_out_bytes if attention.cross else dtypes.base_bytes
+                fused = attention_kernel(attention, dtypes) == "fused"
+                if checkpointed or (attention.cross and fused and not dtypes.padded):
                     biases[key[:2]] = size * attention.num_attention_heads
     total = sum(biases.values()) * span * span
     if checkpointed:
-        total = total + sequence_bias_bytes(model, stack, tokens=tokens, span=span)
+        total = total + sequence_bias_bytes(model, dtypes, tokens=tokens, span=span)
         for one in masks.values():
             total = total + one * tokens * span
     return total
 
 
-def remade_zeros_bytes(layer: Layer, stack: Stack, *, span: Count) -> Count:
+def remade_zeros_bytes(layer: Layer, dtypes: Dtypes, *, span: Count) -> Count:
     """Zeros that the first checkpointed layer of T5's decoder makes again in its backward.
 
     It made them for the cross attention of all layers, and those of the forward wait for their
@@ -70,14 +70,14 @@ def remade_zeros_bytes(layer: Layer, stack: Stack, *, span: Count) -> Count:
     holds by then. Kind: exact. Source: transformers 5.23 `T5Attention.forward`.
     """
     sizes = [
-        attention.num_attention_heads * stack.linear_out_bytes
+        attention.num_attention_heads * dtypes.linear_out_bytes
         for attention in layer.attentions
         if attention.cross and attention.position == "relative" and not attention.biases_each_layer
     ]
     return sum(sizes) * span * span
 
 
-def sequence_bias_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, span: Count) -> Count:
+def sequence_bias_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, span: Count) -> Count:
     """The position bias of MPNet, one for all layers and written out for every sequence.
 
     Kind: exact. Source: transformers 5.23 `MPNetEncoder.compute_position_bias`.
@@ -87,10 +87,10 @@ def sequence_bias_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, span: 
         for layer, _ in model.layers()
         for attention in layer.attentions
     )
-    return stack.base_bytes * heads * tokens * span
+    return dtypes.base_bytes * heads * tokens * span
 
 
-def rotary_bytes(model: ModelSpec, stack: Stack, *, span: Count) -> Count:
+def rotary_bytes(model: ModelSpec, dtypes: Dtypes, *, span: Count) -> Count:
     """Cosines and sines, shared by all layers of one rotated width. Kind: exact.
 
     Args:
@@ -104,4 +104,4 @@ def rotary_bytes(model: ModelSpec, stack: Stack, *, span: Count) -> Count:
         for attention in layer.attentions
         if attention.position == "rope"
     }
-    return 2 * stack.stream_bytes * sum(width for width, _ in tables) * span
+    return 2 * dtypes.stream_bytes * sum(width for width, _ in tables) * span

@@ -9,7 +9,7 @@ from whichlora.memory import optimizer, weights
 from whichlora.memory.gradients import Trained, gradient_bytes
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 
 # Headers, as measured on CPU checkpoints of 56 to 112 tensors: safetensors names each tensor, its
@@ -39,7 +39,7 @@ class CheckpointBytes:
 
 def checkpoint_bytes(
     model: ModelSpec,
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     tensors: Sequence[Trained],
     *,
@@ -56,7 +56,7 @@ def checkpoint_bytes(
     """
     stored = gradient_bytes(tensors)
     if method.trains_base:
-        loaded = weights.weight_bytes(model, stack)
+        loaded = weights.weight_bytes(model, dtypes)
         stored = sum(size for name, size in loaded.items() if name != "buffers")
     states = optimizer.state_bytes(tensors, optimizer=optimizer_name, device_kind="cpu")
     num_tensors = sum(one.count for one in tensors)

@@ -8,14 +8,14 @@ from whichlora.memory.entries import Tensor, per_token
 from whichlora.memory.layer_bytes import listed_tensors
 from whichlora.methods.base import NO_ADAPTERS, Method
 from whichlora.spec.architecture import ModelSpec, Norm
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.symbolic.autograd import Kept, Tape
 from whichlora.symbolic.autograd import per_token as elements_per_token
 from whichlora.symbolic.gemma4 import LayerInputPoints
 from whichlora.symbolic.layer import stream_bytes
 from whichlora.symbolic.masked_lm_head import masked_head_kept
-from whichlora.symbolic.operators import Code
+from whichlora.symbolic.operators import OpEmitter
 
 ENCODER_OUT = "encoder_out"  # what the cross attention of every decoder layer reads
 
@@ -23,7 +23,7 @@ ENCODER_OUT = "encoder_out"  # what the cross attention of every decoder layer r
 def outside_saved(
     model: ModelSpec,
     targets: tuple[str, ...],
-    stack: Stack,
+    dtypes: Dtypes,
     *,
     embeddings_need_grad: bool,
     after_layers: bool = True,
@@ -51,40 +51,40 @@ def outside_saved(
     if embeddings_need_grad:
         norms, dropped = norms + first_norms, dropped + first_dropped
     for norm in norms:
-        saved += listed_tensors(_norm_kept(norm, stack), 1, tokens=0, span=0, r=0)
-    mask_bytes = stack.stream_bytes if stack.device_kind == "cpu" else 1
+        saved += listed_tensors(_norm_kept(norm, dtypes), 1, tokens=0, span=0, r=0)
+    mask_bytes = dtypes.stream_bytes if dtypes.device_kind == "cpu" else 1
     saved += [per_token("dropout mask", mask_bytes, width, "hidden_size") for width in dropped]
-    if stack.trains_base and after_layers and model.masked_head is None:
-        saved.append(per_token("head: input", stack.compute_bytes, hidden, "hidden_size"))
-    elif not stack.trains_base and embeddings_need_grad and _embeds_in_steps(model, stack):
+    if dtypes.trains_base and after_layers and model.masked_head is None:
+        saved.append(per_token("head: input", dtypes.compute_bytes, hidden, "hidden_size"))
+    elif not dtypes.trains_base and embeddings_need_grad and _embeds_in_steps(model, dtypes):
         # the looked-up rows are what was made to need a gradient: a leaf lives as long as the graph
         stacks = len({group.stack for group in model.groups})
         rows = stacks * model.embeddings[0].width
-        saved.append(per_token("looked-up embeddings", stack.embedding_bytes, rows, "hidden_size"))
+        saved.append(per_token("looked-up embeddings", dtypes.embedding_bytes, rows, "hidden_size"))
     readers = (linear for layer, _ in model.layers() for linear in layer.linears)
     if not in_encoder and any(
-        linear.reads == ENCODER_OUT and (stack.trains_base or linear.name in targets)
+        linear.reads == ENCODER_OUT and (dtypes.trains_base or linear.name in targets)
         for linear in readers
     ):
-        saved.append(per_token("encoder output", stack.stream_bytes, hidden, "hidden_size"))
+        saved.append(per_token("encoder output", dtypes.stream_bytes, hidden, "hidden_size"))
     return saved
 
 
-def _embeds_in_steps(model: ModelSpec, stack: Stack) -> bool:
+def _embeds_in_steps(model: ModelSpec, dtypes: Dtypes) -> bool:
     """Whether the first layer reads something else than the looked-up rows themselves.
 
     A norm of the rows keeps them anyway, unless positions are added or it widens them first.
     """
-    if model.embedding_norms and not model.starts_in_layer_norm and stack.embedding_bytes < 4:
+    if model.embedding_norms and not model.starts_in_layer_norm and dtypes.embedding_bytes < 4:
         return True
     return model.embeds_in_steps or model.adds_positions or bool(model.embedding_dropouts)
 
 
 @lru_cache(maxsize=512)
-def _norm_kept(norm: Norm, stack: Stack) -> tuple[Kept, ...]:
+def _norm_kept(norm: Norm, dtypes: Dtypes) -> tuple[Kept, ...]:
     tape = Tape()
-    x = tape.input(elements_per_token(norm.width * norm.rows), stack.stream_bytes, needs_grad=True)
-    Code(tape, stack, (), NO_ADAPTERS).norm(norm, x)
+    x = tape.input(elements_per_token(norm.width * norm.rows), dtypes.stream_bytes, needs_grad=True)
+    OpEmitter(tape, dtypes, (), NO_ADAPTERS).norm(norm, x)
     return tape.kept()
 
 
@@ -99,7 +99,7 @@ def layer_inputs_saved(
 
 
 def masked_head_saved(
-    model: ModelSpec, targets: tuple[str, ...], stack: Stack, method: Method, *, r: Count
+    model: ModelSpec, targets: tuple[str, ...], dtypes: Dtypes, method: Method, *, r: Count
 ) -> tuple[Tensor, ...]:
     """What an encoder keeps between its last layer and the logits. Kind: exact."""
     if model.masked_head is None:
@@ -111,8 +111,8 @@ def masked_head_saved(
         model.hidden_size,
         model.vocab_size,
         targets,
-        stack,
+        dtypes,
         method,
-        stream=stream_bytes(last, stack, after_norm=after_norm),
+        stream=stream_bytes(last, dtypes, after_norm=after_norm),
     )
     return tuple(listed_tensors(kept, 1, tokens=0, span=0, r=r))

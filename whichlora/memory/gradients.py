@@ -9,7 +9,7 @@ from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.weights import masked_head_params
 from whichlora.methods.base import FrozenTensor, Method
 from whichlora.spec.architecture import Layer, Linear, ModelSpec, Norm
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import ALL_LINEAR, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears
@@ -98,7 +98,7 @@ SAVED_MODULES = Fact(
 def adapter_entries(
     model: ModelSpec,
     run: RunConfig,
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     targets: tuple[str, ...],
     r: Count,
@@ -107,21 +107,21 @@ def adapter_entries(
     num_params = trained_params(model, targets, method, r)
     for linear in _idle_adapted(model, run, targets):
         num_params = num_params + method.adapter_params(linear, r)
-    copied = gradient_bytes(saved_modules(model, run.modules_to_save, stack.embedding_bytes))
+    copied = gradient_bytes(saved_modules(model, run.modules_to_save, dtypes.embedding_bytes))
     frozen = method.frozen_tensors(adapted_linears(model, targets), r)
     return [
-        Entry(ADAPTERS, num_params * stack.adapter_bytes),
-        listed(FROZEN_ADAPTERS, *(_frozen_group(tensor, stack) for tensor in frozen)),
+        Entry(ADAPTERS, num_params * dtypes.adapter_bytes),
+        listed(FROZEN_ADAPTERS, *(_frozen_group(tensor, dtypes) for tensor in frozen)),
         Entry(SAVED_MODULES, copied + 0 * r),
     ]
 
 
-def _frozen_group(frozen: FrozenTensor, stack: Stack) -> Group:
+def _frozen_group(frozen: FrozenTensor, dtypes: Dtypes) -> Group:
     tensor = Tensor(
         frozen.name,
-        constant=frozen.rows * frozen.width * stack.adapter_bytes,
+        constant=frozen.rows * frozen.width * dtypes.adapter_bytes,
         dims=frozen.dims,
-        element_bytes=stack.adapter_bytes,
+        element_bytes=dtypes.adapter_bytes,
     )
     return Group(tensors=(tensor,), count=frozen.count, tokens=0, span=0)
 
@@ -138,17 +138,17 @@ def trained_tensors(
     method: Method,
     r: Count,
     *,
-    stack: Stack,
+    dtypes: Dtypes,
     modules_to_save: tuple[str, ...] = (),
     bias: str = "none",
 ) -> tuple[Trained, ...]:
     """Everything that gets a gradient. Kind: exact but for how norms and biases are divided."""
     if method.trains_base:
-        return tuple(_of_base(model, stack.base_bytes))
+        return tuple(_of_base(model, dtypes.base_bytes))
     return (
-        *_of_adapters(model, targets, method, r, stack.adapter_bytes),
-        *saved_modules(model, modules_to_save, stack.embedding_bytes),
-        *trained_biases(model, targets, bias, stack.base_bytes),
+        *_of_adapters(model, targets, method, r, dtypes.adapter_bytes),
+        *saved_modules(model, modules_to_save, dtypes.embedding_bytes),
+        *trained_biases(model, targets, bias, dtypes.base_bytes),
     )
 
 
@@ -210,16 +210,16 @@ def gradient_bytes(tensors: Iterable[Trained]) -> Count:
 
 
 def unwanted_gradient_bytes(
-    layer: Layer, targets: tuple[str, ...], method: Method, stack: Stack
+    layer: Layer, targets: tuple[str, ...], method: Method, dtypes: Dtypes
 ) -> int:
     """Gradients of frozen weights of one layer, which live as long as the graph. Kind: exact.
 
     Source: `Method.trains_frozen`.
     """
-    return stack.base_bytes * sum(
+    return dtypes.base_bytes * sum(
         linear.num_weights
         for linear in adapted(layer, targets)
-        if method.trains_frozen(linear, stack)
+        if method.trains_frozen(linear, dtypes)
     )
 
 

@@ -17,7 +17,7 @@ from whichlora.memory.training import Ledger
 from whichlora.memory.weights import weight_entries
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, largest, smallest
 from whichlora.spec.run import CacheFormat, RunConfig
@@ -36,7 +36,7 @@ class Generation:
 
     model: ModelSpec
     run: RunConfig
-    stack: Stack
+    dtypes: Dtypes
     method: Method
     gpu: GpuSpec
     targets: tuple[str, ...]
@@ -47,17 +47,17 @@ class Generation:
 
     @cached_property
     def static(self) -> Entries:
-        entries = weight_entries(self.model, self.stack, like=self.batch_size)
+        entries = weight_entries(self.model, self.dtypes, like=self.batch_size)
         if self.targets:
             entries += adapter_entries(
-                self.model, self.run, self.stack, self.method, self.targets, self.r
+                self.model, self.run, self.dtypes, self.method, self.targets, self.r
             )
         return tuple(entries)
 
     @property
     def element_bytes(self) -> int:
         """Of keys, values and logits, and of an encoder's hidden states."""
-        return self.stack.compute_bytes
+        return self.dtypes.compute_bytes
 
     @property
     def stored(self) -> CacheFormat | None:
@@ -111,7 +111,7 @@ class Generation:
     @cached_property
     def appended(self) -> Count:
         """The second copy of what a step appends to."""
-        if self.run.kv_cache == "dynamic" and self.stack.libraries.cache_of_tuples:
+        if self.run.kv_cache == "dynamic" and self.dtypes.libraries.cache_of_tuples:
             # the first token needs no second pass
             return self._cache(self.last_tokens - 1) * (self.max_new_tokens > 1)
         return kv_cache.append_transient_bytes(
@@ -125,9 +125,9 @@ class Generation:
     # --- the passes -----------------------------------------------------------------------------
 
     @cached_property
-    def reader(self) -> Stack:
+    def reader(self) -> Dtypes:
         """What the pass over the prompt runs with."""
-        reader = self.stack
+        reader = self.dtypes
         if self.model.task == "causal-lm" and self.run.kv_cache == "static":
             reader = replace(reader, padded=True)  # the end that is still empty must be masked
         return reader if self.stored is None else replace(reader, stores=self.stored)
@@ -157,7 +157,7 @@ class Generation:
         )
         # `generate` numbers the tokens of each sequence, the others those of one for all
         positions = self.prompt_tokens if is_decoder else self.prompt_len
-        working = working + activations.rotary_bytes(model, self.stack, span=positions)
+        working = working + activations.rotary_bytes(model, self.dtypes, span=positions)
         if is_decoder:
             masks = activations.kept_mask_bytes(model, self.reader, checkpointed=True, **self.sized)
             return working + masks
@@ -170,7 +170,7 @@ class Generation:
         """One layer's forward over the last token of each sequence."""
         return forward_bytes(
             self.model,
-            self.stack,
+            self.dtypes,
             tokens=self.batch_size,
             span=self.last_tokens,
             side="decoder" if self.has_encoder else "",
@@ -189,7 +189,7 @@ class Generation:
 
     @cached_property
     def encoded(self) -> Entry:
-        width = self.model.hidden_size * self.stack.stream_bytes
+        width = self.model.hidden_size * self.dtypes.stream_bytes
         return Entry(ENCODED, self.prompt_tokens * width)
 
 
@@ -255,9 +255,9 @@ def first_logits(run: Generation) -> Entries:
     # the stream, and the fp32 copy that the last norm makes of it
     last_hidden = run.prompt_tokens * model.hidden_size * 6
     scores = run.last_logits.num_bytes
-    if run.stack.libraries.scores_whole_prompt:
+    if run.dtypes.libraries.scores_whole_prompt:
         last_hidden = scored * model.hidden_size * run.element_bytes
-        scores = logits.prompt_bytes(model, run.stack, tokens=scored)
+        scores = logits.prompt_bytes(model, run.dtypes, tokens=scored)
     fact = PROMPT_CACHE if run.stored is None else quantised_cache.QUANTISED_CACHE
     return (
         *run.static,
@@ -291,7 +291,7 @@ def second_token(run: Generation) -> Entries:
     again = run.max_new_tokens > 1
     width = logits.logit_width(run.model)
     held = 4 * run.batch_size * run.first_tokens * width * again
-    num_caches = 1 + run.stack.libraries.cache_of_tuples * again
+    num_caches = 1 + run.dtypes.libraries.cache_of_tuples * again
     return (
         *run.static,
         Entry(TWO_CACHES, num_caches * run.prompt_cache),
@@ -365,7 +365,7 @@ def quantised_moments(run: Generation, stored: CacheFormat) -> dict[str, Entries
     """The last step, the last one that quantises the whole cache anew, and picking a token."""
     by_moment = quantised_cache.decode_moments(
         run.model,
-        run.stack,
+        run.dtypes,
         stored,
         batch_size=run.batch_size,
         prompt_len=run.prompt_len,
@@ -395,7 +395,7 @@ def encode(run: Generation) -> Entries:
     """In a layer of the encoder that reads the prompt of a decoder."""
     # `_prepare_encoder_decoder_kwargs_for_generation` runs it before there is any cache
     shared = activations.kept_mask_bytes(
-        run.model, run.stack, tokens=0 * run.prompt_tokens, span=run.prompt_len, side="encoder"
+        run.model, run.dtypes, tokens=0 * run.prompt_tokens, span=run.prompt_len, side="encoder"
     )
     positions = _named_positions(run.model, tokens=run.prompt_tokens, span=run.prompt_len)
     working = run.prompt_forward + shared + positions * run.element_bytes
@@ -479,7 +479,7 @@ def _every_logit(run: Generation) -> Count:
 def inference_ledger(
     model: ModelSpec,
     run: RunConfig,
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     gpu: GpuSpec,
     targets: tuple[str, ...],
@@ -497,7 +497,7 @@ def inference_ledger(
     generation = Generation(
         model=model,
         run=run,
-        stack=stack,
+        dtypes=dtypes,
         method=method,
         gpu=gpu,
         targets=targets,
@@ -527,7 +527,7 @@ def generation_moments(run: Generation) -> dict[str, Entries]:
         moments |= quantised_moments(run, run.stored)
     if run.has_encoder:
         moments["first_token"] = first_token(run)
-    if run.stack.libraries.scores_whole_prompt:
+    if run.dtypes.libraries.scores_whole_prompt:
         moments["second_token"] = second_token(run)
     return moments
 

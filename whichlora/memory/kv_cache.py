@@ -10,7 +10,7 @@ from whichlora.memory.allocator_simulator import MIN_OWN_SEGMENT_BYTES as OWN_SE
 from whichlora.memory.allocator_simulator import SEGMENT_ROUNDING_BYTES as SEGMENT_ROUNDING
 from whichlora.memory.entries import Fact
 from whichlora.spec.architecture import Layer, ModelSpec
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, ceil_div, largest, round_up, smallest
 from whichlora.spec.run import CacheFormat
 
@@ -143,13 +143,13 @@ DECODER_CACHE = Fact(
 )
 
 
-def trained_cache_elements(model: ModelSpec, stack: Stack) -> int:
+def trained_cache_elements(model: ModelSpec, dtypes: Dtypes) -> int:
     """Elements per token that a T5 decoder caches in training, where nothing else keeps them.
 
     Only over an fp32 stream under autocast: else attention keeps the very same tensors.
     Kind: exact. Source: transformers 5.23 `T5Stack.forward`.
     """
-    if stack.linear_out_bytes == stack.compute_bytes or model.task != "seq2seq-lm":
+    if dtypes.linear_out_bytes == dtypes.compute_bytes or model.task != "seq2seq-lm":
         return 0
     return sum(
         count * attention.cache_elements

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from whichlora.memory.entries import Tensor
 from whichlora.methods.base import NO_ADAPTERS, Method
 from whichlora.spec.architecture import Layer, ModelSpec
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, is_plain, largest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
@@ -68,7 +68,7 @@ def layer_bytes(
     count: int,
     model: ModelSpec,
     targets: tuple[str, ...],
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     *,
     r: Count,
@@ -86,15 +86,15 @@ def layer_bytes(
     else:
         for linear in adapted(layer, targets):
             trained = trained + method.adapter_params(linear, r)
-    gradients = trained * (stack.base_bytes if method.trains_base else stack.adapter_bytes)
+    gradients = trained * (dtypes.base_bytes if method.trains_base else dtypes.adapter_bytes)
     sizes = {"tokens": tokens, "span": span, "r": r}
     tensors: list[Tensor] = []
     held: list[Tensor] = []
     values: dict[str, Count] = dict.fromkeys(
         ("saved", "unsaved", "lent", "gathered", "forward", "backward", "recomputed"), 0
     )
-    before = evaluate(returned_probabilities(layer, stack), **sizes)
-    for share, points in _points_of(layer, model, targets, stack, method, run, span=span):
+    before = evaluate(returned_probabilities(layer, dtypes), **sizes)
+    for share, points in _points_of(layer, model, targets, dtypes, method, run, span=span):
         tensors.extend(listed_tensors(points.kept, share, tokens=tokens, span=span, r=r))
         held.extend(listed_tensors(points.held, share, tokens=tokens, span=span, r=r))
         found = _values(points, **sizes)
@@ -106,7 +106,7 @@ def layer_bytes(
             values["recomputed"] = values["recomputed"] + before
     return LayerBytes(
         count=count,
-        stream_bytes=stream_bytes(layer, stack, after_norm=model.starts_in_layer_norm),
+        stream_bytes=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
         tensors=tuple(tensors),
         copies=tuple(one for one in tensors if one.what.endswith(_WEIGHT_COPIES)),
         held=() if run.gradient_checkpointing and run.use_reentrant else tuple(held),
@@ -119,7 +119,7 @@ def kept_tensors(
     layer: Layer,
     model: ModelSpec,
     targets: tuple[str, ...],
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     run: RunConfig,
     *,
@@ -129,7 +129,7 @@ def kept_tensors(
 ) -> tuple[Tensor, ...]:
     """What one layer keeps for its backward."""
     found: list[Tensor] = []
-    for share, points in _points_of(layer, model, targets, stack, method, run, span=span):
+    for share, points in _points_of(layer, model, targets, dtypes, method, run, span=span):
         found.extend(listed_tensors(points.kept, share, tokens=tokens, span=span, r=r))
     return tuple(found)
 
@@ -138,44 +138,44 @@ def _points_of(
     layer: Layer,
     model: ModelSpec,
     targets: tuple[str, ...],
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     run: RunConfig,
     *,
     span: Count,
 ) -> Iterator[tuple[Count, LayerPoints]]:
     """The points with and without a mask: each with 1 where they hold, 0 elsewhere."""
-    for share, masked, ragged in _cases(layer, stack, span):
+    for share, masked, ragged in _cases(layer, dtypes, span):
         yield (
             share,
             layer_points(
                 layer,
                 model.hidden_size,
                 targets,
-                stack,
+                dtypes,
                 method,
                 masked=masked,
                 ragged=ragged,
                 accumulated=run.gradient_accumulation_steps > 1,
                 reentrant=bool(run.use_reentrant),
                 checkpointed=run.gradient_checkpointing,
-                stream=stream_bytes(layer, stack, after_norm=model.starts_in_layer_norm),
+                stream=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
             ),
         )
 
 
-def reads_last(layer: Layer, stack: Stack) -> bool:
+def reads_last(layer: Layer, dtypes: Dtypes) -> bool:
     """Whether `generate` runs `layer` on the last position of a prompt alone: it makes no keys.
 
     Source: transformers 5.23 `Gemma4TextModel._maybe_slice_kv_shared_inputs`.
     """
     borrows = any(attention.projection == "borrowed" for attention in layer.attentions)
-    return borrows and stack.attn != "flash_attention_2"
+    return borrows and dtypes.attn != "flash_attention_2"
 
 
 def forward_bytes(
     model: ModelSpec,
-    stack: Stack,
+    dtypes: Dtypes,
     *,
     tokens: Count,
     span: Count,
@@ -204,17 +204,17 @@ def forward_bytes(
     sizes = {"tokens": tokens, "span": span, "r": r}
     points: list[Count] = [0 * tokens]
     beside: Count = 0 * tokens
-    inputs = layer_input_points(model, targets, stack, method)
+    inputs = layer_input_points(model, targets, dtypes, method)
     if inputs is not None:
-        embedded = stack.stream_bytes * model.hidden_size * tokens
+        embedded = dtypes.stream_bytes * model.hidden_size * tokens
         points.append(embedded + most(inputs.forward, **sizes))
         beside = inputs.packed_bytes * tokens  # every layer reads its part of it
     layers = [group.layer for group in model.groups if side in ("", group.stack)]
     for layer in layers:
-        if prompt and reads_last(layer, stack):
+        if prompt and reads_last(layer, dtypes):
             continue
-        around = beside + _streams(layer, model, stack, **sizes)
-        run = _Forward(layer, model, targets, stack, method, decoding)
+        around = beside + _streams(layer, model, dtypes, **sizes)
+        run = _Forward(layer, model, targets, dtypes, method, decoding)
         # chunks of a recurrent layer are made of the tokens that run, not of all keys
         length = span if queries is None or not run.state_elements else queries
         for share, in_layer in run.points(tokens=tokens, span=length, r=r):
@@ -223,7 +223,7 @@ def forward_bytes(
 
 
 def _streams(
-    layer: Layer, model: ModelSpec, stack: Stack, *, tokens: Count, span: Count, r: Count
+    layer: Layer, model: ModelSpec, dtypes: Dtypes, *, tokens: Count, span: Count, r: Count
 ) -> Count:
     """What the model's loop names: looked-up rows, the layer's input, probabilities before it.
 
@@ -231,8 +231,8 @@ def _streams(
     of positions in `GPT2Model.forward`, `position_embeds`.
     """
     num_streams = 3 if model.adds_positions and model.task == "causal-lm" else 2
-    stream = stream_bytes(layer, stack, after_norm=model.starts_in_layer_norm)
-    before = evaluate(returned_probabilities(layer, stack), tokens=tokens, span=span, r=r)
+    stream = stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm)
+    before = evaluate(returned_probabilities(layer, dtypes), tokens=tokens, span=span, r=r)
     return num_streams * stream * model.hidden_size * tokens + before
 
 
@@ -247,7 +247,7 @@ class _Forward:
     layer: Layer
     model: ModelSpec
     targets: tuple[str, ...]
-    stack: Stack
+    dtypes: Dtypes
     method: Method
     decoding: bool
 
@@ -257,19 +257,19 @@ class _Forward:
 
     def points(self, *, tokens: Count, span: Count, r: Count) -> Iterator[tuple[Count, Count]]:
         """Bytes at the worst point, with 1 where they hold and 0 elsewhere."""
-        layer, stack, model = self.layer, self.stack, self.model
+        layer, dtypes, model = self.layer, self.dtypes, self.model
         states: Count = 0
         if self.decoding:
             states = _STEP_STATES * 4 * self.state_elements * tokens
-        for share, masked, ragged in _cases(layer, stack, span):
+        for share, masked, ragged in _cases(layer, dtypes, span):
             forms = working_points(
                 layer,
                 model.hidden_size,
                 self.targets,
-                stack,
+                dtypes,
                 self.method,
                 masked=masked,
-                stream=stream_bytes(layer, stack, after_norm=model.starts_in_layer_norm),
+                stream=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
                 ragged=ragged,
             )
             if self.decoding:
@@ -290,22 +290,22 @@ def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dic
     }
 
 
-def _cases(layer: Layer, stack: Stack, span: Count) -> Iterator[tuple[Count, bool, bool]]:
+def _cases(layer: Layer, dtypes: Dtypes, span: Count) -> Iterator[tuple[Count, bool, bool]]:
     """Whether SDPA gets a mask, and a scan fills up a chunk: each with 1 where it holds."""
     attention = layer.attentions[0]
     if attention.kind in ("linear", "mamba2"):
         filled = 1 * (span % attention.chunk_size > 0)
         if is_plain(filled):
-            yield 1, stack.padded, bool(filled)
+            yield 1, dtypes.padded, bool(filled)
             return
-        yield 1 - filled, stack.padded, False
-        yield filled, stack.padded, True
+        yield 1 - filled, dtypes.padded, False
+        yield filled, dtypes.padded, True
         return
-    always = stack.padded or (attention.always_masked and stack.attn == "sdpa")
+    always = dtypes.padded or (attention.always_masked and dtypes.attn == "sdpa")
     if always or attention.sliding_window is None:
         yield 1, always, False
         return
-    masked = kernels.is_masked(attention, stack, span)
+    masked = kernels.is_masked(attention, dtypes, span)
     if is_plain(masked):
         yield 1, bool(masked), False
         return

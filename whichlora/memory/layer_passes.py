@@ -13,7 +13,7 @@ from whichlora.memory.entries import Fact, Group, Tensor, tensor_bytes
 from whichlora.memory.layer_bytes import LayerBytes
 from whichlora.memory.weights import unconverted_copy_bytes
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, largest
 from whichlora.symbolic.autograd import LAYER_INPUT
 
@@ -118,7 +118,7 @@ SAVED = Fact(
 def saved_passes(
     model: ModelSpec,
     layers: Sequence[LayerBytes],
-    stack: Stack,
+    dtypes: Dtypes,
     *,
     freezes_input: bool,
     unnamed_mask_bytes: Count,
@@ -146,7 +146,7 @@ def saved_passes(
         ),
         Tensor(
             "copy of the matrix that is not quantised",
-            constant=unconverted_copy_bytes(model, stack),
+            constant=unconverted_copy_bytes(model, dtypes),
         ),
     )
     # the loop of transformers 5.23 `LlamaModel.forward` names the looked-up rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from whichlora.memory.entries import Fact
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, smallest
 
 FUSED_TILE_TOKENS = 4096
@@ -34,7 +34,7 @@ LOSS_FORWARD = Fact(
 )
 
 
-def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
+def loss_forward_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, loss_head: str) -> Count:
     """Alive at the end of the loss's forward: logits, their fp32 copy, the log-softmax.
 
     Kind: exact for hf, unsloth and raw; liger as lower bound (its chunk is not counted).
@@ -42,27 +42,27 @@ def loss_forward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_he
     slopes of published peaks, 12V + 8h and 8V + 6h per token to 0.02 %.
     """
     vocab = logit_width(model)
-    libraries = stack.libraries
+    libraries = dtypes.libraries
     widened = model.task == "causal-lm" and libraries.widens_logits_in_place
     if loss_head == "raw":
-        is_copied = widened or _autocast_widens(stack)
-        tanh_bytes = stack.compute_bytes if model.logit_softcap else 0
-        return tokens * vocab * (stack.compute_bytes + (4 if is_copied else 0) + tanh_bytes)
-    hidden_bytes = 2 * stack.stream_bytes * model.hidden_size  # before and after the last norm
+        is_copied = widened or _autocast_widens(dtypes)
+        tanh_bytes = dtypes.compute_bytes if model.logit_softcap else 0
+        return tokens * vocab * (dtypes.compute_bytes + (4 if is_copied else 0) + tanh_bytes)
+    hidden_bytes = 2 * dtypes.stream_bytes * model.hidden_size  # before and after the last norm
     if loss_head == "unsloth":
         # its kernel turns the shifted copy of the fp32 logits into their gradient
         return tokens * (vocab * (8 if widened else 10) + hidden_bytes // 2)
     if loss_head == "trl-fused":
-        tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * stack.compute_bytes
+        tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * dtypes.compute_bytes
         # selected hidden states, targets and normaliser, seven fp32 vectors
-        folded = _fused_temporaries(model, stack, tokens=tokens, bytes_per_entry=13)
+        folded = _fused_temporaries(model, dtypes, tokens=tokens, bytes_per_entry=13)
         return tokens * (2 * model.hidden_size + 12 + 28) + tile + folded
     if loss_head == "liger":
-        return tokens * model.hidden_size * stack.compute_bytes
-    logits_bytes = stack.compute_bytes
-    loss_bytes = loss_element_bytes(model, stack)
+        return tokens * model.hidden_size * dtypes.compute_bytes
+    logits_bytes = dtypes.compute_bytes
+    loss_bytes = loss_element_bytes(model, dtypes)
     upcast_bytes = 0 if logits_bytes == loss_bytes else loss_bytes
-    softcap_bytes = stack.compute_bytes if model.logit_softcap else 0
+    softcap_bytes = dtypes.compute_bytes if model.logit_softcap else 0
     entry = logits_bytes + upcast_bytes + loss_bytes + softcap_bytes
     if model.task == "causal-lm" and libraries.shifts_logits:
         entry += loss_bytes
@@ -82,28 +82,28 @@ KEPT_LOGITS = Fact(
 )
 
 
-def kept_logits_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
+def kept_logits_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, loss_head: str) -> Count:
     """What a loop with its own loss holds while the layers go backward. Kind: exact.
 
     Source: accelerate 1.15 `ConvertOutputsToFp32`.
     """
     if loss_head != "raw":
         return 0 * tokens
-    in_place = model.task == "causal-lm" and stack.libraries.widens_logits_in_place
-    is_wide = in_place or _autocast_widens(stack)
-    return tokens * logit_width(model) * (4 if is_wide else stack.compute_bytes)
+    in_place = model.task == "causal-lm" and dtypes.libraries.widens_logits_in_place
+    is_wide = in_place or _autocast_widens(dtypes)
+    return tokens * logit_width(model) * (4 if is_wide else dtypes.compute_bytes)
 
 
-def _autocast_widens(stack: Stack) -> bool:
+def _autocast_widens(dtypes: Dtypes) -> bool:
     """Whether the model returns fp32 copies: accelerate does that to outputs under autocast.
 
     Source: accelerate 1.15 `ConvertOutputsToFp32`.
     """
-    return stack.compute_bytes == 2 and stack.loss_bytes == 4
+    return dtypes.compute_bytes == 2 and dtypes.loss_bytes == 4
 
 
 def _fused_temporaries(
-    model: ModelSpec, stack: Stack, *, tokens: Count, bytes_per_entry: int
+    model: ModelSpec, dtypes: Dtypes, *, tokens: Count, bytes_per_entry: int
 ) -> Count:
     """What TRL's head makes of a tile where there is no Triton: fp32 tensors of its size.
 
@@ -112,13 +112,13 @@ def _fused_temporaries(
     Kind: exact on CPU. Source: TRL 1.16 `kernels/chunked_logprob.py`, `_forward_tile`,
     `_backward_tile`.
     """
-    if stack.device_kind != "cpu":
+    if dtypes.device_kind != "cpu":
         return 0 * tokens
     entries = smallest(tokens, FUSED_TILE_TOKENS) * min(logit_width(model), FUSED_TILE_VOCAB)
     return bytes_per_entry * entries
 
 
-def loss_element_bytes(model: ModelSpec, stack: Stack) -> int:
+def loss_element_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     """One entry of the loss: decoders widen their logits, T5 and BERT leave that to autocast.
 
     Kind: exact. Source: transformers 5.23 `ForCausalLMLoss`; torch 2.13 `autocast_mode.h`.
@@ -126,7 +126,7 @@ def loss_element_bytes(model: ModelSpec, stack: Stack) -> int:
     masked = model.masked_head
     widens = model.task == "causal-lm" or model.widens_logits
     widens = widens or (masked is not None and masked.widens_logits)
-    return 4 if widens else stack.loss_bytes
+    return 4 if widens else dtypes.loss_bytes
 
 
 LOSS_BACKWARD = Fact(
@@ -140,7 +140,9 @@ LOSS_BACKWARD = Fact(
 )
 
 
-def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_head: str) -> Count:
+def loss_backward_bytes(
+    model: ModelSpec, dtypes: Dtypes, *, tokens: Count, loss_head: str
+) -> Count:
     """Alive at the worst point of the loss's backward.
 
     Kind: exact for hf: the log-softmax and its two gradients, 12 bytes per entry in fp32.
@@ -148,48 +150,48 @@ def loss_backward_bytes(model: ModelSpec, stack: Stack, *, tokens: Count, loss_h
     """
     vocab = logit_width(model)
     hidden = model.hidden_size
-    in_place = model.task == "causal-lm" and stack.libraries.widens_logits_in_place
+    in_place = model.task == "causal-lm" and dtypes.libraries.widens_logits_in_place
     if loss_head == "raw":
         # the logits stay with the caller; fp32 ones get an fp32 gradient and a 16-bit one
-        is_copied = in_place or _autocast_widens(stack)
-        entry = (8 if is_copied else stack.compute_bytes) + stack.compute_bytes
+        is_copied = in_place or _autocast_widens(dtypes)
+        entry = (8 if is_copied else dtypes.compute_bytes) + dtypes.compute_bytes
         if model.logit_softcap:  # the tanh, and where no cast makes it, a second gradient
-            entry += stack.compute_bytes * (1 if is_copied else 2)
+            entry += dtypes.compute_bytes * (1 if is_copied else 2)
         elif model.scales_logits and not is_copied:
-            entry += stack.compute_bytes  # the gradient before and after the factor
+            entry += dtypes.compute_bytes  # the gradient before and after the factor
         # the head's backward reads the gradient of the logits: the fp32 ones are gone by then
-        of_head = 0 if is_copied else hidden * stack.compute_bytes
+        of_head = 0 if is_copied else hidden * dtypes.compute_bytes
         return tokens * (vocab * entry + of_head)
     if loss_head == "unsloth":
         # the gradient of the shifted logits, and the same with the last position again
-        return tokens * (8 * vocab + stack.stream_bytes * hidden)
+        return tokens * (8 * vocab + dtypes.stream_bytes * hidden)
     if loss_head == "trl-fused":
-        tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * stack.compute_bytes
-        is_cast = stack.embedding_bytes != stack.compute_bytes
-        slice_bytes = stack.compute_bytes * min(vocab, FUSED_TILE_VOCAB) * hidden if is_cast else 0
+        tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * dtypes.compute_bytes
+        is_cast = dtypes.embedding_bytes != dtypes.compute_bytes
+        slice_bytes = dtypes.compute_bytes * min(vocab, FUSED_TILE_VOCAB) * hidden if is_cast else 0
         # a trained head: its gradient is summed up in fp32 and handed on in its own dtype
-        handed_on = 0 if stack.embedding_bytes == 4 else stack.embedding_bytes
-        summed = (4 + handed_on) * vocab * hidden if stack.trains_base else 0
-        folded = _fused_temporaries(model, stack, tokens=tokens, bytes_per_entry=29)
+        handed_on = 0 if dtypes.embedding_bytes == 4 else dtypes.embedding_bytes
+        summed = (4 + handed_on) * vocab * hidden if dtypes.trains_base else 0
+        folded = _fused_temporaries(model, dtypes, tokens=tokens, bytes_per_entry=29)
         states = tokens * (2 * hidden + 12 + 4 * hidden + 2 * hidden)
         return states + tile + slice_bytes + summed + folded
     if loss_head == "liger":
-        return tokens * hidden * 2 * stack.compute_bytes
-    softcap_bytes = stack.compute_bytes if model.logit_softcap else 0
+        return tokens * hidden * 2 * dtypes.compute_bytes
+    softcap_bytes = dtypes.compute_bytes if model.logit_softcap else 0
     final_norm = 20 * hidden  # its backward; larger only where the vocabulary is tiny or absent
-    entry = 3 * loss_element_bytes(model, stack) + softcap_bytes
+    entry = 3 * loss_element_bytes(model, dtypes) + softcap_bytes
     return tokens * max(vocab * entry, final_norm)
 
 
-def prompt_bytes(model: ModelSpec, stack: Stack, *, tokens: Count) -> Count:
+def prompt_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count) -> Count:
     """Logits of a whole prompt, in 16 bit and fp32, as `generate` made them; Kind: exact.
 
     Source: transformers 4.38 `LlamaForCausalLM.forward`.
     """
     if model.head is None:
         return 0 * tokens
-    upcast_bytes = 0 if stack.compute_bytes == 4 else 4
-    return tokens * model.vocab_size * (stack.compute_bytes + upcast_bytes)
+    upcast_bytes = 0 if dtypes.compute_bytes == 4 else 4
+    return tokens * model.vocab_size * (dtypes.compute_bytes + upcast_bytes)
 
 
 def generation_bytes(model: ModelSpec, *, batch_size: Count, compute_bytes: int) -> Count:
@@ -222,12 +224,12 @@ HEAD_COPY = Fact(
 )
 
 
-def head_copy_bytes(model: ModelSpec, stack: Stack) -> int:
+def head_copy_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     """The 16-bit copy of an fp32 head that autocast makes and backward needs (mode Q).
 
     Kind: exact. Source: torch 2.13 `autocast_mode.cpp`, `cached_cast`.
     """
-    if stack.mode != "Q" or stack.embedding_bytes == 2:
+    if dtypes.mode != "Q" or dtypes.embedding_bytes == 2:
         return 0
     if model.masked_head is not None:
         return 2 * model.vocab_size * model.masked_head.width

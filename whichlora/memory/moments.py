@@ -43,7 +43,7 @@ def layer_forward(step: TrainingStep) -> Entries:
 
 
 def _decoder_cache(step: TrainingStep) -> Entry:
-    elements = kv_cache.trained_cache_elements(step.model, step.stack)
+    elements = kv_cache.trained_cache_elements(step.model, step.dtypes)
     if step.run.gradient_checkpointing:  # transformers switches the cache off
         elements = 0
     return Entry(kv_cache.DECODER_CACHE, step.tokens * elements * 4)
@@ -75,7 +75,9 @@ def loss_forward(step: TrainingStep) -> Entries:
 
 
 def _head_copy(step: TrainingStep) -> Entry:
-    return Entry(logits.HEAD_COPY, logits.head_copy_bytes(step.model, step.stack) + 0 * step.tokens)
+    return Entry(
+        logits.HEAD_COPY, logits.head_copy_bytes(step.model, step.dtypes) + 0 * step.tokens
+    )
 
 
 # --- backward ---------------------------------------------------------------------------------
@@ -114,14 +116,14 @@ HEAD_GRADIENT = Fact(
 
 def head_backward(step: TrainingStep) -> Entries:
     """In the backward of a trained head."""
-    model, stack = step.model, step.stack
+    model, dtypes = step.model, step.dtypes
     width = logits.logit_width(model) + model.hidden_size
     return (
         *step.always,
         step.kept,
         step.remainders,
         _kept_logits(step),
-        Entry(LOGITS_GRADIENT, step.tokens * width * stack.compute_bytes),
+        Entry(LOGITS_GRADIENT, step.tokens * width * dtypes.compute_bytes),
         Entry(HEAD_GRADIENT, step.head_gradient + 0 * step.num_trained),
         _head_copy(step),
     )
@@ -129,7 +131,7 @@ def head_backward(step: TrainingStep) -> Entries:
 
 def _kept_logits(step: TrainingStep) -> Entry:
     size = logits.kept_logits_bytes(
-        step.model, step.stack, tokens=step.tokens, loss_head=step.run.loss_head
+        step.model, step.dtypes, tokens=step.tokens, loss_head=step.run.loss_head
     )
     return Entry(logits.KEPT_LOGITS, size)
 
@@ -251,7 +253,7 @@ def first_decoder_layer_backward(step: TrainingStep) -> Entries:
     backward = largest(*(step.passes.last_backward[number] for number in step.second_stack))
     if step.run.gradient_checkpointing:
         first = step.model.groups[step.second_stack[0]].layer
-        zeros = activations.remade_zeros_bytes(first, step.stack, span=step.seq_len)
+        zeros = activations.remade_zeros_bytes(first, step.dtypes, span=step.seq_len)
         backward = backward + zeros
     return (
         *step.always,
@@ -321,7 +323,7 @@ def decoder_embedding_backward(step: TrainingStep) -> Entries:
         gradients = gradients - step.model.embeddings[1].num_params * step.param_bytes
     # the head's, cast back from autocast's copy, is no view, so that torch 2.13
     # `InputBuffer::accumulate` sums in place
-    is_cast = step.stack.under_autocast and step.param_bytes == 4
+    is_cast = step.dtypes.under_autocast and step.param_bytes == 4
     return (
         *step.always,
         _kept_logits(step),

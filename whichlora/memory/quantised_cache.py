@@ -13,7 +13,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.kv_cache import cache_bytes, stored_bytes
 from whichlora.spec.architecture import Attention, ModelSpec
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import CacheFormat
 from whichlora.symbolic.autograd import most
@@ -103,7 +103,7 @@ QUANTISING = Fact(
 
 def decode_moments(
     model: ModelSpec,
-    stack: Stack,
+    dtypes: Dtypes,
     stored: CacheFormat,
     *,
     batch_size: Count,
@@ -119,7 +119,7 @@ def decode_moments(
     of_token = batch_size * _widest(model).cache_elements  # elements of one layer
     if not stored.residual_length:
         tokens = prompt_len + steps
-        size = stack.compute_bytes
+        size = dtypes.compute_bytes
         # the codes before they are joined, the keys, and the values in fp32 before their scale
         # and after
         joining = of_token * (tokens - 1) + of_token // 2 * tokens * (size + 8)
@@ -134,14 +134,14 @@ def decode_moments(
     quantised = prompt_len + steps // length * length
     sizes = {"batch_size": batch_size, "of_token": of_token, "quantised": quantised}
     return {
-        "decode": _last_step(model, stack, stored, fresh=fresh, **sizes),
-        "renewal": _renewal(model, stack, stored, is_made=steps >= length, **sizes),
+        "decode": _last_step(model, dtypes, stored, fresh=fresh, **sizes),
+        "renewal": _renewal(model, dtypes, stored, is_made=steps >= length, **sizes),
     }
 
 
 def _last_step(
     model: ModelSpec,
-    stack: Stack,
+    dtypes: Dtypes,
     stored: CacheFormat,
     *,
     batch_size: Count,
@@ -150,7 +150,7 @@ def _last_step(
     fresh: Count,
 ) -> tuple[Entry, ...]:
     """Of `fresh` tokens in full width after `quantised` ones."""
-    size = stack.compute_bytes
+    size = dtypes.compute_bytes
     # Expanded, then joined with what is new; the values' new tokens are joined to a second copy.
     expanded = size * (of_token * (2 * quantised + fresh) + of_token // 2 * (fresh - 1))
     return (
@@ -162,7 +162,7 @@ def _last_step(
 
 def _renewal(
     model: ModelSpec,
-    stack: Stack,
+    dtypes: Dtypes,
     stored: CacheFormat,
     *,
     batch_size: Count,
@@ -171,11 +171,11 @@ def _renewal(
     is_made: Count,
 ) -> tuple[Entry, ...]:
     """Of the last step that quantises all tokens anew, in the first layer, if one `is_made`."""
-    size, length = stack.compute_bytes, stored.residual_length
+    size, length = dtypes.compute_bytes, stored.residual_length
     assert length is not None
     before = quantised - length
     points = quantising_points(
-        _widest(model).cache_elements // 2, size, replace(stack, stores=stored)
+        _widest(model).cache_elements // 2, size, replace(dtypes, stores=stored)
     )
     quantising = most(points, tokens=batch_size * quantised, span=quantised, r=0)
     for sign, tokens in ((1, quantised), (-1, before)):  # the keys are stored anew already

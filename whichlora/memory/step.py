@@ -29,7 +29,7 @@ from whichlora.memory.weights import weight_entries
 from whichlora.memory.worst_layer import has_one_order, worst_backward
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, largest
 from whichlora.spec.run import RunConfig
@@ -65,7 +65,7 @@ class TrainingStep:
 
     model: ModelSpec
     run: RunConfig
-    stack: Stack
+    dtypes: Dtypes
     method: Method
     gpu: GpuSpec
     targets: tuple[str, ...]
@@ -101,28 +101,28 @@ class TrainingStep:
             self.targets,
             self.method,
             self.r,
-            stack=self.stack,
+            dtypes=self.dtypes,
             modules_to_save=self.run.modules_to_save,
             bias=self.run.bias,
         )
 
     @cached_property
     def saved_modules(self) -> tuple[Trained, ...]:
-        stack, run = self.stack, self.run
-        return tuple(saved_modules(self.model, run.modules_to_save, stack.embedding_bytes))
+        dtypes, run = self.dtypes, self.run
+        return tuple(saved_modules(self.model, run.modules_to_save, dtypes.embedding_bytes))
 
     @property
     def param_bytes(self) -> int:
-        stack = self.stack
-        return stack.base_bytes if self.method.trains_base else stack.adapter_bytes
+        dtypes = self.dtypes
+        return dtypes.base_bytes if self.method.trains_base else dtypes.adapter_bytes
 
     @cached_property
     def static(self) -> tuple[Entry, ...]:
         """What lives through the whole step: weights, adapters and the optimizer's states."""
-        entries = weight_entries(self.model, self.stack, like=self.tokens)
+        entries = weight_entries(self.model, self.dtypes, like=self.tokens)
         if not self.method.trains_base:
             entries += adapter_entries(
-                self.model, self.run, self.stack, self.method, self.targets, self.r
+                self.model, self.run, self.dtypes, self.method, self.targets, self.r
             )
         states = optimizer.state_bytes(
             self.tensors, optimizer=self.run.optimizer, device_kind=self.gpu.kind
@@ -137,9 +137,9 @@ class TrainingStep:
         batch = Tensor("token ids, labels, mask", 24, element_bytes=8)
         rotary = Tensor(
             "cosines and sines",
-            constant=activations.rotary_bytes(self.model, self.stack, span=self.seq_len),
+            constant=activations.rotary_bytes(self.model, self.dtypes, span=self.seq_len),
             dims="2, seq_len, rotary_dim",
-            element_bytes=self.stack.stream_bytes,
+            element_bytes=self.dtypes.stream_bytes,
         )
         accumulated = self.all_gradients if self.accumulates else 0 * self.num_trained
         return (
@@ -159,7 +159,7 @@ class TrainingStep:
                 count,
                 self.model,
                 self.targets,
-                self.stack,
+                self.dtypes,
                 self.method,
                 r=self.r,
                 run=self.run,
@@ -178,7 +178,7 @@ class TrainingStep:
         return saved_passes(
             self.model,
             self.layers,
-            self.stack,
+            self.dtypes,
             freezes_input=not self.needs_grad and not self._trains_norms,
             unnamed_mask_bytes=self._mask_bytes(checkpointed=True) - self.kept_mask_bytes,
             masks=self.shared_masks,
@@ -208,7 +208,7 @@ class TrainingStep:
 
     def _mask_bytes(self, *, checkpointed: bool) -> Count:
         return activations.kept_mask_bytes(
-            self.model, self.stack, checkpointed=checkpointed, **self.sized
+            self.model, self.dtypes, checkpointed=checkpointed, **self.sized
         )
 
     @cached_property
@@ -244,19 +244,19 @@ class TrainingStep:
         return layer_input_points(
             self.model,
             self.targets,
-            self.stack,
+            self.dtypes,
             self.method,
             needs_grad=self.needs_grad,
             accumulated=self.accumulates,
         )
 
     def _around_layers(self, *, after_layers: bool, in_encoder: bool = False) -> Group:
-        head = masked_head_saved(self.model, self.targets, self.stack, self.method, r=self.r)
+        head = masked_head_saved(self.model, self.targets, self.dtypes, self.method, r=self.r)
         tensors = (
             *outside_saved(
                 self.model,
                 self.targets,
-                self.stack,
+                self.dtypes,
                 embeddings_need_grad=self.needs_grad,
                 after_layers=after_layers,
                 in_encoder=in_encoder and bool(self.second_stack),
@@ -296,13 +296,13 @@ class TrainingStep:
     @cached_property
     def loss_forward_bytes(self) -> Count:
         return logits.loss_forward_bytes(
-            self.model, self.stack, tokens=self.tokens, loss_head=self.run.loss_head
+            self.model, self.dtypes, tokens=self.tokens, loss_head=self.run.loss_head
         )
 
     @cached_property
     def loss_backward_bytes(self) -> Count:
         return logits.loss_backward_bytes(
-            self.model, self.stack, tokens=self.tokens, loss_head=self.run.loss_head
+            self.model, self.dtypes, tokens=self.tokens, loss_head=self.run.loss_head
         )
 
     @cached_property
@@ -358,7 +358,7 @@ class TrainingStep:
             of_first = largest(*(self.layers[number].gradients for number in self.first_kinds))
             gradients = self.all_gradients - of_first - self._embedding_gradients
         for number, (layer, count) in enumerate(self.model.layers()):
-            unwanted = unwanted_gradient_bytes(layer, self.targets, self.method, self.stack)
+            unwanted = unwanted_gradient_bytes(layer, self.targets, self.method, self.dtypes)
             gradients = gradients + (count - (number == 0)) * unwanted
         return gradients
 
@@ -384,16 +384,16 @@ class TrainingStep:
         Without checkpointing they are among what each layer keeps.
         Source: torch 2.13 `autocast_mode.cpp`, `cached_cast`.
         """
-        stack, num_trained = self.stack, self.num_trained
-        if not stack.autocast or not self.run.gradient_checkpointing:
+        dtypes, num_trained = self.dtypes, self.num_trained
+        if not dtypes.autocast or not self.run.gradient_checkpointing:
             return 0 * num_trained
         if not self.method.trains_base:
-            return 2 * num_trained if stack.adapter_bytes == 4 else 0 * num_trained
+            return 2 * num_trained if dtypes.adapter_bytes == 4 else 0 * num_trained
         matrices = sum(
             count * sum(linear.num_weights for linear in layer.linears if linear.is_module)
             for layer, count in self.model.layers()
         )
-        return (2 * matrices if stack.base_bytes == 4 else 0) + 0 * num_trained
+        return (2 * matrices if dtypes.base_bytes == 4 else 0) + 0 * num_trained
 
     # --- the allocator --------------------------------------------------------------------------
 

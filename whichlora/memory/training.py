@@ -18,7 +18,7 @@ from whichlora.memory.moments import training_moments
 from whichlora.memory.step import TrainingStep
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, largest, smallest
 from whichlora.spec.run import RunConfig
@@ -73,7 +73,7 @@ class Ledger:
 def training_ledger(
     model: ModelSpec,
     run: RunConfig,
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     gpu: GpuSpec,
     targets: tuple[str, ...],
@@ -89,7 +89,7 @@ def training_ledger(
     step = TrainingStep(
         model=model,
         run=run,
-        stack=stack,
+        dtypes=dtypes,
         method=method,
         gpu=gpu,
         targets=targets,
@@ -130,8 +130,8 @@ def _idle_after_layers(step: TrainingStep, in_loss: Count, in_layer: Count) -> C
     head = step.run.loss_head
     vocab = logits.logit_width(step.model) if head in ("hf", "unsloth") else 0
     working = in_layer
-    if not step.stack.libraries.shifts_logits:
-        working = forward_bytes(step.model, step.stack, **step.sized)
+    if not step.dtypes.libraries.shifts_logits:
+        working = forward_bytes(step.model, step.dtypes, **step.sized)
     return allocator.idle_after_step_bytes(
         step.gpu,
         loss_bytes=in_loss,

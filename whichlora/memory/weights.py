@@ -5,7 +5,7 @@ from __future__ import annotations
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.spec.architecture import Linear, ModelSpec
-from whichlora.spec.dtypes import BNB_BLOCK, Stack, is_quantised
+from whichlora.spec.dtypes import BNB_BLOCK, Dtypes, is_quantised
 from whichlora.spec.numeric import Count, ceil_div
 from whichlora.spec.run import FOUR_BIT_BNB
 
@@ -47,19 +47,19 @@ def quantised_bytes(
     raise ConfigError(f"quant: {quant!r} has no storage formula")
 
 
-def linear_bytes(linear: Linear, stack: Stack) -> int:
+def linear_bytes(linear: Linear, dtypes: Dtypes) -> int:
     """One layer's matrices called `linear.name`, biases included.
 
     Kind: exact. Source: `quantised_bytes`; else the dtype of the base.
     """
-    bias_bytes = linear.count * linear.out_features * stack.base_bytes if linear.bias else 0
-    if not is_quantised(linear, stack):
-        return linear.num_weights * stack.base_bytes + bias_bytes
+    bias_bytes = linear.count * linear.out_features * dtypes.base_bytes if linear.bias else 0
+    if not is_quantised(linear, dtypes):
+        return linear.num_weights * dtypes.base_bytes + bias_bytes
     one = quantised_bytes(
         linear.in_features * linear.out_features,
-        stack.quant,
+        dtypes.quant,
         out_features=linear.out_features,
-        group_size=stack.quant_group_size,
+        group_size=dtypes.quant_group_size,
     )
     return linear.count * one + bias_bytes
 
@@ -130,7 +130,7 @@ WEIGHTS = {
 }
 
 
-def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
+def weight_bytes(model: ModelSpec, dtypes: Dtypes) -> dict[str, int]:
     """Bytes of what loading leaves: "layers", "embeddings" (with the head), "other", "buffers".
 
     Kind: exact. The head is never quantised (transformers leaves the output head out), and
@@ -142,10 +142,10 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
         layer = group.layer
         linears = layer.linears
         in_linears = sum(linear.num_params for linear in linears)
-        one = sum(linear_bytes(linear, stack) for linear in linears)
-        one += (layer.num_params - in_linears) * stack.base_bytes
+        one = sum(linear_bytes(linear, dtypes) for linear in linears)
+        one += (layer.num_params - in_linears) * dtypes.base_bytes
         layers += one * (1 if group.shared else group.count)
-    layers += unconverted_bytes(model, stack)
+    layers += unconverted_bytes(model, dtypes)
     embeddings = sum(embedding.num_params for embedding in model.embeddings)
     if model.head is not None:
         embeddings += model.head.num_params
@@ -155,25 +155,25 @@ def weight_bytes(model: ModelSpec, stack: Stack) -> dict[str, int]:
     other += masked_head_params(model)
     outer = model.outer_linears + model.idle_linears
     other -= sum(linear.num_params for linear in outer)
-    around = sum(linear_bytes(linear, stack) for linear in outer)
+    around = sum(linear_bytes(linear, dtypes) for linear in outer)
     tables = sum(one.num_elements for one in model.embeddings if one.kind == "buffer")
     return {
         "layers": layers,
-        "embeddings": embeddings * stack.embedding_bytes,
-        "other": other * stack.base_bytes + around,
+        "embeddings": embeddings * dtypes.embedding_bytes,
+        "other": other * dtypes.base_bytes + around,
         "buffers": model.buffer_bytes
-        + tables * stack.compute_bytes
-        + rotary_table_bytes(model, stack),
+        + tables * dtypes.compute_bytes
+        + rotary_table_bytes(model, dtypes),
     }
 
 
-def weight_entries(model: ModelSpec, stack: Stack, *, like: Count) -> list[Entry]:
+def weight_entries(model: ModelSpec, dtypes: Dtypes, *, like: Count) -> list[Entry]:
     """What loading leaves, in the shape of `like` where that is an array."""
-    stored = weight_bytes(model, stack)
+    stored = weight_bytes(model, dtypes)
     return [Entry(WEIGHTS[name], size + 0 * like) for name, size in stored.items()]
 
 
-def unconverted(model: ModelSpec, stack: Stack) -> Linear | None:
+def unconverted(model: ModelSpec, dtypes: Dtypes) -> Linear | None:
     """The matrix in the last layer that is left as it is while all others are quantised.
 
     transformers converts neither the head nor the module of the last parameter. A norm comes last
@@ -185,39 +185,39 @@ def unconverted(model: ModelSpec, stack: Stack) -> Linear | None:
     ends_in_layer = model.head is not None and model.head_tied and not model.head.bias
     if not ends_in_layer or any(norm.num_params for norm in (*model.final_norms, *layer.norms)):
         return None
-    return last if is_quantised(last, stack) else None
+    return last if is_quantised(last, dtypes) else None
 
 
-def unconverted_bytes(model: ModelSpec, stack: Stack) -> int:
+def unconverted_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     """What the `unconverted` matrix takes beyond its quantised bytes.
 
     Kind: exact. Source: `unconverted`.
     """
-    last = unconverted(model, stack)
+    last = unconverted(model, dtypes)
     if last is None:
         return 0
-    return last.num_weights * stack.base_bytes - (
-        linear_bytes(last, stack) - last.bias * last.count * last.out_features * stack.base_bytes
+    return last.num_weights * dtypes.base_bytes - (
+        linear_bytes(last, dtypes) - last.bias * last.count * last.out_features * dtypes.base_bytes
     )
 
 
-def unconverted_copy_bytes(model: ModelSpec, stack: Stack) -> int:
+def unconverted_copy_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     """Autocast's copy of the `unconverted` matrix of an fp32 base, which backward reads.
 
     Kind: exact. Source: torch 2.13 `autocast_mode.cpp`, `cached_cast`.
     """
-    last = unconverted(model, stack)
-    if last is None or not stack.under_autocast or stack.base_bytes == stack.compute_bytes:
+    last = unconverted(model, dtypes)
+    if last is None or not dtypes.under_autocast or dtypes.base_bytes == dtypes.compute_bytes:
         return 0
-    return last.num_weights * stack.compute_bytes
+    return last.num_weights * dtypes.compute_bytes
 
 
-def rotary_table_bytes(model: ModelSpec, stack: Stack) -> int:
+def rotary_table_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     """Cosines and sines of every position, a pair of tables in each attention of old versions.
 
     Kind: exact. Source: transformers 4.38 `Qwen2RotaryEmbedding._set_cos_sin_cache`.
     """
-    if not stack.libraries.has_rotary_tables(model.model_type):
+    if not dtypes.libraries.has_rotary_tables(model.model_type):
         return 0
     positions = model.max_position_embeddings or 0
     rotated = sum(
@@ -226,4 +226,4 @@ def rotary_table_bytes(model: ModelSpec, stack: Stack) -> int:
         for attention in layer.attentions
         if attention.position == "rope"
     )
-    return 2 * stack.compute_bytes * positions * rotated
+    return 2 * dtypes.compute_bytes * positions * rotated

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from whichlora.spec.architecture import Linear
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import Quant, RunConfig, Serve
 
 if TYPE_CHECKING:  # a method uses the operators that it is given, so it lies below them
     from whichlora.symbolic.autograd import Tensor
-    from whichlora.symbolic.operators import Code
+    from whichlora.symbolic.operators import OpEmitter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class AdapterWork:
     backward_launches: int = 0
 
 
-def _base_alone(ops: Code, linear: Linear, x: Tensor) -> Tensor:
+def _base_alone(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     return ops.base(linear, x)
 
 
@@ -76,7 +76,7 @@ def _nothing_frozen(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[Fr
     return ()
 
 
-def _no_work(linear: Linear, stack: Stack, r: Count) -> AdapterWork:
+def _no_work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
     return AdapterWork()
 
 
@@ -131,10 +131,10 @@ class Method:
     frozen_tensors: Callable[[Sequence[tuple[Linear, int]], Count], tuple[FrozenTensor, ...]] = (
         _nothing_frozen
     )
-    forward: Callable[[Code, Linear, Tensor], Tensor] = _base_alone
-    folded: Callable[[Code, Linear], Tensor] | None = None
-    trains_frozen: Callable[[Linear, Stack], bool] = lambda linear, stack: False
-    work: Callable[[Linear, Stack, Count], AdapterWork] = _no_work
+    forward: Callable[[OpEmitter, Linear, Tensor], Tensor] = _base_alone
+    folded: Callable[[OpEmitter, Linear], Tensor] | None = None
+    trains_frozen: Callable[[Linear, Dtypes], bool] = lambda linear, dtypes: False
+    work: Callable[[Linear, Dtypes, Count], AdapterWork] = _no_work
     notes: Callable[[RunConfig, bool], tuple[str, ...]] = _no_notes
 
     def adapter_params(self, linear: Linear, r: Count) -> Count:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from whichlora.methods import lora
 from whichlora.methods.base import AdapterWork
 from whichlora.spec.architecture import Linear
-from whichlora.spec.dtypes import Stack, is_quantised
+from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 
 if TYPE_CHECKING:
     from whichlora.symbolic.autograd import Tensor
-    from whichlora.symbolic.operators import Code
+    from whichlora.symbolic.operators import OpEmitter
 
 
 # --- parameters
@@ -26,34 +26,34 @@ def adapter_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
     return *lora.low_rank_shapes(linear, r), (1, linear.out_features)
 
 
-def trains_frozen(linear: Linear, stack: Stack) -> bool:
+def trains_frozen(linear: Linear, dtypes: Dtypes) -> bool:
     """Whether it makes a gradient of a frozen weight: of an fp32 Conv1D under dropout.
 
     PEFT turns the transposed weight into a parameter, which asks for one; what is cast or expanded
     first is none. Source: peft 0.21.2 `utils.other.transpose`, `DoraLinearLayer.forward`.
     """
-    wide = stack.base_bytes == stack.adapter_bytes == 4 and not is_quantised(linear, stack)
-    return linear.transposed and bool(stack.lora_dropout) and wide
+    wide = dtypes.base_bytes == dtypes.adapter_bytes == 4 and not is_quantised(linear, dtypes)
+    return linear.transposed and bool(dtypes.lora_dropout) and wide
 
 
 # --- operators
 
 
-def forward(ops: Code, linear: Linear, x: Tensor) -> Tensor:
+def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     """LoRA's, with the norm of the adapted weight and the magnitudes between."""
     return lora.around(ops, linear, x, _joined)
 
 
-def _joined(ops: Code, linear: Linear, x: Tensor, result: Tensor) -> Tensor:
+def _joined(ops: OpEmitter, linear: Linear, x: Tensor, result: Tensor) -> Tensor:
     """Source: peft 0.21.2 `DoraLinearLayer.forward`."""
-    tape, stack, out = ops.tape, ops.stack, linear.out_features
+    tape, dtypes, out = ops.tape, ops.dtypes, linear.out_features
     outputs, dense = ops.constant(out), ops.constant(linear.in_features * out)
     narrow_eye, lora_weight = _product_of_factors(ops, linear, x.size)
     weight = _dense_weight(ops, linear, x.size)
     scaled = tape.op([lora_weight], dense, x.size)
     tape.op([weight, scaled], dense, x.size)
     # TRL and PEFT leave the magnitudes of a 4-bit base in fp32
-    wide = 4 if is_quantised(linear, stack) else stack.adapter_bytes
+    wide = 4 if is_quantised(linear, dtypes) else dtypes.adapter_bytes
     magnitude = tape.weight(outputs, wide, trained=True)
     norm = tape.op([], outputs, x.size)
     ratio = tape.op([magnitude, norm], outputs, max(wide, x.size), saves=[norm])
@@ -71,67 +71,69 @@ def _joined(ops: Code, linear: Linear, x: Tensor, result: Tensor) -> Tensor:
     return ops.add(result, both)
 
 
-def _product_of_factors(ops: Code, linear: Linear, size: int) -> tuple[Tensor, Tensor]:
+def _product_of_factors(ops: OpEmitter, linear: Linear, size: int) -> tuple[Tensor, Tensor]:
     """B·A as a dense matrix, and the identity that is sent through both factors for it."""
     width = linear.in_features
-    eye = ops.tape.op([], ops.constant(width * width), ops.stack.adapter_bytes)
+    eye = ops.tape.op([], ops.constant(width * width), ops.dtypes.adapter_bytes)
     narrow_eye = ops.autocast(eye)
     product = ops.tape.op([], ops.constant(width * linear.out_features), narrow_eye.size)
     ops.tape.hold(eye)
     return narrow_eye, ops.cast(product, size)
 
 
-def _dense_weight(ops: Code, linear: Linear, size: int) -> Tensor:
+def _dense_weight(ops: OpEmitter, linear: Linear, size: int) -> Tensor:
     """The base's weight in the dtype of the input, expanded if it is quantised."""
-    stack, dense = ops.stack, ops.constant(linear.in_features * linear.out_features)
-    if not is_quantised(linear, stack):
-        return ops.cast(ops.tape.weight(dense, stack.base_bytes), size)
-    four_bit = stack.quant in FOUR_BIT_BNB
-    expanded = ops.tape.op([], dense, stack.four_bit_bytes if four_bit else stack.compute_bytes)
+    dtypes, dense = ops.dtypes, ops.constant(linear.in_features * linear.out_features)
+    if not is_quantised(linear, dtypes):
+        return ops.cast(ops.tape.weight(dense, dtypes.base_bytes), size)
+    four_bit = dtypes.quant in FOUR_BIT_BNB
+    expanded = ops.tape.op([], dense, dtypes.four_bit_bytes if four_bit else dtypes.compute_bytes)
     weight = ops.cast(expanded, size)
     ops.tape.hold(expanded)
     return weight
 
 
-def _base_result(ops: Code, linear: Linear, x: Tensor, result: Tensor, weight: Tensor) -> Tensor:
+def _base_result(
+    ops: OpEmitter, linear: Linear, x: Tensor, result: Tensor, weight: Tensor
+) -> Tensor:
     """The base's result without its bias; with dropout made again, of the dropped input."""
-    tape, stack, outputs = ops.tape, ops.stack, ops.rows.of(linear.out_features)
-    if stack.lora_dropout:
+    tape, dtypes, outputs = ops.tape, ops.dtypes, ops.rows.of(linear.out_features)
+    if dtypes.lora_dropout:
         used = ops.autocast(weight)
         narrow = ops.autocast(x)
         reads, saves = [narrow], [used]
-        if trains_frozen(linear, stack):
+        if trains_frozen(linear, dtypes):
             dense = ops.constant(linear.in_features * linear.out_features)
-            used = ops.autocast(tape.weight(dense, stack.base_bytes, trained=True))
+            used = ops.autocast(tape.weight(dense, dtypes.base_bytes, trained=True))
             reads, saves = [narrow, used], [used, narrow]
         return tape.op(reads, outputs, narrow.size, saves=saves, reshapes=True)
     if not linear.bias:
         return result
     # a 4-bit matrix narrows its bias to the dtype of its product, for good
-    four_bit = is_quantised(linear, stack) and stack.quant in FOUR_BIT_BNB
-    bias_bytes = stack.four_bit_bytes if four_bit else stack.base_bytes
+    four_bit = is_quantised(linear, dtypes) and dtypes.quant in FOUR_BIT_BNB
+    bias_bytes = dtypes.four_bit_bytes if four_bit else dtypes.base_bytes
     return tape.op([result], outputs, max(result.size, bias_bytes), passes=True)
 
 
 # --- work
 
 
-def work(linear: Linear, stack: Stack, r: Count) -> AdapterWork:
+def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
     """LoRA's, and the norms of the adapted weight in every forward."""
-    plain = lora.work(linear, stack, r)
-    forward_bytes, backward_bytes = token_bytes(linear, stack)
+    plain = lora.work(linear, dtypes, r)
+    forward_bytes, backward_bytes = token_bytes(linear, dtypes)
     # with dropout the base product is made again, of the dropped input
     again = 2 * linear.active * linear.in_features * linear.out_features
     return replace(
         plain,
-        token_flops=again if stack.lora_dropout else 0,
+        token_flops=again if dtypes.lora_dropout else 0,
         weight_flops=weight_flops(linear, r),
-        weight_bytes=weight_bytes(linear, stack),
+        weight_bytes=weight_bytes(linear, dtypes),
         forward_bytes=forward_bytes,
         backward_bytes=backward_bytes,
-        dequant_bytes=linear.num_weights * 2 * 2 if is_quantised(linear, stack) else 0,
-        forward_launches=24 if stack.autocast else 18,
-        backward_launches=20 if stack.autocast else 14,
+        dequant_bytes=linear.num_weights * 2 * 2 if is_quantised(linear, dtypes) else 0,
+        forward_launches=24 if dtypes.autocast else 18,
+        backward_launches=20 if dtypes.autocast else 14,
     )
 
 
@@ -144,49 +146,49 @@ def weight_flops(linear: Linear, r: Count) -> Count:
     return linear.count * 2 * r * linear.in_features * both
 
 
-def weight_bytes(linear: Linear, stack: Stack) -> int:
+def weight_bytes(linear: Linear, dtypes: Dtypes) -> int:
     """What building B·A and the norm of the sum reads and writes in one forward.
 
     A quantised weight is expanded besides (`work`), read back included there.
     Kind: exact. Source: operators of peft 0.21.2 `DoraLinearLayer.forward`, counted by a trace.
     """
-    adapter, product = stack.adapter_bytes, stack.adapter_product_bytes
-    wide = stack.dropped_bytes  # what the input is cast to
-    base = 2 if stack.quant != "none" else stack.base_bytes
+    adapter, product = dtypes.adapter_bytes, dtypes.adapter_product_bytes
+    wide = dtypes.dropped_bytes  # what the input is cast to
+    base = 2 if dtypes.quant != "none" else dtypes.base_bytes
     narrows = adapter + product if adapter != product else 0
     identity = adapter + narrows + product  # written, cast, read
     dense = product  # B·A
     dense += product + wide if product != wide else 0  # cast to the input's dtype
     dense += base + wide if base != wide else 0  # the weight, cast
     dense += 2 * wide + 3 * wide + wide  # B·A scaled, added to the weight, the norm
-    if stack.quant != "none":
+    if dtypes.quant != "none":
         dense -= base
-    if stack.lora_dropout:
-        narrow = stack.input_bytes
+    if dtypes.lora_dropout:
+        narrow = dtypes.input_bytes
         # the cast that autocast makes for the repeated product; then forward and backward read it
         dense += (wide + narrow if wide != narrow else 0) + 2 * narrow
     identities = linear.in_features * linear.in_features * identity
     return linear.count * (identities + linear.in_features * linear.out_features * dense)
 
 
-def token_bytes(linear: Linear, stack: Stack) -> tuple[int, int]:
+def token_bytes(linear: Linear, dtypes: Dtypes) -> tuple[int, int]:
     """The magnitude's products, where LoRA only scales and adds: forward and backward.
 
     Kind: exact without dropout. Source: as above; what LoRA does for the same outputs is in
     `lora.elementwise_bytes` and taken off here.
     """
-    product, result = stack.adapter_product_bytes, stack.linear_out_bytes
-    wide = max(stack.adapter_bytes, product)
+    product, result = dtypes.adapter_product_bytes, dtypes.linear_out_bytes
+    wide = max(dtypes.adapter_bytes, product)
 
     def cast(narrow: int) -> int:
         return narrow + wide if narrow != wide else 0
 
     # magnitude times base, and times B·A; that scaled; both added; added to the base's result
     forward = (result + wide) + (product + wide) + 2 * wide + 3 * wide + (result + 2 * wide)
-    forward += cast(result) - lora.output_bytes(stack)
+    forward += cast(result) - lora.output_bytes(dtypes)
     # of each product: the other factor's gradient, the magnitude's multiplied and summed
     backward = sum(2 * wide + (size + 2 * wide) + wide + cast(size) for size in (product, result))
-    backward += 2 * cast(result) + 2 * wide + 3 * result - 2 * stack.compute_bytes
+    backward += 2 * cast(result) + 2 * wide + 3 * result - 2 * dtypes.compute_bytes
     outputs = linear.active * linear.out_features
     return outputs * forward, outputs * backward
 

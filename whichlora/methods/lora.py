@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from whichlora.errors import ConfigError
 from whichlora.methods.base import AdapterWork, Method
 from whichlora.spec.architecture import Linear
-from whichlora.spec.dtypes import Stack, is_quantised
+from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, RunConfig
 
 if TYPE_CHECKING:
     from whichlora.symbolic.autograd import Tensor
-    from whichlora.symbolic.operators import Code
+    from whichlora.symbolic.operators import OpEmitter
 
 _PLAIN: dict[str, tuple[Any, ...]] = {  # fields of LoraConfig, and what is modelled
     "rank_pattern": (None, {}),
@@ -38,29 +38,29 @@ def low_rank_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]
 # --- operators
 
 
-def forward(ops: Code, linear: Linear, x: Tensor) -> Tensor:
+def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     """The base's product, and B·A·x scaled and added to it."""
     return around(ops, linear, x, _added)
 
 
 def around(
-    ops: Code,
+    ops: OpEmitter,
     linear: Linear,
     x: Tensor,
-    join: Callable[[Code, Linear, Tensor, Tensor], Tensor],
+    join: Callable[[OpEmitter, Linear, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """What PEFT's LoRA layers do around `join`, which reads the adapter's input, and the result.
 
     Source: peft 0.21.2 `lora.Linear.forward`, `lora.bnb.Linear4bit.forward`.
     """
-    stack = ops.stack
-    quantised = is_quantised(linear, stack)
+    dtypes = ops.dtypes
+    quantised = is_quantised(linear, dtypes)
     result = ops.base(linear, x)
-    if quantised and stack.quant in FOUR_BIT_BNB:
+    if quantised and dtypes.quant in FOUR_BIT_BNB:
         result = ops.copy(result)
-    given = wide = x if _leaves_cast(linear, stack) else widened(ops, linear, x)
-    if stack.lora_dropout:
-        on_cpu = stack.device_kind == "cpu"
+    given = wide = x if _leaves_cast(linear, dtypes) else widened(ops, linear, x)
+    if dtypes.lora_dropout:
+        on_cpu = dtypes.device_kind == "cpu"
         wide = ops.dropout(wide, mask_bytes=wide.size if on_cpu else 1)
     size = result.size
     result = ops.cast(join(ops, linear, wide, result), size)
@@ -68,32 +68,32 @@ def around(
     return result
 
 
-def _leaves_cast(linear: Linear, stack: Stack) -> bool:
+def _leaves_cast(linear: Linear, dtypes: Dtypes) -> bool:
     """Whether the layer leaves it to autocast to cast its input, as quantised ones do.
 
     It asks for CUDA's autocast, so that the CPU's is none.
     """
-    return is_quantised(linear, stack) and stack.under_autocast and stack.device_kind != "cpu"
+    return is_quantised(linear, dtypes) and dtypes.under_autocast and dtypes.device_kind != "cpu"
 
 
-def widened(ops: Code, linear: Linear, x: Tensor) -> Tensor:
+def widened(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     """The input in the dtype of the adapter: a copy of its own for each target."""
-    return ops.cast(x, ops.stack.adapter_bytes, f"{linear.name}: own copy of the input")
+    return ops.cast(x, ops.dtypes.adapter_bytes, f"{linear.name}: own copy of the input")
 
 
-def _added(ops: Code, linear: Linear, x: Tensor, result: Tensor) -> Tensor:
+def _added(ops: OpEmitter, linear: Linear, x: Tensor, result: Tensor) -> Tensor:
     product = ops.scale(low_rank(ops, linear, x))
-    if is_quantised(linear, ops.stack) and not _leaves_cast(linear, ops.stack):
+    if is_quantised(linear, ops.dtypes) and not _leaves_cast(linear, ops.dtypes):
         product = ops.cast(product, result.size)
     return ops.add(result, product, f"{linear.name}: result")
 
 
-def low_rank(ops: Code, linear: Linear, x: Tensor) -> Tensor:
+def low_rank(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     """B·A·x; autocast copies the factors, and the input, to 16 bit."""
-    stack, rank = ops.stack, linear.rank_multiple
+    dtypes, rank = ops.dtypes, linear.rank_multiple
     factors = []
     for width in (linear.in_features, linear.out_features):
-        factor = ops.tape.weight(ops.per_rank(rank * width), stack.adapter_bytes, trained=True)
+        factor = ops.tape.weight(ops.per_rank(rank * width), dtypes.adapter_bytes, trained=True)
         factors.append(ops.autocast(factor, f"{linear.name}: adapter, cast"))
     a, b = factors
     narrow = ops.autocast(x, f"{linear.name}: own copy of the input")
@@ -115,17 +115,17 @@ def low_rank(ops: Code, linear: Linear, x: Tensor) -> Tensor:
     )
 
 
-def folded(ops: Code, linear: Linear) -> Tensor:
+def folded(ops: OpEmitter, linear: Linear) -> Tensor:
     """W + B·A of a bare parameter, in one product. Source: peft 0.21.2 `ParamWrapper`."""
-    stack, rank = ops.stack, linear.rank_multiple * linear.count
+    dtypes, rank = ops.dtypes, linear.rank_multiple * linear.count
     factors = []
     for width in (linear.in_features, linear.out_features):
-        factor = ops.tape.weight(ops.per_rank(rank * width), stack.adapter_bytes, trained=True)
-        factors.append(ops.cast(factor, stack.base_bytes, f"{linear.name}: adapter, cast"))
+        factor = ops.tape.weight(ops.per_rank(rank * width), dtypes.adapter_bytes, trained=True)
+        factors.append(ops.cast(factor, dtypes.base_bytes, f"{linear.name}: adapter, cast"))
     return ops.tape.op(
         factors,
         ops.constant(linear.num_weights),
-        stack.base_bytes,
+        dtypes.base_bytes,
         saves=factors,
         inner_backward=factors[0].form,  # scaled out of place
         what=f"{linear.name}: weight with its adapter",
@@ -135,43 +135,43 @@ def folded(ops: Code, linear: Linear) -> Tensor:
 # --- work
 
 
-def work(linear: Linear, stack: Stack, r: Count) -> AdapterWork:
+def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
     """Kernels traced on transformers 5.23 and peft 0.21.2: 7 targets against 2 of a Llama layer.
 
     Forward 94 and 54 with autocast, 66 and 46 without; backward 130 and 80, 102 and 72.
     """
     return AdapterWork(
-        elementwise_bytes=elementwise_bytes(linear, stack),
-        forward_launches=8 if stack.autocast else 4,
-        backward_launches=10 if stack.autocast else 6,
+        elementwise_bytes=elementwise_bytes(linear, dtypes),
+        forward_launches=8 if dtypes.autocast else 4,
+        backward_launches=10 if dtypes.autocast else 6,
     )
 
 
-def elementwise_bytes(linear: Linear, stack: Stack) -> int:
+def elementwise_bytes(linear: Linear, dtypes: Dtypes) -> int:
     """Per token of one forward: casts, dropout, and the update scaled and added."""
-    dropped = 2 * stack.compute_bytes + 1 if stack.lora_dropout else 0
-    of_inputs = linear.active * linear.in_features * (cast_bytes(stack) + dropped)
-    return of_inputs + linear.active * linear.out_features * output_bytes(stack)
+    dropped = 2 * dtypes.compute_bytes + 1 if dtypes.lora_dropout else 0
+    of_inputs = linear.active * linear.in_features * (cast_bytes(dtypes) + dropped)
+    return of_inputs + linear.active * linear.out_features * output_bytes(dtypes)
 
 
-def cast_bytes(stack: Stack) -> int:
+def cast_bytes(dtypes: Dtypes) -> int:
     """Read and written per input of one forward: widened to the adapter dtype, and narrowed.
 
     Kind: exact where each target reads an input of its own. Source: as `output_bytes`.
     """
-    if stack.adapter_bytes != 4 or stack.shared_inputs:
+    if dtypes.adapter_bytes != 4 or dtypes.shared_inputs:
         return 0
-    wide = stack.compute_bytes + 4
-    return 2 * wide if stack.autocast else wide
+    wide = dtypes.compute_bytes + 4
+    return 2 * wide if dtypes.autocast else wide
 
 
-def output_bytes(stack: Stack) -> int:
+def output_bytes(dtypes: Dtypes) -> int:
     """Read and written per output of one forward: the update scaled, added to the base result.
 
     Where adapters work in fp32 on a 16-bit base without autocast, the sum is fp32 and narrowed.
     Kind: exact. Source: operators of peft 0.21.2 `lora.Linear.forward`, counted by a trace.
     """
-    product, result = stack.adapter_product_bytes, stack.linear_out_bytes
+    product, result = dtypes.adapter_product_bytes, dtypes.linear_out_bytes
     wide = max(product, result)
     narrowed = wide + result if wide != result else 0
     return 2 * product + (result + product + wide) + narrowed

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.predict import judged_memory, judged_time, num_tokens
-from whichlora.predict.resolve import Job
+from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.numeric import Count, Real
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ class BlockPrediction:
     high_s: Array
 
 
-def predict_block(job: Job, calibration: Calibration, axes: Mapping[str, Count]) -> BlockPrediction:
+def predict_block(
+    job: ResolvedRun, calibration: Calibration, axes: Mapping[str, Count]
+) -> BlockPrediction:
     """Judge every run of a block; equal to `prediction.predict` run by run.
 
     Args:

@@ -13,7 +13,7 @@ from whichlora.memory.evaluation import evaluation_bytes
 from whichlora.memory.gradients import trained_tensors
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.predict import ledger, num_trained
-from whichlora.predict.resolve import Job
+from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.numeric import Real
 from whichlora.spec.plan import SAVED_SHARE, Keeping
 from whichlora.spec.results import known_values
@@ -64,13 +64,13 @@ def num_checkpoints(keeping: Keeping, *, num_steps: int) -> int:
     return math.ceil(num_steps / each)
 
 
-def evaluation_features(job: Job, *, width: int) -> dict[str, Real]:
+def evaluation_features(job: ResolvedRun, *, width: int) -> dict[str, Real]:
     """Time features of one evaluation batch: a forward whose every token is scored."""
     sizes = {"batch_size": job.run.batch_size, "seq_len": width, "r": job.run.r}
     done = work.evaluation_work(
         job.model,
         job.run,
-        job.stack,
+        job.dtypes,
         job.method,
         job.targets,
         **sizes,
@@ -79,7 +79,9 @@ def evaluation_features(job: Job, *, width: int) -> dict[str, Real]:
     return timing.features(done, job.gpu, dtype=job.dtype)
 
 
-def evaluation_seconds(job: Job, calibration: Calibration, widths: Mapping[int, float]) -> float:
+def evaluation_seconds(
+    job: ResolvedRun, calibration: Calibration, widths: Mapping[int, float]
+) -> float:
     """Seconds of one pass over the validation rows.
 
     Args:
@@ -92,7 +94,7 @@ def evaluation_seconds(job: Job, calibration: Calibration, widths: Mapping[int, 
     )
 
 
-def evaluation_peak_bytes(job: Job, calibration: Calibration, *, width: int) -> int:
+def evaluation_peak_bytes(job: ResolvedRun, calibration: Calibration, *, width: int) -> int:
     """Device memory of an evaluation whose longest batch is `width` tokens long.
 
     The ratio of measured to counted bytes is that of training. Kind: estimate.
@@ -103,7 +105,7 @@ def evaluation_peak_bytes(job: Job, calibration: Calibration, *, width: int) -> 
     return round(float(alive) * mean["weights"] + context_bytes(job.gpu) * mean["context"])
 
 
-def bytes_of_checkpoint(job: Job) -> CheckpointBytes:
+def bytes_of_checkpoint(job: ResolvedRun) -> CheckpointBytes:
     """Bytes on disk of one checkpoint of `job`."""
     run = job.run
     tensors = trained_tensors(
@@ -111,15 +113,17 @@ def bytes_of_checkpoint(job: Job) -> CheckpointBytes:
         job.targets,
         job.method,
         run.r,
-        stack=job.stack,
+        dtypes=job.dtypes,
         modules_to_save=run.modules_to_save,
         bias=run.bias,
     )
-    return checkpoint_bytes(job.model, job.stack, job.method, tensors, optimizer_name=run.optimizer)
+    return checkpoint_bytes(
+        job.model, job.dtypes, job.method, tensors, optimizer_name=run.optimizer
+    )
 
 
 def besides(
-    job: Job,
+    job: ResolvedRun,
     calibration: Calibration,
     keeping: Keeping,
     *,

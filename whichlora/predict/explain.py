@@ -299,7 +299,7 @@ def _cache_use(model: ModelSpec, prediction: Prediction, gpu: GpuSpec) -> CacheU
             batch_size=1,
             tokens=count,
             kv_cache=run.kv_cache,
-            element_bytes=job.stack.compute_bytes,
+            element_bytes=job.dtypes.compute_bytes,
             stored=run.cache_format,
         )
         return int(size)

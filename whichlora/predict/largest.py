@@ -9,7 +9,7 @@ from typing import Any, Literal
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.predict import judged_memory, predict, verdict
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Prediction, Verdict
@@ -143,7 +143,7 @@ def with_size(run: RunConfig, setting: Size, value: int) -> RunConfig:
     return replace(run, seq_len=value)
 
 
-def _outcome(job: Job, setting: Size, value: int, calibration: Calibration) -> Verdict:
+def _outcome(job: ResolvedRun, setting: Size, value: int, calibration: Calibration) -> Verdict:
     least, _, high = judged_memory(job, calibration, **{setting: value}).bounds()
     return verdict(least, high, job.gpu.memory_bytes)
 

@@ -15,7 +15,7 @@ from whichlora.memory.training import Ledger
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import ALLOCATED_PARTS
 from whichlora.predict.predict import num_trained, pool_bytes
-from whichlora.predict.resolve import Job
+from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.results import MemoryPrediction
@@ -49,7 +49,7 @@ class Line:
 
 
 def lines_at(
-    job: Job, counted_ledger: Ledger, memory: MemoryPrediction, calibration: Calibration
+    job: ResolvedRun, counted_ledger: Ledger, memory: MemoryPrediction, calibration: Calibration
 ) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
     """What is allocated at the peak of `memory`, and what the card holds beyond; largest first.
 
@@ -73,7 +73,7 @@ def lines_at(
     return _ordered(lines), tuple(line for line in card if line.num_bytes)
 
 
-def layer_lines(job: Job) -> tuple[Line, ...]:
+def layer_lines(job: ResolvedRun) -> tuple[Line, ...]:
     """What the layer that keeps most keeps for its own backward, largest first."""
     run = job.run
     tokens, span = run.batch_size * run.seq_len, run.seq_len
@@ -82,7 +82,7 @@ def layer_lines(job: Job) -> tuple[Line, ...]:
             layer,
             job.model,
             job.targets,
-            job.stack,
+            job.dtypes,
             job.method,
             run,
             tokens=tokens,
@@ -102,7 +102,7 @@ def _ordered(lines: Iterable[Line]) -> tuple[Line, ...]:
     )
 
 
-def _sizes(job: Job) -> dict[str, int]:
+def _sizes(job: ResolvedRun) -> dict[str, int]:
     """The numbers behind the names in shapes and counts."""
     run, model = job.run, job.model
     training = run.phase == "finetune"
@@ -126,7 +126,7 @@ def _sizes(job: Job) -> dict[str, int]:
     return sizes
 
 
-def _line(job: Job, entry: Entry, sizes: Mapping[str, int]) -> Line:
+def _line(job: ResolvedRun, entry: Entry, sizes: Mapping[str, int]) -> Line:
     fact = entry.fact
     if fact is weights.LAYER_WEIGHTS:  # the ledger only sums them up
         members = _ordered(_matrices(job, fact))
@@ -142,7 +142,7 @@ def _line(job: Job, entry: Entry, sizes: Mapping[str, int]) -> Line:
         )
     if members:
         return replace(line, members=members)
-    width = getattr(job.stack, _width_field(job, fact.dtype), 0)
+    width = getattr(job.dtypes, _width_field(job, fact.dtype), 0)
     return replace(line, numbers=_product(fact, line.num_bytes, sizes, width))
 
 
@@ -172,7 +172,7 @@ def _by_tensor(groups: Iterable[Group]) -> Iterator[Group]:
     yield from by_tensor.values()
 
 
-def _member(job: Job, fact: Fact, group: Group) -> Line:
+def _member(job: ResolvedRun, fact: Fact, group: Group) -> Line:
     """One tensor, of all its layers together."""
     (tensor,) = group.tensors
     width = tensor.element_bytes
@@ -203,9 +203,9 @@ def _member(job: Job, fact: Fact, group: Group) -> Line:
     )
 
 
-def _matrices(job: Job, fact: Fact) -> Iterator[Line]:
+def _matrices(job: ResolvedRun, fact: Fact) -> Iterator[Line]:
     """The weights of the layers by the name of the matrix."""
-    stack = job.stack
+    dtypes = job.dtypes
     dtype = _dtype(job, "base_bytes")
     matrices: Counter[Linear] = Counter()
     others: Counter[int] = Counter()
@@ -216,7 +216,7 @@ def _matrices(job: Job, fact: Fact) -> Iterator[Line]:
         for linear in linears:
             matrices[linear] += count
     for linear, count in matrices.items():
-        size = weights.linear_bytes(linear, stack)
+        size = weights.linear_bytes(linear, dtypes)
         dims = [linear.count, linear.out_features, linear.in_features]
         factors = [dim for dim in (count, *dims) if dim > 1]
         bits = 8 * size / linear.num_weights
@@ -225,24 +225,24 @@ def _matrices(job: Job, fact: Fact) -> Iterator[Line]:
             _bare(fact, count * size),
             what=linear.name,
             shape=f"{dims[1:]}" if linear.count == 1 else f"{dims}",
-            dtype=stack.quant if is_quantised(linear, stack) else dtype,
+            dtype=dtypes.quant if is_quantised(linear, dtypes) else dtype,
             count=str(count),
             numbers=" × ".join([*map(str, factors), width]),
         )
     for num_params, count in others.items():
         yield replace(
-            _bare(fact, count * num_params * stack.base_bytes),
+            _bare(fact, count * num_params * dtypes.base_bytes),
             what="norms and bare parameters",
             shape=f"[{num_params}]",
             dtype=dtype,
             count=str(count),
-            numbers=_times([count, num_params], stack.base_bytes),
+            numbers=_times([count, num_params], dtypes.base_bytes),
         )
 
 
-def _embeddings(job: Job, fact: Fact) -> Iterator[Line]:
+def _embeddings(job: ResolvedRun, fact: Fact) -> Iterator[Line]:
     """The tables, and the head where it is not one of them."""
-    model, width = job.model, job.stack.embedding_bytes
+    model, width = job.model, job.dtypes.embedding_bytes
     tables = [table for table in model.embeddings if table.kind != "buffer"]
     shapes = [(table.name, [table.rows, table.width], table.num_params) for table in tables]
     head = model.head
@@ -297,25 +297,25 @@ def _times(dims: Iterable[int], width: int) -> str:
     return " × ".join([*map(str, dims), f"{width} B"])
 
 
-def _width_field(job: Job, dtype: str) -> str:
-    """The field of `Stack` that holds the width of a fact's dtype; "" where none does."""
+def _width_field(job: ResolvedRun, dtype: str) -> str:
+    """The field of `Dtypes` that holds the width of a fact's dtype; "" where none does."""
     if dtype == "of the optimizer" and "8bit" in job.run.optimizer:
         return ""
     if dtype.startswith("of the "):
-        return "base_bytes" if job.stack.trains_base else "adapter_bytes"
-    if dtype == "quant" and job.stack.quant == "none":
+        return "base_bytes" if job.dtypes.trains_base else "adapter_bytes"
+    if dtype == "quant" and job.dtypes.quant == "none":
         return "base_bytes"
     return dtype if dtype.endswith("_bytes") else ""
 
 
-def _dtype(job: Job, dtype: str) -> str:
+def _dtype(job: ResolvedRun, dtype: str) -> str:
     field = _width_field(job, dtype)
     if field:
-        return _width_name(job, getattr(job.stack, field))
-    return {"quant": job.stack.quant, "of the optimizer": "8 bit"}.get(dtype, dtype)
+        return _width_name(job, getattr(job.dtypes, field))
+    return {"quant": job.dtypes.quant, "of the optimizer": "8 bit"}.get(dtype, dtype)
 
 
-def _width_name(job: Job, width: int) -> str:
+def _width_name(job: ResolvedRun, width: int) -> str:
     if width == 2 and job.run.precision == "fp16":
         return "fp16"
     return _DTYPES.get(width, f"{width} B")

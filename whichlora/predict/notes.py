@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from whichlora.predict.resolve import Job
+from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.run import BNB_QUANTS
 from whichlora.spec.targets import all_linears
 
@@ -15,7 +15,7 @@ _DROPPED = ((7.0, "2.8"), (7.5, "2.11"))
 UNVERIFIED = "datasheet facts"  # how the note on facts that nobody confirmed begins
 
 
-def notes_on(job: Job) -> tuple[str, ...]:
+def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     """The notes on `job`, as sentences without a full stop."""
     run, gpu = job.run, job.gpu
     found = [*job.model.notes, *gpu.notes]
@@ -50,7 +50,7 @@ def notes_on(job: Job) -> tuple[str, ...]:
         if layer.moe is not None
         for one in layer.moe.expert.linears
     )
-    if bare and job.stack.quant in BNB_QUANTS:
+    if bare and job.dtypes.quant in BNB_QUANTS:
         found.append(
             "experts are 3-D parameters in transformers 5: bitsandbytes leaves them 16-bit"
         )
@@ -68,19 +68,19 @@ def notes_on(job: Job) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _stored(job: Job) -> str:
+def _stored(job: ResolvedRun) -> str:
     """What a checkpoint's own quantisation changes; empty where the run counts it as it is."""
     config = job.model.config.get("quantization_config")
     if not isinstance(config, Mapping):
         return ""
     quant = _quant_of(config)
-    counted = "16-bit" if job.stack.quant == "none" else job.stack.quant
+    counted = "16-bit" if job.dtypes.quant == "none" else job.dtypes.quant
     if quant is None:
         method = config.get("quant_method", "an unknown format")
         return f"the checkpoint is stored as {method}, which is not modelled: counted as {counted}"
     group = config.get("group_size") if quant.startswith(("gptq", "awq")) else None
     grouped = isinstance(group, int) and group > 0 and group != job.run.quant_group_size
-    if quant == job.stack.quant and not grouped:
+    if quant == job.dtypes.quant and not grouped:
         return ""
     size = f" and quant_group_size {group}" if grouped else ""
     return f"the checkpoint is stored as {quant}, counted is {counted}: give quant {quant}{size}"

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from whichlora.memory.training import PARTS
 from whichlora.predict.evaluation_and_saving import evaluation_features
 from whichlora.predict.predict import moment_parts, num_tokens, passes, step_features
-from whichlora.predict.resolve import Job
+from whichlora.predict.resolve import ResolvedRun
 from whichlora.timing.model import FEATURES
 
 NOTHING: Mapping[int, float] = MappingProxyType({})
@@ -30,14 +30,14 @@ class Outline:
         trial: the same for one profile, which costs that time.
     """
 
-    job: Job
+    job: ResolvedRun
     moments: tuple[tuple[float, ...], ...]
     passes: tuple[Pass, ...]
     trial: tuple[Pass, ...]
 
 
 def outline_training(
-    job: Job,
+    job: ResolvedRun,
     steps: Mapping[int, float],
     *,
     num_batches: int,
@@ -62,7 +62,7 @@ def outline_training(
     return Outline(job, _moments(job), passes, (trial,))
 
 
-def outline_inference(job: Job, *, num_runs: int) -> Outline:
+def outline_inference(job: ResolvedRun, *, num_runs: int) -> Outline:
     """A generation.
 
     Args:
@@ -85,7 +85,7 @@ def _row(features: Mapping[str, float]) -> tuple[float, ...]:
     return tuple(float(features[name]) for name in FEATURES)
 
 
-def _moments(job: Job) -> tuple[tuple[float, ...], ...]:
+def _moments(job: ResolvedRun) -> tuple[tuple[float, ...], ...]:
     return tuple(
         tuple(float(parts[name]) for name in PARTS) for parts in moment_parts(job).values()
     )

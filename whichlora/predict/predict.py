@@ -20,7 +20,7 @@ from whichlora.predict.judgement import (
     judge_time,
 )
 from whichlora.predict.notes import notes_on
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, Real, largest
@@ -32,23 +32,23 @@ from whichlora.timing import work
 MEMORY_ONLY = "; memory only"  # ends the basis of what has no time
 
 
-def _sizes(job: Job, changed: Mapping[str, Count]) -> dict[str, Count]:
+def _sizes(job: ResolvedRun, changed: Mapping[str, Count]) -> dict[str, Count]:
     return {name: changed.get(name, getattr(job.run, name)) for name in job.size_names}
 
 
-def ledger(job: Job, **sizes: Count) -> Ledger:
+def ledger(job: ResolvedRun, **sizes: Count) -> Ledger:
     """The moments of `job`.
 
     Args:
-        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+        sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
-    parts = (job.model, job.run, job.stack, job.method, job.gpu, job.targets)
+    parts = (job.model, job.run, job.dtypes, job.method, job.gpu, job.targets)
     if job.run.phase == "inference":
         return inference_ledger(*parts, **_sizes(job, sizes))
     return training_ledger(*parts, **_sizes(job, sizes))
 
 
-def num_trained(job: Job, r: Count | None = None) -> Count:
+def num_trained(job: ResolvedRun, r: Count | None = None) -> Count:
     """Parameters that `job` trains, at rank `r` where it is not the run's own."""
     run = job.run
     return trained_params(
@@ -61,7 +61,7 @@ def num_trained(job: Job, r: Count | None = None) -> Count:
     )
 
 
-def part_bytes(job: Job, counted: Ledger, moment: str) -> dict[str, Count]:
+def part_bytes(job: ResolvedRun, counted: Ledger, moment: str) -> dict[str, Count]:
     """Bytes of every part at `moment`, before any calibration; adds up to the card's use."""
     parts: dict[str, Count] = dict.fromkeys(PARTS, 0)
     for entry in counted.moments[moment]:
@@ -72,33 +72,33 @@ def part_bytes(job: Job, counted: Ledger, moment: str) -> dict[str, Count]:
     return parts
 
 
-def moment_parts(job: Job, **sizes: Count) -> dict[str, dict[str, Count]]:
+def moment_parts(job: ResolvedRun, **sizes: Count) -> dict[str, dict[str, Count]]:
     """Bytes by part at each moment that can be the peak, before any calibration.
 
     Args:
-        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+        sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
     counted = ledger(job, **sizes)
     return {moment: part_bytes(job, counted, moment) for moment in counted.moments}
 
 
-def pool_bytes(job: Job) -> int:
+def pool_bytes(job: ResolvedRun) -> int:
     """What a serving engine takes of the device at once; 0 where memory is taken as needed."""
     training = job.run.phase == "finetune"
     return 0 if training else allocator.pool_bytes(job.gpu, job.run.kv_cache)
 
 
-def step_features(job: Job, **sizes: Count) -> dict[str, Real]:
+def step_features(job: ResolvedRun, **sizes: Count) -> dict[str, Real]:
     """Time features of one optimizer step of `job`.
 
     Args:
-        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+        sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
     counts = _sizes(job, sizes)
     done = work.training_work(
         job.model,
         job.run,
-        job.stack,
+        job.dtypes,
         job.method,
         job.targets,
         **counts,
@@ -108,7 +108,7 @@ def step_features(job: Job, **sizes: Count) -> dict[str, Real]:
 
 
 def forward_features(
-    job: Job,
+    job: ResolvedRun,
     *,
     context: Count,
     decoding: bool,
@@ -123,7 +123,7 @@ def forward_features(
     done = work.inference_work(
         job.model,
         job.run,
-        job.stack,
+        job.dtypes,
         method=job.method,
         targets=job.targets,
         batch_size=job.run.batch_size if batch_size is None else batch_size,
@@ -139,14 +139,14 @@ def mean_context(prompt_len: Count, max_new_tokens: Count) -> Count:
     return prompt_len + largest(1, (max_new_tokens - 1) // 2)
 
 
-def passes(job: Job, **sizes: Count) -> tuple[Pass, ...]:
+def passes(job: ResolvedRun, **sizes: Count) -> tuple[Pass, ...]:
     """What one optimizer step is, or one generation.
 
     The prompt pass gives the first token, decoding the others. An encoder without a head generates
     nothing: its one forward is the answer.
 
     Args:
-        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+        sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
     if job.run.phase == "finetune":
         return (("finetune", 1, step_features(job, **sizes)),)
@@ -169,11 +169,11 @@ def passes(job: Job, **sizes: Count) -> tuple[Pass, ...]:
     return prefill, ("decode", new_tokens - 1, decode)
 
 
-def num_tokens(job: Job, **sizes: Count) -> Count:
+def num_tokens(job: ResolvedRun, **sizes: Count) -> Count:
     """What a step trains on, padding included, or a generation makes; an encoder reads them.
 
     Args:
-        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+        sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
     counts = _sizes(job, sizes)
     if job.run.phase == "finetune":
@@ -182,11 +182,11 @@ def num_tokens(job: Job, **sizes: Count) -> Count:
     return counts["batch_size"] * counts["prompt_len" if encoder else "max_new_tokens"]
 
 
-def judged_memory(job: Job, calibration: Calibration, **sizes: Count) -> MemoryJudgement:
+def judged_memory(job: ResolvedRun, calibration: Calibration, **sizes: Count) -> MemoryJudgement:
     """Peak memory of `job`.
 
     Args:
-        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+        sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
     return judge_memory(
         moment_parts(job, **sizes),
@@ -196,16 +196,16 @@ def judged_memory(job: Job, calibration: Calibration, **sizes: Count) -> MemoryJ
     )
 
 
-def judged_time(job: Job, calibration: Calibration, **sizes: Count) -> TimeJudgement:
+def judged_time(job: ResolvedRun, calibration: Calibration, **sizes: Count) -> TimeJudgement:
     """Time of one optimizer step of `job`, or of one generation.
 
     Args:
-        sizes: of `Job.size_names`, in place of the run's own; arrays broadcast.
+        sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
     return judge_time(passes(job, **sizes), calibration.time)
 
 
-def predict_memory(job: Job, calibration: Calibration) -> tuple[MemoryPrediction, int]:
+def predict_memory(job: ResolvedRun, calibration: Calibration) -> tuple[MemoryPrediction, int]:
     """Peak memory of `job`, and the least it can be at the stated confidence."""
     judged = judged_memory(job, calibration)
     least, low, high = judged.bounds()
@@ -232,7 +232,7 @@ def verdict(least: int, high: int, device_bytes: int) -> Verdict:
     return "fails" if least > device_bytes else "undecided"
 
 
-def _time_prediction(job: Job, judged: TimeJudgement) -> TimePrediction:
+def _time_prediction(job: ResolvedRun, judged: TimeJudgement) -> TimePrediction:
     training = job.run.phase == "finetune"
     tokens, total_s = num_tokens(job), judged.total_s
     low, high = judged.interval()
@@ -262,7 +262,7 @@ def unknown_time(*, training: bool) -> TimePrediction:
     )
 
 
-def with_trace(job: Job, memory: MemoryPrediction, traced: TracedPeak) -> MemoryPrediction:
+def with_trace(job: ResolvedRun, memory: MemoryPrediction, traced: TracedPeak) -> MemoryPrediction:
     """`memory` with the peaks of a trace; the card's part and the width of the interval stay.
 
     The trace does not see the libraries' workspaces, which lie in the allocator's pool.

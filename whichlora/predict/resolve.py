@@ -1,4 +1,4 @@
-"""A run → `Job`: every default filled in, and refused where its settings exclude each other."""
+"""A run → `ResolvedRun`: every default filled in, and refused where settings exclude each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from whichlora.families.experts import with_expert_modules
 from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.dtypes import Stack, resolve_stack
+from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FP32_PRECISIONS, RunConfig
 from whichlora.spec.targets import check_saved_modules, resolve_targets
@@ -27,14 +27,14 @@ _LEAST_CAPABILITY = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ResolvedRun:
     """A run with every default resolved against its model, method and device."""
 
     model: ModelSpec
     run: RunConfig
     gpu: GpuSpec
     method: Method
-    stack: Stack
+    dtypes: Dtypes
     targets: tuple[str, ...]
 
     @property
@@ -60,7 +60,7 @@ class Job:
         return self.run.precision[:4]
 
 
-def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
+def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     """Fill in what the method, the model and the device decide.
 
     Raises:
@@ -94,9 +94,9 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Job:
     if not method.trains_base and (training or run.serve == "as-trained"):
         targets = resolve_targets(model, run.target_modules, modules_only=method.folded is None)
         check_saved_modules(model, run.modules_to_save)
-    stack = resolve_stack(run, trains_base=training and method.trains_base, device_kind=gpu.kind)
-    _check_trained(model, run, stack)
-    return Job(model=model, run=run, gpu=gpu, method=method, stack=stack, targets=targets)
+    dtypes = resolve_dtypes(run, trains_base=training and method.trains_base, device_kind=gpu.kind)
+    _check_trained(model, run, dtypes)
+    return ResolvedRun(model=model, run=run, gpu=gpu, method=method, dtypes=dtypes, targets=targets)
 
 
 def with_checkpointing(model: ModelSpec, run: RunConfig) -> RunConfig:
@@ -159,16 +159,16 @@ def _check_device(run: RunConfig, gpu: GpuSpec) -> None:
             )
 
 
-def _check_trained(model: ModelSpec, run: RunConfig, stack: Stack) -> None:
+def _check_trained(model: ModelSpec, run: RunConfig, dtypes: Dtypes) -> None:
     """Refuse what the libraries can't train beside, or within, the adapters."""
-    if run.modules_to_save and run.precision == "fp16" and stack.embedding_bytes == 2:
+    if run.modules_to_save and run.precision == "fp16" and dtypes.embedding_bytes == 2:
         raise ConfigError(
             "modules_to_save: copies of fp16 modules can't be trained, the gradient scaler refuses "
             "fp16 gradients; use precision bf16"
         )
     if run.bias == "none" or run.phase != "finetune":
         return
-    if run.precision == "fp16" and stack.base_bytes == 2:
+    if run.precision == "fp16" and dtypes.base_bytes == 2:
         raise ConfigError(
             "bias: fp16 biases can't be trained, the gradient scaler refuses fp16 gradients; "
             "use precision bf16"

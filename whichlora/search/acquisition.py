@@ -30,7 +30,7 @@ StoppedBy = Literal["certain", "runs", "device_s", "nothing left"]
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
+class SearchProblem:
     """The candidates of both stages, as far as a decision needs them.
 
     Args:
@@ -92,7 +92,13 @@ class Decision:
 
 
 def decide(
-    contest: Contest, known: Known, time: Belief, memory: Belief, run_s: Array, *, seed: int = SEED
+    problem: SearchProblem,
+    known: Known,
+    time: Belief,
+    memory: Belief,
+    run_s: Array,
+    *,
+    seed: int = SEED,
 ) -> Decision:
     """Draw worlds and judge every candidate in each.
 
@@ -105,14 +111,14 @@ def decide(
     seconds = time.draw(NUM_WORLDS, rng)
     num_bytes = memory.draw(NUM_WORLDS, rng)
     # what was measured to equal its limit meets it: logarithms round
-    in_time = seconds <= contest.most_s * (1 + ROUNDING)
-    meets = in_time & (num_bytes <= contest.most_bytes * (1 + ROUNDING)) & ~known.impossible
-    served = _per_form(contest, meets)
-    confirmed = _per_form(contest, (meets & known.settled)[:1])[0]
-    cost = _cost(contest, seconds, num_bytes)
-    stands = meets & contest.training & served[:, contest.form]
+    in_time = seconds <= problem.most_s * (1 + ROUNDING)
+    meets = in_time & (num_bytes <= problem.most_bytes * (1 + ROUNDING)) & ~known.impossible
+    served = _per_form(problem, meets)
+    confirmed = _per_form(problem, (meets & known.settled)[:1])[0]
+    cost = _cost(problem, seconds, num_bytes)
+    stands = meets & problem.training & served[:, problem.form]
     cost = np.where(stands, cost, np.inf)
-    settled = known.settled & contest.training & confirmed[contest.form]
+    settled = known.settled & problem.training & confirmed[problem.form]
     best = _best(cost, settled)
     rivals = np.where(settled, np.inf, cost)
     if best is not None:
@@ -126,36 +132,36 @@ def decide(
     return Decision(
         best=best,
         confidence=float(1 - beaten.mean()),
-        following=_following(contest, known, confirmed, wins, chance, run_s),
+        following=_following(problem, known, confirmed, wins, chance, run_s),
         chance_to_win=wins,
         chance_to_meet=chance,
     )
 
 
-def _per_form(contest: Contest, flags: Flags) -> Flags:
+def _per_form(problem: SearchProblem, flags: Flags) -> Flags:
     """Whether an inference of each form is flagged, shape [num_worlds, num_forms].
 
     A form without an inference candidate was not asked for.
     """
     import numpy as np
 
-    found = np.ones((len(flags), int(contest.form.max()) + 1), dtype=bool)
+    found = np.ones((len(flags), int(problem.form.max()) + 1), dtype=bool)
     for form in range(found.shape[1]):
-        asked = ~contest.training & (contest.form == form)
+        asked = ~problem.training & (problem.form == form)
         if asked.any():
             found[:, form] = flags[:, asked].any(axis=1)
     return found
 
 
-def _cost(contest: Contest, seconds: Array, num_bytes: Array) -> Array:
+def _cost(problem: SearchProblem, seconds: Array, num_bytes: Array) -> Array:
     """What the preferred candidate has least of: its tier, then the log of a quantity."""
     import numpy as np
 
-    quantity = num_bytes if contest.prefer == "memory" else seconds
-    if contest.prefer == "price":
-        quantity = seconds * contest.price
+    quantity = num_bytes if problem.prefer == "memory" else seconds
+    if problem.prefer == "price":
+        quantity = seconds * problem.price
     # the log of seconds or bytes lies far within a tier's width
-    return np.asarray(np.log(quantity) + 1e3 * contest.tier)
+    return np.asarray(np.log(quantity) + 1e3 * problem.tier)
 
 
 def _best(cost: Array, settled: Flags) -> int | None:
@@ -169,7 +175,7 @@ def _best(cost: Array, settled: Flags) -> int | None:
 
 
 def _following(
-    contest: Contest,
+    problem: SearchProblem,
     known: Known,
     confirmed: Flags,
     wins: Array,
@@ -183,22 +189,22 @@ def _following(
     """
     import numpy as np
 
-    serving = _serving(contest, known, chance, run_s)
+    serving = _serving(problem, known, chance, run_s)
     to_train = np.where(known.measured, 0.0, run_s)
     to_serve = np.zeros(len(run_s))
     for form, position in serving.items():
         if not confirmed[form]:
-            to_serve[contest.form == form] = run_s[position]
+            to_serve[problem.form == form] = run_s[position]
     needed = to_train + to_serve
     # what timed out is not run again, nor what only an inference that timed out could confirm
-    can_serve = confirmed[contest.form] | np.isin(contest.form, list(serving))
-    is_open = (wins > 0) & ~known.timed_out & (can_serve | ~contest.training)
+    can_serve = confirmed[problem.form] | np.isin(problem.form, list(serving))
+    is_open = (wins > 0) & ~known.timed_out & (can_serve | ~problem.training)
     value = np.where(is_open, wins / np.maximum(needed, 1e-9), 0.0)
     if not value.any():
         return None
     target = int(np.argmax(value))
-    inference = serving.get(int(contest.form[target]))
-    if confirmed[contest.form[target]] or inference is None:
+    inference = serving.get(int(problem.form[target]))
+    if confirmed[problem.form[target]] or inference is None:
         return target
     if known.measured[target]:
         return inference
@@ -206,14 +212,14 @@ def _following(
     return target if refutes[0] >= refutes[1] else inference
 
 
-def _serving(contest: Contest, known: Known, chance: Array, run_s: Array) -> dict[int, int]:
+def _serving(problem: SearchProblem, known: Known, chance: Array, run_s: Array) -> dict[int, int]:
     """The inference run of each form that most likely shows that it serves, per second."""
     import numpy as np
 
     found: dict[int, int] = {}
-    open_ones = ~contest.training & ~known.measured & ~known.impossible & (chance > 0)
+    open_ones = ~problem.training & ~known.measured & ~known.impossible & (chance > 0)
     for position in np.flatnonzero(open_ones).tolist():
-        form = int(contest.form[position])
+        form = int(problem.form[position])
         other = found.get(form)
         # a second try costs as much again: a likely run is worth more than a cheap one
         if other is None or chance[position] ** 2 / run_s[position] > (

@@ -13,7 +13,7 @@ from whichlora.predict.coefficients import TIME_PHASES, Calibration, MemoryModel
 from whichlora.predict.judgement import judge_memory
 from whichlora.predict.outline import Outline, Pass
 from whichlora.predict.predict import num_tokens, pool_bytes, step_features
-from whichlora.predict.resolve import Job
+from whichlora.predict.resolve import ResolvedRun
 from whichlora.search.correlation import correlation_of
 from whichlora.search.posterior import Belief, Coefficients, conditioned, square_root
 from whichlora.spec.results import Measurement
@@ -234,7 +234,9 @@ def _deciding(model: TimeModel, features: Array) -> Array:
     return np.stack([counted[name] for name in FEATURES], axis=-1)
 
 
-def _at_peak(moments: Array, jobs: Sequence[Job], model: MemoryModel) -> tuple[Array, Array]:
+def _at_peak(
+    moments: Array, jobs: Sequence[ResolvedRun], model: MemoryModel
+) -> tuple[Array, Array]:
     """Bytes by part at the largest moment of every candidate, and what the card gives."""
     import numpy as np
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from whichlora.dataset.workload import Workload
 from whichlora.errors import ConfigError
 from whichlora.methods import get_method
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.search.shortlist import Group
 from whichlora.serving.form import serving_form, serving_run
 from whichlora.spec.architecture import ModelSpec
@@ -123,7 +123,7 @@ class Candidates:
                 for job in self._jobs(base, stacks):
                     yield Group(job=job, axes=axes, steps=steps, lora_alpha=plan.lora_alpha)
 
-    def _jobs(self, base: RunConfig, lists: Mapping[str, Sequence[Any]]) -> Iterator[Job]:
+    def _jobs(self, base: RunConfig, lists: Mapping[str, Sequence[Any]]) -> Iterator[ResolvedRun]:
         """`base` with every combination of `lists`; what does not run is noted in `refused`."""
         for values in itertools.product(*lists.values()):
             run = replace(base, **dict(zip(lists, values, strict=True)))

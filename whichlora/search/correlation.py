@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from whichlora.predict.resolve import Job
+from whichlora.predict.resolve import ResolvedRun
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +34,7 @@ _ANY: dict[str, Any] = {
 }
 
 
-def correlation_of(jobs: Sequence[Job]) -> Array:
+def correlation_of(jobs: Sequence[ResolvedRun]) -> Array:
     """Correlation of the unexplained errors of every two candidates, shape [n, n]."""
     import numpy as np
 

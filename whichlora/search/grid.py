@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from whichlora.errors import ConfigError
 from whichlora.predict.block import BlockPrediction, predict_block
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
@@ -33,7 +33,7 @@ class Block:
         axes: values of each array setting; their product is the block.
     """
 
-    job: Job
+    job: ResolvedRun
     axes: Mapping[str, tuple[int, ...]]
 
     @property
@@ -91,7 +91,9 @@ def blocks(
 _INSIDE = ("batch_size", "seq_len", "r", "prompt_len", "max_new_tokens")
 
 
-def _split(job: Job, settings: Mapping[str, Sequence[Any]], block_runs: int) -> Iterator[Block]:
+def _split(
+    job: ResolvedRun, settings: Mapping[str, Sequence[Any]], block_runs: int
+) -> Iterator[Block]:
     """The runs of one job in blocks of at most `block_runs`, cut along the longest axis."""
     axes = {name: tuple(settings.get(name, (getattr(job.run, name),))) for name in job.size_names}
     if not job.has_adapters:

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from whichlora.predict.coefficients import Calibration
-from whichlora.search.acquisition import Contest, Decision, Known, Spent, StoppedBy, decide, stop
+from whichlora.search.acquisition import (
+    Decision,
+    Known,
+    SearchProblem,
+    Spent,
+    StoppedBy,
+    decide,
+    stop,
+)
 from whichlora.search.candidate_posterior import Outlook
 from whichlora.search.feasibility import Quantity, dominated
 from whichlora.search.posterior import Belief
@@ -33,7 +41,7 @@ class Pursuit:
         before: the first `calibration`, which has not seen what was measured.
     """
 
-    contest: Contest
+    problem: SearchProblem
     outlook: Outlook
     calibration: Calibration
     measured: dict[int, Measurement] = field(default_factory=dict)
@@ -70,7 +78,7 @@ class Pursuit:
         """Where the search stands."""
         self._believed = self.beliefs()
         return decide(
-            self.contest,
+            self.problem,
             Known(
                 measured=self._flags(self.measured),
                 impossible=self._impossible(),
@@ -87,11 +95,11 @@ class Pursuit:
 
         That is its limit, or the time of the best measured candidate where it has to beat that.
         """
-        contest, best = self.contest, decision.best
-        limit = float(contest.most_s[position])
-        if best is None or not contest.training[position] or contest.prefer == "memory":
+        problem, best = self.problem, decision.best
+        limit = float(problem.most_s[position])
+        if best is None or not problem.training[position] or problem.prefer == "memory":
             return limit
-        if contest.tier[best] != contest.tier[position]:
+        if problem.tier[best] != problem.tier[position]:
             return limit
         return min(limit, self.quantities(best)[0].value)
 
@@ -109,10 +117,10 @@ class Pursuit:
 
     def measure_all(self, measure: Measure, learn: Learn) -> Decision:
         """Measure everything that can still be an answer, whatever the predictions say."""
-        training = self.contest.training
+        training = self.problem.training
         for stage in (~training, training):
             for position in stage.nonzero()[0].tolist():
-                if training[position] and self.contest.form[position] not in self._serving():
+                if training[position] and self.problem.form[position] not in self._serving():
                     continue
                 if position not in self.measured and not self._impossible()[position]:
                     self.take(position, measure(position, None), learn)
@@ -130,11 +138,11 @@ class Pursuit:
         """Forms with a measured inference that meets its limits."""
         found = set()
         for position, one in self.measured.items():
-            if one.outcome == "ok" and not self.contest.training[position]:
+            if one.outcome == "ok" and not self.problem.training[position]:
                 time, memory = self.quantities(position)
-                limits = self.contest.most_s[position], self.contest.most_bytes[position]
+                limits = self.problem.most_s[position], self.problem.most_bytes[position]
                 if time.value <= limits[0] and memory.value <= limits[1]:
-                    found.add(int(self.contest.form[position]))
+                    found.add(int(self.problem.form[position]))
         return found
 
     def out_of_memory(self) -> list[RunConfig]:

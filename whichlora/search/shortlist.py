@@ -17,7 +17,7 @@ from whichlora.predict.block import predict_block
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
 from whichlora.predict.predict import step_features
-from whichlora.predict.resolve import Job
+from whichlora.predict.resolve import ResolvedRun
 from whichlora.search.correlation import METHOD_SHARE, MODEL_SHARE, VARIANT_SHARE
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.plan import Prefer
@@ -50,7 +50,7 @@ class Group:
         lora_alpha: None is twice the rank.
     """
 
-    job: Job
+    job: ResolvedRun
     axes: Mapping[str, NDArray[np.int64]]
     steps: Sequence[Mapping[int, float]] = ()
     lora_alpha: int | None = None

@@ -31,7 +31,7 @@ Mode = Literal["P", "A", "C", "Q", "F"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class Dtypes:
     """Bytes per element of every kind of tensor, and which copies are made.
 
     Args:
@@ -97,7 +97,7 @@ def has_master_weights(run: RunConfig, *, trains_base: bool) -> bool:
     return run.base_dtype == "float32" or (run.precision == "fp16" and trains_base)
 
 
-def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Stack:
+def resolve_dtypes(run: RunConfig, *, trains_base: bool, device_kind: str) -> Dtypes:
     """The stack that `run`, its defaults filled in, gets from transformers, PEFT, bitsandbytes.
 
     Source: MODES of `docs/memory.md`, read and traced on transformers 5.23, peft 0.21.2.
@@ -136,7 +136,7 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     cast_by_autocast = mode == "P" and autocast and not trains_base
     fp32_adapters = not narrow and (widens_input or (cast_by_autocast and not trl_narrows))
     wide = mode in ("Q", "F")
-    return Stack(
+    return Dtypes(
         mode=mode,
         quant=quant,
         quant_group_size=run.quant_group_size,
@@ -166,6 +166,6 @@ def resolve_stack(run: RunConfig, *, trains_base: bool, device_kind: str) -> Sta
     )
 
 
-def is_quantised(linear: Linear, stack: Stack) -> bool:
+def is_quantised(linear: Linear, dtypes: Dtypes) -> bool:
     """Whether `linear` is stored in few bits: experts kept as 3-D parameters never are."""
-    return stack.quant != "none" and linear.is_module and linear.quantisable
+    return dtypes.quant != "none" and linear.is_module and linear.quantisable

@@ -22,11 +22,11 @@ from whichlora.symbolic.delta_net import mix_recurrently
 from whichlora.symbolic.gemma4 import one_after_the_other
 from whichlora.symbolic.kernels import attention_kernel, fused_qkv, has_mask_per_head
 from whichlora.symbolic.mla import latent_projections
-from whichlora.symbolic.operators import Code
+from whichlora.symbolic.operators import OpEmitter
 
 
 def rotate(
-    code: Code, x: Tensor, attention: Attention, what: str, named: list[Tensor] | None = None
+    code: OpEmitter, x: Tensor, attention: Attention, what: str, named: list[Tensor] | None = None
 ) -> Tensor:
     """Rotary positions, of the leading part of each head.
 
@@ -90,7 +90,7 @@ class Projected:
     is_turned: bool = False
 
 
-def _project_plain(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+def _project_plain(code: OpEmitter, attention: Attention, x: Tensor, read: Tensor) -> Projected:
     """Source: transformers 5.23 `LlamaAttention.forward`; fused, `GPTNeoXAttention.forward`."""
     if fused_qkv(attention) is not None:
         _, (q, k, v) = _split_projection(code, attention, x)
@@ -101,21 +101,26 @@ def _project_plain(code: Code, attention: Attention, x: Tensor, read: Tensor) ->
 
 
 def _by_heads(
-    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None
+    code: OpEmitter,
+    attention: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None = None,
 ) -> Projected:
     # the gradient comes back as [batch, heads, seq, head_dim]
     q, k = code.tape.view(q, copies_gradient=True), code.tape.view(k, copies_gradient=True)
     return Projected(attention=attention, q=q, k=k, v=v, gate=gate)
 
 
-def _project_scaled(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+def _project_scaled(code: OpEmitter, attention: Attention, x: Tensor, read: Tensor) -> Projected:
     """Source: transformers 5.23 `EsmSelfAttention.forward`."""
     q_linear, k_linear, v_linear, _ = attention.linears
     q, k, v = code.linear(q_linear, x), code.linear(k_linear, read), code.linear(v_linear, read)
     return _by_heads(code, attention, code.scale(q), k, v)
 
 
-def _project_gated(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+def _project_gated(code: OpEmitter, attention: Attention, x: Tensor, read: Tensor) -> Projected:
     """Source: transformers 5.23 `Qwen3NextAttention.forward`."""
     q_linear, k_linear, v_linear, _ = attention.linears
     both = code.linear(q_linear, x)
@@ -127,7 +132,7 @@ def _project_gated(code: Code, attention: Attention, x: Tensor, read: Tensor) ->
 
 
 def _split_projection(
-    code: Code, attention: Attention, x: Tensor
+    code: OpEmitter, attention: Attention, x: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """What a fused projection returns, and queries, keys and values as views of it."""
     linear = fused_qkv(attention)
@@ -138,7 +143,7 @@ def _split_projection(
     return joint, (q, k, v)
 
 
-def _project_copied(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+def _project_copied(code: OpEmitter, attention: Attention, x: Tensor, read: Tensor) -> Projected:
     """Source: transformers 5.23 `FalconAttention._split_heads`, `CodeGenAttention.forward`."""
     joint, parts = _split_projection(code, attention, x)
     q, k, v = (code.copy(part) for part in parts)
@@ -147,25 +152,29 @@ def _project_copied(code: Code, attention: Attention, x: Tensor, read: Tensor) -
     return Projected(attention=every, q=q, k=k, v=v, named=(joint,))
 
 
-def _project_copied_keys(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+def _project_copied_keys(
+    code: OpEmitter, attention: Attention, x: Tensor, read: Tensor
+) -> Projected:
     """Source: transformers 5.23 `FalconAttention._split_heads` with `multi_query`."""
     _, (q, k, v) = _split_projection(code, attention, x)
     return Projected(attention=attention, q=q, k=code.copy(k), v=code.copy(v))
 
 
-def _project_latent(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+def _project_latent(code: OpEmitter, attention: Attention, x: Tensor, read: Tensor) -> Projected:
     named: list[Tensor] = []
     q, k, v = latent_projections(code, attention, x, named)
     return Projected(attention=attention, q=q, k=k, v=v, named=tuple(named), is_turned=True)
 
 
-def _project_one_by_one(code: Code, attention: Attention, x: Tensor, read: Tensor) -> Projected:
-    copies = attention_kernel(attention, code.stack) != "fused"
+def _project_one_by_one(
+    code: OpEmitter, attention: Attention, x: Tensor, read: Tensor
+) -> Projected:
+    copies = attention_kernel(attention, code.dtypes) != "fused"
     q, k, v = one_after_the_other(code, attention, x, rotate, copies_gradient=copies)
     return Projected(attention=attention, q=q, k=k, v=v, is_turned=True)
 
 
-_PROJECTIONS: dict[Projection, Callable[[Code, Attention, Tensor, Tensor], Projected]] = {
+_PROJECTIONS: dict[Projection, Callable[[OpEmitter, Attention, Tensor, Tensor], Projected]] = {
     "plain": _project_plain,
     "scaled": _project_scaled,
     "gated": _project_gated,
@@ -183,7 +192,9 @@ Each takes what queries are made of, and what keys and values are made of.
 """
 
 
-def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None = None) -> Tensor:
+def attend(
+    code: OpEmitter, attention: Attention, x: Tensor, *, memory: Tensor | None = None
+) -> Tensor:
     """Projections, positions, the kernel and the output projection.
 
     Args:
@@ -204,7 +215,7 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
     bias = None
     if attention.position == "relative":
         bias = _position_bias(code, attention, size=q.size)
-    kernel = _KERNELS[attention_kernel(attention, code.stack)]
+    kernel = _KERNELS[attention_kernel(attention, code.dtypes)]
     out, weights, steps = kernel(code, attention, q, k, v, bias)
     tape.hold(q, k, v, *([] if bias is None else [bias]))
     if out.joined:
@@ -223,7 +234,7 @@ def attend(code: Code, attention: Attention, x: Tensor, *, memory: Tensor | None
 
 
 def _turned(
-    code: Code, attention: Attention, q: Tensor, k: Tensor, named: list[Tensor]
+    code: OpEmitter, attention: Attention, q: Tensor, k: Tensor, named: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys after their norms and with their positions."""
     if attention.norms:
@@ -237,21 +248,23 @@ def _turned(
     after = (q, k)
     if not attention.wide_tables:
         q, k = code.cast(q, before[0].size), code.cast(k, before[1].size)
-    elif not code.stack.training:
+    elif not code.dtypes.training:
         k = code.cast(k, before[1].size)  # the cache's
     code.tape.hold(*before, *after)
     return q, k
 
 
-def _through_cache(code: Code, attention: Attention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _through_cache(
+    code: OpEmitter, attention: Attention, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
     """Keys and values as `Cache.update` returns them; in training there is no cache."""
     is_latent = attention.projection in ("latent", "latent_complex")
     # a cache of latents is expanded anew, so that it hands out nothing that it keeps
     expands = is_latent and attention.cache_elements < attention.k_width
     hands_out = attention.projection in ("one_by_one", "one_by_one_shared", "borrowed") or (
-        attention.cache_elements and not code.stack.stores and not expands
+        attention.cache_elements and not code.dtypes.stores and not expands
     )
-    if hands_out and not code.stack.training:
+    if hands_out and not code.dtypes.training:
         code.tape.hold(k, v)  # until the cache has copied them, and hands out its own
         k, v = (code.tape.cached(state) for state in (k, v))
     store(code, k, v, num_heads=attention.num_key_value_heads)
@@ -262,30 +275,30 @@ Attended = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
 """What a kernel returns: its output, the weights that the layer is given, and further names."""
 
 
-def _position_bias(code: Code, attention: Attention, *, size: int) -> Tensor:
+def _position_bias(code: OpEmitter, attention: Attention, *, size: int) -> Tensor:
     """A bias per head and pair of positions, the same for the whole batch.
 
     In cross attention it is zeros, which T5 makes trainable where it checkpoints.
     Source: transformers 5.23 `T5Attention.forward`, `compute_bias`, `T5Stack.forward`.
     """
-    tape, stack = code.tape, code.stack
+    tape, dtypes = code.tape, code.dtypes
     elements = per_span_squared(attention.num_attention_heads)
     if attention.biases_each_sequence:
         elements = per_pair(attention.num_attention_heads)
     if not attention.biases_each_layer:
         if attention.cross:
             return tape.shared(elements, size, needs_grad=code.checkpointed)
-        return tape.shared(elements, stack.base_bytes, needs_grad=stack.trains_base)
+        return tape.shared(elements, dtypes.base_bytes, needs_grad=dtypes.trains_base)
     if attention.cross:
         return tape.op([], elements, size)
     buckets = tape.op([], per_span_squared(1), 8, inner=per_span_squared(2 * 8))
-    table = tape.weight(constant(0), stack.base_bytes, trained=stack.trains_base)
+    table = tape.weight(constant(0), dtypes.base_bytes, trained=dtypes.trains_base)
     return tape.op(
-        [table, buckets], elements, stack.base_bytes, saves=[buckets], what="position bias"
+        [table, buckets], elements, dtypes.base_bytes, saves=[buckets], what="position bias"
     )
 
 
-def _biased_mask(code: Code, attention: Attention, bias: Tensor) -> Tensor:
+def _biased_mask(code: OpEmitter, attention: Attention, bias: Tensor) -> Tensor:
     """Bias and mask in one. Source: transformers 5.23 `create_position_bias_mask`."""
     heads = attention.num_attention_heads
     if not code.masked and not attention.causal:
@@ -299,25 +312,25 @@ def _biased_mask(code: Code, attention: Attention, bias: Tensor) -> Tensor:
 
 
 def _fused_kernel(
-    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+    code: OpEmitter, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> Attended:
-    tape, stack = code.tape, code.stack
-    flash = stack.attn == "flash_attention_2"  # is never handed fp32
-    size = 2 if flash else stack.compute_bytes
+    tape, dtypes = code.tape, code.dtypes
+    flash = dtypes.attn == "flash_attention_2"  # is never handed fp32
+    size = 2 if flash else dtypes.compute_bytes
     heads = attention.num_attention_heads
     inputs = [q, k, v]
     summed = NOTHING
-    if code.masked and attention.num_key_value_heads < heads and stack.attn == "sdpa":
+    if code.masked and attention.num_key_value_heads < heads and dtypes.attn == "sdpa":
         if attention.num_key_value_heads > 1:
             inputs = [q, *_repeated(code, attention, k, v)]
         else:  # one head is repeated by a view; its gradient comes back for every head
             summed = per_token(heads * (attention.head_dim + attention.v_head_dim) * size)
-    if flash or stack.under_autocast:
+    if flash or dtypes.under_autocast:
         inputs = [code.cast(one, size) for one in inputs]
     keeps = [per_token(4 * heads)]
     if bias is not None:
         inputs.append(code.cast(_biased_mask(code, attention, bias), size))
-    elif code.masked and stack.attn == "sdpa" and not has_mask_per_head(attention):
+    elif code.masked and dtypes.attn == "sdpa" and not has_mask_per_head(attention):
         keeps.append(per_pair(size))
     out = tape.op(
         inputs,
@@ -334,7 +347,7 @@ def _fused_kernel(
     return out, None, ()
 
 
-def _repeated(code: Code, attention: Attention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _repeated(code: OpEmitter, attention: Attention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`repeat_kv`: keys and values once per query head; a single head is only looked at."""
     heads = attention.num_attention_heads
     if attention.num_key_value_heads == heads:
@@ -359,10 +372,10 @@ def _repeated(code: Code, attention: Attention, k: Tensor, v: Tensor) -> tuple[T
 
 
 def _eager_kernel(
-    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+    code: OpEmitter, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> Attended:
     """Source: `eager_attention_forward` of transformers 5.23."""
-    tape, stack = code.tape, code.stack
+    tape, dtypes = code.tape, code.dtypes
     heads = attention.num_attention_heads
     scores_shape = per_pair(heads)
     q_size = q.size
@@ -388,13 +401,13 @@ def _eager_kernel(
         probabilities = _softmax(code, attention, scores, q_size)
     if attention.eager != "fp32":  # GPT-J gives softmax and its cast a statement each
         tape.hold(scores)
-    if attention.dropout and stack.training:
-        mask_bytes = probabilities.size if stack.device_kind == "cpu" else 1
+    if attention.dropout and dtypes.training:
+        mask_bytes = probabilities.size if dtypes.device_kind == "cpu" else 1
         probabilities = code.dropout(probabilities, mask_bytes=mask_bytes)
     returned = probabilities
-    if stack.under_autocast:
-        probabilities = code.cast(probabilities, stack.compute_bytes)
-        v = code.cast(v, stack.compute_bytes)
+    if dtypes.under_autocast:
+        probabilities = code.cast(probabilities, dtypes.compute_bytes)
+        v = code.cast(v, dtypes.compute_bytes)
     v = _by_head(code, v)
     out = tape.op(
         [probabilities, v], per_token(attention.out_width), v.size, saves=[probabilities, v]
@@ -407,15 +420,15 @@ def _eager_kernel(
     return joined, None, steps
 
 
-def _factors(code: Code, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _factors(code: OpEmitter, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Autocast casts what a product reads, in the graph and for it alone."""
-    if not code.stack.under_autocast:
+    if not code.dtypes.under_autocast:
         return q, k
-    size = code.stack.compute_bytes
+    size = code.dtypes.compute_bytes
     return code.cast(q, size), code.cast(k, size)
 
 
-def _product(code: Code, q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _product(code: OpEmitter, q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys as the product reads them, and what it makes."""
     q, k = _by_head(code, q), _by_head(code, k)
     return q, k, code.tape.op([q, k], per_pair(heads), q.size, saves=[q, k])
@@ -425,26 +438,26 @@ Scores = tuple[Tensor, tuple[Tensor, ...]]
 """Scores before the mask, and names that live until the attention returns."""
 
 
-def _scaled_scores(code: Code, q: Tensor, k: Tensor, heads: int) -> Scores:
+def _scaled_scores(code: OpEmitter, q: Tensor, k: Tensor, heads: int) -> Scores:
     """Source: `eager_attention_forward` of transformers 5.23, `matmul(...) * scaling`."""
     _, _, scores = _product(code, *_factors(code, q, k), heads)
     return code.scale(scores), ()
 
 
-def _scores_of_scaled_queries(code: Code, q: Tensor, k: Tensor, heads: int) -> Scores:
+def _scores_of_scaled_queries(code: OpEmitter, q: Tensor, k: Tensor, heads: int) -> Scores:
     """Source: transformers 5.23 `MvpAttention.forward`."""
     q, k = _factors(code, q, k)
     _, _, scores = _product(code, code.scale(q), k, heads)
     return scores, ()
 
 
-def _named_scores(code: Code, q: Tensor, k: Tensor, heads: int) -> Scores:
+def _named_scores(code: OpEmitter, q: Tensor, k: Tensor, heads: int) -> Scores:
     """One `baddbmm` also adds the bias. Source: transformers 5.23 `BloomAttention.forward`."""
     steps = _product(code, *_factors(code, q, k), heads)
     return steps[-1], steps
 
 
-_SCORES: dict[EagerScores, Callable[[Code, Tensor, Tensor, int], Scores]] = {
+_SCORES: dict[EagerScores, Callable[[OpEmitter, Tensor, Tensor, int], Scores]] = {
     "scaled": _scaled_scores,
     "scaled_queries": _scores_of_scaled_queries,
     "named": _named_scores,
@@ -454,16 +467,16 @@ _SCORES: dict[EagerScores, Callable[[Code, Tensor, Tensor, int], Scores]] = {
 """The functions that a family names in `Attention.eager`."""
 
 
-def _softmax(code: Code, attention: Attention, scores: Tensor, size: int) -> Tensor:
+def _softmax(code: OpEmitter, attention: Attention, scores: Tensor, size: int) -> Tensor:
     """Probabilities, of `size` bytes each where the class widens the scores itself."""
-    stack = code.stack
-    widened = attention.wide_softmax or (stack.under_autocast and stack.device_kind != "cpu")
+    dtypes = code.dtypes
+    widened = attention.wide_softmax or (dtypes.under_autocast and dtypes.device_kind != "cpu")
     wide = code.cast(scores, 4) if widened else scores
     softmax = code.tape.op([wide], scores.elements, wide.size, saves_result=True, what="softmax")
     return code.cast(softmax, size, "probabilities") if attention.wide_softmax else softmax
 
 
-def _softmax_with_sinks(code: Code, attention: Attention, scores: Tensor) -> Tensor:
+def _softmax_with_sinks(code: OpEmitter, attention: Attention, scores: Tensor) -> Tensor:
     """One more column, in the dtype of the scores. Source: gpt-oss's `eager_attention_forward`."""
     tape, heads = code.tape, attention.num_attention_heads
     shape = plus(per_pair(heads), per_token(heads))
@@ -475,26 +488,26 @@ def _softmax_with_sinks(code: Code, attention: Attention, scores: Tensor) -> Ten
     return probabilities
 
 
-def _by_head(code: Code, x: Tensor) -> Tensor:
+def _by_head(code: OpEmitter, x: Tensor) -> Tensor:
     """Batched products read one head after the other."""
     return x if x.joined else code.copy(x)
 
 
 def _math_kernel(
-    code: Code, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+    code: OpEmitter, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> Attended:
     """Plain operators in fp32, whose names and casts live until the result is there.
 
     Source: torch 2.13 `_scaled_dot_product_attention_math`; it returns the probabilities too.
     """
-    tape, stack = code.tape, code.stack
+    tape, dtypes = code.tape, code.dtypes
     heads = attention.num_attention_heads
     broadcasts = attention.sdpa == "math"  # one key for all heads, repeated by the products
     if not broadcasts:
         k, v = _repeated(code, attention, k, v)
     named = k, v
-    if stack.under_autocast:
-        q, k, v = (code.cast(one, stack.compute_bytes) for one in (q, k, v))
+    if dtypes.under_autocast:
+        q, k, v = (code.cast(one, dtypes.compute_bytes) for one in (q, k, v))
     size = q.size
     wide = [code.cast(one, 4) for one in (q, k, v)]
     scaled_q = code.scale(wide[0])
@@ -522,8 +535,8 @@ def _math_kernel(
     elif mask is not None:
         scores = code.add(scores, tape.weight(shape, 4))
     softmax = tape.op([scores], shape, 4, saves_result=True, what="softmax")
-    if attention.dropout and stack.training:
-        softmax = code.dropout(softmax, mask_bytes=4 if stack.device_kind == "cpu" else 1)
+    if attention.dropout and dtypes.training:
+        softmax = code.dropout(softmax, mask_bytes=4 if dtypes.device_kind == "cpu" else 1)
     returned = tape.op([softmax], shape, size, detached=True) if size != 4 else softmax
     if broadcasts:
         value = tape.op([value], per_token(attention.out_width), 4)

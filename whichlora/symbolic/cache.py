@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from whichlora.methods.base import NO_ADAPTERS
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.run import CacheFormat
 from whichlora.symbolic.autograd import (
@@ -22,12 +22,12 @@ from whichlora.symbolic.autograd import (
     per_token,
     scaled,
 )
-from whichlora.symbolic.operators import Code
+from whichlora.symbolic.operators import OpEmitter
 
 
-def store(code: Code, *states: Tensor, num_heads: int) -> None:
+def store(code: OpEmitter, *states: Tensor, num_heads: int) -> None:
     """Quantise keys and values of so many heads; what comes of it lives on in the cache."""
-    cache = code.stack.stores
+    cache = code.dtypes.stores
     if cache is None:
         return
     for one in states:
@@ -41,7 +41,7 @@ def store(code: Code, *states: Tensor, num_heads: int) -> None:
         code.tape.hold(laid_out)
 
 
-def _to_fp8(code: Code, x: Tensor) -> None:
+def _to_fp8(code: OpEmitter, x: Tensor) -> None:
     tape = code.tape
     size = tape.op([x], x.elements, x.size)  # the amplitude
     tape.hold(size)
@@ -55,7 +55,7 @@ def _groups(x: Tensor, cache: CacheFormat) -> LinearForm:
     return per_token(ceil_div(x.elements.per_token, cache.group_size))
 
 
-def _to_quanto(code: Code, x: Tensor, cache: CacheFormat) -> None:
+def _to_quanto(code: OpEmitter, x: Tensor, cache: CacheFormat) -> None:
     tape, groups = code.tape, _groups(x, cache)
     low, high = (tape.op([x], groups, x.size) for _ in range(2))
     scale = tape.op([tape.op([low, high], groups, x.size)], groups, x.size)
@@ -69,19 +69,19 @@ def _to_quanto(code: Code, x: Tensor, cache: CacheFormat) -> None:
     _keep(tape, scale, shift)
 
 
-def _to_hqq(code: Code, x: Tensor, cache: CacheFormat) -> None:
+def _to_hqq(code: OpEmitter, x: Tensor, cache: CacheFormat) -> None:
     """Twice through the loop that fits the zeros: the second time holds the results of the first.
 
     On a CPU in fp32, on a GPU in fp16.
     """
-    tape, stack, groups = code.tape, code.stack, _groups(x, cache)
+    tape, dtypes, groups = code.tape, code.dtypes, _groups(x, cache)
     wide = code.cast(x, 4)
     indices = scaled(groups, 8)
     low, high = (tape.op([wide], groups, 4, inner=indices) for _ in range(2))
     spread = tape.op([low, high], groups, 4)
     scale = tape.op([spread], groups, 4, inner=scaled(groups, 4))
     zero = tape.op([low, scale], groups, 4, inner=scaled(groups, 4))
-    size = 4 if stack.device_kind == "cpu" else 2
+    size = 4 if dtypes.device_kind == "cpu" else 2
     fitted, its_scale, its_zero = code.cast(wide, size), code.cast(scale, size), zero
     before: list[Tensor] = []
     for _ in range(2):
@@ -106,7 +106,7 @@ def _to_hqq(code: Code, x: Tensor, cache: CacheFormat) -> None:
     _keep(tape, *(tape.op([one], groups, x.size) for one in (its_scale, its_zero)))
 
 
-def _affine(code: Code, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+def _affine(code: OpEmitter, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     size = max(x.size, scale.size)
     product = code.tape.op([x, scale], x.elements, size)
     return code.tape.op([product, zero], x.elements, size)
@@ -127,7 +127,7 @@ def _keep(tape: Tape, *stored: Tensor) -> None:
 
 
 @lru_cache(maxsize=512)
-def quantising_points(width: int, element_bytes: int, stack: Stack) -> tuple[LinearForm, ...]:
+def quantising_points(width: int, element_bytes: int, dtypes: Dtypes) -> tuple[LinearForm, ...]:
     """Points of quantising one tensor of keys or values that lies as it should, per token.
 
     Args:
@@ -136,7 +136,7 @@ def quantising_points(width: int, element_bytes: int, stack: Stack) -> tuple[Lin
     Kind: exact.
     """
     tape = Tape()
-    code = Code(tape, stack, (), NO_ADAPTERS)
+    code = OpEmitter(tape, dtypes, (), NO_ADAPTERS)
     store(code, tape.weight(per_token(width), element_bytes), num_heads=1)
     tape.hold(tape.op([], constant(0), 1))
     points, _ = tape.forward(saving=False)

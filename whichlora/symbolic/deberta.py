@@ -17,14 +17,14 @@ from whichlora.symbolic.autograd import (
     per_span_squared,
     per_token,
 )
-from whichlora.symbolic.operators import Code, Rows
+from whichlora.symbolic.operators import OpEmitter, Rows
 
 _INDEX = 8  # torch indexes with int64
 
 
-def attend_disentangled(code: Code, attention: Attention, x: Tensor) -> Tensor:
+def attend_disentangled(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     """Projections, three kinds of scores, their softmax, and the output projection."""
-    tape, stack = code.tape, code.stack
+    tape, dtypes = code.tape, code.dtypes
     heads = attention.num_attention_heads
     query, key, value, out_linear = attention.linears
     q, k, v = (code.copy(code.linear(one, x)) for one in (query, key, value))
@@ -36,11 +36,11 @@ def attend_disentangled(code: Code, attention: Attention, x: Tensor) -> Tensor:
     boolean = tape.op([], per_pair(1), 1)
     negated = tape.op([boolean], per_pair(1), 1, what="mask, negated")
     masked = tape.op([scores, negated], scores.elements, scores.size, saves=[negated])
-    widened = stack.under_autocast and stack.device_kind != "cpu"
+    widened = dtypes.under_autocast and dtypes.device_kind != "cpu"
     wide = code.cast(masked, 4) if widened else masked
     probabilities = tape.op([wide], wide.elements, wide.size, saves_result=True, what="softmax")
-    if attention.dropout and stack.training:
-        mask_bytes = probabilities.size if stack.device_kind == "cpu" else 1
+    if attention.dropout and dtypes.training:
+        mask_bytes = probabilities.size if dtypes.device_kind == "cpu" else 1
         probabilities = code.dropout(probabilities, mask_bytes=mask_bytes)
     context = _product(code, probabilities, v, per_token(heads * attention.v_head_dim))
     joined = code.copy(context)
@@ -51,29 +51,29 @@ def attend_disentangled(code: Code, attention: Attention, x: Tensor) -> Tensor:
 
 
 def _product(
-    code: Code, x: Tensor, y: Tensor, elements: LinearForm, what: str = "scores"
+    code: OpEmitter, x: Tensor, y: Tensor, elements: LinearForm, what: str = "scores"
 ) -> Tensor:
     """Autocast casts both factors of each product anew."""
-    if code.stack.under_autocast:
-        size = code.stack.compute_bytes
+    if code.dtypes.under_autocast:
+        size = code.dtypes.compute_bytes
         x, y = code.cast(x, size), code.cast(y, size)
     saves = [one for one, other in ((y, x), (x, y)) if other.needs_grad]
     return code.tape.op([x, y], elements, x.size, saves=saves, what=what)
 
 
-def _table(code: Code, attention: Attention, x: Tensor) -> Tensor:
+def _table(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     """The embedded positions, which all layers read; dropped anew in each."""
-    tape, stack = code.tape, code.stack
+    tape, dtypes = code.tape, code.dtypes
     rows = constant(attention.relative_rows * attention.linears[0].in_features)
-    widened = stack.under_autocast and stack.device_kind != "cpu"  # out of a LayerNorm
-    table = tape.shared(rows, 4 if widened else x.size, needs_grad=stack.trains_base)
-    if attention.dropout and stack.training:
-        table = code.dropout(table, mask_bytes=table.size if stack.device_kind == "cpu" else 1)
+    widened = dtypes.under_autocast and dtypes.device_kind != "cpu"  # out of a LayerNorm
+    table = tape.shared(rows, 4 if widened else x.size, needs_grad=dtypes.trains_base)
+    if attention.dropout and dtypes.training:
+        table = code.dropout(table, mask_bytes=table.size if dtypes.device_kind == "cpu" else 1)
     return table
 
 
 def _relative_scores(
-    code: Code, attention: Attention, q: Tensor, k: Tensor, table: Tensor
+    code: OpEmitter, attention: Attention, q: Tensor, k: Tensor, table: Tensor
 ) -> Tensor:
     """Queries with the positions of keys, and keys with those of queries."""
     tape = code.tape

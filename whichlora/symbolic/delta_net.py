@@ -20,13 +20,13 @@ from whichlora.symbolic.autograd import (
     total,
 )
 from whichlora.symbolic.mamba2 import mix_by_states
-from whichlora.symbolic.operators import Code
+from whichlora.symbolic.operators import OpEmitter
 
 
-def mix_recurrently(code: Code, attention: Attention, x: Tensor) -> Tensor:
+def mix_recurrently(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     """The block in the place of an attention."""
     given = x
-    if code.stack.padded:  # padding tokens are set to nothing
+    if code.dtypes.padded:  # padding tokens are set to nothing
         x = code.tape.op([x], x.elements, x.size)
     result = _BLOCKS[attention.kind](code, attention, x)
     if attention.kind == "mamba2":
@@ -34,7 +34,7 @@ def mix_recurrently(code: Code, attention: Attention, x: Tensor) -> Tensor:
     return result
 
 
-def _short_convolution(code: Code, attention: Attention, x: Tensor) -> Tensor:
+def _short_convolution(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     tape = code.tape
     in_linear, out_linear = attention.linears
     hidden = attention.head_dim
@@ -52,7 +52,7 @@ def _short_convolution(code: Code, attention: Attention, x: Tensor) -> Tensor:
     return result
 
 
-def _delta_net(code: Code, attention: Attention, x: Tensor) -> Tensor:
+def _delta_net(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     tape = code.tape
     *in_linears, out_linear = attention.linears
     v_width, heads = attention.out_width, attention.num_attention_heads
@@ -96,7 +96,7 @@ def _widths(*counts: int) -> tuple[LinearForm, ...]:
     return tuple(per_token(count) for count in counts)
 
 
-def _gated_norm(code: Code, attention: Attention, x: Tensor, gate: Tensor) -> Tensor:
+def _gated_norm(code: OpEmitter, attention: Attention, x: Tensor, gate: Tensor) -> Tensor:
     """RMSNorm over each head, scaled in the stream's dtype, times an activated gate in fp32."""
     normed = code.norm(attention.norms[0], x)
     wide = code.cast(gate, 4, "gate, fp32")
@@ -106,7 +106,7 @@ def _gated_norm(code: Code, attention: Attention, x: Tensor, gate: Tensor) -> Te
     return code.cast(product, x.size)
 
 
-def _normalised(code: Code, x: Tensor, rows: LinearForm) -> Tensor:
+def _normalised(code: OpEmitter, x: Tensor, rows: LinearForm) -> Tensor:
     """Each head's vector over its length."""
     tape = code.tape
     squares = tape.op([x], x.elements, 4, saves=[x], inner_backward=x.form)
@@ -116,7 +116,7 @@ def _normalised(code: Code, x: Tensor, rows: LinearForm) -> Tensor:
 
 
 def _chunked_rule(
-    code: Code,
+    code: OpEmitter,
     attention: Attention,
     qkv: tuple[Tensor, Tensor, Tensor],
     beta: Tensor,
@@ -172,14 +172,16 @@ def _in_chunks(x: Tensor) -> LinearForm:
     return per_chunk(CHUNK * x.elements.per_token)
 
 
-def _exponent(code: Code, x: Tensor, rows: LinearForm) -> Tensor:
+def _exponent(code: OpEmitter, x: Tensor, rows: LinearForm) -> Tensor:
     return code.tape.op([x], rows, 4, saves_result=True)
 
 
-def _product(code: Code, one: Tensor, other: Tensor, pairwise: Tensor, *, apart: bool) -> Tensor:
+def _product(
+    code: OpEmitter, one: Tensor, other: Tensor, pairwise: Tensor, *, apart: bool
+) -> Tensor:
     """Each token of a chunk with each, weighted with their decay."""
-    if code.stack.under_autocast:
-        size = code.stack.compute_bytes
+    if code.dtypes.under_autocast:
+        size = code.dtypes.compute_bytes
         one, other = (code.cast(x, size, "delta rule: factor, cast") for x in (one, other))
     if apart:
         one, other = code.copy(one), code.copy(other)
@@ -188,7 +190,7 @@ def _product(code: Code, one: Tensor, other: Tensor, pairwise: Tensor, *, apart:
 
 
 def _scan(
-    code: Code,
+    code: OpEmitter,
     attention: Attention,
     values: Tensor,
     keys: Tensor,
@@ -205,8 +207,8 @@ def _scan(
     state = attention.recurrent_elements
     k_width, v_width = keys.elements, values.elements
     saves: list[Tensor] = []
-    if code.stack.under_autocast:  # every product casts its factors, chunk by chunk
-        size = code.stack.compute_bytes
+    if code.dtypes.under_autocast:  # every product casts its factors, chunk by chunk
+        size = code.dtypes.compute_bytes
         reads = scaled(plus(k_width, k_width), size)  # keys and queries
         writes = scaled(plus(k_width, v_width), size)  # keys and new values
         always = scaled(plus(v_width, inside.elements), size)
@@ -229,7 +231,7 @@ def _scan(
         keeps=[kept],
         # a state, what is left of it, what comes to it and their sum, which a cache has counted;
         # new values and what was read
-        inner=per_sequence(4 * ((3 + code.stack.training) * state + 2 * v_width.per_chunk)),
+        inner=per_sequence(4 * ((3 + code.dtypes.training) * state + 2 * v_width.per_chunk)),
         inner_backward=plus(plus(part, part), part),
         what="delta rule: states and factors of each chunk",
     )

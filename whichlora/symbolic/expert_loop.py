@@ -10,12 +10,14 @@ from dataclasses import replace
 from whichlora.spec.architecture import Linear, Moe
 from whichlora.symbolic.autograd import Tensor, constant, per_token
 from whichlora.symbolic.mlp import activate
-from whichlora.symbolic.operators import Code, Rows
+from whichlora.symbolic.operators import OpEmitter, Rows
 
 _INDEX = 8  # torch indexes with int64
 
 
-def run_each_expert(code: Code, moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def run_each_expert(
+    code: OpEmitter, moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor
+) -> Tensor:
     """One expert after the other, added to the rows of its tokens in place."""
     tape, hidden = code.tape, moe.router.in_features
     result = tape.op([], per_token(hidden), x.size)
@@ -35,7 +37,7 @@ def run_each_expert(code: Code, moe: Moe, x: Tensor, weights: Tensor, chosen: Te
     return result
 
 
-def _run(part: Code, moe: Moe, x: Tensor) -> Tensor:
+def _run(part: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
     tape, expert = part.tape, moe.expert
     *into, down = (replace(linear, count=1, active=1) for linear in expert.linears)
     if len(into) == 2:
@@ -50,13 +52,15 @@ def _run(part: Code, moe: Moe, x: Tensor) -> Tensor:
     return _product(part, down, inner)
 
 
-def _product(part: Code, linear: Linear, x: Tensor) -> Tensor:
+def _product(part: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     """A module, or a part of a bare parameter, which autocast casts for each product."""
     if linear.is_module:
         return part.linear(linear, x)
-    tape, stack = part.tape, part.stack
-    weight = tape.weight(constant(linear.num_weights), stack.base_bytes, trained=stack.trains_base)
-    if stack.under_autocast:
-        x, weight = part.cast(x, stack.compute_bytes), part.cast(weight, stack.compute_bytes)
+    tape, dtypes = part.tape, part.dtypes
+    weight = tape.weight(
+        constant(linear.num_weights), dtypes.base_bytes, trained=dtypes.trains_base
+    )
+    if dtypes.under_autocast:
+        x, weight = part.cast(x, dtypes.compute_bytes), part.cast(weight, dtypes.compute_bytes)
     saves = [one for one, other in ((weight, x), (x, weight)) if other.needs_grad]
     return tape.op([x, weight], part.rows.of(linear.out_features), x.size, saves=saves)

@@ -10,12 +10,12 @@ from whichlora.spec.architecture import Linear, Moe, Norm
 from whichlora.symbolic.autograd import Tensor, constant, per_token, scaled
 from whichlora.symbolic.expert_loop import run_each_expert
 from whichlora.symbolic.mlp import activate, feed_forward
-from whichlora.symbolic.operators import Code
+from whichlora.symbolic.operators import OpEmitter
 
 _INDEX = 8  # torch indexes with int64
 
 
-def mix_experts(code: Code, moe: Moe, x: Tensor) -> Tensor:
+def mix_experts(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
     """The block in the place of a feed-forward."""
     tape = code.tape
     shared = feed_forward(code, moe.shared, x) if moe.shared and moe.shared_first else None
@@ -35,22 +35,22 @@ def mix_experts(code: Code, moe: Moe, x: Tensor) -> Tensor:
     return result
 
 
-def _weight(code: Code, linear: Linear) -> Tensor:
+def _weight(code: OpEmitter, linear: Linear) -> Tensor:
     """A bare parameter, its adapter folded in if it has one."""
     if code.method.folded is not None and code.adapts(linear):
         return code.method.folded(code, linear)
-    trained = code.stack.trains_base
-    return code.tape.weight(constant(linear.num_weights), code.stack.base_bytes, trained=trained)
+    trained = code.dtypes.trains_base
+    return code.tape.weight(constant(linear.num_weights), code.dtypes.base_bytes, trained=trained)
 
 
-def _multiplied(code: Code, x: Tensor, weight: Tensor, elements: int, what: str) -> Tensor:
+def _multiplied(code: OpEmitter, x: Tensor, weight: Tensor, elements: int, what: str) -> Tensor:
     saves = [weight] if x.needs_grad else []
     if weight.needs_grad:
         saves.append(x)
     return code.tape.op([x, weight], per_token(elements), x.size, saves=saves, what=what)
 
 
-def _logits(code: Code, moe: Moe, x: Tensor) -> Tensor:
+def _logits(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
     router, in_fp32 = moe.router, moe.routing in ("softmax_fp32", "softmax_exact", "sigmoid")
     if in_fp32:
         x = code.cast(x, 4)
@@ -59,13 +59,13 @@ def _logits(code: Code, moe: Moe, x: Tensor) -> Tensor:
     weight = _weight(code, router)
     if in_fp32:
         weight = code.cast(weight, 4, "router: fp32 weight")
-    if code.stack.under_autocast and moe.routing != "softmax_exact":
-        size = code.stack.compute_bytes
+    if code.dtypes.under_autocast and moe.routing != "softmax_exact":
+        size = code.dtypes.compute_bytes
         x, weight = code.cast(x, size), code.cast(weight, size, "router: weight, cast")
     return _multiplied(code, x, weight, router.out_features, "router: logits")
 
 
-def route(code: Code, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def route(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Weights and numbers of the chosen experts, and the logits, which the caller's name holds."""
     tape, given = code.tape, x
     if moe.routing == "scaled":
@@ -80,7 +80,7 @@ def route(code: Code, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return code.cast(weights, x.size), chosen, wide
     scores = logits
     if moe.routing == "sparse_mixer":  # one softmax for each of the two experts
-        size = 4 if code.stack.under_autocast else logits.size
+        size = 4 if code.dtypes.under_autocast else logits.size
         scores = tape.op([logits], every, size, saves_result=True, what="router: probabilities")
         again = tape.op([logits], every, size, saves_result=True, what="router: probabilities")
         weights = tape.op([scores, again], few, size, keeps=[scaled(few, _INDEX + size)])
@@ -91,11 +91,11 @@ def route(code: Code, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         [code.cast(logits, size)], every, size, saves_result=True, what="router: probabilities"
     )
     top = tape.op([scores], few, size, saves=[chosen])
-    if moe.routing == "sigmoid_narrow" and code.stack.under_autocast:
+    if moe.routing == "sigmoid_narrow" and code.dtypes.under_autocast:
         size = 4  # divided by their sum, which autocast widens
     weights = tape.op([top], few, size, keeps=[scaled(few, 4)], what="router: weights")
     if moe.routing == "scaled":
-        scale = code.stack.base_bytes
+        scale = code.dtypes.base_bytes
         own = tape.op([chosen], few, scale, what="router: scales of the chosen")
         return code.multiply(weights, own), chosen, scores
     if moe.routing == "softmax":
@@ -105,17 +105,17 @@ def route(code: Code, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return weights, chosen, logits
 
 
-def _scaled(code: Code, moe: Moe, x: Tensor) -> Tensor:
+def _scaled(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
     """Normalised, times a weight for each element and a number. Source: `Gemma4TextRouter`."""
-    width, stack = moe.router.in_features, code.stack
+    width, dtypes = moe.router.in_features, code.dtypes
     norm = Norm(name="router: norm", kind="rms_power", width=width, weight=False)
-    scale = code.tape.weight(constant(width), stack.base_bytes, trained=stack.trains_base)
+    scale = code.tape.weight(constant(width), dtypes.base_bytes, trained=dtypes.trains_base)
     return code.scale(code.multiply_rows(code.norm(norm, x), scale))
 
 
-def run_experts(code: Code, moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def run_experts(code: OpEmitter, moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Rows sorted by expert, two grouped products, and back. Source: as named above."""
-    tape, stack, few = code.tape, code.stack, moe.experts_per_token
+    tape, dtypes, few = code.tape, code.dtypes, moe.experts_per_token
     rows = per_token(few)
     hidden = moe.router.in_features
     sorted_numbers = tape.op([chosen], rows, _INDEX)
@@ -129,7 +129,7 @@ def run_experts(code: Code, moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor
     up_linear, down_linear = moe.expert.linears
     up_bias = _biases(code, up_linear)
     up_weight = _weight(code, up_linear)
-    narrow = code.cast(selected, stack.base_bytes, "experts: gathered inputs")
+    narrow = code.cast(selected, dtypes.base_bytes, "experts: gathered inputs")
     joint = _multiplied(code, narrow, up_weight, few * 2 * moe.expert.width, "experts: gate and up")
     inner = _gated(code, moe, joint)
     tape.hold(joint)
@@ -142,20 +142,20 @@ def run_experts(code: Code, moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor
     weighted = code.multiply_rows(out, picked)
     places = tape.op([order], rows, _INDEX)
     back = tape.op([weighted], weighted.elements, weighted.size, saves=[places])
-    summed = tape.op([back], per_token(hidden), 4 if stack.under_autocast else back.size)
+    summed = tape.op([back], per_token(hidden), 4 if dtypes.under_autocast else back.size)
     result = code.cast(summed, x.size)
     tape.hold(x, selected, picked, sorted_numbers, order, out, places, back, summed)
     tape.hold(up_weight, down_weight, down_bias)  # PEFT's until the experts return
     return result
 
 
-def _biases(code: Code, linear: Linear) -> Tensor:
+def _biases(code: OpEmitter, linear: Linear) -> Tensor:
     """The bias of each row's expert, if there is one; added in place."""
     width = linear.active * linear.out_features if linear.bias else 0
-    return code.tape.op([], per_token(width), code.stack.base_bytes)
+    return code.tape.op([], per_token(width), code.dtypes.base_bytes)
 
 
-def _gated(code: Code, moe: Moe, joint: Tensor) -> Tensor:
+def _gated(code: OpEmitter, moe: Moe, joint: Tensor) -> Tensor:
     tape = code.tape
     half = per_token(moe.experts_per_token * moe.expert.width)
     if not moe.clamped:

@@ -11,20 +11,20 @@ from functools import lru_cache
 
 from whichlora.methods.base import NO_ADAPTERS, Method
 from whichlora.spec.architecture import Attention, Layer, LayerInput, Linear, ModelSpec, Norm
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.symbolic.autograd import Kept, LinearForm, Tape, Tensor, constant, maximal, per_token
 from whichlora.symbolic.experts import route, run_experts
 from whichlora.symbolic.mlp import activate, feed_forward
-from whichlora.symbolic.operators import Code
+from whichlora.symbolic.operators import OpEmitter
 
 INPUTS_PROJECTION = "per_layer_model_projection"
 
 
 def one_after_the_other(
-    code: Code,
+    code: OpEmitter,
     attention: Attention,
     x: Tensor,
-    rotate: Callable[[Code, Tensor, Attention, str], Tensor],
+    rotate: Callable[[OpEmitter, Tensor, Attention, str], Tensor],
     *,
     copies_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +46,9 @@ def one_after_the_other(
     q = rotated(code.linear(linears.pop(0), x), "query")
     if attention.projection == "borrowed":
         borrowed = tape.shared(
-            per_token(attention.k_width + attention.v_width), q.size, needs_grad=code.stack.training
+            per_token(attention.k_width + attention.v_width),
+            q.size,
+            needs_grad=code.dtypes.training,
         )
         k, v = tape.parts(borrowed, (per_token(attention.k_width), per_token(attention.v_width)))
         return q, k, v
@@ -55,12 +57,12 @@ def one_after_the_other(
     k = rotated(k, "key")
     normed = code.norm(norms.pop(0), tape.view(v, copies_gradient=copies_gradient))
     tape.hold(v)
-    if attention.keeps_keys and code.stack.training:
+    if attention.keeps_keys and code.dtypes.training:
         tape.lend(k, normed)
     return q, k, normed
 
 
-def feed_both_ways(code: Code, layer: Layer, x: Tensor, y: Tensor) -> Tensor:
+def feed_both_ways(code: OpEmitter, layer: Layer, x: Tensor, y: Tensor) -> Tensor:
     """An MLP of the normalised `y`, and experts of `x` with norms of their own; their sum."""
     assert layer.mlp is not None
     assert layer.moe is not None
@@ -81,10 +83,10 @@ def feed_both_ways(code: Code, layer: Layer, x: Tensor, y: Tensor) -> Tensor:
     return result
 
 
-def add_layer_input(code: Code, layer_input: LayerInput, x: Tensor) -> Tensor:
+def add_layer_input(code: OpEmitter, layer_input: LayerInput, x: Tensor) -> Tensor:
     """This layer's part of the inputs of all, behind a gate. One gradient for all is gathered."""
     tape = code.tape
-    needs_grad = code.stack.trains_base or code.checkpointed or INPUTS_PROJECTION in code.targets
+    needs_grad = code.dtypes.trains_base or code.checkpointed or INPUTS_PROJECTION in code.targets
     inputs = tape.shared(
         per_token(layer_input.packed_width), code.stream_bytes, needs_grad=needs_grad
     )
@@ -101,15 +103,15 @@ def add_layer_input(code: Code, layer_input: LayerInput, x: Tensor) -> Tensor:
     return result
 
 
-def embed_layer_inputs(code: Code, projection: Linear, norm: Norm, x: Tensor) -> Tensor:
+def embed_layer_inputs(code: OpEmitter, projection: Linear, norm: Norm, x: Tensor) -> Tensor:
     """The inputs of all layers side by side: looked up, and projected from the embeddings `x`.
 
     Source: `Gemma4TextModel.get_per_layer_inputs`, `project_per_layer_inputs`.
     """
-    tape, stack = code.tape, code.stack
+    tape, dtypes = code.tape, code.dtypes
     packed = per_token(projection.out_features)
-    table = tape.weight(constant(0), stack.embedding_bytes, trained=stack.trains_base)
-    looked_up = tape.op([table], packed, stack.embedding_bytes, saves=[table])
+    table = tape.weight(constant(0), dtypes.embedding_bytes, trained=dtypes.trains_base)
+    looked_up = tape.op([table], packed, dtypes.embedding_bytes, saves=[table])
     scaled = code.scale(looked_up)
     projected = code.scale(code.linear(projection, x))
     y = code.norm(norm, projected)
@@ -141,15 +143,15 @@ def _points(
     projection: Linear,
     norm: Norm,
     targets: tuple[str, ...],
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     *,
     needs_grad: bool,
     accumulated: bool,
 ) -> LayerInputPoints:
     tape = Tape()
-    code = Code(tape, stack, targets, method, stream_bytes=stack.stream_bytes)
-    x = tape.input(per_token(projection.in_features), stack.stream_bytes, needs_grad=needs_grad)
+    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=dtypes.stream_bytes)
+    x = tape.input(per_token(projection.in_features), dtypes.stream_bytes, needs_grad=needs_grad)
     result = embed_layer_inputs(code, projection, norm, x)
     tape.hold(result)
     forward, _ = tape.forward(saving=result.needs_grad)
@@ -160,7 +162,7 @@ def _points(
 def layer_input_points(
     model: ModelSpec,
     targets: tuple[str, ...],
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method = NO_ADAPTERS,
     *,
     needs_grad: bool = False,
@@ -177,7 +179,7 @@ def layer_input_points(
         model.head_linears[0],
         model.layer_input_norm,
         targets,
-        stack,
+        dtypes,
         method,
         needs_grad=needs_grad,
         accumulated=accumulated,

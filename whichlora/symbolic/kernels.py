@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from whichlora.spec.architecture import Attention, Linear
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 
 MAX_FUSED_HEAD_DIM = 256  # beyond it CUDA has no fused kernel
@@ -21,30 +21,30 @@ def fused_qkv(attention: Attention) -> Linear | None:
     return next((one for one in attention.linears if one.out_features == width), None)
 
 
-def attention_kernel(attention: Attention, stack: Stack) -> Kernel:
+def attention_kernel(attention: Attention, dtypes: Dtypes) -> Kernel:
     """What computes the attention: `attn` is a wish, the class and the device decide.
 
     Source: torch 2.13 `sdp_utils.cpp` and `sdp_utils_cpp.cpp`; the classes of transformers 5.23.
     """
-    if stack.attn == "flash_attention_2":
+    if dtypes.attn == "flash_attention_2":
         return "fused"
-    if stack.attn == "eager" or attention.sdpa == "eager":
+    if dtypes.attn == "eager" or attention.sdpa == "eager":
         return "eager"
     if attention.sdpa == "math":
         return "math"
-    if stack.device_kind == "cpu":  # its flash kernel has no dropout
-        return "math" if attention.dropout and stack.training else "fused"
+    if dtypes.device_kind == "cpu":  # its flash kernel has no dropout
+        return "math" if attention.dropout and dtypes.training else "fused"
     return "math" if attention.head_dim > MAX_FUSED_HEAD_DIM else "fused"
 
 
-def is_masked(attention: Attention, stack: Stack, span: Count) -> Count:
+def is_masked(attention: Attention, dtypes: Dtypes, span: Count) -> Count:
     """1 where SDPA gets a mask tensor, else 0: padding, or a window that the tokens fill.
 
     Source: transformers 5.23 `_ignore_causal_mask_sdpa`.
 
     Kind: exact.
     """
-    if stack.padded or attention.always_masked:
+    if dtypes.padded or attention.always_masked:
         return 1 + 0 * span
     if attention.sliding_window is None:
         return 0 * span

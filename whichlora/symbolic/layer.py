@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import Layer, Norm
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.symbolic.attention import attend
 from whichlora.symbolic.autograd import (
     NOTHING,
@@ -24,10 +24,10 @@ from whichlora.symbolic.experts import mix_experts
 from whichlora.symbolic.gemma4 import add_layer_input, feed_both_ways
 from whichlora.symbolic.kernels import attention_kernel
 from whichlora.symbolic.mlp import feed_forward
-from whichlora.symbolic.operators import Code
+from whichlora.symbolic.operators import OpEmitter
 
 
-def feed(code: Code, layer: Layer, y: Tensor, x: Tensor) -> Tensor:
+def feed(code: OpEmitter, layer: Layer, y: Tensor, x: Tensor) -> Tensor:
     """What stands between the second norm, which returns `y` for `x`, and the second sum."""
     if layer.moe is None:
         assert layer.mlp is not None
@@ -37,7 +37,7 @@ def feed(code: Code, layer: Layer, y: Tensor, x: Tensor) -> Tensor:
     return feed_both_ways(code, layer, x, y)
 
 
-def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
+def run_layer(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor:
     """The layer's forward, in one of the three orders of norms and sums that the classes have."""
     if layer.parallel:
         return _run_parallel(code, layer, x)
@@ -46,31 +46,33 @@ def run_layer(code: Code, layer: Layer, x: Tensor) -> Tensor:
     return _run_pre_norm(code, layer, x)
 
 
-def _dropped(code: Code, layer: Layer, y: Tensor, *, of_mlp: bool = False) -> Tensor:
-    if not layer.dropouts or not code.stack.training or (of_mlp and not layer.drops_mlp):
+def _dropped(code: OpEmitter, layer: Layer, y: Tensor, *, of_mlp: bool = False) -> Tensor:
+    if not layer.dropouts or not code.dtypes.training or (of_mlp and not layer.drops_mlp):
         return y
     # CUDA's fused dropout keeps a boolean mask, a CPU's product one as wide as what it reads:
     # torch 2.13 `native_dropout`, `dropout_impl`
-    return code.dropout(y, mask_bytes=y.size if code.stack.device_kind == "cpu" else 1)
+    return code.dropout(y, mask_bytes=y.size if code.dtypes.device_kind == "cpu" else 1)
 
 
-def _memory(code: Code, layer: Layer, x: Tensor) -> Tensor | None:
+def _memory(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor | None:
     """The encoder's output, which the cross attention of every decoder layer reads."""
-    stack = code.stack
+    dtypes = code.dtypes
     if len(layer.attentions) < 2:
         return None
-    widened = layer.norms[0].kind == "layer" and stack.under_autocast and stack.device_kind != "cpu"
-    size = 4 if widened else stack.stream_bytes
-    return code.tape.shared(x.elements, size, needs_grad=stack.training)
+    widened = (
+        layer.norms[0].kind == "layer" and dtypes.under_autocast and dtypes.device_kind != "cpu"
+    )
+    size = 4 if widened else dtypes.stream_bytes
+    return code.tape.shared(x.elements, size, needs_grad=dtypes.training)
 
 
-def _attend_self(code: Code, layer: Layer, x: Tensor, memory: Tensor | None) -> Tensor:
+def _attend_self(code: OpEmitter, layer: Layer, x: Tensor, memory: Tensor | None) -> Tensor:
     # an encoder's tokens alone have a padding mask
     by_itself = replace(code, masked=False) if memory is not None else code
     return attend(by_itself, layer.attentions[0], x)
 
 
-def _run_parallel(code: Code, layer: Layer, x: Tensor) -> Tensor:
+def _run_parallel(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor:
     """Source: transformers 5.23 `GPTNeoXLayer.forward`, `FalconDecoderLayer.forward`."""
     norms = layer.norms
     first = code.norm(norms[0], x)
@@ -82,7 +84,7 @@ def _run_parallel(code: Code, layer: Layer, x: Tensor) -> Tensor:
     return result
 
 
-def _run_post_norm(code: Code, layer: Layer, x: Tensor) -> Tensor:
+def _run_post_norm(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor:
     """Source: transformers 5.23 `BertLayer.forward`, `BartDecoderLayer.forward`."""
     norms, memory = layer.norms, _memory(code, layer, x)
     mixed = _dropped(code, layer, _attend_self(code, layer, x, memory))
@@ -98,7 +100,7 @@ def _run_post_norm(code: Code, layer: Layer, x: Tensor) -> Tensor:
     return code.norm(norms[-1], code.add(fed, middle))
 
 
-def _run_pre_norm(code: Code, layer: Layer, x: Tensor) -> Tensor:
+def _run_pre_norm(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor:
     """Source: transformers 5.23 `LlamaDecoderLayer.forward`, `T5Block.forward`."""
     norms, memory = list(layer.norms), _memory(code, layer, x)
     read_norms = len(norms) - 1 - _is_sandwich(layer)
@@ -130,7 +132,7 @@ def _is_sandwich(layer: Layer) -> bool:
 
 
 def _add_to_stream(
-    code: Code, layer: Layer, x: Tensor, y: Tensor, mixed: Tensor, norms: list[Norm]
+    code: OpEmitter, layer: Layer, x: Tensor, y: Tensor, mixed: Tensor, norms: list[Norm]
 ) -> Tensor:
     """`x` and `y`, which dropout made of `mixed`; a sandwich takes the next of `norms` first."""
     # T5 gives what dropout returns no name of its own, so that both live
@@ -145,18 +147,18 @@ def _add_to_stream(
     return result
 
 
-def returned_probabilities(layer: Layer, stack: Stack) -> LinearForm:
+def returned_probabilities(layer: Layer, dtypes: Dtypes) -> LinearForm:
     """Attention probabilities of the block before, in the hands of the model's loop. Kind: exact.
 
     Source: transformers 5.23 `GPTJModel.forward`: `outputs = block(...)`.
     """
     attention = layer.attentions[0]
-    if not layer.returns_probabilities or attention_kernel(attention, stack) != "eager":
+    if not layer.returns_probabilities or attention_kernel(attention, dtypes) != "eager":
         return NOTHING
-    return per_pair(attention.num_attention_heads * stack.linear_out_bytes)
+    return per_pair(attention.num_attention_heads * dtypes.linear_out_bytes)
 
 
-def stream_bytes(layer: Layer, stack: Stack, *, after_norm: bool) -> int:
+def stream_bytes(layer: Layer, dtypes: Dtypes, *, after_norm: bool) -> int:
     """One element of the layer's input: CUDA's autocast returns fp32 from a LayerNorm.
 
     Args:
@@ -165,9 +167,9 @@ def stream_bytes(layer: Layer, stack: Stack, *, after_norm: bool) -> int:
     Kind: exact. Source: torch 2.13 `autocast_mode.h`: `layer_norm` is in its fp32 list.
     """
     ends_in_norm = layer.post_norm and bool(layer.norms) and layer.norms[-1].kind == "layer"
-    if (ends_in_norm or after_norm) and stack.under_autocast and stack.device_kind != "cpu":
+    if (ends_in_norm or after_norm) and dtypes.under_autocast and dtypes.device_kind != "cpu":
         return 4
-    return stack.stream_bytes
+    return dtypes.stream_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ def layer_points(
     layer: Layer,
     hidden_size: int,
     targets: tuple[str, ...],
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     *,
     masked: bool,
@@ -218,7 +220,7 @@ def layer_points(
     tapes = []
     for needs_grad in (True, False):
         tape = Tape()
-        code = Code(tape, stack, targets, method, masked, stream, checkpointed, ragged=ragged)
+        code = OpEmitter(tape, dtypes, targets, method, masked, stream, checkpointed, ragged=ragged)
         x = tape.input(per_token(hidden_size), stream, needs_grad=needs_grad)
         tape.hold(run_layer(code, layer, x))
         tapes.append(tape)
@@ -243,7 +245,7 @@ def working_points(
     layer: Layer,
     hidden_size: int,
     targets: tuple[str, ...],
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     *,
     masked: bool,
@@ -256,7 +258,7 @@ def working_points(
         targets: names of the matrices with an adapter; none of a merged model.
     """
     tape = Tape(no_grad=True)
-    code = Code(tape, stack, targets, method, masked, stream, ragged=ragged)
+    code = OpEmitter(tape, dtypes, targets, method, masked, stream, ragged=ragged)
     x = tape.input(per_token(hidden_size), stream, needs_grad=False)
     tape.hold(run_layer(code, layer, x))
     points, _ = tape.forward(saving=False)

@@ -18,12 +18,12 @@ from whichlora.symbolic.autograd import (
     plus,
     scaled,
 )
-from whichlora.symbolic.operators import Code
+from whichlora.symbolic.operators import OpEmitter
 
 
-def mix_by_states(code: Code, attention: Attention, x: Tensor) -> Tensor:
+def mix_by_states(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     """Projection, convolution, scan, gated norm, projection."""
-    tape, stack = code.tape, code.stack
+    tape, dtypes = code.tape, code.dtypes
     in_linear, out_linear = attention.linears
     inner, heads = attention.out_width, attention.num_attention_heads
     shared = attention.k_width
@@ -39,7 +39,7 @@ def mix_by_states(code: Code, attention: Attention, x: Tensor) -> Tensor:
     active = tape.op([convolved], per_token(mixed), convolved.size, saves=[convolved])
     tape.hold(convolved)
     active = code.cast(active, taken.size)
-    if stack.padded:
+    if dtypes.padded:
         active = tape.op([active], active.elements, active.size)
     values, keys, queries = tape.parts(
         active, (per_token(inner), per_token(shared), per_token(shared))
@@ -54,7 +54,7 @@ def mix_by_states(code: Code, attention: Attention, x: Tensor) -> Tensor:
     return result
 
 
-def _gated_norm(code: Code, attention: Attention, x: Tensor, gate: Tensor) -> Tensor:
+def _gated_norm(code: OpEmitter, attention: Attention, x: Tensor, gate: Tensor) -> Tensor:
     """RMSNorm of what the activated gate has let through, all in fp32."""
     tape = code.tape
     wide = code.cast(gate, 4, "gate, fp32")
@@ -67,15 +67,20 @@ def _gated_norm(code: Code, attention: Attention, x: Tensor, gate: Tensor) -> Te
 
 
 def _scan(
-    code: Code, attention: Attention, values: Tensor, step: Tensor, keys: Tensor, queries: Tensor
+    code: OpEmitter,
+    attention: Attention,
+    values: Tensor,
+    step: Tensor,
+    keys: Tensor,
+    queries: Tensor,
 ) -> Tensor:
     """Every token reads those before it in its chunk, and the state that the chunk begins with.
 
     States of chunks are few enough that the decays between them are left out.
     """
-    tape, stack = code.tape, code.stack
+    tape, dtypes = code.tape, code.dtypes
     heads, inner = attention.num_attention_heads, attention.out_width
-    trained = stack.trains_base
+    trained = dtypes.trains_base
     few, read = per_token(heads), per_token(heads * attention.head_dim)
     chunk = attention.chunk_size
 
@@ -120,25 +125,25 @@ def _scan(
     return result
 
 
-def _step_sizes(code: Code, step: Tensor, few: LinearForm) -> Tensor:
+def _step_sizes(code: OpEmitter, step: Tensor, few: LinearForm) -> Tensor:
     """`softplus(dt + dt_bias)`, which is also clamped."""
-    tape, stack = code.tape, code.stack
+    tape, dtypes = code.tape, code.dtypes
     shifted = tape.op([step], few, step.size)
-    if stack.under_autocast and stack.device_kind != "cpu":
+    if dtypes.under_autocast and dtypes.device_kind != "cpu":
         shifted = code.cast(shifted, 4)
     soft = tape.op([shifted], few, shifted.size, saves=[shifted])
     return tape.op([soft], few, soft.size, saves=[soft])
 
 
-def _first_states(code: Code, states: Tensor, each: int, chunk: int) -> tuple[Tensor, Tensor]:
+def _first_states(code: OpEmitter, states: Tensor, each: int, chunk: int) -> tuple[Tensor, Tensor]:
     """The state before the first chunk, and that which every chunk begins with.
 
     Args:
         each: elements of the state of one sequence.
     """
-    tape, stack = code.tape, code.stack
+    tape, dtypes = code.tape, code.dtypes
     # without gradients, the cache has counted the state that it is only given at the end
-    first = tape.op([], per_sequence(each if stack.training else 0), states.size)
+    first = tape.op([], per_sequence(each if dtypes.training else 0), states.size)
     with_first = plus(per_chunk(each, chunk), per_sequence(each))
     joined = tape.op([first, states], with_first, states.size)
     laid_out = code.copy(joined)
@@ -148,7 +153,7 @@ def _first_states(code: Code, states: Tensor, each: int, chunk: int) -> tuple[Te
     return first, begun
 
 
-def _decays_of_pairs(code: Code, x: Tensor, square: LinearForm, chunk: int) -> Tensor:
+def _decays_of_pairs(code: OpEmitter, x: Tensor, square: LinearForm, chunk: int) -> Tensor:
     """From each token of a chunk to each, the later ones masked. Source: `segment_sum`."""
     tape = code.tape
     mask = constant(chunk * chunk)
@@ -160,7 +165,7 @@ def _decays_of_pairs(code: Code, x: Tensor, square: LinearForm, chunk: int) -> T
 
 
 def _contract(
-    code: Code,
+    code: OpEmitter,
     one: Tensor,
     other: Tensor,
     elements: LinearForm,
@@ -174,11 +179,11 @@ def _contract(
         lays_out: which of them is copied into the layout of the product.
         turns: the result is looked at in another layout, which its gradient comes back in.
     """
-    tape, stack = code.tape, code.stack
+    tape, dtypes = code.tape, code.dtypes
     pair = [code.copy(x) if copied else x for x, copied in zip((one, other), lays_out, strict=True)]
     narrow = pair
-    if stack.under_autocast:
-        narrow = [code.cast(x, stack.compute_bytes, "scan: factor, cast") for x in pair]
+    if dtypes.under_autocast:
+        narrow = [code.cast(x, dtypes.compute_bytes, "scan: factor, cast") for x in pair]
     left, right = narrow
     saves = [x for x, factor in ((right, left), (left, right)) if factor.needs_grad]
     result = tape.op(narrow, elements, left.size, saves=saves, what="scan: product")

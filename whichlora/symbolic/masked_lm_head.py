@@ -6,25 +6,25 @@ from functools import lru_cache
 
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import MaskedHead
-from whichlora.spec.dtypes import Stack
+from whichlora.spec.dtypes import Dtypes
 from whichlora.symbolic.autograd import Kept, Tape, Tensor, constant, per_token
 from whichlora.symbolic.mlp import activate
-from whichlora.symbolic.operators import Code
+from whichlora.symbolic.operators import OpEmitter
 
 
-def run_masked_head(code: Code, head: MaskedHead, x: Tensor, *, vocab_size: int) -> Tensor:
+def run_masked_head(code: OpEmitter, head: MaskedHead, x: Tensor, *, vocab_size: int) -> Tensor:
     """The transform of an encoder's last hidden states, and the projection to the words."""
-    tape, stack = code.tape, code.stack
+    tape, dtypes = code.tape, code.dtypes
     y = x
     if head.linear is not None:
         y = activate(code, head.activation, code.linear(head.linear, x))
     if head.norm is not None:
         y = code.norm(head.norm, y)
-    narrow = code.cast(y, stack.compute_bytes) if stack.under_autocast else y
+    narrow = code.cast(y, dtypes.compute_bytes) if dtypes.under_autocast else y
     words = tape.weight(
-        constant(vocab_size * head.width), stack.base_bytes, trained=stack.trains_base
+        constant(vocab_size * head.width), dtypes.base_bytes, trained=dtypes.trains_base
     )
-    saves = [narrow] if stack.trains_base else []
+    saves = [narrow] if dtypes.trains_base else []
     return tape.op([narrow, words], per_token(vocab_size), narrow.size, saves=saves)
 
 
@@ -34,14 +34,14 @@ def masked_head_kept(
     in_features: int,
     vocab_size: int,
     targets: tuple[str, ...],
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     *,
     stream: int,
 ) -> tuple[Kept, ...]:
     """What the head of an encoder keeps for backward. Kind: exact."""
     tape = Tape()
-    code = Code(tape, stack, targets, method, stream_bytes=stream)
+    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
     x = tape.input(per_token(in_features), stream, needs_grad=True)
     run_masked_head(code, head, x, vocab_size=vocab_size)
     return tape.kept()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from whichlora.spec.architecture import Attention
 from whichlora.symbolic.autograd import Tensor, per_token, plus, scaled
-from whichlora.symbolic.operators import Code
+from whichlora.symbolic.operators import OpEmitter
 
 
 def latent_projections(
-    code: Code, attention: Attention, x: Tensor, named: list[Tensor]
+    code: OpEmitter, attention: Attention, x: Tensor, named: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys as they are multiplied, values as part of what they are projected with.
 
@@ -51,7 +51,7 @@ def latent_projections(
     return query, key, value
 
 
-def _turn_interleaved(code: Code, x: Tensor) -> Tensor:
+def _turn_interleaved(code: OpEmitter, x: Tensor) -> Tensor:
     """Every second column against its neighbour: four products of half the width."""
     tape = code.tape
     half = per_token(x.elements.per_token // 2)
@@ -63,7 +63,7 @@ def _turn_interleaved(code: Code, x: Tensor) -> Tensor:
     return tape.op([one, two], x.elements, x.size)
 
 
-def _turn_complex(code: Code, x: Tensor) -> Tensor:
+def _turn_complex(code: OpEmitter, x: Tensor) -> Tensor:
     wide = code.cast(x, 4)
     copied = code.copy(wide)
     inner = plus(copied.form, copied.form)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from whichlora.spec.architecture import Mlp
 from whichlora.symbolic.autograd import Tensor, per_token, scaled
-from whichlora.symbolic.operators import Code
+from whichlora.symbolic.operators import OpEmitter
 
 
-def activate(code: Code, activation: str, x: Tensor) -> Tensor:
+def activate(code: OpEmitter, activation: str, x: Tensor) -> Tensor:
     result = _activated(code, activation, x)
     code.tape.hold(x)  # the argument of the activation's forward
     return result
 
 
-def _activated(code: Code, activation: str, x: Tensor) -> Tensor:
+def _activated(code: OpEmitter, activation: str, x: Tensor) -> Tensor:
     tape = code.tape
     if activation in ("relu",):
         return tape.op([x], x.elements, x.size, saves_result=True, what="activation: result")
@@ -27,9 +27,9 @@ def _activated(code: Code, activation: str, x: Tensor) -> Tensor:
         return code.multiply(half, tape.op([tanh], x.elements, x.size, passes=True))
     if activation == "gelu_new":
         # 0.5 * x * (1 + tanh(c * (x + 0.044715 * x³))), a tensor for each operator
-        stack = code.stack
+        dtypes = code.dtypes
         half = code.scale(x)
-        widened = stack.under_autocast and stack.device_kind != "cpu"
+        widened = dtypes.under_autocast and dtypes.device_kind != "cpu"
         base = code.cast(x, 4) if widened else x
         inner = scaled(base.elements, 2 * base.size)
         cubed = tape.op([base], base.elements, base.size, saves=[base], inner_backward=inner)
@@ -44,7 +44,7 @@ def _activated(code: Code, activation: str, x: Tensor) -> Tensor:
         return code.multiply(half, tape.op([erf], x.elements, x.size, passes=True))
     if activation == "relu2":
         rectified = tape.op([x], x.elements, x.size, saves_result=True, what="rectified")
-        widened = code.stack.under_autocast and code.stack.device_kind != "cpu"
+        widened = code.dtypes.under_autocast and code.dtypes.device_kind != "cpu"
         base = code.cast(rectified, 4) if widened else rectified
         inner = scaled(base.elements, 2 * base.size)
         squared = tape.op([base], base.elements, base.size, saves=[base], inner_backward=inner)
@@ -61,19 +61,19 @@ def _activated(code: Code, activation: str, x: Tensor) -> Tensor:
     return tape.op([x], x.elements, x.size, saves=[x], what="activation: result")
 
 
-def _xielu(code: Code, x: Tensor) -> Tensor:
+def _xielu(code: OpEmitter, x: Tensor) -> Tensor:
     """One formula above zero, another below. Source: `XIELUActivation._xielu_python`."""
-    tape, stack = code.tape, code.stack
-    widened = stack.under_autocast and stack.device_kind != "cpu"
+    tape, dtypes = code.tape, code.dtypes
+    widened = dtypes.under_autocast and dtypes.device_kind != "cpu"
     size = 4 if widened else x.size
     positive = tape.op([x], x.elements, 1, detached=True)
-    slope_reads = [x] if stack.trains_base else []
+    slope_reads = [x] if dtypes.trains_base else []
     sloped = tape.op([x], x.elements, size, saves=slope_reads, what="xielu: slope · x")
     above = code.add(code.multiply(sloped, x), code.scale(x))
     least = code.cast(tape.op([x], x.elements, x.size, saves=[x]), size)
     power = tape.op([least], x.elements, size, saves_result=True, what="xielu: exponential")
     less = tape.op([power, x], x.elements, size, passes=True)
-    bent = tape.op([less], x.elements, size, saves=[less] if stack.trains_base else [])
+    bent = tape.op([less], x.elements, size, saves=[less] if dtypes.trains_base else [])
     below = code.add(bent, code.scale(x))
     result = tape.op(
         [positive, above, below], x.elements, size, saves=[positive], what="xielu: sign"
@@ -82,8 +82,8 @@ def _xielu(code: Code, x: Tensor) -> Tensor:
     return result
 
 
-def feed_forward(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
-    tape, stack = code.tape, code.stack
+def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
+    tape, dtypes = code.tape, code.dtypes
     if mlp.gated and len(mlp.linears) > 2:
         gate_linear, up_linear, down_linear = mlp.linears[:3]
         active = activate(code, mlp.activation, code.linear(gate_linear, x))
@@ -100,8 +100,8 @@ def feed_forward(code: Code, mlp: Mlp, x: Tensor) -> Tensor:
     else:
         in_linear, down_linear = mlp.linears[:2]
         inner = activate(code, mlp.activation, code.linear(in_linear, x))
-    if mlp.dropout and stack.training:
-        inner = code.dropout(inner, mask_bytes=inner.size if stack.device_kind == "cpu" else 1)
+    if mlp.dropout and dtypes.training:
+        inner = code.dropout(inner, mask_bytes=inner.size if dtypes.device_kind == "cpu" else 1)
     result = code.linear(down_linear, inner)
     tape.hold(x, inner)
     return result

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import Linear, Norm
-from whichlora.spec.dtypes import BNB_BLOCK, Stack, is_quantised
+from whichlora.spec.dtypes import BNB_BLOCK, Dtypes, is_quantised
 from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.symbolic.autograd import (
     FUSED_ROWS,
@@ -67,7 +67,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
+class OpEmitter:
     """A tape, and the settings that decide which operators run on it.
 
     Args:
@@ -81,7 +81,7 @@ class Code:
     """
 
     tape: Tape
-    stack: Stack
+    dtypes: Dtypes
     targets: tuple[str, ...]
     method: Method
     masked: bool = False
@@ -105,7 +105,7 @@ class Code:
 
     def autocast(self, x: Tensor, what: str = "") -> Tensor:
         """`x` as a matrix product reads it: autocast narrows it."""
-        return self.cast(x, self.stack.compute_bytes, what) if self.stack.under_autocast else x
+        return self.cast(x, self.dtypes.compute_bytes, what) if self.dtypes.under_autocast else x
 
     def scale(self, x: Tensor) -> Tensor:
         """Times a Python number."""
@@ -145,14 +145,14 @@ class Code:
 
     def convolve(self, x: Tensor, channels: int, kernel: int) -> Tensor:
         """A depthwise convolution, padded on both sides; its backward has input and weight."""
-        tape, stack = self.tape, self.stack
-        x = self.cast(x, stack.base_bytes)
+        tape, dtypes = self.tape, self.dtypes
+        x = self.cast(x, dtypes.base_bytes)
         weight = tape.weight(
-            constant(channels * kernel), stack.base_bytes, trained=stack.trains_base
+            constant(channels * kernel), dtypes.base_bytes, trained=dtypes.trains_base
         )
-        if stack.under_autocast:
-            x = self.cast(x, stack.compute_bytes, "convolution: input, cast")
-            weight = self.cast(weight, stack.compute_bytes)
+        if dtypes.under_autocast:
+            x = self.cast(x, dtypes.compute_bytes, "convolution: input, cast")
+            weight = self.cast(weight, dtypes.compute_bytes)
         padded = plus(per_token(channels), per_sequence(channels * (kernel - 1)))
         return tape.op([x, weight], padded, x.size, saves=[x, weight], what="convolution: result")
 
@@ -160,20 +160,20 @@ class Code:
 
     def norm(self, norm: Norm, x: Tensor) -> Tensor:
         """Source: the norms of transformers 5.23, torch 2.13's layer_norm under CUDA's autocast."""
-        tape, stack = self.tape, self.stack
+        tape, dtypes = self.tape, self.dtypes
         rows = per_token(norm.rows)
         weight = tape.weight(
-            constant(norm.width), stack.base_bytes, trained=stack.trains_base and norm.weight
+            constant(norm.width), dtypes.base_bytes, trained=dtypes.trains_base and norm.weight
         )
         if norm.kind in ("layer", "layer_narrow"):
-            on_cpu = stack.device_kind == "cpu"
+            on_cpu = dtypes.device_kind == "cpu"
             # OLMo's has no weight, and casts by itself
             widened = norm.kind == "layer" and (
-                not norm.weight or (stack.under_autocast and not on_cpu)
+                not norm.weight or (dtypes.under_autocast and not on_cpu)
             )
             wide = self.cast(x, 4, f"{norm.name}: fp32 input") if widened else x
-            if norm.kind == "layer_narrow" and stack.under_autocast and not on_cpu:
-                wide = self.cast(x, stack.compute_bytes, f"{norm.name}: input, cast")
+            if norm.kind == "layer_narrow" and dtypes.under_autocast and not on_cpu:
+                wide = self.cast(x, dtypes.compute_bytes, f"{norm.name}: input, cast")
             stats = scaled(rows, 2 * (wide.size if on_cpu else 4))
             out = tape.op(
                 [wide, weight],
@@ -187,7 +187,7 @@ class Code:
         if norm.kind == "rms_mixed":
             wide = self.cast(x, 4, f"{norm.name}: fp32 input")
             rstd = self._deviation(self._square(wide), rows)
-            y = self.cast(self.multiply_rows(x, rstd), stack.base_bytes)
+            y = self.cast(self.multiply_rows(x, rstd), dtypes.base_bytes)
             return self._weighted(y, weight)
         wide = self.cast(x, 4, f"{norm.name}: fp32 input")
         if norm.kind == "layer_steps":
@@ -217,7 +217,7 @@ class Code:
         return self.tape.op([x], x.elements, 4, saves=[x], inner_backward=scaled(x.elements, 8))
 
     def _deviation(self, squares: Tensor, rows: LinearForm, *, is_power: bool = False) -> Tensor:
-        kept = [squares] if self.stack.libraries.mean_keeps_input else []
+        kept = [squares] if self.dtypes.libraries.mean_keeps_input else []
         mean = self.tape.op([squares], rows, 4, saves=kept)
         shifted = self.tape.op([mean], rows, 4, passes=True)
         return self.tape.op(
@@ -243,23 +243,23 @@ class Code:
 
     def adapts(self, linear: Linear) -> bool:
         named = linear.rank_multiple and linear.name in self.targets
-        return bool(named and not self.stack.trains_base)
+        return bool(named and not self.dtypes.trains_base)
 
     def base(self, linear: Linear, x: Tensor) -> Tensor:
         """The matrix itself, frozen or trained."""
-        tape, stack = self.tape, self.stack
+        tape, dtypes = self.tape, self.dtypes
         elements = self.rows.of(linear.active * linear.out_features)
         weights = constant(linear.num_weights // linear.count)
-        if is_quantised(linear, stack) and stack.quant in FOUR_BIT_BNB:
-            narrow = self.cast(x, stack.four_bit_bytes)
-            dense = scaled(weights, stack.four_bit_bytes)
+        if is_quantised(linear, dtypes) and dtypes.quant in FOUR_BIT_BNB:
+            narrow = self.cast(x, dtypes.four_bit_bytes)
+            dense = scaled(weights, dtypes.four_bit_bytes)
             # expanded for many rows, and its scales to fp32, without their offset and with it
-            scales = weights.constant // BNB_BLOCK * 8 if stack.quant == "nf4-dq" else 0
+            scales = weights.constant // BNB_BLOCK * 8 if dtypes.quant == "nf4-dq" else 0
             out = tape.op(
                 [narrow],
                 elements,
                 narrow.size,
-                saves=[narrow] if stack.libraries.linear4bit_keeps_input else [],
+                saves=[narrow] if dtypes.libraries.linear4bit_keeps_input else [],
                 inner=self.rows.where_many(dense.constant + scales),
                 inner_backward=dense,
                 hidden=True,
@@ -268,7 +268,7 @@ class Code:
             out = self.cast(out, x.size, f"{linear.name}: result")
             tape.hold(x)
             return out
-        if is_quantised(linear, stack) and stack.quant == "int8":
+        if is_quantised(linear, dtypes) and dtypes.quant == "int8":
             # rows are quantised from fp16; the layer's own attribute keeps what it was given
             coded = tape.op([x], x.elements, 1, inner=scaled(x.elements, 2), detached=True)
             dense = scaled(weights, x.size)
@@ -283,14 +283,14 @@ class Code:
             )
         own = f"{linear.name}: own copy of the input"
         narrow = self.autocast(x, own)
-        weight = tape.weight(weights, stack.base_bytes, trained=stack.trains_base)
+        weight = tape.weight(weights, dtypes.base_bytes, trained=dtypes.trains_base)
         used = self.autocast(weight, f"{linear.name}: weight, cast")
         saves = [used] if x.needs_grad else []
-        if stack.trains_base:
+        if dtypes.trains_base:
             saves.append(narrow)
         result = f"{linear.name}: result"
         # GPTQ and AWQ kernels expand what they multiply with, to 16 bit
-        dense = scaled(weights, stack.compute_bytes) if is_quantised(linear, stack) else NOTHING
+        dense = scaled(weights, dtypes.compute_bytes) if is_quantised(linear, dtypes) else NOTHING
         out = tape.op(
             [narrow, used],
             elements,
@@ -298,7 +298,7 @@ class Code:
             saves=saves,
             inner=dense,
             inner_backward=dense,
-            reshapes=not is_quantised(linear, stack),
+            reshapes=not is_quantised(linear, dtypes),
             what=result,
         )
         tape.hold(x)

@@ -14,7 +14,7 @@ from whichlora.memory.embeddings import ENCODER_OUT
 from whichlora.memory.layer_bytes import reads_last
 from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
-from whichlora.spec.dtypes import Stack, is_quantised
+from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count, smallest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
@@ -115,7 +115,7 @@ def visited_weights(layer: Layer, tokens: Count) -> Count:
     return total
 
 
-def unpacking_bytes(layer: Layer, stack: Stack, rows: Count) -> Count:
+def unpacking_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> Count:
     """Bytes that one forward over `rows` moves to unpack quantised weights before their products.
 
     A fused kernel reads the stored bytes once more. Above its rows, the weight is written in 16 bit
@@ -125,12 +125,12 @@ def unpacking_bytes(layer: Layer, stack: Stack, rows: Count) -> Count:
     """
     moved = 0 * rows
     for linear in layer.linears:
-        if not is_quantised(linear, stack):
+        if not is_quantised(linear, dtypes):
             continue
         visited = visited_matrices(linear, rows)
         rows_each = rows * linear.active / visited
-        fused = rows_each <= FUSED_ROWS.get(stack.quant, 0)
-        stored = weights.linear_bytes(linear, stack) / linear.count
+        fused = rows_each <= FUSED_ROWS.get(dtypes.quant, 0)
+        stored = weights.linear_bytes(linear, dtypes) / linear.count
         expanded = 4 * linear.in_features * linear.out_features
         moved = moved + visited * (fused * stored + (1 - fused) * expanded)
     return moved
@@ -184,16 +184,16 @@ def attention_flops_per_token(
     return flops
 
 
-def score_bytes(attention: Attention, stack: Stack) -> tuple[int, int]:
+def score_bytes(attention: Attention, dtypes: Dtypes) -> tuple[int, int]:
     """Bytes per query and key of matrices of scores, read and written: forward and backward.
 
     Kind: exact, counted per operator; masks of few bytes left out.
     Source: transformers 5.23 `eager_attention_forward`: the scores' product, scaling, mask,
     softmax (in fp32), narrowing, the values' product, and the backward of each.
     """
-    if attention.kind != "softmax" or attention_kernel(attention, stack) == "fused":
+    if attention.kind != "softmax" or attention_kernel(attention, dtypes) == "fused":
         return 0, 0
-    narrow = stack.compute_bytes
+    narrow = dtypes.compute_bytes
     wide = 4 if attention.wide_softmax else narrow
     casts = wide + narrow if wide > narrow else 0
     forward = narrow + 2 * narrow + 2 * narrow + (narrow + wide) + casts + narrow
@@ -228,23 +228,25 @@ def layer_ops(layer: Layer, run: RunConfig) -> int:
     return ops
 
 
-def quant_ops(layer: Layer, stack: Stack) -> int:
+def quant_ops(layer: Layer, dtypes: Dtypes) -> int:
     """Kernels that the quantised products of one layer's forward add.
 
     Kind: estimate. Source: kernels of traced layers of bitsandbytes 0.50.2.
     """
-    quantised = sum(is_quantised(linear, stack) for linear in layer.linears)
-    return quantised * QUANT_OPS.get(stack.quant, 0)
+    quantised = sum(is_quantised(linear, dtypes) for linear in layer.linears)
+    return quantised * QUANT_OPS.get(dtypes.quant, 0)
 
 
-def elementwise_forward_bytes(layer: Layer, run: RunConfig, stack: Stack, hidden_size: int) -> int:
+def elementwise_forward_bytes(
+    layer: Layer, run: RunConfig, dtypes: Dtypes, hidden_size: int
+) -> int:
     """Bytes per token that operators between the products read and write in one forward.
 
     Counted over the Python code of the classes, every operator on its own; Liger's and unsloth's
     kernels read and write once. What adapters add is theirs. Kind: estimate. Source: transformers
     5.23 `LlamaRMSNorm`, `apply_rotary_pos_emb`, `LlamaMLP`.
     """
-    narrow = stack.compute_bytes
+    narrow = dtypes.compute_bytes
     fused = run.loss_head in ("liger", "unsloth")
     moved = 0
     for norm in layer.norms + layer.inner_norms:
@@ -266,7 +268,7 @@ def elementwise_forward_bytes(layer: Layer, run: RunConfig, stack: Stack, hidden
         moved += 6 * narrow * hidden_size * active  # gathered, weighted and added
     if mlp is not None:
         passes = (3 if fused else 5) if mlp.gated else 2
-        moved += passes * stack.mlp_bytes * mlp.width * active
+        moved += passes * dtypes.mlp_bytes * mlp.width * active
     return moved
 
 
@@ -286,7 +288,7 @@ def _trained_layers(
     count: int,
     model: ModelSpec,
     run: RunConfig,
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     targets: tuple[str, ...],
     *,
@@ -299,7 +301,7 @@ def _trained_layers(
     passes = 3 if method.trains_base else 2
     weights_active = active_weights(layer)
     product_flops = count * 2 * tokens * weights_active * (passes + recompute)
-    stored = sum(weights.linear_bytes(linear, stack) for linear in layer.linears)
+    stored = sum(weights.linear_bytes(linear, dtypes) for linear in layer.linears)
     weight_read = count * stored * (passes + recompute)
     forward_attention = tokens * attention_flops_per_token(
         layer, seq_len, run.attn, triangular=True
@@ -310,24 +312,24 @@ def _trained_layers(
     scanned = tokens * scan_flops_per_token(layer, seq_len, decoding=False)
     attention_flops = attention_flops + count * scanned * (3 + recompute)
     adapters = [
-        (linear, method.work(linear, stack, r))
+        (linear, method.work(linear, dtypes, r))
         for linear in (adapted(layer, targets) if not method.trains_base else ())
     ]
-    moved = elementwise_forward_bytes(layer, run, stack, model.hidden_size)
+    moved = elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
     moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
     # backward reads a gradient and what was saved for each that it writes
     elementwise = count * tokens * moved * (5 + 2 * recompute) // 2
     for attention in layer.attentions:
-        forward_scores, backward_scores = score_bytes(attention, stack)
+        forward_scores, backward_scores = score_bytes(attention, dtypes)
         per_pair = forward_scores * (1 + recompute) + backward_scores
         elementwise = elementwise + count * tokens * seq_len * per_pair
-    if stack.under_autocast and stack.base_bytes == 4 and stack.quant == "none":
+    if dtypes.under_autocast and dtypes.base_bytes == 4 and dtypes.quant == "none":
         matrices = sum(one.num_weights for one in layer.linears)
         elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
-    quantised = [one for one in layer.linears if is_quantised(one, stack)]
+    quantised = [one for one in layer.linears if is_quantised(one, dtypes)]
     expanded = sum(one.num_weights for one in quantised)
     dequant = count * expanded * 2 * 2 * (2 + recompute)
-    base_ops = layer_ops(layer, run) + quant_ops(layer, stack) + expert_ops(layer, tokens)
+    base_ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + expert_ops(layer, tokens)
     launches = count * base_ops * (1 + recompute)
     launches = launches + (count * base_ops * BACKWARD_RATIO)
     layers = Work(
@@ -366,7 +368,7 @@ def _sum_of(works: Iterable[Work]) -> Work:
 def training_work(
     model: ModelSpec,
     run: RunConfig,
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     targets: tuple[str, ...],
     *,
@@ -393,7 +395,7 @@ def training_work(
             count,
             model,
             run,
-            stack,
+            dtypes,
             method,
             targets,
             tokens=tokens,
@@ -403,7 +405,7 @@ def training_work(
         for layer, count in model.layers()
     )
     product_flops = layers.product_flops + 2 * tokens * (head + around) * passes
-    weight_read = layers.weight_read_bytes + head * stack.embedding_bytes * passes + 0 * tokens
+    weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
     if not method.trains_base:
         product_flops = product_flops + (6 + 2 * recompute) * tokens * num_trained
     vocab = model.vocab_size if head else 0
@@ -411,7 +413,7 @@ def training_work(
     elementwise = layers.elementwise_bytes + loss_passes * vocab * tokens
 
     steps = run.gradient_accumulation_steps
-    param_bytes = stack.base_bytes if method.trains_base else stack.adapter_bytes
+    param_bytes = dtypes.base_bytes if method.trains_base else dtypes.adapter_bytes
     optimizer_ops = OPTIMIZER_OPS.get(run.optimizer, 14) + 20
     return Work(
         product_flops=product_flops * steps,
@@ -428,7 +430,7 @@ def training_work(
 def evaluation_work(
     model: ModelSpec,
     run: RunConfig,
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     targets: tuple[str, ...],
     *,
@@ -447,7 +449,7 @@ def evaluation_work(
         training_work(
             model,
             replace(run, gradient_checkpointing=checkpointed, gradient_accumulation_steps=1),
-            stack,
+            dtypes,
             method,
             targets,
             batch_size=batch_size,
@@ -464,7 +466,7 @@ def evaluation_work(
         product_flops=again.product_flops - once.product_flops + 2 * tokens * (head + around),
         weight_read_bytes=again.weight_read_bytes
         - once.weight_read_bytes
-        + head * stack.embedding_bytes,
+        + head * dtypes.embedding_bytes,
         attention_flops=again.attention_flops - once.attention_flops,
         attention_bytes=0 * tokens,
         elementwise_bytes=again.elementwise_bytes - once.elementwise_bytes + 12 * tokens * vocab,
@@ -474,7 +476,7 @@ def evaluation_work(
     )
 
 
-def cache_passes(attention: Attention, run: RunConfig, stack: Stack) -> int:
+def cache_passes(attention: Attention, run: RunConfig, dtypes: Dtypes) -> int:
     """How often one decoding step reads or writes the keys and values there are.
 
     A dynamic cache is read and written whole to append one token, then read by the attention;
@@ -486,12 +488,12 @@ def cache_passes(attention: Attention, run: RunConfig, stack: Stack) -> int:
     if run.kv_cache != "dynamic":
         return 1
     groups = attention.num_attention_heads // max(1, attention.num_key_value_heads)
-    if groups > 1 and (stack.libraries.repeats_keys or stack.attn == "eager"):
+    if groups > 1 and (dtypes.libraries.repeats_keys or dtypes.attn == "eager"):
         return 2 + 1 + 2 * groups
     return 3
 
 
-def conversion(run: RunConfig, stack: Stack, *, decoding: bool) -> Conversion:
+def conversion(run: RunConfig, dtypes: Dtypes, *, decoding: bool) -> Conversion:
     """What quantising the cache, or expanding it, takes in one pass; nothing for other caches.
 
     Kind: estimate. Source: `cache_work`.
@@ -499,10 +501,10 @@ def conversion(run: RunConfig, stack: Stack, *, decoding: bool) -> Conversion:
     stored = run.cache_format
     if stored is None:
         return Conversion(0, 0)
-    kept = storing(stored, stack.compute_bytes, stack.device_kind)
+    kept = storing(stored, dtypes.compute_bytes, dtypes.device_kind)
     if not decoding:
         return kept
-    expanded = expanding(stored, stack.compute_bytes)
+    expanded = expanding(stored, dtypes.compute_bytes)
     if not stored.residual_length:
         return expanded
     share = 1 / stored.residual_length  # of the steps that quantise all tokens anew
@@ -517,7 +519,7 @@ def _served_adapter(
     adapter: AdapterWork,
     count: int,
     method: Method,
-    stack: Stack,
+    dtypes: Dtypes,
     *,
     rows: Count,
     r: Count,
@@ -529,7 +531,7 @@ def _served_adapter(
     products = 2 * rows * share * params + adapter.weight_flops + rows * adapter.token_flops
     return Work(
         product_flops=count * products,
-        weight_read_bytes=count * read * params * stack.adapter_bytes,
+        weight_read_bytes=count * read * params * dtypes.adapter_bytes,
         elementwise_bytes=count * (rows * adapter.forward_bytes + adapter.weight_bytes),
         dequant_bytes=count * adapter.dequant_bytes,
         launches=count * adapter.forward_launches,
@@ -537,20 +539,20 @@ def _served_adapter(
 
 
 def _cache_bytes(
-    attention: Attention, run: RunConfig, stack: Stack, *, context: Count, decoding: bool
+    attention: Attention, run: RunConfig, dtypes: Dtypes, *, context: Count, decoding: bool
 ) -> Count:
     """What one pass reads and writes of the cache of one sequence."""
     cached = attention.cache_elements * context + attention.state_elements
     cached = cached + attention.recurrent_elements
-    passes = cache_passes(attention, run, stack) if decoding else 1
-    return cached * stack.compute_bytes * passes
+    passes = cache_passes(attention, run, dtypes) if decoding else 1
+    return cached * dtypes.compute_bytes * passes
 
 
 def _served_layers(
     group: LayerGroup,
     model: ModelSpec,
     run: RunConfig,
-    stack: Stack,
+    dtypes: Dtypes,
     method: Method,
     targets: tuple[str, ...],
     *,
@@ -564,7 +566,7 @@ def _served_layers(
     layer, count = group.layer, group.count
     reads_one = model.task == "seq2seq-lm" and group.stack == "decoder"
     alone = decoding or reads_one
-    alone = alone or (run.kv_cache in ("dynamic", "static") and reads_last(layer, stack))
+    alone = alone or (run.kv_cache in ("dynamic", "static") and reads_last(layer, dtypes))
     rows = batch_size if alone else tokens
     of_encoder = encoder_reading_weights(layer)  # once, over the whole prompt
     in_rows = active_weights(layer) - of_encoder
@@ -572,27 +574,27 @@ def _served_layers(
     if not decoding:
         product_flops = product_flops + count * 2 * tokens * of_encoder
     visited = visited_weights(layer, rows) - of_encoder * decoding
-    stored = sum(weights.linear_bytes(linear, stack) for linear in layer.linears)
+    stored = sum(weights.linear_bytes(linear, dtypes) for linear in layer.linears)
     all_weights = max(1, sum(linear.num_weights for linear in layer.linears))
     weight_read = count * (visited * stored / all_weights)
     per_token = attention_flops_per_token(layer, context, run.attn, triangular=not alone)
     per_token = per_token + scan_flops_per_token(layer, context, decoding=alone)
     attention_flops = count * rows * per_token
     attention_bytes = elementwise = 0 * tokens
-    converted = conversion(run, stack, decoding=decoding)
+    converted = conversion(run, dtypes, decoding=decoding)
     launches = count * len(layer.attentions) * converted.launches
     for attention in layer.attentions:
-        read = _cache_bytes(attention, run, stack, context=context, decoding=decoding)
+        read = _cache_bytes(attention, run, dtypes, context=context, decoding=decoding)
         attention_bytes = attention_bytes + count * batch_size * read
-        elementwise = elementwise + count * rows * context * score_bytes(attention, stack)[0]
+        elementwise = elementwise + count * rows * context * score_bytes(attention, dtypes)[0]
         of_sequence = converted.element_bytes * attention.cache_elements * context
         elementwise = elementwise + count * batch_size * of_sequence
-    adapters = [(one, method.work(one, stack, r)) for one in adapted(layer, targets)]
-    moved = elementwise_forward_bytes(layer, run, stack, model.hidden_size)
+    adapters = [(one, method.work(one, dtypes, r)) for one in adapted(layer, targets)]
+    moved = elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
     moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
     elementwise = elementwise + count * rows * moved
-    dequant = count * unpacking_bytes(layer, stack, rows)
-    ops = layer_ops(layer, run) + quant_ops(layer, stack)
+    dequant = count * unpacking_bytes(layer, dtypes, rows)
+    ops = layer_ops(layer, run) + quant_ops(layer, dtypes)
     launches = launches + count * (ops + expert_ops(layer, rows))
     layers = Work(
         product_flops=product_flops,
@@ -604,7 +606,7 @@ def _served_layers(
         launches=launches,
     )
     of_adapters = (
-        _served_adapter(linear, adapter, count, method, stack, rows=rows, r=r)
+        _served_adapter(linear, adapter, count, method, dtypes, rows=rows, r=r)
         for linear, adapter in adapters
     )
     return _sum_of((layers, *of_adapters))
@@ -613,7 +615,7 @@ def _served_layers(
 def inference_work(
     model: ModelSpec,
     run: RunConfig,
-    stack: Stack,
+    dtypes: Dtypes,
     *,
     batch_size: Count,
     context: Count,
@@ -634,7 +636,7 @@ def inference_work(
     """
     tokens = batch_size if decoding else batch_size * context
     head, around = head_weights(model)
-    scores_all = stack.libraries.scores_whole_prompt or model.task == "encoder"
+    scores_all = dtypes.libraries.scores_whole_prompt or model.task == "encoder"
     scored = tokens if scores_all else batch_size
     if model.task == "encoder":
         head = head + around
@@ -643,7 +645,7 @@ def inference_work(
             group,
             model,
             run,
-            stack,
+            dtypes,
             method,
             targets,
             batch_size=batch_size,
@@ -658,11 +660,11 @@ def inference_work(
     serving = run.kv_cache == "vllm"
     if decoding and serving:
         by_layer = VLLM_LAYER_OPS * model.num_hidden_layers + OUTSIDE_OPS
-        eager = (context > VLLM_CAPTURED_TOKENS) * stack.libraries.graphs_end_early
+        eager = (context > VLLM_CAPTURED_TOKENS) * dtypes.libraries.graphs_end_early
         launches = 1 + eager * by_layer + 0 * tokens  # a captured graph is one launch
     return Work(
         product_flops=layers.product_flops + 2 * scored * head,
-        weight_read_bytes=layers.weight_read_bytes + head * stack.embedding_bytes + 0 * tokens,
+        weight_read_bytes=layers.weight_read_bytes + head * dtypes.embedding_bytes + 0 * tokens,
         attention_flops=layers.attention_flops,
         attention_bytes=layers.attention_bytes,
         elementwise_bytes=layers.elementwise_bytes + 12 * scored * model.vocab_size,

@@ -123,8 +123,8 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
     if not found:
         return []
-    name, stack = max(found, key=lambda one: sum(p.numel() for p in one[1].parameters()))
-    return [(f"{name}.{index}", layer) for index, layer in enumerate(stack)]
+    name, dtypes = max(found, key=lambda one: sum(p.numel() for p in one[1].parameters()))
+    return [(f"{name}.{index}", layer) for index, layer in enumerate(dtypes)]
 
 
 class _NoMeter(Meter):

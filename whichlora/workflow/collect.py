@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 from whichlora.calibration.database import Refit, calibrate
-from whichlora.calibration.design import Option, Sight, choose
+from whichlora.calibration.design import Option, PredictedTime, choose
 from whichlora.config import load_plan
 from whichlora.predict.predict import forward_features, mean_context, predict, step_features
 from whichlora.spec.results import Measurement
@@ -54,14 +54,17 @@ def _spend(session: Session, budget_s: float) -> None:
         for run in (*session.asked.inference_runs(), *session.asked.finetune_runs())
         if _may_fit(session, run)
     ]
-    sights = {run: _sights(session, run) for run in alive}
-    targets = [sight for some in sights.values() for sight in some]
+    predicted_times = {run: _sights(session, run) for run in alive}
+    targets = [predicted_time for some in predicted_times.values() for predicted_time in some]
     pursuit = session.pursuit(alive)
     left_s, starts_s = budget_s, [START_S]
     while True:
         open_positions = [i for i in range(len(alive)) if i not in pursuit.measured]
         options = [
-            Option(sights[alive[i]], mean(starts_s) + _timed_s(session, sights[alive[i]], alive[i]))
+            Option(
+                predicted_times[alive[i]],
+                mean(starts_s) + _timed_s(session, predicted_times[alive[i]], alive[i]),
+            )
             for i in open_positions
         ]
         chosen = choose(options, targets, session.calibration.time, budget_s=left_s)
@@ -84,7 +87,7 @@ def _may_fit(session: Session, run: RunConfig) -> bool:
     return predict(model, run, session.gpu, session.calibration).verdict != "fails"
 
 
-def _sights(session: Session, run: RunConfig) -> tuple[Sight, ...]:
+def _sights(session: Session, run: RunConfig) -> tuple[PredictedTime, ...]:
     """The times that a profile of `run` shows: every width, or prompt pass and decoding step.
 
     An encoder decodes nothing.
@@ -93,20 +96,24 @@ def _sights(session: Session, run: RunConfig) -> tuple[Sight, ...]:
     if run.phase == "finetune":
         load = session.data.workload(run.model, run.batch_size)
         widths = dict.fromkeys(load.profile_lengths(session.plan.num_batches))
-        return tuple(Sight("finetune", step_features(job, seq_len=width)) for width in widths)
-    prompt = Sight("prefill", forward_features(job, context=run.prompt_len, decoding=False))
+        return tuple(
+            PredictedTime("finetune", step_features(job, seq_len=width)) for width in widths
+        )
+    prompt = PredictedTime("prefill", forward_features(job, context=run.prompt_len, decoding=False))
     if job.model.task == "encoder":
         return (prompt,)
     context = mean_context(run.prompt_len, run.max_new_tokens)
-    return prompt, Sight("decode", forward_features(job, context=context, decoding=True))
+    return prompt, PredictedTime("decode", forward_features(job, context=context, decoding=True))
 
 
-def _timed_s(session: Session, sights: tuple[Sight, ...], run: RunConfig) -> float:
+def _timed_s(session: Session, predicted_times: tuple[PredictedTime, ...], run: RunConfig) -> float:
     """Predicted device time of a profile, building left out."""
     models = session.calibration.time
     each = {
-        sight.phase: float(timing.seconds(models[sight.phase], sight.features)[0])
-        for sight in reversed(sights)  # of several widths, the longest
+        predicted_time.phase: float(
+            timing.seconds(models[predicted_time.phase], predicted_time.features)[0]
+        )
+        for predicted_time in reversed(predicted_times)  # of several widths, the longest
     }
     plan = session.plan
     if run.phase == "finetune":

@@ -20,8 +20,8 @@ from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.evaluation_and_saving import Besides, besides, evaluation_seconds
 from whichlora.predict.outline import Outline, outline_inference, outline_training
 from whichlora.predict.predict import num_tokens, predict, step_features
-from whichlora.predict.resolve import Job, resolve
-from whichlora.search.acquisition import Contest, Decision, tiers
+from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.search.acquisition import Decision, SearchProblem, tiers
 from whichlora.search.candidate_posterior import Outlook
 from whichlora.search.candidates import Candidates
 from whichlora.search.feasibility import Candidate, Quantity, dominated, judge
@@ -92,7 +92,7 @@ class Session:
                 progress.say(f"{name}: rows are cut to {most} tokens, all its positions")
         self.asked = Candidates(plan, self.models, gpu, self.data.workload)
         self._features: dict[tuple[RunConfig, int], dict[str, float]] = {}
-        self._jobs: dict[RunConfig, Job] = {}
+        self._jobs: dict[RunConfig, ResolvedRun] = {}
         self._outlines: dict[RunConfig, Outline] = {}
         self.compared: list[tuple[Measurement, RunConfig, Prediction]] = []
         self.roots = calibration_roots(plan.calibration_dir)
@@ -181,7 +181,7 @@ class Session:
         self._jobs[job.run] = job
         return job.run
 
-    def job(self, run: RunConfig) -> Job:
+    def job(self, run: RunConfig) -> ResolvedRun:
         """A candidate resolved against its model, method and device."""
         if run not in self._jobs:
             self._resolved(run)
@@ -205,7 +205,7 @@ class Session:
             bounds = (most if each is None else each for each in (finetune, inference))
             return np.where(training, *bounds)
 
-        contest = Contest(
+        problem = SearchProblem(
             training=training,
             form=np.array([numbers[form] for form in forms]),
             tier=np.array(
@@ -218,7 +218,7 @@ class Session:
             most_s=per_stage(limits.total_time_s, limits.time_per_token_s, np.inf),
             prefer=plan.objective.prefer,
         )
-        return Pursuit(contest, Outlook(outlines), self.calibration)
+        return Pursuit(problem, Outlook(outlines), self.calibration)
 
     def lengthened(self, pursuit: Pursuit, more: Sequence[RunConfig]) -> Pursuit:
         """`pursuit` with further candidates; what it measured and spent stays."""

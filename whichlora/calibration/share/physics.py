@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from whichlora.memory.weights import weight_bytes
 from whichlora.predict.predict import forward_features, step_features
-from whichlora.predict.resolve import Job, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Measurement
@@ -37,15 +37,15 @@ def impossible(measurement: Measurement, model: ModelSpec, gpu: GpuSpec) -> str:
     return next(_faults(job, measurement), "")
 
 
-def _faults(job: Job, measurement: Measurement) -> Iterator[str]:
+def _faults(job: ResolvedRun, measurement: Measurement) -> Iterator[str]:
     if measurement.step_s and job.run.phase != "finetune":
         yield "step_s: is of fine-tuning, the run is an inference"
-    parts = weight_bytes(job.model, job.stack)
+    parts = weight_bytes(job.model, job.dtypes)
     # tables of positions are as long as the config says, and an alias may have fewer
     weights = sum(parts.values()) - parts["buffers"]
     if _has_quantised_experts(job):
         # whether the experts are quantised too depends on versions that a table rarely states
-        weights = job.model.loaded_params * _code_bits(job.stack.quant) // 8
+        weights = job.model.loaded_params * _code_bits(job.dtypes.quant) // 8
     on_cpu = job.gpu.kind == "cpu"  # its peak is a guess, and its memory is the host's
     for field in ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"):
         size = getattr(measurement, field)
@@ -67,15 +67,15 @@ def _faults(job: Job, measurement: Measurement) -> Iterator[str]:
             )
 
 
-def _has_quantised_experts(job: Job) -> bool:
-    return job.stack.quant != "none" and any(layer.moe for layer, _ in job.model.layers())
+def _has_quantised_experts(job: ResolvedRun) -> bool:
+    return job.dtypes.quant != "none" and any(layer.moe for layer, _ in job.model.layers())
 
 
 def _code_bits(quant: str) -> int:
     return 8 if "int8" in quant else 4
 
 
-def _times(job: Job, measurement: Measurement) -> Iterator[tuple[str, float, float]]:
+def _times(job: ResolvedRun, measurement: Measurement) -> Iterator[tuple[str, float, float]]:
     """Name, shortest measured time and the datasheet's time of every quantity."""
     run = job.run
     shortest: dict[int, float] = {}
@@ -96,11 +96,11 @@ def _products_s(features: Mapping[str, float]) -> float:
     return max(features["products"], features["weights"])
 
 
-def _at_best(job: Job) -> Job:
+def _at_best(job: ResolvedRun) -> ResolvedRun:
     """The same job where its products run at the fastest rate that its libraries could choose."""
     peaks = job.gpu.peak_flops_per_s
     rates = [peaks[dtype] for dtype in (job.dtype, "fp32", "tf32") if dtype in peaks]
-    if job.stack.quant == "int8" and "int8" in peaks:
+    if job.dtypes.quant == "int8" and "int8" in peaks:
         rates.append(peaks["int8"])
     fastest = {**peaks, job.dtype: max(rates)}
     return replace(job, gpu=replace(job.gpu, peak_flops_per_s=fastest))
