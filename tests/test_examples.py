@@ -11,7 +11,7 @@ import pytest
 import run_on_fake_gpus
 from fake_profiler import FakeProfiler
 
-from whichlora.cluster import following, rounds
+from whichlora.cluster import rounds, watch
 from whichlora.cluster.on_this_machine import LocalEngine
 from whichlora.spec.results import Measurement, Prediction
 from whichlora.spec.run import RunConfig
@@ -86,6 +86,6 @@ def test_the_example_of_a_cluster_runs_on_the_gpus_of_one_machine(
     path = example("slurm.yaml", f"  command: {run_on_fake_gpus.COMMAND}\n")
     engine = LocalEngine()
     sweep = rounds.plan_sweep(path, engine, name="local", progress=Silent(), fresh=False)
-    found = following.follow(sweep, engine, Silent(), wait=run_on_fake_gpus.wait_a_little)
+    found = watch.follow(sweep, engine, Silent(), wait=run_on_fake_gpus.wait_a_little)
     assert found.best is not None
     assert (tmp_path / "runs" / "slurm" / "recommendation.json").is_file()

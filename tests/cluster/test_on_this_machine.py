@@ -20,8 +20,8 @@ import run_on_fake_gpus
 import sweep_config
 from fake_profiler import FakeProfiler
 
-from whichlora.cluster import following, rounds
-from whichlora.cluster.merging import Recommendation
+from whichlora.cluster import rounds, watch
+from whichlora.cluster.merge import Recommendation
 from whichlora.cluster.on_skypilot import SkyPilotEngine
 from whichlora.cluster.on_this_machine import LocalEngine
 from whichlora.cluster.state import Sweep
@@ -85,9 +85,7 @@ def plan(path: Path, engine: LocalEngine | SkyPilotEngine, *, name: str = "local
 
 
 def follow(sweep: Sweep, engine: LocalEngine, progress: Silent | None = None) -> Recommendation:
-    return following.follow(
-        sweep, engine, progress or Silent(), wait=run_on_fake_gpus.wait_a_little
-    )
+    return watch.follow(sweep, engine, progress or Silent(), wait=run_on_fake_gpus.wait_a_little)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -139,7 +137,7 @@ def test_a_second_follower_of_a_sweep_is_refused(tmp_path: Path) -> None:
     with hold_folder(tmp_path / "out"):
         for act in (
             lambda: follow(sweep, LocalEngine()),
-            lambda: following.resume(sweep.run_dir, Silent()),
+            lambda: watch.resume(sweep.run_dir, Silent()),
         ):
             with pytest.raises(DataFileError, match="another start is at work there"):
                 act()
@@ -210,9 +208,9 @@ def test_a_follower_that_is_gone_leaves_its_children_at_work(
     monkeypatch.setenv("WHICHLORA_TEST_SLEEP", "finetune-4")
     engine = LocalEngine()
     sweep = plan(write_config(tmp_path), engine)
-    following.submit(sweep, engine, following.statuses(sweep, engine))
+    watch.submit(sweep, engine, watch.statuses(sweep, engine))
     wait_until(lambda: len(records(tmp_path)) == 6)
-    stands = Counter(one.stand for one in following.status(tmp_path / "out"))
+    stands = Counter(one.stand for one in watch.status(tmp_path / "out"))
     assert stands == {"done": 6, "running": 2}
     (tmp_path / "awake").touch()
     follow(Sweep.load(tmp_path / "out"), LocalEngine())
@@ -225,7 +223,7 @@ def test_children_that_are_gone_run_again_on_resume(
     monkeypatch.setenv("WHICHLORA_TEST_SLEEP", "finetune-2")
     engine = LocalEngine()
     sweep = plan(write_config(tmp_path), engine)
-    following.submit(sweep, engine, following.statuses(sweep, engine))
+    watch.submit(sweep, engine, watch.statuses(sweep, engine))
     begun = tmp_path / "out" / L40S / "started" / "1-2.json"
     wait_until(begun.exists)
     for array in Sweep.load(tmp_path / "out").arrays:
@@ -235,12 +233,10 @@ def test_children_that_are_gone_run_again_on_resume(
     wait_until(
         lambda: (
             "running"
-            not in {
-                one.stand for one in following.statuses(Sweep.load(sweep.run_dir), engine_of_later)
-            }
+            not in {one.stand for one in watch.statuses(Sweep.load(sweep.run_dir), engine_of_later)}
         )
     )
-    assert "cancelled" in {one.stand for one in following.status(sweep.run_dir)}
+    assert "cancelled" in {one.stand for one in watch.status(sweep.run_dir)}
     (tmp_path / "awake").touch()
     follow(Sweep.load(sweep.run_dir), LocalEngine())
     assert Counter(one["outcome"] for one in records(tmp_path)) == {"ok": 8}
@@ -266,7 +262,7 @@ def test_broken_state_is_told_in_one_line_that_names_the_file(
     path.write_text(text.replace(old, new, 1))
     try:
         with pytest.raises(DataFileError, match=f"{re.escape(file)}: {re.escape(message)}"):
-            following.join(finished, Silent())
+            watch.join(finished, Silent())
     finally:
         path.write_text(text)
 
@@ -342,7 +338,7 @@ def test_what_a_cloud_task_measured_joins_into_the_recommendation(tmp_path: Path
         subprocess.run(["bash", "-ec", task["run"]], env=os.environ | environment, check=True)
         records = home / "whichlora" / "records"  # rsync
         shutil.copytree(records, tmp_path / "calibration", dirs_exist_ok=True)
-    found = following.join(sweep.run_dir, Silent())
+    found = watch.join(sweep.run_dir, Silent())
     assert {(one.judged.group.gpu, len(one.answer.compared)) for one in found.groups} == {
         (H100, 4),
         (L40S, 4),

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from whichlora.cli import main
-from whichlora.cluster.following import TaskStatus
 from whichlora.cluster.state import Array
+from whichlora.cluster.watch import TaskStatus
 from whichlora.spec.run import RunConfig
 from whichlora.terminal.live import SweepProgress
 from whichlora.terminal.progress import Progress

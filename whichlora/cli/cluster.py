@@ -16,7 +16,7 @@ from whichlora.text import visible
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from whichlora.cluster.merging import Recommendation
+    from whichlora.cluster.merge import Recommendation
     from whichlora.terminal import SweepProgress
 
 _RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
@@ -65,7 +65,7 @@ def plan(config: Path, submit: bool, engine: str, fresh: bool, as_json: bool) ->
       whichlora slurm plan examples/slurm.yaml --submit
     """
     from whichlora import terminal as report
-    from whichlora.cluster import following, rounds
+    from whichlora.cluster import rounds, watch
     from whichlora.cluster.engines import ENGINES
 
     if submit:
@@ -77,7 +77,7 @@ def plan(config: Path, submit: bool, engine: str, fresh: bool, as_json: bool) ->
             report.print_sweep(sweep)
         if submit:
             with goes_on_with("slurm", "resume", str(sweep.run_dir)):
-                found = following.follow(sweep, runner, progress)
+                found = watch.follow(sweep, runner, progress)
     if submit:
         _show(found, as_json=as_json)
 
@@ -92,9 +92,9 @@ def status(run_dir: Path) -> None:
       whichlora slurm status runs/slurm
     """
     from whichlora import terminal as report
-    from whichlora.cluster import following
+    from whichlora.cluster import watch
 
-    report.print_status(following.status(run_dir))
+    report.print_status(watch.status(run_dir))
 
 
 @slurm.command()
@@ -107,9 +107,9 @@ def resume(run_dir: Path, as_json: bool) -> None:
     Example:
       whichlora slurm resume runs/slurm
     """
-    from whichlora.cluster import following
+    from whichlora.cluster import watch
 
-    _conclude(following.resume, run_dir, as_json=as_json)
+    _conclude(watch.resume, run_dir, as_json=as_json)
 
 
 @slurm.command()
@@ -122,9 +122,9 @@ def merge(run_dir: Path, as_json: bool) -> None:
     Example:
       whichlora slurm merge runs/slurm
     """
-    from whichlora.cluster import following
+    from whichlora.cluster import watch
 
-    _conclude(following.join, run_dir, as_json=as_json)
+    _conclude(watch.join, run_dir, as_json=as_json)
 
 
 def _conclude(
@@ -143,12 +143,12 @@ def _conclude(
 
 def _show(found: Recommendation, *, as_json: bool) -> None:
     from whichlora import terminal as report
-    from whichlora.cluster import following
+    from whichlora.cluster import watch
 
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))
     else:
-        report.print_recommendation(found, following.dry_run(found))
+        report.print_recommendation(found, watch.dry_run(found))
     if found.best is None:
         sys.exit(EXIT_NOTHING_FITS)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from whichlora.cluster.engine import Engine
-from whichlora.cluster.judging import Judged, affordable, judge_groups
+from whichlora.cluster.prune import Judged, affordable, judge_groups
 from whichlora.cluster.state import Array, Sweep
 from whichlora.cluster.tasks import Task, TaskList
 from whichlora.config import load_plan

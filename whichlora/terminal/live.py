@@ -13,7 +13,7 @@ from whichlora.terminal.tables import new_table, say
 from whichlora.units import format_seconds
 
 if TYPE_CHECKING:
-    from whichlora.cluster.following import TaskStatus
+    from whichlora.cluster.watch import TaskStatus
     from whichlora.spec.results import Measurement, Prediction
 
 _BAR = 12  # columns of a progress bar

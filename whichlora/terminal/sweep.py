@@ -13,9 +13,9 @@ from whichlora.terminal.words import certainty, describe
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from whichlora.cluster.following import TaskStatus
-    from whichlora.cluster.merging import Recommendation
+    from whichlora.cluster.merge import Recommendation
     from whichlora.cluster.state import Sweep
+    from whichlora.cluster.watch import TaskStatus
 
 
 def print_status(statuses: Sequence[TaskStatus]) -> None:

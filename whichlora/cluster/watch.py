@@ -11,8 +11,8 @@ from typing import Literal, Protocol
 
 from whichlora.cluster.engine import Engine
 from whichlora.cluster.engines import ENGINES
-from whichlora.cluster.judging import judge_groups
-from whichlora.cluster.merging import Recommendation, merge
+from whichlora.cluster.merge import Recommendation, merge
+from whichlora.cluster.prune import judge_groups
 from whichlora.cluster.rounds import next_round
 from whichlora.cluster.slurm.states import TaskState
 from whichlora.cluster.state import Array, Sweep

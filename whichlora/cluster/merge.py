@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from whichlora.cluster.judging import Judged, spent_on, worth_profiling
+from whichlora.cluster.prune import Judged, spent_on, worth_profiling
 from whichlora.cluster.slurm.scripts import training_script
 from whichlora.cluster.state import Sweep
 from whichlora.html import write_report
