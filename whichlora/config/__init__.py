@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ from whichlora.spec.run import RunConfig
 if TYPE_CHECKING:  # pydantic and ruamel.yaml cost 100 ms, which only `run` needs to pay
     from whichlora.config.schema import Dataset, PlanFile, Slurm
 
-# What to compare when the user names no model: the families most people fine-tune, from the
-# smallest to what one 80 GB device can hold in 4 bits. All are in models_db.
+# Models to compare when the user names none: the families that most people fine-tune, from the
+# smallest to the largest that an 80 GB device holds in 4 bits. All are in models_db.
 DEFAULT_MODELS = (
     "google/gemma-3-270m",
     "google/gemma-3-1b-pt",
@@ -62,7 +61,7 @@ def parse_duration(text: str, *, setting: str = "budget") -> float:
 
 
 def load_plan(path: Path) -> Plan:
-    """What the config file at `path` asks for, defaults filled in.
+    """The plan of the config file at `path`, defaults filled in.
 
     Relative paths in the file start in its folder. `output_dir` alone defaults to
     `runs/<name of the file>` in the current folder.
@@ -88,17 +87,10 @@ def load_plan(path: Path) -> Plan:
     return _build(settings, path, data)
 
 
-def plan_schema() -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of a config file, for editors."""
-    from whichlora.config.schema import json_schema
-
-    return copy.deepcopy(json_schema())
-
-
 def _well_formed(data: dict[Any, Any]) -> dict[Any, Any]:
-    """`data` without what `structure_problems` reports: empty values, keys that are not plain.
+    """`data` without what `structure_problems` reports: empty values, keys that are not plain text.
 
-    Two levels are all that the settings have; a mapping may go deeper, even into itself.
+    Settings have two levels. A mapping may be deeper, or contain itself.
     """
 
     def clean(mapping: dict[Any, Any]) -> dict[Any, Any]:
@@ -169,20 +161,20 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         trust_remote_code=settings.trust_remote_code,
         calibration_dir=_folder(settings.calibration_dir, folder),
         slurm=_slurm(settings.slurm),
-        notes=_taken(names),
+        notes=_name_notes(names),
         raw=data,
     )
 
 
-def _taken(names: Sequence[str]) -> tuple[str, ...]:
-    """What each name that does not mean a model exactly was taken as."""
+def _name_notes(names: Sequence[str]) -> tuple[str, ...]:
+    """A note for each inexact name: the model that it was taken as."""
     from whichlora.store.models import resolve_name
 
     return tuple(note for _, note in map(resolve_name, names) if note)
 
 
 def _shared(settings: PlanFile, model: str) -> dict[str, Any]:
-    """What the runs of both stages have in common; of what is a list, the first."""
+    """Settings that the runs of both stages share; the first entry of a list."""
     return {
         "model": model,
         "precision": settings.precision,
@@ -250,14 +242,14 @@ def _folder(name: str | None, folder: Path) -> Path | None:
 
 
 def _tokenizers(
-    given: tuple[str, ...] | dict[str, str] | None, names: tuple[str, ...], folder: Path
+    setting: tuple[str, ...] | dict[str, str] | None, names: tuple[str, ...], folder: Path
 ) -> dict[str, str]:
     """Model to tokenizer, where they differ."""
     from whichlora.config.checks import resolve_model
 
-    if given is None:
+    if setting is None:
         return {}
-    pairs = given.items() if isinstance(given, dict) else zip(names, given, strict=True)
+    pairs = setting.items() if isinstance(setting, dict) else zip(names, setting, strict=True)
     resolved = {
         resolve_model(model, folder): resolve_model(tokenizer, folder) for model, tokenizer in pairs
     }
@@ -275,39 +267,39 @@ def _limits(settings: PlanFile) -> Limits:
 
 
 def _gpu_limits(settings: PlanFile) -> dict[str, Limits]:
-    """By the key of the device."""
+    """Limits by the key of the GPU."""
     from whichlora.store.gpus import find_gpu
 
     return {
         find_gpu(name).key: Limits(
-            time_per_token_s=own.time_per_token,
-            inference_bytes=own.inference_memory,
-            total_time_s=own.total_time,
-            finetune_bytes=own.finetune_memory,
+            time_per_token_s=limits.time_per_token,
+            inference_bytes=limits.inference_memory,
+            total_time_s=limits.total_time,
+            finetune_bytes=limits.finetune_memory,
         )
-        for name, own in (settings.gpu_limits or {}).items()
+        for name, limits in (settings.gpu_limits or {}).items()
     }
 
 
-def _slurm(given: Slurm) -> SlurmConfig:
+def _slurm(settings: Slurm) -> SlurmConfig:
     return SlurmConfig(
-        account=given.account,
-        partitions=given.partition,
-        clusters=given.clusters,
-        merge_partition=given.merge_partition,
-        qos=given.qos,
-        time_limit_s=given.time_limit,
-        startup_s=given.startup_time,
-        cpus_per_task=given.cpus_per_task,
-        memory_bytes=given.memory,
-        max_parallel=given.max_parallel,
-        modules=given.modules,
-        environment=given.environment,
-        setup=given.setup,
-        options=given.options,
-        command=given.command,
-        gpus=given.gpus,
-        pretend_memory_bytes=given.pretend_memory,
+        account=settings.account,
+        partitions=settings.partition,
+        clusters=settings.clusters,
+        merge_partition=settings.merge_partition,
+        qos=settings.qos,
+        time_limit_s=settings.time_limit,
+        startup_s=settings.startup_time,
+        cpus_per_task=settings.cpus_per_task,
+        memory_bytes=settings.memory,
+        max_parallel=settings.max_parallel,
+        modules=settings.modules,
+        environment=settings.environment,
+        setup=settings.setup,
+        options=settings.options,
+        command=settings.command,
+        gpus=settings.gpus,
+        pretend_memory_bytes=settings.pretend_memory,
     )
 
 
@@ -319,27 +311,27 @@ def _bytes(with_unit: int | None, gb: float | None) -> int | None:
     return round(gb * _GB) if gb is not None else with_unit
 
 
-def _dataset(given: Dataset, folder: Path) -> DatasetConfig:
+def _dataset(settings: Dataset, folder: Path) -> DatasetConfig:
     from whichlora.config.checks import resolve_dataset
 
-    mean_tokens = given.mean_tokens
-    if given.tokens and given.samples:
-        mean_tokens = given.tokens / given.samples
+    mean_tokens = settings.mean_tokens
+    if settings.tokens and settings.samples:
+        mean_tokens = settings.tokens / settings.samples
     return DatasetConfig(
-        path=resolve_dataset(given.path, folder) if given.path else "",
+        path=resolve_dataset(settings.path, folder) if settings.path else "",
         validation_path=(
-            resolve_dataset(given.validation_path, folder) if given.validation_path else None
+            resolve_dataset(settings.validation_path, folder) if settings.validation_path else None
         ),
-        template=given.template,
-        text_column=given.text_column,
-        messages_column=given.messages_column,
-        prompt_column=given.prompt_column,
-        completion_column=given.completion_column,
-        validation_fraction=given.validation_fraction,
-        split=given.split or "train",
-        config_name=given.config_name,
-        num_samples=given.samples,
+        template=settings.template,
+        text_column=settings.text_column,
+        messages_column=settings.messages_column,
+        prompt_column=settings.prompt_column,
+        completion_column=settings.completion_column,
+        validation_fraction=settings.validation_fraction,
+        split=settings.split or "train",
+        config_name=settings.config_name,
+        num_samples=settings.samples,
         mean_tokens=mean_tokens,
-        p95_tokens=given.p95_tokens,
-        max_tokens=given.max_tokens,
+        p95_tokens=settings.p95_tokens,
+        max_tokens=settings.max_tokens,
     )

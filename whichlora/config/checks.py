@@ -1,7 +1,7 @@
-"""Faults that lie between keys: what excludes, repeats or needs something else.
+"""Faults between keys: settings that exclude, repeat or need each other.
 
-The checks read the raw mapping, so that they report together with faults of single values; they
-pass over whatever has the wrong type, which the schema reports.
+The checks read the raw mapping, so that their faults are reported together with those of single
+values. They skip values of the wrong type, which the schema reports.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def resolve_model(name: str, folder: Path) -> str:
     """The hub id that `name` means, or the absolute path if it is spelled as one ('./x', 'x.json').
 
     Raises:
-        ConfigError: several models are meant as much, or a quantised copy of one.
+        ConfigError: the name is ambiguous, or means a quantised copy of a model.
     """
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         return _absolute(name, folder)
@@ -88,14 +88,14 @@ def _section(data: Data, key: str) -> Data:
 
 def _texts(value: Any) -> list[str]:
     values = value if isinstance(value, list) else [value]
-    return [each for each in values if isinstance(each, str)]
+    return [text for text in values if isinstance(text, str)]
 
 
 def _check_spellings(section: Data, stage: str) -> Iterator[Problem]:
     for plain, with_unit in _SPELLINGS:
         if plain in section and with_unit in section:
-            what = f"says the same as {stage}.{plain}"
-            yield Problem(loc=(stage, with_unit), what=what, accepted="one of the two")
+            fault = f"says the same as {stage}.{plain}"
+            yield Problem(loc=(stage, with_unit), fault=fault, accepted="one of the two")
 
 
 def _check_repeats(data: Data) -> Iterator[Problem]:
@@ -104,17 +104,17 @@ def _check_repeats(data: Data) -> Iterator[Problem]:
             if not isinstance(values, list) or key == "tokenizers":  # models may share one
                 continue
             for index, value in enumerate(values):
-                earlier = [other for other in values[:index] if type(other) is type(value)]
+                earlier = [before for before in values[:index] if type(before) is type(value)]
                 if isinstance(value, str | int) and value in earlier:
-                    what, accepted = "is in the list twice", "each value once"
-                    yield Problem(loc=(*loc, key, index), what=what, accepted=accepted)
+                    fault, accepted = "is in the list twice", "each value once"
+                    yield Problem(loc=(*loc, key, index), fault=fault, accepted=accepted)
 
 
 def _check_models(data: Data, folder: Path) -> Iterator[Problem]:
     stage1 = _section(data, "stage1_profile")
     if "models" in data and "model_names" in stage1:
-        what = "says the same as stage1_profile.model_names"
-        yield Problem(loc=("models",), what=what, accepted="one of the two")
+        fault = "says the same as stage1_profile.model_names"
+        yield Problem(loc=("models",), fault=fault, accepted="one of the two")
         return
     models = _texts(data.get("models", stage1.get("model_names", [])))
     place: Loc = ("models",) if "models" in data else ("stage1_profile", "model_names")
@@ -122,8 +122,8 @@ def _check_models(data: Data, folder: Path) -> Iterator[Problem]:
         try:
             resolve_model(name, folder)
         except ConfigError as error:
-            what = str(error).partition(": ")[2]
-            yield Problem(loc=(*place, index), what=what, show_value=False)
+            fault = str(error).partition(": ")[2]
+            yield Problem(loc=(*place, index), fault=fault, show_value=False)
     loc = ("stage1_profile", "tokenizers")
     match stage1.get("tokenizers"):
         case dict() as tokenizers:
@@ -132,34 +132,34 @@ def _check_models(data: Data, folder: Path) -> Iterator[Problem]:
                     near = difflib.get_close_matches(name, models, n=1)
                     yield Problem(
                         loc=(*loc, name),
-                        what="is not one of the models",
+                        fault="is not one of the models",
                         accepted=", ".join(models),
                         hint="".join(near),
                     )
         case list() | str() as tokenizers if not models:
             yield Problem(
                 loc=loc,
-                what="is parallel to a list of models, and there is none",
+                fault="is parallel to a list of models, and there is none",
                 accepted="a mapping from model to tokenizer, or model_names",
             )
         case list() | str() as tokenizers if len(_texts(tokenizers)) != len(models):
             yield Problem(
                 loc=loc,
-                what=f"names {len(_texts(tokenizers))} for {len(models)} models",
+                fault=f"names {len(_texts(tokenizers))} for {len(models)} models",
                 accepted="one tokenizer per model in the same order, or a mapping",
             )
 
 
 def _check_methods(data: Data) -> Iterator[Problem]:
     names = data.get("methods", [])
-    known = list_methods() if names else {}
+    methods = list_methods() if names else {}
     for index, name in enumerate(names if isinstance(names, list) else [names]):
-        if isinstance(name, str) and name.strip() and name not in known:
+        if isinstance(name, str) and name.strip() and name not in methods:
             yield Problem(
                 loc=("methods", index),
-                what="is not known",
-                accepted=", ".join(known),
-                hint="".join(difflib.get_close_matches(name.lower(), known, n=1)),
+                fault="is not known",
+                accepted=", ".join(methods),
+                hint="".join(difflib.get_close_matches(name.lower(), methods, n=1)),
             )
 
 
@@ -176,7 +176,7 @@ def _check_gpus(data: Data) -> Iterator[Problem]:
                 is_unknown = str(error).startswith("unknown")
                 yield Problem(
                     loc=(section, name),
-                    what="is not a known GPU" if is_unknown else str(error).partition("; ")[0],
+                    fault="is not a known GPU" if is_unknown else str(error).partition("; ")[0],
                     accepted="a key of `whichlora gpus`, or cpu",
                     hint="".join(difflib.get_close_matches(name.lower(), _gpu_keys(), n=1)),
                     show_value=False,
@@ -190,12 +190,12 @@ def _gpu_keys() -> list[str]:
 def _check_preference(data: Data) -> Iterator[Problem]:
     prefer = data.get("prefer")
     if prefer == "price" and not _section(data, "gpu_prices"):
-        what = "needs gpu_prices, the price of an hour by GPU"
-        yield Problem(loc=("prefer",), what=what, accepted="another preference, or gpu_prices")
+        fault = "needs gpu_prices, the price of an hour by GPU"
+        yield Problem(loc=("prefer",), fault=fault, accepted="another preference, or gpu_prices")
     named = "models" in data or "model_names" in _section(data, "stage1_profile")
     if prefer == "order" and not named:
-        what = "needs models, in your order with the best first"
-        yield Problem(loc=("prefer",), what=what, accepted="another preference, or models")
+        fault = "needs models, in your order with the best first"
+        yield Problem(loc=("prefer",), fault=fault, accepted="another preference, or models")
 
 
 def _check_budget(data: Data) -> Iterator[Problem]:
@@ -203,8 +203,8 @@ def _check_budget(data: Data) -> Iterator[Problem]:
         return
     for key in ("max_profile_runs", "max_profile_time"):
         if key in data:
-            what = "ends a search, and profile: all measures every candidate"
-            yield Problem(loc=(key,), what=what, accepted="profile: frontier, or no such line")
+            fault = "ends a search, and profile: all measures every candidate"
+            yield Problem(loc=(key,), fault=fault, accepted="profile: frontier, or no such line")
 
 
 def _check_dataset(data: Data, folder: Path) -> Iterator[Problem]:
@@ -215,7 +215,7 @@ def _check_dataset(data: Data, folder: Path) -> Iterator[Problem]:
     if counts and "path" in dataset:
         yield Problem(
             loc=("dataset", counts[0]),
-            what="is for planning without data, and dataset.path names data",
+            fault="is for planning without data, and dataset.path names data",
             accepted="one of the two",
         )
     elif counts:
@@ -225,7 +225,7 @@ def _check_dataset(data: Data, folder: Path) -> Iterator[Problem]:
     elif isinstance(value, dict) and path is None:
         yield Problem(
             loc=("dataset",),
-            what="says neither where the data is nor how much there is",
+            fault="says neither where the data is nor how much there is",
             accepted="path, or tokens and samples",
             show_value=False,
         )
@@ -233,15 +233,15 @@ def _check_dataset(data: Data, folder: Path) -> Iterator[Problem]:
 
 
 def _check_folders(data: Data, folder: Path) -> Iterator[Problem]:
-    """Files in the place of folders, which would be found out after the first profile."""
+    """Files where folders are expected; a run would notice only after its first profile."""
     for key in ("output_dir", "calibration_dir"):
         name = data.get(key)
         if isinstance(name, str) and name.strip() and os.path.isfile(_absolute(name, folder)):
-            yield Problem(loc=(key,), what="is a file", accepted="a folder, there or to be made")
+            yield Problem(loc=(key,), fault="is a file", accepted="a folder, there or to be made")
 
 
 def _check_slurm(data: Data) -> Iterator[Problem]:
-    """What would not survive in a line of a batch script, and pretending without a place for it."""
+    """Texts that no line of a batch script can hold; pretend_memory without calibration_dir."""
     slurm = _section(data, "slurm")
     for key in (*_WORDS, "setup", "options", "command"):
         many = isinstance(slurm.get(key), list)
@@ -250,26 +250,28 @@ def _check_slurm(data: Data) -> Iterator[Problem]:
                 continue
             loc = ("slurm", key, index) if many else ("slurm", key)
             if key in _WORDS and not (text.isprintable() and len(text.split()) == 1):
-                yield Problem(loc=loc, what="is not one word", accepted="a name without blanks")
+                yield Problem(loc=loc, fault="is not one word", accepted="a name without blanks")
             elif not text.isprintable():
-                yield Problem(loc=loc, what="is not one line", accepted="a line; several as a list")
+                yield Problem(
+                    loc=loc, fault="is not one line", accepted="a line; several as a list"
+                )
             elif key == "options" and not text.startswith("-"):
                 accepted = "an option of sbatch as one text, such as '--reservation=class'"
-                yield Problem(loc=loc, what="is not an option", accepted=accepted)
+                yield Problem(loc=loc, fault="is not an option", accepted=accepted)
     environment = slurm.get("environment")
     for name in environment if isinstance(environment, Mapping) else ():
         if isinstance(name, str) and name.strip() and not _VARIABLE.fullmatch(name):
             accepted = "letters, digits and _, not starting with a digit"
             yield Problem(
                 loc=("slurm", "environment", name),
-                what="can't name an environment variable",
+                fault="can't name an environment variable",
                 accepted=accepted,
                 show_value=False,
             )
     if "pretend_memory" in slurm and "calibration_dir" not in data:
         yield Problem(
             loc=("slurm", "pretend_memory"),
-            what="writes records that no GPU measured, which must stay apart from true ones",
+            fault="writes records that no GPU measured, which must stay apart from true ones",
             accepted="for tests only, with a calibration_dir of their own",
         )
 
@@ -277,32 +279,32 @@ def _check_slurm(data: Data) -> Iterator[Problem]:
 def _check_counts(dataset: Data, counts: list[str], *, train: bool) -> Iterator[Problem]:
     size = [key for key in ("tokens", "mean_tokens") if key in counts]
     if "samples" not in counts or not size:
-        other = "samples" if "samples" not in counts else "tokens"
-        what = f"needs dataset.{other} beside it"
-        yield Problem(loc=("dataset", counts[0]), what=what, accepted="both, or dataset.path")
+        missing = "samples" if "samples" not in counts else "tokens"
+        fault = f"needs dataset.{missing} beside it"
+        yield Problem(loc=("dataset", counts[0]), fault=fault, accepted="both, or dataset.path")
         return
     if len(size) > 1:
-        what = "says the same as dataset.tokens over dataset.samples"
-        yield Problem(loc=("dataset", "mean_tokens"), what=what, accepted="one of the two")
+        fault = "says the same as dataset.tokens over dataset.samples"
+        yield Problem(loc=("dataset", "mean_tokens"), fault=fault, accepted="one of the two")
         return
     for key in dataset:
         if key in Dataset.model_fields and key not in counts:
-            what, accepted = "says how to read data, and dataset has only counts", "no such line"
-            yield Problem(loc=("dataset", key), what=what, accepted=accepted)
+            fault, accepted = "says how to read data, and dataset has only counts", "no such line"
+            yield Problem(loc=("dataset", key), fault=fault, accepted=accepted)
     yield from _check_lengths(dataset)
     if train:
         yield Problem(
             loc=("train",),
-            what="needs data to train on, and dataset has only counts",
+            fault="needs data to train on, and dataset has only counts",
             accepted="false, or give dataset.path",
         )
 
 
 def _check_lengths(dataset: Data) -> Iterator[Problem]:
-    """Lengths that no data can have together."""
+    """Lengths that contradict each other."""
     tokens, samples = dataset.get("tokens"), dataset["samples"]
     mean = dataset.get("mean_tokens")
-    # what is beyond MOST_TOKENS the schema refuses, and no float may hold
+    # the schema refuses more than MOST_TOKENS, which a float may not hold
     if (
         isinstance(tokens, int)
         and isinstance(samples, int)
@@ -310,23 +312,23 @@ def _check_lengths(dataset: Data) -> Iterator[Problem]:
     ):
         mean = tokens / samples
         if tokens < samples:
-            what = f"is less than one token for each of {samples} samples"
-            yield Problem(loc=("dataset", "tokens"), what=what, accepted=f"{samples} or more")
+            fault = f"is less than one token for each of {samples} samples"
+            yield Problem(loc=("dataset", "tokens"), fault=fault, accepted=f"{samples} or more")
             return
     longest, p95 = dataset.get("max_tokens"), dataset.get("p95_tokens")
     if not isinstance(mean, int | float) or not 1 <= mean <= MOST_TOKENS:
         return
     if isinstance(longest, int) and longest < mean:
-        what = f"is less than the mean of {mean:.5g} tokens"
+        fault = f"is less than the mean of {mean:.5g} tokens"
         accepted = f"{math.ceil(mean)} or more"
-        yield Problem(loc=("dataset", "max_tokens"), what=what, accepted=accepted)
+        yield Problem(loc=("dataset", "max_tokens"), fault=fault, accepted=accepted)
     if isinstance(p95, int) and 0 < p95 <= MOST_TOKENS:
         try:
             DatasetConfig(mean_tokens=mean, p95_tokens=p95)
         except ConfigError as error:
             accepted = str(error).partition("must be ")[2].rpartition(",")[0]
-            what = "is no 95 % quantile of lengths with this mean"
-            yield Problem(loc=("dataset", "p95_tokens"), what=what, accepted=accepted)
+            fault = "is no 95 % quantile of lengths with this mean"
+            yield Problem(loc=("dataset", "p95_tokens"), fault=fault, accepted=accepted)
 
 
 def _check_path(path: str, dataset: Data, folder: Path) -> Iterator[Problem]:
@@ -338,26 +340,28 @@ def _check_path(path: str, dataset: Data, folder: Path) -> Iterator[Problem]:
         match = _CLASS.fullmatch(path)
         if match is None:
             accepted = "module:Class or path/to/file.py:Class"
-            yield Problem(loc=loc, what="names no dataset class", accepted=accepted)
+            yield Problem(loc=loc, fault="names no dataset class", accepted=accepted)
         elif match["source"].endswith(".py") and not os.path.isfile(resolved.rpartition(":")[0]):
-            what = f"is not there: no file {resolved.rpartition(':')[0]}"
-            yield Problem(loc=loc, what=what, accepted="a Python file, from this file's folder on")
+            fault = f"is not there: no file {resolved.rpartition(':')[0]}"
+            yield Problem(
+                loc=loc, fault=fault, accepted="a Python file, from this file's folder on"
+            )
     elif kind == "file" and not os.path.exists(resolved):
-        what = f"is not there: no file {resolved}"
-        yield Problem(loc=loc, what=what, accepted=f"{local_files}, from this file's folder on")
+        fault = f"is not there: no file {resolved}"
+        yield Problem(loc=loc, fault=fault, accepted=f"{local_files}, from this file's folder on")
     elif kind == "file" and not resolved.endswith(DATA_FILE_SUFFIXES) and os.path.isfile(resolved):
-        yield Problem(loc=loc, what="is not a type of file that can be read", accepted=local_files)
+        yield Problem(loc=loc, fault="is not a type of file that can be read", accepted=local_files)
     elif kind == "hub" and not _HUB_ID.fullmatch(path):
         accepted = f"{local_files}, a dataset id such as org/name, or module:Class"
-        yield Problem(loc=loc, what="is neither a file nor a dataset id", accepted=accepted)
+        yield Problem(loc=loc, fault="is neither a file nor a dataset id", accepted=accepted)
     for key in ("split", "config_name"):
         if key in dataset and kind != "hub":
-            what, accepted = "is for datasets of the hub only", "no such line"
-            yield Problem(loc=("dataset", key), what=what, accepted=accepted)
+            fault, accepted = "is for datasets of the hub only", "no such line"
+            yield Problem(loc=("dataset", key), fault=fault, accepted=accepted)
     for key in _ROW_SETTINGS:
         if key in dataset and kind == "class":
-            what, accepted = "is not for a dataset class, which has to_text", "no such line"
-            yield Problem(loc=("dataset", key), what=what, accepted=accepted)
+            fault, accepted = "is not for a dataset class, which has to_text", "no such line"
+            yield Problem(loc=("dataset", key), fault=fault, accepted=accepted)
     yield from _check_validation_path(dataset, kind, folder)
 
 
@@ -369,32 +373,32 @@ def _check_validation_path(dataset: Data, kind: DatasetKind, folder: Path) -> It
     resolved = resolve_dataset(path, folder)
     if kind != "file":
         yield Problem(
-            loc=loc, what="is for files only, and dataset.path is none", accepted=accepted
+            loc=loc, fault="is for files only, and dataset.path is none", accepted=accepted
         )
     elif not os.path.isfile(resolved) or not resolved.endswith(DATA_FILE_SUFFIXES):
         accepted = f"a file of type {', '.join(DATA_FILE_SUFFIXES)}, from this file's folder on"
-        yield Problem(loc=loc, what=f"is not there: no file {resolved}", accepted=accepted)
+        yield Problem(loc=loc, fault=f"is not there: no file {resolved}", accepted=accepted)
     elif "validation_fraction" in dataset:
-        what = "gives the rows to evaluate on, and dataset.validation_fraction as well"
-        yield Problem(loc=loc, what=what, accepted="one of the two")
+        fault = "gives the rows to evaluate on, and dataset.validation_fraction as well"
+        yield Problem(loc=loc, fault=fault, accepted="one of the two")
 
 
 def _check_text_settings(dataset: Data) -> Iterator[Problem]:
-    given = [key for key in _ROW_SETTINGS if key in dataset]
-    if given == ["prompt_column", "completion_column"]:
+    row_keys = [key for key in _ROW_SETTINGS if key in dataset]
+    if row_keys == ["prompt_column", "completion_column"]:
         return
     for key, partner in itertools.permutations(("prompt_column", "completion_column")):
-        if given == [key]:
-            what = f"needs dataset.{partner} beside it"
-            yield Problem(loc=("dataset", key), what=what, accepted="both, or neither")
-    for key in given[1:]:
-        what = f"is a second way to read a row, beside dataset.{given[0]}"
-        yield Problem(loc=("dataset", key), what=what, accepted="one of the two")
+        if row_keys == [key]:
+            fault = f"needs dataset.{partner} beside it"
+            yield Problem(loc=("dataset", key), fault=fault, accepted="both, or neither")
+    for key in row_keys[1:]:
+        fault = f"is a second way to read a row, beside dataset.{row_keys[0]}"
+        yield Problem(loc=("dataset", key), fault=fault, accepted="one of the two")
     template = dataset.get("template")
     if isinstance(template, str) and template.strip():
         try:
             DatasetConfig(template=template)
         except ConfigError:
-            what = "is not a template"
+            fault = "is not a template"
             accepted = "text with column names in braces, such as '{instruction} {response}'"
-            yield Problem(loc=("dataset", "template"), what=what, accepted=accepted)
+            yield Problem(loc=("dataset", "template"), fault=fault, accepted=accepted)

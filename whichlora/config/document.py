@@ -1,4 +1,4 @@
-"""YAML text → data that still knows the line and column of every key."""
+"""YAML text → data, with the line and column of every key."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Loc = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, and the path of keys and indexes to it.
+    """A fault of the file, and the path of keys and indexes to it.
 
     Args:
-        what: the fault, as the rest of a sentence that starts with the key.
+        fault: the end of a sentence that starts with the key.
         accepted: what may stand there.
         hint: what the user may have meant.
         show_value: whether the value in the file says something about the fault.
@@ -30,7 +30,7 @@ class Problem:
     """
 
     loc: Loc
-    what: str
+    fault: str
     accepted: str = ""
     hint: str = ""
     show_value: bool = True
@@ -47,9 +47,9 @@ class Document:
 
     def render(self, problem: Problem) -> str:
         """`problem` as one line: place, key, fault, value, what was meant, what is accepted."""
-        found, name, node = self._locate(problem.loc)
-        line, column = problem.place or found
-        text = f"{self.path}:{line}:{column}: {name or 'the file'}: {problem.what}"
+        located, name, node = self._locate(problem.loc)
+        line, column = problem.place or located
+        text = f"{self.path}:{line}:{column}: {name or 'the file'}: {problem.fault}"
         if problem.show_value:
             text += f" (got {_describe(node)})"
         if problem.hint:  # first: what is accepted may be a long list
@@ -60,8 +60,8 @@ class Document:
 
     def error(self, problems: list[Problem]) -> ConfigError:
         """All `problems`, one line each, in the order of the file."""
-        ordered = sorted(problems, key=lambda each: each.place or self._locate(each.loc)[0])
-        return ConfigError("\n".join(dict.fromkeys(self.render(each) for each in ordered)))
+        ordered = sorted(problems, key=lambda p: p.place or self._locate(p.loc)[0])
+        return ConfigError("\n".join(dict.fromkeys(self.render(problem) for problem in ordered)))
 
     def structure_problems(self) -> Iterator[Problem]:
         """Keys that are lists or mappings, keys written twice, and keys without a value."""
@@ -74,7 +74,7 @@ class Document:
                 if key.id != "scalar":
                     yield Problem(
                         loc=loc,
-                        what=f"has {_describe(key)} for a key",
+                        fault=f"has {_describe(key)} for a key",
                         accepted="plain text",
                         show_value=False,
                         place=place,
@@ -83,7 +83,7 @@ class Document:
                 if name in first_lines:
                     yield Problem(
                         loc=(*loc, name),
-                        what=f"is given twice, first in line {first_lines[name]}",
+                        fault=f"is given twice, first in line {first_lines[name]}",
                         accepted="each key once",
                         show_value=False,
                         place=place,
@@ -91,7 +91,7 @@ class Document:
                 elif str(value.tag) == _NULL:
                     yield Problem(
                         loc=(*loc, name),
-                        what="is empty",
+                        fault="is empty",
                         accepted="a value, or no such line",
                         show_value=False,
                         place=place,
@@ -101,13 +101,13 @@ class Document:
     def _locate(self, loc: Loc) -> tuple[tuple[int, int], str, Any]:
         """Place, name and node of the deepest part of `loc` that the file has.
 
-        A part that stands for no key or index of the file, such as the index of a lone value
-        that a list setting also takes, is passed over; a missing key ends the search.
+        A part that is no key or index of the file is skipped, such as the index of a lone value
+        that a list setting also takes. A missing key ends the search.
         """
         node, place, names = self.root, _place(self.root), list[str]()
         for part in loc:
-            if node.id == "mapping" and (found := _find(node, part)):
-                place, node = _place(found[0]), found[1]
+            if node.id == "mapping" and (pair := _find(node, part)):
+                place, node = _place(pair[0]), pair[1]
                 names.append(str(part))
             elif node.id == "mapping" and isinstance(part, str) and part.isidentifier():
                 names.append(part)
@@ -154,7 +154,7 @@ def read_document(path: Path) -> Document:
     from ruamel.yaml.reader import ReaderError
 
     yaml = YAML(typ="safe", pure=True)
-    yaml.allow_duplicate_keys = True  # `structure_problems` reports them with the rest
+    yaml.allow_duplicate_keys = True  # `structure_problems` reports them
     try:
         root = yaml.compose(text)
         data: Any = None if root is None else yaml.constructor.construct_document(root)
@@ -206,7 +206,7 @@ def _read_text(path: Path) -> str:
 
 
 def _position(before: str) -> tuple[int, int]:
-    """Line and column, from 1, of what follows the text `before`."""
+    """Line and column, from 1, of the character after the text `before`."""
     return before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
 
 

@@ -1,4 +1,4 @@
-"""What pydantic found wrong → problems in our words, with what is accepted and what was meant."""
+"""Errors of pydantic → problems in our words, with accepted values and suggestions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from whichlora.config.document import Loc, Problem
 from whichlora.config.schema import json_schema
 
-_WHAT = {
+_FAULTS = {
     "missing": "is required",
     "extra_forbidden": "is not a setting",
     "int_type": "is not a whole number",
@@ -34,7 +34,7 @@ _WHAT = {
 
 _YAML_1_1_BOOLS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
-# What other tools call our settings.
+# Names of our settings in other tools.
 _SYNONYMS = {
     "alpha": "lora_alpha",
     "data": "dataset",
@@ -57,7 +57,7 @@ _SYNONYMS = {
     "seq_len": "sequence_length",
 }
 
-# What other tools call our values.
+# Names of our values in other tools.
 _VALUE_SYNONYMS = {
     "adam": "adamw_torch_fused",
     "adamw": "adamw_torch_fused",
@@ -69,7 +69,7 @@ _VALUE_SYNONYMS = {
     "8bit": "int8",
 }
 
-# A plan compares sizes, since the largest is not the fastest; the largest alone is a question.
+# A plan compares sizes, since the largest is not the fastest; `estimate` answers the largest.
 _LARGEST = {
     "batch_size": "a list such as [1, 2, 4, 8, 16], of which the search takes the best; "
     "`whichlora estimate --batch-size max` says the largest",
@@ -78,10 +78,10 @@ _LARGEST = {
 
 
 def problems_of(error: ValidationError) -> Iterator[Problem]:
-    """Each fault that pydantic found, in our words."""
-    for fault in error.errors(include_url=False, include_context=False):
-        kind, loc = fault["type"], tuple(fault["loc"])
-        if kind == "too_short" and fault["input"]:
+    """Each error of pydantic as a problem, in our words."""
+    for details in error.errors(include_url=False, include_context=False):
+        kind, loc = details["type"], tuple(details["loc"])
+        if kind == "too_short" and details["input"]:
             continue  # the list is not empty: its items are wrong, and reported
         if kind in {"extra_forbidden", "invalid_key"}:
             kind = "extra_forbidden"
@@ -89,12 +89,12 @@ def problems_of(error: ValidationError) -> Iterator[Problem]:
             hint = _meant_setting(loc)
         else:
             accepted = _phrase(_subschema(loc))
-            hint = _meant_value(fault["input"], _subschema(loc))
-            if fault["input"] == "max":
+            hint = _meant_value(details["input"], _subschema(loc))
+            if details["input"] == "max":
                 hint = next((_LARGEST[part] for part in loc if part in _LARGEST), hint)
         yield Problem(
             loc=loc,
-            what=_WHAT.get(kind, fault["msg"]),
+            fault=_FAULTS.get(kind, details["msg"]),
             accepted=accepted,
             hint=hint,
             show_value=kind != "missing",
@@ -106,10 +106,10 @@ def _phrase(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(map(str, schema["enum"]))
     if "anyOf" in schema:
-        one, other = schema["anyOf"]
-        if other.get("type") == "array":
-            return f"{_phrase(one)}, or a list of such"
-        return f"{_phrase(one)}, or {_phrase(_resolve(other))}"
+        first, second = schema["anyOf"]
+        if second.get("type") == "array":
+            return f"{_phrase(first)}, or a list of such"
+        return f"{_phrase(first)}, or {_phrase(_resolve(second))}"
     match schema.get("type"):
         case "boolean":
             return "true or false"
@@ -120,8 +120,8 @@ def _phrase(schema: Mapping[str, Any]) -> str:
         case ["string", *_]:  # unquoted, the name of a GPU is a number
             return "text"
         case "string":
-            *others, last = schema.get("examples", ["text"])
-            return f"text such as {', '.join(others)} or {last}" if others else last
+            *examples, last = schema.get("examples", ["text"])
+            return f"text such as {', '.join(examples)} or {last}" if examples else last
         case "object" if "properties" in schema:
             return f"a mapping with {', '.join(schema['properties'])}"
     values = _values(schema)
@@ -144,20 +144,20 @@ def _range(schema: Mapping[str, Any]) -> str:
 def _resolve(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """`schema`, or the definition that it refers to."""
     name = schema.get("$ref", "").removeprefix("#/$defs/")
-    found: Mapping[str, Any] = json_schema()["$defs"][name] if name else schema
-    return found
+    resolved: Mapping[str, Any] = json_schema()["$defs"][name] if name else schema
+    return resolved
 
 
 def _values(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema of the values of a mapping whose keys are names; empty for anything else."""
-    return next((_resolve(one) for one in schema.get("patternProperties", {}).values()), {})
+    return next((_resolve(pattern) for pattern in schema.get("patternProperties", {}).values()), {})
 
 
 def _subschema(loc: Loc) -> Mapping[str, Any]:
-    """The schema of what stands at `loc`; parts that are no key or index are passed over."""
+    """The schema at `loc`; parts that are no key or index are skipped."""
     schema: Mapping[str, Any] = json_schema()
     for part in loc:
-        options = [_resolve(each) for each in schema.get("anyOf", [schema])]
+        options = [_resolve(option) for option in schema.get("anyOf", [schema])]
         for option in options:
             if isinstance(part, int) and "items" in option:
                 schema = _resolve(option["items"])
@@ -179,7 +179,7 @@ def _properties(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _meant_setting(loc: Loc) -> str:
-    """The setting that an unknown key at `loc` looks like: here, then in the other sections."""
+    """The setting that an unknown key at `loc` looks like: in its section, then in the others."""
     key = str(loc[-1]).lower().replace("-", "_")
     here = str(loc[0]) if len(loc) > 1 else ""
     sections = {"": _properties(json_schema())}

@@ -118,7 +118,7 @@ GpuName = Annotated[
 GpuNames = Annotated[tuple[GpuName, ...], Field(min_length=1), _OneOrMany()]
 _TextKeys = BeforeValidator(
     lambda value: (
-        {str(key) if type(key) is int else key: each for key, each in value.items()}
+        {str(key) if type(key) is int else key: entry for key, entry in value.items()}
         if isinstance(value, Mapping)
         else value
     )
@@ -304,7 +304,7 @@ class PlanFile(_Section):
     """How training batches are made: padded to their longest, of similar lengths, or packed."""
     sequence_length: Annotated[int, Field(ge=2, le=MOST_COUNT)] = _RUN.seq_len
     """Longest training sequence in tokens; longer ones are truncated."""
-    methods: Names = tuple(name for name, one in BUILT_IN.items() if not one.trains_base)
+    methods: Names = tuple(name for name, method in BUILT_IN.items() if not method.trains_base)
     """Fine-tuning methods to compare."""
     ranks: Counts = (_RUN.r,)
     """Ranks of the adapters."""
@@ -390,7 +390,7 @@ class PlanFile(_Section):
 
 @cache
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a config file, for editors and for `faults` alike."""
+    """The JSON schema (draft 2020-12) of a config file: accepted values and names for messages."""
     schema = PlanFile.model_json_schema()
     schema["properties"]["dataset"] = {
         "description": schema["properties"]["dataset"].get("description", ""),
@@ -410,7 +410,7 @@ def _without_null(schema: Any) -> Any:
     schema know one way to say a choice.
     """
     if isinstance(schema, list):
-        return [_without_null(each) for each in schema if each != {"type": "null"}]
+        return [_without_null(option) for option in schema if option != {"type": "null"}]
     if not isinstance(schema, dict):
         return schema
     clean = {
