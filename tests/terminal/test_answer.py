@@ -7,12 +7,25 @@ from pathlib import Path
 import pytest
 from candidates import USABLE_BYTES, measurement, prediction
 
-from whichlora import terminal as report
 from whichlora.errors import DataFileError
 from whichlora.search.feasibility import Candidate, Quantity, judge
 from whichlora.spec.plan import DatasetConfig, Limits, Plan
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
+from whichlora.terminal import (
+    MAX_REASONS,
+    Progress,
+    comparison_rows,
+    comparison_summary,
+    deciding,
+    describe,
+    explanation,
+    print_answer,
+    reason,
+    write_candidates,
+    write_comparison,
+    write_summary,
+)
 from whichlora.units import GiB
 from whichlora.workflow.run import Answer, Compared, Search
 
@@ -34,8 +47,8 @@ def candidate(
     )
 
 
-def answer(*finetune: Candidate, winner: Candidate | None, kept: tuple[str, ...] = ()) -> Answer:
-    models = tuple(dict.fromkeys(one.run.model for one in finetune))
+def answer(*finetune: Candidate, winner: Candidate | None, passed: tuple[str, ...] = ()) -> Answer:
+    models = tuple(dict.fromkeys(c.run.model for c in finetune))
     plan = Plan(
         source=Path("plan.yaml"),
         output_dir=Path("out"),
@@ -58,9 +71,9 @@ def answer(*finetune: Candidate, winner: Candidate | None, kept: tuple[str, ...]
         basis="made up",
         inference=[candidate(replace(SERVE, model=model)) for model in models],
         finetune=finetune,
-        kept=kept or models,
+        kept=passed or models,
         winner=winner,
-        front=[one for one in finetune if one is winner],
+        front=[c for c in finetune if c is winner],
         search=Search(
             confidence=0.97, stopped_by="certain", runs=3, device_s=42.0, chance_to_win={}
         ),
@@ -73,34 +86,32 @@ def answer(*finetune: Candidate, winner: Candidate | None, kept: tuple[str, ...]
 
 
 def test_a_candidate_has_a_name_that_tells_it_from_the_others() -> None:
-    assert report.describe(TRAIN) == "good lora r=16, batch 4, 100 tokens"
-    assert report.describe(replace(TRAIN, method="full")) == "good full, batch 4, 100 tokens"
-    assert report.describe(SERVE) == (
-        "good inference, merged 16-bit, batch 1, prompt 16, 8 new tokens"
-    )
+    assert describe(TRAIN) == "good lora r=16, batch 4, 100 tokens"
+    assert describe(replace(TRAIN, method="full")) == "good full, batch 4, 100 tokens"
+    assert describe(SERVE) == ("good inference, merged 16-bit, batch 1, prompt 16, 8 new tokens")
 
 
 def test_a_reason_has_the_value_the_limit_and_where_the_value_is_from() -> None:
-    known, guessed = candidate(TRAIN), candidate(TRAIN, used=USABLE_BYTES, measure=False)
-    assert report.reason(known.checks[0]) == (
+    measured, predicted = candidate(TRAIN), candidate(TRAIN, used=USABLE_BYTES, measure=False)
+    assert reason(measured.checks[0]) == (
         "measured 8.00 GiB against memory of the device 20.00 GiB"
     )
-    assert report.reason(guessed.checks[0]) == (
+    assert reason(predicted.checks[0]) == (
         "predicted 20.00 GiB against memory of the device 20.00 GiB (50% chance to meet it)"
     )
-    assert report.reason(known.checks[1]) == "measured 80 s against total time limit 2 min 00 s"
+    assert reason(measured.checks[1]) == "measured 80 s against total time limit 2 min 00 s"
 
 
 def test_the_limit_least_likely_to_be_met_decides() -> None:
     tight = candidate(TRAIN, used=30 * GiB, measure=False)
-    assert report.deciding(tight).startswith("predicted 30.00 GiB against memory of the device")
-    assert report.deciding(candidate(TRAIN)) == ""
+    assert deciding(tight).startswith("predicted 30.00 GiB against memory of the device")
+    assert deciding(candidate(TRAIN)) == ""
 
 
 def test_a_failed_profile_is_its_own_reason() -> None:
     failed = measurement(TRAIN, outcome="oom", detail="tried to allocate 2 GiB")
-    found = judge(prediction(TRAIN), Limits(), measurement=failed)
-    assert report.deciding(found) == "oom: tried to allocate 2 GiB"
+    judged = judge(prediction(TRAIN), Limits(), measurement=failed)
+    assert deciding(judged) == "oom: tried to allocate 2 GiB"
 
 
 # --- the explanation
@@ -110,7 +121,7 @@ def test_the_explanation_names_the_winner_and_why_better_ones_fell() -> None:
     best = candidate(TRAIN)
     large = candidate(replace(TRAIN, model="org/large"), size=9, used=40 * GiB, measure=False)
     small = candidate(replace(TRAIN, model="org/small"), size=1)
-    lines = report.explanation(answer(best, large, small, winner=best))
+    lines = explanation(answer(best, large, small, winner=best))
     assert lines[0] == ("Winner: org/good (5B parameters), lora r=16, batch size 4 (measured).")
     assert "  measured 80 s against total time limit 2 min 00 s" in lines
     (fell,) = [line for line in lines if "left out" in line]
@@ -118,15 +129,15 @@ def test_the_explanation_names_the_winner_and_why_better_ones_fell() -> None:
 
 
 def test_a_model_that_fell_in_stage_one_says_so() -> None:
-    best, other = candidate(TRAIN), candidate(replace(TRAIN, model="org/slow"), size=4)
-    lines = report.explanation(answer(best, other, winner=best, kept=("org/good",)))
+    best, slow = candidate(TRAIN), candidate(replace(TRAIN, model="org/slow"), size=4)
+    lines = explanation(answer(best, slow, winner=best, passed=("org/good",)))
     assert any(line.startswith("org/slow left out in stage 1") for line in lines)
 
 
 def test_without_a_winner_the_closest_one_says_what_it_lacks() -> None:
     near = candidate(TRAIN, used=21 * GiB, measure=False)
     far = candidate(replace(TRAIN, model="org/large"), size=9, used=90 * GiB, measure=False)
-    lines = report.explanation(answer(near, far, winner=None))
+    lines = explanation(answer(near, far, winner=None))
     assert lines[:3] == [
         "Nothing meets every limit.",
         "  97% sure that nothing meets every limit; as sure as asked, after 3 runs and 42 s "
@@ -139,7 +150,7 @@ def test_without_a_winner_the_closest_one_says_what_it_lacks() -> None:
 def test_without_a_winner_each_limit_says_how_far_it_alone_must_give_way() -> None:
     large = candidate(TRAIN, used=25 * GiB, measure=False)
     larger = candidate(replace(TRAIN, batch_size=8), used=30 * GiB, measure=False)
-    lines = report.explanation(answer(large, larger, winner=None))
+    lines = explanation(answer(large, larger, winner=None))
     assert (
         "Alone, memory of the device 25.00 GiB instead of 20.00 GiB (+25%) would do for "
         "good lora r=16, batch 4, 100 tokens (predicted)." in lines
@@ -148,7 +159,7 @@ def test_without_a_winner_each_limit_says_how_far_it_alone_must_give_way() -> No
 
 def test_the_winner_says_how_sure_it_is_and_what_was_preferred() -> None:
     best = candidate(TRAIN)
-    lines = report.explanation(answer(best, winner=best))
+    lines = explanation(answer(best, winner=best))
     assert lines[1] == (
         "  97% sure that no other candidate beats it; as sure as asked, after 3 runs and 42 s "
         "on the device"
@@ -156,26 +167,26 @@ def test_the_winner_says_how_sure_it_is_and_what_was_preferred() -> None:
     assert "size alone is not quality" in lines[2]
 
 
-def test_what_drawn_worlds_cannot_tell_from_certainty_is_not_called_certain() -> None:
+def test_what_posterior_samples_cannot_tell_from_certainty_is_not_called_certain() -> None:
     best = candidate(TRAIN)
-    found = answer(best, winner=best)
-    sure = replace(found, search=replace(found.search, confidence=1.0))
-    assert report.explanation(sure)[1].startswith("  over 99% sure that no other candidate")
+    nearly_sure = answer(best, winner=best)
+    sure = replace(nearly_sure, search=replace(nearly_sure.search, confidence=1.0))
+    assert explanation(sure)[1].startswith("  over 99% sure that no other candidate")
 
 
 def test_a_better_ranked_candidate_that_was_not_worth_a_run_says_so() -> None:
     best = candidate(TRAIN)
     larger = judge(prediction(replace(TRAIN, model="org/large"), num_params=9 * 10**9), Limits())
-    (line,) = [one for one in report.explanation(answer(best, larger, winner=best)) if "out" in one]
+    (line,) = [line for line in explanation(answer(best, larger, winner=best)) if "out" in line]
     assert line.endswith("left out: not measured, 0% chance to beat the winner")
 
 
 def test_a_long_list_of_reasons_is_cut_with_its_count() -> None:
     fallen = [
         candidate(replace(TRAIN, model=f"org/m{i}"), size=9, used=90 * GiB, measure=False)
-        for i in range(report.MAX_REASONS + 3)
+        for i in range(MAX_REASONS + 3)
     ]
-    lines = report.explanation(answer(*fallen, winner=None))
+    lines = explanation(answer(*fallen, winner=None))
     assert lines[-1] == "… and 3 more better-ranked candidates, see the table"
 
 
@@ -185,9 +196,7 @@ def test_a_long_list_of_reasons_is_cut_with_its_count() -> None:
 def test_the_table_has_a_row_for_every_candidate_of_both_stages(tmp_path: Path) -> None:
     best = candidate(TRAIN)
     large = candidate(replace(TRAIN, model="org/large"), size=9, used=40 * GiB, measure=False)
-    path = report.write_candidates(
-        tmp_path / "deep" / "table.csv", answer(best, large, winner=best)
-    )
+    path = write_candidates(tmp_path / "deep" / "table.csv", answer(best, large, winner=best))
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["model"], row["phase"], row["source"], row["verdict"]) for row in rows] == [
@@ -205,21 +214,21 @@ def test_the_comparison_has_a_row_for_every_measured_quantity(tmp_path: Path) ->
     cold = prediction(TRAIN, used_bytes=6 * GiB, time_s=0.05)
     warm = prediction(TRAIN, used_bytes=8 * GiB, time_s=0.1)
     compared = Compared(measurement=measurement(TRAIN), cold=cold, before=cold, after=warm)
-    rows = report.comparison_rows([compared])
+    rows = comparison_rows([compared])
     assert [(row["quantity"], row["unit"]) for row in rows] == [
         ("peak_allocated", "bytes"),
         ("step", "s"),
     ]
     assert [row["cold_error"] for row in rows] == pytest.approx([-0.25, -0.5])
     assert [row["after_error"] for row in rows] == pytest.approx([0.0, 0.0])
-    summary = report.comparison_summary(rows)
-    assert [(one["quantity"], one["cold_worst"]) for one in summary] == [
+    summary = comparison_summary(rows)
+    assert [(entry["quantity"], entry["cold_worst"]) for entry in summary] == [
         ("peak_allocated", pytest.approx(0.25)),
         ("step", pytest.approx(0.5)),
     ]
     best = candidate(TRAIN)
-    found = replace(answer(best, winner=best), compared=(compared,))
-    text = report.write_comparison(tmp_path / "compared.csv", found).read_text()
+    compared_answer = replace(answer(best, winner=best), compared=(compared,))
+    text = write_comparison(tmp_path / "compared.csv", compared_answer).read_text()
     assert text.count("\n") == 3
 
 
@@ -227,19 +236,16 @@ def test_a_run_that_failed_is_compared_with_nothing() -> None:
     failed = measurement(TRAIN, outcome="timeout")
     guess = prediction(TRAIN)
     assert (
-        report.comparison_rows(
-            [Compared(measurement=failed, cold=guess, before=guess, after=guess)]
-        )
-        == []
+        comparison_rows([Compared(measurement=failed, cold=guess, before=guess, after=guess)]) == []
     )
 
 
 def test_the_summary_is_the_explanation_in_markdown(tmp_path: Path) -> None:
     best = candidate(TRAIN)
-    found = answer(best, winner=best)
-    text = report.write_summary(tmp_path / "answer.md", found).read_text()
+    winning = answer(best, winner=best)
+    text = write_summary(tmp_path / "answer.md", winning).read_text()
     assert text.startswith("# WhichLoRA on h100-sxm-80gb\n")
-    assert all(line in text for line in report.explanation(found))
+    assert all(line in text for line in explanation(winning))
     assert "Basis: made up." in text
 
 
@@ -247,7 +253,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     best = candidate(TRAIN)
     with pytest.raises(DataFileError, match=r"file/answer.md: can't be written"):
-        report.write_summary(tmp_path / "file" / "answer.md", answer(best, winner=best))
+        write_summary(tmp_path / "file" / "answer.md", answer(best, winner=best))
 
 
 # --- the terminal
@@ -258,7 +264,7 @@ def test_the_answer_prints_both_stages_and_marks_the_winner(
 ) -> None:
     best = candidate(TRAIN)
     large = candidate(replace(TRAIN, model="org/large"), size=9, used=40 * GiB, measure=False)
-    report.print_answer(answer(best, large, winner=best))
+    print_answer(answer(best, large, winner=best))
     text = capsys.readouterr().out
     assert "stage 1: inference" in text
     assert "stage 2: fine-tuning" in text
@@ -269,15 +275,15 @@ def test_the_answer_prints_both_stages_and_marks_the_winner(
 def test_what_holds_for_every_candidate_or_for_the_winner_is_noted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def noted(one: Candidate, *notes: str) -> Candidate:
-        return replace(one, prediction=replace(one.prediction, notes=notes))
+    def noted(c: Candidate, *notes: str) -> Candidate:
+        return replace(c, prediction=replace(c.prediction, notes=notes))
 
     best = noted(candidate(TRAIN), "slow units", "about the winner")
-    other = replace(TRAIN, model="org/large")
-    large = noted(candidate(other, size=9, used=40 * GiB), "slow units", "about another")
-    report.print_answer(answer(best, large, winner=best))
+    large_run = replace(TRAIN, model="org/large")
+    large = noted(candidate(large_run, size=9, used=40 * GiB), "slow units", "about another")
+    print_answer(answer(best, large, winner=best))
     lines = capsys.readouterr().out.splitlines()
-    assert [one for one in lines if one.startswith("note: ")] == [
+    assert [c for c in lines if c.startswith("note: ")] == [
         "note: slow units",
         "note: about the winner",
     ]
@@ -285,7 +291,7 @@ def test_what_holds_for_every_candidate_or_for_the_winner_is_noted(
 
 def test_progress_goes_to_stderr_and_can_be_silent(capsys: pytest.CaptureFixture[str]) -> None:
     for quiet in (False, True):
-        with report.Progress(quiet=quiet) as progress:
+        with Progress(quiet=quiet) as progress:
             progress.say("stage 1")
             progress.profiling(TRAIN, number=1, open_candidates=3)
             progress.learned(measurement(TRAIN), prediction(TRAIN))
@@ -301,7 +307,7 @@ def test_progress_goes_to_stderr_and_can_be_silent(capsys: pytest.CaptureFixture
 def test_progress_says_how_long_the_open_candidates_would_take_at_most(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with report.Progress() as progress:
+    with Progress() as progress:
         progress.profiling(TRAIN, number=1, open_candidates=9)
         for seconds in (10.0, 20.0):
             progress.learned(replace(measurement(TRAIN), device_s=seconds), prediction(TRAIN))

@@ -11,13 +11,13 @@ import pytest
 from candidates import prediction
 from rich.console import Console
 
-from whichlora import terminal as report
 from whichlora.predict.explain import Alternative, CacheUse, Explanation
 from whichlora.predict.largest import Placement
 from whichlora.predict.ledger_lines import Line
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
+from whichlora.terminal import explanation_markdown, print_explanation, print_placements
 from whichlora.units import GiB, MiB
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -28,9 +28,9 @@ def made_up(run: RunConfig, *, loss_gib: int = 3, trained: int = 20_000_000) -> 
     parts = {"weights": 2 * GiB, "logits_and_loss": loss_gib * GiB, "allocator": 512 * MiB}
     allocated = (2 + loss_gib) * GiB
     parts["context"] = 256 * MiB
-    found = prediction(run, used_bytes=sum(parts.values()), usable_bytes=8 * GiB)
+    drafted = prediction(run, used_bytes=sum(parts.values()), usable_bytes=8 * GiB)
     memory = replace(
-        found.memory,
+        drafted.memory,
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=allocated + 512 * MiB,
         breakdown=parts,
@@ -38,7 +38,7 @@ def made_up(run: RunConfig, *, loss_gib: int = 3, trained: int = 20_000_000) -> 
     )
     verdict = "fits" if loss_gib <= 3 else "fails"
     return replace(
-        found,
+        drafted,
         memory=memory,
         num_trainable_params=trained,
         verdict=verdict,
@@ -46,7 +46,7 @@ def made_up(run: RunConfig, *, loss_gib: int = 3, trained: int = 20_000_000) -> 
     )
 
 
-def line(what: str, num_bytes: int, **given: object) -> Line:
+def line(name: str, num_bytes: int, **changes: object) -> Line:
     fields = {
         "part": "weights",
         "shape": "[hidden_size, vocab_size]",
@@ -58,7 +58,7 @@ def line(what: str, num_bytes: int, **given: object) -> Line:
         "why": "because backward reads it",
         "members": (),
     }
-    return Line(what=what, num_bytes=num_bytes, **(fields | given))  # type: ignore[arg-type]
+    return Line(what=name, num_bytes=num_bytes, **(fields | changes))  # type: ignore[arg-type]
 
 
 def explanation(run: RunConfig = RUN) -> Explanation:
@@ -151,8 +151,8 @@ def test_an_explanation_reads_the_same_at_every_width(
     width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_terminal(monkeypatch, width)
-    report.print_explanation(explanation())
-    text = "".join(one.rstrip() + "\n" for one in capsys.readouterr().out.splitlines())
+    print_explanation(explanation())
+    text = "".join(line.rstrip() + "\n" for line in capsys.readouterr().out.splitlines())
     assert max(map(len, text.splitlines())) <= width
     same_as_golden(f"explain_{width}.txt", text)
 
@@ -160,19 +160,19 @@ def test_an_explanation_reads_the_same_at_every_width(
 def test_an_explanation_of_inference_shows_the_cache_by_engine(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    report.print_explanation(explanation(replace(RUN, phase="inference")))
+    print_explanation(explanation(replace(RUN, phase="inference")))
     text = capsys.readouterr().out
     assert "the same job by storage of the weights" in text
     assert "by rank" not in text
-    (row,) = (one.split() for one in text.splitlines() if one.split()[:1] == ["vllm"])
+    (row,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["vllm"])
     assert row == ["vllm", "16", "128.0", "KiB", "640", "80.00", "MiB", "5.75", "GiB", "yes"]
 
 
 def test_an_explanation_is_a_markdown_document() -> None:
-    text = report.explanation_markdown(explanation())
+    text = explanation_markdown(explanation())
     same_as_golden("explain.md", text)
-    tables = [one for one in text.splitlines() if one.startswith("|")]
-    assert all(one.endswith("|") for one in tables)
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in tables)
 
 
 def placement(memory_gib: int, *, batch_size: int = 0, **changes: object) -> Placement:
@@ -196,14 +196,12 @@ def test_cards_stand_in_order_and_the_refused_ones_below(
     width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_terminal(monkeypatch, width)
-    other = placement(96)
+    large = placement(96)
     refused = replace(
-        other, prediction=None, refusal="quant: 'nf4' does not run on card-96gb", batch_size=0
+        large, prediction=None, refusal="quant: 'nf4' does not run on card-96gb", batch_size=0
     )
-    report.print_placements(
-        [placement(24, batch_size=7), placement(8, unverified=("l2_bytes",)), refused]
-    )
-    text = "".join(one.rstrip() + "\n" for one in capsys.readouterr().out.splitlines())
+    print_placements([placement(24, batch_size=7), placement(8, unverified=("l2_bytes",)), refused])
+    text = "".join(line.rstrip() + "\n" for line in capsys.readouterr().out.splitlines())
     same_as_golden(f"where_{width}.txt", text)
 
 
@@ -222,11 +220,11 @@ def test_a_terminal_of_any_width_gets_lines_that_fit_and_no_colour(width: int) -
     plain = text.replace("\x1b[1m", "").replace("\x1b[0m", "")  # bold heads are no colour
     assert "\x1b" not in plain
     assert "device memory used" in plain
-    assert max(len(one.rstrip()) for one in plain.splitlines()) <= width
+    assert max(len(line.rstrip()) for line in plain.splitlines()) <= width
 
 
 def _read(descriptor: int) -> str:
-    found = b""
+    output = b""
     while True:
         try:
             block = os.read(descriptor, 65536)
@@ -234,6 +232,6 @@ def _read(descriptor: int) -> str:
             break
         if not block:
             break
-        found += block
+        output += block
     os.close(descriptor)
-    return found.decode()
+    return output.decode()

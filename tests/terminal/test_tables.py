@@ -125,11 +125,11 @@ def statuses(num_tasks: int, **stands: int) -> Iterator[TaskStatus]:
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (80, 12)])
-def test_the_live_picture_of_many_tasks_stays_within_the_terminal(width: int, height: int) -> None:
+def test_the_live_table_of_many_tasks_stays_within_the_terminal(width: int, height: int) -> None:
     progress = SweepProgress()
     console = progress._console = terminal(width, height=height)
     progress._take([*statuses(60, running=9, waiting=51)])
-    console.print(progress._picture())
+    console.print(progress._render())
     lines = shown(console)
     assert len(lines) < height
     assert max(map(len, lines)) <= width

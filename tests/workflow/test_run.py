@@ -333,7 +333,7 @@ def test_a_dry_run_that_is_sure_of_nothing_has_no_winner_and_no_job(tmp_path: Pa
     assert answer.may_fit
     assert "job" not in answer.files
     lines = report.explanation(answer)
-    assert lines[0].startswith("Nothing meets every limit with the asked confidence of 95%")
+    assert lines[0].startswith("Nothing meets every limit with the requested confidence of 95%")
     assert "`profile: frontier` measures what may fit" in lines[1]
     assert any(line.startswith("may fit, ") for line in lines)
     assert CliRunner().invoke(main, ["run", str(path)]).exit_code == 1

@@ -1,4 +1,4 @@
-"""The answer of a run: tables, the winner, and why the others fell."""
+"""The answer of a run: tables, the winner, and why other candidates were rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from whichlora.terminal.words import (
 from whichlora.units import format_bytes, format_count, format_seconds
 
 MAY_FIT = "may fit"
-MAX_ROWS = 40  # of a stage; what was measured stands there anyway
+MAX_ROWS = 40  # of a stage; measured candidates are always shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,19 +40,23 @@ def explanation(answer: Answer) -> list[str]:
     lines = _nothing(answer) if best is None else _winner(answer, best)
     lines += _may_fit(answer)
     dropped = _left_out_in_stage_1(answer)
-    for one in dropped[:MAX_REASONS]:
-        form = form_in_words(one.run)
-        lines.append(f"{one.run.model} left out in stage 1 ({form}): {deciding(one)}")
+    for candidate in dropped[:MAX_REASONS]:
+        form = form_in_words(candidate.run)
+        lines.append(f"{candidate.run.model} left out in stage 1 ({form}): {deciding(candidate)}")
     if len(dropped) > MAX_REASONS:
         lines.append(f"… and {len(dropped) - MAX_REASONS} more left out in stage 1, see the table")
-    bold = {one.run for one in answer.may_fit}
-    before = [one for one in rejected_before(best, answer.finetune) if one.run not in bold]
-    for one in before[:MAX_REASONS]:
-        why = deciding(one)
+    bold = {candidate.run for candidate in answer.may_fit}
+    before = [
+        candidate
+        for candidate in rejected_before(best, answer.finetune)
+        if candidate.run not in bold
+    ]
+    for candidate in before[:MAX_REASONS]:
+        why = deciding(candidate)
         if not why:  # predicted to meet everything, and to be hardly better
-            chance = answer.search.chance_to_win.get(one.run, 0.0)
+            chance = answer.search.chance_to_win.get(candidate.run, 0.0)
             why = f"not measured, {chance:.0%} chance to beat the winner"
-        lines.append(f"{describe(one.run)} left out: {why}")
+        lines.append(f"{describe(candidate.run)} left out: {why}")
     if len(before) > MAX_REASONS:
         lines.append(
             f"… and {len(before) - MAX_REASONS} more better-ranked candidates, see the table"
@@ -81,7 +85,7 @@ def _of_gpus(choice: GpuChoice | None, shown: str) -> list[str]:
         cost, gpu = choice.cost_of_model(choice.cheapest), choice.cheapest.gpu
         lines.append(f"  cheapest for {choice.model}: {gpu}, {cost:.2f}")
     elif choice.fastest is not None:
-        lines.append("  gpu_prices, the price of an hour, would say which is cheapest")
+        lines.append("  gpu_prices, the price of an hour, is needed to name the cheapest")
     return lines
 
 
@@ -123,14 +127,18 @@ def print_gpus_of(console: Console, choice: GpuChoice) -> None:
 
 
 def _left_out_in_stage_1(answer: Answer) -> list[Candidate]:
-    """The closest shape of each form that fell; of a model that fell in every form, the closest."""
+    """The closest rejected candidate of each serving form; of a model rejected in all, only one."""
     closest: dict[object, Candidate] = {}
-    for one in sorted(answer.inference, key=lambda one: -one.chance):
-        form = one.form if one.run.model in answer.kept else None
-        closest.setdefault((one.run.model, form), one)
-    kept = answer.kept
-    fell = [one for one in closest.values() if one.run.model not in kept or one.chance < LIKELY]
-    return sorted(fell, key=lambda one: answer.plan.models.index(one.run.model))
+    for candidate in sorted(answer.inference, key=lambda candidate: -candidate.chance):
+        form = candidate.form if candidate.run.model in answer.kept else None
+        closest.setdefault((candidate.run.model, form), candidate)
+    passed = answer.kept
+    fell = [
+        candidate
+        for candidate in closest.values()
+        if candidate.run.model not in passed or candidate.chance < LIKELY
+    ]
+    return sorted(fell, key=lambda candidate: answer.plan.models.index(candidate.run.model))
 
 
 def _winner(answer: Answer, best: Candidate) -> list[str]:
@@ -146,7 +154,7 @@ def _winner(answer: Answer, best: Candidate) -> list[str]:
     if best.form is not None:
         lines.append(f"  served as {form_in_words(best.form)}")
     if best.measured:
-        lines.append(f"  {certainty(answer.search, found=True)}")
+        lines.append(f"  {certainty(answer.search, has_winner=True)}")
     lines.append(f"  {_PREFERENCE[objective.prefer]}")
     price = objective.price_per_hour.get(answer.gpu.key)
     if price is not None and best.total_s is not None:
@@ -165,15 +173,17 @@ _PREFERENCE = {
 
 
 def _may_fit(answer: Answer) -> list[str]:
-    """What a dry run leaves open, with its chance and the limit that it is least sure to meet."""
+    """Candidates that a dry run leaves open: their chance, and the limit least likely to be met."""
     lines = []
-    for one in answer.may_fit[:MAX_REASONS]:
-        why = deciding(one)
-        if not why and one.form is not None:
-            served = form_in_words(one.form)
-            why = f"{one.chance_to_serve:.0%} chance to meet the limits of stage 1 as {served}"
-        chance = f"{one.chance_of_both_stages:.0%}"
-        lines.append(f"{MAY_FIT}, {chance} chance: {describe(one.run)}: {why}")
+    for candidate in answer.may_fit[:MAX_REASONS]:
+        why = deciding(candidate)
+        if not why and candidate.form is not None:
+            served = form_in_words(candidate.form)
+            why = (
+                f"{candidate.chance_to_serve:.0%} chance to meet the limits of stage 1 as {served}"
+            )
+        chance = f"{candidate.chance_of_both_stages:.0%}"
+        lines.append(f"{MAY_FIT}, {chance} chance: {describe(candidate.run)}: {why}")
     if len(answer.may_fit) > MAX_REASONS:
         lines.append(f"… and {len(answer.may_fit) - MAX_REASONS} more that may fit, see the table")
     return lines
@@ -181,15 +191,17 @@ def _may_fit(answer: Answer) -> list[str]:
 
 def _nothing(answer: Answer) -> list[str]:
     if answer.may_fit:
-        asked = answer.plan.budget.confidence
+        confidence = answer.plan.budget.confidence
         return [
-            f"Nothing meets every limit with the asked confidence of {asked:.0%}; nothing was "
-            "measured.",
+            f"Nothing meets every limit with the requested confidence of {confidence:.0%}; "
+            "nothing was measured.",
             "  `profile: frontier` measures what may fit; a lower `confidence` takes it unmeasured",
         ]
-    lines = ["Nothing meets every limit.", f"  {certainty(answer.search, found=False)}"]
+    lines = ["Nothing meets every limit.", f"  {certainty(answer.search, has_winner=False)}"]
     pool = [*answer.finetune] or [*answer.inference]
-    closest = max(pool, key=lambda one: (one.chance, -one.memory_bytes.value), default=None)
+    closest = max(
+        pool, key=lambda candidate: (candidate.chance, -candidate.memory_bytes.value), default=None
+    )
     if closest is not None:
         lines.append(f"Closest: {describe(closest.run)}.")
         lines.extend(
@@ -198,7 +210,7 @@ def _nothing(answer: Answer) -> list[str]:
             for check in closest.checks
             if check.verdict != "meets"
         )
-    lines.extend(f"Alone, {relaxed(one)}." for one in relaxations(pool))
+    lines.extend(f"Alone, {relaxed(relaxation)}." for relaxation in relaxations(pool))
     return lines
 
 
@@ -259,9 +271,9 @@ def besides_training(answer: Answer) -> list[str]:
             f"  evaluation: {times}, {seconds}peak {format_bytes(also.evaluation_peak_bytes)}"
         )
     if also.checkpoints:
-        one = also.checkpoint_weights_bytes + also.checkpoint_optimizer_bytes
+        checkpoint_bytes = also.checkpoint_weights_bytes + also.checkpoint_optimizer_bytes
         lines.append(
-            f"  checkpoints: {also.checkpoints}, each {format_bytes(one)} on disk "
+            f"  checkpoints: {also.checkpoints}, each {format_bytes(checkpoint_bytes)} on disk "
             f"({format_bytes(also.checkpoint_optimizer_bytes)} of optimizer states), at most "
             f"{format_bytes(also.kept_bytes)} at once"
         )
@@ -269,7 +281,7 @@ def besides_training(answer: Answer) -> list[str]:
 
 
 def besides_in_short(answer: Answer) -> str:
-    """The same in one line, empty where there is nothing besides."""
+    """`besides_training` in one line; empty without evaluations and checkpoints."""
     also = answer.besides
     parts = []
     if also is not None and also.evaluations and not isnan(also.evaluation_s):
@@ -280,14 +292,14 @@ def besides_in_short(answer: Answer) -> str:
 
 
 def answer_notes(answer: Answer) -> list[str]:
-    """What must be known about the winner, and about every candidate: the device, say."""
-    each = [one.prediction.notes for one in (*answer.inference, *answer.finetune)]
-    of_all = [note for note in (each[0] if each else ()) if all(note in one for one in each)]
+    """Notes of the plan, of the winner, and those that all candidates share."""
+    notes = [candidate.prediction.notes for candidate in (*answer.inference, *answer.finetune)]
+    of_all = [note for note in (notes[0] if notes else ()) if all(note in n for n in notes)]
     of_winner = () if answer.winner is None else answer.winner.prediction.notes
-    found = dict.fromkeys((*answer.plan.notes, *of_winner, *of_all))
-    if answer.compared:  # what was measured has taken the datasheet's place
-        return [note for note in found if not note.startswith(UNVERIFIED)]
-    return list(found)
+    shown = dict.fromkeys((*answer.plan.notes, *of_winner, *of_all))
+    if answer.compared:  # measurements have replaced the datasheet's figures
+        return [note for note in shown if not note.startswith(UNVERIFIED)]
+    return list(shown)
 
 
 def _print_stage(
@@ -295,23 +307,23 @@ def _print_stage(
 ) -> None:
     """The candidates of one stage, the best ranked and all that were measured."""
     rows = []
-    ranked = sorted(candidates, key=lambda one: one.rank)
-    shown = [one for i, one in enumerate(ranked) if i < MAX_ROWS or one.measured]
-    for one in shown:
-        run, total = one.run, one.total_s
+    ranked = sorted(candidates, key=lambda candidate: candidate.rank)
+    shown = [candidate for i, candidate in enumerate(ranked) if i < MAX_ROWS or candidate.measured]
+    for candidate in shown:
+        run, total = candidate.run, candidate.total_s
         training = run.phase == "finetune"
-        untimed = one.failed and one.measured
+        untimed = candidate.failed and candidate.measured
         rows.append(
             (
                 run.model,
                 variant(run, answer.plan),
                 str(run.batch_size),
                 str(run.seq_len) if training else f"{run.prompt_len}+{run.max_new_tokens}",
-                "-" if untimed else format_bytes(one.memory_bytes.value),
-                "-" if untimed else format_seconds(one.time_per_token_s.value),
+                "-" if untimed else format_bytes(candidate.memory_bytes.value),
+                "-" if untimed else format_seconds(candidate.time_per_token_s.value),
                 "-" if total is None or untimed else format_seconds(total.value),
-                one.source,
-                verdict_of(answer, one),
+                candidate.source,
+                verdict_of(answer, candidate),
             )
         )
     numbers = ("batch", "tokens", "peak", "per token", "total")
@@ -332,7 +344,7 @@ def verdict_of(answer: Answer, candidate: Candidate) -> str:
     """In a word: the winner, what may fit in a dry run, how it failed, or what the limits say."""
     if candidate is answer.winner:
         return "WINNER"
-    if any(candidate is one for one in answer.may_fit):
+    if any(candidate is c for c in answer.may_fit):
         return f"{MAY_FIT}, {candidate.chance_of_both_stages:.0%}"
     return candidate.failure.split(":")[0] or candidate.verdict
 
@@ -340,31 +352,31 @@ def verdict_of(answer: Answer, candidate: Candidate) -> str:
 def _plane(answer: Answer, width: int) -> list[str]:
     """Total time against peak memory of stage 2, or the time per token of stage 1 without it."""
     limits, training = answer.plan.limits_on(answer.gpu.key), bool(answer.finetune)
-    own_limit = limits.finetune_bytes if training else limits.inference_bytes
+    byte_limit = limits.finetune_bytes if training else limits.inference_bytes
     lines = plane(
         answer.finetune or answer.inference,
         answer.winner,
         time_limit_s=limits.total_time_s if training else limits.time_per_token_s,
-        byte_limits=[answer.gpu.memory_bytes, *([own_limit] if own_limit else [])],
+        byte_limits=[answer.gpu.memory_bytes, *([byte_limit] if byte_limit else [])],
         width=width,
         device_bytes=answer.gpu.memory_bytes,
     )
-    what = "total time of the fine-tuning" if training else "time per generated token"
-    return [f"peak memory against {what}", "", *lines, ""] if lines else []
+    time_name = "total time of the fine-tuning" if training else "time per generated token"
+    return [f"peak memory against {time_name}", "", *lines, ""] if lines else []
 
 
 def _print_front(console: Console, front: Sequence[Candidate]) -> None:
     numbers = ("batch", "peak", "total")
     rows = [
         (
-            one.run.model,
-            variant(one.run),
-            str(one.run.batch_size),
-            format_bytes(one.memory_bytes.value),
-            format_seconds((one.total_s or one.time_per_token_s).value),
-            one.source,
+            candidate.run.model,
+            variant(candidate.run),
+            str(candidate.run.batch_size),
+            format_bytes(candidate.memory_bytes.value),
+            format_seconds((candidate.total_s or candidate.time_per_token_s).value),
+            candidate.source,
         )
-        for one in front[:MAX_REASONS]
+        for candidate in front[:MAX_REASONS]
     ]
     more = len(front) - MAX_REASONS
     print_table(

@@ -1,4 +1,4 @@
-"""What fits learned, and what merging added, as tables."""
+"""Fitted coefficients and merged records as tables."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def print_refit(refit: Refit) -> None:
     for phase in after.held_out:
         if line := _against_datasheet(after, phase):
             say(console, line)
-    _print_distrusted(console, after)
+    _print_outliers(console, after)
 
 
 def _against_datasheet(calibration: Calibration, phase: str) -> str:
-    """What to make of a fit that is no better than the datasheet; empty where it is."""
+    """How a fit that is no better than the datasheet is used; empty if the fit is better."""
     cold, now = calibration.cold[phase], calibration.held_out[phase]
     if phase in calibration.by_datasheet:
         return (
@@ -70,16 +70,16 @@ def _noise(calibration: Calibration, phase: str) -> float:
     return (calibration.memory if phase == "memory" else calibration.time[phase]).noise
 
 
-def print_calibration(found: CalibrationReport) -> None:
+def print_calibration(report: CalibrationReport) -> None:
     """One device: coefficients as efficiencies, errors, valid range, provenance, outliers."""
     console = open_console()
-    one = found.calibration
-    say(console, f"{one.gpu}: {one.num_records} records fitted{found.stale}")
+    calibration = report.calibration
+    say(console, f"{calibration.gpu}: {calibration.num_records} records fitted{report.stale}")
     numbers = ("runs", "left-out median", "worst", "noise", "model size", "batch", "tokens")
     rows = []
-    for phase in ("memory", *one.time):
-        held_out, ranges = one.held_out.get(phase), one.ranges.get(phase, {})
-        model = one.memory if phase == "memory" else one.time[phase]
+    for phase in ("memory", *calibration.time):
+        held_out, ranges = calibration.held_out.get(phase), calibration.ranges.get(phase, {})
+        model = calibration.memory if phase == "memory" else calibration.time[phase]
         rows.append(
             (
                 phase,
@@ -93,30 +93,32 @@ def print_calibration(found: CalibrationReport) -> None:
     print_table(
         console, ("phase", *numbers), rows, right=numbers, spare=("noise", "tokens", "batch")
     )
-    table = new_table("efficiency", *one.time, right=one.time)
-    for name in next(iter(one.time.values())).mean:
-        table.add_row(name, *(_efficiency(name, model.mean[name]) for model in one.time.values()))
+    table = new_table("efficiency", *calibration.time, right=calibration.time)
+    for name in next(iter(calibration.time.values())).mean:
+        table.add_row(
+            name, *(_efficiency(name, model.mean[name]) for model in calibration.time.values())
+        )
     console.print(table)
     say(console, "of the rates of the datasheet, or seconds each: docs/time.md has what they mean")
-    if one.memory.num_runs:
-        factors = (f"{part} {factor:.3f}" for part, factor in one.memory.mean.items())
+    if calibration.memory.num_runs:
+        factors = (f"{part} {factor:.3f}" for part, factor in calibration.memory.mean.items())
         say(console, f"memory, measured over counted: {', '.join(factors)}")
-    for title, counts in (("outcomes", found.outcomes), ("versions", found.versions)):
+    for title, counts in (("outcomes", report.outcomes), ("versions", report.versions)):
         if counts:
             say(console, f"{title}: {_counted(counts)}")
-    if found.sources:
+    if report.sources:
         say(console, "measured by")
-        ordered = sorted(found.sources.items(), key=lambda item: (-item[1], item[0]))
+        ordered = sorted(report.sources.items(), key=lambda item: (-item[1], item[0]))
         for source, count in ordered[:MAX_REASONS]:
             say(console, f"  {count:>5}  {source}", whole=True)
         _print_more(console, len(ordered))
-    if found.dates:
-        say(console, f"dates: {found.dates[0]} to {found.dates[1]}")
-    _print_distrusted(console, one)
+    if report.dates:
+        say(console, f"dates: {report.dates[0]} to {report.dates[1]}")
+    _print_outliers(console, calibration)
 
 
 def print_merged(merged: Merged, refused: Sequence[str] = ()) -> None:
-    """What was added; rows left out go to stderr."""
+    """The number of added records; refused rows go to stderr."""
     for line in refused:
         say(open_console(stderr=True), f"left out: {line}")
     console = open_console()
@@ -128,22 +130,22 @@ def print_merged(merged: Merged, refused: Sequence[str] = ()) -> None:
         say(console, f"{were} here already")
 
 
-def _print_distrusted(console: Console, one: Calibration) -> None:
-    if one.outliers:
+def _print_outliers(console: Console, calibration: Calibration) -> None:
+    if calibration.outliers:
         table = new_table(
             "down-weighted record", "phase", "measured / fitted", "weight",
             right=("measured / fitted", "weight"),
         )  # fmt: skip
-        for outlier in one.outliers[:MAX_REASONS]:
+        for outlier in calibration.outliers[:MAX_REASONS]:
             table.add_row(
                 outlier.record, outlier.phase, f"{outlier.ratio:.2f}", f"{outlier.weight:.2g}"
             )
         console.print(table)
-        _print_more(console, len(one.outliers))
-    if one.left_out:
-        for record, why in list(one.left_out.items())[:MAX_REASONS]:
+        _print_more(console, len(calibration.outliers))
+    if calibration.left_out:
+        for record, why in list(calibration.left_out.items())[:MAX_REASONS]:
             say(console, f"left out: {record}: {why}")
-        _print_more(console, len(one.left_out))
+        _print_more(console, len(calibration.left_out))
 
 
 def _print_more(console: Console, count: int) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_gpus(gpus: Sequence[GpuSpec], *, here: GpuSpec | str) -> None:
-    """The catalog, and what this machine has, or why that can't be told."""
+    """The catalog, and this machine's GPU, or why it can't be detected."""
     console = open_console()
     rates = ("bf16", "fp16", "fp32")
     numbers = ("memory", "bandwidth", *(f"{rate} TFLOP/s" for rate in rates))
@@ -47,7 +47,7 @@ def print_gpus(gpus: Sequence[GpuSpec], *, here: GpuSpec | str) -> None:
 def print_models(models: Sequence[ModelRecord]) -> None:
     console = open_console()
     table = new_table("model", "type", "parameters", right=("parameters",))
-    for one in models:
-        table.add_row(one.hub_id, one.model_type, format_count(one.params))
+    for model in models:
+        table.add_row(model.hub_id, model.model_type, format_count(model.params))
     console.print(table)
     say(console, "1 model" if len(models) == 1 else f"{len(models)} models")

@@ -19,10 +19,10 @@ def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refus
     console = open_console()
     numbers = ("batch", "tokens", "peak", "95 % interval", "of the device", "time", "tokens/s")
     rows = []
-    for one in predictions:
-        memory, time = one.memory, one.time
+    for prediction in predictions:
+        memory, time = prediction.memory, prediction.time
         low, high = memory.interval_bytes
-        run = one.run
+        run = prediction.run
         if run.phase == "finetune":
             tokens = str(run.seq_len)
             seconds = f"{format_seconds(time.step_s or 0)} /step" if time.is_known else "-"
@@ -37,11 +37,11 @@ def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refus
                 tokens,
                 format_bytes(memory.device_used_bytes),
                 f"{format_bytes(low)} - {format_bytes(high)}",
-                f"{memory.device_used_bytes / one.usable_bytes:.0%}",
+                f"{memory.device_used_bytes / prediction.usable_bytes:.0%}",
                 seconds,
                 format_count(time.tokens_per_s),
-                VERDICTS[one.verdict],
-                one.gpu,
+                VERDICTS[prediction.verdict],
+                prediction.gpu,
             )
         )
     print_table(
@@ -56,9 +56,9 @@ def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refus
         _print_breakdown(console, predictions[0])
     for text in refusals(refused):
         say(console, text)
-    for text in dict.fromkeys(one.basis for one in predictions):
+    for text in dict.fromkeys(prediction.basis for prediction in predictions):
         say(console, f"basis: {text}")
-    for text in dict.fromkeys(note for one in predictions for note in one.notes):
+    for text in dict.fromkeys(note for prediction in predictions for note in prediction.notes):
         say(console, f"note: {text}")
 
 
@@ -75,33 +75,37 @@ def _print_counters(console: Console, memory: MemoryPrediction) -> None:
     console.print(table)
 
 
-def _print_breakdown(console: Console, one: Prediction) -> None:
-    table = new_table(f"at {one.memory.moment}", "bytes", "share", right=("bytes", "share"))
-    total = one.memory.device_used_bytes
-    for part, size in one.memory.breakdown.items():
+def _print_breakdown(console: Console, prediction: Prediction) -> None:
+    table = new_table(f"at {prediction.memory.moment}", "bytes", "share", right=("bytes", "share"))
+    total = prediction.memory.device_used_bytes
+    for part, size in prediction.memory.breakdown.items():
         if size:
             table.add_row(part, format_bytes(size), f"{size / total:.1%}")
     table.add_row("device memory used", format_bytes(total), "100.0%")
     console.print(table)
-    _print_counters(console, one.memory)
-    low, high = one.time.interval_s
-    what = "step" if one.run.phase == "finetune" else "token"
-    if one.time.is_known and one.time.prefill_s is not None and one.time.decode_s_per_token:
+    _print_counters(console, prediction.memory)
+    low, high = prediction.time.interval_s
+    unit = "step" if prediction.run.phase == "finetune" else "token"
+    if (
+        prediction.time.is_known
+        and prediction.time.prefill_s is not None
+        and prediction.time.decode_s_per_token
+    ):
         say(
             console,
-            f"prompt pass {format_seconds(one.time.prefill_s)}, then "
-            f"{format_seconds(one.time.decode_s_per_token)} until every sequence has its next "
-            "token; the time per token is of all sequences together",
+            f"prompt pass {format_seconds(prediction.time.prefill_s)}, then "
+            f"{format_seconds(prediction.time.decode_s_per_token)} until every sequence has its "
+            "next token; the time per token is of all sequences together",
         )
-    interval = f"time per {what}: 90 % between {format_seconds(low)} and {format_seconds(high)}; "
+    interval = f"time per {unit}: 90 % between {format_seconds(low)} and {format_seconds(high)}; "
     say(
         console,
-        (interval if one.time.is_known else "")
-        + f"parameters: {format_count(one.num_params)}"
+        (interval if prediction.time.is_known else "")
+        + f"parameters: {format_count(prediction.num_params)}"
         + (
-            f", trained: {format_count(one.num_trainable_params)} "
-            f"({one.num_trainable_params / one.num_params:.2%})"
-            if one.num_trainable_params
+            f", trained: {format_count(prediction.num_trainable_params)} "
+            f"({prediction.num_trainable_params / prediction.num_params:.2%})"
+            if prediction.num_trainable_params
             else ""
         ),
     )

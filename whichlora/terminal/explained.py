@@ -1,4 +1,4 @@
-"""An explanation as text and as Markdown: the ledger at the peak, and what else one could do."""
+"""An explanation as text and as Markdown: the ledger at the peak, and alternatives."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from whichlora.terminal.tables import open_console, say
 from whichlora.terminal.words import VERDICTS, describe
 from whichlora.units import format_bytes, format_count, format_seconds
 
-SMALL_LAYER_SHARE = 0.01  # the same of one layer, by its own total
-SMALL_SHARE = 0.002  # tensors of a group below this share of the card's use are summed up
+SMALL_SHARE = 0.002  # of the device memory used; smaller tensors of a group are summed up
+SMALL_LAYER_SHARE = 0.01  # the same for one layer, of its total
 
 
-def print_explanation(found: Explanation) -> None:
+def print_explanation(explanation: Explanation) -> None:
     """Everything about one prediction, as wide as the terminal allows."""
     console = open_console()
-    say(console, headline(found))
+    say(console, headline(explanation))
     console.print()
     wide = console.width >= WIDE
-    for sheet in (ledger_sheet(found, wide=wide), *_other_sheets(found)):
+    for sheet in (ledger_sheet(explanation, wide=wide), *_other_sheets(explanation)):
         show(console, sheet)
-    for line in _closing(found):
+    for line in _closing(explanation):
         say(console, line)
 
 
-def explanation_markdown(found: Explanation) -> str:
-    """The same as a Markdown document, with reasons and sources in columns of their own."""
-    sheets = (_markdown_ledger(found), *_other_sheets(found))
-    parts = [f"# {headline(found)}\n", *(as_markdown(sheet) for sheet in sheets)]
-    return "\n".join([*parts, *(f"- {line}" for line in _closing(found))]) + "\n"
+def explanation_markdown(explanation: Explanation) -> str:
+    """The explanation as a Markdown document; reasons and sources have columns of their own."""
+    sheets = (_markdown_ledger(explanation), *_other_sheets(explanation))
+    parts = [f"# {headline(explanation)}\n", *(as_markdown(sheet) for sheet in sheets)]
+    return "\n".join([*parts, *(f"- {line}" for line in _closing(explanation))]) + "\n"
 
 
-def headline(found: Explanation) -> str:
-    one = found.prediction
-    memory = one.memory
-    verdict = {"fits": "fits", "fails": "does not fit", "undecided": "may fit"}[one.verdict]
+def headline(explanation: Explanation) -> str:
+    prediction = explanation.prediction
+    memory = prediction.memory
+    verdict = {"fits": "fits", "fails": "does not fit", "undecided": "may fit"}[prediction.verdict]
     low, high = (format_bytes(bound) for bound in memory.interval_bytes)
     return (
-        f"{describe(one.run)} on {one.gpu}: {format_bytes(memory.device_used_bytes)} "
-        f"({low} to {high}) of {format_bytes(one.usable_bytes)}, {verdict}"
+        f"{describe(prediction.run)} on {prediction.gpu}: {format_bytes(memory.device_used_bytes)} "
+        f"({low} to {high}) of {format_bytes(prediction.usable_bytes)}, {verdict}"
     )
 
 
-def _closing(found: Explanation) -> Iterator[str]:
-    yield f"basis: {found.prediction.basis}"
-    for note in found.prediction.notes:
+def _closing(explanation: Explanation) -> Iterator[str]:
+    yield f"basis: {explanation.prediction.basis}"
+    for note in explanation.prediction.notes:
         yield f"note: {note}"
 
 
@@ -61,22 +61,22 @@ def _formula(line: Line) -> str:
     return shape if line.count == "1" else f"{line.count} × {shape}".replace(" x ", " × ")
 
 
-def _title(found: Explanation) -> str:
-    return f"allocated at {found.prediction.memory.moment}, the largest of the moments"
+def _title(explanation: Explanation) -> str:
+    return f"allocated at {explanation.prediction.memory.moment}, the largest of the moments"
 
 
-def _split(found: Explanation, line: Line) -> tuple[tuple[Line, ...], int, int]:
-    """Members worth a row, and number and bytes of the others."""
-    least = SMALL_SHARE * found.prediction.memory.device_used_bytes
-    shown = tuple(one for one in line.members if abs(one.num_bytes) >= least)
+def _split(explanation: Explanation, line: Line) -> tuple[tuple[Line, ...], int, int]:
+    """Members that get a row, and the number and bytes of the smaller ones."""
+    least = SMALL_SHARE * explanation.prediction.memory.device_used_bytes
+    shown = tuple(member for member in line.members if abs(member.num_bytes) >= least)
     if len(line.members) - len(shown) < 2:
         return line.members, 0, 0
-    rest = line.num_bytes - sum(one.num_bytes for one in shown)
-    return shown, len(line.members) - len(shown), rest
+    small_bytes = line.num_bytes - sum(member.num_bytes for member in shown)
+    return shown, len(line.members) - len(shown), small_bytes
 
 
-def _totals(found: Explanation) -> tuple[tuple[str, int], ...]:
-    memory = found.prediction.memory
+def _totals(explanation: Explanation) -> tuple[tuple[str, int], ...]:
+    memory = explanation.prediction.memory
     return (
         ("peak allocated", memory.peak_allocated_bytes),
         ("peak reserved", memory.peak_reserved_bytes),
@@ -84,48 +84,56 @@ def _totals(found: Explanation) -> tuple[tuple[str, int], ...]:
     )
 
 
-def ledger_sheet(found: Explanation, *, wide: bool) -> Sheet:
+def ledger_sheet(explanation: Explanation, *, wide: bool) -> Sheet:
     """Every entry in lines of one cell (narrow), or with formula and numbers beside it."""
-    used = found.prediction.memory.device_used_bytes
+    used = explanation.prediction.memory.device_used_bytes
     rows: list[tuple[str, ...]] = []
     rules: set[int] = set()
 
     def add(num_bytes: int, text: str, formula: str = "") -> None:
         share = f"{num_bytes / used:.1%}"
-        cells = (text, formula) if wide else ("\n".join(one for one in (text, formula) if one),)
+        cells = (text, formula) if wide else ("\n".join(filter(None, (text, formula))),)
         rows.append((format_bytes(num_bytes), share, *cells))
 
     def add_line(line: Line) -> None:
         of_members = bool(line.members)
         formula = [_formula(line) if not of_members else "", line.numbers]
         formula.append(f"{line.kind}: {line.source}")
-        add(line.num_bytes, f"{line.what}\n{line.why}", "\n".join(one for one in formula if one))
-        shown, num_others, rest = _split(found, line)
-        for one in shown:
+        add(line.num_bytes, f"{line.what}\n{line.why}", "\n".join(part for part in formula if part))
+        shown, num_others, small_bytes = _split(explanation, line)
+        for member in shown:
             if wide:
-                formula = [f"{one.shape} {one.dtype}", one.numbers]
-                add(one.num_bytes, f"  {one.what}", " = ".join(part for part in formula if part))
+                formula = [f"{member.shape} {member.dtype}", member.numbers]
+                add(
+                    member.num_bytes,
+                    f"  {member.what}",
+                    " = ".join(part for part in formula if part),
+                )
             else:
-                add(one.num_bytes, f"  {one.what}", f"    {one.numbers}" if one.numbers else "")
+                add(
+                    member.num_bytes,
+                    f"  {member.what}",
+                    f"    {member.numbers}" if member.numbers else "",
+                )
         if num_others:
-            add(rest, f"  {num_others} smaller ones")
+            add(small_bytes, f"  {num_others} smaller ones")
 
     def add_total(name: str, num_bytes: int) -> None:
         rules.update((len(rows) - 1, len(rows)))
         add(num_bytes, name)
 
-    for line in found.lines:
+    for line in explanation.lines:
         add_line(line)
-    allocated, reserved, device = _totals(found)
+    allocated, reserved, device = _totals(explanation)
     add_total(*allocated)
-    for line in found.card:
+    for line in explanation.card:
         if line.part == "context":
             add_total(*reserved)
         add_line(line)
     add_total(*device)
     columns = ("bytes", "share", "tensor", *(["formula, numbers, kind: source"] if wide else []))
     return Sheet(
-        title=_title(found),
+        title=_title(explanation),
         columns=columns,
         right=("bytes", "share"),
         rows=rows,
@@ -133,8 +141,8 @@ def ledger_sheet(found: Explanation, *, wide: bool) -> Sheet:
     )
 
 
-def _markdown_ledger(found: Explanation) -> Sheet:
-    used = found.prediction.memory.device_used_bytes
+def _markdown_ledger(explanation: Explanation) -> Sheet:
+    used = explanation.prediction.memory.device_used_bytes
     rows: list[tuple[str, ...]] = []
 
     def add(line: Line, indent: str = "") -> None:
@@ -150,16 +158,16 @@ def _markdown_ledger(found: Explanation) -> Sheet:
                 line.why if not indent else "",
             )
         )
-        for one in line.members:
-            add(one, "· ")
+        for member in line.members:
+            add(member, "· ")
 
-    for line in (*found.lines, *found.card):
+    for line in (*explanation.lines, *explanation.card):
         add(line)
-    for name, num_bytes in _totals(found):
+    for name, num_bytes in _totals(explanation):
         share = f"{num_bytes / used:.1%}"
         rows.append((format_bytes(num_bytes), share, f"**{name}**", *[""] * 5))
     return Sheet(
-        title=_title(found),
+        title=_title(explanation),
         columns=("bytes", "share", "tensor", "formula", "numbers", "kind", "source", "alive"),
         right=("bytes", "share"),
         rows=rows,
@@ -169,36 +177,37 @@ def _markdown_ledger(found: Explanation) -> Sheet:
 # --- moments and alternatives
 
 
-def _other_sheets(found: Explanation) -> Iterator[Sheet]:
-    yield moments_sheet(found)
-    if found.layer:
-        yield layer_sheet(found)
-    training = found.prediction.run.phase == "finetune"
+def _other_sheets(explanation: Explanation) -> Iterator[Sheet]:
+    yield moments_sheet(explanation)
+    if explanation.layer:
+        yield layer_sheet(explanation)
+    training = explanation.prediction.run.phase == "finetune"
     yield methods_sheet(
-        found, "the same job by method" if training else "the same job by storage of the weights"
+        explanation,
+        "the same job by method" if training else "the same job by storage of the weights",
     )
-    if found.caches:
-        yield caches_sheet(found)
-    yield savings_sheet(found)
-    if found.ranks:
-        yield ranks_sheet(found)
+    if explanation.caches:
+        yield caches_sheet(explanation)
+    yield savings_sheet(explanation)
+    if explanation.ranks:
+        yield ranks_sheet(explanation)
 
 
-def moments_sheet(found: Explanation) -> Sheet:
-    peak = max(found.moments.values())
+def moments_sheet(explanation: Explanation) -> Sheet:
+    peak = max(explanation.moments.values())
     rows = [
         (name, format_bytes(size), "peak" if size == peak else format_bytes(size - peak))
-        for name, size in found.moments.items()
+        for name, size in explanation.moments.items()
     ]
     numbers = ("allocated", "against the peak")
     return Sheet(title="moments of the run", columns=("moment", *numbers), right=numbers, rows=rows)
 
 
-def layer_sheet(found: Explanation) -> Sheet:
-    """Tensors of one layer; what is too small for a row is summed up."""
-    total = sum(line.num_bytes for line in found.layer)
-    shown = [line for line in found.layer if line.num_bytes >= SMALL_LAYER_SHARE * total]
-    rest = found.layer[len(shown) :]
+def layer_sheet(explanation: Explanation) -> Sheet:
+    """Tensors of one layer; the smallest ones are summed up in a row."""
+    total = sum(line.num_bytes for line in explanation.layer)
+    shown = [line for line in explanation.layer if line.num_bytes >= SMALL_LAYER_SHARE * total]
+    small = explanation.layer[len(shown) :]
     rows = [
         (
             format_bytes(line.num_bytes),
@@ -207,9 +216,9 @@ def layer_sheet(found: Explanation) -> Sheet:
         )
         for line in shown
     ]
-    if rest:
-        size = sum(line.num_bytes for line in rest)
-        rows.append((format_bytes(size), f"{len(rest)} smaller ones", ""))
+    if small:
+        size = sum(line.num_bytes for line in small)
+        rows.append((format_bytes(size), f"{len(small)} smaller ones", ""))
     rows.append((format_bytes(total), "one layer", ""))
     return Sheet(
         title="what one layer keeps while it is recomputed",
@@ -220,57 +229,65 @@ def layer_sheet(found: Explanation) -> Sheet:
     )
 
 
-def methods_sheet(found: Explanation, title: str) -> Sheet:
+def methods_sheet(explanation: Explanation, title: str) -> Sheet:
     """One column for each alternative, one row for each part."""
-    chosen = found.methods
-    names = tuple(f"{one.name} *" if _is_asked(found, one) else one.name for one in chosen)
+    chosen = explanation.methods
+    names = tuple(
+        f"{alternative.name} *" if _is_requested(explanation, alternative) else alternative.name
+        for alternative in chosen
+    )
     rows: list[tuple[str, ...]] = []
-    predictions = [one.prediction for one in chosen]
-    if found.prediction.run.phase == "finetune":
-        rows.append(("trained", *(format_count(one.num_trainable_params) for one in predictions)))
-        rows.append(("of all", *(_trained_share(one) for one in predictions)))
+    predictions = [alternative.prediction for alternative in chosen]
+    if explanation.prediction.run.phase == "finetune":
+        rows.append(
+            (
+                "trained",
+                *(format_count(prediction.num_trainable_params) for prediction in predictions),
+            )
+        )
+        rows.append(("of all", *(_trained_share(prediction) for prediction in predictions)))
     for part in PARTS:
-        sizes = [one.memory.breakdown.get(part, 0) for one in predictions]
+        sizes = [prediction.memory.breakdown.get(part, 0) for prediction in predictions]
         if any(sizes):
             rows.append((part, *(format_bytes(size) if size else "-" for size in sizes)))
     rows.append(
         (
             "memory used",
-            *(format_bytes(one.memory.device_used_bytes) for one in predictions),
+            *(format_bytes(prediction.memory.device_used_bytes) for prediction in predictions),
         )
     )
-    rows.append(("fits", *(VERDICTS[one.verdict] for one in predictions)))
-    rows.append((_time_name(found), *(_time(one) for one in predictions)))
+    rows.append(("fits", *(VERDICTS[prediction.verdict] for prediction in predictions)))
+    rows.append((_time_name(explanation), *(_time(prediction) for prediction in predictions)))
     return Sheet(title=f"{title} (* as asked)", columns=("", *names), right=names, rows=rows)
 
 
-def _is_asked(found: Explanation, one: Alternative) -> bool:
-    return one.prediction.run == found.prediction.run
+def _is_requested(explanation: Explanation, alternative: Alternative) -> bool:
+    return alternative.prediction.run == explanation.prediction.run
 
 
-def _trained_share(one: Prediction) -> str:
-    return f"{one.num_trainable_params / one.num_params:.2%}"
+def _trained_share(prediction: Prediction) -> str:
+    return f"{prediction.num_trainable_params / prediction.num_params:.2%}"
 
 
-def _time_name(found: Explanation) -> str:
-    return "per step" if found.prediction.run.phase == "finetune" else "per token"
+def _time_name(explanation: Explanation) -> str:
+    return "per step" if explanation.prediction.run.phase == "finetune" else "per token"
 
 
-def _time(one: Prediction) -> str:
-    return format_seconds(one.time.step_s or one.time.time_per_token_s)
+def _time(prediction: Prediction) -> str:
+    return format_seconds(prediction.time.step_s or prediction.time.time_per_token_s)
 
 
-def savings_sheet(found: Explanation) -> Sheet:
-    numbers = ("saves", "device memory used", _time_name(found))
+def savings_sheet(explanation: Explanation) -> Sheet:
+    numbers = ("saves", "device memory used", _time_name(explanation))
     rows = [
         (
-            one.name,
-            format_bytes(found.saved_bytes(one)),
-            format_bytes(one.prediction.memory.device_used_bytes),
-            _time(one.prediction),
-            VERDICTS[one.prediction.verdict],
+            alternative.name,
+            format_bytes(explanation.saved_bytes(alternative)),
+            format_bytes(alternative.prediction.memory.device_used_bytes),
+            _time(alternative.prediction),
+            VERDICTS[alternative.prediction.verdict],
         )
-        for one in found.savings
+        for alternative in explanation.savings
     ]
     return Sheet(
         title="one choice made differently",
@@ -280,18 +297,20 @@ def savings_sheet(found: Explanation) -> Sheet:
     )
 
 
-def ranks_sheet(found: Explanation) -> Sheet:
-    numbers = ("trained", "of all", "device memory used", _time_name(found))
+def ranks_sheet(explanation: Explanation) -> Sheet:
+    numbers = ("trained", "of all", "device memory used", _time_name(explanation))
     rows = [
         (
-            f"{one.name} *" if _is_asked(found, one) else one.name,
-            format_count(one.prediction.num_trainable_params),
-            _trained_share(one.prediction),
-            format_bytes(one.prediction.memory.device_used_bytes),
-            _time(one.prediction),
-            VERDICTS[one.prediction.verdict],
+            f"{alternative.name} *"
+            if _is_requested(explanation, alternative)
+            else alternative.name,
+            format_count(alternative.prediction.num_trainable_params),
+            _trained_share(alternative.prediction),
+            format_bytes(alternative.prediction.memory.device_used_bytes),
+            _time(alternative.prediction),
+            VERDICTS[alternative.prediction.verdict],
         )
-        for one in found.ranks
+        for alternative in explanation.ranks
     ]
     return Sheet(
         title="the same job by rank (* as asked)",
@@ -301,19 +320,21 @@ def ranks_sheet(found: Explanation) -> Sheet:
     )
 
 
-def caches_sheet(found: Explanation) -> Sheet:
+def caches_sheet(explanation: Explanation) -> Sheet:
     numbers: Sequence[str] = ("block", "per token", "kept", "cache", "device memory used")
     rows = [
         (
-            f"{one.kv_cache} *" if one.prediction.run == found.prediction.run else one.kv_cache,
-            str(one.block_tokens),
-            format_bytes(one.token_bytes),
-            str(one.kept_tokens),
-            format_bytes(one.cache_bytes),
-            format_bytes(one.prediction.memory.device_used_bytes),
-            VERDICTS[one.prediction.verdict],
+            f"{cache.kv_cache} *"
+            if cache.prediction.run == explanation.prediction.run
+            else cache.kv_cache,
+            str(cache.block_tokens),
+            format_bytes(cache.token_bytes),
+            str(cache.kept_tokens),
+            format_bytes(cache.cache_bytes),
+            format_bytes(cache.prediction.memory.device_used_bytes),
+            VERDICTS[cache.prediction.verdict],
         )
-        for one in found.caches
+        for cache in explanation.caches
     ]
     return Sheet(
         title="key-value cache by engine; block and kept in tokens of one sequence (* as asked)",

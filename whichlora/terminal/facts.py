@@ -1,4 +1,4 @@
-"""What a report needs beside the table: limits, bytes by part, intervals, and where it is from."""
+"""What the HTML report needs beside the table: limits, bytes by part, intervals, provenance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIBRARIES = (
 
 
 def detailed_row(candidate: Candidate, plan: Plan | None = None) -> dict[str, Any]:
-    """One candidate as `answer.json` holds it: the row of the table, and what explains it."""
+    """One candidate as `answer.json` holds it: the row of the table, and details."""
     prediction = candidate.prediction
     return candidate_row(candidate) | {
         "gpu": prediction.gpu,
@@ -56,8 +56,10 @@ def answer_facts(answer: Answer) -> dict[str, Any]:
         },
         "dataset": dict(answer.dataset),
         "besides_training": None if answer.besides is None else answer.besides.to_dict(),
-        "comparison": [row for one in answer.compared for row in compared_quantities(one)],
-        "side_by_side": [detailed_row(one) for one in answer.side_by_side],
+        "comparison": [
+            row for compared in answer.compared for row in compared_quantities(compared)
+        ],
+        "side_by_side": [detailed_row(candidate) for candidate in answer.side_by_side],
         "provenance": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "whichlora": __version__,
@@ -86,36 +88,43 @@ def answer_facts(answer: Answer) -> dict[str, Any]:
 
 
 def _notes(answer: Answer) -> list[str]:
-    of_candidates = (note for each in _everyone(answer) for note in each.prediction.notes)
+    of_candidates = (
+        note for candidate in _all_candidates(answer) for note in candidate.prediction.notes
+    )
     return list(dict.fromkeys((*answer.plan.notes, *of_candidates)))
 
 
-def compared_quantities(one: Compared) -> list[dict[str, Any]]:
+def compared_quantities(compared: Compared) -> list[dict[str, Any]]:
     """Peak and time per token of a measured run beside its predictions and their intervals.
 
-    The measured peak is the counter closest to the card, as the limits are judged on. A training
-    step is compared at its longest batch, which is the one that the prediction is of.
+    The measured peak is the counter closest to the device, which the limits are judged by. A
+    training step is compared at its longest batch, which the prediction describes.
     """
-    measured = judge(one.after, Limits(), measurement=one.measurement)
+    measured = judge(compared.after, Limits(), measurement=compared.measurement)
     if measured.failure:
         return []
-    known = {"memory_bytes": measured.memory_bytes, "time_per_token_s": measured.time_per_token_s}
-    for name, step_s, at_longest_s in times(one.after, one.measurement):
+    quantities = {
+        "memory_bytes": measured.memory_bytes,
+        "time_per_token_s": measured.time_per_token_s,
+    }
+    for name, step_s, at_longest_s in times(compared.after, compared.measurement):
         if name == "step":
-            value = at_longest_s * one.after.time.time_per_token_s / step_s
-            known["time_per_token_s"] = Quantity(value=value, low=value, high=value, measured=True)
-    stages = {"cold": one.cold, "before": one.before, "after": one.after}
+            value = at_longest_s * compared.after.time.time_per_token_s / step_s
+            quantities["time_per_token_s"] = Quantity(
+                value=value, low=value, high=value, measured=True
+            )
+    stages = {"cold": compared.cold, "before": compared.before, "after": compared.after}
     judged = {stage: judge(prediction, Limits()) for stage, prediction in stages.items()}
     return [
         {
-            "name": describe(one.after.run),
-            "model": one.after.run.model,
-            "phase": one.after.run.phase,
+            "name": describe(compared.after.run),
+            "model": compared.after.run.model,
+            "phase": compared.after.run.phase,
             "quantity": name,
             "measured": quantity.value,
         }
         | {stage: _interval(getattr(candidate, name)) for stage, candidate in judged.items()}
-        for name, quantity in known.items()
+        for name, quantity in quantities.items()
         if quantity.measured
     ]
 
@@ -129,25 +138,25 @@ def _interval(quantity: Quantity) -> dict[str, float]:
     }
 
 
-def _everyone(answer: Answer) -> list[Candidate]:
+def _all_candidates(answer: Answer) -> list[Candidate]:
     return [*answer.inference, *answer.finetune]
 
 
 def _installed() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in LIBRARIES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _environments(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     """Where the measurements of this run were made, each environment once."""
-    found: list[dict[str, Any]] = []
-    for one in compared:
-        environment = dict(one.measurement.environment)
-        if environment and environment not in found:
-            found.append(environment)
-    return found
+    environments: list[dict[str, Any]] = []
+    for run in compared:
+        environment = dict(run.measurement.environment)
+        if environment and environment not in environments:
+            environments.append(environment)
+    return environments

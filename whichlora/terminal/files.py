@@ -21,8 +21,8 @@ def _write_text(path: Path, text: str) -> Path:
 
 def write_candidates(path: Path, answer: Answer) -> Path:
     """The whole table of both stages as CSV; bytes and seconds."""
-    everyone = [*answer.inference, *answer.finetune]
-    return _write_text(path, as_csv([candidate_row(one) for one in everyone]))
+    candidates = [*answer.inference, *answer.finetune]
+    return _write_text(path, as_csv([candidate_row(candidate) for candidate in candidates]))
 
 
 def write_comparison(path: Path, answer: Answer) -> Path:

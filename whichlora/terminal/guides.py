@@ -32,7 +32,7 @@ _COLUMNS = (
     "tokens/s",
 )
 _TEXTS = ("model", "accelerator", "method", "fits")
-_NUMBERS = tuple(one for one in _COLUMNS if one not in _TEXTS)
+_NUMBERS = tuple(column for column in _COLUMNS if column not in _TEXTS)
 _PLAIN_WIDTH = 240  # of output that is not a terminal: two intervals need more than most tables
 _STYLE = """\
 body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; color-scheme: light dark; }
@@ -77,7 +77,7 @@ def write_guide(path: Path, rows: Sequence[GuideRow], refused: Sequence[Refused]
 def _markdown(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> str:
     lines = [
         f"| {' | '.join(_COLUMNS)} |",
-        f"| {' | '.join('---:' if one in _NUMBERS else '---' for one in _COLUMNS)} |",
+        f"| {' | '.join('---:' if column in _NUMBERS else '---' for column in _COLUMNS)} |",
         *(f"| {' | '.join(_cells(row))} |" for row in rows),
         "",
         *_footer(rows, refused),
@@ -119,21 +119,21 @@ WRITERS: dict[str, Callable[[Sequence[GuideRow], Sequence[Refused]], str]] = {
 
 
 def _cells(row: GuideRow) -> tuple[str, ...]:
-    one, run = row.prediction, row.prediction.run
-    low, high = one.memory.interval_bytes
+    prediction, run = row.prediction, row.prediction.run
+    low, high = prediction.memory.interval_bytes
     low_s, high_s = row.total_interval_s
     return (
         run.model,
-        one.gpu,
+        prediction.gpu,
         variant(run),
         str(run.batch_size),
         str(run.seq_len),
-        format_bytes(one.memory.device_used_bytes),
+        format_bytes(prediction.memory.device_used_bytes),
         f"{format_bytes(low)} - {format_bytes(high)}",
-        VERDICTS[one.verdict],
+        VERDICTS[prediction.verdict],
         format_seconds(row.total_s),
-        f"{format_seconds(low_s)} - {format_seconds(high_s)}" if one.time.is_known else "-",
-        format_count(one.time.tokens_per_s),
+        f"{format_seconds(low_s)} - {format_seconds(high_s)}" if prediction.time.is_known else "-",
+        format_count(prediction.time.tokens_per_s),
     )
 
 

@@ -1,4 +1,4 @@
-"""What was written for another tool, and what changes under it."""
+"""An export for another tool: the prediction before and after, and the files."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
     from whichlora.workflow.export import Handover
 
 
-def print_handover(done: Handover) -> None:
+def print_handover(written: Handover) -> None:
     """The prediction before and after, what makes the difference, and the files."""
     console = open_console()
-    rows = {"as recommended": done.before, f"under {done.to}": done.after}
+    rows = {"as recommended": written.before, f"under {written.to}": written.after}
     numbers = ("peak", "95 % interval", "time /step")
-    table = new_table(describe(done.before.run), *numbers, "fits", right=numbers)
-    for name, one in rows.items():
-        low, high = one.memory.interval_bytes
+    table = new_table(describe(written.before.run), *numbers, "fits", right=numbers)
+    for name, prediction in rows.items():
+        low, high = prediction.memory.interval_bytes
         table.add_row(
             name,
-            format_bytes(one.memory.device_used_bytes),
+            format_bytes(prediction.memory.device_used_bytes),
             f"{format_bytes(low)} - {format_bytes(high)}",
-            format_seconds(one.time.step_s or 0),
-            VERDICTS[one.verdict],
+            format_seconds(prediction.time.step_s or 0),
+            VERDICTS[prediction.verdict],
         )
     console.print(table)
-    for name, (then, now) in done.changes.items():
-        say(console, f"{done.to} changes {name}: {then} to {now}")
-    for note in done.export.notes:
+    for name, (then, now) in written.changes.items():
+        say(console, f"{written.to} changes {name}: {then} to {now}")
+    for note in written.export.notes:
         say(console, f"note: {note}")
-    say(console, f"basis: {done.after.basis}")
-    for path in done.paths:
+    say(console, f"basis: {written.after.basis}")
+    for path in written.paths:
         say(console, f"written: {path}", whole=True)
-    say(console, f"start it there with: {done.export.command}", whole=True)
+    say(console, f"start it there with: {written.export.command}", whole=True)

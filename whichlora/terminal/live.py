@@ -1,4 +1,4 @@
-"""A sweep while it runs: on a terminal a picture that stays in place, elsewhere lines."""
+"""Progress of a sweep: a live table on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _FRAME = 6  # lines around the rows: heads, rules, blanks, the last line
 
 
 def counts(statuses: Sequence[TaskStatus]) -> str:
-    """`2 done, 1 running`, what there is most of first."""
-    number = Counter(one.stand for one in statuses)
+    """`2 done, 1 running`: the most frequent state first."""
+    number = Counter(status.stand for status in statuses)
     return ", ".join(f"{count} {stand}" for stand, count in number.most_common())
 
 
 class SweepProgress(Progress):
-    """How many tasks of each GPU type stand how, those that run now, and the time that is left.
+    """Tasks of each GPU type by state, the running tasks, and the time left.
 
-    What fails is said above it at once. The time that is left counts no waiting in the queue: open
-    tasks by the tasks that run at once, each as long as those that were seen to end took, and
-    before the first has ended as long as it may at most.
+    A failure is printed above the table at once. The time left excludes waiting in the queue: it
+    is the mean duration of finished tasks, times open tasks over the tasks that run at once.
+    Before the first task has finished, it is an upper bound from the timeout.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(quiet=quiet)
         self._began = time.monotonic()
-        self._said = ""
+        self._last_line = ""
         self._tasks: Sequence[TaskStatus] = ()
         self._open: set[tuple[str, int, int]] = set()
         self._started: dict[tuple[str, int, int], float] = {}
@@ -49,7 +49,7 @@ class SweepProgress(Progress):
         """Nothing: the table has shown it."""
 
     def say(self, text: str) -> None:
-        say(self._console, text)  # above the picture, which stays
+        say(self._console, text)  # above the table, which stays
 
     def tasks(self, statuses: Sequence[TaskStatus]) -> None:
         self._take(statuses)
@@ -58,67 +58,67 @@ class SweepProgress(Progress):
                 from rich.live import Live
 
                 self._status = Live(
-                    console=self._console, get_renderable=self._picture, refresh_per_second=1
+                    console=self._console, get_renderable=self._render, refresh_per_second=1
                 )
                 self._status.start()
             self._status.refresh()
         else:
-            line = "; ".join(f"{name}: {counts(own)}" for name, own in self._groups().items())
-            if line != self._said:
+            line = "; ".join(f"{name}: {counts(group)}" for name, group in self._groups().items())
+            if line != self._last_line:
                 say(self._console, line)
-            self._said = line
+            self._last_line = line
 
     def _take(self, statuses: Sequence[TaskStatus]) -> None:
-        """Note what has begun and ended since the last time."""
+        """Note which tasks have started and ended since the last call."""
         now = time.monotonic()
-        for one in statuses:
-            place = (one.array.group, one.array.round, one.index)
-            if one.stand == "running":
+        for status in statuses:
+            place = (status.array.group, status.array.round, status.index)
+            if status.stand == "running":
                 self._started.setdefault(place, now)
-            elif one.stand != "done":
-                self._started.pop(place, None)  # it will begin again
+            elif status.stand != "done":
+                self._started.pop(place, None)  # it will start again
             elif place in self._open:
                 if place in self._started:
                     took_s = now - self._started.pop(place)
-                    self._took_s.setdefault(one.array.group, []).append(took_s)
-                if one.words != "ok":
-                    task = f"{one.array.group} {one.array.round}-{one.index}"
-                    say(self._console, f"{task}: {one.what}: {one.words}")
-            if one.stand != "done":
+                    self._took_s.setdefault(status.array.group, []).append(took_s)
+                if status.words != "ok":
+                    task = f"{status.array.group} {status.array.round}-{status.index}"
+                    say(self._console, f"{task}: {status.what}: {status.words}")
+            if status.stand != "done":
                 self._open.add(place)
             else:
                 self._open.discard(place)
         self._tasks = statuses
-        for name, own in self._groups().items():
-            running = sum(one.stand == "running" for one in own)
+        for name, group in self._groups().items():
+            running = sum(status.stand == "running" for status in group)
             self._at_once[name] = max(running, self._at_once.get(name, 0))
 
     def _groups(self) -> dict[str, list[TaskStatus]]:
         groups: dict[str, list[TaskStatus]] = {}
-        for one in self._tasks:
-            groups.setdefault(one.array.group, []).append(one)
+        for status in self._tasks:
+            groups.setdefault(status.array.group, []).append(status)
         return groups
 
-    def _left(self, own: Sequence[TaskStatus]) -> str:
-        """Time until a group is through, if nothing waits in the queue any longer."""
-        left = [one for one in own if one.stand in ("running", "waiting")]
-        group = own[0].array.group
-        at_once = self._at_once.get(group)
-        if not left or not at_once:
-            return "in the queue" if left else "-"
-        took_s = self._took_s.get(group)
+    def _time_left(self, statuses: Sequence[TaskStatus]) -> str:
+        """Time until all tasks of a group are done, without waiting in the queue."""
+        open_tasks = [status for status in statuses if status.stand in ("running", "waiting")]
+        name = statuses[0].array.group
+        at_once = self._at_once.get(name)
+        if not open_tasks or not at_once:
+            return "in the queue" if open_tasks else "-"
+        took_s = self._took_s.get(name)
         if not took_s:
-            longest_s = max(one.timeout_s for one in left)
-            return f"at most {format_seconds(math.ceil(len(left) / at_once) * longest_s)}"
+            longest_s = max(status.timeout_s for status in open_tasks)
+            return f"at most {format_seconds(math.ceil(len(open_tasks) / at_once) * longest_s)}"
         each_s = sum(took_s) / len(took_s)
-        return f"about {format_seconds(round(each_s * max(1.0, len(left) / at_once)))}"
+        return f"about {format_seconds(round(each_s * max(1.0, len(open_tasks) / at_once)))}"
 
-    def _picture(self) -> Any:
+    def _render(self) -> Any:
         from rich.console import Group
         from rich.text import Text
 
         parts: list[Any] = [self._overview()]
-        running = [one for one in self._tasks if one.stand == "running"]
+        running = [status for status in self._tasks if status.stand == "running"]
         room = max(0, self._console.height - len(self._groups()) - 2 * _FRAME)
         if running and room:
             parts.append(self._running(running[:room]))
@@ -135,41 +135,45 @@ class SweepProgress(Progress):
         bars = [""] if self._console.width >= _BAR_WIDTH else []
         numbers = ("done", "running", "waiting", "failed")
         table = new_table("GPU type", *bars, *numbers, "left", right=numbers)
-        for name, own in self._groups().items():
-            stands = Counter[str](one.stand for one in own)
-            failed = sum(one.stand == "done" and one.words != "ok" for one in own)
-            bar = [ProgressBar(total=len(own), completed=stands["done"], width=_BAR) for _ in bars]
-            cells = (f"{stands['done']}/{len(own)}", stands["running"], stands["waiting"], failed)
-            table.add_row(name, *bar, *map(str, cells), self._left(own))
+        for name, group in self._groups().items():
+            stands = Counter[str](status.stand for status in group)
+            failed = sum(status.stand == "done" and status.words != "ok" for status in group)
+            bar = [
+                ProgressBar(total=len(group), completed=stands["done"], width=_BAR) for _ in bars
+            ]
+            cells = (f"{stands['done']}/{len(group)}", stands["running"], stands["waiting"], failed)
+            table.add_row(name, *bar, *map(str, cells), self._time_left(group))
         for column in table.columns:
             column.no_wrap = True
         return table
 
     def _running(self, running: Sequence[TaskStatus]) -> Any:
-        """The tasks that run, and for how long they have been seen to."""
+        """The running tasks, and how long they have been seen to run."""
         from rich.cells import cell_len
         from rich.text import Text
 
         nodes = ["node"] if self._console.width >= _BAR_WIDTH else []
         table = new_table("running", "candidate", *nodes, "for", right=("for",))
         now = time.monotonic()
-        for one in running:
-            place = (one.array.group, one.array.round, one.index)
-            node = [one.node or "-" for _ in nodes]
+        for status in running:
+            place = (status.array.group, status.array.round, status.index)
+            node = [status.node or "-" for _ in nodes]
             passed = _clock(now - self._started.get(place, now))
-            task = f"{one.array.group} {one.array.round}-{one.index}"
-            table.add_row(task, Text(one.what), *node, passed)
+            task = f"{status.array.group} {status.array.round}-{status.index}"
+            table.add_row(task, Text(status.what), *node, passed)
         widths = [max(cell_len(str(cell)) for cell in column.cells) for column in table.columns]
         for column in table.columns:
             column.no_wrap, column.overflow = True, "ellipsis"
-        # the name of the candidate alone is cut; beside it stand the others and the blanks between
+        # only the name of the candidate is cut: the other columns and the gaps keep their width
         others = sum(widths) - widths[1] + 3 * len(widths) - 1
         table.columns[1].max_width = max(1, self._console.width - others)
         return table
 
 
 def _clock(seconds: float) -> str:
-    """0:07, 12:34 or 1:02:03: of one width, so that a ticking column stands still."""
-    minutes, rest = divmod(round(seconds), 60)
+    """0:07, 12:34 or 1:02:03: of constant width, so that a ticking column does not move."""
+    minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return (
+        f"{hours}:{minutes:02d}:{whole_seconds:02d}" if hours else f"{minutes}:{whole_seconds:02d}"
+    )

@@ -1,4 +1,4 @@
-"""The time-memory plane in characters, for a terminal."""
+"""A plot of time against peak memory in characters, for a terminal."""
 
 from __future__ import annotations
 
@@ -51,13 +51,15 @@ def plane(
     winner is shown first, then what ran out of memory, then what was measured.
 
     Args:
-        device_bytes: the one of `byte_limits` that nobody set.
+        device_bytes: the one of `byte_limits` that is the memory of the device.
     """
-    places = [(_time_s(one), one.memory_bytes.value, one) for one in candidates]
+    places = [
+        (_time_s(candidate), candidate.memory_bytes.value, candidate) for candidate in candidates
+    ]
     places = [place for place in places if place[0] > 0 and place[1] > 0]
     if not places:
         return []
-    # less left for the labels of the vertical axis, with the frame
+    # 14 columns are for the labels of the vertical axis and the frame
     cells = max(MIN_WIDTH, min(MAX_WIDTH, width - 14))
     across, limit_s = _scale([place[0] for place in places], [time_limit_s], cells)
     up, limits_bytes = _scale([place[1] for place in places], byte_limits, HEIGHT)
@@ -68,8 +70,10 @@ def plane(
         for row in grid:
             row[across.cell(limit)] = UP
     letters = _letters(candidates)
-    for time_s, num_bytes, one in sorted(places, key=lambda place: _precedence(place[2], winner)):
-        grid[up.cell(num_bytes)][across.cell(time_s)] = _mark(one, winner, letters)
+    for time_s, num_bytes, candidate in sorted(
+        places, key=lambda place: _precedence(place[2], winner)
+    ):
+        grid[up.cell(num_bytes)][across.cell(time_s)] = _mark(candidate, winner, letters)
     return [
         *_framed(grid, up, limits_bytes),
         _time_labels(across),
@@ -108,7 +112,7 @@ def _scale(
 
 def _letters(candidates: Sequence[Candidate]) -> dict[str, str]:
     """A letter per model, the largest first; a dot for those after the alphabet."""
-    sizes = {one.run.model: one.prediction.num_params for one in candidates}
+    sizes = {candidate.run.model: candidate.prediction.num_params for candidate in candidates}
     models = sorted(sizes, key=lambda model: -sizes[model])
     return {
         model: ascii_lowercase[i] if i < len(ascii_lowercase) else OTHER_MODEL
@@ -167,7 +171,7 @@ def _legend(
         f"{letter}{JOINED}{model}" for model, letter in letters.items() if letter != OTHER_MODEL
     ]
     meaning = [f"{WINNER} winner", "capital: measured"]
-    if any(_ran_out(one) for one in candidates):
+    if any(_ran_out(candidate) for candidate in candidates):
         meaning.append(f"{OUT_OF_MEMORY} ran out of memory")
     indent = " " * 12
     return [

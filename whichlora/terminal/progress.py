@@ -1,4 +1,4 @@
-"""What a run tells while it works."""
+"""Progress of a run on stderr."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from whichlora.units import format_bytes, format_seconds
 
 
 class Progress:
-    """Shows on stderr what runs, what is left, and what was learned.
+    """Shows on stderr what runs, how many candidates are open, and each measurement.
 
-    A spinner with the elapsed time on a terminal, plain lines elsewhere. The time that is left is
-    that of every open candidate, as long as the profiles so far took; most are never profiled.
+    A terminal gets a spinner with the elapsed time, everything else plain lines. The time left is
+    an upper bound: the mean time of a profile, times the open candidates, most of which are never
+    profiled.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -37,7 +38,7 @@ class Progress:
             self._status = None
 
     def _show(self, text: str, *, expected_s: float | None = None) -> None:
-        """A spinner, the time that has passed, and `text`, until the next thing is told."""
+        """Show a spinner, the elapsed time and `text` until the next message."""
         from rich.progress import Progress as Bar
         from rich.progress import SpinnerColumn, Task, TextColumn, TimeElapsedColumn
         from rich.table import Column
@@ -45,7 +46,7 @@ class Progress:
 
         class Described(TextColumn):
             def render(self, task: Task) -> Text:
-                return Text(f"{text}{_left(expected_s, task.elapsed or 0.0)}")
+                return Text(f"{text}{_time_left(expected_s, task.elapsed or 0.0)}")
 
         bar = Bar(
             SpinnerColumn(),
@@ -65,15 +66,17 @@ class Progress:
 
     def profiling(self, run: RunConfig, *, number: int, open_candidates: int) -> None:
         self._stop()
-        left = "1 candidate open" if open_candidates == 1 else f"{open_candidates} candidates open"
+        remaining = (
+            "1 candidate open" if open_candidates == 1 else f"{open_candidates} candidates open"
+        )
         if self._profile_s:
             each_s = sum(self._profile_s) / len(self._profile_s)
-            left += f", at most {format_seconds(each_s * open_candidates)} left"
+            remaining += f", at most {format_seconds(each_s * open_candidates)} left"
         text = f"profile {number}: {describe(run)}"
         if self._console.is_interactive:
-            self._show(f"{text}\n{left}")  # two lines, which a narrow terminal never cuts off
+            self._show(f"{text}\n{remaining}")  # two lines, which a narrow terminal never cuts off
         else:
-            say(self._console, f"{text} ({left})")
+            say(self._console, f"{text} ({remaining})")
 
     def training(self, job: Path, *, expected_s: float | None) -> None:
         """The winning job runs from here on."""
@@ -94,14 +97,14 @@ class Progress:
         shown = [
             f"peak {format_bytes(peak)} ({_off(prediction.memory.peak_allocated_bytes, peak)})"
         ]
-        for what, predicted, measured in times(prediction, measurement):
-            shown.append(f"{what} {format_seconds(measured)} ({_off(predicted, measured)})")
+        for quantity, predicted, measured in times(prediction, measurement):
+            shown.append(f"{quantity} {format_seconds(measured)} ({_off(predicted, measured)})")
         number = len(measurement.step_s or measurement.generate_s)
         shown.append(f"{number} {'batch' if number == 1 else 'batches'}")
         say(self._console, f"  {name}: {', '.join(shown)}")
 
 
-def _left(expected_s: float | None, passed_s: float) -> str:
+def _time_left(expected_s: float | None, passed_s: float) -> str:
     """Of a job that should take `expected_s`."""
     if expected_s is None:
         return ""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def candidate_row(candidate: Candidate) -> dict[str, Any]:
-    """One candidate as a flat row of the table: settings, values, and how they are known."""
+    """One candidate as a flat row of the table: settings, values, and whether they are measured."""
     run, memory, time = candidate.run, candidate.memory_bytes, candidate.time_per_token_s
     total, is_timed = candidate.total_s, candidate.prediction.time.is_known
     training = run.phase == "finetune"
@@ -53,8 +53,8 @@ def candidate_row(candidate: Candidate) -> dict[str, Any]:
 def comparison_rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     """Predicted against measured, before and after the refit: one row per measured quantity."""
     rows = []
-    for one in compared:
-        measurement, run = one.measurement, one.after.run
+    for comparison in compared:
+        measurement, run = comparison.measurement, comparison.after.run
         base = {
             "model": run.model,
             "phase": run.phase,
@@ -72,14 +72,16 @@ def comparison_rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                     float(measurement.peak_allocated_bytes),
                     [
                         float(p.memory.peak_allocated_bytes)
-                        for p in (one.cold, one.before, one.after)
+                        for p in (comparison.cold, comparison.before, comparison.after)
                     ],
                 )
             )
-        by_stage = [times(p, measurement) for p in (one.cold, one.before, one.after)]
-        for found in zip(*by_stage, strict=True):
-            name, _, measured = found[0]
-            quantities.append((name, "s", measured, [predicted for _, predicted, _ in found]))
+        by_stage = [
+            times(p, measurement) for p in (comparison.cold, comparison.before, comparison.after)
+        ]
+        for stages in zip(*by_stage, strict=True):
+            name, _, measured = stages[0]
+            quantities.append((name, "s", measured, [predicted for _, predicted, _ in stages]))
         for name, unit, measured, (cold, before, after) in quantities:
             rows.append(
                 base

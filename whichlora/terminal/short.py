@@ -30,7 +30,7 @@ CERTAIN = f" (100%{TO_MEET_IT}"  # goes without saying on one screen
 
 
 def print_short(answer: Answer) -> None:
-    """The best candidate of each model, the winner with its reasons, and where the rest is."""
+    """The best candidate of each model, the winner with its reasons, and where the details are."""
     console = open_console()
     if answer.choice is None:
         _print_models(console, answer)
@@ -67,7 +67,7 @@ def best_of_each_model(answer: Answer) -> list[Candidate]:
         best[answer.winner.run.model] = answer.winner
     least = least_chance(answer.plan)
     meeting = (candidate for candidate in answer.finetune if accepted(candidate, least))
-    for candidate in (*sorted(meeting, key=lambda each: each.rank), *answer.may_fit):
+    for candidate in (*sorted(meeting, key=lambda c: c.rank), *answer.may_fit):
         best.setdefault(candidate.run.model, candidate)
     return list(best.values())
 

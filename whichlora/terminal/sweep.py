@@ -1,4 +1,4 @@
-"""A sweep over a cluster: what was found and written, how it stands, the recommendation."""
+"""A sweep over a cluster: its GPU types and tasks, their state, the recommendation."""
 
 from __future__ import annotations
 
@@ -19,15 +19,20 @@ if TYPE_CHECKING:
 
 
 def print_status(statuses: Sequence[TaskStatus]) -> None:
-    """A table of tasks for each GPU type, and how many stand how."""
+    """A table of tasks for each GPU type, with the number in each state."""
     console = open_console()
     groups: dict[str, list[TaskStatus]] = {}
-    for one in statuses:
-        groups.setdefault(one.array.group, []).append(one)
-    for name, own in groups.items():
+    for status in statuses:
+        groups.setdefault(status.array.group, []).append(status)
+    for name, tasks in groups.items():
         rows = [
-            (f"{one.array.round}-{one.index}", one.what, one.node or "-", _state(one))
-            for one in own
+            (
+                f"{status.array.round}-{status.index}",
+                status.what,
+                status.node or "-",
+                _state(status),
+            )
+            for status in tasks
         ]
         print_table(
             console,
@@ -35,31 +40,33 @@ def print_status(statuses: Sequence[TaskStatus]) -> None:
             rows,
             lift=("node",),
             spare=("node",),
-            title=f"{name}: {counts(own)}",
+            title=f"{name}: {counts(tasks)}",
         )
     if not statuses:
         say(console, "no task was worth a run")
 
 
-def _state(one: TaskStatus) -> str:
-    """A record's outcome, or how the task stands, short enough for a table."""
-    state = one.words if one.stand == "done" else f"{one.stand}: {one.words}".rstrip(": ")
-    if one.stand in ("running", "waiting", "cancelled"):  # the cluster's word says the same again
-        state = one.stand
+def _state(status: TaskStatus) -> str:
+    """The outcome of a task, or its state, short enough for a table."""
+    state = (
+        status.words if status.stand == "done" else f"{status.stand}: {status.words}".rstrip(": ")
+    )
+    if status.stand in ("running", "waiting", "cancelled"):  # its words would repeat the state
+        state = status.stand
     return state if len(state) <= 48 else f"{state[:47].rstrip()}…"
 
 
 def print_sweep(sweep: Sweep) -> None:
-    """What was found and written."""
+    """The GPU types of the cluster, and the task arrays that were written."""
     console = open_console()
     numbers = ("nodes", "GPUs", "tasks")
     rows = []
     tasks = {array.group: array.num_tasks for array in sweep.arrays}
     for group in sweep.groups:
-        asked = f"--gres={group.gres}" + (f" -C {group.constraint}" if group.constraint else "")
-        found = (group.num_nodes, group.num_gpus, tasks.get(group.name, 0))
-        how = [asked] if sweep.engine == "slurm" else []
-        rows.append((group.name, group.gpu, *how, *map(str, found)))
+        request = f"--gres={group.gres}" + (f" -C {group.constraint}" if group.constraint else "")
+        sizes = (group.num_nodes, group.num_gpus, tasks.get(group.name, 0))
+        how = [request] if sweep.engine == "slurm" else []
+        rows.append((group.name, group.gpu, *how, *map(str, sizes)))
     by = ["asked for with"] if sweep.engine == "slurm" else []
     print_table(
         console,
@@ -81,7 +88,7 @@ def print_sweep(sweep: Sweep) -> None:
         say(console, "no candidate is worth a run: the predictions settle the answer")
 
 
-def print_recommendation(found: Recommendation, dry_run: Sequence[str] = ()) -> None:
+def print_recommendation(recommendation: Recommendation, dry_run: Sequence[str] = ()) -> None:
     """The winner of every GPU type, the best of all, and how to start it.
 
     Args:
@@ -90,15 +97,15 @@ def print_recommendation(found: Recommendation, dry_run: Sequence[str] = ()) -> 
     console = open_console()
     numbers = ("runs", "peak", "total")
     rows = []
-    for one in found.groups:
-        best = one.answer.winner
+    for group in recommendation.groups:
+        best = group.answer.winner
         total = best.total_s if best is not None else None
         rows.append(
             (
-                one.judged.group.name,
-                one.judged.group.gpu,
+                group.judged.group.name,
+                group.judged.group.gpu,
                 "nothing meets every limit" if best is None else describe(best.run),
-                str(len(one.answer.compared)),
+                str(len(group.answer.compared)),
                 "-" if best is None else format_bytes(best.memory_bytes.value),
                 "-" if total is None else format_seconds(total.value),
             )
@@ -111,21 +118,21 @@ def print_recommendation(found: Recommendation, dry_run: Sequence[str] = ()) -> 
         lift=("winner", "runs"),
         spare=("runs", "accelerator"),
     )
-    for one in found.groups:
-        sure = certainty(one.answer.search, found=one.answer.winner is not None)
-        say(console, f"{one.judged.group.name}: {sure}")
+    for group in recommendation.groups:
+        sure = certainty(group.answer.search, has_winner=group.answer.winner is not None)
+        say(console, f"{group.judged.group.name}: {sure}")
     for line in dry_run:
         say(console, line)
-    if found.best is not None and found.best.answer.winner is not None:
-        group = found.best.judged.group
+    if recommendation.best is not None and recommendation.best.answer.winner is not None:
+        best_group = recommendation.best.judged.group
         say(
             console,
-            f"Recommended, queue wait aside: {describe(found.best.answer.winner.run)} "
-            f"on {group.gpu} ({group.name}).",
+            f"Recommended, queue wait aside: {describe(recommendation.best.answer.winner.run)} "
+            f"on {best_group.gpu} ({best_group.name}).",
         )
-        job = found.best.answer.files.get("job")
-        if found.best.script is not None:
-            say(console, f"start it with: sbatch {found.best.script}", whole=True)
+        job = recommendation.best.answer.files.get("job")
+        if recommendation.best.script is not None:
+            say(console, f"start it with: sbatch {recommendation.best.script}", whole=True)
         elif job is not None:
             command = shlex.join(train_command(job))
             say(console, f"start it there with: {command}", whole=True)

@@ -22,7 +22,7 @@ def open_console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     class VisibleConsole(Console):
-        """A console on which text can't move the cursor, change colours or hide."""
+        """A console whose text can't move the cursor, change colours or hide."""
 
         def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
             for segment in super().render(renderable, options):
@@ -52,12 +52,13 @@ def new_table(*columns: str, right: Iterable[str] = ()) -> Table:
 
 
 def say(console: Console, text: str, *, whole: bool = False) -> None:
-    """`text` as it is: on a terminal broken between words, what follows its first line indented.
+    """Print `text` literally; brackets are never markup.
 
-    Elsewhere a line stays a line, for whatever reads it; brackets are never markup.
+    A terminal wraps it between words, with continuation lines indented. Elsewhere a line stays
+    one line, so that programs can read it.
 
     Args:
-        whole: it holds a path or a command, which must stay in one piece to be copied.
+        whole: never wrap: a path or a command must stay in one piece to be copied.
     """
     if console.is_terminal and not whole:
         indent = " " * (len(text) - len(text.lstrip()) + 2)
@@ -84,26 +85,28 @@ def print_table(
     title: str = "",
     caption: str = "",
 ) -> None:
-    """`rows` under `columns`; where the console is too narrow for them, less of them.
+    """Print `rows` under `columns`; a narrow console shows fewer columns.
 
     Args:
         right: columns of numbers, which are never broken.
-        lift: columns that are said once above the table, the first to go first, if all their
-            cells are the same.
-        spare: columns that are left out, the first to go first.
+        lift: columns that a narrow console shows once above the table if all their cells are
+            equal; the first one goes first.
+        spare: columns that a narrow console leaves out after that; the first one goes first.
     """
     from rich.text import Text
 
-    kept = {name: [visible(row[i]) for row in rows] for i, name in enumerate(columns)}
-    lifted, missing = _narrow(kept, console.width, lift, spare)
-    said = "; ".join(f"{name}: {cell}" for name, cell in lifted.items() if cell not in ("", "-"))
-    if title or said:
-        say(console, f"{title} ({said})" if title and said else title or said)
+    cells_by_column = {name: [visible(row[i]) for row in rows] for i, name in enumerate(columns)}
+    lifted, missing = _narrow(cells_by_column, console.width, lift, spare)
+    lifted_text = "; ".join(
+        f"{name}: {cell}" for name, cell in lifted.items() if cell not in ("", "-")
+    )
+    if title or lifted_text:
+        say(console, f"{title} ({lifted_text})" if title and lifted_text else title or lifted_text)
     numbers = set(right)
-    table = new_table(*kept, right=numbers)
+    table = new_table(*cells_by_column, right=numbers)
     for column in table.columns:
         column.no_wrap = column.header in numbers
-    for row in zip(*kept.values(), strict=True):
+    for row in zip(*cells_by_column.values(), strict=True):
         table.add_row(*map(Text, row))
     console.print(table)
     if caption:
@@ -113,26 +116,26 @@ def print_table(
 
 
 def _narrow(
-    kept: dict[str, list[str]], width: int, lift: Sequence[str], spare: Sequence[str]
+    cells_by_column: dict[str, list[str]], width: int, lift: Sequence[str], spare: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Take columns out of `kept` until it fits: what they all said, and what is lost."""
+    """Take columns out until they fit: lifted name and cell, and the names left out."""
     from rich.cells import cell_len
 
     def fits() -> bool:
-        widths = [max(map(cell_len, (name, *cells))) for name, cells in kept.items()]
+        widths = [max(map(cell_len, (name, *cells))) for name, cells in cells_by_column.items()]
         return sum(widths) + 3 * (len(widths) - 1) + 2 <= width  # with the blanks between them
 
     lifted: dict[str, str] = {}
     for name in lift:
-        if not fits() and len(set(kept.get(name, ()))) == 1:
-            lifted[name] = kept.pop(name)[0]
-    if not fits() and "model" in kept:
-        short = {model: model.rpartition("/")[2] for model in kept["model"]}
+        if not fits() and len(set(cells_by_column.get(name, ()))) == 1:
+            lifted[name] = cells_by_column.pop(name)[0]
+    if not fits() and "model" in cells_by_column:
+        short = {model: model.rpartition("/")[2] for model in cells_by_column["model"]}
         if len(set(short.values())) == len(short):  # no two organisations with one name
-            kept["model"] = [short[model] for model in kept["model"]]
+            cells_by_column["model"] = [short[model] for model in cells_by_column["model"]]
     missing = []
     for name in spare:
-        if not fits() and name in kept:
-            del kept[name]
+        if not fits() and name in cells_by_column:
+            del cells_by_column[name]
             missing.append(name)
     return lifted, missing

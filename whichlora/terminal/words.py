@@ -20,10 +20,10 @@ VERDICTS = {"fits": "yes", "fails": "no", "undecided": "maybe"}
 
 
 def variant(run: RunConfig, plan: Plan | None = None) -> str:
-    """What distinguishes a run beside its model and shape.
+    """Method or serving form of a run: what its model and shape do not say.
 
     Args:
-        plan: names the settings, too, that it has several values of.
+        plan: settings with several values in it are named, too.
     """
     training = run.phase == "finetune"
     if not training:
@@ -65,17 +65,17 @@ def times(prediction: Prediction, measurement: Measurement) -> list[tuple[str, f
     from statistics import median
 
     time = prediction.time
-    found: list[tuple[str, float, float]] = []
+    rows: list[tuple[str, float, float]] = []
     if measurement.step_s and time.step_s:
         lengths = measurement.step_lengths
         steps = zip(lengths, measurement.step_s, strict=True)
         at_longest = [step_s for length, step_s in steps if length == max(lengths)]
-        found.append(("step", time.step_s, median(at_longest)))
+        rows.append(("step", time.step_s, median(at_longest)))
     if measurement.prefill_s and time.prefill_s:
-        found.append(("prefill", time.prefill_s, median(measurement.prefill_s)))
+        rows.append(("prefill", time.prefill_s, median(measurement.prefill_s)))
     if measurement.decode_s_per_token and time.decode_s_per_token:
-        found.append(("decode", time.decode_s_per_token, median(measurement.decode_s_per_token)))
-    return found
+        rows.append(("decode", time.decode_s_per_token, median(measurement.decode_s_per_token)))
+    return rows
 
 
 def reason(check: Check) -> str:
@@ -89,15 +89,15 @@ def reason(check: Check) -> str:
     return text
 
 
-def relaxed(found: Relaxation) -> str:
-    """What one limit would have to be, and for whom."""
-    check = found.check
+def relaxed(relaxation: Relaxation) -> str:
+    """The value that one limit would need, and the candidate that then meets it."""
+    check = relaxation.check
     show = format_bytes if check.unit == "bytes" else format_seconds
     how = "measured" if check.quantity.measured else "predicted"
     more = check.quantity.value / check.bound - 1
     return (
         f"{check.limit} {show(check.quantity.value)} instead of {show(check.bound)} (+{more:.0%}) "
-        f"would do for {describe(found.candidate.run)} ({how})"
+        f"would do for {describe(relaxation.candidate.run)} ({how})"
     )
 
 
@@ -138,16 +138,16 @@ _STOPPED_BY = {
 }
 
 
-def certainty(search: Search, *, found: bool) -> str:
+def certainty(search: Search, *, has_winner: bool) -> str:
     """How sure the answer is, why it stopped there, and what that cost."""
-    what = "no other candidate beats it" if found else "nothing meets every limit"
-    # a thousand drawn worlds cannot tell 99 % from certainty
+    claim = "no other candidate beats it" if has_winner else "nothing meets every limit"
+    # a thousand posterior samples cannot tell 99 % from certainty
     sure = "over 99%" if search.confidence > 0.99 else f"{search.confidence:.0%}"
     if search.stopped_by == "not measured":
-        return f"nothing was measured; {sure} sure that {what}"
+        return f"nothing was measured; {sure} sure that {claim}"
     runs = "1 run" if search.runs == 1 else f"{search.runs} runs"
     return (
-        f"{sure} sure that {what}; {_STOPPED_BY[search.stopped_by]}, after {runs} "
+        f"{sure} sure that {claim}; {_STOPPED_BY[search.stopped_by]}, after {runs} "
         f"and {format_seconds(search.device_s)} on the device"
     )
 
