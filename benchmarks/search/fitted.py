@@ -21,22 +21,31 @@ import numpy as np
 from markdown_tables import markdown_table
 from scipy.optimize import minimize
 
-from search.replay import Limited, Result, ended_early, find, forget_outlooks, ours, replay
+from search.replay import (
+    Limited,
+    Result,
+    ended_early,
+    find,
+    forget_candidate_posteriors,
+    ours,
+    replay,
+)
 from search.savings import HEAD, summary
 from search.tables import Table, halves, measured_tables, only
 from whichlora.calibration.fit import fit
-from whichlora.search import correlation as likeness
-from whichlora.search.candidate_posterior import Outlook
+from whichlora.search import correlation
+from whichlora.search.candidate_posterior import CandidatePosterior
 from whichlora.spec.plan import Budget
 from whichlora.spec.results import Measurement
 
 REPLAY_SEED = 2  # of limits that no table of docs/accuracy/search.md shows
-NAMES = ("MODEL_SHARE", "METHOD_SHARE", "VARIANT_SHARE", "ALIKE_PER_DOUBLING")
+NAMES = ("MODEL_SHARE", "METHOD_SHARE", "VARIANT_SHARE", "CORRELATION_PER_DOUBLING")
 NOW = (
-    likeness.MODEL_SHARE,
-    likeness.METHOD_SHARE,
-    likeness.VARIANT_SHARE + likeness.SETTINGS_SHARE,  # the table has one setting of each variant
-    likeness.ALIKE_PER_DOUBLING,
+    correlation.MODEL_SHARE,
+    correlation.METHOD_SHARE,
+    correlation.VARIANT_SHARE
+    + correlation.SETTINGS_SHARE,  # the table has one setting of each variant
+    correlation.CORRELATION_PER_DOUBLING,
 )
 
 NUM_TIMES = 200  # decisive ones of each run
@@ -59,13 +68,13 @@ class Residuals:
         same_model = self.model[:, None] == self.model
         same_method = self.method[:, None] == self.method
         closeness = alike ** np.abs(self.doublings[:, None] - self.doublings)
-        correlation = (
+        matrix = (
             model * same_model
             + method * same_method
             + variant * same_model * same_method * closeness
         )
-        np.fill_diagonal(correlation, 1.0)
-        factor = np.linalg.cholesky(correlation * deviation**2)
+        np.fill_diagonal(matrix, 1.0)
+        factor = np.linalg.cholesky(matrix * deviation**2)
         scaled = np.linalg.solve(factor, self.values)
         halved = scaled @ scaled / 2 + np.log(np.diagonal(factor)).sum()
         return float(-halved - len(scaled) * np.log(2 * np.pi) / 2)
@@ -74,7 +83,7 @@ class Residuals:
 def residuals(table: Table, models: Sequence[str]) -> Residuals:
     """Of the fine-tunings of `models`, around a fit of the whole table."""
     calibration = fit(list(table.records), table.gpu, find, held_out=False)
-    judged = Outlook(table.outlines)
+    judged = CandidatePosterior(table.counted_candidates)
     chosen = [i for i, run in enumerate(table.runs) if table.training[i] and run.model in models]
     values = np.array([judged.time_error(i, table.records[i], calibration) for i in chosen])
     values -= np.median(values)
@@ -117,12 +126,12 @@ def replayed(
     name: str, tables: Sequence[Table], shares: Sequence[float], num_sets: int
 ) -> tuple[object, ...]:
     """A row: searches over `tables` in the light of other shares."""
-    before = {each: getattr(likeness, each) for each in (*NAMES, "SETTINGS_SHARE")}
+    before = {each: getattr(correlation, each) for each in (*NAMES, "SETTINGS_SHARE")}
     try:
         for each, value in zip(NAMES, shares, strict=True):
-            setattr(likeness, each, value)
-        likeness.SETTINGS_SHARE = 0.0  # the table has one setting of each variant
-        forget_outlooks()
+            setattr(correlation, each, value)
+        correlation.SETTINGS_SHARE = 0.0  # the table has one setting of each variant
+        forget_candidate_posteriors()
         found = [
             one
             for table in tables
@@ -130,8 +139,8 @@ def replayed(
         ]
     finally:
         for each, value in before.items():
-            setattr(likeness, each, value)
-        forget_outlooks()
+            setattr(correlation, each, value)
+        forget_candidate_posteriors()
     return summary(name, found)
 
 

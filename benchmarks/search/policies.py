@@ -40,9 +40,9 @@ def ours_stopped_by_oracle(problem: Limited) -> Result:
     search, measure, learn = searching(problem, device)
     while not _has_winner(problem, device.asked):
         decision = search.decide()
-        if decision.following is None:
+        if decision.next_run is None:
             break
-        search.take(decision.following, measure(decision.following, decision), learn)
+        search.take(decision.next_run, measure(decision.next_run, decision), learn)
     winner = problem.winner
     found = winner is None or _has_winner(problem, device.asked)
     return judged(problem, device, winner if found else None)

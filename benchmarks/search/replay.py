@@ -16,8 +16,8 @@ from whichlora.calibration.fit import fit
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.profiler.early_stop import is_enough
 from whichlora.search.acquisition import WORTHWHILE_GAIN, Decision, SearchProblem, tiers
-from whichlora.search.candidate_posterior import Outlook
-from whichlora.search.loop import Learn, Measure, Pursuit
+from whichlora.search.candidate_posterior import CandidatePosterior
+from whichlora.search.loop import Learn, Measure, SearchLoop
 from whichlora.spec.plan import Budget
 from whichlora.spec.results import Measurement
 from whichlora.store.hub import load_model
@@ -164,7 +164,7 @@ def ours(problem: Limited, budget: Budget, records: Sequence[Measurement] = ()) 
     """The product's search, from a calibration of `records`."""
     device = Device(problem)
     search, measure, learn = searching(problem, device, records)
-    decision, reason = search.pursue(measure, learn, budget)
+    decision, reason = search.measure_until_certain(measure, learn, budget)
     return judged(
         problem,
         device,
@@ -176,12 +176,12 @@ def ours(problem: Limited, budget: Budget, records: Sequence[Measurement] = ()) 
 
 def searching(
     problem: Limited, device: Device, records: Sequence[Measurement] = ()
-) -> tuple[Pursuit, Measure, Learn]:
+) -> tuple[SearchLoop, Measure, Learn]:
     """A search of the product on `device`, from a calibration of `records`."""
     table = problem.table
     known = list(records)
     start = fit(known, table.gpu, find, held_out=False) if known else prior_calibration(table.gpu)
-    search = Pursuit(problem.problem, outlook_of(table.name), start)
+    search = SearchLoop(problem.problem, candidate_posterior_of(table.name), start)
 
     def measure(position: int, decision: Decision | None) -> Measurement:
         assert decision is not None
@@ -230,21 +230,21 @@ def find(record: Measurement) -> object:
     return _model(str(record.config["model"]))
 
 
-_OUTLOOKS: dict[str, Outlook] = {}
+_CANDIDATE_POSTERIORS: dict[str, CandidatePosterior] = {}
 
 
-def outlook_of(name: str) -> Outlook:
-    return _OUTLOOKS[name]
+def candidate_posterior_of(name: str) -> CandidatePosterior:
+    return _CANDIDATE_POSTERIORS[name]
 
 
-def forget_outlooks() -> None:
+def forget_candidate_posteriors() -> None:
     """Make them anew at the next replay, since something that they are made of has changed."""
-    _OUTLOOKS.clear()
+    _CANDIDATE_POSTERIORS.clear()
 
 
 def replay(
     table: Table, num_sets: int, policy: Callable[[Limited], Result], seed: int
 ) -> list[Result]:
     dice = random.Random(seed)
-    _OUTLOOKS.setdefault(table.name, Outlook(table.outlines))
+    _CANDIDATE_POSTERIORS.setdefault(table.name, CandidatePosterior(table.counted_candidates))
     return [policy(limited(table, dice)) for _ in range(num_sets)]

@@ -23,10 +23,10 @@ import published
 
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.outline import Outline, outline_inference, outline_training
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.profiler.profile import Profiler
-from whichlora.search.candidate_posterior import Outlook
+from whichlora.search.candidate_posterior import CandidatePosterior
+from whichlora.search.counted_candidate import CountedCandidate, count_inference, count_training
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import SCHEMA_VERSION, Measurement
 from whichlora.spec.run import RunConfig
@@ -138,12 +138,12 @@ class Table:
     name: str
     gpu: GpuSpec
     records: Sequence[Measurement]
-    outlines: Sequence[Outline]
+    counted_candidates: Sequence[CountedCandidate]
     num_params: Mapping[str, int]
 
     @property
     def runs(self) -> list[RunConfig]:
-        return [one.job.run for one in self.outlines]
+        return [one.job.run for one in self.counted_candidates]
 
     @property
     def seconds(self) -> np.ndarray:
@@ -175,7 +175,7 @@ def batch_s(run: RunConfig, seconds: float) -> float:
 
 def table_of(name: str, gpu: GpuSpec, records: Sequence[Measurement]) -> Table:
     """A table of the good records among `records`."""
-    outlines, good = [], []
+    counted_candidates, good = [], []
     models = {}
     for record in records:
         if record.outcome != "ok":
@@ -185,11 +185,11 @@ def table_of(name: str, gpu: GpuSpec, records: Sequence[Measurement]) -> Table:
         job = resolve(model, run, gpu)
         if run.phase == "finetune":
             steps = {run.seq_len: NUM_SEQUENCES / run.batch_size}
-            outlines.append(outline_training(job, steps, num_batches=len(record.step_s)))
+            counted_candidates.append(count_training(job, steps, num_batches=len(record.step_s)))
         else:
-            outlines.append(outline_inference(job, num_runs=len(record.generate_s)))
+            counted_candidates.append(count_inference(job, num_runs=len(record.generate_s)))
         good.append(record)
-    return Table(name, gpu, good, outlines, {k: v.num_params for k, v in models.items()})
+    return Table(name, gpu, good, counted_candidates, {k: v.num_params for k, v in models.items()})
 
 
 def only(table: Table, models: Sequence[str]) -> Table:
@@ -199,7 +199,7 @@ def only(table: Table, models: Sequence[str]) -> Table:
         name=f"{table.name}, {', '.join(models)}",
         gpu=table.gpu,
         records=[table.records[i] for i in chosen],
-        outlines=[table.outlines[i] for i in chosen],
+        counted_candidates=[table.counted_candidates[i] for i in chosen],
         num_params={name: table.num_params[name] for name in models},
     )
 
@@ -236,19 +236,21 @@ def invented_table(seed: int) -> Table:
     truth = replace(prior, time=models)
     jobs = [job for job in table_jobs(gpu) if 64 in (job.run.seq_len, job.run.prompt_len)]
     jobs = [job for job in jobs if job.run.seq_len == 64 or job.run.phase == "inference"]
-    outlines = [
-        outline_training(job, {64: NUM_SEQUENCES / job.run.batch_size}, num_batches=4)
+    counted_candidates = [
+        count_training(job, {64: NUM_SEQUENCES / job.run.batch_size}, num_batches=4)
         if job.run.phase == "finetune"
-        else outline_inference(job, num_runs=4)
+        else count_inference(job, num_runs=4)
         for job in jobs
     ]
-    outlook = Outlook(outlines)
+    candidate_posterior = CandidatePosterior(counted_candidates)
     deviation = 0.15 / prior.time["finetune"].noise
-    belief = outlook.time(truth)
-    errors = rng.multivariate_normal(np.zeros(len(jobs)), belief.own * deviation**2)
-    seconds = np.exp(belief.log_value + errors)
-    used = np.exp(outlook.memory(truth).log_value + rng.normal(0, 0.005, len(jobs)))
-    run_s = outlook.run_s(truth)
+    posterior = candidate_posterior.time(truth)
+    errors = rng.multivariate_normal(
+        np.zeros(len(jobs)), posterior.residual_covariance * deviation**2
+    )
+    seconds = np.exp(posterior.log_value + errors)
+    used = np.exp(candidate_posterior.memory(truth).log_value + rng.normal(0, 0.005, len(jobs)))
+    run_s = candidate_posterior.run_s(truth)
     records = []
     for i, job in enumerate(jobs):
         run = job.run
@@ -273,7 +275,7 @@ def invented_table(seed: int) -> Table:
                 device_s=float(run_s[i]),
             )
         )
-    return Table(f"invented {seed}", gpu, records, outlines, table_sizes(jobs))
+    return Table(f"invented {seed}", gpu, records, counted_candidates, table_sizes(jobs))
 
 
 def published_table() -> Table:

@@ -16,9 +16,9 @@ from whichlora.memory.allocator import SEGMENT_BYTES
 from whichlora.memory.training import Ledger
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.judgement import ALLOCATED_PARTS
-from whichlora.predict.outline import outline_inference, outline_training
 from whichlora.predict.predict import ledger, part_bytes, predict
 from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.search.counted_candidate import count_inference, count_training
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import Quant, RunConfig
@@ -210,13 +210,13 @@ def test_what_the_search_sees_of_a_run_is_what_is_predicted_of_it(
     prediction = predicted(job, run)
     time = prediction.time
     if run.phase == "finetune":
-        outline = outline_training(job, {run.seq_len: 1.0}, num_batches=1)
+        counted_candidate = count_training(job, {run.seq_len: 1.0}, num_batches=1)
         expected = time.step_s
     else:
-        outline = outline_inference(job, num_runs=1)
+        counted_candidate = count_inference(job, num_runs=1)
         expected = time.time_per_token_s
     models = prior_calibration(gpu).time
     seconds = 0.0
-    for phase, number, row in outline.passes:
+    for phase, number, row in counted_candidate.passes:
         seconds += number * timing.seconds(models[phase], dict(zip(FEATURES, row, strict=True)))[0]
     assert seconds == pytest.approx(expected, rel=1e-9)

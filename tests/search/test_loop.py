@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from candidate_posteriors import A100, candidate_posterior
 from candidates import measurement
-from outlooks import A100, outlook
 
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.search.acquisition import Decision, SearchProblem
-from whichlora.search.loop import Pursuit
+from whichlora.search.loop import SearchLoop
 from whichlora.spec.plan import Budget
 from whichlora.spec.results import Measurement, Outcome
 from whichlora.units import GiB
@@ -23,7 +23,7 @@ SMALL, LARGE, SERVE = 0, 1, 2
 OTHER_SMALL, OTHER_LARGE, OTHER_SERVE = 3, 4, 5
 
 
-def search(**limits: Any) -> Pursuit:
+def search(**limits: Any) -> SearchLoop:
     training = np.array([True, True, False] * 2)
     problem = SearchProblem(
         training=training,
@@ -34,49 +34,49 @@ def search(**limits: Any) -> Pursuit:
         most_s=np.where(training, math.inf, 1.0),
         prefer="size",
     )
-    return Pursuit(replace(problem, **limits), outlook(), prior_calibration(A100))
+    return SearchLoop(replace(problem, **limits), candidate_posterior(), prior_calibration(A100))
 
 
 class Device:
     """Measures what it is told; a run ends well within every limit otherwise."""
 
-    def __init__(self, pursuit: Pursuit, **outcomes: Outcome) -> None:
-        self.pursuit = pursuit
+    def __init__(self, search_loop: SearchLoop, **outcomes: Outcome) -> None:
+        self.search_loop = search_loop
         self.outcomes = {int(name[1:]): outcome for name, outcome in outcomes.items()}
         self.slow: set[int] = set()
         self.calls: list[int] = []
 
     def measure(self, position: int, decision: Decision | None = None) -> Measurement:
         self.calls.append(position)
-        run = self.pursuit.runs[position]
+        run = self.search_loop.runs[position]
         seconds = 1e4 if position in self.slow else 0.1
         outcome = self.outcomes.get(position, "ok")
         found = measurement(run, step_s=seconds, generate_s=seconds, outcome=outcome)
         return replace(found, device_s=7.0)
 
     def learn(self, found: Measurement) -> Calibration:
-        return self.pursuit.calibration
+        return self.search_loop.calibration
 
 
 def test_everything_is_measured_and_serving_comes_first() -> None:
-    pursuit = search()
-    device = Device(pursuit)
-    pursuit.measure_all(device.measure, device.learn)
+    search_loop = search()
+    device = Device(search_loop)
+    search_loop.measure_all(device.measure, device.learn)
     assert device.calls == [SERVE, OTHER_SERVE, SMALL, LARGE, OTHER_SMALL, OTHER_LARGE]
-    assert (pursuit.spent.runs, pursuit.spent.device_s) == (6, 42.0)
-    pursuit.measure_all(device.measure, device.learn)
+    assert (search_loop.spent.runs, search_loop.spent.device_s) == (6, 42.0)
+    search_loop.measure_all(device.measure, device.learn)
     assert len(device.calls) == 6  # nothing is measured twice
 
 
 def test_a_model_that_does_not_serve_within_the_limits_is_not_trained() -> None:
-    pursuit = search()
-    device = Device(pursuit)
+    search_loop = search()
+    device = Device(search_loop)
     device.slow.add(SERVE)
-    pursuit.measure_all(device.measure, device.learn)
+    search_loop.measure_all(device.measure, device.learn)
     assert device.calls == [SERVE, OTHER_SERVE, OTHER_SMALL, OTHER_LARGE]
-    pursuit = search()
-    device = Device(pursuit, _5="error")
-    pursuit.measure_all(device.measure, device.learn)
+    search_loop = search()
+    device = Device(search_loop, _5="error")
+    search_loop.measure_all(device.measure, device.learn)
     assert device.calls == [SERVE, OTHER_SERVE, SMALL, LARGE]
 
 
@@ -87,34 +87,34 @@ def test_a_measured_value_equal_to_its_limit_serves(limit: str) -> None:
     usual.take(SERVE, device.measure(SERVE), device.learn)
     reached = usual.quantities(SERVE)[limit == "most_bytes"].value
     for factor, serves in ((1.0, True), (0.99, False)):
-        pursuit = search(**{limit: np.full(6, factor * reached)})
-        pursuit.take(SERVE, device.measure(SERVE), device.learn)
-        assert pursuit._serving() == ({0} if serves else set())
+        search_loop = search(**{limit: np.full(6, factor * reached)})
+        search_loop.take(SERVE, device.measure(SERVE), device.learn)
+        assert search_loop._serving() == ({0} if serves else set())
 
 
 def test_what_asks_more_than_a_run_without_memory_is_not_tried() -> None:
-    pursuit = search()
-    device = Device(pursuit, _0="oom")
-    pursuit.measure_all(device.measure, device.learn)
+    search_loop = search()
+    device = Device(search_loop, _0="oom")
+    search_loop.measure_all(device.measure, device.learn)
     assert LARGE not in device.calls
     assert {OTHER_SMALL, OTHER_LARGE} < set(device.calls)
-    assert pursuit.out_of_memory() == [pursuit.runs[SMALL]]
-    assert pursuit._impossible().tolist() == [True, True, False, False, False, False]
+    assert search_loop.out_of_memory() == [search_loop.runs[SMALL]]
+    assert search_loop._impossible().tolist() == [True, True, False, False, False, False]
 
 
 def test_what_was_measured_to_work_stays_possible_whatever_else_failed() -> None:
-    pursuit = search()
-    device = Device(pursuit, _0="oom", _3="timeout", _4="error")
+    search_loop = search()
+    device = Device(search_loop, _0="oom", _3="timeout", _4="error")
     for position in (LARGE, SMALL, OTHER_SMALL, OTHER_LARGE):
-        pursuit.take(position, device.measure(position), device.learn)
-    assert pursuit._impossible().tolist() == [True, False, False, False, True, False]
+        search_loop.take(position, device.measure(position), device.learn)
+    assert search_loop._impossible().tolist() == [True, False, False, False, True, False]
 
 
 def test_a_search_ends_with_a_winner_and_says_why() -> None:
-    pursuit = search()
-    device = Device(pursuit)
-    decision, reason = pursuit.pursue(device.measure, device.learn, Budget())
+    search_loop = search()
+    device = Device(search_loop)
+    decision, reason = search_loop.measure_until_certain(device.measure, device.learn, Budget())
     assert reason in ("certain", "nothing left")
     assert decision.best in (SMALL, LARGE)
     assert SERVE in device.calls
-    assert pursuit.spent.runs == len(device.calls) < 6
+    assert search_loop.spent.runs == len(device.calls) < 6

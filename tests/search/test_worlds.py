@@ -1,4 +1,4 @@
-"""The worlds of a shortlist err as much as a single prediction says that it may."""
+"""The posterior samples of a shortlist err as much as a single prediction says that it may."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
 from whichlora.predict.predict import predict, step_features
 from whichlora.predict.resolve import resolve
-from whichlora.search.shortlist import Group, Wanted, _Worlds, shortlist
+from whichlora.search.shortlist import Group, Requirements, _PosteriorSamples, shortlist
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -25,9 +25,9 @@ SPEC = load_model("Qwen/Qwen2.5-0.5B")
 TRAIN = RunConfig(model=SPEC.name, batch_size=2, seq_len=512, r=8)
 
 
-def worlds(monkeypatch: pytest.MonkeyPatch) -> _Worlds:
-    monkeypatch.setattr("whichlora.search.shortlist.NUM_WORLDS", 20_000)
-    return _Worlds(np.random.default_rng(0), prior_calibration(GPU))
+def posterior_samples(monkeypatch: pytest.MonkeyPatch) -> _PosteriorSamples:
+    monkeypatch.setattr("whichlora.search.shortlist.NUM_SAMPLES", 20_000)
+    return _PosteriorSamples(np.random.default_rng(0), prior_calibration(GPU))
 
 
 def test_a_training_errs_as_its_prediction_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ def test_a_training_errs_as_its_prediction_does(monkeypatch: pytest.MonkeyPatch)
     steps = [{512: 30.0, 256: 10.0}, {512: 15.0}]
     job = resolve(SPEC, TRAIN, GPU)
     group = Group(job=job, axes=axes, steps=steps)
-    seconds, num_bytes = worlds(monkeypatch).training(group)
+    seconds, num_bytes = posterior_samples(monkeypatch).training(group)
     model = prior_calibration(GPU).time["finetune"]
     expected = []
     for r in (8, 16):
@@ -73,7 +73,7 @@ def test_an_inference_errs_as_its_prediction_does(monkeypatch: pytest.MonkeyPatc
     run = RunConfig(model=SPEC.name, phase="inference", batch_size=4, prompt_len=256)
     axes = {"batch_size": np.array([[4]])}
     group = Group(job=resolve(SPEC, run, GPU), axes=axes)
-    seconds, num_bytes = worlds(monkeypatch).serving(group)
+    seconds, num_bytes = posterior_samples(monkeypatch).serving(group)
     assert seconds.shape == num_bytes.shape == (20_000, 1)
     found = predict(SPEC, run, GPU, prior_calibration(GPU)).time
     assert seconds[0][0] == pytest.approx(found.time_per_token_s, rel=1e-6)
@@ -95,7 +95,7 @@ def test_a_candidate_of_a_group_has_its_own_settings(
     assert (group.shape, group.size) == ((2, 3), 6)
     run = group.run(4)
     assert (run.batch_size, run.seq_len, run.r, run.lora_alpha) == (4, 480, 16, of_rank_16)
-    assert [one.batch_size for one in group.runs()] == [2, 4, 8, 2, 4, 8]
+    assert [run.batch_size for run in group.runs()] == [2, 4, 8, 2, 4, 8]
 
 
 # --- which candidates stay
@@ -123,9 +123,9 @@ def serving_group() -> Group:
     )
 
 
-def wanted(**limits: Any) -> Wanted:
+def requirements(**limits: Any) -> Requirements:
     none = dict.fromkeys(("inference_s", "inference_bytes", "total_s", "finetune_bytes"), math.inf)
-    return Wanted(tier={SPEC.name: 0.0}, prefer="time", **(none | limits))
+    return Requirements(tier={SPEC.name: 0.0}, prefer="time", **(none | limits))
 
 
 def used_bytes(run: RunConfig) -> int:
@@ -137,43 +137,47 @@ def test_of_each_form_the_shapes_stay_that_surely_meet_the_limits() -> None:
     by_size = {run.batch_size: used_bytes(run) for run in group.runs()}
     limit = (by_size[8] + by_size[16]) / 2
     calibration = prior_calibration(GPU)
-    found = shortlist([group], [training_group()], calibration, wanted(inference_bytes=limit), form)
+    found = shortlist(
+        [group], [training_group()], calibration, requirements(inference_bytes=limit), form
+    )
     served = [run for run in found if run.phase == "inference"]
     assert {run.batch_size for run in served} == {8, 4, 2, 1}
     # as many shapes where all of them meet, the fastest per token first
-    free = shortlist([group], [training_group()], calibration, wanted(), form)
+    free = shortlist([group], [training_group()], calibration, requirements(), form)
     assert [run.batch_size for run in free if run.phase == "inference"] == [64, 48, 32, 16]
 
 
 def test_what_can_not_be_served_is_kept_to_explain_what_is_lacking_and_nothing_else() -> None:
     calibration = prior_calibration(GPU)
     groups = [training_group()]
-    refused = shortlist([serving_group()], groups, calibration, wanted(inference_bytes=1.0), form)
+    refused = shortlist(
+        [serving_group()], groups, calibration, requirements(inference_bytes=1.0), form
+    )
     trained = [run for run in refused if run.phase == "finetune"]
     # the fastest and the smallest of the model
     smallest = min(groups[0].runs(), key=used_bytes)
     assert len(trained) == 2
     assert smallest in trained
-    not_asked = shortlist([], groups, calibration, wanted(), form)
+    not_asked = shortlist([], groups, calibration, requirements(), form)
     assert {run.phase for run in not_asked} == {"finetune"}
     assert len(not_asked) > 2
     assert set(trained) <= set(not_asked)
 
 
-def test_what_takes_too_long_or_too_much_is_no_best_of_a_world() -> None:
+def test_what_takes_too_long_or_too_much_is_no_best_of_a_sample() -> None:
     calibration = prior_calibration(GPU)
     groups = [training_group()]
     for limits in ({"total_s": 1e-9}, {"finetune_bytes": 1.0}):
-        assert len(shortlist([], groups, calibration, wanted(**limits), form)) == 2
+        assert len(shortlist([], groups, calibration, requirements(**limits), form)) == 2
 
 
 def test_who_prefers_memory_gets_the_smallest_first() -> None:
     groups = [training_group()]
     smallest = sorted(groups[0].runs(), key=used_bytes)
     by_memory = shortlist(
-        [], groups, prior_calibration(GPU), replace(wanted(), prefer="memory"), form
+        [], groups, prior_calibration(GPU), replace(requirements(), prefer="memory"), form
     )
-    # memory errs alike for all, so each world has the same four; the fastest explains
+    # memory errs alike for all, so each sample has the same four; the fastest explains
     assert set(smallest[:4]) <= set(by_memory)
     assert len(by_memory) == 5
 
@@ -183,7 +187,7 @@ def test_candidates_of_several_groups_compete_with_each_other() -> None:
     by_rank = [
         replace(whole, axes=whole.axes | {"r": whole.axes["r"][rank : rank + 1]}) for rank in (0, 1)
     ]
-    least = replace(wanted(), prefer="memory")
+    least = replace(requirements(), prefer="memory")
     calibration = prior_calibration(GPU)
     together = shortlist([], [whole], calibration, least, form)
     apart = shortlist([], by_rank, calibration, least, form)

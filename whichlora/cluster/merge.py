@@ -84,8 +84,8 @@ def _conclude(plan: Plan, sweep: Sweep, judged: Judged) -> GroupAnswer:
     decision = judged.decision
     left = worth_profiling(judged.candidates, decision, plan.profile, plan.budget)
     asked = sweep.asked(judged.group.name)
-    search = summary(judged.pursuit, decision, _stopped_by(plan, judged, left, asked))
-    answer = conclude(session, judged.pursuit, search, decision.best)
+    search = summary(judged.search_loop, decision, _stopped_by(plan, judged, left, asked))
+    answer = conclude(session, judged.search_loop, search, decision.best)
     files = write_files(session, answer)
     if "measurements" in files:  # one file per task, not one of the session
         files["measurements"] = session.log.path.parent

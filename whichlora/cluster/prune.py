@@ -11,7 +11,7 @@ from whichlora.cluster.tasks import find_records, read_start
 from whichlora.errors import ConfigError
 from whichlora.search.acquisition import Decision, Spent, exhausted
 from whichlora.search.feasibility import MIN_CHANCE, Candidate
-from whichlora.search.loop import Pursuit
+from whichlora.search.loop import SearchLoop
 from whichlora.spec.plan import Budget, Plan, ProfilePolicy
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -24,12 +24,12 @@ class Judged:
     """Where the search stands on the GPUs of one group.
 
     Args:
-        candidates: of both stages, in the order of `pursuit`.
+        candidates: of both stages, in the order of `search_loop`.
     """
 
     group: GpuGroup
     session: Session
-    pursuit: Pursuit
+    search_loop: SearchLoop
     decision: Decision
     candidates: Sequence[Candidate]
 
@@ -58,8 +58,8 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
                 refusals.append(error)
                 progress.say(f"{group.name} left out: {error}")
                 continue
-            pursuit = session.pursuit(runs)
-            _, refused = session.recall(pursuit)
+            search_loop = session.search_loop(runs)
+            _, refused = session.recall(search_loop)
             for difference, number in refused.items():
                 progress.say(
                     f"{group.name}: {number} measured before {difference}, and not reused; "
@@ -71,9 +71,9 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
                 Judged(
                     group=replace(group, gpu=key),
                     session=session,
-                    pursuit=pursuit,
-                    decision=pursuit.decide(),
-                    candidates=session.candidates(pursuit),
+                    search_loop=search_loop,
+                    decision=search_loop.decide(),
+                    candidates=session.candidates(search_loop),
                 )
             )
     if refusals and not judged:
@@ -99,8 +99,8 @@ def worth_profiling(
 ) -> list[Candidate]:
     """Candidates whose runs could change the answer, all at once: an array has no second look.
 
-    Those that win in most of the drawn worlds, until what is left out wins in no more of them than
-    the asked confidence allows; and before the first of each form in which a model is served
+    Those that win in most of the posterior samples, until what is left out wins in no more of them
+    than the asked confidence allows; and before the first of each form in which a model is served
     what shows that it serves.
     Where results reopen the question, the next round asks for more.
 
@@ -156,7 +156,7 @@ def spent_on(judged: Judged, asked: Collection[RunConfig]) -> Spent:
     ended it.
     """
     expected_s = _expected_s(judged)
-    measured = {judged.pursuit.runs[i]: one for i, one in judged.pursuit.measured.items()}
+    measured = {judged.search_loop.runs[i]: one for i, one in judged.search_loop.measured.items()}
     device_s = 0.0
     for run in asked:
         told_s = measured[run].device_s if run in measured else 0.0
@@ -166,9 +166,9 @@ def spent_on(judged: Judged, asked: Collection[RunConfig]) -> Spent:
 
 def _expected_s(judged: Judged) -> dict[RunConfig, float]:
     """Device seconds that profiling each candidate should take."""
-    pursuit = judged.pursuit
-    expected_s = pursuit.outlook.run_s(pursuit.calibration).tolist()
-    return dict(zip(pursuit.runs, expected_s, strict=True))
+    search_loop = judged.search_loop
+    expected_s = search_loop.candidate_posterior.run_s(search_loop.calibration).tolist()
+    return dict(zip(search_loop.runs, expected_s, strict=True))
 
 
 def _serving(

@@ -1,7 +1,7 @@
 """The judgement: counted bytes and work in the light of a calibration.
 
-Every number is that of one run, or an array of many runs' that broadcasts against the others:
-`prediction` passes plain numbers, `block` and `outlook` pass arrays.
+A number belongs to one run, or is an array over many runs; arrays broadcast.
+`predict.predict` passes plain numbers; `predict.block` and `search` pass arrays.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Whom to measure next, and when the winner is certain: decisions over drawn worlds.
+"""Acquisition and stopping rule: which run to measure next, and when the search ends.
 
-A world is one way the device may answer every run at once. In each the winner is known; the share
-of the worlds in which nothing beats the best candidate measured is the confidence of the answer,
-and a run is worth the share of the worlds that it would win, per device second.
+Both are decided on posterior samples: each sample is one joint outcome of all candidates, and has a
+winner. The confidence of the answer is the share of samples in which no candidate beats the best
+measured one. The acquisition value of a run is the share of samples that it wins, per device
+second.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from whichlora.search.posterior import Belief
+from whichlora.search.posterior import Posterior
 from whichlora.spec.plan import Budget, Prefer
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     Array = NDArray[np.float64]
     Flags = NDArray[np.bool_]
 
-NUM_WORLDS = 1000
+NUM_SAMPLES = 1000
 SEED = 0
 ROUNDING = 1e-9
 WORTHWHILE_GAIN = 0.98  # a rival must promise at least 2 % less of what is preferred
@@ -52,14 +53,14 @@ class SearchProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What measuring has settled.
+class MeasuredState:
+    """Which candidates were measured, and how their runs ended.
 
     Args:
-        measured: a run has been made, whatever came of it.
+        measured: a run was made, whatever its outcome.
         impossible: it failed, or a smaller one ran out of memory.
-        timed_out: its run was stopped before it told anything: it may still be the answer, and is
-            not run again now.
+        timed_out: its run was stopped too early to have values. It may still win, and is not run
+            again in this search.
     """
 
     measured: Flags
@@ -68,39 +69,39 @@ class Known:
 
     @property
     def settled(self) -> Flags:
-        """Measured, with values that decide."""
+        """Measured, with values to decide on."""
         return self.measured & ~self.timed_out
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the worlds say now.
+    """What the samples say now.
 
     Args:
-        best: position of the measured candidate that meets everything and ranks first.
-        confidence: that no other candidate beats it; without one, that nothing meets the limits.
-        following: position of the run to make next, None where no run is worth making.
+        best: position of the measured candidate that meets every limit and ranks first.
+        confidence: that no candidate beats `best`; without a `best`, that nothing meets the limits.
+        next_run: position of the run to make next, None where no run is worth making.
         chance_to_win: of every candidate that is not `best`.
         chance_to_meet: every limit of its own stage.
     """
 
     best: int | None
     confidence: float
-    following: int | None
+    next_run: int | None
     chance_to_win: Array
     chance_to_meet: Array
 
 
 def decide(
     problem: SearchProblem,
-    known: Known,
-    time: Belief,
-    memory: Belief,
+    state: MeasuredState,
+    time: Posterior,
+    memory: Posterior,
     run_s: Array,
     *,
     seed: int = SEED,
 ) -> Decision:
-    """Draw worlds and judge every candidate in each.
+    """Judge every candidate in every posterior sample.
 
     Args:
         run_s: device seconds that profiling each candidate would take.
@@ -108,17 +109,17 @@ def decide(
     import numpy as np
 
     rng = np.random.default_rng(seed)
-    seconds = time.draw(NUM_WORLDS, rng)
-    num_bytes = memory.draw(NUM_WORLDS, rng)
-    # what was measured to equal its limit meets it: logarithms round
+    seconds = time.sample(NUM_SAMPLES, rng)
+    num_bytes = memory.sample(NUM_SAMPLES, rng)
+    # a measured value that equals its limit meets it: logarithms round
     in_time = seconds <= problem.most_s * (1 + ROUNDING)
-    meets = in_time & (num_bytes <= problem.most_bytes * (1 + ROUNDING)) & ~known.impossible
+    meets = in_time & (num_bytes <= problem.most_bytes * (1 + ROUNDING)) & ~state.impossible
     served = _per_form(problem, meets)
-    confirmed = _per_form(problem, (meets & known.settled)[:1])[0]
+    confirmed = _per_form(problem, (meets & state.settled)[:1])[0]
     cost = _cost(problem, seconds, num_bytes)
     stands = meets & problem.training & served[:, problem.form]
     cost = np.where(stands, cost, np.inf)
-    settled = known.settled & problem.training & confirmed[problem.form]
+    settled = state.settled & problem.training & confirmed[problem.form]
     best = _best(cost, settled)
     rivals = np.where(settled, np.inf, cost)
     if best is not None:
@@ -126,35 +127,35 @@ def decide(
         worthwhile = cost[:, best] + np.log(WORTHWHILE_GAIN)
         rivals = np.where(rivals < worthwhile[:, None], rivals, np.inf)
     first = np.argmin(rivals, axis=1)
-    beaten = np.isfinite(rivals[np.arange(NUM_WORLDS), first])
-    wins = np.bincount(first[beaten], minlength=len(run_s)) / NUM_WORLDS
+    beaten = np.isfinite(rivals[np.arange(NUM_SAMPLES), first])
+    wins = np.bincount(first[beaten], minlength=len(run_s)) / NUM_SAMPLES
     chance = meets.mean(axis=0)
     return Decision(
         best=best,
         confidence=float(1 - beaten.mean()),
-        following=_following(problem, known, confirmed, wins, chance, run_s),
+        next_run=_next_run(problem, state, confirmed, wins, chance, run_s),
         chance_to_win=wins,
         chance_to_meet=chance,
     )
 
 
 def _per_form(problem: SearchProblem, flags: Flags) -> Flags:
-    """Whether an inference of each form is flagged, shape [num_worlds, num_forms].
+    """Whether an inference of each form is flagged, shape [num_samples, num_forms].
 
-    A form without an inference candidate was not asked for.
+    A form without an inference candidate is not part of the plan and counts as flagged.
     """
     import numpy as np
 
-    found = np.ones((len(flags), int(problem.form.max()) + 1), dtype=bool)
-    for form in range(found.shape[1]):
-        asked = ~problem.training & (problem.form == form)
-        if asked.any():
-            found[:, form] = flags[:, asked].any(axis=1)
-    return found
+    flagged = np.ones((len(flags), int(problem.form.max()) + 1), dtype=bool)
+    for form in range(flagged.shape[1]):
+        inferences = ~problem.training & (problem.form == form)
+        if inferences.any():
+            flagged[:, form] = flags[:, inferences].any(axis=1)
+    return flagged
 
 
 def _cost(problem: SearchProblem, seconds: Array, num_bytes: Array) -> Array:
-    """What the preferred candidate has least of: its tier, then the log of a quantity."""
+    """What the preference minimises: the tier, then the log of a quantity."""
     import numpy as np
 
     quantity = num_bytes if problem.prefer == "memory" else seconds
@@ -165,7 +166,7 @@ def _cost(problem: SearchProblem, seconds: Array, num_bytes: Array) -> Array:
 
 
 def _best(cost: Array, settled: Flags) -> int | None:
-    """The settled candidate that costs least; what is settled is the same in every world."""
+    """The settled candidate that costs least; settled values are equal in every sample."""
     import numpy as np
 
     certain = np.where(settled, cost[0], np.inf)
@@ -174,31 +175,32 @@ def _best(cost: Array, settled: Flags) -> int | None:
     return int(np.argmin(certain))
 
 
-def _following(
+def _next_run(
     problem: SearchProblem,
-    known: Known,
+    state: MeasuredState,
     confirmed: Flags,
     wins: Array,
     chance: Array,
     run_s: Array,
 ) -> int | None:
-    """The run with the best chance to settle the winner per device second.
+    """The run with the highest chance to settle the winner per device second.
 
-    A candidate wins only if its form serves within the limits as well. Where both are open, the
-    run that is likelier to refute the candidate per second goes first: it may spare the other.
+    A candidate wins only if its form also serves within the limits. Where training and serving are
+    both open, the run that is likelier to rule the candidate out per second goes first: it may
+    make the second run unnecessary.
     """
     import numpy as np
 
-    serving = _serving(problem, known, chance, run_s)
-    to_train = np.where(known.measured, 0.0, run_s)
+    serving = _serving(problem, state, chance, run_s)
+    to_train = np.where(state.measured, 0.0, run_s)
     to_serve = np.zeros(len(run_s))
     for form, position in serving.items():
         if not confirmed[form]:
             to_serve[problem.form == form] = run_s[position]
     needed = to_train + to_serve
-    # what timed out is not run again, nor what only an inference that timed out could confirm
+    # not again: runs that timed out, and runs whose form only a timed-out inference could confirm
     can_serve = confirmed[problem.form] | np.isin(problem.form, list(serving))
-    is_open = (wins > 0) & ~known.timed_out & (can_serve | ~problem.training)
+    is_open = (wins > 0) & ~state.timed_out & (can_serve | ~problem.training)
     value = np.where(is_open, wins / np.maximum(needed, 1e-9), 0.0)
     if not value.any():
         return None
@@ -206,27 +208,29 @@ def _following(
     inference = serving.get(int(problem.form[target]))
     if confirmed[problem.form[target]] or inference is None:
         return target
-    if known.measured[target]:
+    if state.measured[target]:
         return inference
     refutes = (1 - chance[[target, inference]] + 0.02) / run_s[[target, inference]]
     return target if refutes[0] >= refutes[1] else inference
 
 
-def _serving(problem: SearchProblem, known: Known, chance: Array, run_s: Array) -> dict[int, int]:
-    """The inference run of each form that most likely shows that it serves, per second."""
+def _serving(
+    problem: SearchProblem, state: MeasuredState, chance: Array, run_s: Array
+) -> dict[int, int]:
+    """For each form, the open inference run likeliest to show that it serves, per second."""
     import numpy as np
 
-    found: dict[int, int] = {}
-    open_ones = ~problem.training & ~known.measured & ~known.impossible & (chance > 0)
-    for position in np.flatnonzero(open_ones).tolist():
+    best: dict[int, int] = {}
+    is_open = ~problem.training & ~state.measured & ~state.impossible & (chance > 0)
+    for position in np.flatnonzero(is_open).tolist():
         form = int(problem.form[position])
-        other = found.get(form)
-        # a second try costs as much again: a likely run is worth more than a cheap one
-        if other is None or chance[position] ** 2 / run_s[position] > (
-            chance[other] ** 2 / run_s[other]
+        rival = best.get(form)
+        # a second attempt costs as much again, so a likely run is worth more than a cheap one
+        if rival is None or chance[position] ** 2 / run_s[position] > (
+            chance[rival] ** 2 / run_s[rival]
         ):
-            found[form] = position
-    return found
+            best[form] = position
+    return best
 
 
 @dataclass(slots=True)
@@ -241,7 +245,7 @@ def stop(decision: Decision, spent: Spent, budget: Budget) -> StoppedBy | None:
     """Why the search ends here, if it does."""
     if decision.confidence >= budget.confidence:
         return "certain"
-    if decision.following is None:
+    if decision.next_run is None:
         return "nothing left"
     return exhausted(spent, budget)
 

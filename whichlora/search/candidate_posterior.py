@@ -1,4 +1,4 @@
-"""The candidates of both stages as arrays, and what is believed of their time and their memory."""
+"""All candidates as arrays, and the posterior of their time and memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Self
 from whichlora.memory.training import PARTS
 from whichlora.predict.coefficients import TIME_PHASES, Calibration, MemoryModel
 from whichlora.predict.judgement import judge_memory
-from whichlora.predict.outline import Outline, Pass
 from whichlora.predict.predict import num_tokens, pool_bytes, step_features
 from whichlora.predict.resolve import ResolvedRun
-from whichlora.search.correlation import correlation_of
-from whichlora.search.posterior import Belief, Coefficients, conditioned, square_root
+from whichlora.search.correlation import residual_correlation
+from whichlora.search.counted_candidate import CountedCandidate, PassRow
+from whichlora.search.posterior import Coefficients, Posterior, condition, square_root
 from whichlora.spec.results import Measurement
 from whichlora.timing import model as timing
 from whichlora.timing.model import FEATURES, TimeModel
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 BUILD_S, LOAD_BYTES_PER_S = 1.0, 1e9
 
 
-class Outlook:
-    """The candidates of both stages as arrays; `time` and `memory` say what is believed of them."""
+class CandidatePosterior:
+    """The candidates of both stages as arrays; `time` and `memory` give their posteriors."""
 
-    def __init__(self, outlines: Sequence[Outline]) -> None:
+    def __init__(self, candidates: Sequence[CountedCandidate]) -> None:
         import numpy as np
 
-        self._outlines = outlines
-        self.jobs = [outline.job for outline in outlines]
-        num_moments = max(len(outline.moments) for outline in outlines)
-        # a moment that is not there holds nothing
-        self._moments = np.zeros((len(outlines), num_moments, len(PARTS)))
-        for i, outline in enumerate(outlines):
-            self._moments[i, : len(outline.moments)] = outline.moments
-        self._passes = _Passes.of([outline.passes for outline in outlines])
-        self._trials = _Passes.of([outline.trial for outline in outlines])
-        self._alike = correlation_of(self.jobs)
+        self._candidates = candidates
+        self.jobs = [candidate.job for candidate in candidates]
+        num_moments = max(len(candidate.moments) for candidate in candidates)
+        # missing moments are padded with zeros
+        self._moments = np.zeros((len(candidates), num_moments, len(PARTS)))
+        for i, candidate in enumerate(candidates):
+            self._moments[i, : len(candidate.moments)] = candidate.moments
+        self._passes = _Passes.of([candidate.passes for candidate in candidates])
+        self._trials = _Passes.of([candidate.trial for candidate in candidates])
+        self._correlation = residual_correlation(self.jobs)
         weights = PARTS.index("weights")
         self._build_s = BUILD_S + self._moments[:, 0, weights] / LOAD_BYTES_PER_S
 
@@ -55,12 +55,12 @@ class Outlook:
         errors: Mapping[int, float] | None = None,
         *,
         before: Calibration | None = None,
-    ) -> Belief:
-        """Seconds of every candidate: a whole fine-tuning, or one generated token.
+    ) -> Posterior:
+        """Posterior of every candidate's seconds: a whole fine-tuning, or one generated token.
 
         Args:
-            errors: log of measured over predicted seconds, by position of what was measured.
-            before: what was known of the coefficients before that; without it, `calibration`.
+            errors: log of measured over predicted seconds, by position of each measured candidate.
+            before: the calibration before these measurements; without it, `calibration`.
         """
         import numpy as np
 
@@ -84,13 +84,19 @@ class Outlook:
         # one run's errors in both of its phases come from one host and one device: they add up
         noise = sum(
             (
-                each * calibration.time[phase].interval_scale * calibration.time[phase].noise
-                for phase, each in zip(by_phase, seconds, strict=True)
+                phase_s * calibration.time[phase].interval_scale * calibration.time[phase].noise
+                for phase, phase_s in zip(by_phase, seconds, strict=True)
             ),
             np.zeros(len(self.jobs)),
         )
-        return conditioned(
-            np.log(total), work, noise / total, self._alike, coefficients, errors or {}, joint=True
+        return condition(
+            np.log(total),
+            work,
+            noise / total,
+            self._correlation,
+            coefficients,
+            errors or {},
+            joint=True,
         )
 
     def run_s(self, calibration: Calibration) -> Array:
@@ -109,9 +115,8 @@ class Outlook:
         if measured.generate_s:
             seconds = median(measured.generate_s) / num_tokens(job)
             predicted = sum(
-                number
-                * float(timing.seconds(time[phase], dict(zip(FEATURES, row, strict=True)))[0])
-                for phase, number, row in self._outlines[position].passes
+                count * float(timing.seconds(time[phase], dict(zip(FEATURES, row, strict=True)))[0])
+                for phase, count, row in self._candidates[position].passes
             )
             return math.log(seconds / predicted)
         lengths = measured.step_lengths
@@ -133,14 +138,16 @@ class Outlook:
         assert peak is not None, "a run that ended well has a peak"
         return math.log(peak / float(used[0]))
 
-    def memory(self, calibration: Calibration, errors: Mapping[int, float] | None = None) -> Belief:
-        """Bytes of device memory that every candidate uses.
+    def memory(
+        self, calibration: Calibration, errors: Mapping[int, float] | None = None
+    ) -> Posterior:
+        """Posterior of the bytes of device memory that every candidate uses.
 
-        How alike errors are was learned from times. For peaks that says where the others lie, but
-        is not trusted to narrow the coefficients.
+        The residual correlation was fitted to times. For peaks it moves the estimates of the
+        candidates that were not measured, but does not narrow the coefficients.
 
         Args:
-            errors: log of measured over predicted bytes, by position of what was measured.
+            errors: log of measured over predicted bytes, by position of each measured candidate.
         """
         import numpy as np
 
@@ -150,11 +157,11 @@ class Outlook:
             np.array([model.mean[name] for name in PARTS]), square_root(np.array(model.covariance))
         )
         noise = np.full(len(used), model.noise)
-        return conditioned(
+        return condition(
             np.log(used),
             parts / used[:, None],
             noise,
-            self._alike,
+            self._correlation,
             coefficients,
             errors or {},
             joint=False,
@@ -162,16 +169,16 @@ class Outlook:
 
 
 def _scaled_root(before: TimeModel, now: TimeModel) -> Array:
-    """A square root of the covariance of `before`, of coefficients as large as those of `now`.
+    """A square root of the covariance of `before`, scaled to the coefficients of `now`.
 
-    What is not known of a coefficient is a share of it: a device that turned out ten times slower
-    is as uncertain as it was, in relative terms.
+    The uncertainty of a coefficient is relative to its size. A device that turned out ten times
+    slower is as uncertain as before, in relative terms.
     """
     import numpy as np
 
-    grown = [now.mean[name] / before.mean[name] if before.mean[name] else 1.0 for name in FEATURES]
+    growth = [now.mean[name] / before.mean[name] if before.mean[name] else 1.0 for name in FEATURES]
     root = square_root(np.array(before.covariance))
-    return np.asarray(before.interval_scale * np.array(grown)[:, None] * root)
+    return np.asarray(before.interval_scale * np.array(growth)[:, None] * root)
 
 
 def _blocks(matrices: Sequence[Array]) -> Array:
@@ -189,7 +196,7 @@ def _blocks(matrices: Sequence[Array]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """Passes of every candidate; one that is not there counts nothing.
+    """Passes of every candidate, padded with passes whose count is zero.
 
     Args:
         counts: shape [num_candidates, num_phases, num_passes].
@@ -200,15 +207,15 @@ class _Passes:
     features: Array
 
     @classmethod
-    def of(cls, all_passes: Sequence[Sequence[Pass]]) -> Self:
+    def of(cls, all_passes: Sequence[Sequence[PassRow]]) -> Self:
         import numpy as np
 
         most = max(map(len, all_passes))
         counts = np.zeros((len(all_passes), len(TIME_PHASES), most))
         rows = np.zeros((len(all_passes), most, len(FEATURES)))
         for i, passes in enumerate(all_passes):
-            for j, (phase, number, features) in enumerate(passes):
-                counts[i, TIME_PHASES.index(phase), j] = number
+            for j, (phase, count, features) in enumerate(passes):
+                counts[i, TIME_PHASES.index(phase), j] = count
                 rows[i, j] = features
         return cls(counts, rows)
 
@@ -237,7 +244,7 @@ def _deciding(model: TimeModel, features: Array) -> Array:
 def _at_peak(
     moments: Array, jobs: Sequence[ResolvedRun], model: MemoryModel
 ) -> tuple[Array, Array]:
-    """Bytes by part at the largest moment of every candidate, and what the card gives."""
+    """Bytes by part at the peak of every candidate, and the device memory that it uses."""
     import numpy as np
 
     judged = judge_memory(

@@ -64,7 +64,7 @@ class Candidates:
         return sum(serving), sum(training)
 
     def _some(self, candidates: list[T], phase: Phase) -> list[T]:
-        refused = [each for run, each in self.refused.items() if run.phase == phase]
+        refused = [refusal for run, refusal in self.refused.items() if run.phase == phase]
         return list(Answers(candidates, refused))
 
     def serving(self) -> Iterator[Group]:
@@ -105,10 +105,10 @@ class Candidates:
         for name, method in itertools.product(plan.models, plan.methods):
             ranks = plan.ranks[:1] if get_method(method).trains_base else plan.ranks
             loads = {size: self.workload(name, size) for size in plan.finetune_batch_sizes}
-            alike: dict[Padding, list[int]] = {}
+            sizes_by_padding: dict[Padding, list[int]] = {}
             for size, load in loads.items():
-                alike.setdefault(_padding(load, plan.finetune.padding), []).append(size)
-            for padding, sizes in alike.items():
+                sizes_by_padding.setdefault(_padding(load, plan.finetune.padding), []).append(size)
+            for padding, sizes in sizes_by_padding.items():
                 base = replace(plan.finetune, model=name, method=method, padding=padding)
                 axes = {
                     "batch_size": np.array([sizes]),

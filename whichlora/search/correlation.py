@@ -1,4 +1,4 @@
-"""How alike the errors are that two runs' coefficients do not explain."""
+"""Residual correlation: how the errors that coefficients do not explain go together."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-# The share of their variance that runs of one model have in common, of one method, of both, and
-# where every other setting is the same, too; the last two fall with every doubling of the batch.
-# Kind: fitted, `benchmarks/search shares`, which cannot tell the last two apart; what a doubling
-# of the rank takes away is an estimate.
+# Shares of the residual variance that two runs have in common: those of the same model, of the same
+# method, of both, and of equal settings. The last two fall with every doubling of the batch size.
+# Kind: fitted, `benchmarks/search shares`, which cannot tell the last two apart. The fall with
+# every doubling of the rank is an estimate.
 MODEL_SHARE, METHOD_SHARE, VARIANT_SHARE, SETTINGS_SHARE = 0.27, 0.02, 0.52, 0.17
-ALIKE_PER_DOUBLING, ALIKE_PER_RANK_DOUBLING = 0.43, 0.9
+CORRELATION_PER_DOUBLING, CORRELATION_PER_RANK_DOUBLING = 0.43, 0.9
 
 # Settings in which two runs of one method may differ.
 _ANY: dict[str, Any] = {
@@ -34,8 +34,8 @@ _ANY: dict[str, Any] = {
 }
 
 
-def correlation_of(jobs: Sequence[ResolvedRun]) -> Array:
-    """Correlation of the unexplained errors of every two candidates, shape [n, n]."""
+def residual_correlation(jobs: Sequence[ResolvedRun]) -> Array:
+    """Correlation of the residuals of every two candidates, shape [num_jobs, num_jobs]."""
     import numpy as np
 
     model = _codes([job.run.model for job in jobs])
@@ -46,9 +46,9 @@ def correlation_of(jobs: Sequence[ResolvedRun]) -> Array:
     same_phase = phase[:, None] == phase
     same_model = (model[:, None] == model) & same_phase
     same_method = (method[:, None] == method) & same_phase
-    closeness = ALIKE_PER_DOUBLING ** np.abs(doublings[:, None] - doublings)
+    closeness = CORRELATION_PER_DOUBLING ** np.abs(doublings[:, None] - doublings)
     rank = np.log2([job.run.r for job in jobs])
-    closeness = closeness * ALIKE_PER_RANK_DOUBLING ** np.abs(rank[:, None] - rank)
+    closeness = closeness * CORRELATION_PER_RANK_DOUBLING ** np.abs(rank[:, None] - rank)
     shares = (
         MODEL_SHARE * same_model
         + METHOD_SHARE * same_method

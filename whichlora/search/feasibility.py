@@ -94,7 +94,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One run with everything known about it.
+    """One run with its predicted and measured values.
 
     Args:
         time_per_token_s: of the batches that `total_s` is summed over, padding included; without
@@ -192,13 +192,13 @@ def judge(
     """Apply `limits` and the device's own memory to one candidate.
 
     Args:
-        memory, time_per_token_s: what is believed where nothing was measured; without them, what
-            the prediction says on its own.
+        memory, time_per_token_s: the posterior of a candidate that was not measured; without them,
+            the prediction alone counts.
         total_s: time of the whole fine-tuning, measured as soon as its profile is.
         total_tokens: what that time is over, padding included; the time per token is then of the
             same batches, not of the longest one or of those that were profiled.
 
-    On any card of so much memory there is no time, whatever is believed.
+    A target that is only an amount of memory has no time, whatever the posterior is.
     """
     if not prediction.time.is_known:
         time_per_token_s = total_s = None

@@ -125,7 +125,7 @@ def choose_gpu(gpus: Sequence[OnGpu], objective: Objective) -> GpuChoice:
 def rank_across(objective: Objective, winner: Candidate | None, gpu: str) -> tuple[float, ...]:
     """As among the candidates of one GPU; where money decides, an hour costs what it does there."""
     assert winner is not None
-    place, *rest = winner.rank
+    place, *tie_breaks = winner.rank
     if objective.prefer == "price" and winner.total_s is not None:
-        return (place, winner.total_s.value * objective.price_per_hour[gpu], *rest)
+        return (place, winner.total_s.value * objective.price_per_hour[gpu], *tie_breaks)
     return winner.rank

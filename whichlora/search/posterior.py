@@ -1,9 +1,9 @@
-"""What is believed of one quantity of all candidates at once.
+"""The joint posterior of one quantity, time or memory, over all candidates.
 
-Two candidates that do the same work are wrong in the same way: the coefficients that predict them
-are the same, and what the formulas leave out is alike where the model, the method or the batch is.
-So a belief is not an interval per candidate but one distribution over all of them, from which
-whole worlds are drawn, and measuring one candidate tells of the others.
+Two candidates that do the same work are wrong in the same way. The same coefficients predict them,
+and their residuals are correlated where model, method or batch size agree. So the posterior is one
+distribution over all candidates, not an interval for each: to measure one candidate informs about
+the others.
 """
 
 from __future__ import annotations
@@ -22,46 +22,48 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-EXPECTED_RUNS = 2.0  # measured runs that the expected size of own errors counts for
-LARGEST_GAIN = 0.95  # a coefficient may turn out to be so much less than guessed
-REPEATABILITY = 0.02  # deviation of the log of a profile that is repeated
+EXPECTED_RUNS = 2.0  # measured runs that the expected size of the residuals counts for
+LARGEST_GAIN = 0.95  # a coefficient may turn out to be so much less than its mean
+REPEATABILITY = 0.02  # run-to-run noise: deviation of the log of a profile that is repeated
 
 
 class Coefficients(NamedTuple):
-    """Best guesses, and a square root of the covariance of what is believed of them."""
+    """Mean of the coefficients, and a square root of their covariance."""
 
     mean: Array
     root: Array
 
 
 @dataclass(frozen=True, slots=True)
-class Belief:
-    """One quantity of all candidates: log-normal, with shared and own errors.
+class Posterior:
+    """One quantity of all candidates: log-normal, with errors of coefficients and residuals.
 
     Args:
-        log_value: log of the best guess, shape [num_candidates].
-        work: what a unit more of each coefficient adds to it, as a fraction of it, shape
-            [num_candidates, num_coefficients]; zero of what was measured, and less of what is
-            like it.
-        own: covariance of what the coefficients do not explain, shape [n, n].
-        coefficients: the best guess of each.
+        log_value: log of the median, shape [num_candidates].
+        work: relative growth of the quantity per unit of each coefficient, shape
+            [num_candidates, num_coefficients]. It is zero for a measured candidate, and smaller
+            for candidates that are correlated with one.
+        residual_covariance: of what the coefficients do not explain, shape
+            [num_candidates, num_candidates].
+        coefficients: mean of each.
         root: a square root of their covariance.
     """
 
     log_value: Array
     work: Array
-    own: Array
+    residual_covariance: Array
     coefficients: Array
     root: Array
 
     @property
-    def shared(self) -> Array:
+    def loadings(self) -> Array:
         """Effect of each independent error of the coefficients, shape [num_candidates, n]."""
         return self.work @ self.root
 
     def quantity(self, position: int) -> Quantity:
-        """What is believed of one candidate."""
-        variance = float((self.shared[position] ** 2).sum() + self.own[position, position])
+        """Median and interval of one candidate."""
+        shared_variance = (self.loadings[position] ** 2).sum()
+        variance = float(shared_variance + self.residual_covariance[position, position])
         value = math.exp(self.log_value[position])
         confidence = 0.95
         reach = math.exp(min(WIDEST, TWO_SIDED_Z[confidence] * math.sqrt(max(0.0, variance))))
@@ -73,68 +75,71 @@ class Belief:
             confidence=confidence,
         )
 
-    def draw(self, num_worlds: int, rng: np.random.Generator) -> Array:
-        """Values in `num_worlds` worlds, shape [num_worlds, num_candidates]."""
+    def sample(self, num_samples: int, rng: np.random.Generator) -> Array:
+        """Posterior samples, shape [num_samples, num_candidates]."""
         import numpy as np
 
-        errors = rng.standard_normal((num_worlds, self.root.shape[1])) @ self.root.T
-        # more work never takes less: no coefficient is negative, however little is known of it
+        errors = rng.standard_normal((num_samples, self.root.shape[1])) @ self.root.T
+        # more work never takes less: no coefficient is negative, however uncertain it is
         errors = np.maximum(errors, -LARGEST_GAIN * self.coefficients)
-        own = rng.standard_normal((num_worlds, len(self.log_value))) @ square_root(self.own).T
+        residual_root = square_root(self.residual_covariance)
+        residuals = rng.standard_normal((num_samples, len(self.log_value))) @ residual_root.T
         factor = np.maximum(1 - LARGEST_GAIN, 1 + errors @ self.work.T)
-        return np.asarray(np.exp(self.log_value + own) * factor)
+        return np.asarray(np.exp(self.log_value + residuals) * factor)
 
 
-def conditioned(
+def condition(
     log_value: Array,
     work: Array,
     noise: Array,
-    alike: Array,
+    correlation: Array,
     coefficients: Coefficients,
     errors: Mapping[int, float],
     *,
     joint: bool,
-) -> Belief:
-    """The belief once the errors of some candidates are known: the others err alike.
+) -> Posterior:
+    """Condition the quantity on the measured errors of some candidates.
 
-    What was measured is known: its own error is the one seen, without spread. A measurement shows
-    coefficients and own error together. Conditioned jointly, it narrows the coefficients by as
-    much as own errors let them be seen; and where the coefficients are worse than guessed, the own
-    errors of it and of its like are better by what is explained twice.
+    A measurement has no spread: its residual is the one that was seen. It informs about
+    coefficients and residuals together. A joint update narrows the coefficients only as far as the
+    residuals allow. It also takes out of the residuals what the new coefficients explain already.
 
     Args:
-        coefficients: best guesses after what was measured, and their spread: before that where
-            both are conditioned jointly, after it otherwise.
+        noise: standard deviation of each residual before any measurement.
+        correlation: of the residuals, shape [num_candidates, num_candidates].
+        coefficients: their mean after the measurements. Their spread is the one before the
+            measurements if `joint`, else the one after.
+        errors: log of measured over predicted, by position of each measured candidate.
     """
     import numpy as np
 
-    own = alike * np.outer(noise, noise)
+    covariance = correlation * np.outer(noise, noise)
     if not errors:
-        return Belief(log_value, work, own, *coefficients)
-    seen = np.fromiter(errors, dtype=np.intp)
-    wanted = np.array([errors[i] for i in seen.tolist()])
-    # a measurement repeats to about this much, which also keeps the matrix regular
-    repeats = REPEATABILITY**2 * np.eye(len(seen))
-    inner = own[np.ix_(seen, seen)] + repeats
-    # the errors seen may be smaller or larger than the noise that was expected
-    size = float(wanted @ np.linalg.solve(inner, wanted))
-    own = own * (EXPECTED_RUNS + size) / (EXPECTED_RUNS + len(seen))
-    inner = own[np.ix_(seen, seen)] + repeats
-    gain = np.linalg.solve(inner, own[seen]).T  # [n, num_seen]
-    known = log_value + gain @ wanted
-    known[seen] = log_value[seen] + wanted
-    left = own - gain @ own[seen]
-    left[seen] = left[:, seen] = 0.0
+        return Posterior(log_value, work, covariance, *coefficients)
+    measured = np.fromiter(errors, dtype=np.intp)
+    measured_errors = np.array([errors[i] for i in measured.tolist()])
+    # run-to-run noise, which also keeps the matrix regular
+    repeats = REPEATABILITY**2 * np.eye(len(measured))
+    inner = covariance[np.ix_(measured, measured)] + repeats
+    # the measured errors may be smaller or larger than the noise that was expected
+    size = float(measured_errors @ np.linalg.solve(inner, measured_errors))
+    covariance = covariance * (EXPECTED_RUNS + size) / (EXPECTED_RUNS + len(measured))
+    inner = covariance[np.ix_(measured, measured)] + repeats
+    gain = np.linalg.solve(inner, covariance[measured]).T  # [num_candidates, num_measured]
+    log_median = log_value + gain @ measured_errors
+    log_median[measured] = log_value[measured] + measured_errors
+    residual_covariance = covariance - gain @ covariance[measured]
+    residual_covariance[measured] = residual_covariance[:, measured] = 0.0
     if not joint:
         work = work.copy()
-        work[seen] = 0.0
-        return Belief(known, work, left, *coefficients)
-    shown = work[seen] @ coefficients.root  # by each independent error of the coefficients
-    explained = shown.T @ np.linalg.solve(shown @ shown.T + inner, shown)
+        work[measured] = 0.0
+        return Posterior(log_median, work, residual_covariance, *coefficients)
+    loadings = work[measured] @ coefficients.root
+    explained = loadings.T @ np.linalg.solve(loadings @ loadings.T + inner, loadings)
     root = coefficients.root @ square_root(np.eye(len(explained)) - explained)
-    work = work - gain @ work[seen]
-    work[seen] = 0.0
-    return Belief(known, work, left, coefficients.mean, root)
+    work = work - gain @ work[measured]
+    work[measured] = 0.0
+    return Posterior(log_median, work, residual_covariance, coefficients.mean, root)
 
 
 def square_root(matrix: Array) -> Array:

@@ -1,9 +1,9 @@
 """The candidates of a large plan that may still win, without a prediction for each of them.
 
-A decision weighs every two candidates against each other, which a hundred thousand do not allow. So
-some worlds are drawn in which errors are alike within a group of candidates, every group is judged
-as one block, and the few best of each world are the shortlist. What is left out stays in the plan:
-it is asked again as soon as the calibration has changed.
+A decision correlates every two candidates, which is too much for a hundred thousand of them. So
+posterior samples are drawn in which errors are shared within a group of candidates. Every group is
+judged as one block, and the best few of each sample are the shortlist. The other candidates stay in
+the plan: the shortlist is made again as soon as the calibration has changed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     Flags = NDArray[np.bool_]
 
 MANY = 300  # candidates from which on a plan is shortlisted
-NUM_WORLDS = 64
-BEST_OF_A_WORLD = 4
+NUM_SAMPLES = 64
+BEST_PER_SAMPLE = 4
 SERVING_SHAPES = 4  # of each form that stay on the shortlist
 SEED = 0
 
@@ -83,11 +83,11 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What a plan asks of a candidate; limits are infinite where there are none.
+class Requirements:
+    """Limits and preference of a plan; a limit is infinite where there is none.
 
     Args:
-        tier: by model, what goes before any time or memory, the least first.
+        tier: by model, ranks before any time or memory, the least first.
     """
 
     inference_s: float
@@ -102,45 +102,45 @@ def shortlist(
     serving: Iterable[Group],
     training: Iterable[Group],
     calibration: Calibration,
-    wanted: Wanted,
+    requirements: Requirements,
     form: Callable[[RunConfig], RunConfig],
 ) -> list[RunConfig]:
-    """The candidates of both stages that are worth a decision.
+    """The candidates of both stages that may win.
 
-    Of training, the best of every world, and each model's smallest and fastest, which explain what
-    is lacking where nothing meets the limits; of serving, the likeliest shapes of each form in
-    which one of these is served.
+    Of training these are the best of every posterior sample, and the smallest and the fastest of
+    each model: they explain what is lacking where nothing meets the limits. Of serving these are
+    the likeliest shapes of each form in which a shortlisted model is served.
 
     Args:
         form: in which a candidate of either stage is served.
     """
     import numpy as np
 
-    worlds = _Worlds(np.random.default_rng(SEED), calibration)
+    samples = _PosteriorSamples(np.random.default_rng(SEED), calibration)
     shapes: dict[RunConfig, _Shapes] = {}
     for group in serving:
-        shapes.setdefault(form(group.job.run), _Shapes()).add(group, worlds, wanted)
+        shapes.setdefault(form(group.job.run), _Shapes()).add(group, samples, requirements)
     best = _Best()
     extremes: dict[str, _Extremes] = {}
     for group in training:
         model = group.job.run.model
-        seconds, num_bytes = worlds.training(group)
-        meets = (seconds <= wanted.total_s) & (num_bytes <= wanted.finetune_bytes)
+        seconds, num_bytes = samples.training(group)
+        meets = (seconds <= requirements.total_s) & (num_bytes <= requirements.finetune_bytes)
         forms = [form(replace(group.job.run, r=int(r))) for r in group.axes["r"][:, 0]]
-        not_asked = np.ones(NUM_WORLDS, dtype=bool)
-        served = [shapes[each].served if each in shapes else not_asked for each in forms]
+        not_planned = np.ones(NUM_SAMPLES, dtype=bool)
+        served = [shapes[f].served if f in shapes else not_planned for f in forms]
         meets &= np.repeat(np.stack(served, axis=1), group.size // len(forms), axis=1)
-        quantity = num_bytes if wanted.prefer == "memory" else seconds
-        best.add(group, np.where(meets, np.log(quantity) + 1e3 * wanted.tier[model], np.inf))
+        quantity = num_bytes if requirements.prefer == "memory" else seconds
+        best.add(group, np.where(meets, np.log(quantity) + 1e3 * requirements.tier[model], np.inf))
         extremes.setdefault(model, _Extremes()).add(group, seconds[0], num_bytes[0])
-    trained = [run for each in extremes.values() for run in each.runs()] + best.runs()
+    trained = [run for extreme in extremes.values() for run in extreme.runs()] + best.runs()
     forms = list(dict.fromkeys(map(form, trained)))
-    serving_runs = [run for each in forms if each in shapes for run in shapes[each].runs()]
+    serving_runs = [run for f in forms if f in shapes for run in shapes[f].runs()]
     return list(dict.fromkeys([*serving_runs, *trained]))
 
 
-class _Worlds:
-    """Ways in which device and formulas may err; the first is the one without an error."""
+class _PosteriorSamples:
+    """Samples of the errors of device and formulas; the first sample has no error."""
 
     def __init__(self, rng: np.random.Generator, calibration: Calibration) -> None:
         import numpy as np
@@ -149,25 +149,25 @@ class _Worlds:
         self._calibration = calibration
         self._coefficients = self._normal(len(FEATURES))
         self._memory, self._serving = self._normal(1), self._normal(1)
-        self._of: dict[str, Array] = {}
+        self._shared_errors: dict[str, Array] = {}
         self._roots = {
             phase: np.linalg.cholesky(np.array(model.covariance) + 1e-30 * np.eye(len(FEATURES)))
             for phase, model in calibration.time.items()
         }
 
     def _normal(self, number: int) -> Array:
-        drawn = self._rng.standard_normal((NUM_WORLDS, number))
-        drawn[0] = 0.0
-        return drawn
+        samples = self._rng.standard_normal((NUM_SAMPLES, number))
+        samples[0] = 0.0
+        return samples
 
     def _shared(self, name: str) -> Array:
-        """An error that all groups of one model or method have in common."""
-        if name not in self._of:
-            self._of[name] = self._normal(1)
-        return self._of[name]
+        """An error that all groups of one model or method share."""
+        if name not in self._shared_errors:
+            self._shared_errors[name] = self._normal(1)
+        return self._shared_errors[name]
 
     def serving(self, group: Group) -> tuple[Array, Array]:
-        """Seconds per token and bytes, shape [num_worlds, num_candidates]."""
+        """Seconds per token and bytes, shape [num_samples, num_candidates]."""
         import numpy as np
 
         predicted = predict_block(group.job, self._calibration, group.axes)
@@ -176,7 +176,7 @@ class _Worlds:
         return seconds, self._bytes(predicted.device_used_bytes, predicted.high_bytes)
 
     def training(self, group: Group) -> tuple[Array, Array]:
-        """Seconds of the whole training and bytes, shape [num_worlds, num_candidates]."""
+        """Seconds of the whole training and bytes, shape [num_samples, num_candidates]."""
         import numpy as np
 
         predicted = predict_block(group.job, self._calibration, group.axes)
@@ -229,37 +229,37 @@ def _whole_training(group: Group, calibration: Calibration) -> Array:
 
 @dataclass(slots=True)
 class _Best:
-    """The few best candidates of every world, kept while groups pass by."""
+    """The best few candidates of every sample, updated group by group."""
 
     groups: list[Group] = field(default_factory=list)
     _cost: Array | None = None
-    _where: NDArray[np.int64] | None = None  # group and position, shape [num_worlds, kept, 2]
+    _where: NDArray[np.int64] | None = None  # group and position, shape [num_samples, num_best, 2]
 
     def add(self, group: Group, cost: Array) -> None:
         import numpy as np
 
         number = len(self.groups)
         self.groups.append(group)
-        chosen = np.argsort(cost, axis=1)[:, :BEST_OF_A_WORLD]
+        chosen = np.argsort(cost, axis=1)[:, :BEST_PER_SAMPLE]
         where = np.stack([np.full_like(chosen, number), chosen], axis=-1)
         cost = np.take_along_axis(cost, chosen, axis=1)
         if self._cost is not None and self._where is not None:
             cost = np.concatenate([self._cost, cost], axis=1)
             where = np.concatenate([self._where, where], axis=1)
-            best = np.argsort(cost, axis=1)[:, :BEST_OF_A_WORLD]
+            best = np.argsort(cost, axis=1)[:, :BEST_PER_SAMPLE]
             cost = np.take_along_axis(cost, best, axis=1)
             where = np.take_along_axis(where, best[..., None], axis=1)
         self._cost, self._where = cost, where
 
     def runs(self) -> list[RunConfig]:
-        """What some world has among its best, the most frequent first."""
+        """The candidates among the best of any sample, the most frequent first."""
         import numpy as np
 
         if self._cost is None or self._where is None:
             return []
-        places_of_best = self._where[np.isfinite(self._cost)]
-        places, often = np.unique(places_of_best, axis=0, return_counts=True)
-        order = np.argsort(-often, kind="stable")
+        finite = self._where[np.isfinite(self._cost)]
+        places, counts = np.unique(finite, axis=0, return_counts=True)
+        order = np.argsort(-counts, kind="stable")
         return [self.groups[number].run(position) for number, position in places[order].tolist()]
 
 
@@ -267,37 +267,37 @@ class _Best:
 class _Extremes:
     """The fastest and the smallest candidate of one model."""
 
-    _found: dict[str, tuple[float, Group, int]] = field(default_factory=dict)
+    _candidates: dict[str, tuple[float, Group, int]] = field(default_factory=dict)
 
     def add(self, group: Group, seconds: Array, num_bytes: Array) -> None:
         for name, values in (("time", seconds), ("memory", num_bytes)):
             position = int(values.argmin())
             value = float(values[position])
-            if name not in self._found or value < self._found[name][0]:
-                self._found[name] = (value, group, position)
+            if name not in self._candidates or value < self._candidates[name][0]:
+                self._candidates[name] = (value, group, position)
 
     def runs(self) -> list[RunConfig]:
-        return [group.run(position) for _, group, position in self._found.values()]
+        return [group.run(position) for _, group, position in self._candidates.values()]
 
 
 @dataclass(slots=True)
 class _Shapes:
-    """The serving shapes of one form, and the worlds in which one of them meets the limits."""
+    """The serving shapes of one form, and the samples in which a shape meets the limits."""
 
     served: Any = False
-    _found: list[tuple[float, float, Group, int]] = field(default_factory=list)
+    _candidates: list[tuple[float, float, Group, int]] = field(default_factory=list)
 
-    def add(self, group: Group, worlds: _Worlds, wanted: Wanted) -> None:
-        seconds, num_bytes = worlds.serving(group)
-        meets = (seconds <= wanted.inference_s) & (num_bytes <= wanted.inference_bytes)
+    def add(self, group: Group, samples: _PosteriorSamples, requirements: Requirements) -> None:
+        seconds, num_bytes = samples.serving(group)
+        meets = (seconds <= requirements.inference_s) & (num_bytes <= requirements.inference_bytes)
         self.served = self.served | meets.any(axis=1)
         chance, tokens = meets.mean(axis=0).tolist(), seconds[0].tolist()
-        self._found += [
+        self._candidates += [
             (-likely, cost, group, position)
             for position, (likely, cost) in enumerate(zip(chance, tokens, strict=True))
         ]
-        self._found.sort(key=lambda shape: shape[:2])
-        del self._found[SERVING_SHAPES:]
+        self._candidates.sort(key=lambda shape: shape[:2])
+        del self._candidates[SERVING_SHAPES:]
 
     def runs(self) -> list[RunConfig]:
-        return [group.run(position) for _, _, group, position in self._found]
+        return [group.run(position) for _, _, group, position in self._candidates]

@@ -26,8 +26,9 @@ def profiled_total(
 ) -> Quantity:
     """Predicted step times over all widths, scaled to those measured, and the warm-up.
 
-    The interval knows three errors: a profile repeats to `REPEATABILITY`; its steps scatter around
-    the one factor they give; and a width that was not measured is off by as much on its own.
+    The interval holds three errors: run-to-run noise (`REPEATABILITY`), the scatter of the profiled
+    steps around their common factor, and an error of the same size for each width that was not
+    measured.
 
     Args:
         steps: optimizer steps by padded length.
@@ -49,7 +50,7 @@ def profiled_total(
     variance = (
         deviation**2
         + REPEATABILITY**2
-        + scatter * (1 / len(errors) + sum(one * one for one in shares))
+        + scatter * (1 / len(errors) + sum(share * share for share in shares))
     )
     reach = math.exp(TWO_SIDED_Z[TIME_CONFIDENCE] * math.sqrt(variance))
     more = max(0.0, warm_up_s - scale * predicted_s[max(measured)]) + evaluation_s

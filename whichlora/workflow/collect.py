@@ -56,10 +56,10 @@ def _spend(session: Session, budget_s: float) -> None:
     ]
     predicted_times = {run: _sights(session, run) for run in alive}
     targets = [predicted_time for some in predicted_times.values() for predicted_time in some]
-    pursuit = session.pursuit(alive)
+    search_loop = session.search_loop(alive)
     left_s, starts_s = budget_s, [START_S]
     while True:
-        open_positions = [i for i in range(len(alive)) if i not in pursuit.measured]
+        open_positions = [i for i in range(len(alive)) if i not in search_loop.measured]
         options = [
             Option(
                 predicted_times[alive[i]],
@@ -73,12 +73,12 @@ def _spend(session: Session, budget_s: float) -> None:
             session.progress.say(f"{rest}: {budget_s - left_s:.0f} s of {budget_s:.0f} s used")
             return
         position = open_positions[chosen]
-        found = session.measure(pursuit, position, None)
-        pursuit.measured[position] = found
+        found = session.measure(search_loop, position, None)
+        search_loop.measured[position] = found
         left_s -= found.device_s
         if found.outcome == "ok":
             built_s = max(0.0, found.device_s - _measured_s(found))
-            starts_s = [*starts_s, built_s] if len(pursuit.measured) > 1 else [built_s]
+            starts_s = [*starts_s, built_s] if len(search_loop.measured) > 1 else [built_s]
         session.learn(found)
 
 

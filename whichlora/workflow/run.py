@@ -32,7 +32,7 @@ from whichlora.search.feasibility import (
 )
 from whichlora.search.gpu_choice import GpuChoice, OnGpu, choose_gpu
 from whichlora.search.grid import pareto
-from whichlora.search.loop import Pursuit
+from whichlora.search.loop import SearchLoop
 from whichlora.spec.data_format import TEXT_ROWS
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import TWO_SIDED_Z
@@ -291,18 +291,20 @@ def _search(session: Session) -> Answer:
     runs = session.runs()
     if session.is_large:
         session.progress.say(f"{len(runs)} of them may win and are looked at one by one")
-    pursuit, search, position = _pursue(session, session.pursuit(runs))
-    return conclude(session, pursuit, search, position)
+    search_loop, search, position = _run_loop(session, session.search_loop(runs))
+    return conclude(session, search_loop, search, position)
 
 
-def conclude(session: Session, pursuit: Pursuit, search: Search, position: int | None) -> Answer:
+def conclude(
+    session: Session, search_loop: SearchLoop, search: Search, position: int | None
+) -> Answer:
     """The answer as things stand; the stored fit takes in what was measured.
 
     Args:
-        position: of the winner among the candidates of `pursuit`, where one was measured.
+        position: of the winner among the candidates of `search_loop`, where one was measured.
     """
     plan = session.plan
-    candidates = session.candidates(pursuit)
+    candidates = session.candidates(search_loop)
     inference = [one for one in candidates if one.run.phase == "inference"]
     kept = kept_models(inference)
     serves = chance_to_serve(inference)
@@ -320,7 +322,7 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
     if plan.profile == "none":
         best = predicted_winner(finetune, least)
         may_fit = bolder_than(best, finetune, least)
-    if pursuit.measured:
+    if search_loop.measured:
         session.calibration = refit(session.gpu, plan.calibration_dir)
     compared = [
         Compared(
@@ -356,7 +358,7 @@ def conclude(session: Session, pursuit: Pursuit, search: Search, position: int |
         tokens=_describe_tokens(session, best, model),
         cautions=_cautions(session, best, model),
         refused=list(session.asked.refused.values()),
-        side_by_side=[] if shown is None else session.side_by_side(pursuit, shown.run),
+        side_by_side=[] if shown is None else session.side_by_side(search_loop, shown.run),
         besides=None if best is None else session.besides(best.run),
         dataset={
             "num_sequences": lengths.num_sequences(),
@@ -403,10 +405,10 @@ def _cautions(session: Session, best: Candidate | None, model: str) -> list[str]
     return cautions
 
 
-def _pursue(session: Session, pursuit: Pursuit) -> tuple[Pursuit, Search, int | None]:
+def _run_loop(session: Session, search_loop: SearchLoop) -> tuple[SearchLoop, Search, int | None]:
     """Measure as the plan asks; the position of the winner, where one was measured.
 
-    The pursuit is a longer one where what was measured has lengthened its shortlist.
+    The search loop is a longer one where what was measured has lengthened its shortlist.
     """
     from whichlora.terminal import describe
 
@@ -414,35 +416,39 @@ def _pursue(session: Session, pursuit: Pursuit) -> tuple[Pursuit, Search, int | 
     stopped_by: Ending
 
     def measure(position: int, decision: Decision | None) -> Measurement:
-        return session.measure(pursuit, position, decision)
+        return session.measure(search_loop, position, decision)
 
     if plan.profile != "none":
-        recalled, refused = session.recall(pursuit, libraries=installed_versions())
+        recalled, refused = session.recall(search_loop, libraries=installed_versions())
         for run in recalled:
             session.progress.say(f"resumed: {describe(run)} was measured before")
         for difference, number in refused.items():
             runs = "1 run was" if number == 1 else f"{number} runs were"
             session.progress.say(f"{runs} measured before {difference}: measured again as needed")
     if plan.profile == "none":
-        decision, stopped_by = pursuit.decide(), "not measured"
+        decision, stopped_by = search_loop.decide(), "not measured"
     elif plan.profile == "all":
-        decision = pursuit.measure_all(measure, session.learn)
+        decision = search_loop.measure_all(measure, session.learn)
         stopped_by = "everything measured"
     else:
-        decision, stopped_by = pursuit.pursue(measure, session.learn, plan.budget)
+        decision, stopped_by = search_loop.measure_until_certain(
+            measure, session.learn, plan.budget
+        )
         while session.is_large and stopped_by in ("certain", "nothing left"):
-            known = set(pursuit.runs)
+            known = set(search_loop.runs)
             more = [run for run in session.runs() if run not in known]
             if not more:
                 break
             session.progress.say(f"{len(more)} more candidates may win after these measurements")
-            pursuit = session.lengthened(pursuit, more)
-            decision, stopped_by = pursuit.pursue(measure, session.learn, plan.budget)
-    return pursuit, summary(pursuit, decision, stopped_by), decision.best
+            search_loop = session.lengthened(search_loop, more)
+            decision, stopped_by = search_loop.measure_until_certain(
+                measure, session.learn, plan.budget
+            )
+    return search_loop, summary(search_loop, decision, stopped_by), decision.best
 
 
 def summary(
-    pursuit: Pursuit,
+    search_loop: SearchLoop,
     decision: Decision,
     stopped_by: Ending,
 ) -> Search:
@@ -450,11 +456,11 @@ def summary(
     return Search(
         confidence=decision.confidence,
         stopped_by=stopped_by,
-        runs=pursuit.spent.runs,
-        device_s=pursuit.spent.device_s,
+        runs=search_loop.spent.runs,
+        device_s=search_loop.spent.device_s,
         chance_to_win={
             run: chance
-            for run, chance in zip(pursuit.runs, decision.chance_to_win.tolist(), strict=True)
+            for run, chance in zip(search_loop.runs, decision.chance_to_win.tolist(), strict=True)
             if chance > 0
         },
     )

@@ -18,15 +18,15 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import list_methods
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.evaluation_and_saving import Besides, besides, evaluation_seconds
-from whichlora.predict.outline import Outline, outline_inference, outline_training
 from whichlora.predict.predict import num_tokens, predict, step_features
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.search.acquisition import Decision, SearchProblem, tiers
-from whichlora.search.candidate_posterior import Outlook
+from whichlora.search.candidate_posterior import CandidatePosterior
 from whichlora.search.candidates import Candidates
+from whichlora.search.counted_candidate import CountedCandidate, count_inference, count_training
 from whichlora.search.feasibility import Candidate, Quantity, dominated, judge
-from whichlora.search.loop import Pursuit
-from whichlora.search.shortlist import MANY, Wanted, shortlist
+from whichlora.search.loop import SearchLoop
+from whichlora.search.shortlist import MANY, Requirements, shortlist
 from whichlora.search.total import profiled_total
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
@@ -93,7 +93,7 @@ class Session:
         self.asked = Candidates(plan, self.models, gpu, self.data.workload)
         self._features: dict[tuple[RunConfig, int], dict[str, float]] = {}
         self._jobs: dict[RunConfig, ResolvedRun] = {}
-        self._outlines: dict[RunConfig, Outline] = {}
+        self._counted: dict[RunConfig, CountedCandidate] = {}
         self.compared: list[tuple[Measurement, RunConfig, Prediction]] = []
         self.roots = calibration_roots(plan.calibration_dir)
         self.run_id = _run_id(plan.output_dir, fresh=fresh)
@@ -141,7 +141,7 @@ class Session:
         limits, objective = self.limits, self.plan.objective
         device = float(self.gpu.memory_bytes)
         places = [objective.place(name, one.num_params) for name, one in self.models.items()]
-        wanted = Wanted(
+        wanted = Requirements(
             inference_s=limits.time_per_token_s or math.inf,
             inference_bytes=min(device, limits.inference_bytes or device),
             total_s=limits.total_time_s or math.inf,
@@ -152,9 +152,9 @@ class Session:
         asked = self.asked
         return shortlist(asked.serving(), asked.training(), self.calibration, wanted, asked.form)
 
-    def side_by_side(self, pursuit: Pursuit, run: RunConfig) -> list[Candidate]:
+    def side_by_side(self, search_loop: SearchLoop, run: RunConfig) -> list[Candidate]:
         """`run` with every method and rank; what its model or its libraries refuse is left out."""
-        position = {each: i for i, each in enumerate(pursuit.runs)}
+        position = {each: i for i, each in enumerate(search_loop.runs)}
         found = []
         for method, kind in list_methods().items():
             for r in SIDE_BY_SIDE_RANKS[:1] if kind.trains_base else SIDE_BY_SIDE_RANKS:
@@ -171,7 +171,7 @@ class Session:
                 with contextlib.suppress(ConfigError):
                     one = self._resolved(changed)
                     in_search = one in position
-                    alone = pursuit if in_search else self.pursuit([one])
+                    alone = search_loop if in_search else self.search_loop([one])
                     found.append(self._judge(alone, position[one] if in_search else 0))
         return found
 
@@ -189,12 +189,12 @@ class Session:
 
     # --- judging
 
-    def pursuit(self, runs: Sequence[RunConfig]) -> Pursuit:
+    def search_loop(self, runs: Sequence[RunConfig]) -> SearchLoop:
         """The search over `runs`, which are of both stages."""
         import numpy as np
 
         plan, limits = self.plan, self.limits
-        outlines = [self._outline(run) for run in runs]
+        counted_candidates = [self._counted_candidate(run) for run in runs]
         training = np.array([run.phase == "finetune" for run in runs])
         names = [run.model for run in runs]
         forms = [self.asked.form(run) for run in runs]
@@ -218,46 +218,46 @@ class Session:
             most_s=per_stage(limits.total_time_s, limits.time_per_token_s, np.inf),
             prefer=plan.objective.prefer,
         )
-        return Pursuit(problem, Outlook(outlines), self.calibration)
+        return SearchLoop(problem, CandidatePosterior(counted_candidates), self.calibration)
 
-    def lengthened(self, pursuit: Pursuit, more: Sequence[RunConfig]) -> Pursuit:
-        """`pursuit` with further candidates; what it measured and spent stays."""
-        longer = self.pursuit([*pursuit.runs, *more])
-        longer.measured, longer.spent = pursuit.measured, pursuit.spent
-        longer.before = pursuit.before
+    def lengthened(self, search_loop: SearchLoop, more: Sequence[RunConfig]) -> SearchLoop:
+        """`search_loop` with further candidates; what it measured and spent stays."""
+        longer = self.search_loop([*search_loop.runs, *more])
+        longer.measured, longer.spent = search_loop.measured, search_loop.spent
+        longer.before = search_loop.before
         return longer
 
-    def _outline(self, run: RunConfig) -> Outline:
-        if run not in self._outlines:
-            self._outlines[run] = self._new_outline(run)
-        return self._outlines[run]
+    def _counted_candidate(self, run: RunConfig) -> CountedCandidate:
+        if run not in self._counted:
+            self._counted[run] = self._count(run)
+        return self._counted[run]
 
-    def _new_outline(self, run: RunConfig) -> Outline:
+    def _count(self, run: RunConfig) -> CountedCandidate:
         job = self.job(run)
         if run.phase == "inference":
-            return outline_inference(job, num_runs=self.plan.num_runs)
+            return count_inference(job, num_runs=self.plan.num_runs)
         load = self.data.workload(run.model, run.batch_size)
         steps = {width: n / run.gradient_accumulation_steps for width, n in load.widths.items()}
-        return outline_training(
+        return count_training(
             job,
             steps,
             num_batches=self.plan.num_batches,
             evaluated=self.data.evaluation(run.model, run.batch_size),
         )
 
-    def candidates(self, pursuit: Pursuit) -> list[Candidate]:
-        """Every candidate in the light of what is known now, in the order of `pursuit`."""
-        return [self._judge(pursuit, position) for position in range(len(pursuit.runs))]
+    def candidates(self, search_loop: SearchLoop) -> list[Candidate]:
+        """Every candidate in the light of what is known now, in the order of `search_loop`."""
+        return [self._judge(search_loop, position) for position in range(len(search_loop.runs))]
 
-    def _judge(self, pursuit: Pursuit, position: int) -> Candidate:
-        run = pursuit.runs[position]
+    def _judge(self, search_loop: SearchLoop, position: int) -> Candidate:
+        run = search_loop.runs[position]
         prediction = predict(self.models[run.model], run, self.gpu, self.calibration)
-        measurement = pursuit.measured.get(position)
-        time, memory = pursuit.quantities(position)
+        measurement = search_loop.measured.get(position)
+        time, memory = search_loop.quantities(position)
         training = run.phase == "finetune"
         failure = ""
         if measurement is None:
-            smaller = dominated(run, pursuit.out_of_memory())
+            smaller = dominated(run, search_loop.out_of_memory())
             if smaller is not None:
                 failure = f"batch size {smaller.batch_size} already ran out of memory"
         elif training and measurement.step_s:
@@ -328,21 +328,23 @@ class Session:
 
     # --- measuring
 
-    def measure(self, pursuit: Pursuit, position: int, decision: Decision | None) -> Measurement:
+    def measure(
+        self, search_loop: SearchLoop, position: int, decision: Decision | None
+    ) -> Measurement:
         """Profile a candidate."""
-        run = pursuit.runs[position]
+        run = search_loop.runs[position]
         load_now = self._busy()
-        left = len(pursuit.runs) - len(pursuit.measured)
+        left = len(search_loop.runs) - len(search_loop.measured)
         if decision is not None:
             left = int((decision.chance_to_win > 0).sum())
-        self.progress.profiling(run, number=len(pursuit.measured) + 1, open_candidates=left)
+        self.progress.profiling(run, number=len(search_loop.measured) + 1, open_candidates=left)
         load = self.data.workload(run.model, run.batch_size) if run.phase == "finetune" else None
         circumstances = self._circumstances(run)
         number = circumstances.num_batches
         lengths = load.profile_lengths(number) if load else (run.prompt_len,)
         decisive_s: Sequence[float] = ()
         if decision is not None:
-            decisive_s = self._per_batch(run, lengths, pursuit.decisive_s(position, decision))
+            decisive_s = self._per_batch(run, lengths, search_loop.decisive_s(position, decision))
         measurement = self._device().measure(
             run,
             model_config=circumstances.model_config,
@@ -388,9 +390,9 @@ class Session:
         return [whole_s * self._seconds(run, width) / predicted_s for width in lengths]
 
     def recall(
-        self, pursuit: Pursuit, *, libraries: Mapping[str, str] | None = None
+        self, search_loop: SearchLoop, *, libraries: Mapping[str, str] | None = None
     ) -> tuple[list[RunConfig], Counter[str]]:
-        """Let `pursuit` take in what this run has recorded so far and would measure alike now.
+        """Let `search_loop` take in what this run has recorded so far and would measure alike now.
 
         Args:
             libraries: version by library that would measure now; None takes what the nodes of a
@@ -400,12 +402,12 @@ class Session:
             The runs taken in, and how many others differ in which way.
         """
         recalled, refused = [], Counter[str]()
-        for position, run in enumerate(pursuit.runs):
+        for position, run in enumerate(search_loop.runs):
             records = self._resumed.pop(run, [])
             differences = [self._difference(record, libraries) for record in records]
             alike = [record for record, text in zip(records, differences, strict=True) if not text]
             if alike:
-                pursuit.take(position, alike[-1], self.learn)
+                search_loop.take(position, alike[-1], self.learn)
                 recalled.append(run)
             elif records:
                 refused[differences[-1]] += 1

@@ -1,4 +1,4 @@
-"""One candidate as the predictors see it, whatever the calibration: its bytes and its passes."""
+"""Bytes and passes of one candidate, counted before any calibration."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from whichlora.predict.predict import moment_parts, num_tokens, passes, step_fea
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.timing.model import FEATURES
 
-NOTHING: Mapping[int, float] = MappingProxyType({})
-UNTIMED = 2  # steps of a profile beside the timed ones: warm-up, and the one that counts bytes
+NO_EVALUATION: Mapping[int, float] = MappingProxyType({})
+# Steps of a profile beside the timed ones: the warm-up, and the step that counts bytes.
+UNTIMED_STEPS = 2
 
-Pass: TypeAlias = tuple[str, float, tuple[float, ...]]
+PassRow: TypeAlias = tuple[str, float, tuple[float, ...]]
+"""Phase, count, and the time features of one pass in the order of `FEATURES`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
-    """One candidate as the predictors see it, whatever the calibration.
+class CountedCandidate:
+    """Bytes and passes of one candidate, counted before any calibration.
 
     Args:
         moments: bytes by part at each moment that can be the peak.
-        passes: phase, how many of them, and the features of one; they add up to the time that
-            is judged: of the whole fine-tuning, or of one generated token.
-        trial: the same for one profile, which costs that time.
+        passes: they add up to the whole fine-tuning, or to one generated token.
+        trial: the passes of one profile, which give its cost.
     """
 
     job: ResolvedRun
     moments: tuple[tuple[float, ...], ...]
-    passes: tuple[Pass, ...]
-    trial: tuple[Pass, ...]
+    passes: tuple[PassRow, ...]
+    trial: tuple[PassRow, ...]
 
 
-def outline_training(
+def count_training(
     job: ResolvedRun,
     steps: Mapping[int, float],
     *,
     num_batches: int,
-    evaluated: Mapping[int, float] = NOTHING,
-) -> Outline:
-    """A fine-tuning.
+    evaluated: Mapping[int, float] = NO_EVALUATION,
+) -> CountedCandidate:
+    """Count a fine-tuning.
 
     Args:
         steps: number of optimizer steps by padded length.
@@ -58,27 +59,29 @@ def outline_training(
         for length, count in evaluated.items()
     )
     longest = _row(step_features(job))
-    trial = ("finetune", float(num_batches + UNTIMED), longest)
-    return Outline(job, _moments(job), passes, (trial,))
+    trial = ("finetune", float(num_batches + UNTIMED_STEPS), longest)
+    return CountedCandidate(job, _moments(job), passes, (trial,))
 
 
-def outline_inference(job: ResolvedRun, *, num_runs: int) -> Outline:
-    """A generation.
+def count_inference(job: ResolvedRun, *, num_runs: int) -> CountedCandidate:
+    """Count a generation.
 
     Args:
         num_runs: generations timed in a profile.
     """
-    whole = tuple((phase, float(count), _row(features)) for phase, count, features in passes(job))
-    return Outline(
+    generation = tuple(
+        (phase, float(count), _row(features)) for phase, count, features in passes(job)
+    )
+    return CountedCandidate(
         job,
         _moments(job),
-        _times(whole, 1.0 / num_tokens(job)),
-        _times(whole, float(num_runs + UNTIMED)),
+        _scaled(generation, 1.0 / num_tokens(job)),
+        _scaled(generation, float(num_runs + UNTIMED_STEPS)),
     )
 
 
-def _times(passes: tuple[Pass, ...], factor: float) -> tuple[Pass, ...]:
-    return tuple((phase, factor * number, features) for phase, number, features in passes)
+def _scaled(passes: tuple[PassRow, ...], factor: float) -> tuple[PassRow, ...]:
+    return tuple((phase, factor * count, features) for phase, count, features in passes)
 
 
 def _row(features: Mapping[str, float]) -> tuple[float, ...]:
