@@ -123,8 +123,8 @@ def test_checkpointed_passes_keep_the_input_and_saved_passes_what_backward_reads
     every = layer_passes.saved_passes(
         llama.model, step.layers, llama.dtypes, freezes_input=True, unnamed_mask_bytes=0, **common
     )
-    assert few.kept == (128 * 1024 * llama.dtypes.stream_bytes,)
-    assert every.kept == tuple(layer.saved for layer in step.layers)
+    assert few.saved == (128 * 1024 * llama.dtypes.stream_bytes,)
+    assert every.saved == tuple(layer.saved for layer in step.layers)
     (layer,) = step.layers  # the first keeps less, its input being frozen
     assert every.groups[-1].num_bytes - step.shared_masks.num_bytes == -layer.unsaved < 0
 

@@ -168,7 +168,7 @@ def test_dora_with_dropout_keeps_a_weight_that_is_no_parameter(
     spec = find_model("TinyLlama/TinyLlama-1.1B-Chat-v1.0")
     assert spec is not None
     run = RunConfig(model=spec.name, method="dora", target_modules=("q_proj",), **settings)  # type: ignore[arg-type]
-    kept = points_of_layer(spec.groups[0].layer, resolve(spec, run, GPU)).kept
+    kept = points_of_layer(spec.groups[0].layer, resolve(spec, run, GPU)).saved_tensors
     dense = [one.form for one in kept if one.form.constant >= spec.hidden_size**2]
     assert dense == [constant(spec.hidden_size**2 * dense_bytes)] * bool(dense_bytes)
 
@@ -274,7 +274,7 @@ def test_deberta_keeps_its_projected_positions_once_per_sequence() -> None:
     spec = find_model("microsoft/deberta-v3-base")
     assert spec is not None
     job = resolve(spec, RunConfig(model=spec.name, precision="bf16-pure"), GPU)
-    kept = points_of_layer(spec.groups[0].layer, job).kept
+    kept = points_of_layer(spec.groups[0].layer, job).saved_tensors
     for sequences, span in ((1, 64), (4, 64), (4, 128)):
         repeated = sum(
             evaluate(one.form, tokens=sequences * span, span=span, r=8)
@@ -344,7 +344,7 @@ def test_one_key_head_of_falcon_is_copied_out_of_the_projection_that_backward_th
     )
     run = replace(run, gradient_checkpointing=False)
     layer = points_of_layer(spec.groups[-1].layer, resolve(spec, run, GPU), masked=False)
-    sizes = {one.what: bytes_of(one.form) for one in layer.kept}
+    sizes = {one.what: bytes_of(one.form) for one in layer.saved_tensors}
     assert "query_key_value: result" not in sizes
     assert sizes["copy"] == 2 * 64  # the value's head; the key's is rotated
 
@@ -362,6 +362,7 @@ def test_a_gelu_keeps_what_its_python_code_multiplies(activation: str, kept: int
     layer = replace(layer, mlp=replace(layer.mlp, activation=activation))
     width = 2 * layer.mlp.width
     found = sum(
-        bytes_of(one.form) == width for one in points_of_layer(layer, job, masked=False).kept
+        bytes_of(one.form) == width
+        for one in points_of_layer(layer, job, masked=False).saved_tensors
     )
     assert found == kept

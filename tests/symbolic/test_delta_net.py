@@ -60,7 +60,7 @@ def test_a_cached_state_is_in_fp32_whatever_the_model_is() -> None:
 def test_a_short_convolution_keeps_its_tail() -> None:
     points = first_layer_points("LiquidAI/LFM2-1.2B", "bf16-pure")
     hidden, longer = 2048, 2
-    (convolved,) = (one.form for one in points.kept if one.what == "convolution: result")
+    (convolved,) = (one.form for one in points.saved_tensors if one.what == "convolution: result")
     assert evaluate(convolved, tokens=64, span=32, r=0) == 2 * hidden * (64 + 2 * longer)
 
 

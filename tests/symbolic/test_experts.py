@@ -30,7 +30,7 @@ def test_adapted_experts_keep_a_second_copy_of_themselves_and_a_gradient_of_one(
 
 
 def test_gpt_oss_keeps_every_factor_of_its_gate_and_a_column_more_of_its_softmax() -> None:
-    kept = last_layer_points("openai/gpt-oss-20b", target_modules=("attention",)).kept
+    kept = last_layer_points("openai/gpt-oss-20b", target_modules=("attention",)).saved_tensors
     gates = [one.form.per_token for one in kept if one.what.startswith("experts: ")]
     width = 2 * 4 * 2880  # of 16-bit rows of four experts
     assert gates.count(width) >= 3  # gathered or clamped rows, the sigmoid, outputs

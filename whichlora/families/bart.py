@@ -63,17 +63,17 @@ _BART: dict[str, Any] = {
 
 
 def _sizes(
-    *, hidden: int, layers: tuple[int, int], width: int, heads: int, **rest: Any
+    *, hidden: int, layers: tuple[int, int], width: int, heads: int, **overrides: Any
 ) -> dict[str, Any]:
     """Defaults of a type whose stacks are alike but for their depth."""
-    found: dict[str, Any] = {"hidden_size": hidden}
+    sizes: dict[str, Any] = {"hidden_size": hidden}
     for side, count in zip(("encoder", "decoder"), layers, strict=True):
-        found |= {
+        sizes |= {
             f"{side}_layers": count,
             f"{side}_ffn_dim": width,
             f"{side}_attention_heads": heads,
         }
-    return _BART | found | rest
+    return _BART | sizes | overrides
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -124,10 +124,10 @@ def _feed_forward(c: Fields, side: _Side) -> Mlp:
 def _attention(c: Fields, kind: _Kind, side: _Side, *, cross: bool = False) -> Attention:
     hidden, heads = c.size("hidden_size"), c.size(f"{side}_attention_heads")
     decodes = side == "decoder"
-    own: dict[str, Any] = {}
+    functions: dict[str, Any] = {}
     if kind.own_attention:
-        own = {"sdpa": "eager", "flash": False}
-        own |= {"eager": "scaled_queries", "returns_probabilities": False}
+        functions = {"sdpa": "eager", "flash": False}
+        functions |= {"eager": "scaled_queries", "returns_probabilities": False}
     return softmax_attention(
         hidden=hidden,
         heads=heads,
@@ -142,7 +142,7 @@ def _attention(c: Fields, kind: _Kind, side: _Side, *, cross: bool = False) -> A
         cached=decodes,
         dropout=c.probability("attention_dropout"),
         wide_softmax=False,
-        **own,
+        **functions,
     )
 
 

@@ -103,7 +103,10 @@ SYNONYMS = {
 
 
 def self_attention(
-    c: Fields, names: Sequence[str] = ("query", "key", "value"), out: str = "dense", **rest: Any
+    c: Fields,
+    names: Sequence[str] = ("query", "key", "value"),
+    out: str = "dense",
+    **overrides: Any,
 ) -> Attention:
     """Attention over a whole text; `rest` are further fields of `Attention`, or its widths."""
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
@@ -115,7 +118,7 @@ def self_attention(
         "out_bias": True,
         "dropout": c.probability("attention_probs_dropout_prob"),
         "wide_softmax": False,
-        **rest,
+        **overrides,
     }
     return softmax_attention(
         hidden=hidden,
@@ -186,7 +189,7 @@ def encoder(
     width: int | None = None,
     pooler: bool = False,
     positions: bool = True,
-    **rest: Any,
+    **overrides: Any,
 ) -> ModelSpec:
     """An encoder without a head, as `AutoModel` builds it; `width` is that of the embeddings."""
     hidden, vocab = c.size("hidden_size"), c.size("vocab_size")
@@ -202,7 +205,7 @@ def encoder(
         "embedding_norms": norms(("LayerNorm",), width=width, kind="layer", bias=True),
         "other_params": hidden * hidden + hidden if pooler else 0,
         "embedding_dropouts": (width,) if c.probability("hidden_dropout_prob") else (),
-        **rest,
+        **overrides,
     }
     if "masked_head" not in spec:
         spec["masked_head"] = masked_head(c, width)

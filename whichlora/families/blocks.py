@@ -53,7 +53,7 @@ def softmax_attention(
     out_bias: bool = False,
     cached: bool = True,
     cross: bool = False,
-    **rest: Any,
+    **overrides: Any,
 ) -> Attention:
     """Softmax attention with plain projections; `rest` are further fields of `Attention`."""
     q_width, kv_width = heads * head_dim, kv_heads * head_dim
@@ -82,7 +82,7 @@ def softmax_attention(
         v_head_dim=head_dim,
         linears=(*linears, out),
         cross=cross,
-        **{"cache_elements": 2 * kv_width if cached else 0, **rest},
+        **{"cache_elements": 2 * kv_width if cached else 0, **overrides},
     )
 
 
@@ -132,7 +132,7 @@ def moe(
     router: Linear | None = None,
     shared: Mlp | None = None,
     other_params: int = 0,
-    **rest: Any,
+    **overrides: Any,
 ) -> Moe:
     """Routed experts as transformers 5 stores them: two 3-D parameters, not modules.
 
@@ -170,7 +170,7 @@ def moe(
         router=router or bare_router(hidden, num_experts, bias=bias),
         shared=shared,
         other_params=other_params,
-        **rest,
+        **overrides,
     )
 
 
@@ -203,8 +203,10 @@ def group(
     for number, layer in enumerate(layers):
         places.setdefault(layer, []).append(number)
     return tuple(
-        LayerGroup(layer=layer, count=len(found), positions=tuple(found), stack=stack)
-        for layer, found in places.items()
+        LayerGroup(
+            layer=layer, count=len(block_numbers), positions=tuple(block_numbers), stack=stack
+        )
+        for layer, block_numbers in places.items()
     )
 
 
@@ -215,7 +217,7 @@ def causal_lm(
     final_norms: tuple[Norm, ...],
     embedding_name: str = "embed_tokens",
     head_bias: bool = False,
-    **rest: Any,
+    **overrides: Any,
 ) -> ModelSpec:
     """A decoder with one token embedding and a head; `rest` are further fields of `ModelSpec`."""
     hidden, vocab = c.size("hidden_size"), c.size("vocab_size")
@@ -228,7 +230,7 @@ def causal_lm(
         "head": head,
         "head_tied": c.flag("tie_word_embeddings"),
         "max_position_embeddings": c.size_or_none("max_position_embeddings"),
-        **rest,
+        **overrides,
     }
     return ModelSpec(
         name=c.name,
@@ -245,13 +247,13 @@ def causal_lm(
 
 
 def encoder_decoder(
-    c: Fields, encoder: Sequence[Layer], decoder: Sequence[Layer], *, tied: bool, **rest: Any
+    c: Fields, encoder: Sequence[Layer], decoder: Sequence[Layer], *, tied: bool, **overrides: Any
 ) -> ModelSpec:
     """Two stacks with one head; `rest` are further fields of `ModelSpec`."""
     hidden, vocab = c.size("hidden_size"), c.size("vocab_size")
     spec: dict[str, Any] = {
         "head": Linear(name="lm_head", in_features=hidden, out_features=vocab, reads="head_in"),
-        **rest,
+        **overrides,
     }
     return ModelSpec(
         name=c.name,

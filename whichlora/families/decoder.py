@@ -167,13 +167,13 @@ def _qk_norms(style: Style, *, heads: int, kv_heads: int, head_dim: int) -> tupl
     if style.qk_norm == "none":
         return ()
     kind: NormKind = "layer" if style.norm_kind == "layer" else style.norm_kind
-    found = []
+    norms = []
     for name, rows in zip(style.qk_norm_names, (heads, kv_heads), strict=True):
         if style.qk_norm == "head":
             width, count = head_dim, rows
         else:  # "per_head" holds as many weights as one norm over the whole width
             width, count = rows * head_dim, 1
-        found.append(
+        norms.append(
             Norm(
                 name=name,
                 kind=kind,
@@ -183,7 +183,7 @@ def _qk_norms(style: Style, *, heads: int, kv_heads: int, head_dim: int) -> tupl
                 bias=style.qk_norm_bias,
             )
         )
-    return tuple(found)
+    return tuple(norms)
 
 
 def every_nth_full(c: Fields, n: int) -> list[str]:

@@ -208,7 +208,7 @@ def _esm(c: Fields) -> ModelSpec:
 
 
 def _before_each(
-    c: Fields, attention: Attention, names: tuple[str, str], last: str, **rest: Any
+    c: Fields, attention: Attention, names: tuple[str, str], last: str, **overrides: Any
 ) -> ModelSpec:
     """An encoder whose norms stand before attention and MLP, and one more after the last layer."""
     hidden = c.size("hidden_size")
@@ -217,7 +217,7 @@ def _before_each(
         encoder_layer(c, attention, norm_names=names), post_norm=False, drops_mlp=drops_mlp
     )
     final = norms((last,), width=hidden, kind="layer", bias=True)
-    return encoder(c, [layer] * c.layers(), pooler=True, final_norms=final, **rest)
+    return encoder(c, [layer] * c.layers(), pooler=True, final_norms=final, **overrides)
 
 
 def _roberta_prelayernorm(c: Fields) -> ModelSpec:
@@ -262,7 +262,7 @@ def _rembert(c: Fields) -> ModelSpec:
     )
 
 
-def _rotated(c: Fields, *, bias: bool, **rest: Any) -> Attention:
+def _rotated(c: Fields, *, bias: bool, **overrides: Any) -> Attention:
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
     head_dim = c.size("head_dim", fallback=hidden // heads)
     return self_attention(
@@ -274,7 +274,7 @@ def _rotated(c: Fields, *, bias: bool, **rest: Any) -> Attention:
         out_bias=bias,
         position="rope",
         rotary_dim=head_dim,
-        **rest,
+        **overrides,
     )
 
 

@@ -42,9 +42,9 @@ _NEVER_MODULES = frozenset({"dbrx", "gpt_oss", "granitemoe"})
 
 def with_expert_modules(spec: ModelSpec) -> ModelSpec:
     """`spec` as transformers 4 builds it: the matrices of every expert are linears."""
-    if spec.model_type in _NEVER_MODULES or all(one.layer.moe is None for one in spec.groups):
+    if spec.model_type in _NEVER_MODULES or all(group.layer.moe is None for group in spec.groups):
         return spec
-    groups = tuple(replace(one, layer=_with_expert_modules(one.layer)) for one in spec.groups)
+    groups = tuple(replace(group, layer=_with_expert_modules(group.layer)) for group in spec.groups)
     return replace(spec, groups=groups)
 
 
@@ -52,7 +52,7 @@ def _with_expert_modules(layer: Layer) -> Layer:
     if layer.moe is None:
         return layer
     expert = layer.moe.expert
-    linears = tuple(replace(one, is_module=True, adapter_rank=1) for one in expert.linears)
+    linears = tuple(replace(linear, is_module=True, adapter_rank=1) for linear in expert.linears)
     looped = replace(layer.moe, expert=replace(expert, linears=linears), one_by_one=True)
     return replace(layer, moe=looped)
 
@@ -70,7 +70,8 @@ def _layer(layer: Layer, names: frozenset[str]) -> Layer:
     return replace(
         layer,
         attentions=tuple(
-            replace(one, linears=_linears(one.linears, names)) for one in layer.attentions
+            replace(attention, linears=_linears(attention.linears, names))
+            for attention in layer.attentions
         ),
         mlp=None if layer.mlp is None else _mlp(layer.mlp, names),
         moe=None if layer.moe is None else _moe(layer.moe, names),

@@ -99,8 +99,8 @@ class Fields:
 
     def probability(self, *keys: str) -> float:
         """The first of `keys` that is set: a share of values to drop; 0 where none is."""
-        found = (self.number_or_none(key) for key in keys)
-        return next((value for value in found if value is not None), 0.0)
+        numbers = (self.number_or_none(key) for key in keys)
+        return next((value for value in numbers if value is not None), 0.0)
 
     def items(self, key: str, *, length: int) -> list[Any] | None:
         """A list with one value per layer, or None.

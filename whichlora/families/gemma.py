@@ -67,14 +67,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _style(c: Fields, **rest: Any) -> Style:
+def _style(c: Fields, **overrides: Any) -> Style:
     bias = c.flag("attention_bias")
     return Style(
         qkv_bias=bias,
         out_bias=bias,
         norm_kind="rms_offset",
         activation="hidden_activation",
-        **rest,
+        **overrides,
     )
 
 
@@ -202,8 +202,8 @@ def _kv_sharing(types: list[str], num_shared: int) -> list[str]:
     """
     first = len(types) - num_shared
     stores = {kind: number for number, kind in enumerate(types[:first])} if num_shared else {}
-    own = ["store" if number in stores.values() else "" for number in range(first)]
-    return own + ["reuse"] * num_shared
+    roles = ["store" if number in stores.values() else "" for number in range(first)]
+    return roles + ["reuse"] * num_shared
 
 
 def _gemma4(c: Fields) -> ModelSpec:

@@ -83,7 +83,7 @@ SYNONYMS = {
 
 def _transposed(linears: Sequence[Linear]) -> tuple[Linear, ...]:
     """As `Conv1D` holds them; GPT-BigCode has plain matrices."""
-    return tuple(replace(one, transposed=True) for one in linears)
+    return tuple(replace(linear, transposed=True) for linear in linears)
 
 
 def _gpt2(c: Fields) -> ModelSpec:

@@ -155,7 +155,7 @@ def _experts(
     experts_per_token: int,
     num_shared: int = 0,
     routing: Routing,
-    **rest: Any,
+    **overrides: Any,
 ) -> Moe:
     """Routed experts, and shared ones as one MLP of their widths together."""
     hidden, activation = c.size("hidden_size"), c.text("hidden_act")
@@ -172,7 +172,7 @@ def _experts(
         experts_per_token=experts_per_token,
         shared=shared,
         routing=routing,
-        **rest,
+        **overrides,
     )
 
 
@@ -250,7 +250,7 @@ def _ernie_moe(c: Fields) -> ModelSpec:
         other_params=num_experts,  # added to the scores before some are chosen
     )
     if sparse.shared is not None and bias:
-        linears = tuple(replace(one, bias=True) for one in sparse.shared.linears)
+        linears = tuple(replace(linear, bias=True) for linear in sparse.shared.linears)
         sparse = replace(sparse, shared=replace(sparse.shared, linears=linears))
     dense = mlp(
         hidden=hidden, width=c.size("intermediate_size"), activation=c.text("hidden_act"), bias=bias

@@ -54,11 +54,11 @@ def _layers(c: Fields, side: str, *, dropout: float, attention_dropout: float) -
 
     def layer(kind: str) -> Layer:
         window = None if kind == FULL else c.size("sliding_window")
-        found = [_attention(c, dropout=attention_dropout, window=window, side=side)]
+        attentions = [_attention(c, dropout=attention_dropout, window=window, side=side)]
         if side == "decoder":
-            found.append(_attention(c, dropout=attention_dropout, window=None, side="cross"))
+            attentions.append(_attention(c, dropout=attention_dropout, window=None, side="cross"))
         return Layer(
-            attentions=tuple(found),
+            attentions=tuple(attentions),
             mlp=block,
             norms=norms(both, width=hidden, kind="rms_offset"),
             dropouts=(hidden,) * len(names) if dropout else (),
@@ -77,8 +77,8 @@ def _t5gemma(c: Fields) -> ModelSpec:
         )
     dropout, of_attention = c.probability("dropout_rate"), c.probability("attention_dropout")
     stacks = [
-        _layers(one, side, dropout=dropout, attention_dropout=of_attention)
-        for one, side in ((encoder, "encoder"), (decoder, "decoder"))
+        _layers(side_config, side, dropout=dropout, attention_dropout=of_attention)
+        for side_config, side in ((encoder, "encoder"), (decoder, "decoder"))
     ]
     spec = encoder_decoder(
         replace(c, values={**c.values, "hidden_size": hidden, "vocab_size": vocab}),

@@ -32,7 +32,7 @@ def kept_mask_bytes(
     """
     masks: dict[tuple[str, bool, int | None], Count] = {}
     biases: dict[tuple[str, bool], int] = {}
-    for group in (one for one in model.groups if side in ("", one.stack)):
+    for group in (group for group in model.groups if side in ("", group.stack)):
         for attention in group.layer.attentions:
             eager = attention_kernel(attention, dtypes) == "eager"
             decodes = len(group.layer.attentions) > 1 and not attention.cross  # never padded
@@ -57,8 +57,8 @@ def kept_mask_bytes(
     total = sum(biases.values()) * span * span
     if checkpointed:
         total = total + sequence_bias_bytes(model, dtypes, tokens=tokens, span=span)
-        for one in masks.values():
-            total = total + one * tokens * span
+        for mask_bytes in masks.values():
+            total = total + mask_bytes * tokens * span
     return total
 
 

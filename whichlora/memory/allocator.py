@@ -81,9 +81,9 @@ def expected_remainder(size: Count) -> Count:
     divides = (size % (2 * MiB) == 0) | (size % (5 * MiB // 4) == 0)
     is_shared = (size > SMALL_BYTES) & (size < MIN_OWN_SEGMENT_BYTES)
     shared = size * SMALL_BYTES // LARGE_SEGMENT_BYTES * (1 - divides)
-    rest = round_up(size, SEGMENT_ROUNDING_BYTES) - size
-    own = rest * (rest <= SMALL_BYTES)
-    return is_shared * shared + (size >= MIN_OWN_SEGMENT_BYTES) * own
+    remainder = round_up(size, SEGMENT_ROUNDING_BYTES) - size
+    unsplit = remainder * (remainder <= SMALL_BYTES)
+    return is_shared * shared + (size >= MIN_OWN_SEGMENT_BYTES) * unsplit
 
 
 def remainder_bytes(groups: Iterable[Group], *, like: Count) -> Count:

@@ -114,8 +114,8 @@ def segment_bytes(size: int) -> int:
         return SMALL_SEGMENT_BYTES
     if size < MIN_OWN_SEGMENT_BYTES:
         return LARGE_SEGMENT_BYTES
-    own: int = round_up(size, SEGMENT_ROUNDING_BYTES)
-    return own
+    num_bytes: int = round_up(size, SEGMENT_ROUNDING_BYTES)
+    return num_bytes
 
 
 class Allocator:
@@ -153,10 +153,10 @@ class Allocator:
         """Give `block` back to its pool, joined with free neighbours of its segment."""
         self.allocated_bytes -= block.size
         block.free = True
-        for other in (block.prev, block.next):
-            if other is not None and other.free and other.mapped:
-                other.pool.remove(other)
-                block = _joined(block, other)
+        for neighbour in (block.prev, block.next):
+            if neighbour is not None and neighbour.free and neighbour.mapped:
+                neighbour.pool.remove(neighbour)
+                block = _joined(block, neighbour)
         block.pool.add(block)
 
     def _is_split(self, remainder: int, pool: Pool) -> bool:
@@ -205,7 +205,7 @@ class ExpandableAllocator(Allocator):
 
     def _new_segment(self, size: int, pool: Pool) -> Block | None:
         """Map pages behind a free block until it holds `size`; None where there is no room."""
-        for hole in sorted(self._holes, key=lambda one: one.start):
+        for hole in sorted(self._holes, key=lambda hole: hole.start):
             if hole.pool is not pool:
                 continue
             before = hole.prev if hole.prev is not None and hole.prev.free else None
@@ -255,10 +255,10 @@ class ExpandableAllocator(Allocator):
 
     def _unmap(self, hole: Block) -> None:
         hole.mapped = False
-        for other in (hole.prev, hole.next):
-            if other is not None and not other.mapped:
-                self._holes.remove(other)
-                hole = _joined(hole, other)
+        for neighbour in (hole.prev, hole.next):
+            if neighbour is not None and not neighbour.mapped:
+                self._holes.remove(neighbour)
+                hole = _joined(hole, neighbour)
         self._holes.append(hole)
 
 
@@ -271,18 +271,18 @@ def _page_bytes(pool: Pool) -> int:
 
 def _cut(block: Block, size: int) -> Block:
     """Shorten `block` to `size`; the new block behind it, in no pool."""
-    rest = Block(block.start + size, block.size - size, block.pool, mapped=block.mapped)
-    rest.prev, rest.next = block, block.next
-    if rest.next is not None:
-        rest.next.prev = rest
-    block.next = rest
+    remainder = Block(block.start + size, block.size - size, block.pool, mapped=block.mapped)
+    remainder.prev, remainder.next = block, block.next
+    if remainder.next is not None:
+        remainder.next.prev = remainder
+    block.next = remainder
     block.size = size
-    return rest
+    return remainder
 
 
-def _joined(one: Block, other: Block) -> Block:
+def _joined(block: Block, neighbour: Block) -> Block:
     """Two neighbours as one block; neither may be in a pool."""
-    first, second = (one, other) if one.start < other.start else (other, one)
+    first, second = (block, neighbour) if block.start < neighbour.start else (neighbour, block)
     first.size += second.size
     first.next = second.next
     if first.next is not None:

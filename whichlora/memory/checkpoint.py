@@ -59,7 +59,7 @@ def checkpoint_bytes(
         loaded = weights.weight_bytes(model, dtypes)
         stored = sum(size for name, size in loaded.items() if name != "buffers")
     states = optimizer.state_bytes(tensors, optimizer=optimizer_name, device_kind="cpu")
-    num_tensors = sum(one.count for one in tensors)
+    num_tensors = sum(tensor.count for tensor in tensors)
     records = _RECORDS.get(optimizer_name, _OF_8_BITS) * num_tensors
     return CheckpointBytes(
         weights=stored + _TENSOR_HEADER_BYTES * num_tensors,

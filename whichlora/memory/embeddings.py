@@ -10,11 +10,11 @@ from whichlora.methods.base import NO_ADAPTERS, Method
 from whichlora.spec.architecture import ModelSpec, Norm
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
-from whichlora.symbolic.autograd import Kept, Tape
+from whichlora.symbolic.autograd import SavedTensor, Tape
 from whichlora.symbolic.autograd import per_token as elements_per_token
 from whichlora.symbolic.gemma4 import LayerInputPoints
 from whichlora.symbolic.layer import stream_bytes
-from whichlora.symbolic.masked_lm_head import masked_head_kept
+from whichlora.symbolic.masked_lm_head import saved_by_masked_head
 from whichlora.symbolic.operators import OpEmitter
 
 ENCODER_OUT = "encoder_out"  # what the cross attention of every decoder layer reads
@@ -81,11 +81,11 @@ def _embeds_in_steps(model: ModelSpec, dtypes: Dtypes) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _norm_kept(norm: Norm, dtypes: Dtypes) -> tuple[Kept, ...]:
+def _norm_kept(norm: Norm, dtypes: Dtypes) -> tuple[SavedTensor, ...]:
     tape = Tape()
     x = tape.input(elements_per_token(norm.width * norm.rows), dtypes.stream_bytes, needs_grad=True)
     OpEmitter(tape, dtypes, (), NO_ADAPTERS).norm(norm, x)
-    return tape.kept()
+    return tape.saved_tensors()
 
 
 def layer_inputs_saved(
@@ -95,7 +95,7 @@ def layer_inputs_saved(
     if inputs is None:
         return ()
     packed = Tensor("inputs of all layers", inputs.packed_bytes, dims="num_hidden_layers, width")
-    return packed, *listed_tensors(inputs.kept, 1, tokens=tokens, span=span, r=r)
+    return packed, *listed_tensors(inputs.saved_tensors, 1, tokens=tokens, span=span, r=r)
 
 
 def masked_head_saved(
@@ -106,7 +106,7 @@ def masked_head_saved(
         return ()
     last = model.groups[-1].layer
     after_norm = bool(model.embedding_norms) or bool(model.final_norms)
-    kept = masked_head_kept(
+    saved = saved_by_masked_head(
         model.masked_head,
         model.hidden_size,
         model.vocab_size,
@@ -115,4 +115,4 @@ def masked_head_saved(
         method,
         stream=stream_bytes(last, dtypes, after_norm=after_norm),
     )
-    return tuple(listed_tensors(kept, 1, tokens=0, span=0, r=r))
+    return tuple(listed_tensors(saved, 1, tokens=0, span=0, r=r))

@@ -40,9 +40,9 @@ class Tensor:
         return _shape(self.dims, paired=bool(self.per_token_pair), sized=bool(self.per_token))
 
 
-def per_token(what: str, element_bytes: int, width: Count, dims: str) -> Tensor:
+def per_token(name: str, element_bytes: int, width: Count, dims: str) -> Tensor:
     """A tensor of `width` elements per token."""
-    return Tensor(what, element_bytes * width, dims=dims, element_bytes=element_bytes)
+    return Tensor(name, element_bytes * width, dims=dims, element_bytes=element_bytes)
 
 
 def _shape(dims: str, *, paired: bool, sized: bool) -> str:
@@ -63,10 +63,10 @@ def tensor_bytes(tensors: Iterable[Tensor], *, tokens: Count, span: Count) -> Co
     per_token: Count = 0
     per_token_pair: Count = 0
     constant: Count = 0
-    for one in tensors:
-        per_token = per_token + one.per_token
-        per_token_pair = per_token_pair + one.per_token_pair
-        constant = constant + one.constant
+    for tensor in tensors:
+        per_token = per_token + tensor.per_token
+        per_token_pair = per_token_pair + tensor.per_token_pair
+        constant = constant + tensor.constant
     return tokens * (per_token + per_token_pair * span) + constant
 
 

@@ -206,7 +206,7 @@ def gradient_bytes(tensors: Iterable[Trained]) -> Count:
 
     Kind: exact. Source: torch 2.13 `AccumulateGrad`.
     """
-    return sum(one.param_bytes * one.num_params * one.count for one in tensors)
+    return sum(tensor.param_bytes * tensor.num_params * tensor.count for tensor in tensors)
 
 
 def unwanted_gradient_bytes(
@@ -242,9 +242,9 @@ def _of_base(model: ModelSpec, param_bytes: int) -> Iterator[Trained]:
             in_linears += linear.num_weights
             yield _weight(linear, count, param_bytes)
         # norms and biases, most of them as wide as the stream
-        whole, rest = divmod(group.layer.num_params - in_linears, hidden)
+        whole, remainder = divmod(group.layer.num_params - in_linears, hidden)
         yield Trained(rows=1, width=hidden, count=count * whole, param_bytes=param_bytes)
-        yield Trained(rows=1, width=rest, count=count, param_bytes=param_bytes)
+        yield Trained(rows=1, width=remainder, count=count, param_bytes=param_bytes)
     around = (
         model.loaded_params
         - model.idle_params

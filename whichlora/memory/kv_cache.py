@@ -56,13 +56,13 @@ def cache_bytes(
     recurrent = 0
     for layer, count in model.layers():
         for attention in layer.attentions:
-            kept = encoder_tokens
+            num_tokens = encoder_tokens
             recurrent += count * attention.recurrent_elements
             if not attention.cross:
-                kept = kept_tokens(layer, tokens, kv_cache=kv_cache)
+                num_tokens = kept_tokens(layer, tokens, kv_cache=kv_cache)
                 if after_prompt and kv_cache == "dynamic":
-                    kept = tokens
-            per_sequence = attention.cache_elements * kept
+                    num_tokens = tokens
+            per_sequence = attention.cache_elements * num_tokens
             if stored is not None:
                 elements = batch_size * per_sequence
                 quantised = quantised + count * stored_bytes(elements, stored, element_bytes)

@@ -13,7 +13,7 @@ from whichlora.spec.numeric import Count, is_plain, largest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
 from whichlora.symbolic import kernels
-from whichlora.symbolic.autograd import Kept, chunks, evaluate, most, without_sequences
+from whichlora.symbolic.autograd import SavedTensor, chunks, evaluate, most, without_sequences
 from whichlora.symbolic.gemma4 import layer_input_points
 from whichlora.symbolic.layer import (
     LayerPoints,
@@ -95,10 +95,10 @@ def layer_bytes(
     )
     before = evaluate(returned_probabilities(layer, dtypes), **sizes)
     for share, points in _points_of(layer, model, targets, dtypes, method, run, span=span):
-        tensors.extend(listed_tensors(points.kept, share, tokens=tokens, span=span, r=r))
+        tensors.extend(listed_tensors(points.saved_tensors, share, tokens=tokens, span=span, r=r))
         held.extend(listed_tensors(points.held, share, tokens=tokens, span=span, r=r))
-        found = _values(points, **sizes)
-        for name, value in found.items():
+        maxima = _values(points, **sizes)
+        for name, value in maxima.items():
             values[name] = values[name] + share * value
     if run.gradient_checkpointing:  # else kept anyway
         values["forward"] = values["forward"] + before
@@ -108,7 +108,7 @@ def layer_bytes(
         count=count,
         stream_bytes=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
         tensors=tuple(tensors),
-        copies=tuple(one for one in tensors if one.what.endswith(_WEIGHT_COPIES)),
+        copies=tuple(tensor for tensor in tensors if tensor.what.endswith(_WEIGHT_COPIES)),
         held=() if run.gradient_checkpointing and run.use_reentrant else tuple(held),
         gradients=gradients,
         **values,
@@ -128,10 +128,10 @@ def kept_tensors(
     r: Count,
 ) -> tuple[Tensor, ...]:
     """What one layer keeps for its backward."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for share, points in _points_of(layer, model, targets, dtypes, method, run, span=span):
-        found.extend(listed_tensors(points.kept, share, tokens=tokens, span=span, r=r))
-    return tuple(found)
+        tensors.extend(listed_tensors(points.saved_tensors, share, tokens=tokens, span=span, r=r))
+    return tuple(tensors)
 
 
 def _points_of(
@@ -314,10 +314,10 @@ def _cases(layer: Layer, dtypes: Dtypes, span: Count) -> Iterator[tuple[Count, b
 
 
 def listed_tensors(
-    kept: tuple[Kept, ...], share: Count, *, tokens: Count, span: Count, r: Count
+    saved: tuple[SavedTensor, ...], share: Count, *, tokens: Count, span: Count, r: Count
 ) -> Iterator[Tensor]:
-    for one in kept:
-        form = one.form
+    for tensor in saved:
+        form = tensor.form
         constant: Count = form.constant
         if form.per_rank:
             constant = constant + form.per_rank * r
@@ -329,19 +329,19 @@ def listed_tensors(
         per_token: Count = form.per_token
         if form.per_rank_token:
             per_token = per_token + form.per_rank_token * r
-        width = one.element_bytes or 1
+        width = tensor.element_bytes or 1
         yield Tensor(
-            one.what or "operand",
+            tensor.what or "operand",
             share * per_token,
             share * form.per_pair,
             share * constant,
-            dims=_dims(one, width),
-            element_bytes=one.element_bytes,
+            dims=_dims(tensor, width),
+            element_bytes=tensor.element_bytes,
         )
 
 
-def _dims(one: Kept, width: int) -> str:
-    form = one.form
+def _dims(tensor: SavedTensor, width: int) -> str:
+    form = tensor.form
     if form.per_rank_token or form.per_rank:
         return f"{(form.per_rank_token or form.per_rank) // width} · r"
     return str((form.per_pair or form.per_token or form.constant) // width)

@@ -26,7 +26,7 @@ class LayerPasses:
         fact: what `groups` are.
         groups: kept by all layers; those of `ModelSpec.groups` come first, one for one.
         forward: worst point of any layer's forward, beyond what all layers keep.
-        kept: what one layer keeps until its backward is done.
+        saved: what autograd keeps of one layer until its backward is done.
         backward: worst point of its backward, beyond what it keeps.
         last_backward: so when it is the last to go backward, what it keeps included.
     """
@@ -34,7 +34,7 @@ class LayerPasses:
     fact: Fact
     groups: tuple[Group, ...]
     forward: Count
-    kept: tuple[Count, ...]
+    saved: tuple[Count, ...]
     backward: tuple[Count, ...]
     last_backward: tuple[Count, ...]
 
@@ -74,14 +74,14 @@ def checkpointed_passes(
     # what is made again takes the place of what was lent: `checkpoint` runs the forward inside
     # the backward, under `torch.enable_grad`, and drops the first results with the arguments
     backward = tuple(layer.recomputed - layer.lent for layer in layers)
-    kept = tuple(Group(tensors=(stream,), **sized).num_bytes for stream in inputs)
+    saved = tuple(Group(tensors=(stream,), **sized).num_bytes for stream in inputs)
     return LayerPasses(
         fact=CHECKPOINTS,
         groups=groups,
         forward=largest(*(layer.forward for layer in layers)),
-        kept=kept,
+        saved=saved,
         backward=backward,
-        last_backward=tuple(a + b for a, b in zip(backward, kept, strict=True)),
+        last_backward=tuple(a + b for a, b in zip(backward, saved, strict=True)),
     )
 
 
@@ -160,7 +160,7 @@ def saved_passes(
             Group(tensors=corrections + masks.tensors, **sized),
         ),
         forward=in_layer + sized["tokens"] * streams + unnamed_mask_bytes,
-        kept=tuple(layer.saved for layer in layers),
+        saved=tuple(layer.saved for layer in layers),
         backward=tuple(layer.backward - layer.saved for layer in layers),
         last_backward=tuple(
             layer.backward - unsaved[group.stack]

@@ -35,7 +35,7 @@ def layer_forward(step: TrainingStep) -> Entries:
     """In the last layer's forward: all layers keep what they keep."""
     return (
         *step.always,
-        step.kept_in_layers,
+        step.saved_in_layers,
         step.remainders,
         _decoder_cache(step),
         Entry(LAYER_FORWARD, step.passes.forward),
@@ -63,7 +63,7 @@ def loss_forward(step: TrainingStep) -> Entries:
     """At the end of the loss's forward: the logits, and all that the layers keep."""
     return (
         *step.always,
-        step.kept,
+        step.saved_for_backward,
         step.remainders,
         _decoder_cache(step),
         Entry(logits.LOSS_FORWARD, step.loss_forward_bytes),
@@ -89,7 +89,7 @@ def loss_backward(step: TrainingStep) -> Entries:
     # (`release_variables`), and the layers' nodes come after the head's
     return (
         *step.always,
-        step.kept,
+        step.saved_for_backward,
         step.remainders,
         Entry(logits.LOSS_BACKWARD, step.loss_backward_bytes),
         _head_copy(step),
@@ -120,7 +120,7 @@ def head_backward(step: TrainingStep) -> Entries:
     width = logits.logit_width(model) + model.hidden_size
     return (
         *step.always,
-        step.kept,
+        step.saved_for_backward,
         step.remainders,
         _kept_logits(step),
         Entry(LOGITS_GRADIENT, step.tokens * width * dtypes.compute_bytes),
@@ -160,7 +160,7 @@ def layer_backward(step: TrainingStep) -> Entries:
         *step.always,
         _kept_logits(step),
         Entry(LAST_LAYERS_GRADIENTS, step.gradients_in_layers),
-        step.kept_in_layers,
+        step.saved_in_layers,
         step.remainders,
         Entry(LAYER_BACKWARD, step.layer_backward_bytes),
     )
@@ -196,9 +196,9 @@ def first_layer_backward(step: TrainingStep) -> Entries:
     """In the backward of the first layer, an encoder's where there is one: the last layer to go."""
     # `ctx.state` and `ctx.tensors` of `MatMul8bitLt` are plain attributes, which no
     # `release_variables` frees; without checkpointing the first layer's are in its own backward
-    own = 0 if step.run.gradient_checkpointing else 1
+    num_first = 0 if step.run.gradient_checkpointing else 1
     held = (
-        Group(tensors=layer.held, count=layer.count - own * (number == 0), **step.sized)
+        Group(tensors=layer.held, count=layer.count - num_first * (number == 0), **step.sized)
         for number, layer in enumerate(step.layers)
     )
     return (
@@ -226,8 +226,8 @@ def layers_backward_at_depth(step: TrainingStep) -> Iterator[tuple[str, Entries]
         place = group.positions[0]
         gradients = after(model, by_layer, place) + step.head_gradient
         waiting = (
-            replace(kept, count=sum(position <= place for position in of_kind.positions))
-            for kept, of_kind in zip(passes.groups, model.groups, strict=False)
+            replace(held, count=sum(position <= place for position in of_kind.positions))
+            for held, of_kind in zip(passes.groups, model.groups, strict=False)
         )
         shared = passes.groups[len(step.layers) :]
         yield (

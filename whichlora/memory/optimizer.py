@@ -41,25 +41,25 @@ def state_bytes(tensors: Iterable[Trained], *, optimizer: str, device_kind: str)
     `get_state_buffer`; transformers 5.23 `Adafactor.step`, `Trainer.create_optimizer`.
     """
     total: Count = 0
-    for one in tensors:
-        size = one.num_params
+    for tensor in tensors:
+        size = tensor.num_params
         if optimizer in _STATES:
-            each = _STATES[optimizer] * one.param_bytes * size
+            each = _STATES[optimizer] * tensor.param_bytes * size
         elif optimizer == "lion":
             each = 4 * size
         elif optimizer == "adafactor":  # sums over rows and columns; all of a vector
-            each = 4 * (one.rows * (one.rows != 1) + one.width)
+            each = 4 * (tensor.rows * (tensor.rows != 1) + tensor.width)
         else:
             is_paged = optimizer == "paged_adamw_8bit" and device_kind != "cpu"
-            each = _8bit_states(one, is_paged=is_paged)
-        total = total + each * one.count
+            each = _8bit_states(tensor, is_paged=is_paged)
+        total = total + each * tensor.count
     return total
 
 
-def _8bit_states(one: Trained, *, is_paged: bool) -> Count:
+def _8bit_states(tensor: Trained, *, is_paged: bool) -> Count:
     """Two states of one tensor, with a scale per block of each."""
-    size = one.num_params
-    is_wide = (size < _MIN_8BIT_PARAMS) | one.is_embedding
+    size = tensor.num_params
+    is_wide = (size < _MIN_8BIT_PARAMS) | tensor.is_embedding
     scales = 2 * 4 * ceil_div(size, _BLOCK) * (1 - is_wide)
     codes = size * (2 + 6 * is_wide)
     if is_paged:
@@ -89,14 +89,14 @@ def step_temporary_bytes(tensors: Sequence[Trained], *, optimizer: str, device_k
     if optimizer == "adafactor":
         return largest(
             *(
-                (8 if one.param_bytes == 4 else 16) * one.num_params * (one.count > 0)
-                for one in tensors
+                (8 if tensor.param_bytes == 4 else 16) * tensor.num_params * (tensor.count > 0)
+                for tensor in tensors
             )
         )
     # one list per dtype, one after the other
     lists: dict[int, Count] = {}
-    for one in tensors:
-        size = one.param_bytes * one.num_params * one.count
-        lists[one.param_bytes] = lists.get(one.param_bytes, 0) + size
+    for tensor in tensors:
+        size = tensor.param_bytes * tensor.num_params * tensor.count
+        lists[tensor.param_bytes] = lists.get(tensor.param_bytes, 0) + size
     of_all = largest(*lists.values())
     return of_all if optimizer == "adamw_torch" and device_kind != "cpu" else 0 * of_all

@@ -31,13 +31,16 @@ def check_quantisable(model: ModelSpec, stored: CacheFormat) -> None:
         raise ConfigError(
             f"kv_cache: quantized is for decoders only, {model.name} is none; use dynamic"
         )
-    if any(one.sliding_window is not None or one.kind != "softmax" for one in attentions):
+    if any(
+        attention.sliding_window is not None or attention.kind != "softmax"
+        for attention in attentions
+    ):
         raise ConfigError(
             f"kv_cache: quantized needs full attention in every layer, {model.name} has sliding "
             "windows or recurrent layers; use dynamic or static"
         )
-    for one in attentions:
-        half = one.cache_elements // 2
+    for attention in attentions:
+        half = attention.cache_elements // 2
         if stored.group_size is not None and half % stored.group_size:
             raise ConfigError(
                 f"cache_group_size: {stored.group_size} does not divide the {half} elements per "
@@ -212,4 +215,4 @@ def _stored(model: ModelSpec, stored: CacheFormat, tokens: Count, element_bytes:
 
 def _widest(model: ModelSpec) -> Attention:
     attentions = (attention for layer, _ in model.layers() for attention in layer.attentions)
-    return max(attentions, key=lambda one: one.cache_elements)
+    return max(attentions, key=lambda attention: attention.cache_elements)

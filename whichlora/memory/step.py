@@ -282,12 +282,12 @@ class TrainingStep:
         return self._around_layers(after_layers=False, in_encoder=True)
 
     @cached_property
-    def kept(self) -> Entry:
+    def saved_for_backward(self) -> Entry:
         """Kept for the backward when the forward is done."""
         return listed(self.passes.fact, *self.passes.groups, self.outside)
 
     @cached_property
-    def kept_in_layers(self) -> Entry:
+    def saved_in_layers(self) -> Entry:
         """So while the last layer runs."""
         return listed(self.passes.fact, *self.passes.groups, self.outside_in_layers)
 
@@ -311,7 +311,7 @@ class TrainingStep:
         # with accumulation no layer leaves new gradients: `AccumulateGrad` adds to those there are
         gradients = [0 if self.accumulates else layer.gradients for layer in self.layers]
         passes = self.passes
-        return worst_backward(self.model, self.layers, passes.backward, passes.kept, gradients)
+        return worst_backward(self.model, self.layers, passes.backward, passes.saved, gradients)
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -338,7 +338,9 @@ class TrainingStep:
         """The first gradient that a backward makes; 0 where the head is frozen."""
         if self.method.trains_base:
             return self.tied_params * self.param_bytes
-        return int(gradient_bytes(one for one in self.saved_modules if not one.is_embedding))
+        return int(
+            gradient_bytes(module for module in self.saved_modules if not module.is_embedding)
+        )
 
     @cached_property
     def gradients_in_layers(self) -> Count:
@@ -365,7 +367,7 @@ class TrainingStep:
     @property
     def _embedding_gradients(self) -> Count:
         """Those of looked-up tables, which come after all layers."""
-        size = gradient_bytes(one for one in self.saved_modules if one.is_embedding)
+        size = gradient_bytes(module for module in self.saved_modules if module.is_embedding)
         if self.method.trains_base:
             looked_up = self.model.embeddings[int(self.model.head_tied) :]
             trained = sum(table.num_params for table in looked_up if table.trains)
@@ -416,9 +418,9 @@ class TrainingStep:
     @cached_property
     def remainders(self) -> Entry:
         """Of blocks while activations are kept, and gradients of earlier micro-steps."""
-        kept = 0 * self.tokens + self._kept_remainder(self.passes.groups)
+        of_activations = 0 * self.tokens + self._saved_remainder(self.passes.groups)
         copies = self._lasting_copies + int(self.accumulates)
-        return Entry(allocator.REMAINDERS, kept + copies * self._trained_remainder)
+        return Entry(allocator.REMAINDERS, of_activations + copies * self._trained_remainder)
 
     @cached_property
     def late_remainders(self) -> Entry:
@@ -426,7 +428,7 @@ class TrainingStep:
         copies = self._lasting_copies + 1
         return Entry(allocator.REMAINDERS, copies * self._trained_remainder)
 
-    def _kept_remainder(self, groups: Iterable[Group]) -> Count:
+    def _saved_remainder(self, groups: Iterable[Group]) -> Count:
         if allocator.splits_all(self.gpu, expandable=self.run.expandable_segments):
             return 0
         return allocator.remainder_bytes(groups, like=self.tokens)

@@ -121,7 +121,7 @@ def _idle_bytes(step: TrainingStep, ledger: Ledger) -> Count:
     if step.gpu.kind == "cpu" or step.run.expandable_segments:
         return idle
     # The optimizer's lists of small tensors find no use for the segments of the activations.
-    left_behind = largest(in_loss, in_layer) + step.kept.num_bytes
+    left_behind = largest(in_loss, in_layer) + step.saved_for_backward.num_bytes
     at_optimizer = ledger.moment_bytes("optimizer_step") + left_behind
     return largest(idle, at_optimizer - peak)
 

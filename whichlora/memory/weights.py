@@ -55,13 +55,13 @@ def linear_bytes(linear: Linear, dtypes: Dtypes) -> int:
     bias_bytes = linear.count * linear.out_features * dtypes.base_bytes if linear.bias else 0
     if not is_quantised(linear, dtypes):
         return linear.num_weights * dtypes.base_bytes + bias_bytes
-    one = quantised_bytes(
+    matrix_bytes = quantised_bytes(
         linear.in_features * linear.out_features,
         dtypes.quant,
         out_features=linear.out_features,
         group_size=dtypes.quant_group_size,
     )
-    return linear.count * one + bias_bytes
+    return linear.count * matrix_bytes + bias_bytes
 
 
 def masked_head_params(model: ModelSpec) -> int:
@@ -75,7 +75,7 @@ def masked_head_params(model: ModelSpec) -> int:
     head = model.masked_head
     if head is None:
         return 0
-    transform = sum(one.num_params for one in (head.linear, head.norm) if one is not None)
+    transform = sum(module.num_params for module in (head.linear, head.norm) if module is not None)
     words = model.vocab_size * (head.bias + (0 if head.tied else head.width))
     return transform + words - head.lost_params
 
@@ -142,25 +142,27 @@ def weight_bytes(model: ModelSpec, dtypes: Dtypes) -> dict[str, int]:
         layer = group.layer
         linears = layer.linears
         in_linears = sum(linear.num_params for linear in linears)
-        one = sum(linear_bytes(linear, dtypes) for linear in linears)
-        one += (layer.num_params - in_linears) * dtypes.base_bytes
-        layers += one * (1 if group.shared else group.count)
+        layer_weights = sum(linear_bytes(linear, dtypes) for linear in linears)
+        layer_weights += (layer.num_params - in_linears) * dtypes.base_bytes
+        layers += layer_weights * (1 if group.shared else group.count)
     layers += unconverted_bytes(model, dtypes)
     embeddings = sum(embedding.num_params for embedding in model.embeddings)
     if model.head is not None:
         embeddings += model.head.num_params
         if model.head_tied:
             embeddings -= model.head.num_weights
-    other = model.loaded_params - embeddings - sum(group.num_params for group in model.groups)
-    other += masked_head_params(model)
+    remaining = model.loaded_params - embeddings - sum(group.num_params for group in model.groups)
+    remaining += masked_head_params(model)
     outer = model.outer_linears + model.idle_linears
-    other -= sum(linear.num_params for linear in outer)
+    remaining -= sum(linear.num_params for linear in outer)
     around = sum(linear_bytes(linear, dtypes) for linear in outer)
-    tables = sum(one.num_elements for one in model.embeddings if one.kind == "buffer")
+    tables = sum(
+        embedding.num_elements for embedding in model.embeddings if embedding.kind == "buffer"
+    )
     return {
         "layers": layers,
         "embeddings": embeddings * dtypes.embedding_bytes,
-        "other": other * dtypes.base_bytes + around,
+        "other": remaining * dtypes.base_bytes + around,
         "buffers": model.buffer_bytes
         + tables * dtypes.compute_bytes
         + rotary_table_bytes(model, dtypes),

@@ -1,6 +1,6 @@
 """At which depth a layer's backward is worst, where layers of several kinds alternate.
 
-When a layer goes backward, those after it have given back what they kept and left gradients.
+When a layer goes backward, those after it have released what they saved, and their gradients exist.
 """
 
 from __future__ import annotations
@@ -21,38 +21,40 @@ def has_one_order(model: ModelSpec) -> bool:
 def worst_backward(
     model: ModelSpec,
     layers: Sequence[LayerBytes],
-    own: Sequence[Count],
-    kept: Sequence[Count],
-    left: Sequence[Count],
+    backward: Sequence[Count],
+    saved: Sequence[Count],
+    gradients: Sequence[Count],
 ) -> Count:
     """Bytes of the worst backward beside what all layers keep.
 
     Args:
-        own: of one layer of each kind, the gradients that later layers gathered included.
-        kept: what one layer of each kind keeps until its backward is done.
-        left: gradients of its parameters, which it leaves then.
+        backward: of one layer of each kind, the gradients that later layers gathered included.
+        saved: what autograd saves of one layer of each kind until its backward is done.
+        gradients: of its parameters, which its backward makes.
 
     Kind: exact. Source: torch 2.13 `Engine::evaluate_function`: nodes go backward in reverse order.
     """
     if not has_one_order(model):
-        return largest(*own)
+        return largest(*backward)
     last = model.num_hidden_layers - 1
-    found: list[Count] = []
-    for group, layer, one in zip(model.groups, layers, own, strict=True):
+    candidates: list[Count] = []
+    for group, layer, layer_backward in zip(model.groups, layers, backward, strict=True):
         for place in group.positions[-2:]:
             if place == last:  # no later layer has gathered anything yet
-                found.append(one - layer.gathered)
+                candidates.append(layer_backward - layer.gathered)
             else:
-                found.append(one - after(model, kept, place) + after(model, left, place))
-    return largest(*found)
+                candidates.append(
+                    layer_backward - after(model, saved, place) + after(model, gradients, place)
+                )
+    return largest(*candidates)
 
 
-def after(model: ModelSpec, each: Sequence[Count], place: int) -> Count:
-    """The sum of `each` over all layers that stand after `place`.
+def after(model: ModelSpec, num_bytes_by_kind: Sequence[Count], place: int) -> Count:
+    """The sum of `num_bytes_by_kind` over all layers that stand after `place`.
 
     Kind: exact. Source: the positions of `LayerGroup`.
     """
     total: Count = 0
-    for group, one in zip(model.groups, each, strict=True):
-        total = total + one * sum(other > place for other in group.positions)
+    for group, num_bytes in zip(model.groups, num_bytes_by_kind, strict=True):
+        total = total + num_bytes * sum(position > place for position in group.positions)
     return total

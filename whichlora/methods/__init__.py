@@ -51,13 +51,13 @@ def get_method(name: str) -> Method:
     Raises:
         ConfigError: no such method.
     """
-    found = BUILT_IN.get(name)
-    if found is None:  # installed packages are asked only now: scanning them takes time
+    method = BUILT_IN.get(name)
+    if method is None:  # installed packages are asked only now: scanning them takes time
         methods = list_methods()
         if name not in methods:
             raise ConfigError(f"method: {name!r} is not known; accepted are {', '.join(methods)}")
-        found = methods[name]
-    return found
+        method = methods[name]
+    return method
 
 
 def with_defaults(run: RunConfig) -> RunConfig:

@@ -58,13 +58,13 @@ def around(
     result = ops.base(linear, x)
     if quantised and dtypes.quant in FOUR_BIT_BNB:
         result = ops.copy(result)
-    given = wide = x if _leaves_cast(linear, dtypes) else widened(ops, linear, x)
+    argument = wide = x if _leaves_cast(linear, dtypes) else widened(ops, linear, x)
     if dtypes.lora_dropout:
         on_cpu = dtypes.device_kind == "cpu"
         wide = ops.dropout(wide, mask_bytes=wide.size if on_cpu else 1)
     size = result.size
     result = ops.cast(join(ops, linear, wide, result), size)
-    ops.tape.hold(given, x)  # the caller's argument lives as long as the call
+    ops.tape.hold(argument, x)  # the caller's argument lives as long as the call
     return result
 
 
@@ -222,10 +222,10 @@ def read_lora(config: Any) -> Mapping[str, Any]:
 
 
 def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
-    found = experts_notes(adapts_experts and bool(run.lora_dropout))
+    texts = experts_notes(adapts_experts and bool(run.lora_dropout))
     if run.phase == "finetune" and (run.use_rslora or run.loraplus_lr_ratio != 1):
-        found += ("rsLoRA and LoRA+ take the bytes and the time of plain LoRA",)
-    return found
+        texts += ("rsLoRA and LoRA+ take the bytes and the time of plain LoRA",)
+    return texts
 
 
 def experts_notes(refused: bool) -> tuple[str, ...]:

@@ -361,25 +361,25 @@ class Layer:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix of the layer, in forward order."""
-        found = [linear for attention in self.attentions for linear in attention.linears]
+        linears = [linear for attention in self.attentions for linear in attention.linears]
         if self.mlp is not None:
-            found.extend(self.mlp.linears)
+            linears.extend(self.mlp.linears)
         if self.moe is not None:
-            found.append(self.moe.router)
-            found.extend(self.moe.expert.linears)
+            linears.append(self.moe.router)
+            linears.extend(self.moe.expert.linears)
             if self.moe.shared is not None:
-                found.extend(self.moe.shared.linears)
+                linears.extend(self.moe.shared.linears)
         if self.layer_input is not None:
-            found += [self.layer_input.gate, self.layer_input.projection]
-        return tuple(found)
+            linears += [self.layer_input.gate, self.layer_input.projection]
+        return tuple(linears)
 
     @property
     def inner_norms(self) -> tuple[Norm, ...]:
         """Norms beside `norms`: of its attentions, and of its input of its own."""
-        found = [norm for attention in self.attentions for norm in attention.norms]
+        norms = [norm for attention in self.attentions for norm in attention.norms]
         if self.layer_input is not None:
-            found.append(self.layer_input.norm)
-        return tuple(found)
+            norms.append(self.layer_input.norm)
+        return tuple(norms)
 
     @property
     def num_params(self) -> int:
@@ -568,7 +568,7 @@ class ModelSpec:
     @property
     def trainable_params(self) -> int:
         """Those among them that full fine-tuning on text changes. Kind: exact."""
-        frozen = sum(one.num_params for one in self.embeddings if not one.trains)
+        frozen = sum(embedding.num_params for embedding in self.embeddings if not embedding.trains)
         return self.loaded_params - frozen - self.idle_params
 
     @property
@@ -579,7 +579,9 @@ class ModelSpec:
     @property
     def adds_positions(self) -> bool:
         """Whether looked-up positions are added to the looked-up tokens."""
-        return any("position" in one.name or one.name == "wpe" for one in self.embeddings)
+        return any(
+            "position" in embedding.name or embedding.name == "wpe" for embedding in self.embeddings
+        )
 
     @property
     def longest_input(self) -> int | None:

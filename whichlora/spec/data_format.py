@@ -91,7 +91,7 @@ class DataFormat:
                     return cls(kind=kind, conversational=True)
                 raise ConfigError(
                     f"a row of {', '.join(row)} must hold text in each, or a list of messages in "
-                    f"each, got {', '.join(sorted(one.__name__ for one in types))}"
+                    f"each, got {', '.join(sorted(kind.__name__ for kind in types))}"
                 )
         accepted = "; ".join(", ".join(columns) for columns in COLUMNS.values())
         raise ConfigError(

@@ -41,10 +41,10 @@ class Limits:
     total_time_s: float | None = None
     finetune_bytes: int | None = None
 
-    def but(self, other: Limits) -> Limits:
-        """These limits, where `other` has none of its own."""
-        own = {name: value for name, value in asdict(other).items() if value is not None}
-        return replace(self, **own)
+    def but(self, overrides: Limits) -> Limits:
+        """These limits, replaced by those that `overrides` sets."""
+        changed = {name: value for name, value in asdict(overrides).items() if value is not None}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -313,11 +313,11 @@ class RunConfig:
         Raises:
             ConfigError: an unknown setting, or a value that is not accepted.
         """
-        known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
+        settings = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - settings)
         if unknown:
             raise ConfigError(
-                f"{unknown[0]}: is not a setting; known are {', '.join(sorted(known))}"
+                f"{unknown[0]}: is not a setting; known are {', '.join(sorted(settings))}"
             )
         fields = dict(values)
         fields.setdefault("serve", "merged")  # older records know no other form

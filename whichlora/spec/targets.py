@@ -28,9 +28,11 @@ def resolve_targets(
     Raises:
         ConfigError: a name that no layer of the model has, or nothing to adapt.
     """
-    adaptable = [one for one in (*all_linears(model), *model.outer_linears) if one.rank_multiple]
-    bare = {one.name for one in adaptable if modules_only and not one.is_module}
-    candidates = {one.name for one in adaptable} - bare
+    adaptable = [
+        linear for linear in (*all_linears(model), *model.outer_linears) if linear.rank_multiple
+    ]
+    bare = {linear.name for linear in adaptable if modules_only and not linear.is_module}
+    candidates = {linear.name for linear in adaptable} - bare
     if not candidates:
         raise ConfigError(
             f"target_modules: {model.name} has no linear layer that can be adapted; use method full"

@@ -26,12 +26,12 @@ class Libraries:
     vllm: str = "0.6.3"
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            version = getattr(self, one.name)
+        for field in fields(self):
+            version = getattr(self, field.name)
             if not isinstance(version, str) or not version.replace(".", "").isdigit():
                 raise ConfigError(
-                    f"libraries: {one.name}={version!r} is no version; give numbers and dots, "
-                    f"such as {one.default}"
+                    f"libraries: {field.name}={version!r} is no version; give numbers and dots, "
+                    f"such as {field.default}"
                 )
 
     @classmethod
@@ -41,14 +41,14 @@ class Libraries:
         Raises:
             ConfigError: another library, or no version.
         """
-        given = dict(versions)
-        known = [one.name for one in fields(cls)]
-        for name in given:
-            if name not in known:
+        settings = dict(versions)
+        field_names = [field.name for field in fields(cls)]
+        for name in settings:
+            if name not in field_names:
                 raise ConfigError(
-                    f"libraries: {name!r} changes no formula; accepted are {', '.join(known)}"
+                    f"libraries: {name!r} changes no formula; accepted are {', '.join(field_names)}"
                 )
-        return cls(**given)
+        return cls(**settings)
 
     def older(self, library: str, version: str) -> bool:
         """Whether `library` is older than `version`."""

@@ -26,7 +26,11 @@ from whichlora.symbolic.operators import OpEmitter
 
 
 def rotate(
-    code: OpEmitter, x: Tensor, attention: Attention, what: str, named: list[Tensor] | None = None
+    code: OpEmitter,
+    x: Tensor,
+    attention: Attention,
+    label: str,
+    local_variables: list[Tensor] | None = None,
 ) -> Tensor:
     """Rotary positions, of the leading part of each head.
 
@@ -38,34 +42,34 @@ def rotate(
     tape = code.tape
     if attention.wide_rotation and x.size < 4:
         wide = code.cast(x, 4)
-        result = rotate(code, wide, attention, what, named)
+        result = rotate(code, wide, attention, label, local_variables)
         tape.hold(wide)
         return result
     heads = x.elements.per_token // attention.head_dim
     rotated = per_token(heads * attention.rotary_dim)
-    rest = per_token(heads * (attention.head_dim - attention.rotary_dim))
-    given = x
+    unrotated = per_token(heads * (attention.head_dim - attention.rotary_dim))
+    whole = x
     passed = None
-    if any(rest):
-        x, passed = tape.parts(x, (rotated, rest))
+    if any(unrotated):
+        x, passed = tape.parts(x, (rotated, unrotated))
     table = tape.weight(per_token(attention.rotary_dim), 4 if attention.wide_tables else x.size)
-    one = code.multiply_rows(x, table)
+    cosine_part = code.multiply_rows(x, table)
     # two halves: the gradient of each is laid out over the whole before they are added
     half = scaled(x.elements, x.size // 2)
     turned = tape.op([x], x.elements, x.size, inner=half, inner_backward=scaled(x.elements, x.size))
-    two = code.multiply_rows(turned, table)
-    result = code.add(one, two, f"{what}, rotated")
-    if named is not None and attention.names_parts and passed is not None:
-        named += [given, result]
+    sine_part = code.multiply_rows(turned, table)
+    result = code.add(cosine_part, sine_part, f"{label}, rotated")
+    if local_variables is not None and attention.names_parts and passed is not None:
+        local_variables += [whole, result]
     if attention.joins_rotation or passed is not None:
         parts = [result] if passed is None else [result, passed]
         result = tape.op(
             parts,
-            given.elements,
+            whole.elements,
             result.size,
             passes=passed is None,
             joined=attention.joins_rotation,
-            what=f"{what}, rotated",
+            what=f"{label}, rotated",
         )
     return result
 
@@ -123,9 +127,9 @@ def _project_scaled(code: OpEmitter, attention: Attention, x: Tensor, read: Tens
 def _project_gated(code: OpEmitter, attention: Attention, x: Tensor, read: Tensor) -> Projected:
     """Source: transformers 5.23 `Qwen3NextAttention.forward`."""
     q_linear, k_linear, v_linear, _ = attention.linears
-    both = code.linear(q_linear, x)
+    joint = code.linear(q_linear, x)
     half = per_token(attention.q_width)  # per head a query and a gate, side by side
-    (q,), (gate,) = code.tape.parts(both, (half,)), code.tape.parts(both, (half,))
+    (q,), (gate,) = code.tape.parts(joint, (half,)), code.tape.parts(joint, (half,))
     gate = code.copy(gate)
     k, v = code.linear(k_linear, read), code.linear(v_linear, read)
     return _by_heads(code, attention, q, k, v, gate)
@@ -305,10 +309,12 @@ def _biased_mask(code: OpEmitter, attention: Attention, bias: Tensor) -> Tensor:
         return bias if attention.cross else code.copy(bias)
     elements = per_pair(heads) if code.masked else per_span_squared(heads)
     masked_gradient = scaled(elements, bias.size)
-    found = code.tape.op(
+    masked_bias = code.tape.op(
         [bias], elements, bias.size, inner_backward=masked_gradient, what="position bias, masked"
     )
-    return found if attention.cross else code.copy(found)  # heads come last in a looked-up bias
+    return (
+        masked_bias if attention.cross else code.copy(masked_bias)
+    )  # heads come last in a looked-up bias
 
 
 def _fused_kernel(
@@ -326,7 +332,7 @@ def _fused_kernel(
         else:  # one head is repeated by a view; its gradient comes back for every head
             summed = per_token(heads * (attention.head_dim + attention.v_head_dim) * size)
     if flash or dtypes.under_autocast:
-        inputs = [code.cast(one, size) for one in inputs]
+        inputs = [code.cast(operand, size) for operand in inputs]
     keeps = [per_token(4 * heads)]
     if bias is not None:
         inputs.append(code.cast(_biased_mask(code, attention, bias), size))
@@ -507,9 +513,9 @@ def _math_kernel(
         k, v = _repeated(code, attention, k, v)
     named = k, v
     if dtypes.under_autocast:
-        q, k, v = (code.cast(one, dtypes.compute_bytes) for one in (q, k, v))
+        q, k, v = (code.cast(state, dtypes.compute_bytes) for state in (q, k, v))
     size = q.size
-    wide = [code.cast(one, 4) for one in (q, k, v)]
+    wide = [code.cast(state, 4) for state in (q, k, v)]
     scaled_q = code.scale(wide[0])
     mask = None
     if code.masked:

@@ -91,15 +91,15 @@ def scaled(form: LinearForm, factor: int) -> LinearForm:
     return LinearForm(a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k, size)
 
 
-def plus(one: LinearForm, other: LinearForm) -> LinearForm:
-    a, b, c, d, e, f, g, h, i, size = one
-    p, q, r, s, t, u, v, w, x, other_size = other
+def plus(first: LinearForm, second: LinearForm) -> LinearForm:
+    a, b, c, d, e, f, g, h, i, size = first
+    p, q, r, s, t, u, v, w, x, other_size = second
     size = size or other_size
     return LinearForm(a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x, size)
 
 
-def minus(one: LinearForm, other: LinearForm) -> LinearForm:
-    return plus(one, scaled(other, -1))
+def minus(first: LinearForm, second: LinearForm) -> LinearForm:
+    return plus(first, scaled(second, -1))
 
 
 def total(forms: Iterable[LinearForm]) -> LinearForm:
@@ -118,12 +118,12 @@ def evaluate(form: LinearForm, *, tokens: Count, span: Count, r: Count) -> Count
     """The number, or array of numbers, that `form` stands for."""
     result: Count = 0 * tokens + form.constant
     if form.per_token or form.per_pair or form.per_rank_token:
-        each: Count = form.per_token
+        slope: Count = form.per_token
         if form.per_pair:
-            each = each + form.per_pair * span
+            slope = slope + form.per_pair * span
         if form.per_rank_token:
-            each = each + form.per_rank_token * r
-        result = result + tokens * each
+            slope = slope + form.per_rank_token * r
+        result = result + tokens * slope
     if form.per_rank:
         result = result + form.per_rank * r
     if form.per_span_squared:
@@ -211,7 +211,7 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedTensor:
     """A tensor that autograd keeps; `element_bytes` 0 for several in one operator."""
 
     what: str
@@ -241,9 +241,9 @@ class Tape:
         self._gathered: list[Tensor] = []
         self._lent: list[Tensor] = []
 
-    def _add(self, form: LinearForm, what: str, size: int) -> None:
+    def _add(self, form: LinearForm, name: str, size: int) -> None:
         self._forms.append(form)
-        self._names.append((what, size))
+        self._names.append((name, size))
 
     def _edge(self) -> int:
         self._num_edges += 1
@@ -261,19 +261,19 @@ class Tape:
 
     def shared(self, elements: LinearForm, size: int, *, needs_grad: bool) -> Tensor:
         """What all layers read: alive anyway, and so is the gradient gathered from later layers."""
-        found = Tensor(-1, elements, size, self._edge(), needs_grad)
+        tensor = Tensor(-1, elements, size, self._edge(), needs_grad)
         if needs_grad:
-            self._gathered.append(found)
-        return found
+            self._gathered.append(tensor)
+        return tensor
 
     def lend(self, *tensors: Tensor) -> None:
         """Later blocks read `tensors`, and their gradients wait when this one goes backward."""
         self._lent += tensors
-        self._gathered += [one for one in tensors if one.needs_grad]
+        self._gathered += [tensor for tensor in tensors if tensor.needs_grad]
 
     @property
     def lent(self) -> LinearForm:
-        return total(one.form for one in self._lent)
+        return total(tensor.form for tensor in self._lent)
 
     def cached(self, tensor: Tensor) -> Tensor:
         """The same in a cache that is counted elsewhere, one head after the other."""
@@ -282,7 +282,7 @@ class Tape:
     @property
     def gathered(self) -> LinearForm:
         """Gradients that later blocks have left."""
-        return total(one.form for one in self._gathered)
+        return total(tensor.form for tensor in self._gathered)
 
     def op(
         self,
@@ -320,24 +320,26 @@ class Tape:
         result = Tensor(len(self._forms), elements, size, self._edge(), joined=joined)
         self._add(result.form, what, size)
         made = [result.storage]
-        inputs = () if detached else tuple(one for one in reads if one.needs_grad)
+        inputs = () if detached else tuple(tensor for tensor in reads if tensor.needs_grad)
         if inputs:
             result.needs_grad = True
-            kept = [one.storage for one in saves if one.storage >= 0]
+            saved = [tensor.storage for tensor in saves if tensor.storage >= 0]
             if saves_result:
-                kept.append(result.storage)
+                saved.append(result.storage)
             for form in keeps:
                 made.append(len(self._forms))
-                kept.append(len(self._forms))
+                saved.append(len(self._forms))
                 self._add(form, what, 0)
             packs = bool(saves or saves_result or keeps) and not hidden
             step = len(self._steps)
             self._nodes.append(
                 _Node(
-                    step, (result,), inputs, kept, packs, passes, inner_backward, hidden, reshapes
+                    step, (result,), inputs, saved, packs, passes, inner_backward, hidden, reshapes
                 )
             )
-        self._steps.append(_Step([one.storage for one in reads if one.storage >= 0], made, inner))
+        self._steps.append(
+            _Step([tensor.storage for tensor in reads if tensor.storage >= 0], made, inner)
+        )
         return result
 
     def view(self, tensor: Tensor, *, copies_gradient: bool = False) -> Tensor:
@@ -354,10 +356,10 @@ class Tape:
 
     def in_place(self, tensor: Tensor, added: Tensor | None = None) -> Tensor:
         """Written over: by the sum with `added`, or by a product with what lives anyway."""
-        read = [tensor] if added is None else [tensor, added]
+        operands = [tensor] if added is None else [tensor, added]
         step = len(self._steps)
-        self.hold(*read)
-        inputs = [one for one in read if one.needs_grad]
+        self.hold(*operands)
+        inputs = [operand for operand in operands if operand.needs_grad]
         if not inputs:
             return tensor
         result = replace(tensor, edge=self._edge(), needs_grad=True)
@@ -369,14 +371,16 @@ class Tape:
         self, tensor: Tensor, elements: Sequence[LinearForm], *, inner: LinearForm = NOTHING
     ) -> tuple[Tensor, ...]:
         """Views of parts of `tensor`, whose gradient is put together from theirs."""
-        found = tuple(replace(tensor, elements=one, edge=self._edge()) for one in elements)
+        views = tuple(replace(tensor, elements=part, edge=self._edge()) for part in elements)
         if tensor.needs_grad:
-            self._nodes.append(_Node(len(self._steps), found, (tensor,), (), False, False, inner))
-        return found
+            self._nodes.append(_Node(len(self._steps), views, (tensor,), (), False, False, inner))
+        return views
 
     def hold(self, *tensors: Tensor) -> None:
         """A name still holds `tensors` here."""
-        self._steps.append(_Step([one.storage for one in tensors if one.storage >= 0], (), NOTHING))
+        self._steps.append(
+            _Step([tensor.storage for tensor in tensors if tensor.storage >= 0], (), NOTHING)
+        )
 
     def hold_to_end(self, tensor: Tensor, *, name: str = "") -> None:
         """A name of the block's caller, or of the block itself, holds `tensor` until it returns.
@@ -393,20 +397,22 @@ class Tape:
             if name:
                 self._bound[name] = tensor.storage
 
-    def kept(self, *, hidden: bool = False) -> tuple[Kept, ...]:
+    def saved_tensors(self, *, hidden: bool = False) -> tuple[SavedTensor, ...]:
         """What stays for backward, each storage once, the input among it if it is kept.
 
         Args:
             hidden: only what checkpointing does not free.
         """
         nodes = [node for node in self._nodes if node.hidden or not hidden]
-        found = sorted({storage for node in nodes for storage in node.saved})
-        return tuple(Kept(*self._names[one], self._forms[one]) for one in found)
+        storages = sorted({storage for node in nodes for storage in node.saved})
+        return tuple(
+            SavedTensor(*self._names[storage], self._forms[storage]) for storage in storages
+        )
 
     @property
     def saved(self) -> LinearForm:
         """Bytes of all that is kept."""
-        return total(one.form for one in self.kept())
+        return total(tensor.form for tensor in self.saved_tensors())
 
     def forward(
         self, *, saving: bool, stop: int | None = None
@@ -426,13 +432,13 @@ class Tape:
         ends: dict[int, list[int]] = {}
         for storage, index in last.items():
             ends.setdefault(index, []).append(storage)
-        seen: set[int] = set()
-        kept: set[int] = set()
+        held: set[int] = set()
+        saved: set[int] = set()
         if saving:
             for node in self._nodes:
-                seen.update(node.saved)
+                held.update(node.saved)
                 if not node.hidden:
-                    kept.update(node.saved)
+                    saved.update(node.saved)
         points = []
         live = NOTHING
         for index, step in enumerate(steps):
@@ -440,9 +446,9 @@ class Tape:
                 live = plus(live, self._forms[storage])
             points.append(plus(live, step.inner))
             for storage in ends.get(index, ()):
-                if storage not in seen and storage != 0:
+                if storage not in held and storage != 0:
                     live = minus(live, self._forms[storage])
-        return points, total(self._forms[one] for one in kept if one != 0)
+        return points, total(self._forms[storage] for storage in saved if storage != 0)
 
     def backward(
         self, *, recomputed: bool, early_stop: bool = True, accumulated: bool = False
@@ -489,9 +495,9 @@ class _Backward:
         self._given = self._new(result.form)
         self._buffers: dict[int, int] = {result.edge: self._given}
         self.live = result.form
-        for one in tape._gathered:
-            self._buffers[one.edge] = self._new(one.form)
-            self.live = plus(self.live, one.form)
+        for tensor in tape._gathered:
+            self._buffers[tensor.edge] = self._new(tensor.form)
+            self.live = plus(self.live, tensor.form)
         self.points: list[LinearForm] = [self.live]
         self._held = {0}  # not freed by the backward of a checkpointed block
         for node in tape._nodes:
@@ -511,7 +517,7 @@ class _Backward:
             self.live = minus(self.live, self._sizes[gradient])
 
     def recompute(self, points: list[LinearForm], saved: LinearForm) -> None:
-        self.points += [plus(self.live, one) for one in points]
+        self.points += [plus(self.live, point) for point in points]
         self.live = plus(self.live, saved)
         self.is_recomputed = True
 
@@ -527,30 +533,34 @@ class _Backward:
 
     def run(self, node: _Node, *, frees_input: bool) -> None:
         """Pass the gradients of `node`'s results on to its inputs."""
-        given = [self._buffers.pop(one.edge) for one in node.results if one.edge in self._buffers]
-        if not given:
+        gradients = [
+            self._buffers.pop(tensor.edge)
+            for tensor in node.results
+            if tensor.edge in self._buffers
+        ]
+        if not gradients:
             return
         made: list[tuple[Tensor, int]] = []
-        for one in node.inputs:
-            if node.passes and self._sizes[given[0]] == one.form:
-                self._shares[given[0]] += 1
-                made.append((one, given[0]))
+        for tensor in node.inputs:
+            if node.passes and self._sizes[gradients[0]] == tensor.form:
+                self._shares[gradients[0]] += 1
+                made.append((tensor, gradients[0]))
             else:
-                gradient = self._new(one.form)
-                made.append((one, gradient))
-                self.live = plus(self.live, one.form)
+                gradient = self._new(tensor.form)
+                made.append((tensor, gradient))
+                self.live = plus(self.live, tensor.form)
                 if node.reshapes:
                     self._views.add(gradient)
         self.points.append(plus(self.live, node.inner))
         for storage in set(node.saved):
             self._holders[storage] -= 1
-            kept = storage in self._held if not frees_input else False
-            if not self._holders[storage] and not kept:
+            is_held = storage in self._held if not frees_input else False
+            if not self._holders[storage] and not is_held:
                 self.live = minus(self.live, self._forms[storage])
-        for gradient in given:
+        for gradient in gradients:
             self._release(gradient)
-        for one, gradient in made:
-            self._deliver(one, gradient)
+        for tensor, gradient in made:
+            self._deliver(tensor, gradient)
 
     def _deliver(self, tensor: Tensor, gradient: int) -> None:
         if tensor.is_leaf:

@@ -30,12 +30,12 @@ def store(code: OpEmitter, *states: Tensor, num_heads: int) -> None:
     cache = code.dtypes.stores
     if cache is None:
         return
-    for one in states:
+    for state in states:
         if cache.backend == "fp8":
-            _to_fp8(code, one)
+            _to_fp8(code, state)
             continue
-        by_head = one.joined or num_heads == 1
-        laid_out = one if by_head else code.copy(one)  # `contiguous()`
+        by_head = state.joined or num_heads == 1
+        laid_out = state if by_head else code.copy(state)  # `contiguous()`
         quantise = _to_quanto if cache.backend == "quanto" else _to_hqq
         quantise(code, laid_out, cache)
         code.tape.hold(laid_out)
@@ -82,28 +82,30 @@ def _to_hqq(code: OpEmitter, x: Tensor, cache: CacheFormat) -> None:
     scale = tape.op([spread], groups, 4, inner=scaled(groups, 4))
     zero = tape.op([low, scale], groups, 4, inner=scaled(groups, 4))
     size = 4 if dtypes.device_kind == "cpu" else 2
-    fitted, its_scale, its_zero = code.cast(wide, size), code.cast(scale, size), zero
+    fitted, fitted_scale, fitted_zero = code.cast(wide, size), code.cast(scale, size), zero
     before: list[Tensor] = []
     for _ in range(2):
-        codes = code.scale(_affine(code, fitted, its_scale, its_zero))
-        difference = tape.op([codes, its_zero], x.elements, size)
-        restored = tape.op([difference, its_scale], x.elements, size)
+        codes = code.scale(_affine(code, fitted, fitted_scale, fitted_zero))
+        difference = tape.op([codes, fitted_zero], x.elements, size)
+        restored = tape.op([difference, fitted_scale], x.elements, size)
         error = tape.op([fitted, restored], x.elements, size)
         shrunk = tape.op([error], x.elements, size)
         power = tape.op([shrunk], x.elements, size)
         tape.hold(code.scale(power), power)
         tape.hold(code.scale(error), shrunk)  # its sign
         target = tape.op([fitted, shrunk], x.elements, size)
-        projected = tape.op([target, its_scale], x.elements, size)
-        its_zero = tape.op([codes, projected], groups, size, inner=scaled(x.elements, size))
+        projected = tape.op([target, fitted_scale], x.elements, size)
+        fitted_zero = tape.op([codes, projected], groups, size, inner=scaled(x.elements, size))
         tape.hold(shrunk, *before)
         before = [codes, restored]
         tape.hold(code.scale(tape.op([fitted, restored], x.elements, size)))  # how far it is
     tape.hold(fitted, *before)
-    codes = tape.op([code.scale(_affine(code, wide, its_scale, its_zero))], x.elements, 1)
+    codes = tape.op([code.scale(_affine(code, wide, fitted_scale, fitted_zero))], x.elements, 1)
     tape.hold(wide, low, high, spread, scale, zero)
     _pack(tape, codes, cache)
-    _keep(tape, *(tape.op([one], groups, x.size) for one in (its_scale, its_zero)))
+    _keep(
+        tape, *(tape.op([parameter], groups, x.size) for parameter in (fitted_scale, fitted_zero))
+    )
 
 
 def _affine(code: OpEmitter, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -122,8 +124,8 @@ def _pack(tape: Tape, codes: Tensor, cache: CacheFormat) -> None:
 
 
 def _keep(tape: Tape, *stored: Tensor) -> None:
-    for one in stored:
-        tape.hold_to_end(one)
+    for tensor in stored:
+        tape.hold_to_end(tensor)
 
 
 @lru_cache(maxsize=512)

@@ -27,7 +27,7 @@ def attend_disentangled(code: OpEmitter, attention: Attention, x: Tensor) -> Ten
     tape, dtypes = code.tape, code.dtypes
     heads = attention.num_attention_heads
     query, key, value, out_linear = attention.linears
-    q, k, v = (code.copy(code.linear(one, x)) for one in (query, key, value))
+    q, k, v = (code.copy(code.linear(linear, x)) for linear in (query, key, value))
     scaled_k = code.scale(k)
     scores = _product(code, q, scaled_k, per_pair(heads))
     table = _table(code, attention, x)
@@ -51,14 +51,14 @@ def attend_disentangled(code: OpEmitter, attention: Attention, x: Tensor) -> Ten
 
 
 def _product(
-    code: OpEmitter, x: Tensor, y: Tensor, elements: LinearForm, what: str = "scores"
+    code: OpEmitter, x: Tensor, y: Tensor, elements: LinearForm, label: str = "scores"
 ) -> Tensor:
     """Autocast casts both factors of each product anew."""
     if code.dtypes.under_autocast:
         size = code.dtypes.compute_bytes
         x, y = code.cast(x, size), code.cast(y, size)
-    saves = [one for one, other in ((y, x), (x, y)) if other.needs_grad]
-    return code.tape.op([x, y], elements, x.size, saves=saves, what=what)
+    saves = [factor for factor, partner in ((y, x), (x, y)) if partner.needs_grad]
+    return code.tape.op([x, y], elements, x.size, saves=saves, what=label)
 
 
 def _table(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ def _relative_scores(
         return tape.op([once], repeated, once.size, what="projected positions, repeated")
 
     def score(content: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        what = "scores of all positions, before theirs are gathered"
-        every = _product(code, content, positions, per_token(heads * rows), what)
+        label = "scores of all positions, before theirs are gathered"
+        every = _product(code, content, positions, per_token(heads * rows), label)
         pairs = per_span_squared(1)
         index = tape.op([tape.op([], pairs, _INDEX)], pairs, _INDEX, what="indices of positions")
         picked = tape.op(

@@ -25,12 +25,12 @@ from whichlora.symbolic.operators import OpEmitter
 
 def mix_recurrently(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     """The block in the place of an attention."""
-    given = x
+    block_input = x
     if code.dtypes.padded:  # padding tokens are set to nothing
         x = code.tape.op([x], x.elements, x.size)
     result = _BLOCKS[attention.kind](code, attention, x)
     if attention.kind == "mamba2":
-        code.tape.hold(given)  # the caller's name
+        code.tape.hold(block_input)  # the caller's name
     return result
 
 
@@ -39,12 +39,12 @@ def _short_convolution(code: OpEmitter, attention: Attention, x: Tensor) -> Tens
     in_linear, out_linear = attention.linears
     hidden = attention.head_dim
     joint = code.linear(in_linear, x)
-    one, gate, other = tape.parts(joint, (per_token(hidden),) * 3)
-    product = code.multiply(one, other)
+    in_gate, out_gate, values = tape.parts(joint, (per_token(hidden),) * 3)
+    product = code.multiply(in_gate, values)
     kernel = attention.state_elements // hidden
     convolved = code.cast(code.convolve(product, hidden, kernel), product.size)
     (convolved,) = tape.parts(convolved, (per_token(hidden),))
-    y = code.multiply(gate, convolved)
+    y = code.multiply(out_gate, convolved)
     copied = code.copy(y)
     tape.hold(joint, convolved, y)
     result = code.linear(out_linear, copied)
@@ -62,17 +62,17 @@ def _delta_net(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
         k_width = in_linears[0].out_features // 2 - v_width
         pair = code.linear(in_linears[1], x)
         q, k, v, z = tape.parts(first, _widths(k_width, k_width, v_width, v_width))
-        v, z, q, k = (code.copy(one) for one in (v, z, q, k))
-        b, a = (code.copy(one) for one in tape.parts(pair, (few, few)))
+        v, z, q, k = (code.copy(state) for state in (v, z, q, k))
+        b, a = (code.copy(part) for part in tape.parts(pair, (few, few)))
         channels = per_token(2 * k_width + v_width)
         mixed = tape.op([q, k, v], channels, first.size)
         tape.hold(q, k, v)
-        names = [first, pair]
+        local_variables = [first, pair]
     else:
         k_width = (in_linears[0].out_features - v_width) // 2
         mixed = first
-        z, b, a = (code.linear(one, x) for one in in_linears[1:])
-        names = [z]
+        z, b, a = (code.linear(linear, x) for linear in in_linears[1:])
+        local_variables = [z]
     num_channels = 2 * k_width + v_width
     kernel = attention.state_elements // num_channels
     convolved = code.convolve(mixed, num_channels, kernel)
@@ -88,7 +88,7 @@ def _delta_net(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     tape.hold(active, beta, decay)
     y = _gated_norm(code, attention, y, z)
     result = code.linear(out_linear, y)
-    tape.hold(x, active, beta, decay, a, b, y, z, *names)
+    tape.hold(x, active, beta, decay, a, b, y, z, *local_variables)
     return result
 
 
@@ -129,19 +129,21 @@ def _chunked_rule(
     rows, square = per_chunk(CHUNK * heads), per_chunk(CHUNK * CHUNK * heads)
     q, k, v = qkv
     if q.elements.per_token != k_width:  # every key head serves several value heads
-        q, k = (tape.op([one], per_token(k_width), size) for one in (q, k))
+        q, k = (tape.op([state], per_token(k_width), size) for state in (q, k))
     # in fp32 already they stay as they are, each head's tokens apart: products copy them first,
     # unless filling up the last chunk has laid them out anew
     apart = size == 4 and not code.ragged
-    wide = [one if size == 4 else code.cast(one, 4) for one in (q, k, v)]
+    wide = [state if size == 4 else code.cast(state, 4) for state in (q, k, v)]
     tape.hold(q, k, v)
-    beta, decay = (tape.op([one], one.elements, 4, passes=True) for one in (beta, decay))
-    q, k = (_normalised(code, one, per_token(heads)) for one in wide[:2])
+    beta, decay = (tape.op([state], state.elements, 4, passes=True) for state in (beta, decay))
+    q, k = (_normalised(code, state, per_token(heads)) for state in wide[:2])
     scaled_q = code.scale(q)
     before = (scaled_q, k, wide[2])
-    q, k, v = (tape.op([one], _in_chunks(one), 4, what="delta rule: padded") for one in before)
+    q, k, v = (
+        tape.op([state], _in_chunks(state), 4, what="delta rule: padded") for state in before
+    )
     tape.hold(*before)
-    beta, decay = (tape.op([one], rows, 4) for one in (beta, decay))
+    beta, decay = (tape.op([state], rows, 4) for state in (beta, decay))
 
     v_beta, k_beta = code.multiply_rows(v, beta), code.multiply_rows(k, beta)
     summed = tape.op([decay], rows, 4)
@@ -153,10 +155,10 @@ def _chunked_rule(
     solved = scaled(square, 2 * 4)
     values, keys = (
         tape.op(
-            [system, one], one.elements, 4, saves=[system], saves_result=True,
+            [system, state], state.elements, 4, saves=[system], saves_result=True,
             inner_backward=solved, what="delta rule: solved",
         )
-        for one in (v_beta, decayed)
+        for state in (v_beta, decayed)
     )  # fmt: skip
     read = code.multiply_rows(q, _exponent(code, summed, rows))
     written = code.multiply_rows(k, _exponent(code, summed, rows))
@@ -177,15 +179,15 @@ def _exponent(code: OpEmitter, x: Tensor, rows: LinearForm) -> Tensor:
 
 
 def _product(
-    code: OpEmitter, one: Tensor, other: Tensor, pairwise: Tensor, *, apart: bool
+    code: OpEmitter, first: Tensor, second: Tensor, pairwise: Tensor, *, apart: bool
 ) -> Tensor:
     """Each token of a chunk with each, weighted with their decay."""
     if code.dtypes.under_autocast:
         size = code.dtypes.compute_bytes
-        one, other = (code.cast(x, size, "delta rule: factor, cast") for x in (one, other))
+        first, second = (code.cast(x, size, "delta rule: factor, cast") for x in (first, second))
     if apart:
-        one, other = code.copy(one), code.copy(other)
-    product = code.tape.op([one, other], pairwise.elements, one.size, saves=[one, other])
+        first, second = code.copy(first), code.copy(second)
+    product = code.tape.op([first, second], pairwise.elements, first.size, saves=[first, second])
     return code.multiply(product, pairwise)
 
 
@@ -213,14 +215,14 @@ def _scan(
         writes = scaled(plus(k_width, v_width), size)  # keys and new values
         always = scaled(plus(v_width, inside.elements), size)
         states = plus(per_chunk(2 * size * state), _but_one(per_chunk(4 * state)))
-        kept = total((states, _but_one(reads), _but_one(writes), always))
+        saved = total((states, _but_one(reads), _but_one(writes), always))
     elif apart:
         saves = [keys, inside]
         copies = scaled(_but_one(plus(k_width, k_width)), 4)
-        kept = total((per_chunk(4 * state), scaled(v_width, 4), copies))
+        saved = total((per_chunk(4 * state), scaled(v_width, 4), copies))
     else:
         saves = [keys, read, inside, written]
-        kept = plus(per_chunk(4 * state), scaled(v_width, 4))
+        saved = plus(per_chunk(4 * state), scaled(v_width, 4))
     # a part's gradient is laid out over the whole; so is that of what was written in place
     part = scaled(values.elements, 4)
     return code.tape.op(
@@ -228,7 +230,7 @@ def _scan(
         values.elements,
         4,
         saves=saves,
-        keeps=[kept],
+        keeps=[saved],
         # a state, what is left of it, what comes to it and their sum, which a cache has counted;
         # new values and what was read
         inner=per_sequence(4 * ((3 + code.dtypes.training) * state + 2 * v_width.per_chunk)),

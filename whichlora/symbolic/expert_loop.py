@@ -25,14 +25,14 @@ def run_each_expert(
         rows = Rows(chosen=moe.experts_per_token, part=number, parts=moe.num_experts)
         part = replace(code, rows=rows)
         readers = tape.op([chosen], rows.of(1), _INDEX, what="experts: rows")
-        given = tape.op(
+        gathered = tape.op(
             [x, readers], rows.of(hidden), x.size, saves=[readers], what="experts: gathered inputs"
         )
-        out = _run(part, moe, given)
-        own = tape.op([weights, readers], rows.of(1), weights.size, saves=[readers])
-        weighted = part.multiply_rows(out, own)
+        out = _run(part, moe, gathered)
+        row_weights = tape.op([weights, readers], rows.of(1), weights.size, saves=[readers])
+        weighted = part.multiply_rows(out, row_weights)
         result = tape.in_place(result, part.cast(weighted, x.size))
-        tape.hold(given, out)
+        tape.hold(gathered, out)
     tape.hold(x)
     return result
 
@@ -62,5 +62,5 @@ def _product(part: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     )
     if dtypes.under_autocast:
         x, weight = part.cast(x, dtypes.compute_bytes), part.cast(weight, dtypes.compute_bytes)
-    saves = [one for one, other in ((weight, x), (x, weight)) if other.needs_grad]
+    saves = [factor for factor, partner in ((weight, x), (x, weight)) if partner.needs_grad]
     return tape.op([x, weight], part.rows.of(linear.out_features), x.size, saves=saves)

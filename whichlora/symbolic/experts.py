@@ -43,11 +43,11 @@ def _weight(code: OpEmitter, linear: Linear) -> Tensor:
     return code.tape.weight(constant(linear.num_weights), code.dtypes.base_bytes, trained=trained)
 
 
-def _multiplied(code: OpEmitter, x: Tensor, weight: Tensor, elements: int, what: str) -> Tensor:
+def _multiplied(code: OpEmitter, x: Tensor, weight: Tensor, elements: int, label: str) -> Tensor:
     saves = [weight] if x.needs_grad else []
     if weight.needs_grad:
         saves.append(x)
-    return code.tape.op([x, weight], per_token(elements), x.size, saves=saves, what=what)
+    return code.tape.op([x, weight], per_token(elements), x.size, saves=saves, what=label)
 
 
 def _logits(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _logits(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
 
 def route(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Weights and numbers of the chosen experts, and the logits, which the caller's name holds."""
-    tape, given = code.tape, x
+    tape, router_input = code.tape, x
     if moe.routing == "scaled":
         x = _scaled(code, moe, x)
     logits = _logits(code, moe, x)
@@ -96,12 +96,12 @@ def route(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
     weights = tape.op([top], few, size, keeps=[scaled(few, 4)], what="router: weights")
     if moe.routing == "scaled":
         scale = code.dtypes.base_bytes
-        own = tape.op([chosen], few, scale, what="router: scales of the chosen")
-        return code.multiply(weights, own), chosen, scores
+        expert_scales = tape.op([chosen], few, scale, what="router: scales of the chosen")
+        return code.multiply(weights, expert_scales), chosen, scores
     if moe.routing == "softmax":
         weights = code.cast(weights, logits.size)
     elif moe.routing == "softmax_exact":
-        weights = code.cast(weights, given.size)
+        weights = code.cast(weights, router_input.size)
     return weights, chosen, logits
 
 
@@ -167,7 +167,7 @@ def _gated(code: OpEmitter, moe: Moe, joint: Tensor) -> Tensor:
     up = tape.op([up], half, joint.size, saves=[up])
     sigmoid = tape.op([code.scale(gate)], half, gate.size, saves_result=True, what="experts: gate")
     glu = code.multiply(gate, sigmoid)
-    more = tape.op([up], half, up.size, passes=True)
-    result = code.multiply(more, glu)
+    shifted_up = tape.op([up], half, up.size, passes=True)
+    result = code.multiply(shifted_up, glu)
     tape.hold(gate, up, glu)
     return result

@@ -12,7 +12,15 @@ from functools import lru_cache
 from whichlora.methods.base import NO_ADAPTERS, Method
 from whichlora.spec.architecture import Attention, Layer, LayerInput, Linear, ModelSpec, Norm
 from whichlora.spec.dtypes import Dtypes
-from whichlora.symbolic.autograd import Kept, LinearForm, Tape, Tensor, constant, maximal, per_token
+from whichlora.symbolic.autograd import (
+    LinearForm,
+    SavedTensor,
+    Tape,
+    Tensor,
+    constant,
+    maximal,
+    per_token,
+)
 from whichlora.symbolic.experts import route, run_experts
 from whichlora.symbolic.mlp import activate, feed_forward
 from whichlora.symbolic.operators import OpEmitter
@@ -36,10 +44,10 @@ def one_after_the_other(
     tape = code.tape
     linears, norms = list(attention.linears), list(attention.norms)
 
-    def rotated(projected: Tensor, what: str) -> Tensor:
+    def rotated(projected: Tensor, label: str) -> Tensor:
         normed = code.norm(norms.pop(0), tape.view(projected, copies_gradient=copies_gradient))
         tape.hold(projected)
-        result = rotate(code, normed, attention, what)
+        result = rotate(code, normed, attention, label)
         tape.hold(normed)
         return result
 
@@ -69,17 +77,17 @@ def feed_both_ways(code: OpEmitter, layer: Layer, x: Tensor, y: Tensor) -> Tenso
     tape = code.tape
     after_mlp, before_experts, after_experts = layer.norms[4:]
     dense = feed_forward(code, layer.mlp, y)
-    one = code.norm(after_mlp, dense)
+    normed_dense = code.norm(after_mlp, dense)
     weights, chosen, scores = route(code, layer.moe, x)
-    given = code.norm(before_experts, x)
-    routed = run_experts(code, layer.moe, given, weights, chosen)
-    tape.hold(given)
-    two = code.norm(after_experts, routed)
+    expert_input = code.norm(before_experts, x)
+    routed = run_experts(code, layer.moe, expert_input, weights, chosen)
+    tape.hold(expert_input)
+    normed_routed = code.norm(after_experts, routed)
     tape.hold(routed)
-    result = code.add(one, two)
+    result = code.add(normed_dense, normed_routed)
     tape.hold(dense)
-    for named in (one, two, weights, chosen, scores):
-        tape.hold_to_end(named)
+    for local_variable in (normed_dense, normed_routed, weights, chosen, scores):
+        tape.hold_to_end(local_variable)
     return result
 
 
@@ -91,9 +99,9 @@ def add_layer_input(code: OpEmitter, layer_input: LayerInput, x: Tensor) -> Tens
         per_token(layer_input.packed_width), code.stream_bytes, needs_grad=needs_grad
     )
     width = per_token(layer_input.gate.out_features)
-    (own,) = tape.parts(inputs, (width,))
+    (layer_part,) = tape.parts(inputs, (width,))
     active = activate(code, layer_input.activation, code.linear(layer_input.gate, x))
-    opened = code.multiply(active, own)
+    opened = code.multiply(active, layer_part)
     tape.hold(active)
     projected = code.linear(layer_input.projection, opened)
     tape.hold(opened)
@@ -127,13 +135,13 @@ class LayerInputPoints:
 
     Args:
         packed_bytes: of the result per token, which lives as long as a layer can read it.
-        kept: what it keeps for backward.
+        saved_tensors: what autograd keeps for backward.
         forward: alive while it is made.
-        backward: alive in its backward, with the gradient of the result and `kept`.
+        backward: alive in its backward, with the gradient of the result and `saved_tensors`.
     """
 
     packed_bytes: int
-    kept: tuple[Kept, ...]
+    saved_tensors: tuple[SavedTensor, ...]
     forward: tuple[LinearForm, ...]
     backward: tuple[LinearForm, ...]
 
@@ -156,7 +164,9 @@ def _points(
     tape.hold(result)
     forward, _ = tape.forward(saving=result.needs_grad)
     backward = tape.backward(recomputed=False, accumulated=accumulated) if result.needs_grad else ()
-    return LayerInputPoints(result.form.per_token, tape.kept(), maximal(forward), maximal(backward))
+    return LayerInputPoints(
+        result.form.per_token, tape.saved_tensors(), maximal(forward), maximal(backward)
+    )
 
 
 def layer_input_points(

@@ -18,7 +18,7 @@ def fused_qkv(attention: Attention) -> Linear | None:
     if attention.projection == "gated":  # its query and gate together may be as wide
         return None
     width = attention.q_width + attention.k_width + attention.v_width
-    return next((one for one in attention.linears if one.out_features == width), None)
+    return next((linear for linear in attention.linears if linear.out_features == width), None)
 
 
 def attention_kernel(attention: Attention, dtypes: Dtypes) -> Kernel:

@@ -11,8 +11,8 @@ from whichlora.spec.dtypes import Dtypes
 from whichlora.symbolic.attention import attend
 from whichlora.symbolic.autograd import (
     NOTHING,
-    Kept,
     LinearForm,
+    SavedTensor,
     Tape,
     Tensor,
     maximal,
@@ -177,7 +177,7 @@ class LayerPoints:
     """Bytes at the points of one layer that can be the largest.
 
     Args:
-        kept: what it keeps for backward; `saved` their sum.
+        saved_tensors: what autograd keeps for backward; `saved` their sum.
         unsaved: what the first layer keeps less, whose input needs no gradient.
         held: what checkpointing does not free.
         lent: keys and values that checkpointed later layers hold.
@@ -187,10 +187,10 @@ class LayerPoints:
         recomputed: alive while it is made again and goes backward, its input left out.
     """
 
-    kept: tuple[Kept, ...]
+    saved_tensors: tuple[SavedTensor, ...]
     saved: LinearForm
     unsaved: LinearForm
-    held: tuple[Kept, ...]
+    held: tuple[SavedTensor, ...]
     lent: LinearForm
     gathered: LinearForm
     forward: tuple[LinearForm, ...]
@@ -228,10 +228,10 @@ def layer_points(
     forward, _ = tape.forward(saving=not checkpointed)
     recomputed = tape.backward(recomputed=True, early_stop=not reentrant, accumulated=accumulated)
     return LayerPoints(
-        tape.kept(),
+        tape.saved_tensors(),
         tape.saved,
         minus(tape.saved, first.saved),
-        tape.kept(hidden=True),
+        tape.saved_tensors(hidden=True),
         tape.lent,
         tape.gathered,
         maximal(forward),

@@ -90,8 +90,8 @@ def _scan(
     steps = _step_sizes(code, step, few)
     wide = code.cast(values, 4, "scan: fp32 values")
     repeated = [
-        tape.op([code.cast(one, 4)], read, 4, what="scan: repeated for every head")
-        for one in (keys, queries)
+        tape.op([code.cast(state, 4)], read, 4, what="scan: repeated for every head")
+        for state in (keys, queries)
     ]
     filled = tape.op([wide], in_chunks(inner), 4)
     skipped = code.multiply_rows(filled, tape.weight(constant(heads), 4, trained=trained))
@@ -99,7 +99,7 @@ def _scan(
     decay = tape.op([again := code.cast(steps, 4)], few, 4, saves=[again] if trained else [])
     x = tape.op([stepped], in_chunks(inner), 4)
     decay_in = tape.op([decay], in_chunks(heads), 4)
-    b, c = (tape.op([one], in_chunks(heads * attention.head_dim), 4) for one in repeated)
+    b, c = (tape.op([state], in_chunks(heads * attention.head_dim), 4) for state in repeated)
     tape.hold(stepped, decay, *repeated)
     total = tape.op([decay_in], in_chunks(heads), 4)
     within = _decays_of_pairs(code, decay_in, in_chunks(heads * chunk), chunk)
@@ -110,16 +110,16 @@ def _scan(
 
     to_end = tape.op([tape.op([total], in_chunks(heads), 4)], total.elements, 4, saves_result=True)
     written = code.multiply_rows(b, to_end)
-    each = heads * attention.head_dim * attention.v_head_dim
-    states = _contract(code, x, written, per_chunk(each, chunk), turns=True)
-    first, begun = _first_states(code, states, each, chunk)
-    (starts,) = tape.parts(begun, (per_chunk(each, chunk),))
+    num_elements = heads * attention.head_dim * attention.v_head_dim
+    states = _contract(code, x, written, per_chunk(num_elements, chunk), turns=True)
+    first, begun = _first_states(code, states, num_elements, chunk)
+    (starts,) = tape.parts(begun, (per_chunk(num_elements, chunk),))
 
     from_start = tape.op([total], in_chunks(heads), 4, saves_result=True)
     off = _contract(code, c, starts, in_chunks(inner), turns=True)
     off_scaled = code.multiply_rows(off, from_start)
-    both = code.copy(code.add(diagonal, off_scaled))
-    result = code.add(both, skipped)
+    summed = code.copy(code.add(diagonal, off_scaled))
+    result = code.add(summed, skipped)
     tape.hold(skipped, steps, decay_in, b, c, x, total, within, scores, weighted, diagonal)
     tape.hold(written, first, begun, off, off_scaled)
     return result
@@ -135,16 +135,18 @@ def _step_sizes(code: OpEmitter, step: Tensor, few: LinearForm) -> Tensor:
     return tape.op([soft], few, soft.size, saves=[soft])
 
 
-def _first_states(code: OpEmitter, states: Tensor, each: int, chunk: int) -> tuple[Tensor, Tensor]:
+def _first_states(
+    code: OpEmitter, states: Tensor, num_elements: int, chunk: int
+) -> tuple[Tensor, Tensor]:
     """The state before the first chunk, and that which every chunk begins with.
 
     Args:
-        each: elements of the state of one sequence.
+        num_elements: elements of the state of one sequence.
     """
     tape, dtypes = code.tape, code.dtypes
     # without gradients, the cache has counted the state that it is only given at the end
-    first = tape.op([], per_sequence(each if dtypes.training else 0), states.size)
-    with_first = plus(per_chunk(each, chunk), per_sequence(each))
+    first = tape.op([], per_sequence(num_elements if dtypes.training else 0), states.size)
+    with_first = plus(per_chunk(num_elements, chunk), per_sequence(num_elements))
     joined = tape.op([first, states], with_first, states.size)
     laid_out = code.copy(joined)
     begun = tape.op([laid_out], with_first, laid_out.size, saves=[laid_out])
@@ -166,8 +168,8 @@ def _decays_of_pairs(code: OpEmitter, x: Tensor, square: LinearForm, chunk: int)
 
 def _contract(
     code: OpEmitter,
-    one: Tensor,
-    other: Tensor,
+    first: Tensor,
+    second: Tensor,
     elements: LinearForm,
     *,
     lays_out: tuple[bool, bool] = (True, True),
@@ -180,12 +182,14 @@ def _contract(
         turns: the result is looked at in another layout, which its gradient comes back in.
     """
     tape, dtypes = code.tape, code.dtypes
-    pair = [code.copy(x) if copied else x for x, copied in zip((one, other), lays_out, strict=True)]
+    pair = [
+        code.copy(x) if copied else x for x, copied in zip((first, second), lays_out, strict=True)
+    ]
     narrow = pair
     if dtypes.under_autocast:
         narrow = [code.cast(x, dtypes.compute_bytes, "scan: factor, cast") for x in pair]
-    left, right = narrow
-    saves = [x for x, factor in ((right, left), (left, right)) if factor.needs_grad]
-    result = tape.op(narrow, elements, left.size, saves=saves, what="scan: product")
+    first, second = narrow
+    saves = [x for x, factor in ((second, first), (first, second)) if factor.needs_grad]
+    result = tape.op(narrow, elements, first.size, saves=saves, what="scan: product")
     tape.hold(*pair)
     return tape.view(result, copies_gradient=turns)

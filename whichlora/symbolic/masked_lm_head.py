@@ -7,7 +7,7 @@ from functools import lru_cache
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import MaskedHead
 from whichlora.spec.dtypes import Dtypes
-from whichlora.symbolic.autograd import Kept, Tape, Tensor, constant, per_token
+from whichlora.symbolic.autograd import SavedTensor, Tape, Tensor, constant, per_token
 from whichlora.symbolic.mlp import activate
 from whichlora.symbolic.operators import OpEmitter
 
@@ -29,7 +29,7 @@ def run_masked_head(code: OpEmitter, head: MaskedHead, x: Tensor, *, vocab_size:
 
 
 @lru_cache(maxsize=512)
-def masked_head_kept(
+def saved_by_masked_head(
     head: MaskedHead,
     in_features: int,
     vocab_size: int,
@@ -38,10 +38,10 @@ def masked_head_kept(
     method: Method,
     *,
     stream: int,
-) -> tuple[Kept, ...]:
+) -> tuple[SavedTensor, ...]:
     """What the head of an encoder keeps for backward. Kind: exact."""
     tape = Tape()
     code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
     x = tape.input(per_token(in_features), stream, needs_grad=True)
     run_masked_head(code, head, x, vocab_size=vocab_size)
-    return tape.kept()
+    return tape.saved_tensors()

@@ -11,7 +11,7 @@ from whichlora.symbolic.operators import OpEmitter
 
 
 def latent_projections(
-    code: OpEmitter, attention: Attention, x: Tensor, named: list[Tensor]
+    code: OpEmitter, attention: Attention, x: Tensor, local_variables: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys as they are multiplied, values as part of what they are projected with.
 
@@ -47,7 +47,7 @@ def latent_projections(
         inner_backward=scaled(width, expanded.size),
         what="key",
     )
-    named += [q, compressed, latent, q_turned, k_turned]
+    local_variables += [q, compressed, latent, q_turned, k_turned]
     return query, key, value
 
 
@@ -59,8 +59,8 @@ def _turn_interleaved(code: OpEmitter, x: Tensor) -> Tensor:
     for _ in range(4):
         (part,) = tape.parts(x, (half,))
         products.append(tape.op([part], half, x.size))
-    one, two = code.add(products[0], products[1]), code.add(products[2], products[3])
-    return tape.op([one, two], x.elements, x.size)
+    even, odd = code.add(products[0], products[1]), code.add(products[2], products[3])
+    return tape.op([even, odd], x.elements, x.size)
 
 
 def _turn_complex(code: OpEmitter, x: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ def _activated(code: OpEmitter, activation: str, x: Tensor) -> Tensor:
         cubed = tape.op([base], base.elements, base.size, saves=[base], inner_backward=inner)
         inside = code.scale(code.add(x, code.scale(cubed)))
         tanh = tape.op([inside], x.elements, inside.size, saves_result=True, what="tanh")
-        more = tape.op([tanh], x.elements, tanh.size, passes=True)
-        return code.multiply(half, more)
+        shifted = tape.op([tanh], x.elements, tanh.size, passes=True)
+        return code.multiply(half, shifted)
     if activation == "erf_gelu":  # 0.5 * x * (1 + erf(x / √2)), so written in ESM
         half, inside = code.scale(x), code.scale(x)
         inner = scaled(x.elements, 4 * x.size)  # of one expression: square, minus, exp, factor
@@ -72,8 +72,8 @@ def _xielu(code: OpEmitter, x: Tensor) -> Tensor:
     above = code.add(code.multiply(sloped, x), code.scale(x))
     least = code.cast(tape.op([x], x.elements, x.size, saves=[x]), size)
     power = tape.op([least], x.elements, size, saves_result=True, what="xielu: exponential")
-    less = tape.op([power, x], x.elements, size, passes=True)
-    bent = tape.op([less], x.elements, size, saves=[less] if dtypes.trains_base else [])
+    difference = tape.op([power, x], x.elements, size, passes=True)
+    bent = tape.op([difference], x.elements, size, saves=[difference] if dtypes.trains_base else [])
     below = code.add(bent, code.scale(x))
     result = tape.op(
         [positive, above, below], x.elements, size, saves=[positive], what="xielu: sign"

@@ -117,7 +117,7 @@ class OpEmitter:
 
     def multiply(self, x: Tensor, y: Tensor) -> Tensor:
         """Two tensors of one shape."""
-        saves = [one for one, other in ((y, x), (x, y)) if other.needs_grad]
+        saves = [factor for factor, partner in ((y, x), (x, y)) if partner.needs_grad]
         size = max(x.size, y.size)
         inner = plus(_before_cast(x, size), _before_cast(y, size))
         return self.tape.op(
@@ -127,7 +127,7 @@ class OpEmitter:
     def multiply_rows(self, x: Tensor, row: Tensor) -> Tensor:
         """`x` times a smaller tensor, which is repeated; its gradient is summed up."""
         size = max(x.size, row.size)
-        saves = [one for one, other in ((row, x), (x, row)) if other.needs_grad]
+        saves = [factor for factor, partner in ((row, x), (x, row)) if partner.needs_grad]
         inner = _before_cast(x, size)
         if row.needs_grad:  # summed up before the gradient of x is cast
             inner = scaled(x.elements, 2 * size - x.size)
@@ -217,8 +217,8 @@ class OpEmitter:
         return self.tape.op([x], x.elements, 4, saves=[x], inner_backward=scaled(x.elements, 8))
 
     def _deviation(self, squares: Tensor, rows: LinearForm, *, is_power: bool = False) -> Tensor:
-        kept = [squares] if self.dtypes.libraries.mean_keeps_input else []
-        mean = self.tape.op([squares], rows, 4, saves=kept)
+        saves = [squares] if self.dtypes.libraries.mean_keeps_input else []
+        mean = self.tape.op([squares], rows, 4, saves=saves)
         shifted = self.tape.op([mean], rows, 4, passes=True)
         return self.tape.op(
             [shifted],
@@ -281,8 +281,8 @@ class OpEmitter:
                 hidden=True,
                 what=f"{linear.name}: result",
             )
-        own = f"{linear.name}: own copy of the input"
-        narrow = self.autocast(x, own)
+        label = f"{linear.name}: own copy of the input"
+        narrow = self.autocast(x, label)
         weight = tape.weight(weights, dtypes.base_bytes, trained=dtypes.trains_base)
         used = self.autocast(weight, f"{linear.name}: weight, cast")
         saves = [used] if x.needs_grad else []

@@ -17,16 +17,16 @@ def scan_flops_per_token(layer: Layer, span: Count, *, decoding: bool) -> Count:
     Kind: exact. Source: transformers 5.23 `mamba2_chunk_scan`, `mamba2_selective_state_update`.
     """
     flops = 0 * span
-    for one in layer.attentions:
-        if one.kind != "mamba2":
+    for attention in layer.attentions:
+        if attention.kind != "mamba2":
             continue
-        heads, chunk = one.num_attention_heads, one.chunk_size
-        state = heads * one.head_dim * one.v_head_dim
+        heads, chunk = attention.num_attention_heads, attention.chunk_size
+        state = heads * attention.head_dim * attention.v_head_dim
         if decoding:
             flops = flops + 2 * state
             continue
         num_chunks = ceil_div(span, chunk)
-        within = chunk * heads * (one.head_dim + one.v_head_dim) + 2 * state
+        within = chunk * heads * (attention.head_dim + attention.v_head_dim) + 2 * state
         between = (num_chunks + 1) * (num_chunks + 1) * state
         flops = flops + 2 * (num_chunks * chunk * within + between) / span
     return flops
@@ -35,10 +35,10 @@ def scan_flops_per_token(layer: Layer, span: Count, *, decoding: bool) -> Count:
 def scan_bytes(layer: Layer) -> int:
     """Bytes per token that the scan's operators read and write in one forward. Kind: estimate."""
     moved = 0
-    for one in layer.attentions:
-        if one.kind == "mamba2":
-            heads = one.num_attention_heads
-            moved += PAIR_PASSES * 4 * heads * one.chunk_size
-            moved += KEY_PASSES * 4 * heads * one.head_dim
-            moved += VALUE_PASSES * 4 * heads * one.v_head_dim
+    for attention in layer.attentions:
+        if attention.kind == "mamba2":
+            heads = attention.num_attention_heads
+            moved += PAIR_PASSES * 4 * heads * attention.chunk_size
+            moved += KEY_PASSES * 4 * heads * attention.head_dim
+            moved += VALUE_PASSES * 4 * heads * attention.v_head_dim
     return moved

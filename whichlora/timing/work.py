@@ -92,7 +92,7 @@ def active_weights(layer: Layer) -> int:
 
     Kind: exact. Source: the architecture.
     """
-    return sum(one.active * one.in_features * one.out_features for one in layer.linears)
+    return sum(linear.active * linear.in_features * linear.out_features for linear in layer.linears)
 
 
 def visited_matrices(linear: Linear, tokens: Count) -> Count:
@@ -156,7 +156,7 @@ def encoder_reading_weights(layer: Layer) -> int:
 
     Kind: exact. Source: the architecture.
     """
-    return sum(one.num_weights for one in layer.linears if one.reads == ENCODER_OUT)
+    return sum(linear.num_weights for linear in layer.linears if linear.reads == ENCODER_OUT)
 
 
 def attention_flops_per_token(
@@ -324,10 +324,10 @@ def _trained_layers(
         per_pair = forward_scores * (1 + recompute) + backward_scores
         elementwise = elementwise + count * tokens * seq_len * per_pair
     if dtypes.under_autocast and dtypes.base_bytes == 4 and dtypes.quant == "none":
-        matrices = sum(one.num_weights for one in layer.linears)
+        matrices = sum(linear.num_weights for linear in layer.linears)
         elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
-    quantised = [one for one in layer.linears if is_quantised(one, dtypes)]
-    expanded = sum(one.num_weights for one in quantised)
+    quantised = [linear for linear in layer.linears if is_quantised(linear, dtypes)]
+    expanded = sum(linear.num_weights for linear in quantised)
     dequant = count * expanded * 2 * 2 * (2 + recompute)
     base_ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + expert_ops(layer, tokens)
     launches = count * base_ops * (1 + recompute)
@@ -501,16 +501,16 @@ def conversion(run: RunConfig, dtypes: Dtypes, *, decoding: bool) -> Conversion:
     stored = run.cache_format
     if stored is None:
         return Conversion(0, 0)
-    kept = storing(stored, dtypes.compute_bytes, dtypes.device_kind)
+    stored_work = storing(stored, dtypes.compute_bytes, dtypes.device_kind)
     if not decoding:
-        return kept
+        return stored_work
     expanded = expanding(stored, dtypes.compute_bytes)
     if not stored.residual_length:
         return expanded
     share = 1 / stored.residual_length  # of the steps that quantise all tokens anew
     return Conversion(
-        expanded.element_bytes + share * kept.element_bytes,
-        expanded.launches + round(share * kept.launches),
+        expanded.element_bytes + share * stored_work.element_bytes,
+        expanded.launches + round(share * stored_work.launches),
     )
 
 
@@ -589,7 +589,7 @@ def _served_layers(
         elementwise = elementwise + count * rows * context * score_bytes(attention, dtypes)[0]
         of_sequence = converted.element_bytes * attention.cache_elements * context
         elementwise = elementwise + count * batch_size * of_sequence
-    adapters = [(one, method.work(one, dtypes, r)) for one in adapted(layer, targets)]
+    adapters = [(linear, method.work(linear, dtypes, r)) for linear in adapted(layer, targets)]
     moved = elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
     moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
     elementwise = elementwise + count * rows * moved
