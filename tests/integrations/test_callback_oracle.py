@@ -150,7 +150,7 @@ REFUSED: list[tuple[str, oracle.Case, Any, str]] = [
     ("two adapters", PLAIN, two_adapters, "2 adapters are loaded (default, second)"),
     ("frozen layer", FULL, frozen_layer, "weights are frozen and there is no adapter"),
     ("frozen adapters", PLAIN, half_frozen_adapters, "parameters are trained, its settings"),
-    ("prompt tuning", FULL, prompt_tuning, "adapters of type PROMPT_TUNING are not modelled"),
+    ("prompt tuning", FULL, prompt_tuning, "adapters of peft.PromptTuningConfig are not modelled"),
     (
         "rank pattern",
         replace(PLAIN, adapter={"rank_pattern": {"q_proj": 4}}),

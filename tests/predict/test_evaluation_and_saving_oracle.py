@@ -70,9 +70,8 @@ def test_a_checkpoint_and_an_evaluation_are_as_large_as_predicted(
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**CONFIG), dtype=getattr(torch, weight_dtype(run))
     )
-    adapter = job.method.peft_config(run)
-    if adapter is not None:
-        model = get_peft_model(model, LoraConfig(**adapter))
+    if job.method.peft_class:
+        model = get_peft_model(model, LoraConfig(**job.method.peft_config(run)))
     ids = [torch.randint(0, 8000, (WIDTH,)).tolist() for _ in range(4)]
     rows = [{"input_ids": row, "labels": row} for row in ids]
     trainer = Trainer(

@@ -155,9 +155,9 @@ def counted(config: dict[str, Any], job: ResolvedRun) -> tuple[int, int]:
         transformers.AutoConfig.for_model(config["model_type"], **arguments),
         attn_implementation="eager",  # the fused CPU kernel is not counted
     )
-    keywords = job.method.peft_config(run)
-    if keywords is not None:
-        model = peft.get_peft_model(model, peft.LoraConfig(task_type=task, **keywords))
+    if job.method.peft_class:
+        config_of_peft = peft.LoraConfig(task_type=task, **job.method.peft_config(run))
+        model = peft.get_peft_model(model, config_of_peft)
     model.train()
     if run.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
