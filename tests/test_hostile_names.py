@@ -27,7 +27,7 @@ from whichlora.exports.python_source import literal
 from whichlora.exports.yaml import yaml_text
 from whichlora.spec.plan import SlurmConfig
 from whichlora.spec.run import RunConfig
-from whichlora.workflow import export as handover
+from whichlora.workflow import export
 
 Made = TypeVar("Made")
 HARMLESS = "harmless"
@@ -56,7 +56,7 @@ MODEL = "HuggingFaceTB/SmolLM2-135M"
 @cache
 def base() -> Recipe:
     run = RunConfig(model=MODEL, method="qlora", batch_size=4, seq_len=512)
-    return handover.make_recipe(run, "l4-24gb")
+    return export.make_recipe(run, "l4-24gb")
 
 
 def with_run(**settings: Any) -> Recipe:
@@ -149,7 +149,7 @@ def test_a_recipe_of_somebody_else_is_refused_in_one_line_or_read(
     for field in (*texts, "epochs", "seed", "data_format", "keeping"):
         values = base().to_dict() | {field: name}
         (tmp_path / "recipe.json").write_text(json.dumps(values))
-        read = attempt(lambda: handover.read_recipe(tmp_path))
+        read = attempt(lambda: export.read_recipe(tmp_path))
         if isinstance(read, str):
             assert read.startswith(str(tmp_path / "recipe.json"))
             continue
@@ -193,12 +193,12 @@ def test_a_recipe_with_a_value_of_another_kind_is_refused(
 ) -> None:
     (tmp_path / "recipe.json").write_text(json.dumps(base().to_dict() | change))
     with pytest.raises(DataFileError) as refusal:
-        handover.read_recipe(tmp_path)
+        export.read_recipe(tmp_path)
     assert len(str(refusal.value).splitlines()) == 1
 
 
 def test_remote_code_that_a_recipe_allows_is_said(tmp_path: Path) -> None:
-    done = handover.hand_over(replace(base(), trust_remote_code=True), "transformers", tmp_path)
+    done = export.write_export(replace(base(), trust_remote_code=True), "transformers", tmp_path)
     assert any("runs code that comes with the model" in note for note in done.export.notes)
 
 

@@ -23,7 +23,7 @@ from whichlora.spec.plan import Keeping
 from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import list_gpus
-from whichlora.workflow import export as handover
+from whichlora.workflow import export
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODEL = "HuggingFaceTB/SmolLM2-135M"
@@ -32,14 +32,14 @@ GPU = "l4-24gb"
 
 
 def recipe(run: RunConfig = RUN, **settings: Any) -> Recipe:
-    return replace(handover.make_recipe(run, GPU), **settings)
+    return replace(export.make_recipe(run, GPU), **settings)
 
 
 def whichlora(*args: str) -> Result:
     return CliRunner().invoke(main, args, prog_name="whichlora")
 
 
-@pytest.mark.parametrize("to", [one for one in FORMATS if one != "transformers"])
+@pytest.mark.parametrize("to", [name for name in FORMATS if name != "transformers"])
 def test_an_export_is_written_word_for_word(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkout = Installation(
         command="pip install ~/'whichlora-source[profile]'",
@@ -63,7 +63,7 @@ def test_the_transformers_export_is_the_job_of_a_run() -> None:
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("method", ["full", "lora", "qlora", "dora", "qdora"])
 def test_every_method_is_exported_and_predicted_again(to: str, method: str, tmp_path: Path) -> None:
-    done = handover.hand_over(recipe(replace(RUN, method=method)), to, tmp_path)
+    done = export.write_export(recipe(replace(RUN, method=method)), to, tmp_path)
     assert all(path.is_file() for path in done.paths)
     assert done.after.run == done.export.run
     assert done.changes.keys() == {
@@ -74,14 +74,14 @@ def test_every_method_is_exported_and_predicted_again(to: str, method: str, tmp_
 
 
 def test_the_loss_head_of_trl_and_the_unprepared_base_are_predicted_again(tmp_path: Path) -> None:
-    done = handover.hand_over(recipe(), "trl", tmp_path)
+    done = export.write_export(recipe(), "trl", tmp_path)
     assert done.changes == {"loss_head": ("hf", "trl-fused"), "prepare_kbit": (True, False)}
     assert done.after.memory.device_used_bytes < done.before.memory.device_used_bytes
 
 
 def test_a_precision_that_a_tool_does_not_have_is_said(tmp_path: Path) -> None:
     pure = replace(RUN, method="lora", precision="bf16-pure")
-    done = handover.hand_over(recipe(pure), "trl", tmp_path)
+    done = export.write_export(recipe(pure), "trl", tmp_path)
     assert done.after.run.precision == "bf16-no-autocast"
     assert "bf16-pure" in done.export.notes[0]
     settings = YAML(typ="safe", pure=True).load(done.paths[0].read_text())
@@ -102,12 +102,12 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("to", "settings", "job", "said"), REFUSED, ids=[f"{row[0]}: {row[3]}" for row in REFUSED]
+    ("to", "settings", "job", "message"), REFUSED, ids=[f"{row[0]}: {row[3]}" for row in REFUSED]
 )
 def test_what_a_tool_cannot_do_is_refused(
-    to: str, settings: dict[str, Any], job: dict[str, Any], said: str
+    to: str, settings: dict[str, Any], job: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         FORMATS[to](recipe(replace(RUN, **settings), **job))
 
 
@@ -184,7 +184,7 @@ def test_a_prompt_in_messages_and_its_answer_become_one_conversation(
     to: str, tmp_path: Path
 ) -> None:
     question, answer = ({"role": role, "content": "\u2028"} for role in ("user", "assistant"))
-    run, other = tmp_path / "run", tmp_path / "other"
+    run, exported = tmp_path / "run", tmp_path / "other"
     run.mkdir()
     kinds = {
         "prompt-completion": {"prompt": [question], "completion": [answer]},
@@ -195,24 +195,24 @@ def test_a_prompt_in_messages_and_its_answer_become_one_conversation(
         for split in ("train", "validation"):
             line = json.dumps(row, ensure_ascii=False) + "\n"
             (run / f"{split}.jsonl").write_text(line, encoding="utf-8")
-        one = recipe(data_format=rows, validation=True)
-        done = handover.hand_over(one, to, other, data=run)
+        chats = recipe(data_format=rows, validation=True)
+        done = export.write_export(chats, to, exported, data=run)
         assert {path.name for path in done.paths} > {"train_sft.jsonl", "validation_sft.jsonl"}
-        (line,) = (other / "train_sft.jsonl").read_text(encoding="utf-8").strip("\n").split("\n")
+        (line,) = (exported / "train_sft.jsonl").read_text(encoding="utf-8").strip("\n").split("\n")
         assert json.loads(line) == {
             "messages": [question | {"train": False}, answer | {"train": True}]
         }
         assert "train_sft.jsonl" in "".join(done.export.files.values())
     (run / "train.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(DataFileError, match="has a row that is not of its recipe's format"):
-        handover.hand_over(one, to, other, data=run)
+        export.write_export(chats, to, exported, data=run)
 
 
 @pytest.mark.parametrize("to", ["axolotl", "llamafactory"])
 def test_what_was_chosen_becomes_the_completion(to: str, tmp_path: Path) -> None:
     row = {"prompt": "a", "chosen": "b", "rejected": "c"}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
-    handover.hand_over(recipe(data_format=ROWS["preference"]), to, tmp_path)
+    export.write_export(recipe(data_format=ROWS["preference"]), to, tmp_path)
     made = (tmp_path / "train_sft.jsonl").read_text()
     assert json.loads(made) == {"prompt": "a", "completion": "b"}
 
@@ -293,9 +293,9 @@ def test_checkpoints_are_kept_as_the_plan_says(
 
 
 def test_a_recipe_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    one = recipe(target_modules=("q_proj", "v_proj"), epochs=2.5)
-    (tmp_path / "recipe.json").write_text(json.dumps(one.to_dict()))
-    assert handover.read_recipe(tmp_path) == one
+    winner = recipe(target_modules=("q_proj", "v_proj"), epochs=2.5)
+    (tmp_path / "recipe.json").write_text(json.dumps(winner.to_dict()))
+    assert export.read_recipe(tmp_path) == winner
 
 
 @pytest.mark.parametrize("to", ["trl", "axolotl", "llamafactory", "unsloth"])
@@ -307,11 +307,11 @@ def test_a_tool_without_bias_training_says_so_and_is_predicted_without(to: str) 
 
 def test_a_folder_without_a_winner_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no recipe.json; give the folder of a whichlora"):
-        handover.read_recipe(tmp_path)
+        export.read_recipe(tmp_path)
     (tmp_path / "answer.json").write_text('{"winner": null}')
     (tmp_path / "recipe.json").write_text(json.dumps(recipe().to_dict()))  # of an earlier start
     with pytest.raises(ConfigError, match="nothing met the limits of this run"):
-        handover.read_recipe(tmp_path)
+        export.read_recipe(tmp_path)
 
 
 def test_a_run_for_several_gpus_exports_the_winner_of_the_recommended_one(tmp_path: Path) -> None:
@@ -320,8 +320,8 @@ def test_a_run_for_several_gpus_exports_the_winner_of_the_recommended_one(tmp_pa
         (tmp_path / gpu / "recipe.json").write_text(json.dumps(recipe().to_dict()))
     rows = [{"gpu": "l4-24gb", "recommended": False}, {"gpu": "rtx-4090-24gb", "recommended": True}]
     (tmp_path / "answer.json").write_text(json.dumps({"gpus": rows}))
-    assert handover.folder_of_winner(tmp_path) == tmp_path / "rtx-4090-24gb"
-    assert handover.folder_of_winner(tmp_path / "l4-24gb") == tmp_path / "l4-24gb"
+    assert export.folder_of_winner(tmp_path) == tmp_path / "rtx-4090-24gb"
+    assert export.folder_of_winner(tmp_path / "l4-24gb") == tmp_path / "l4-24gb"
     assert whichlora("export", str(tmp_path), "--to", "trl").exit_code == 0
     assert (tmp_path / "rtx-4090-24gb" / "trl.yaml").is_file()
 
@@ -335,11 +335,11 @@ def test_an_answer_leads_an_export_to_no_folder_outside_of_its_own(
         folder.mkdir()
     (outside / "recipe.json").write_text(json.dumps(recipe().to_dict()))
     (run / "answer.json").write_text(json.dumps({"gpus": gpus}))
-    assert handover.folder_of_winner(run) == run
+    assert export.folder_of_winner(run) == run
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"schema_version": 2}, "schema_version is 2, this release reads 1"),
         ({"colour": "red"}, "unexpected keyword argument 'colour'"),
@@ -347,11 +347,11 @@ def test_an_answer_leads_an_export_to_no_folder_outside_of_its_own(
     ],
 )
 def test_a_broken_recipe_is_refused_with_its_path(
-    tmp_path: Path, change: dict[str, Any], said: str
+    tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "recipe.json").write_text(json.dumps(recipe().to_dict() | change))
-    with pytest.raises(DataFileError, match=said) as refusal:
-        handover.read_recipe(tmp_path)
+    with pytest.raises(DataFileError, match=message) as refusal:
+        export.read_recipe(tmp_path)
     assert str(refusal.value).startswith(str(tmp_path / "recipe.json"))
 
 
@@ -400,7 +400,10 @@ def test_a_run_folder_is_exported_where_it_is(tmp_path: Path) -> None:
     answer = json.loads(result.stdout)
     assert answer["schema_version"] == SCHEMA_VERSION
     assert answer["command"] == "llamafactory-cli train llamafactory.yaml"
-    assert [Path(one).name for one in answer["files"]] == ["llamafactory.yaml", "dataset_info.json"]
+    assert [Path(path).name for path in answer["files"]] == [
+        "llamafactory.yaml",
+        "dataset_info.json",
+    ]
     assert answer["after"]["memory"]["device_used_bytes"] > 0
 
 
@@ -425,7 +428,7 @@ def test_what_a_run_leaves_is_enough_to_export_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         ((MODEL, "--to", "trl", "--gpu", GPU, "--r", "8,16"), "these settings make 2"),
         ((MODEL, "--to", "trl", "--gpu", GPU, "--phase", "inference"), "writes a fine-tuning"),
@@ -435,8 +438,8 @@ def test_what_a_run_leaves_is_enough_to_export_it(tmp_path: Path) -> None:
         ((".", "--to", "trl", "--batch-size", "2"), "--batch-size: is for a MODEL"),
     ],
 )
-def test_a_bad_export_gets_one_clear_line(args: tuple[str, ...], said: str) -> None:
+def test_a_bad_export_gets_one_clear_line(args: tuple[str, ...], message: str) -> None:
     result = whichlora("export", *args)
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
-    assert said in line
+    assert message in line

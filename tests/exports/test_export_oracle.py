@@ -21,7 +21,7 @@ from whichlora.exports.train_script import train_script
 from whichlora.spec.data_format import DataFormat
 from whichlora.spec.plan import Keeping
 from whichlora.spec.run import RunConfig
-from whichlora.workflow import export as handover
+from whichlora.workflow import export
 
 pytestmark = pytest.mark.oracle
 
@@ -46,14 +46,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def recipe(settings: dict[str, Any], **job: Any) -> Recipe:
     run = RunConfig(**({"model": MODEL, "batch_size": 2, "seq_len": 128} | settings))
-    return handover.make_recipe(run, "l4-24gb", learning_rate=2e-5, **job)
+    return export.make_recipe(run, "l4-24gb", learning_rate=2e-5, **job)
 
 
-def written(to: str, one: Recipe, folder: Path) -> Path:
-    for name, text in FORMATS[to](one).files.items():
+def written(to: str, recipe: Recipe, folder: Path) -> Path:
+    for name, text in FORMATS[to](recipe).files.items():
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    return folder / next(iter(FORMATS[to](one).files))
+    return folder / next(iter(FORMATS[to](recipe).files))
 
 
 @pytest.fixture(params=VARIANTS)
@@ -65,15 +65,15 @@ def test_trl_reads_every_setting(settings: dict[str, Any], tmp_path: Path) -> No
     trl = pytest.importorskip("trl", reason="needs TRL beside the profile extra")
     if settings.get("precision") == "fp16":
         pytest.skip("TRL checks for a GPU before it accepts fp16")
-    one = recipe(settings)
-    path = written("trl", one, tmp_path)
+    winner = recipe(settings)
+    path = written("trl", winner, tmp_path)
     # what the machine has is not what the file says: a CPU refuses bf16
     parser = trl.TrlParser(
         (trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
     )
     args = ["--config", str(path), "--use_cpu", "true"]
     _, training, model, data = parser.parse_args_and_config(args)
-    run = FORMATS["trl"](one).run
+    run = FORMATS["trl"](winner).run
     assert training.per_device_train_batch_size == run.batch_size
     assert training.max_length == run.seq_len
     assert training.learning_rate == 2e-5
@@ -109,15 +109,15 @@ def test_llamafactory_accepts_every_setting(
     omegaconf = pytest.importorskip("omegaconf")
     if settings.get("precision") == "fp16":
         pytest.skip("TrainingArguments check for a GPU before they accept fp16")
-    one = recipe(settings)
-    path = written("llamafactory", one, tmp_path)
+    winner = recipe(settings)
+    path = written("llamafactory", winner, tmp_path)
     monkeypatch.chdir(tmp_path)
     values = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path))
     # the two settings that it looks for a GPU before accepting
     here = {"use_cpu": True, "pure_bf16": False}
     assert values["pure_bf16"] is (settings["method"] == "full")
     model, data, training, tuning, _ = hparams.get_train_args(values | here)
-    run = FORMATS["llamafactory"](one).run
+    run = FORMATS["llamafactory"](winner).run
     assert data.cutoff_len == run.seq_len
     assert data.packing is False
     assert training.learning_rate == 2e-5
@@ -160,8 +160,8 @@ def test_the_trl_export_trains_on_a_cpu(method: str, tmp_path: Path) -> None:
     run = RunConfig(
         model=str(model), method=method, precision="fp32", batch_size=2, seq_len=64, r=4
     )
-    one = replace(handover.make_recipe(run, "cpu"), epochs=1.0)
-    path = written("trl", one, tmp_path)
+    winner = replace(export.make_recipe(run, "cpu"), epochs=1.0)
+    path = written("trl", winner, tmp_path)
     rows = [json.dumps({"text": "word " * (number + 4)}) for number in range(6)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
     trl = Path(sys.executable).with_name("trl")
@@ -317,7 +317,7 @@ def exported(
     tokenizer.save_pretrained(model)
     run = RunConfig(model=str(model), method="lora", batch_size=2, seq_len=512)
     recipe = replace(
-        handover.make_recipe(run, "l4-24gb"),
+        export.make_recipe(run, "l4-24gb"),
         data_format=ROW_FORMATS[kind],
         train_on=train_on,
         validation=True,

@@ -167,8 +167,8 @@ def test_a_row_whose_prompt_fills_the_length_is_left_out(
     rows = [{"prompt": "a" * 200, "completion": "b"}, {"prompt": "a", "completion": "b"}]
     path = write(tmp_path, rows, data_format=PAIR)
     script = script_of(path)
-    kept = script.read_rows(tmp_path / "train.jsonl", script.byte_tokenizer())
-    assert len(kept) == 1
+    rows = script.read_rows(tmp_path / "train.jsonl", script.byte_tokenizer())
+    assert len(rows) == 1
     assert "1 of 2 rows are left out" in capsys.readouterr().err
 
 
@@ -253,7 +253,7 @@ def test_narrow_adapters_stay_narrow_after_a_resume(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     adapters = load_file(tmp_path / "output" / "checkpoint-12" / "adapter_model.safetensors")
-    assert {one.dtype for one in adapters.values()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in adapters.values()} == {torch.bfloat16}
 
 
 def test_an_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
@@ -263,9 +263,9 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
         assert child.poll() is None
         time.sleep(0.05)
     child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=60)
     assert child.returncode == 130
-    (line,) = [line for line in said.splitlines() if line.startswith("stopped; ")]
+    (line,) = [line for line in stderr.splitlines() if line.startswith("stopped; ")]
     assert line.startswith(f"stopped; go on from {tmp_path / 'output'}/checkpoint-")
     assert line.endswith(f"with: python {path} --resume")
 

@@ -39,8 +39,7 @@ from whichlora.store.measurements import read_measurements
 from whichlora.store.models import list_models
 from whichlora.store.paths import data_folder
 from whichlora.terminal import Progress
-from whichlora.workflow import estimates
-from whichlora.workflow import export as handover
+from whichlora.workflow import estimates, export
 from whichlora.workflow import run as workflow
 
 MODEL, GPU = "HuggingFaceTB/SmolLM2-135M", "l4-24gb"
@@ -377,7 +376,7 @@ def run_gpu(case: Any, folder: Path) -> None:
 @cache
 def recipe() -> dict[str, Any]:
     run = RunConfig(model=MODEL, method="qlora", batch_size=2, seq_len=128)
-    return json.loads(json.dumps(handover.make_recipe(run, GPU).to_dict()))
+    return json.loads(json.dumps(export.make_recipe(run, GPU).to_dict()))
 
 
 def make_recipe(rng: random.Random) -> dict[str, Any]:
@@ -385,8 +384,8 @@ def make_recipe(rng: random.Random) -> dict[str, Any]:
 
 
 def run_recipe(case: dict[str, Any], folder: Path) -> None:
-    write_json(emptied(folder) / handover.RECIPE_FILE, case["recipe"])
-    handover.hand_over(handover.read_recipe(folder), case["to"], folder)
+    write_json(emptied(folder) / export.RECIPE_FILE, case["recipe"])
+    export.write_export(export.read_recipe(folder), case["to"], folder)
 
 
 # --- training data

@@ -25,11 +25,11 @@ QUIET = ["--disable-gpu", "--disable-quic", "--disable-background-networking", "
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
-        found = started.chromium.launch(
+        chromium = started.chromium.launch(
             executable_path=CHROMIUM, headless=True, chromium_sandbox=False, args=QUIET
         )
-        yield found
-        found.close()
+        yield chromium
+        chromium.close()
 
 
 class Opened:
@@ -45,7 +45,7 @@ class Opened:
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
         self.page.on(
             "console",
-            lambda said: self.faults.append(said.text) if said.type == "error" else None,
+            lambda message: self.faults.append(message.text) if message.type == "error" else None,
         )
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("#plane-finetune .point")
@@ -55,11 +55,11 @@ class Opened:
 
     def shown(self) -> set[int]:
         """Candidates that the first plane shows."""
-        found = self.page.evaluate(
+        indices = self.page.evaluate(
             "() => document.getElementById('plane-finetune').data"
             ".filter(one => one.customdata).flatMap(one => one.customdata)"
         )
-        return set(found)
+        return set(indices)
 
     def wait_until(self, condition: str) -> None:
         """Wait for a JavaScript expression; the page forbids the eval that playwright uses."""
@@ -78,10 +78,10 @@ class Opened:
 @pytest.fixture
 def opened(browser: Any, tmp_path: Path) -> Iterator[Opened]:
     values = answer_values()
-    found = Opened(browser, written(tmp_path, values))
-    yield found
-    assert found.faults == []
-    found.page.context.close()
+    opened = Opened(browser, written(tmp_path, values))
+    yield opened
+    assert opened.faults == []
+    opened.page.context.close()
 
 
 def written(folder: Path, values: dict[str, Any]) -> Path:
@@ -95,8 +95,8 @@ HOSTILE = "</script><img src=x onerror='window.hurt=1'><svg onload='window.hurt=
 def test_names_and_reasons_of_a_stranger_run_no_code(browser: Any, tmp_path: Path) -> None:
     values = answer_values(basis=HOSTILE, tokens=HOSTILE, explanation=[HOSTILE, HOSTILE])
     hostile = {"model": HOSTILE, "name": HOSTILE, "variant": HOSTILE, "reason": HOSTILE}
-    for one in [*values["inference"], *values["finetune"], *values["side_by_side"]]:
-        one.update(hostile | {"gpu": HOSTILE, "breakdown": {HOSTILE: 2**30}})
+    for row in [*values["inference"], *values["finetune"], *values["side_by_side"]]:
+        row.update(hostile | {"gpu": HOSTILE, "breakdown": {HOSTILE: 2**30}})
     for row in values["comparison"]:
         row["name"] = HOSTILE
     values |= {"winner": values["finetune"][0], "front": [], "gpu": HOSTILE}
@@ -121,7 +121,7 @@ def test_every_figure_is_drawn_with_its_name_for_screen_readers(opened: Opened) 
     opened.draw_all()
     assert opened.count(".figure") == 8
     assert opened.count(".figure .main-svg") >= 8
-    assert all(one.get_attribute("aria-label") for one in opened.page.query_selector_all(".plot"))
+    assert all(plot.get_attribute("aria-label") for plot in opened.page.query_selector_all(".plot"))
 
 
 def test_the_first_screen_holds_the_answer_the_reasons_and_the_plane(opened: Opened) -> None:
@@ -271,8 +271,8 @@ def test_two_plots_stand_beside_each_other_or_on_a_phone_one_above_the_other(
             " return [xaxis, xaxis2, yaxis, yaxis2].map((axis) => axis.domain); }"
         )
 
-    (left, right, *_), (_, _, upper, lower) = domains(1440), domains(390)
-    assert left[1] < right[0]
+    (first, second, *_), (_, _, upper, lower) = domains(1440), domains(390)
+    assert first[1] < second[0]
     assert lower[1] < upper[0]
 
 

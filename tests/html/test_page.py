@@ -72,7 +72,7 @@ def page_of(folder: Path, values: dict[str, Any]) -> Page:
 
 def figure(folder: Path, name: str, values: dict[str, Any]) -> dict[str, Any]:
     source = read_source(write_answer(folder, values))
-    return next(one for one in build_figures(source) if one["id"] == name)
+    return next(drawn for drawn in build_figures(source) if drawn["id"] == name)
 
 
 # --- the page -----------------------------------------------------------------------------
@@ -110,8 +110,8 @@ def test_every_candidate_is_in_the_data_with_what_the_filters_need(tmp_path: Pat
     data = page_of(tmp_path, values).data
     assert len(data["points"]) == len(values["inference"]) + len(values["finetune"])
     assert data["points"][data["winner"]]["wins"]
-    for one in data["filters"]:
-        assert {point[one["key"]] for point in data["points"]} <= set(one["values"])
+    for choice in data["filters"]:
+        assert {point[choice["key"]] for point in data["points"]} <= set(choice["values"])
 
 
 @pytest.mark.parametrize(
@@ -183,26 +183,26 @@ def old_answer() -> dict[str, Any]:
     """What the release before the report wrote."""
     values = {key: value for key, value in answer_values().items() if key not in NEW_KEYS}
 
-    def plain(one: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in one.items() if key not in NEW_FIELDS}
+    def plain(row: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in row.items() if key not in NEW_FIELDS}
 
-    values["finetune"] = [plain(one) for one in values["finetune"]]
-    values["inference"] = [plain(one) for one in values["inference"]]
+    values["finetune"] = [plain(row) for row in values["finetune"]]
+    values["inference"] = [plain(row) for row in values["inference"]]
     return values | {"winner": values["finetune"][0]}
 
 
 def test_an_old_answer_makes_a_reduced_report_that_says_what_is_missing(tmp_path: Path) -> None:
     page = page_of(tmp_path, old_answer())
-    names = [one["id"] for one in page.data["figures"]]
+    names = [drawn["id"] for drawn in page.data["figures"]]
     assert names == ["plane-finetune", "plane-inference", "inference", "finetune"]
     assert "did not record" in page.text
-    for what in (
+    for part in (
         "the reasons",
         "the limit lines",
         "methods and ranks side by side",
         "bytes by part",
     ):
-        assert what in page.text
+        assert part in page.text
     assert "Fine-tune org/model-7b with lora r=8" in page.text
 
 
@@ -241,8 +241,8 @@ def test_a_damaged_answer_is_refused_with_its_path(tmp_path: Path, change: dict[
 
 def test_the_plane_shows_every_candidate_once_and_rings_the_winner(tmp_path: Path) -> None:
     values = answer_values()
-    found = figure(tmp_path, "plane-finetune", values)
-    _, *models, ring = [trace for trace in found["data"] if "customdata" in trace]
+    drawn = figure(tmp_path, "plane-finetune", values)
+    _, *models, ring = [trace for trace in drawn["data"] if "customdata" in trace]
     shown = [i for trace in models for i in trace["customdata"]]
     first = len(values["inference"])
     assert sorted(shown) == list(range(first, first + len(values["finetune"])))
@@ -262,7 +262,7 @@ def test_limits_near_the_points_are_dashed_lines_at_their_value(tmp_path: Path) 
     layout = figure(tmp_path, "plane-finetune", answer_values())["layout"]
     lines = {(line.get("x0"), line.get("y0")): line["line"]["dash"] for line in layout["shapes"]}
     assert lines == {(1500.0, 0): "dash", (0, 8 * GiB): "dash", (0, 24 * GiB): "dash"}
-    assert {one["text"] for one in layout["annotations"]} == {
+    assert {label["text"] for label in layout["annotations"]} == {
         "limit 25 min 00 s", "limit 8.00 GiB", "device 24.00 GiB",
     }  # fmt: skip
 
@@ -270,19 +270,19 @@ def test_limits_near_the_points_are_dashed_lines_at_their_value(tmp_path: Path) 
 def test_a_limit_far_beyond_every_point_is_told_in_words(tmp_path: Path) -> None:
     values = answer_values()
     values["limits"]["device_bytes"] = 800 * GiB
-    found = figure(tmp_path, "plane-finetune", values)
-    assert "The device of 800.0 GiB lies above the plot." in found["about"]
-    assert all(line.get("y0") != 800 * GiB for line in found["layout"]["shapes"])
+    drawn = figure(tmp_path, "plane-finetune", values)
+    assert "The device of 800.0 GiB lies above the plot." in drawn["about"]
+    assert all(line.get("y0") != 800 * GiB for line in drawn["layout"]["shapes"])
 
 
 def test_what_ran_out_of_memory_is_a_cross_and_what_would_is_an_open_one(tmp_path: Path) -> None:
     values = answer_values()
     values["finetune"][5] |= {"peak_bytes": 30 * GiB}
-    found = figure(tmp_path, "finetune", values)
+    drawn = figure(tmp_path, "finetune", values)
     first = len(values["inference"])
     symbols = {
         i: symbol
-        for trace in found["data"]
+        for trace in drawn["data"]
         for i, symbol in zip(trace["customdata"], trace["marker"]["symbol"], strict=True)
     }
     assert symbols[first] == "circle"
@@ -293,8 +293,8 @@ def test_what_ran_out_of_memory_is_a_cross_and_what_would_is_an_open_one(tmp_pat
 
 def test_parts_of_a_bar_add_up_to_the_predicted_peak(tmp_path: Path) -> None:
     values = answer_values()
-    found = figure(tmp_path, "breakdown", values)
-    bars = [trace for trace in found["data"] if trace["type"] == "bar"]
+    drawn = figure(tmp_path, "breakdown", values)
+    bars = [trace for trace in drawn["data"] if trace["type"] == "bar"]
     points = values["inference"] + values["finetune"]
     for place, i in enumerate(bars[0]["customdata"]):
         assert sum(bar["x"][place] for bar in bars) == points[i]["predicted_peak_bytes"]
@@ -316,7 +316,7 @@ def test_error_bars_reach_from_bound_to_bound(tmp_path: Path) -> None:
 
 def test_a_run_of_one_stage_alone_still_has_a_report(tmp_path: Path) -> None:
     page = page_of(tmp_path, answer_values(finetune=[], winner=None, side_by_side=[]))
-    assert [one["id"] for one in page.data["figures"]] == [
+    assert [drawn["id"] for drawn in page.data["figures"]] == [
         "plane-inference",
         "inference",
         "accuracy",
@@ -326,9 +326,9 @@ def test_a_run_of_one_stage_alone_still_has_a_report(tmp_path: Path) -> None:
 def test_many_models_have_numbers_in_marks_and_legend_and_few_do_not(tmp_path: Path) -> None:
     def plane(count: int) -> list[dict[str, Any]]:
         folder = write_answer(tmp_path / str(count), many_candidates(count))
-        figures = {one["id"]: one for one in build_figures(read_source(folder))}
-        found: list[dict[str, Any]] = figures["plane-finetune"]["data"]
-        return found
+        figures = {drawn["id"]: drawn for drawn in build_figures(read_source(folder))}
+        traces: list[dict[str, Any]] = figures["plane-finetune"]["data"]
+        return traces
 
     many = plane(60)  # of 20 models
     marked = [set(trace["text"]) for trace in many if "text" in trace]
@@ -413,9 +413,9 @@ def test_models_are_named_without_their_organisation_unless_two_share_the_name(
     tmp_path: Path,
 ) -> None:
     values = answer_values()
-    names = {one["name"] for one in figure(tmp_path, "plane-inference", values)["data"]}
+    names = {trace["name"] for trace in figure(tmp_path, "plane-inference", values)["data"]}
     assert names >= {"model-7b", "tiny-1b"}
-    for one in values["inference"][2:]:
-        one["model"] = "other/model-7b"
-    names = {one["name"] for one in figure(tmp_path, "plane-inference", values)["data"]}
+    for trace in values["inference"][2:]:
+        trace["model"] = "other/model-7b"
+    names = {trace["name"] for trace in figure(tmp_path, "plane-inference", values)["data"]}
     assert names >= {"org/model-7b", "other/model-7b"}

@@ -33,7 +33,7 @@ from whichlora.store.locks import hold_folder
 from whichlora.terminal.answer import gpu_rows
 from whichlora.workflow import estimates
 from whichlora.workflow import run as workflow
-from whichlora.workflow.export import hand_over, read_recipe
+from whichlora.workflow.export import read_recipe, write_export
 from whichlora.workflow.run import Answer
 
 pytestmark = pytest.mark.usefixtures("fake_device")
@@ -540,7 +540,7 @@ def test_the_job_cuts_rows_where_the_plan_says_if_their_lengths_are_estimated(
     cut = longest if estimated else answer.winner.run.seq_len
     assert f"SEQ_LEN = {cut}\n" in job
     recipe = read_recipe(tmp_path / "out")
-    done = hand_over(recipe, "transformers", tmp_path / "out")
+    done = write_export(recipe, "transformers", tmp_path / "out")
     peak = answer.winner.prediction.memory.device_used_bytes
     assert done.before.memory.device_used_bytes == done.after.memory.device_used_bytes == peak
     assert (tmp_path / "out" / "train.py").read_text() == job

@@ -63,31 +63,30 @@ def export(
       whichlora export Qwen/Qwen2.5-7B --to trl --gpu rtx-4090-24gb --method qlora --output job
     """
     from whichlora import terminal as report
-    from whichlora.workflow import combinations
-    from whichlora.workflow import export as handover
+    from whichlora.workflow import combinations, export
 
     folder = Path(source)
     if source.startswith((".", "/", "~")) and not os.path.exists(folder):
         raise ConfigError(f"{source}: no such folder; give that of a whichlora run, or of a model")
     if os.path.isdir(folder) and not (folder / "config.json").is_file():
         _refuse_settings(ctx)
-        folder = handover.folder_of_winner(folder)
-        recipe = handover.read_recipe(folder)
+        folder = export.folder_of_winner(folder)
+        recipe = export.read_recipe(folder)
     else:
         runs = list(combinations.grid(plain_settings([source], given, command="export")))
         if len(runs) != 1:
             raise ConfigError(f"export writes one fine-tuning, these settings make {len(runs)}")
         if runs[0].phase != "finetune":
             raise ConfigError("--phase: export writes a fine-tuning, got inference; leave it out")
-        recipe = handover.make_recipe(runs[0], gpu, epochs=epochs, learning_rate=learning_rate)
+        recipe = export.make_recipe(runs[0], gpu, epochs=epochs, learning_rate=learning_rate)
         folder = Path()
-    done = handover.hand_over(
+    done = export.write_export(
         recipe, to, output or folder, data=folder, calibration_dir=calibration_dir
     )
     if as_json:
         click.echo(json.dumps({"schema_version": SCHEMA_VERSION} | done.to_dict(), indent=1))
         return
-    report.print_handover(done)
+    report.print_export(done)
 
 
 def _refuse_settings(ctx: click.Context) -> None:

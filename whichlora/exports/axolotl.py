@@ -24,7 +24,7 @@ from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, RunConfig
 
 FILE = "axolotl.yaml"
 _UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "expandable_segments")
-# It has one kind of 4 bits for adapters: NF4 with double quantisation.
+# Its only 4-bit storage is NF4 with double quantisation.
 _QUANTS = frozenset({"none", "int8", "nf4-dq"})
 _PROMPT_AS_IT_IS = "{instruction}"
 _ROWS: Mapping[DataFormat, Mapping[str, Any]] = {
@@ -39,7 +39,7 @@ _ROWS: Mapping[DataFormat, Mapping[str, Any]] = {
     },
     CHAT_ROWS: {
         "type": "chat_template",
-        "chat_template": "tokenizer_default_fallback_alpaca",  # as the job of WhichLoRA
+        "chat_template": "tokenizer_default_fallback_alpaca",  # as in the train.py of WhichLoRA
         "field_messages": "messages",
         "message_property_mappings": {"role": "role", "content": "content"},
         "roles_to_train": ["assistant"],
@@ -50,10 +50,10 @@ _ROWS: Mapping[DataFormat, Mapping[str, Any]] = {
 
 
 def export(recipe: Recipe) -> Export:
-    """SFT; its kernels for LoRA, which are not modelled, are switched off.
+    """SFT, without Axolotl's LoRA kernels, which are not modelled.
 
     Raises:
-        ConfigError: what Axolotl can't do.
+        ConfigError: a setting that Axolotl lacks.
     """
     require_plain(
         recipe,
@@ -120,7 +120,7 @@ def _dataset(recipe: Recipe, file: str) -> dict[str, Any]:
 
 
 def _evaluation(recipe: Recipe) -> dict[str, Any]:
-    """The validation rows, and when they are evaluated; nothing without them."""
+    """The validation rows, and when they are evaluated; empty without them."""
     when = evaluating(recipe)
     if not when:
         return {}
@@ -130,7 +130,7 @@ def _evaluation(recipe: Recipe) -> dict[str, Any]:
 
 
 def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
-    """What it is told of the adapters; nothing for full fine-tuning."""
+    """Adapter settings; empty for full fine-tuning."""
     method = get_method(run.method)
     if not method.peft_class:
         return {}
@@ -161,8 +161,8 @@ def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
 def under_axolotl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """`run` as Axolotl runs it.
 
-    It prepares a 4-bit base and then narrows the norms and embeddings again, so that what is left
-    is a base that was not prepared (`loaders/model.py`, `_configure_embedding_dtypes`).
+    It prepares a 4-bit base, then narrows the norms and embeddings again: in effect, the base is
+    not prepared (`loaders/model.py`, `_configure_embedding_dtypes`).
     """
     notes = []
     if run.precision in ("bf16-pure", "bf16-no-autocast"):

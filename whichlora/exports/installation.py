@@ -33,10 +33,10 @@ class Installation:
 
 
 def installation(extra: str) -> Installation:
-    """The installation of what runs here, with `extra`.
+    """How to install the running WhichLoRA, with `extra`.
 
-    A checkout or a wheel on this machine goes along; a release, a commit and a file of the web
-    are named. `$PIP_INDEX_URL` holds there, too, unless it has a password.
+    A checkout or a wheel of this machine is uploaded; a release, a commit or a URL is named.
+    `$PIP_INDEX_URL` is passed on, unless it has a password.
     """
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").is_file():
@@ -47,9 +47,9 @@ def installation(extra: str) -> Installation:
         return _from_index(__version__, extra)
 
 
-def installed_from(found: Distribution, extra: str) -> Installation:
-    """The installation of what the metadata `found` say (PEP 610)."""
-    origin: dict[str, Any] = json.loads(found.read_text("direct_url.json") or "{}")
+def installed_from(metadata: Distribution, extra: str) -> Installation:
+    """The installation that the metadata describe (PEP 610)."""
+    origin: dict[str, Any] = json.loads(metadata.read_text("direct_url.json") or "{}")
     address = str(origin.get("url", ""))
     if address.startswith("file:"):
         path = Path(unquote(urlsplit(address).path))
@@ -60,12 +60,12 @@ def installed_from(found: Distribution, extra: str) -> Installation:
         return _from_address(f"{vcs['vcs']}+{address}@{vcs['commit_id']}", extra)
     elif address:
         return _from_address(address, extra)
-    return _from_index(found.version, extra)
+    return _from_index(metadata.version, extra)
 
 
 def _from_this_machine(path: Path, extra: str) -> Installation:
     there = f"~/{path.name if path.is_file() else f'{PACKAGE}-source'}"
-    # the shell opens ~ where it is not quoted
+    # the shell expands ~ only outside quotes
     command = f"pip install ~/{shlex.quote(there[2:] + f'[{extra}]')}"
     return Installation(command=command, uploads={there: str(path)})
 

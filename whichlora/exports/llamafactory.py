@@ -54,10 +54,10 @@ _END = "LLaMA-Factory's template without words, fewshot, puts two line breaks be
 
 
 def export(recipe: Recipe) -> Export:
-    """Its stage for plain texts, `pt`, without the packing it would turn on there; else `sft`.
+    """Stage `pt` for plain texts, without its default packing; `sft` for other rows.
 
     Raises:
-        ConfigError: what LLaMA-Factory can't do.
+        ConfigError: a setting that LLaMA-Factory lacks.
     """
     require_plain(
         recipe,
@@ -129,10 +129,10 @@ def export(recipe: Recipe) -> Export:
 
 
 def _rows(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The stage, what of a row has a loss, and what to say of it.
+    """The stage, which tokens of a row have a loss, and notes.
 
     Raises:
-        ConfigError: prompts that are to be learned as well, which it does not end.
+        ConfigError: loss on prompts of plain text, where it appends no end token.
     """
     everything = recipe.train_on == "all"
     data = simpler_format(recipe.data_format)
@@ -165,7 +165,7 @@ def _quantisation(run: RunConfig) -> dict[str, Any]:
 
 
 def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
-    """Which fine-tuning, and what it is told of the adapters."""
+    """The type of fine-tuning, and adapter settings."""
     method = get_method(run.method)
     if not method.peft_class:
         return {"finetuning_type": "full"}

@@ -11,17 +11,17 @@ from typing import Any
 from whichlora.text import quoted
 
 _LINE_LENGTH = 88
-_INLINE_LENGTH = 72  # of a bracketed expression, so that what stands before it fits too
+_INLINE_LENGTH = 72  # of a bracketed expression; the text before it needs room too
 
 
 class Code(str):
-    """A Python expression, as opposed to a string that the script shall contain."""
+    """A Python expression, as opposed to a string literal of the script."""
 
     __slots__ = ()
 
 
 def call(function: str, *arguments: Any, **keywords: Any) -> Code:
-    """A call as the formatter of the script's reader would lay it out."""
+    """A call, laid out as a formatter would."""
     items = [literal(argument) for argument in arguments]
     for name, value in keywords.items():
         items.append(f"{name}{literal(value)}" if name == "**" else f"{name}={literal(value)}")
@@ -59,7 +59,7 @@ def _bracketed(opening: str, items: Sequence[str], closing: str) -> str:
 
 
 def import_lines(body: str, importable: Mapping[str, Sequence[str]]) -> str:
-    """The import lines of the names that `body` uses, of those that each module has."""
+    """Import lines for the names of `importable` that `body` uses."""
     lines = []
     for module, names in importable.items():
         used = [name for name in names if re.search(rf"\b{name}\b", body)]

@@ -1,4 +1,4 @@
-"""What a fine-tuning is, whoever runs it; and what one tool makes of it."""
+"""A recommended fine-tuning, independent of the tool that runs it; and its export for one tool."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from whichlora.text import require_printable
 RECIPE_SCHEMA_VERSION = 1
 MOST_EPOCHS = 10**12  # as in a config file
 DATA_FILE = "train.jsonl"  # beside the exported files, rows of `Recipe.data_format`
-VALIDATION_FILE = "validation.jsonl"  # the same, where `Recipe.validation` says so
+VALIDATION_FILE = "validation.jsonl"  # the same, if `Recipe.validation` is set
 
-# PEFT config class → the keys of it that Axolotl, LLaMA-Factory, TRL and Unsloth all have words
-# for, "bias" being left out with a note where it is asked for.
+# PEFT config class → its keys that Axolotl, LLaMA-Factory, TRL and Unsloth can all write. They
+# lack "bias": exports leave it out with a note.
 LORA_KEYS: Mapping[str, frozenset[str]] = {
     "peft.LoraConfig": frozenset(
         {
@@ -51,8 +51,8 @@ class Recipe:
         tokenizer: hub id or path; None takes the model's own.
         model_config: the Hugging Face config.
         masked_lm: an encoder, trained to fill in masked tokens.
-        longest: tokens of the longest row as it is estimated, where `run` cuts later; the
-            prediction is of these.
+        longest: estimated tokens of the longest row, if less than `run.seq_len`; the prediction
+            takes this length.
         data_format: what a row of `train.jsonl` and `validation.jsonl` looks like.
         validation: there is a `validation.jsonl`.
 
@@ -118,11 +118,11 @@ class Recipe:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is neither true nor false")
 
     def predicted(self, run: RunConfig) -> RunConfig:
-        """`run`, which a tool makes of this recipe, with rows as long as they are estimated."""
+        """`run`, as a tool runs this recipe, with the estimated length of rows."""
         return run if self.longest is None else replace(run, seq_len=self.longest)
 
     def to_dict(self) -> dict[str, Any]:
-        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return (
             {"schema_version": RECIPE_SCHEMA_VERSION}
             | fields
@@ -177,9 +177,9 @@ class Export:
     Args:
         files: file name to content; the first is the one to start from.
         command: what starts the training, in the folder of the files.
-        run: what the tool will run, which is to be predicted again.
-        notes: what of the recipe the tool can't do, or does in a way that is not modelled.
-        made_of: file of rows to the one that `simpler_row` makes it of.
+        run: the run as the tool performs it, to be predicted again.
+        notes: settings of the recipe that the tool lacks, or that are not modelled under it.
+        made_of: file of rows → the file that `simpler_row` converts to it.
     """
 
     files: Mapping[str, str]
@@ -198,12 +198,12 @@ def require_plain(
     data: DataFormat | None = None,
     adapters: Mapping[str, frozenset[str]],
 ) -> None:
-    """Refuse what only the script of WhichLoRA can do.
+    """Refuse a recipe that only WhichLoRA's own script can run.
 
     Args:
         rows: formats that `tool` takes.
-        data: that of the rows that it is given; None is as they stand in `train.jsonl`.
-        adapters: PEFT config class to those of its keys that `tool` has words for.
+        data: format of the rows that it gets; None is that of `train.jsonl`.
+        adapters: PEFT config class → its keys that `tool` can write.
 
     Raises:
         ConfigError: an adapter that it can't write, an encoder, random weights, other rows, or a
@@ -257,7 +257,7 @@ def _require_adapter(run: RunConfig, tool: str, adapters: Mapping[str, frozenset
 
 
 def without(run: RunConfig, tool: str, *names: str) -> tuple[RunConfig, tuple[str, ...]]:
-    """`run` without the settings that `tool` has no words for, and what to say of them."""
+    """`run` without the settings that `tool` lacks, and a note for each."""
     chosen = run.chosen()
     left_out = [name for name in names if name in chosen]
     plain = RunConfig(model=run.model)
@@ -267,7 +267,7 @@ def without(run: RunConfig, tool: str, *names: str) -> tuple[RunConfig, tuple[st
 
 
 def saving(recipe: Recipe) -> dict[str, Any]:
-    """When checkpoints are written, by the Trainer's own keys, which tools on top of it take."""
+    """When checkpoints are written, in the Trainer's keys, which tools built on it share."""
     keeping = recipe.keeping
     if not keeping.saves:
         return {"save_strategy": "no"}
@@ -279,7 +279,7 @@ def saving(recipe: Recipe) -> dict[str, Any]:
 
 
 def evaluating(recipe: Recipe) -> dict[str, Any]:
-    """When the validation rows are evaluated, by the Trainer's own keys; nothing without them."""
+    """When the validation rows are evaluated, in the Trainer's keys; empty without them."""
     if not (recipe.validation and recipe.keeping.evaluates):
         return {}
     if recipe.keeping.eval_steps is None:
@@ -287,13 +287,13 @@ def evaluating(recipe: Recipe) -> dict[str, Any]:
     return {"eval_strategy": "steps", "eval_steps": recipe.keeping.eval_steps}
 
 
-def padding_note(recipe: Recipe, *known: str) -> tuple[str, ...]:
-    """What to say where the tool pads to the longest and the recipe meant another way.
+def padding_note(recipe: Recipe, *supported: str) -> tuple[str, ...]:
+    """A note if the tool pads to the longest row and the recipe batches otherwise.
 
     Args:
-        known: ways of making batches that the tool has besides.
+        known: other batchings that the tool has.
     """
-    if recipe.batching in (None, "longest", *known):
+    if recipe.batching in (None, "longest", *supported):
         return ()
     return (
         f"batches were to be {recipe.batching}; here rows are padded to the longest of their "

@@ -1,4 +1,4 @@
-"""Rows for tools that take neither preferences nor a prompt in messages of its own."""
+"""Rows for tools that take neither preferences nor prompts as separate messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIMPLER: Mapping[DataFormat, DataFormat] = {
 
 
 def simpler_format(data: DataFormat) -> DataFormat:
-    """What `simpler_row` makes of rows of the format `data`."""
+    """The format that `simpler_row` converts rows of format `data` to."""
     return _SIMPLER.get(data, data)
 
 
@@ -37,7 +37,7 @@ def file_names(recipe: Recipe) -> tuple[str, str]:
 
 
 def made_of(recipe: Recipe) -> dict[str, str]:
-    """File to the one whose rows are to be made simpler for it; nothing where they are."""
+    """File → the file whose rows `simpler_row` converts; empty if no conversion is needed."""
     pairs = zip(file_names(recipe), (DATA_FILE, VALIDATION_FILE), strict=True)
     files = {file: source for file, source in pairs if file != source}
     return dict(list(files.items())[: 1 + recipe.validation])
@@ -46,7 +46,7 @@ def made_of(recipe: Recipe) -> dict[str, str]:
 def simpler_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row as one list of messages, or as prompt and completion.
 
-    The answer is the completion or what was chosen; without a prompt, the last message of it.
+    The answer is the completion or the chosen text; without a prompt, its last message.
     """
     answer = row["completion"] if "completion" in row else row["chosen"]
     if isinstance(answer, str):

@@ -11,7 +11,7 @@ from whichlora.exports.recipe import Export, Recipe
 from whichlora.exports.yaml import yaml_text
 
 FILE = "sky.yaml"
-# Our keys by SkyPilot's names (its catalogs, 0.14); it doesn't tell boards of one name apart.
+# Our key → SkyPilot's name (catalogs of 0.14), which several boards may share.
 ACCELERATORS = {
     "a10-24gb": "A10",
     "a100-pcie-40gb": "A100",

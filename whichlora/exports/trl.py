@@ -30,10 +30,10 @@ _QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 
 
 def export(recipe: Recipe) -> Export:
-    """SFT on texts, with TRL's fused loss head, which it never leaves out.
+    """SFT with TRL's fused loss head, which can't be turned off.
 
     Raises:
-        ConfigError: what TRL can't do.
+        ConfigError: a setting that TRL lacks.
     """
     require_plain(recipe, "trl", adapters=LORA_KEYS, quants=_QUANTS, rows=_ROWS)
     run, left_out = without(recipe.run, "TRL", *_UNKNOWN)
@@ -83,7 +83,7 @@ def export(recipe: Recipe) -> Export:
 
 
 def _rows(recipe: Recipe) -> dict[str, Any]:
-    """What a row is, and what of it has a loss."""
+    """The columns of a row, and which tokens have a loss."""
     learned = recipe.train_on == "completions"
     match recipe.data_format.kind:
         case "prompt-completion":
@@ -105,7 +105,7 @@ def _quantisation(run: RunConfig) -> dict[str, Any]:
 
 
 def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
-    """What it is told of the adapters; nothing for full fine-tuning."""
+    """Adapter settings; empty for full fine-tuning."""
     method = get_method(run.method)
     if not method.peft_class:
         return {}
@@ -124,10 +124,10 @@ def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
 
 
 def under_trl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """`run` as TRL runs it: its own loss head, and a 4-bit base that is not prepared.
+    """`run` as TRL runs it: with TRL's loss head, and a 4-bit base that is not prepared.
 
     Raises:
-        ConfigError: a precision that it has no words for.
+        ConfigError: a precision that TRL lacks.
     """
     notes = []
     precision = run.precision

@@ -59,13 +59,13 @@ HERE = Path(__file__).resolve().parent
 
 
 def export(recipe: Recipe) -> Export:
-    """A script; checkpointing is PyTorch's own, not the one that moves activations to the host.
+    """A script with PyTorch's checkpointing; Unsloth's would move activations to the host.
 
-    Token ids and labels are those of `train.py`: rows that have labels Unsloth takes as they are,
-    padded to the longest (unsloth_zoo 2026.10, `dataset_utils.py`, `sft_prepare_dataset`).
+    Token ids and labels are those of `train.py`. Unsloth takes rows with labels unchanged and pads
+    them to the longest (unsloth_zoo 2026.10, `dataset_utils.py`, `sft_prepare_dataset`).
 
     Raises:
-        ConfigError: what Unsloth can't do.
+        ConfigError: a setting that Unsloth lacks.
     """
     require_plain(recipe, "unsloth", adapters=LORA_KEYS, quants=_QUANTS, rows=_ROWS)
     run, left_out = without(recipe.run, "Unsloth", *_UNKNOWN)

@@ -1,4 +1,4 @@
-"""Settings as YAML that every reader takes the same way."""
+"""Settings as YAML that every parser reads alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORDS_WITH_A_MEANING = {"true", "false", "yes", "no", "on", "off", "null", "y",
 def yaml_text(settings: Mapping[str, Any], *, head: str = "") -> str:
     """`settings` in block style, in their order, under `head` as comment lines.
 
-    Floats are written as 2.0e-4: without the point, PyYAML hands on a string.
+    Floats are written as 2.0e-4: without the point, PyYAML reads a string.
     """
     comment = "".join(f"# {line}\n" if line else "#\n" for line in head.splitlines())
     return comment + "\n".join(_lines(settings)) + "\n"
@@ -31,8 +31,8 @@ def _lines(settings: Mapping[str, Any], indent: str = "") -> list[str]:
             lines.append(f"{indent}{name}:")
             for item in value:
                 if isinstance(item, Mapping):
-                    first, *rest = _lines(item, indent + "    ")
-                    lines += [f"{indent}  - {first.strip()}", *rest]
+                    first, *following = _lines(item, indent + "    ")
+                    lines += [f"{indent}  - {first.strip()}", *following]
                 else:
                     lines.append(f"{indent}  - {_scalar(item)}")
         elif isinstance(value, str) and _is_block(value):

@@ -36,10 +36,10 @@ MIN_TICKS = 3
 
 def span(values: Sequence[float]) -> tuple[float, float]:
     """Ends of a logarithmic axis that shows all `values`."""
-    known = [value for value in values if value > 0]
-    if not known:
+    positive = [value for value in values if value > 0]
+    if not positive:
         return 1.0, 10.0
-    low, high = math.log10(min(known)), math.log10(max(known))
+    low, high = math.log10(min(positive)), math.log10(max(positive))
     margin = max(MARGIN * (high - low), 0.05)
     return 10 ** (low - margin), 10 ** (high + margin)
 
@@ -82,7 +82,7 @@ def _log_axis(
 ) -> dict[str, Any]:
     low, high = span(values)
     within = [[tick for tick in ladder if low <= tick <= high] for ladder in ladders]
-    ticks = next((found for found in within if len(found) >= MIN_TICKS), [])
+    ticks = next((ticks for ticks in within if len(ticks) >= MIN_TICKS), [])
     if not ticks:  # the values are less than a rung apart: even steps between the ends
         ticks = [low * (high / low) ** (i / 4) for i in range(1, 4)]
     elif len(ticks) > most:
@@ -101,8 +101,8 @@ def _short(show: Callable[[float], str]) -> Callable[[float], str]:
 
     def shortened(value: float) -> str:
         text = show(value)
-        for rest in (" 00 s", " 00 min"):
-            text = text.removesuffix(rest)
+        for suffix in (" 00 s", " 00 min"):
+            text = text.removesuffix(suffix)
         number, _, unit = text.rpartition(" ")
         if "." in number:
             number = number.rstrip("0").rstrip(".")

@@ -42,7 +42,7 @@ def write_images(place: Path, image_format: str, folder: Path | None = None) -> 
         raise DataFileError(f"{folder}: can't be made ({error.strerror}); check the path") from None
     figures = build_figures(source)
     paths = [folder / f"{figure['id']}.{image_format}" for figure in figures]
-    drawn = [Figure({"data": one["data"], "layout": _still(one)}) for one in figures]
+    drawn = [Figure({"data": figure["data"], "layout": _still(figure)}) for figure in figures]
     try:
         io.write_images(drawn, paths, format=image_format, width=WIDTH, height=HEIGHT, scale=SCALE)
     except RuntimeError as error:

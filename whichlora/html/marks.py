@@ -96,15 +96,15 @@ class Marks:
 
 def marks_of(source: Source) -> Marks:
     """Marks for everything in `source`; the largest model has the first colour."""
-    everyone = [*source.points, *source.side_by_side]
-    sizes = {point.model: point.num_params for point in everyone}
+    points = [*source.points, *source.side_by_side]
+    sizes = {point.model: point.num_params for point in points}
     models = sorted(sizes, key=lambda model: -sizes[model])
-    methods = list(dict.fromkeys(point.method for point in everyone if point.stage == "finetune"))
+    methods = list(dict.fromkeys(point.method for point in points if point.stage == "finetune"))
     short = Counter(model.rsplit("/", 1)[-1] for model in models)
     labels = {model: model.rsplit("/", 1)[-1] for model in models}
     labels = {model: name if short[name] == 1 else model for model, name in labels.items()}
     numbers = {}
-    if len(models) > MAX_BY_COLOUR and len(everyone) <= MAX_NUMBERED:
+    if len(models) > MAX_BY_COLOUR and len(points) <= MAX_NUMBERED:
         numbers = {model: str(number) for number, model in enumerate(models, start=1)}
         labels = {model: f"{numbers[model]} {name}" for model, name in labels.items()}
     return Marks(
@@ -125,8 +125,8 @@ def error_bars(estimates: Sequence[Estimate], *, thickness: float = 1) -> dict[s
     return {
         "type": "data",
         "symmetric": False,
-        "array": [one.high - one.value for one in estimates],
-        "arrayminus": [one.value - one.low for one in estimates],
+        "array": [estimate.high - estimate.value for estimate in estimates],
+        "arrayminus": [estimate.value - estimate.low for estimate in estimates],
         "thickness": thickness,
         "width": 2,
     }

@@ -45,8 +45,12 @@ def page(source: Source) -> str:
         "title": escape(f"WhichLoRA on {_device_name(source)}"),
         "style": (folder / "page.css").read_text(encoding="utf-8"),
         "answer": _answer(source),
-        "lead": "".join(_figure_slot(one) for one in figures if one["id"] == _lead(figures)),
-        "figures": "".join(_figure_slot(one) for one in figures if one["id"] != _lead(figures)),
+        "lead": "".join(
+            _figure_slot(figure) for figure in figures if figure["id"] == _lead(figures)
+        ),
+        "figures": "".join(
+            _figure_slot(figure) for figure in figures if figure["id"] != _lead(figures)
+        ),
         "gpus": _gpus(source),
         "side_by_side": _side_by_side(source),
         "missing": _missing(source),
@@ -56,9 +60,9 @@ def page(source: Source) -> str:
         "script": (folder / "page.js").read_text(encoding="utf-8"),
     }
     # split at the slots once: what is filled in may itself spell like a slot
-    first, *rest = (folder / "page.html").read_text(encoding="utf-8").split("{{")
+    first, *slots = (folder / "page.html").read_text(encoding="utf-8").split("{{")
     parts = [first]
-    for piece in rest:
+    for piece in slots:
         slot, _, text = piece.partition("}}")
         parts += [filled[slot], text]
     return "".join(parts)
@@ -170,12 +174,12 @@ def _answer(source: Source) -> str:
         headline = f"Fine-tune {best.model} with {best.variant}, batch size {best.batch_size}"
         cards = _cards(source, best)
     items = [f"<li>{_prose(line.strip())}</li>" for line in lines[1:]]
-    rest = items[MAX_REASONS:] if len(items) > MAX_REASONS + 1 else []
-    reasons = "".join(items[: len(items) - len(rest)])
+    more = items[MAX_REASONS:] if len(items) > MAX_REASONS + 1 else []
+    reasons = "".join(items[: len(items) - len(more)])
     folded = (
-        f"<details><summary>{len(rest)} more reasons</summary>"
-        f"<ul class=reasons>{''.join(rest)}</ul></details>"
-        if rest
+        f"<details><summary>{len(more)} more reasons</summary>"
+        f"<ul class=reasons>{''.join(more)}</ul></details>"
+        if more
         else ""
     )
     if not lines and source.winner is not None:
@@ -194,8 +198,8 @@ def _prose(text: str) -> str:
 
 def _kicker(source: Source) -> str:
     measured = sum(point.measured for point in source.points)
-    known = f"{measured} of {len(source.points)} candidates measured"
-    return f"{_device_name(source)} · {known}"
+    summary = f"{measured} of {len(source.points)} candidates measured"
+    return f"{_device_name(source)} · {summary}"
 
 
 def _cards(source: Source, best: Point) -> str:
@@ -348,7 +352,7 @@ def _provenance(source: Source) -> str:
         ("WhichLoRA", facts.get("whichlora")),
         ("Python", facts.get("python")),
         ("Libraries", _pairs(facts["libraries"])),
-        *(("Measured on", _pairs(one)) for one in facts.get("environments", ())),
+        *(("Measured on", _pairs(environment)) for environment in facts.get("environments", ())),
         *(("Note", note) for note in facts.get("notes", ())),
     ]
     return "".join(

@@ -211,7 +211,7 @@ def _provenance(values: Mapping[str, Any]) -> dict[str, Any]:
         unverified = _texts(device.get("unverified", ()))
         device |= {"memory_bytes": _number(device["memory_bytes"]), "unverified": unverified}
     environments = values.get("environments", ())
-    if not all(isinstance(one, dict) for one in environments):
+    if not all(isinstance(environment, dict) for environment in environments):
         raise TypeError("environments are no objects")
     date = values.get("date")
     return dict(values) | {
@@ -227,7 +227,7 @@ def _source(values: Mapping[str, Any]) -> Source:
     gpu = str(values["gpu"])
     points = [_point(row, gpu) for stage in ("inference", "finetune") for row in values[stage]]
     best = values["winner"]
-    missing = [what for key, what in _PARTS_OF_REPORT.items() if key not in values]
+    missing = [part for key, part in _PARTS_OF_REPORT.items() if key not in values]
     if not any(point.breakdown for point in points):
         missing.append("bytes by part")
     sequences = _object(values, "dataset").get("num_sequences")
@@ -285,10 +285,10 @@ def _place(points: Sequence[Point], wanted: Point) -> int:
 
 def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The object under `key`; empty where there is none."""
-    found = values.get(key)
-    if not isinstance(found, dict | None):
+    entry = values.get(key)
+    if not isinstance(entry, dict | None):
         raise TypeError(f"{key} is no object")
-    return found or {}
+    return entry or {}
 
 
 def _compared(row: Mapping[str, Any]) -> Compared:
@@ -299,11 +299,13 @@ def _compared(row: Mapping[str, Any]) -> Compared:
         measured=_number(row["measured"], positive=True),
         predicted={
             stage: Estimate(
-                value=_number(one["value"]), low=_number(one["low"]), high=_number(one["high"])
+                value=_number(interval["value"]),
+                low=_number(interval["low"]),
+                high=_number(interval["high"]),
             )
-            for stage, one in stages.items()
+            for stage, interval in stages.items()
         },
-        confidence={stage: _number(one["confidence"]) for stage, one in stages.items()},
+        confidence={stage: _number(interval["confidence"]) for stage, interval in stages.items()},
     )
 
 

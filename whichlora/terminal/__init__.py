@@ -5,10 +5,10 @@ from whichlora.terminal.calibrations import print_calibration, print_merged, pri
 from whichlora.terminal.catalogs import print_gpus, print_models
 from whichlora.terminal.estimate import print_predictions
 from whichlora.terminal.explained import explanation_markdown, print_explanation
+from whichlora.terminal.exports import print_export
 from whichlora.terminal.facts import answer_facts, detailed_row
 from whichlora.terminal.files import write_candidates, write_comparison, write_summary
 from whichlora.terminal.guides import print_guide, write_guide
-from whichlora.terminal.handovers import print_handover
 from whichlora.terminal.live import SweepProgress
 from whichlora.terminal.placements import print_placements
 from whichlora.terminal.progress import Progress
@@ -34,9 +34,9 @@ __all__ = [
     "print_answer",
     "print_calibration",
     "print_explanation",
+    "print_export",
     "print_gpus",
     "print_guide",
-    "print_handover",
     "print_merged",
     "print_models",
     "print_placements",

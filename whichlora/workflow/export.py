@@ -1,4 +1,4 @@
-"""A recommended fine-tuning → another tool's files, predicted again under that tool's stack."""
+"""A recommended fine-tuning → another tool's files, predicted again as that tool runs it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRUSTS_CODE = "trust_remote_code is on: training runs code that comes with the m
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handover:
+class WrittenExport:
     """What was written for a tool, and what changes under it.
 
     Args:
@@ -109,14 +109,14 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
     )
 
 
-def hand_over(
+def write_export(
     recipe: Recipe,
     to: str,
     folder: Path,
     *,
     data: Path | None = None,
     calibration_dir: Path | None = None,
-) -> Handover:
+) -> WrittenExport:
     """Write `recipe` for the tool `to` into `folder`, and predict it as that tool runs it.
 
     Args:
@@ -144,7 +144,7 @@ def hand_over(
         texts[name] = _simpler((data or folder) / source)
     paths = tuple(_write(folder / name, text) for name, text in texts.items())
     then, now = before.run.to_dict(), after.run.to_dict()
-    return Handover(
+    return WrittenExport(
         to=to,
         export=made,
         before=before,
@@ -177,9 +177,9 @@ def _write(path: Path, text: str) -> Path:
 
 __all__ = [
     "DATA_FILE",
-    "Handover",
+    "WrittenExport",
     "folder_of_winner",
-    "hand_over",
     "make_recipe",
     "read_recipe",
+    "write_export",
 ]

@@ -92,12 +92,12 @@ def train_script(
         masked_lm: an encoder, trained to fill in masked tokens.
         max_steps: stop after so many optimizer steps instead of `epochs`.
         data_format: what a row of `train.jsonl` looks like.
-        train_on: "completions" leaves prompts and the turns of others without a loss.
+        train_on: with "completions", prompts and the turns of others have no loss.
 
     Raises:
         ConfigError: a run that the script can't perform.
     """
-    run, method = with_defaults(run), get_method(run.method)
+    run = with_defaults(run)
     _check(run, weights, model_config)
     random_config = model_config if weights == "random" else None
     takes_bytes = random_config is not None and tokenizer is None
@@ -108,15 +108,11 @@ def train_script(
         "MODEL": run.model if random_config is None else Code('HERE / "random-weights"'),
         "TOKENIZER": tokenizer,
         "OUTPUT": Code('HERE / "output"'),
-        "SEQ_LEN": run.seq_len,
-        "BATCH_SIZE": run.batch_size,
-        "GRADIENT_ACCUMULATION_STEPS": run.gradient_accumulation_steps,
+        **_batch_constants(run),
         "EPOCHS": epochs if max_steps is None else None,
         "MAX_STEPS": max_steps,
         "LEARNING_RATE": learning_rate,
-        "SAVE_STEPS": _save_steps(keeping) if keeping.saves else None,
-        "SAVE_TOTAL_LIMIT": keeping.save_total_limit if keeping.saves else None,
-        "EVAL_STEPS": keeping.eval_steps or None,
+        **_keeping_constants(keeping),
         "SEED": seed,
         "PREDICTED_WITH": predicted_versions(run),
         "CHAT_TEMPLATE": chat_template() if chats else None,
@@ -138,36 +134,79 @@ def train_script(
         *argument_lines(run, keeping, limited=max_steps is not None, grouped=reader == "grouped"),
         *optimizer_lines(run),
     ]
-    narrow = keeping.saves and run.narrows_adapters and not method.trains_base
-    body = "".join(
+    random_class = None if random_config is None else model_class
+    functions = _helper_functions(run, keeping, random_class, takes_bytes=takes_bytes)
+    functions += row_functions(data_format, train_on=train_on, reader=reader, masked_lm=masked_lm)
+    return _assembled(run, constants, functions, main, _tail(run, keeping, reader, masked_lm))
+
+
+def _helper_functions(
+    run: RunConfig, keeping: Keeping, random_class: str | None, *, takes_bytes: bool
+) -> str:
+    """The functions of the script beside those of the rows.
+
+    Args:
+        random_class: class of a model with random weights, which the script writes.
+    """
+    random_model = ""
+    if random_class is not None:
+        dtype = weight_dtype(run)
+        random_model = templates.RANDOM_MODEL.format(model_class=random_class, dtype=dtype)
+    return "".join(
         [
             templates.SAY,
             templates.VERSIONS,
             templates.LAST_CHECKPOINT * keeping.saves,
-            templates.NARROW_TRAINER * narrow,
-            templates.RANDOM_MODEL.format(model_class=model_class, dtype=weight_dtype(run))
-            if random_config is not None
-            else "",
-            templates.BYTE_TOKENIZER if takes_bytes else "",
-            row_functions(data_format, train_on=train_on, reader=reader, masked_lm=masked_lm),
-            "def main():\n",
-            indent("\n".join(main) + "\n", "    "),
-            _tail(run, keeping, reader, narrow=narrow, masked_lm=masked_lm),
+            templates.NARROW_TRAINER * _is_narrow(run, keeping),
+            random_model,
+            templates.BYTE_TOKENIZER * takes_bytes,
         ]
     )
-    module, _, name = method.peft_class.rpartition(".")
+
+
+def _assembled(
+    run: RunConfig,
+    constants: Mapping[str, Any],
+    functions: str,
+    main: Sequence[str],
+    tail: str,
+) -> str:
+    """The script: its head, `functions`, and `main()`, which runs the lines `main` and `tail`."""
+    lines = indent("\n".join(main) + "\n", "    ")
+    body = f"{functions}def main():\n{lines}{tail}"
+    module, _, name = get_method(run.method).peft_class.rpartition(".")
     return _head(body, constants, {module: (name,)} if name else {}) + body
 
 
-def _tail(
-    run: RunConfig, keeping: Keeping, reader: Collator, *, narrow: bool, masked_lm: bool
-) -> str:
-    """The training itself, and what it leaves."""
+def _batch_constants(run: RunConfig) -> dict[str, int]:
+    return {
+        "SEQ_LEN": run.seq_len,
+        "BATCH_SIZE": run.batch_size,
+        "GRADIENT_ACCUMULATION_STEPS": run.gradient_accumulation_steps,
+    }
+
+
+def _keeping_constants(keeping: Keeping) -> dict[str, int | float | None]:
+    """When checkpoints are written and rows evaluated; None where they are not."""
+    return {
+        "SAVE_STEPS": _save_steps(keeping) if keeping.saves else None,
+        "SAVE_TOTAL_LIMIT": keeping.save_total_limit if keeping.saves else None,
+        "EVAL_STEPS": keeping.eval_steps or None,
+    }
+
+
+def _is_narrow(run: RunConfig, keeping: Keeping) -> bool:
+    """Whether adapters that a checkpoint brings back must be narrowed again."""
+    return keeping.saves and run.narrows_adapters and not get_method(run.method).trains_base
+
+
+def _tail(run: RunConfig, keeping: Keeping, reader: Collator, masked_lm: bool) -> str:
+    """The training and the files that it writes."""
     fixed = {"pad_to_multiple_of": Code("SEQ_LEN")} if reader == "fixed" else {}
     pads = "DataCollatorForLanguageModeling" if masked_lm else "DataCollatorForSeq2Seq"
     last = templates.LAST_EVALUATION if keeping.eval_steps else ""
     return templates.TAIL.format(
-        trainer="NarrowTrainer" if narrow else "Trainer",
+        trainer="NarrowTrainer" if _is_narrow(run, keeping) else "Trainer",
         evaluation="        eval_dataset=validation_rows or None,\n" * keeping.evaluates,
         collator=call(pads, Code("tokenizer"), **fixed),
         optimizer="        optimizers=(optimizer, None),\n" * is_loraplus(run),
@@ -226,7 +265,7 @@ def _check(run: RunConfig, weights: Weights, model_config: Mapping[str, Any] | N
 
 
 def _without_quantisation(model_config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The config without what it says of the published checkpoint's storage."""
+    """The config without the quantisation of the published checkpoint."""
     if model_config is None:
         return None
     return {name: value for name, value in model_config.items() if name != "quantization_config"}

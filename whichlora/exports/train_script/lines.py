@@ -1,4 +1,4 @@
-"""The lines of `train.py` that a run's settings ask for, no others."""
+"""The lines of `train.py` that depend on the settings of the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_loraplus(run: RunConfig) -> bool:
 
 
 def optimizer_lines(run: RunConfig) -> list[str]:
-    """LoRA+: the Trainer's own optimizer, with another learning rate for B."""
+    """LoRA+: the Trainer's optimizer with a higher learning rate for B."""
     if not is_loraplus(run):
         return []
     make = call(
@@ -67,7 +67,7 @@ def tokenizer_lines(tokenizer: str | None, takes_bytes: bool, hub: Mapping[str, 
 
 def model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> list[str]:
     options: dict[str, Any] = {"dtype": Code(f"torch.{weight_dtype(run)}")}
-    if run.attn != "sdpa":  # which transformers takes by itself, where the architecture has it
+    if run.attn != "sdpa":  # the default of transformers, where the architecture has it
         options["attn_implementation"] = run.attn
     quant = run.quant or "none"
     if quant in FOUR_BIT_BNB:

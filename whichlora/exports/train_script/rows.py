@@ -1,4 +1,4 @@
-"""The functions of `train.py` that make token ids and labels of the rows of a JSONL file."""
+"""The functions of `train.py` that read a JSONL file into token ids and labels."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The text of `train.py` that settings fill in or choose between."""
+"""Templates for the text of `train.py`."""
 
 from __future__ import annotations
 
 import re
 
-# What a script may import of the standard library, and the word that shows that it needs it.
+# Import lines of the standard library, each with the text that shows that it is used.
 STANDARD = (
     ("import argparse", "argparse."),
     ("import json", "json."),

@@ -41,19 +41,19 @@ def accuracy(source: Source, marks: Marks) -> Figure | None:
         return None
     data: list[dict[str, Any]] = []
     layout: dict[str, Any] = {"legend": {"orientation": "h", "y": -0.2}, "shapes": []}
-    for axis, (quantity, what, make) in enumerate(_PLOTS, start=1):
-        own = [row for row in source.comparison if row.quantity == quantity]
-        data += [_guesses(own, stage, axis) for stage in _STAGES]
-        guesses = [row.predicted[stage.name] for stage in _STAGES for row in own]
-        measured = [row.measured for row in own]
-        known = [bound for one in guesses for bound in (one.low, one.high)] + measured
-        layout["shapes"].append(_diagonal(known, axis))
+    for axis, (quantity, label, make) in enumerate(_PLOTS, start=1):
+        rows = [row for row in source.comparison if row.quantity == quantity]
+        data += [_guesses(rows, stage, axis) for stage in _STAGES]
+        guesses = [row.predicted[stage.name] for stage in _STAGES for row in rows]
+        measured = [row.measured for row in rows]
+        shown = [bound for guess in guesses for bound in (guess.low, guess.high)] + measured
+        layout["shapes"].append(_diagonal(shown, axis))
         number = "" if axis == 1 else str(axis)
-        layout[f"xaxis{number}"] = make(f"measured {what}", measured, most=4) | {
+        layout[f"xaxis{number}"] = make(f"measured {label}", measured, most=4) | {
             "domain": SIDE_BY_SIDE[axis - 1],
             "anchor": f"y{axis}",
         }
-        layout[f"yaxis{number}"] = make(f"predicted {what}", known) | {"anchor": f"x{axis}"}
+        layout[f"yaxis{number}"] = make(f"predicted {label}", shown) | {"anchor": f"x{axis}"}
     return new_figure(
         "accuracy",
         "Predicted against measured",
@@ -73,7 +73,7 @@ def _guesses(rows: Sequence[Compared], stage: _Stage, axis: int) -> dict[str, An
         "legendgroup": stage.label,
         "showlegend": axis == 1,
         "x": [row.measured for row in rows],
-        "y": [one.value for one in guesses],
+        "y": [guess.value for guess in guesses],
         "text": [_hover(row, stage) for row in rows],
         "hovertemplate": "%{text}<extra></extra>",
         "xaxis": f"x{axis}",
@@ -84,9 +84,9 @@ def _guesses(rows: Sequence[Compared], stage: _Stage, axis: int) -> dict[str, An
     }
 
 
-def _diagonal(known: Sequence[float], axis: int) -> dict[str, Any]:
+def _diagonal(values: Sequence[float], axis: int) -> dict[str, Any]:
     """The line of exact predictions, through all that is shown."""
-    low, high = axes.span(known)
+    low, high = axes.span(values)
     return {
         "type": "line",
         "xref": f"x{axis}",

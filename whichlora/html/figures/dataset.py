@@ -44,9 +44,9 @@ def dataset_size(source: Source, marks: Marks) -> Figure | None:
                 "marker": {"size": 5, "color": marks.colours[point.model]},
             }
         )
-    known = [value for trace in data for value in trace["y"]]
+    times = [value for trace in data for value in trace["y"]]
     lines, labels, beyond = limit_lines(
-        [(source.limit("total_time_s"), "limit", format_seconds, "y", known)]
+        [(source.limit("total_time_s"), "limit", format_seconds, "y", times)]
     )
     here, here_label = limit_line(sequences, f"this data: {sequences:.0f} ", across="x")
     here["line"] = here["line"] | {"dash": "dot", "color": MUTED}
@@ -58,7 +58,7 @@ def dataset_size(source: Source, marks: Marks) -> Figure | None:
         f"variant, {MAX_LINES} at most.{beyond}",
         data,
         xaxis=axes.counts_axis("sequences", sizes),
-        yaxis=axes.seconds_axis("total time of the fine-tuning", known),
+        yaxis=axes.seconds_axis("total time of the fine-tuning", times),
         shapes=[*lines, here],
         annotations=[*labels, here_label],
         legend={"orientation": "h", "y": -0.2},

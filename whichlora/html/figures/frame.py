@@ -27,12 +27,14 @@ def new_figure(name: str, title: str, about: str, data: Sequence[Any], **layout:
 def shown_values(estimates: Sequence[Estimate]) -> list[float]:
     """What an axis must show: the values, and the ends of their bars where these are drawn."""
     if len(estimates) > MAX_ERROR_BARS:
-        return [one.value for one in estimates]
-    return [value for one in estimates for value in (one.low, one.value, one.high)]
+        return [estimate.value for estimate in estimates]
+    return [
+        value for estimate in estimates for value in (estimate.low, estimate.value, estimate.high)
+    ]
 
 
 def limit_lines(
-    wanted: Sequence[tuple[float | None, str, Callable[[float], str], str, list[float]]],
+    limits: Sequence[tuple[float | None, str, Callable[[float], str], str, list[float]]],
     axis: str = "",
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
     """Lines and labels of the limits that lie near the points, which the axis is widened by.
@@ -40,16 +42,16 @@ def limit_lines(
     A limit far beyond every point would press them into a corner: it is told in words.
     """
     lines, labels, beyond = [], [], ""
-    for value, what, show, across, known in wanted:
+    for value, name, show, across, values in limits:
         if value is None:
             continue
-        if not min(known) / WITHIN_REACH <= value <= max(known) * WITHIN_REACH:
+        if not min(values) / WITHIN_REACH <= value <= max(values) * WITHIN_REACH:
             where = "above" if across == "y" else "right of"
-            where = where if value > max(known) else "below" if across == "y" else "left of"
-            beyond += f" The {what} of {show(value)} lies {where} the plot."
+            where = where if value > max(values) else "below" if across == "y" else "left of"
+            beyond += f" The {name} of {show(value)} lies {where} the plot."
             continue
-        known.append(value)
-        line, label = limit_line(value, f"{what} {show(value)}", across=across, axis=axis)
+        values.append(value)
+        line, label = limit_line(value, f"{name} {show(value)}", across=across, axis=axis)
         lines.append(line)
         labels.append(label)
     return lines, labels, beyond
@@ -65,23 +67,23 @@ def limit_line(
         axis: number of the axis where there are several, as plotly counts them.
         ref: the other axis, where the line must stay within one of several plots.
     """
-    other = "x" if across == "y" else "y"
-    domain = ref or f"{other}{axis} domain"
+    along = "x" if across == "y" else "y"
+    domain = ref or f"{along}{axis} domain"
     line = {
         "type": "line",
         f"{across}ref": f"{across}{axis}",
         f"{across}0": value,
         f"{across}1": value,
-        f"{other}ref": domain,
-        f"{other}0": 0,
-        f"{other}1": 1,
+        f"{along}ref": domain,
+        f"{along}0": 0,
+        f"{along}1": 1,
         "line": {"dash": "dash", "width": 1.5, "color": "#C03028"},
     }
     label = {
         f"{across}ref": f"{across}{axis}",
         across: math.log10(value),
-        f"{other}ref": domain,
-        other: 1 if across == "y" else 0,
+        f"{along}ref": domain,
+        along: 1 if across == "y" else 0,
         "text": text,
         "showarrow": False,
         "xanchor": "right",

@@ -81,7 +81,10 @@ def finetune_batches(source: Source, marks: Marks) -> Figure | None:
     figure = _pair(
         source,
         marks,
-        [(f"{marks.labels[model]} {variant}", own) for (model, variant), own in groups.items()],
+        [
+            (f"{marks.labels[model]} {variant}", indices)
+            for (model, variant), indices in groups.items()
+        ],
         place=lambda point: batches.index(point.batch_size),
         mode="lines+markers",
         name="finetune",
@@ -125,43 +128,43 @@ def _pair(
     """Time per token on the left, peak on the right, over the same horizontal axis."""
     points = source.points
     data: list[dict[str, Any]] = []
-    num_shown = sum(len(own) for _, own in groups)
-    known: tuple[list[float], list[float]] = ([], [])
-    for label, own in groups:
-        own_points = [points[i] for i in own]
+    num_shown = sum(len(indices) for _, indices in groups)
+    shown: tuple[list[float], list[float]] = ([], [])
+    for label, indices in groups:
+        group_points = [points[i] for i in indices]
         for axis, quantity in enumerate(("time_per_token_s", "peak_bytes")):
-            estimates: list[Estimate] = [getattr(point, quantity) for point in own_points]
+            estimates: list[Estimate] = [getattr(point, quantity) for point in group_points]
             bars = mode == "markers" and num_shown <= MAX_ERROR_BARS
-            known[axis].extend(shown_values(estimates) if bars else (e.value for e in estimates))
+            shown[axis].extend(shown_values(estimates) if bars else (e.value for e in estimates))
             trace: dict[str, Any] = {
                 "type": "scatter",
                 "mode": mode,
                 "name": escape(label, quote=False),
                 "legendgroup": label,
                 "showlegend": axis == 0,
-                "x": [place(point) for point in own_points],
-                "y": [one.value for one in estimates],
+                "x": [place(point) for point in group_points],
+                "y": [estimate.value for estimate in estimates],
                 "xaxis": f"x{axis + 1}",
                 "yaxis": f"y{axis + 1}",
-                "customdata": own,
-                "marker": marks.markers(own_points),
+                "customdata": indices,
+                "marker": marks.markers(group_points),
                 "line": {
                     "width": 1.5,
-                    "color": marks.colours[own_points[0].model],
-                    "dash": marks.dashes[own_points[0].method],
+                    "color": marks.colours[group_points[0].model],
+                    "dash": marks.dashes[group_points[0].method],
                 },
             }
             if bars:
                 trace["error_y"] = error_bars(estimates)
             if mode == "markers":  # a line is told by its colour, its dashes and its hover text
-                trace = marks.with_numbers(trace, own_points)
+                trace = marks.with_numbers(trace, group_points)
             data.append(trace)
     time_limit = None if limits[0] is None else source.limit(limits[0])
-    times = limit_lines([(time_limit, "limit", format_seconds, "y", known[0])])
+    times = limit_lines([(time_limit, "limit", format_seconds, "y", shown[0])])
     peaks = limit_lines(
         [
-            (source.limit(limits[1]), "limit", format_bytes, "y", known[1]),
-            (source.limit("device_bytes"), "device", format_bytes, "y", known[1]),
+            (source.limit(limits[1]), "limit", format_bytes, "y", shown[1]),
+            (source.limit("device_bytes"), "device", format_bytes, "y", shown[1]),
         ],
         axis="2",
     )
@@ -172,8 +175,8 @@ def _pair(
         data,
         xaxis=xaxis | {"domain": SIDE_BY_SIDE[0]},
         xaxis2=xaxis | {"domain": SIDE_BY_SIDE[1], "anchor": "y2"},
-        yaxis=axes.seconds_axis("time per token", known[0]),
-        yaxis2=axes.bytes_axis("peak memory", known[1]) | {"anchor": "x2"},
+        yaxis=axes.seconds_axis("time per token", shown[0]),
+        yaxis2=axes.bytes_axis("peak memory", shown[1]) | {"anchor": "x2"},
         shapes=times[0] + peaks[0],
         annotations=times[1] + peaks[1],
         legend={"orientation": "h", "y": -0.25},

@@ -31,7 +31,8 @@ def breakdown(source: Source, marks: Marks) -> Figure | None:
             "mode": "markers",
             "name": "measured peak",
             "x": [
-                one.peak_bytes.value if one.measured and not one.failed else None for one in shown
+                point.peak_bytes.value if point.measured and not point.failed else None
+                for point in shown
             ],
             "y": names,
             "customdata": chosen,
@@ -44,7 +45,7 @@ def breakdown(source: Source, marks: Marks) -> Figure | None:
             "hovertemplate": "measured peak<extra></extra>",
         }
     )
-    highest = max(max(one.predicted_peak_bytes, one.peak_bytes.value) for one in shown)
+    highest = max(max(point.predicted_peak_bytes, point.peak_bytes.value) for point in shown)
     return new_figure(
         "breakdown",
         "What the bytes are",
@@ -71,17 +72,17 @@ def side_by_side(source: Source, marks: Marks) -> Figure | None:
         [point.method for point in shown],
         [point.variant.partition("r=")[2] or "–" for point in shown],
     ]
-    known = [point.predicted_peak_bytes for point in shown]
+    heights = [point.predicted_peak_bytes for point in shown]
     limit = source.limit("finetune_bytes") or source.limit("device_bytes")
     lines, labels, beyond = [], [], ""
-    if limit is not None and limit <= WITHIN_REACH * max(known):
+    if limit is not None and limit <= WITHIN_REACH * max(heights):
         line, label = limit_line(limit, f"limit {format_bytes(limit)}", across="y")
         lines, labels = [line], [label | {"y": limit}]
-        known.append(limit)
+        heights.append(limit)
     elif limit is not None:
         beyond = f" The limit of {format_bytes(limit)} lies above the plot."
     first = shown[0]
-    axis = axes.linear_bytes_axis("device memory", max(known))
+    axis = axes.linear_bytes_axis("device memory", max(heights))
     return new_figure(
         "methods",
         "Methods and ranks side by side",

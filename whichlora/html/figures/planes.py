@@ -68,13 +68,13 @@ def _plane(
         data.append(_ring(source, source.winner, time))
     data += colour_legend(marks, [points[i] for i in shown])
     data += shape_legend(marks, [points[i] for i in shown])
-    known_times = shown_values([one for i in shown if (one := time(points[i])) is not None])
-    known_peaks = shown_values([points[i].peak_bytes for i in shown])
+    times = shown_values([estimate for i in shown if (estimate := time(points[i])) is not None])
+    peaks = shown_values([points[i].peak_bytes for i in shown])
     lines, labels, beyond = limit_lines(
         [
-            (time_limit, "limit", format_seconds, "x", known_times),
-            (byte_limit, "limit", format_bytes, "y", known_peaks),
-            (source.limit("device_bytes"), "device", format_bytes, "y", known_peaks),
+            (time_limit, "limit", format_seconds, "x", times),
+            (byte_limit, "limit", format_bytes, "y", peaks),
+            (source.limit("device_bytes"), "device", format_bytes, "y", peaks),
         ]
     )
     about = "Lower left is better. Dashed lines are the limits."
@@ -85,8 +85,8 @@ def _plane(
         title,
         f"{about}{beyond}",
         data,
-        xaxis=axes.seconds_axis(time_title, known_times),
-        yaxis=axes.bytes_axis("peak memory", known_peaks),
+        xaxis=axes.seconds_axis(time_title, times),
+        yaxis=axes.bytes_axis("peak memory", peaks),
         shapes=lines,
         annotations=labels,
         legend={"orientation": "h", "y": -0.2},
@@ -100,23 +100,23 @@ def _clouds(
     points = source.points
     traces = []
     for model in dict.fromkeys(points[i].model for i in shown):
-        own = [i for i in shown if points[i].model == model]
-        times = [estimate for i in own if (estimate := time(points[i])) is not None]
-        peaks = [points[i].peak_bytes for i in own]
+        indices = [i for i in shown if points[i].model == model]
+        times = [estimate for i in indices if (estimate := time(points[i])) is not None]
+        peaks = [points[i].peak_bytes for i in indices]
         trace: dict[str, Any] = {
             "type": "scatter",
             "mode": "markers",
             "name": escape(marks.labels[model], quote=False),
             "legendgroup": model,
             "showlegend": False,  # its first point may be a cross; the legend shows the colour
-            "x": [one.value for one in times],
-            "y": [one.value for one in peaks],
-            "customdata": own,
-            "marker": marks.markers([points[i] for i in own]),
+            "x": [estimate.value for estimate in times],
+            "y": [estimate.value for estimate in peaks],
+            "customdata": indices,
+            "marker": marks.markers([points[i] for i in indices]),
         }
         if bars:
             trace |= {"error_x": error_bars(times), "error_y": error_bars(peaks)}
-        traces.append(marks.with_numbers(trace, [points[i] for i in own]))
+        traces.append(marks.with_numbers(trace, [points[i] for i in indices]))
     return traces
 
 
@@ -144,7 +144,9 @@ def _ring(source: Source, winner: int, time: TimeOf) -> dict[str, Any]:
 
 def _front(source: Source, shown: Sequence[int], time: TimeOf) -> list[dict[str, Any]]:
     """A step line through the candidates that none beats in both time and memory."""
-    ends = [(i, one) for i in source.front if i in shown and (one := time(source.points[i]))]
+    ends = [
+        (i, estimate) for i in source.front if i in shown and (estimate := time(source.points[i]))
+    ]
     if len(ends) < 2:
         return []
     return [
@@ -152,7 +154,7 @@ def _front(source: Source, shown: Sequence[int], time: TimeOf) -> list[dict[str,
             "type": "scatter",
             "mode": "lines",
             "name": "none is both faster and smaller",
-            "x": [one.value for _, one in ends],
+            "x": [estimate.value for _, estimate in ends],
             "y": [source.points[i].peak_bytes.value for i, _ in ends],
             "customdata": [i for i, _ in ends],
             "line": {"shape": "hv", "dash": "dot", "width": 1.5, "color": MUTED},

@@ -9,10 +9,10 @@ from whichlora.terminal.words import VERDICTS, describe
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from whichlora.workflow.export import Handover
+    from whichlora.workflow.export import WrittenExport
 
 
-def print_handover(written: Handover) -> None:
+def print_export(written: WrittenExport) -> None:
     """The prediction before and after, what makes the difference, and the files."""
     console = open_console()
     rows = {"as recommended": written.before, f"under {written.to}": written.after}
