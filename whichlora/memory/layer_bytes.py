@@ -39,7 +39,7 @@ class LayerBytes:
         saved: their bytes.
         unsaved: bytes that the first layer of a stack keeps less, its input being frozen.
         held: what checkpointing does not free.
-        lent: bytes of keys and values that checkpointed later layers hold.
+        held_by_later_layers: bytes of keys and values that checkpointed later layers hold.
         gathered: so of gradients that later layers have left when its backward begins.
         copies: those of `tensors` that are autocast's copies of weights.
         forward: bytes at the worst point of a forward that keeps `saved`.
@@ -54,7 +54,7 @@ class LayerBytes:
     saved: Count
     unsaved: Count
     held: tuple[Tensor, ...]
-    lent: Count
+    held_by_later_layers: Count
     gathered: Count
     copies: tuple[Tensor, ...]
     forward: Count
@@ -91,7 +91,16 @@ def layer_bytes(
     tensors: list[Tensor] = []
     held: list[Tensor] = []
     values: dict[str, Count] = dict.fromkeys(
-        ("saved", "unsaved", "lent", "gathered", "forward", "backward", "recomputed"), 0
+        (
+            "saved",
+            "unsaved",
+            "held_by_later_layers",
+            "gathered",
+            "forward",
+            "backward",
+            "recomputed",
+        ),
+        0,
     )
     before = evaluate(returned_probabilities(layer, dtypes), **sizes)
     for share, points in _points_of(layer, model, targets, dtypes, method, run, span=span):
@@ -282,7 +291,7 @@ def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dic
     return {
         "saved": evaluate(points.saved, **sizes),
         "unsaved": evaluate(points.unsaved, **sizes),
-        "lent": evaluate(points.lent, **sizes),
+        "held_by_later_layers": evaluate(points.held_by_later_layers, **sizes),
         "gathered": evaluate(points.gathered, **sizes),
         "forward": most(points.forward, **sizes),
         "backward": most(points.backward, **sizes),

@@ -69,11 +69,14 @@ def checkpointed_passes(
         # nodes of the graph hold these themselves: no saved-tensor hook sees or frees them
         *(Group(tensors=layer.held, count=layer.count, **sized) for layer in layers),
         # an argument of the later layers' checkpoints keeps them alive (Gemma 4)
-        *(Group(tensors=(_lent(layer),), count=layer.count, **sized) for layer in layers),
+        *(
+            Group(tensors=(_held_by_later_layers(layer),), count=layer.count, **sized)
+            for layer in layers
+        ),
     )
-    # what is made again takes the place of what was lent: `checkpoint` runs the forward inside
+    # the recomputed keys replace those that later layers hold: `checkpoint` runs the forward inside
     # the backward, under `torch.enable_grad`, and drops the first results with the arguments
-    backward = tuple(layer.recomputed - layer.lent for layer in layers)
+    backward = tuple(layer.recomputed - layer.held_by_later_layers for layer in layers)
     saved = tuple(Group(tensors=(stream,), **sized).num_bytes for stream in inputs)
     return LayerPasses(
         fact=CHECKPOINTS,
@@ -100,8 +103,8 @@ def _holds_input(layer: LayerBytes) -> bool:
     return any(tensor.what == LAYER_INPUT for tensor in layer.held)
 
 
-def _lent(layer: LayerBytes) -> Tensor:
-    return Tensor("keys and values that later layers read", constant=layer.lent)
+def _held_by_later_layers(layer: LayerBytes) -> Tensor:
+    return Tensor("keys and values that later layers read", constant=layer.held_by_later_layers)
 
 
 SAVED = Fact(

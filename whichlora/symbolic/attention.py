@@ -19,7 +19,7 @@ from whichlora.symbolic.autograd import (
 from whichlora.symbolic.cache import store
 from whichlora.symbolic.deberta import attend_disentangled
 from whichlora.symbolic.delta_net import mix_recurrently
-from whichlora.symbolic.gemma4 import one_after_the_other
+from whichlora.symbolic.gemma4 import project_in_turn
 from whichlora.symbolic.kernels import attention_kernel, fused_qkv, has_mask_per_head
 from whichlora.symbolic.mla import latent_projections
 from whichlora.symbolic.operators import OpEmitter
@@ -35,9 +35,9 @@ def rotate(
     """Rotary positions, of the leading part of each head.
 
     Args:
-        named: gets what has a name of its own until attention returns.
+        local_variables: collects tensors that local variables hold until attention returns.
 
-    Source: `apply_rotary_pos_emb`; with names, `StableLmAttention.forward`.
+    Source: `apply_rotary_pos_emb`; with local variables, `StableLmAttention.forward`.
     """
     tape = code.tape
     if attention.wide_rotation and x.size < 4:
@@ -80,16 +80,16 @@ class Projected:
 
     Args:
         attention: with the heads that keys and values have now.
-        named: what has a name until the attention returns.
+        local_variables: tensors that local variables hold until the attention returns.
         gate: on the attention's output.
-        is_turned: norms and positions are in them already.
+        is_turned: norms and rotary positions are applied already.
     """
 
     attention: Attention
     q: Tensor
     k: Tensor
     v: Tensor
-    named: tuple[Tensor, ...] = ()
+    local_variables: tuple[Tensor, ...] = ()
     gate: Tensor | None = None
     is_turned: bool = False
 
@@ -153,7 +153,7 @@ def _project_copied(code: OpEmitter, attention: Attention, x: Tensor, read: Tens
     q, k, v = (code.copy(part) for part in parts)
     k, v = _repeated(code, attention, k, v)
     every = replace(attention, num_key_value_heads=attention.num_attention_heads)
-    return Projected(attention=every, q=q, k=k, v=v, named=(joint,))
+    return Projected(attention=every, q=q, k=k, v=v, local_variables=(joint,))
 
 
 def _project_copied_keys(
@@ -165,16 +165,18 @@ def _project_copied_keys(
 
 
 def _project_latent(code: OpEmitter, attention: Attention, x: Tensor, read: Tensor) -> Projected:
-    named: list[Tensor] = []
-    q, k, v = latent_projections(code, attention, x, named)
-    return Projected(attention=attention, q=q, k=k, v=v, named=tuple(named), is_turned=True)
+    held: list[Tensor] = []
+    q, k, v = latent_projections(code, attention, x, held)
+    return Projected(
+        attention=attention, q=q, k=k, v=v, local_variables=tuple(held), is_turned=True
+    )
 
 
 def _project_one_by_one(
     code: OpEmitter, attention: Attention, x: Tensor, read: Tensor
 ) -> Projected:
     copies = attention_kernel(attention, code.dtypes) != "fused"
-    q, k, v = one_after_the_other(code, attention, x, rotate, copies_gradient=copies)
+    q, k, v = project_in_turn(code, attention, x, rotate, copies_gradient=copies)
     return Projected(attention=attention, q=q, k=k, v=v, is_turned=True)
 
 
@@ -212,9 +214,9 @@ def attend(
     read = x if memory is None else memory
     projected = _PROJECTIONS[attention.projection](code, attention, x, read)
     attention, q, k, v = projected.attention, projected.q, projected.k, projected.v
-    named = list(projected.named)
+    local_variables = list(projected.local_variables)
     if not projected.is_turned:
-        q, k = _turned(code, attention, q, k, named)
+        q, k = _turned(code, attention, q, k, local_variables)
     k, v = _through_cache(code, attention, k, v)
     bias = None
     if attention.position == "relative":
@@ -231,14 +233,15 @@ def attend(
         tape.hold(gate)
     result = code.linear(attention.linears[-1], out)
     # local variables of `forward`, which Python drops when it returns
-    tape.hold(x, q, k, v, out, *named, *steps)
-    if weights is not None:  # layers are given them, whether or not anybody asked
+    tape.hold(x, q, k, v, out, *local_variables, *steps)
+    # returned also where nobody uses them: `hidden_states, _ = self.self_attn(…)`
+    if weights is not None:
         tape.hold_to_end(weights, name="attention weights")
     return result
 
 
 def _turned(
-    code: OpEmitter, attention: Attention, q: Tensor, k: Tensor, named: list[Tensor]
+    code: OpEmitter, attention: Attention, q: Tensor, k: Tensor, local_variables: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys after their norms and with their positions."""
     if attention.norms:
@@ -247,8 +250,8 @@ def _turned(
     if attention.position != "rope":
         return q, k
     before = (q, k)
-    q = rotate(code, q, attention, "query", named)
-    k = rotate(code, k, attention, "key", named)
+    q = rotate(code, q, attention, "query", local_variables)
+    k = rotate(code, k, attention, "key", local_variables)
     after = (q, k)
     if not attention.wide_tables:
         q, k = code.cast(q, before[0].size), code.cast(k, before[1].size)
@@ -276,7 +279,7 @@ def _through_cache(
 
 
 Attended = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
-"""What a kernel returns: its output, the weights that the layer is given, and further names."""
+"""A kernel's output, the attention weights that it returns, and further local variables."""
 
 
 def _position_bias(code: OpEmitter, attention: Attention, *, size: int) -> Tensor:
@@ -333,6 +336,8 @@ def _fused_kernel(
             summed = per_token(heads * (attention.head_dim + attention.v_head_dim) * size)
     if flash or dtypes.under_autocast:
         inputs = [code.cast(operand, size) for operand in inputs]
+    # derivatives.yaml of torch 2.13: `_scaled_dot_product_flash_attention` saves query, key, value,
+    # output and an fp32 logsumexp per head
     keeps = [per_token(4 * heads)]
     if bias is not None:
         inputs.append(code.cast(_biased_mask(code, attention, bias), size))
@@ -441,7 +446,7 @@ def _product(code: OpEmitter, q: Tensor, k: Tensor, heads: int) -> tuple[Tensor,
 
 
 Scores = tuple[Tensor, tuple[Tensor, ...]]
-"""Scores before the mask, and names that live until the attention returns."""
+"""Scores before the mask, and tensors that local variables hold until the attention returns."""
 
 
 def _scaled_scores(code: OpEmitter, q: Tensor, k: Tensor, heads: int) -> Scores:
@@ -477,6 +482,8 @@ def _softmax(code: OpEmitter, attention: Attention, scores: Tensor, size: int) -
     """Probabilities, of `size` bytes each where the class widens the scores itself."""
     dtypes = code.dtypes
     widened = attention.wide_softmax or (dtypes.under_autocast and dtypes.device_kind != "cpu")
+    # `F.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)`: the backward of
+    # `_softmax` reads its result, in fp32
     wide = code.cast(scores, 4) if widened else scores
     softmax = code.tape.op([wide], scores.elements, wide.size, saves_result=True, what="softmax")
     return code.cast(softmax, size, "probabilities") if attention.wide_softmax else softmax
@@ -502,7 +509,7 @@ def _by_head(code: OpEmitter, x: Tensor) -> Tensor:
 def _math_kernel(
     code: OpEmitter, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> Attended:
-    """Plain operators in fp32, whose names and casts live until the result is there.
+    """Plain operators in fp32; local variables and casts live until the result exists.
 
     Source: torch 2.13 `_scaled_dot_product_attention_math`; it returns the probabilities too.
     """

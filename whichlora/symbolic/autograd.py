@@ -1,8 +1,8 @@
 """A small autograd: which tensors live at each point of a block's forward and backward.
 
 A block is written as the library writes it, on tensors that have a size and no values. The tape
-keeps what autograd keeps, frees what nothing holds any more, and returns the bytes alive at the
-points where the most can be. Sizes are `LinearForm`s, so that one pass over a block serves every
+saves what autograd saves, frees a tensor when nothing holds it, and returns the bytes alive at the
+points that can be the peak. Sizes are `LinearForm`s, so that one pass over a block serves every
 batch size, length and rank, as numbers or as arrays of them.
 """
 
@@ -110,7 +110,7 @@ def total(forms: Iterable[LinearForm]) -> LinearForm:
 
 
 def without_sequences(form: LinearForm) -> LinearForm:
-    """Without what a chunk or a whole sequence takes."""
+    """`form` without its terms per chunk and per sequence."""
     return form._replace(per_chunk=0, per_sequence=0, chunk_size=0)
 
 
@@ -146,7 +146,7 @@ def most(forms: Iterable[LinearForm], *, tokens: Count, span: Count, r: Count) -
 
 
 def maximal(forms: Iterable[LinearForm]) -> tuple[LinearForm, ...]:
-    """Those of `forms` that no other is at least as large as in every term."""
+    """The forms that no other form dominates, that is, reaches in every term."""
     candidates = sorted(set(forms), reverse=True)
     varying = [
         term for term, values in enumerate(zip(*candidates, strict=True)) if len(set(values)) > 1
@@ -166,13 +166,13 @@ class Tensor:
     """Elements of one dtype; several tensors may share one storage.
 
     Args:
-        storage: number of its storage on the tape; -1 for what lives anyway, such as a weight.
+        storage: number of its storage on the tape; -1 for one counted elsewhere, such as a weight.
         elements: how many.
         size: bytes of each.
         needs_grad: a gradient flows into it.
         is_leaf: the gradient is kept: a trained parameter.
         joined: laid out as [batch, heads, seq, head_dim] in memory.
-        edge: what its gradient is gathered under; a view of the whole has the edge of the whole.
+        edge: key of the buffer that sums its gradient; a view of all elements shares it.
     """
 
     storage: int
@@ -190,7 +190,7 @@ class Tensor:
 
 @dataclass(slots=True)
 class _Node:
-    """What autograd writes down of one operator."""
+    """The node that autograd adds to its graph for one operator."""
 
     step: int
     results: Sequence[Tensor]
@@ -212,7 +212,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that autograd keeps; `element_bytes` 0 for several in one operator."""
+    """A tensor saved for backward; `element_bytes` is 0 for several tensors of one operator."""
 
     what: str
     element_bytes: int
@@ -220,10 +220,10 @@ class SavedTensor:
 
 
 class Tape:
-    """Operators in the order of the forward, and the graph that they leave.
+    """Operators in the order of the forward, and the autograd graph that they build.
 
-    A tensor lives until the last operator that reads it; `hold` says where a Python name, or a
-    caller's, keeps it longer.
+    A tensor lives until the last operator that reads it. `hold` marks where a local variable, of
+    the function or of its caller, still refers to it.
 
     Args:
         no_grad: nothing gets a gradient, so that operators keep nothing for a backward.
@@ -239,7 +239,7 @@ class Tape:
         self._bound: dict[str, int] = {}
         self._names: list[tuple[str, int]] = []
         self._gathered: list[Tensor] = []
-        self._lent: list[Tensor] = []
+        self._held_by_later_layers: list[Tensor] = []
 
     def _add(self, form: LinearForm, name: str, size: int) -> None:
         self._forms.append(form)
@@ -250,38 +250,38 @@ class Tape:
         return self._num_edges
 
     def weight(self, elements: LinearForm, size: int, *, trained: bool = False) -> Tensor:
-        """A parameter or a table: alive anyway."""
+        """A parameter or a table: counted elsewhere, so it has no storage on the tape."""
         trained = trained and not self.no_grad
         return Tensor(-1, elements, size, self._edge(), trained, is_leaf=trained)
 
     def input(self, elements: LinearForm, size: int, *, needs_grad: bool) -> Tensor:
-        """What the block is given, storage 0 being the hidden state."""
+        """An argument of the block; the first, with storage 0, is the hidden state."""
         self._add(scaled(elements, size), LAYER_INPUT, size)
         return Tensor(len(self._forms) - 1, elements, size, self._edge(), needs_grad)
 
     def shared(self, elements: LinearForm, size: int, *, needs_grad: bool) -> Tensor:
-        """What all layers read: alive anyway, and so is the gradient gathered from later layers."""
+        """A tensor that all layers read, and the gradient that later layers have summed for it."""
         tensor = Tensor(-1, elements, size, self._edge(), needs_grad)
         if needs_grad:
             self._gathered.append(tensor)
         return tensor
 
-    def lend(self, *tensors: Tensor) -> None:
-        """Later blocks read `tensors`, and their gradients wait when this one goes backward."""
-        self._lent += tensors
+    def hold_for_later_layers(self, *tensors: Tensor) -> None:
+        """Later blocks read `tensors`; their gradients exist when this block goes backward."""
+        self._held_by_later_layers += tensors
         self._gathered += [tensor for tensor in tensors if tensor.needs_grad]
 
     @property
-    def lent(self) -> LinearForm:
-        return total(tensor.form for tensor in self._lent)
+    def held_by_later_layers(self) -> LinearForm:
+        return total(tensor.form for tensor in self._held_by_later_layers)
 
     def cached(self, tensor: Tensor) -> Tensor:
-        """The same in a cache that is counted elsewhere, one head after the other."""
+        """Its copy in a cache that is counted elsewhere, laid out head by head."""
         return replace(tensor, storage=-1, edge=self._edge(), joined=True)
 
     @property
     def gathered(self) -> LinearForm:
-        """Gradients that later blocks have left."""
+        """Gradients that later blocks have summed before this block goes backward."""
         return total(tensor.form for tensor in self._gathered)
 
     def op(
@@ -308,14 +308,14 @@ class Tape:
             saves: inputs that its backward needs, where a gradient flows at all.
             saves_result: so is the result.
             keeps: further tensors that it makes and keeps for backward.
-            passes: the gradient is handed on as it is, where the dtype is the same.
-            inner: bytes that the forward takes and gives back beside the result.
-            inner_backward: so for the backward, beside the gradients it returns.
+            passes: the input gets the same gradient tensor, where the dtype is the same.
+            inner: temporary bytes of the forward beside the result.
+            inner_backward: temporary bytes of the backward beside the gradients that it returns.
             detached: no gradient flows.
-            hidden: what it saves is outside of autograd's hooks, so checkpointing can't see it.
+            hidden: its tensors bypass the saved-tensor hooks, so checkpointing does not free them.
             reshapes: the gradients it returns are views, as those of a product of matrices are that
                 reads its input as rows.
-            what: its name, for what is kept of it.
+            what: label of the tensors that it saves.
         """
         result = Tensor(len(self._forms), elements, size, self._edge(), joined=joined)
         self._add(result.form, what, size)
@@ -355,7 +355,7 @@ class Tape:
         return result
 
     def in_place(self, tensor: Tensor, added: Tensor | None = None) -> Tensor:
-        """Written over: by the sum with `added`, or by a product with what lives anyway."""
+        """An in-place sum with `added`, or an in-place product with a parameter or number."""
         operands = [tensor] if added is None else [tensor, added]
         step = len(self._steps)
         self.hold(*operands)
@@ -370,23 +370,23 @@ class Tape:
     def parts(
         self, tensor: Tensor, elements: Sequence[LinearForm], *, inner: LinearForm = NOTHING
     ) -> tuple[Tensor, ...]:
-        """Views of parts of `tensor`, whose gradient is put together from theirs."""
+        """Views of parts of `tensor`; its gradient is assembled from theirs."""
         views = tuple(replace(tensor, elements=part, edge=self._edge()) for part in elements)
         if tensor.needs_grad:
             self._nodes.append(_Node(len(self._steps), views, (tensor,), (), False, False, inner))
         return views
 
     def hold(self, *tensors: Tensor) -> None:
-        """A name still holds `tensors` here."""
+        """A local variable still refers to `tensors` here."""
         self._steps.append(
             _Step([tensor.storage for tensor in tensors if tensor.storage >= 0], (), NOTHING)
         )
 
     def hold_to_end(self, tensor: Tensor, *, name: str = "") -> None:
-        """A name of the block's caller, or of the block itself, holds `tensor` until it returns.
+        """A local variable of the block or of its caller holds `tensor` until the block returns.
 
         Args:
-            name: one that is used again: what it was bound to before lives until here.
+            name: a variable that is assigned again: its previous tensor lives until here.
         """
         before = self._bound.get(name)
         if before is not None:
@@ -398,10 +398,10 @@ class Tape:
                 self._bound[name] = tensor.storage
 
     def saved_tensors(self, *, hidden: bool = False) -> tuple[SavedTensor, ...]:
-        """What stays for backward, each storage once, the input among it if it is kept.
+        """Tensors saved for backward, each storage once; the input only where it is saved.
 
         Args:
-            hidden: only what checkpointing does not free.
+            hidden: only tensors that checkpointing does not free.
         """
         nodes = [node for node in self._nodes if node.hidden or not hidden]
         storages = sorted({storage for node in nodes for storage in node.saved})
@@ -411,7 +411,7 @@ class Tape:
 
     @property
     def saved(self) -> LinearForm:
-        """Bytes of all that is kept."""
+        """Bytes of all saved tensors."""
         return total(tensor.form for tensor in self.saved_tensors())
 
     def forward(
@@ -420,11 +420,13 @@ class Tape:
         """Points of the forward, and what is saved at its end, the input counted in neither.
 
         Args:
-            saving: what autograd keeps stays alive.
-            stop: the step that recomputation does not reach.
+            saving: tensors saved for backward stay alive.
+            stop: the step before which recomputation stops.
         """
         steps = self._steps if stop is None else self._steps[:stop]
-        last: dict[int, int] = {}  # names hold what they hold, though recomputation ends early
+        last: dict[
+            int, int
+        ] = {}  # local variables hold their tensors, though recomputation ends early
         for index, step in enumerate(self._steps):
             for storage in (*step.reads, *step.makes):
                 last[storage] = index
@@ -456,19 +458,21 @@ class Tape:
         """Points of the backward, from the gradient of the last result on.
 
         Args:
-            recomputed: the block is checkpointed: the input is alive anyway, and the rest is made
-                again as soon as a node asks for it.
-            early_stop: recomputation ends with the last tensor that is asked for.
+            recomputed: the block is checkpointed: its input is counted elsewhere, and the forward
+                runs again as soon as a node unpacks a saved tensor.
+            early_stop: recomputation ends with the last tensor that backward needs.
             accumulated: gradients of parameters exist already and are added to.
         """
         walk = _Backward(self, accumulated=accumulated)
         if not recomputed:
             walk.live = plus(walk.live, self.saved)
         else:
-            if not early_stop:
+            if not early_stop:  # `CheckpointFunction.backward` runs the whole forward first
                 walk.recompute(*self.forward(saving=True))
                 walk.hold_results(self._nodes[-1])
         for node in reversed(self._nodes):
+            # `_checkpoint_hook` of torch 2.13: the first unpack runs the forward, which
+            # `_StopRecomputationError` ends with the last saved tensor
             if recomputed and early_stop and node.packs and not walk.is_recomputed:
                 makes = self._steps[node.step].makes  # what it saves of these is there when it ran
                 ran = any(storage in node.saved for storage in makes)
@@ -492,8 +496,8 @@ class _Backward:
         self._sizes: dict[int, LinearForm] = {}
         self._views: set[int] = set()
         self._next = 0
-        self._given = self._new(result.form)
-        self._buffers: dict[int, int] = {result.edge: self._given}
+        self._result_gradient = self._new(result.form)
+        self._buffers: dict[int, int] = {result.edge: self._result_gradient}
         self.live = result.form
         for tensor in tape._gathered:
             self._buffers[tensor.edge] = self._new(tensor.form)
@@ -522,11 +526,11 @@ class _Backward:
         self.is_recomputed = True
 
     def hold_results(self, last: _Node) -> None:
-        """Names of a reentrant checkpoint hold its results, and their gradients, to the end.
+        """Local variables of a reentrant checkpoint hold results and gradients to the end.
 
         Source: torch 2.13 `CheckpointFunction.backward`: `outputs`, `args`.
         """
-        self._shares[self._given] += 1
+        self._shares[self._result_gradient] += 1
         result = last.results[0].storage
         if result >= 0 and not self._holders.get(result):
             self.live = plus(self.live, self._forms[result])

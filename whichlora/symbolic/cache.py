@@ -26,7 +26,7 @@ from whichlora.symbolic.operators import OpEmitter
 
 
 def store(code: OpEmitter, *states: Tensor, num_heads: int) -> None:
-    """Quantise keys and values of so many heads; what comes of it lives on in the cache."""
+    """Quantise keys and values of so many heads; codes and scales stay in the cache."""
     cache = code.dtypes.stores
     if cache is None:
         return

@@ -30,7 +30,7 @@ def mix_recurrently(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
         x = code.tape.op([x], x.elements, x.size)
     result = _BLOCKS[attention.kind](code, attention, x)
     if attention.kind == "mamba2":
-        code.tape.hold(block_input)  # the caller's name
+        code.tape.hold(block_input)  # held by a variable of the caller
     return result
 
 

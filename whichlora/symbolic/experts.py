@@ -66,7 +66,7 @@ def _logits(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
 
 
 def route(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights and numbers of the chosen experts, and the logits, which the caller's name holds."""
+    """Weights and numbers of the chosen experts, and logits, which the caller's variable holds."""
     tape, router_input = code.tape, x
     if moe.routing == "scaled":
         x = _scaled(code, moe, x)

@@ -1,4 +1,4 @@
-"""What only Gemma 4 has, on a tape: borrowed keys, experts beside an MLP, inputs of every layer.
+"""Parts of Gemma 4 alone, on a tape: borrowed keys, experts beside an MLP, inputs of every layer.
 
 Source: transformers 5.23 `Gemma4TextAttention`, `Gemma4TextDecoderLayer`, `Gemma4TextModel`.
 """
@@ -28,7 +28,7 @@ from whichlora.symbolic.operators import OpEmitter
 INPUTS_PROJECTION = "per_layer_model_projection"
 
 
-def one_after_the_other(
+def project_in_turn(
     code: OpEmitter,
     attention: Attention,
     x: Tensor,
@@ -36,10 +36,10 @@ def one_after_the_other(
     *,
     copies_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, then keys, then values, each projected, normalised and, values apart, rotated.
+    """Queries, then keys, then values, each projected, normalised and, except values, rotated.
 
     Args:
-        copies_gradient: the kernel's gradients are not laid out as what the projections return.
+        copies_gradient: the kernel's gradients have another layout than the projections' results.
     """
     tape = code.tape
     linears, norms = list(attention.linears), list(attention.norms)
@@ -66,7 +66,7 @@ def one_after_the_other(
     normed = code.norm(norms.pop(0), tape.view(v, copies_gradient=copies_gradient))
     tape.hold(v)
     if attention.keeps_keys and code.dtypes.training:
-        tape.lend(k, normed)
+        tape.hold_for_later_layers(k, normed)
     return q, k, normed
 
 
@@ -92,7 +92,7 @@ def feed_both_ways(code: OpEmitter, layer: Layer, x: Tensor, y: Tensor) -> Tenso
 
 
 def add_layer_input(code: OpEmitter, layer_input: LayerInput, x: Tensor) -> Tensor:
-    """This layer's part of the inputs of all, behind a gate. One gradient for all is gathered."""
+    """This layer's part of the inputs of all, behind a gate. All layers add to one gradient."""
     tape = code.tape
     needs_grad = code.dtypes.trains_base or code.checkpointed or INPUTS_PROJECTION in code.targets
     inputs = tape.shared(
@@ -123,9 +123,9 @@ def embed_layer_inputs(code: OpEmitter, projection: Linear, norm: Norm, x: Tenso
     scaled = code.scale(looked_up)
     projected = code.scale(code.linear(projection, x))
     y = code.norm(norm, projected)
-    both = code.add(y, scaled)
-    result = code.scale(both)
-    tape.hold(y, scaled, both)
+    summed = code.add(y, scaled)
+    result = code.scale(summed)
+    tape.hold(y, scaled, summed)
     return result
 
 

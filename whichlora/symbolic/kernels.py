@@ -22,7 +22,7 @@ def fused_qkv(attention: Attention) -> Linear | None:
 
 
 def attention_kernel(attention: Attention, dtypes: Dtypes) -> Kernel:
-    """What computes the attention: `attn` is a wish, the class and the device decide.
+    """What computes the attention: `attn` is requested, the class and the device decide.
 
     Source: torch 2.13 `sdp_utils.cpp` and `sdp_utils_cpp.cpp`; the classes of transformers 5.23.
     """

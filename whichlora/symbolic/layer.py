@@ -28,7 +28,7 @@ from whichlora.symbolic.operators import OpEmitter
 
 
 def feed(code: OpEmitter, layer: Layer, y: Tensor, x: Tensor) -> Tensor:
-    """What stands between the second norm, which returns `y` for `x`, and the second sum."""
+    """The MLP or experts between the second norm, which turns `x` into `y`, and the second sum."""
     if layer.moe is None:
         assert layer.mlp is not None
         return feed_forward(code, layer.mlp, y)
@@ -135,12 +135,13 @@ def _add_to_stream(
     code: OpEmitter, layer: Layer, x: Tensor, y: Tensor, mixed: Tensor, norms: list[Norm]
 ) -> Tensor:
     """`x` and `y`, which dropout made of `mixed`; a sandwich takes the next of `norms` first."""
-    # T5 gives what dropout returns no name of its own, so that both live
+    # T5LayerFF.forward adds `dropout(forwarded_states)`: the variable still holds its argument
     names_both = layer.norms[0].kind == "rms_mixed"
     if _is_sandwich(layer):
         y = code.norm(norms.pop(0), y)
     result = code.add(x, code.scale(y) if layer.scales_sums else y)
-    # `residual` and `hidden_states` are names until the sum has taken the second one
+    # `residual` and `hidden_states` of `LlamaDecoderLayer.forward` refer to both operands until
+    # the sum is assigned
     code.tape.hold(x, *([mixed] if names_both else []))
     if layer.scales_sums:
         code.tape.hold(y)
@@ -148,7 +149,7 @@ def _add_to_stream(
 
 
 def returned_probabilities(layer: Layer, dtypes: Dtypes) -> LinearForm:
-    """Attention probabilities of the block before, in the hands of the model's loop. Kind: exact.
+    """Attention probabilities of the previous block, held by a variable of the loop. Kind: exact.
 
     Source: transformers 5.23 `GPTJModel.forward`: `outputs = block(...)`.
     """
@@ -178,20 +179,20 @@ class LayerPoints:
 
     Args:
         saved_tensors: what autograd keeps for backward; `saved` their sum.
-        unsaved: what the first layer keeps less, whose input needs no gradient.
-        held: what checkpointing does not free.
-        lent: keys and values that checkpointed later layers hold.
-        gathered: gradients that later layers have left when its backward begins.
-        forward: alive in a forward that keeps `saved`.
+        unsaved: bytes that the first layer saves less, since its input needs no gradient.
+        held: saved tensors that checkpointing does not free.
+        held_by_later_layers: keys and values that checkpointed later layers hold.
+        gathered: gradients that later layers have summed when its backward begins.
+        forward: alive in a forward that saves `saved`.
         backward: alive in its backward, `saved` and the gradient of its result included.
-        recomputed: alive while it is made again and goes backward, its input left out.
+        recomputed: alive while its forward is repeated and goes backward, without its input.
     """
 
     saved_tensors: tuple[SavedTensor, ...]
     saved: LinearForm
     unsaved: LinearForm
     held: tuple[SavedTensor, ...]
-    lent: LinearForm
+    held_by_later_layers: LinearForm
     gathered: LinearForm
     forward: tuple[LinearForm, ...]
     backward: tuple[LinearForm, ...]
@@ -232,7 +233,7 @@ def layer_points(
         tape.saved,
         minus(tape.saved, first.saved),
         tape.saved_tensors(hidden=True),
-        tape.lent,
+        tape.held_by_later_layers,
         tape.gathered,
         maximal(forward),
         maximal(tape.backward(recomputed=False, accumulated=accumulated)),

@@ -16,7 +16,7 @@ def latent_projections(
     """Queries and keys as they are multiplied, values as part of what they are projected with.
 
     Args:
-        named: gets what has a name until the attention returns.
+        local_variables: collects tensors that local variables hold until the attention returns.
     """
     tape = code.tape
     *q_linears, kv_down, kv_up, _ = attention.linears

@@ -9,7 +9,7 @@ from whichlora.symbolic.operators import OpEmitter
 
 def activate(code: OpEmitter, activation: str, x: Tensor) -> Tensor:
     result = _activated(code, activation, x)
-    code.tape.hold(x)  # the argument of the activation's forward
+    code.tape.hold(x)  # the variable `input` of the activation's `forward` refers to it
     return result
 
 
@@ -89,6 +89,8 @@ def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
         active = activate(code, mlp.activation, code.linear(gate_linear, x))
         up = code.linear(up_linear, x)
         inner = code.multiply(active, up)
+        # `act_fn(gate_proj(x)) * up_proj(x)` of `LlamaMLP.forward`: the interpreter holds
+        # both factors until the product exists
         tape.hold(active, up)
     elif mlp.gated:
         joint_linear, down_linear = mlp.linears[:2]

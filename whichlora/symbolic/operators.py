@@ -71,7 +71,7 @@ class OpEmitter:
     """A tape, and the settings that decide which operators run on it.
 
     Args:
-        targets: names of the adapted matrices.
+        targets: leaf names of the adapted matrices.
         method: whose operators an adapted matrix has.
         masked: SDPA gets a mask tensor.
         stream_bytes: one element of the layer's input.
@@ -104,7 +104,7 @@ class OpEmitter:
         )
 
     def autocast(self, x: Tensor, what: str = "") -> Tensor:
-        """`x` as a matrix product reads it: autocast narrows it."""
+        """`x` as a matrix product reads it: autocast casts it to 16 bits."""
         return self.cast(x, self.dtypes.compute_bytes, what) if self.dtypes.under_autocast else x
 
     def scale(self, x: Tensor) -> Tensor:
@@ -117,6 +117,7 @@ class OpEmitter:
 
     def multiply(self, x: Tensor, y: Tensor) -> Tensor:
         """Two tensors of one shape."""
+        # `mul.Tensor` in derivatives.yaml: the gradient of each factor reads the other factor
         saves = [factor for factor, partner in ((y, x), (x, y)) if partner.needs_grad]
         size = max(x.size, y.size)
         inner = plus(_before_cast(x, size), _before_cast(y, size))
@@ -140,6 +141,7 @@ class OpEmitter:
         return self.tape.op([x], x.elements, x.size, passes=True, what="copy")
 
     def dropout(self, x: Tensor, *, mask_bytes: int) -> Tensor:
+        # `native_dropout_backward` reads the mask alone, not the input
         mask = scaled(x.elements, mask_bytes)
         return self.tape.op([x], x.elements, x.size, keeps=[mask], what="dropout: result, mask")
 
@@ -219,6 +221,7 @@ class OpEmitter:
     def _deviation(self, squares: Tensor, rows: LinearForm, *, is_power: bool = False) -> Tensor:
         saves = [squares] if self.dtypes.libraries.mean_keeps_input else []
         mean = self.tape.op([squares], rows, 4, saves=saves)
+        # `rsqrt` saves its result, `pow` its input (derivatives.yaml)
         shifted = self.tape.op([mean], rows, 4, passes=True)
         return self.tape.op(
             [shifted],
