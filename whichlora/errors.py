@@ -1,4 +1,4 @@
-"""The few kinds of error that WhichLoRA raises on purpose; each message is one clear line."""
+"""The errors that WhichLoRA raises on purpose; each message is one clear line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DataFileError(WhichLoraError):
 
 
 class CalibrationError(WhichLoraError):
-    """Too few or too poor measured runs for what was asked."""
+    """Too few or too poor measured runs for the request."""
 
 
 class MeasurementError(WhichLoraError):

@@ -1,4 +1,4 @@
-"""Optional libraries: what needs one says so in one line, before it starts to work."""
+"""Optional libraries: a feature that needs one says so in one line, before it starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from whichlora.errors import ConfigError
 
 
 def require(asker: str, *modules: str, extra: str, otherwise: str = "") -> None:
-    """Refuse what `asker` asks for where one of `modules` is not installed.
+    """Refuse the request of `asker` where one of `modules` is not installed.
 
     Args:
         asker: the setting, command or function that needs them, as the user wrote it.

@@ -1,4 +1,4 @@
-"""Text of a user on its way to something that acts on it: code, a shell, a sheet, a terminal."""
+"""Make text of a user safe for code, a shell, a spreadsheet and a terminal."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def require_printable(setting: str, text: str) -> str:
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """`text` for people: what a terminal would act on or hide stands as its escape.
+    """`text` for people, with the characters that a terminal acts on or hides as escapes.
 
     Args:
-        keep: characters that stay all the same, such as a line end.
+        keep: characters that stay, such as a line end.
     """
     if text.isprintable():
         return text
@@ -44,7 +44,7 @@ def visible(text: str, *, keep: str = "") -> str:
     )
 
 
-# Excel, LibreOffice and Google Sheets take a cell that begins so for a formula.
+# Excel, LibreOffice and Google Sheets read a cell that begins with these as a formula.
 _FORMULA = re.compile(r"[=+\-@\t\r]")
 _NUMBER = re.compile(r"[+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?")
 

@@ -10,7 +10,7 @@ from whichlora.errors import ConfigError
 KiB = 1024
 MiB = 1024**2
 GiB = 1024**3
-_ROUNDS_UP = 0.9995  # three digits of anything from here on are those of the next unit
+_ROUNDS_UP = 0.9995  # from here on, three digits round up to the next unit
 MAX_BYTES = 10**18  # no device, but a slipped unit
 
 _BYTE_UNITS = {
@@ -57,7 +57,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` as people read it: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min; - if not known."""
+    """`seconds` as people read it: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min; - for NaN."""
     if math.isnan(seconds):
         return "-"
     if seconds < _ROUNDS_UP * 1e-3:
@@ -66,15 +66,15 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:
         return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, whole_seconds = divmod(round(seconds), 60)
     if minutes < 120:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {whole_seconds:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
 
 
 def format_count(count: float) -> str:
-    """`count` with the field's suffixes: 8.03B, 135M, 12.5k; - if not known."""
+    """`count` with the field's suffixes: 8.03B, 135M, 12.5k; - for NaN."""
     if math.isnan(count):
         return "-"
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):

@@ -15,13 +15,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from traced import live_bytes
+
 from whichlora import families, methods
 from whichlora.exports.train_script import train_script
 from whichlora.predict import predict as prediction
 from whichlora.predict import resolve as resolution
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
-from whichlora.tracer.extrapolate import live_bytes
 from whichlora.tracer.trace import trace
 
 pytestmark = pytest.mark.oracle

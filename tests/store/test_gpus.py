@@ -17,9 +17,9 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import Precision, RunConfig
 from whichlora.store import gpus
 from whichlora.store.detect import DetectedDevice
-from whichlora.store.gpu_file import read_gpu, write_gpu
+from whichlora.store.gpu_file import _FIELDS, SCHEMA_VERSION, read_gpu
 from whichlora.store.gpus import build_index, find_gpu, find_target, gpu_key, list_gpus
-from whichlora.store.jsonfiles import is_slug
+from whichlora.store.jsonfiles import is_slug, write_object
 from whichlora.store.paths import data_folder
 from whichlora.units import GiB, MiB
 from whichlora.workflow import estimates
@@ -343,6 +343,17 @@ def test_a_name_costs_one_gpu_file_however_many_there_are(monkeypatch: pytest.Mo
 
 
 # --- the user's folder
+
+
+def write_gpu(root: Path, spec: GpuSpec) -> Path:
+    """Write `spec` below a calibration folder."""
+    path = root / spec.key / "gpu.json"
+    facts: dict[str, Any] = {
+        field: getattr(spec, field) for field in _FIELDS if hasattr(spec, field)
+    }
+    facts |= {"peak_flops_per_s": dict(spec.peak_flops_per_s), "sources": dict(spec.sources)}
+    write_object(path, {"schema_version": SCHEMA_VERSION} | facts)
+    return path
 
 
 def a_gpu(**changes: Any) -> GpuSpec:

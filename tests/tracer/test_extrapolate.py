@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 
 import pytest
+from traced import live_bytes
 
 from whichlora.memory.allocator_simulator import replay
 from whichlora.tracer.extrapolate import (
@@ -8,7 +9,6 @@ from whichlora.tracer.extrapolate import (
     TracedEvent,
     at_peak,
     check_growth,
-    live_bytes,
     stretch,
     with_warm_up,
 )

@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from traced import live_bytes
 
 from whichlora import families
 from whichlora.errors import ConfigError
@@ -20,7 +21,7 @@ from whichlora.spec.run import RunConfig
 from whichlora.store import models as model_store
 from whichlora.store.gpus import find_gpu
 from whichlora.tracer.client import trace_peaks
-from whichlora.tracer.extrapolate import live_bytes, stretch, with_warm_up
+from whichlora.tracer.extrapolate import stretch, with_warm_up
 from whichlora.tracer.recorder import Recorder
 from whichlora.tracer.trace import trace
 from whichlora.units import GiB

@@ -1,4 +1,4 @@
-"""Token lengths of data of which only the size is known: as public instruction data is spread."""
+"""Assumed token lengths where only the size of the data is known, from public instruction data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ the Hugging Face hub (mean 528.10, standard deviation 657.89).
 
 
 def spreads(relative_deviations: Iterable[float]) -> tuple[float, float, float]:
-    """Standard deviations of the logarithm: the median, and between which 90 % of them lie.
+    """Standard deviations of the logarithm: the median, and the bounds of the middle 90 %.
 
     Kind: exact of a log-normal. Source: its squared deviation over its mean is exp(s²) - 1.
     """
@@ -49,7 +49,7 @@ def spreads(relative_deviations: Iterable[float]) -> tuple[float, float, float]:
 
 TYPICAL, NARROW, WIDE = spreads(RELATIVE_DEVIATIONS.values())
 
-_MOST_DISTINCT = 10_000  # quantiles that stand for more samples
+_MOST_DISTINCT = 10_000  # quantiles; more samples repeat them
 
 
 def lengths_of(

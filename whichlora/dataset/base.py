@@ -1,4 +1,4 @@
-"""What a dataset is: rows in splits, and what of a row is trained on."""
+"""Datasets: rows in splits, and the example of each row that is trained on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Split = Literal["train", "validation"]
 
 
 class BaseDataset(ABC):
-    """Rows, and what of a row is trained on; subclass it for your own data.
+    """Rows, and the example of each row that is trained on; subclass it for your own data.
 
     A subclass is named in the config as `module:Class` or `path/to/file.py:Class`, and is made
     without arguments. It has `to_text`, or `to_example` where a row is more than one text.
@@ -32,7 +32,7 @@ class BaseDataset(ABC):
         )
 
     def to_example(self, row: Row) -> Example:
-        """What is trained on, in the columns of one `DataFormat`, the same for every row.
+        """The example of `row` to train on, in the columns of one `DataFormat` for all rows.
 
         {"text": …}, {"messages": [{"role": …, "content": …}, …]}, {"prompt": …, "completion": …}
         or {"prompt": …, "chosen": …, "rejected": …}.
@@ -40,7 +40,7 @@ class BaseDataset(ABC):
         return {"text": self.to_text(row)}
 
     def describe(self) -> str:
-        """What is trained on, in words; by default that is up to the class."""
+        """The columns that are trained on, in words."""
         return f"as {type(self).__name__} gives it"
 
 
@@ -56,7 +56,7 @@ def checked_splits(dataset: BaseDataset) -> dict[Split, Sequence[Row]]:
 
 
 def data_format(dataset: BaseDataset) -> DataFormat:
-    """The format of the rows that are trained on, which the first one tells.
+    """The format of the rows that are trained on, taken from the first one.
 
     Raises:
         ConfigError: no row to train on, or one of no known format.
@@ -77,10 +77,10 @@ def examples(
     *,
     expected: DataFormat | None = None,
 ) -> Iterator[Example | None]:
-    """What is trained on of each row, None where a row holds no text.
+    """The example of each row, None where a row holds no text.
 
     Args:
-        expected: the format that every row must have; without it, that of the first.
+        expected: the format of every row; without it, that of the first.
 
     Raises:
         ConfigError: a row of no known format, or of another one, with its number.
@@ -114,7 +114,7 @@ def checked_format(example: Example, expected: DataFormat | None = None) -> Data
 
 
 def trained(example: Example) -> Any:
-    """What the model is to learn to write; a row without it is left out."""
+    """The text or messages that the model learns to write; a row without any is left out."""
     return next(
         example[name] for name in ("text", "messages", "completion", "chosen") if name in example
     )

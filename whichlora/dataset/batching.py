@@ -20,9 +20,9 @@ _MOST_MEGABATCH = 50  # batches that are sorted together
 
 
 def best_fit_decreasing(lengths: Lengths, seq_len: int) -> Lengths:
-    """Lengths of rows of whole sequences, each put where it leaves the least room.
+    """Lengths of rows of whole sequences, each put into the fullest row with room.
 
-    Longest first, longer ones cut to `seq_len`; each `PACKED_TOGETHER` sequences on their own.
+    Longest first, longer ones cut to `seq_len`; `PACKED_TOGETHER` sequences at a time.
     Kind: exact; where the data set holds empty texts, TRL counts them among the thousand. Source:
     TRL 1.16.0, `data_utils.pack_dataset`, strategy "bfd", which `Dataset.map` calls in batches.
     """
@@ -38,11 +38,11 @@ def best_fit_decreasing(lengths: Lengths, seq_len: int) -> Lengths:
 def _packed(lengths: Lengths, seq_len: int) -> Lengths:
     import numpy as np
 
-    room: list[int] = []  # left in each row, ascending
+    room: list[int] = []  # free tokens of each row, ascending
     for length in sorted(np.minimum(lengths, seq_len).tolist(), reverse=True):
         at = bisect_left(room, length)
-        left = room.pop(at) if at < len(room) else seq_len
-        insort(room, left - length)
+        row_room = room.pop(at) if at < len(room) else seq_len
+        insort(room, row_room - length)
     return seq_len - np.array(room, dtype=np.int64)
 
 
@@ -60,7 +60,7 @@ def length_grouped(lengths: Lengths, batch_size: int, rng: np.random.Generator) 
     shuffled = rng.permutation(lengths)
     size = batch_size * max(1, min(len(lengths) // (4 * batch_size), _MOST_MEGABATCH))
     mega = [np.sort(shuffled[at : at + size])[::-1] for at in range(0, len(shuffled), size)]
-    longest = int(np.argmax([one[0] for one in mega]))
+    longest = int(np.argmax([batch[0] for batch in mega]))
     mega[0][0], mega[longest][0] = mega[longest][0], mega[0][0]
     return np.concatenate(mega)
 

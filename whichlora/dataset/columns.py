@@ -1,4 +1,4 @@
-"""Columns as public data sets name them, and which of them are the prompt and the answer."""
+"""Recognise the columns of public data sets: which are the prompt and the answer."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ TEXTS = ("text", "content", "code")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """What each column of a data set is.
+    """The role of each column of a data set.
 
     Args:
         kind: of the examples that they make.
         chat: texts are turns of a conversation, which the model's chat template renders.
         trained: what the model learns to write: the text, the conversation or the answer.
-        prompt, rejected, system, history: columns, where there are such.
+        prompt, rejected, system, history: columns, or None.
         contexts: columns that follow the prompt, after a blank line.
         unused: all others.
     """
@@ -73,10 +73,10 @@ class Columns:
 
 
 def recognised(row: Row) -> Columns:
-    """What the columns of `row` are, by their names and by what they hold.
+    """The roles of the columns of `row`, by their names and values.
 
     Raises:
-        ConfigError: they are not known by name; says what to write instead.
+        ConfigError: no name is recognised; the message says what to write instead.
     """
     columns = (
         _preference(row)
@@ -170,7 +170,7 @@ def _plain_text(row: Row) -> Columns | None:
     by_name = _by_name(row)
     column = next((by_name[name] for name in TEXTS if name in by_name), None)
     if column is None and len(row) == 1 and not set(by_name) & set(CONVERSATIONS):
-        column = next((one for one, value in row.items() if isinstance(value, str)), None)
+        column = next((name for name, value in row.items() if isinstance(value, str)), None)
     if column is not None:
         return _columns(row, kind="text", chat=False, trained=column)
     named = next((by_name[name] for name in CONVERSATIONS if name in by_name), None)
@@ -188,11 +188,11 @@ def _by_name(row: Row) -> dict[str, str]:
 
 
 def _first_text(row: Row, names: Sequence[str]) -> str | None:
-    """The column of the first of `names` that holds text in `row`, else that holds nothing."""
+    """The column of the first of `names` that holds text in `row`, else of the first empty one."""
     by_name = _by_name(row)
     columns = [by_name[name] for name in names if name in by_name]
-    texts = (one for one in columns if isinstance(row[one], str))
-    return next(texts, next((one for one in columns if row[one] is None), None))
+    texts = (column for column in columns if isinstance(row[column], str))
+    return next(texts, next((column for column in columns if row[column] is None), None))
 
 
 def _columns(row: Row, **parts: Any) -> Columns:
@@ -203,7 +203,7 @@ def _columns(row: Row, **parts: Any) -> Columns:
 
 
 def _advice(row: Row) -> str:
-    """What to write where no column is known: every text, the likeliest answer last."""
+    """A proposal where no column is recognised: every text, the likeliest answer last."""
     likely = [*(names[1] for names in (*PAIRS, *PREFERENCES)), *reversed(ANSWERS)]
     places = {
         column: likely.index(name) if name in likely else -1
@@ -212,7 +212,7 @@ def _advice(row: Row) -> str:
     texts = [column for column in row if isinstance(row[column], str)]
     scalars = [column for column in row if isinstance(row[column], str | int | float)]
     if texts:  # beside them a number can only be the answer
-        scalars = [one for one in scalars if one in texts or places.get(one, -1) >= 0]
+        scalars = [name for name in scalars if name in texts or places.get(name, -1) >= 0]
     scalars = sorted(scalars, key=lambda column: places.get(column, -1))
     words = f"has the columns {', '.join(row)}, whose names do not tell which to train on"
     nested = [column for column in row if isinstance(row[column], dict | list)]

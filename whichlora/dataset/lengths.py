@@ -1,4 +1,4 @@
-"""How long the sequences of the training data are, and how that was counted."""
+"""Token lengths of the training data, and how they were counted."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class TokenLengths:
 
     Args:
         lengths: split to lengths, in the order of the rows.
-        max_length: where longer sequences were cut.
+        max_length: tokens that longer sequences were cut to.
         num_truncated: sequences that were cut, over all splits.
         num_empty: rows left out because they have no text, over all splits.
         num_unlearned: rows left out because nothing in them is learned within `max_length`.
         method: "tokenizer <name>", "bytes", or how the lengths were estimated and why.
-        longest_possible: where lengths are assumed or estimated, that of the longest sequence that
-            there may be; None is the longest of `lengths`.
-        alternatives: where lengths are assumed or estimated, what they may be as well: less and
-            more spread, or shorter and longer; of many sequences, some that stand for all.
+        longest_possible: where lengths are assumed or estimated, an upper bound of the longest
+            sequence; None is the longest of `lengths`.
+        alternatives: where lengths are assumed or estimated, other plausible lengths: less and more
+            spread, or shorter and longer; a sample of many sequences.
 
     Raises:
         ConfigError: no sequence to train on.
@@ -61,11 +61,11 @@ class TokenLengths:
         return self.total_tokens(split) / self.num_sequences(split)
 
     def longest(self, split: Split = "train") -> int:
-        """The longest sequence, which memory is judged on."""
+        """The longest sequence, which decides the memory."""
         return max(*self.lengths[split], self.longest_possible or 0)
 
     def describe(self) -> str:
-        """How much there is to train on, and what of the data is not trained on."""
+        """The amount of training data, and the rows that are left out, in words."""
         words = [
             f"{self.num_sequences()} sequences, {self.total_tokens()} tokens an epoch, "
             f"longest {self.longest()}"

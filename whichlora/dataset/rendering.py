@@ -26,10 +26,10 @@ _FURTHER_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")  # t
 
 
 def rendering(config: DatasetConfig, row: Row) -> tuple[Callable[[Row], Example], str]:
-    """What makes an example of rows with the columns of `row`, and how that is described.
+    """The function from row to example for the columns of `row`, and its description.
 
     Raises:
-        ConfigError: nothing says what to train on, or a column that was named is missing.
+        ConfigError: no column is recognised, or a named column is missing.
     """
     if config.template is not None:
         template, names = config.template, config.template_columns
@@ -198,14 +198,16 @@ def _messages(row: Row, column: str) -> list[Message]:
 def _spoken(turn: Any) -> list[Message]:
     """The message, or the two of a question with its answer, that one object spells."""
     if isinstance(turn, Mapping):
-        for speaker, said in _SPEAKERS:
-            if {speaker, said} <= set(turn):
+        for speaker, content in _SPEAKERS:
+            if {speaker, content} <= set(turn):
                 role = str(turn[speaker])
                 standard_role = _ROLES.get(role.strip().lower())
                 if standard_role is None and speaker == "from":
                     raise ConfigError(f"is from {role!r}; accepted are {', '.join(_ROLES)}")
                 further = {key: turn[key] for key in _FURTHER_KEYS if turn.get(key) is not None}
-                return [{"role": standard_role or role, "content": _joined(turn[said]), **further}]
+                return [
+                    {"role": standard_role or role, "content": _joined(turn[content]), **further}
+                ]
         for names in _TURNS:
             if set(names) <= set(turn):
                 roles = ("user", "assistant")

@@ -25,9 +25,9 @@ SPLIT_NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev", "eval", "test"),
 }
-"""Names of files and of splits of the hub, the first that there is."""
+"""Names of files and of splits of the hub; the first that exists is used."""
 
-_MOST_ALTERNATIVE = 20_000  # samples that stand for all of them, in what lengths may be as well
+_MOST_ALTERNATIVE = 20_000  # samples of an alternative distribution of lengths
 
 
 def open_dataset(config: DatasetConfig) -> BaseDataset:
@@ -45,7 +45,7 @@ class TableDataset(BaseDataset):
     """Rows of columns, and one function that makes an example of each.
 
     Args:
-        columns: which of them are trained on, in words.
+        columns: the columns that are trained on, in words.
     """
 
     train: Sequence[Row]
@@ -70,7 +70,7 @@ class CountedDataset(BaseDataset):
     Args:
         spread: standard deviation of the logarithm of the lengths, where it is known.
         max_tokens: length of the longest sequence, where it is known.
-        typical, between: what is assumed of the spread where it is not known.
+        typical, between: the assumed spread and its bounds, where it is not known.
     """
 
     num_samples: int
@@ -89,9 +89,9 @@ class CountedDataset(BaseDataset):
         return ""
 
     def lengths(self, max_length: int) -> TokenLengths:
-        """Lengths that are spread as those of public instruction data, and what they may be.
+        """Lengths spread as those of public instruction data, with alternatives.
 
-        The longest sequence is one of `max_tokens`, or of any length: it is cut to `max_length`.
+        The longest sequence has `max_tokens`, or any length; it is cut to `max_length`.
         """
         longest = max_length if self.max_tokens is None else min(self.max_tokens, max_length)
         spreads = self.between if self.spread is None else ()
@@ -164,7 +164,7 @@ def _open_file(config: DatasetConfig) -> BaseDataset:
 
 
 def _split_files(folder: Path, names: Sequence[str]) -> list[Path]:
-    """The file, or the files in parts as the hub has them, of the first name that has one."""
+    """The file of the first name that has one, or its parts as the hub splits them."""
     data_files = _data_files(folder)
     for name in names:
         for suffix in DATA_FILE_SUFFIXES:
@@ -234,8 +234,8 @@ def _open_class(config: DatasetConfig) -> BaseDataset:
             f"dataset.path: {source} can't be imported ({_one_line(error)}); "
             "give module:Class or path/to/file.py:Class"
         ) from error
-    found = getattr(module, name, None)
-    if not (isinstance(found, type) and issubclass(found, BaseDataset)):
+    dataset_class = getattr(module, name, None)
+    if not (isinstance(dataset_class, type) and issubclass(dataset_class, BaseDataset)):
         classes = [
             key
             for key, value in vars(module).items()
@@ -246,7 +246,7 @@ def _open_class(config: DatasetConfig) -> BaseDataset:
             f"there are {', '.join(classes) or 'none'}"
         )
     try:
-        return found()
+        return dataset_class()
     except TypeError as error:  # abstract methods left, or arguments wanted
         raise ConfigError(f"dataset.path: {name} can't be made: {_one_line(error)}") from error
 
@@ -262,7 +262,7 @@ _OPENERS: dict[str, Callable[[DatasetConfig], BaseDataset]] = {
 def _read_examples(
     paths: Sequence[Path], config: DatasetConfig, expected: DataFormat | None = None
 ) -> tuple[list[Example], str]:
-    """What is trained on of every row, and from which columns it is made."""
+    """The example of every row, and the columns that it is made of, in words."""
     examples: list[Example] = []
     render: Callable[[Row], Example] | None = None
     columns = ""

@@ -1,4 +1,4 @@
-"""Examples → numbers of tokens, by the model's tokenizer where it is at hand."""
+"""Examples → numbers of tokens, by the model's tokenizer where it is available."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BYTE_LEVEL = "bytes"
 
 _BYTES_PER_TOKEN = 4.0  # of text under today's vocabularies; said wherever it is used
 MOST_BYTES_PER_TOKEN, FEWEST_BYTES_PER_TOKEN = 5.0, 2.96
-"""Between which 90 % of data sets lie, under public tokenizers; 4.4 in the median.
+"""Bounds of 90 % of data sets under public tokenizers; the median is 4.4.
 
 Kind: measured. Source: `benchmarks/bytes_per_token.py`: 15 public instruction data sets (English,
 Chinese, mathematics, code, tool calls) under the tokenizers of Llama 3 and 4, Qwen, DeepSeek,
@@ -53,7 +53,7 @@ _ESTIMATE = (
     f"estimated: 1 token per {_BYTES_PER_TOKEN:g} UTF-8 bytes, which may be "
     f"{FEWEST_BYTES_PER_TOKEN:g} to {MOST_BYTES_PER_TOKEN:g}"
 )
-_MOST_ALTERNATIVE = 20_000  # sequences that stand for all, in what their lengths may be as well
+_MOST_ALTERNATIVE = 20_000  # sequences of an alternative estimate of the lengths
 _CHUNK = 1024  # examples handed to the tokenizer at once
 
 MESSAGE_TOKENS = 5
@@ -68,14 +68,14 @@ Source: the chat_template of these models' tokenizer_config.json.
 
 
 class Encode(Protocol):
-    """What counts the tokens of texts."""
+    """Counts the tokens of texts."""
 
     def __call__(self, texts: list[str], *, rendered: bool) -> list[int]:
         """Numbers of tokens of `texts`.
 
         Args:
-            rendered: they are from a chat template, which has written every special token;
-                otherwise those that the tokenizer adds count, and the end of the text.
+            rendered: a chat template has written every special token; otherwise the special tokens
+                of the tokenizer and the end of the text count too.
         """
 
 
@@ -89,12 +89,12 @@ def count_tokens(
 ) -> TokenLengths:
     """Lengths of all sequences, as `tokenizer` cuts them.
 
-    The tokenizer is used if it is at hand: a local folder, the Hugging Face cache, or the hub
-    when online. Else the lengths are estimated from bytes, `method` says so and why, and what
-    they may be as well goes along: more and fewer tokens, and the longest row.
+    The tokenizer comes from a local folder, the Hugging Face cache, or the hub when online. Without
+    it the lengths are estimated from bytes: `method` says why, and `alternatives` hold more and
+    fewer tokens.
 
     Args:
-        dataset: what to count.
+        dataset: rows to count.
         tokenizer: a name or folder, `BYTE_LEVEL`, or None to estimate.
         offline: never ask the hub.
         max_length: longer sequences are cut to this.
@@ -185,10 +185,10 @@ def _longest(rows: Sequence[Example]) -> list[Example]:
 
 
 def _counter(encode: Encode, expected: DataFormat, render: Render | None) -> Count:
-    """What counts the tokens of examples in the `expected` format.
+    """The function that counts the tokens of examples in the `expected` format.
 
     Args:
-        render: the chat template; None where it is not at hand.
+        render: the chat template; None where it is not available.
     """
     if not expected.conversational:
         return lambda chunk: encode(["".join(_all_texts(row)) for row in chunk], rendered=False)
@@ -213,16 +213,16 @@ def _is_learned(
 
 
 def _before_answer(row: Example) -> str | Messages:
-    """What stands before the first token that is learned of completions alone."""
+    """The prompt or messages before the first learned token, with train_on completions."""
     if "messages" in row:
-        return list(itertools.takewhile(lambda one: one["role"] != "assistant", row["messages"]))
+        return list(itertools.takewhile(lambda m: m["role"] != "assistant", row["messages"]))
     chosen: str | Messages = row.get("chosen", "")
     prompt: str | Messages = row.get("prompt", "" if isinstance(chosen, str) else chosen[:-1])
     return prompt
 
 
 def _start_counter(encode: Encode, render: Render | None) -> Callable[[str | Messages], int]:
-    """What counts the tokens before an answer, of the prompt as the job cuts it."""
+    """The function that counts the tokens before an answer, as the job cuts the prompt."""
 
     def start_of(prompt: str | Messages) -> int:
         if isinstance(prompt, str):
@@ -230,15 +230,15 @@ def _start_counter(encode: Encode, render: Render | None) -> Callable[[str | Mes
             return max(0, begin - 1) + encode([prompt], rendered=True)[0]
         if render is not None:
             return encode([render(prompt, add_generation_prompt=True)], rendered=True)[0]
-        answered = MESSAGE_TOKENS - 1  # all that stands before an answer
+        before_answer = MESSAGE_TOKENS - 1  # template tokens before an answer
         texts = encode(list(texts_of(prompt)), rendered=True)
-        return 1 + sum(MESSAGE_TOKENS + number for number in texts) + answered
+        return 1 + sum(MESSAGE_TOKENS + number for number in texts) + before_answer
 
     return start_of
 
 
 def _renderer(tokenizer: str | None, *, offline: bool) -> Render | None:
-    """The chat template that the job takes, None where it is not at hand."""
+    """The chat template of the job, None where it is not available."""
     if tokenizer == BYTE_LEVEL:
         return _byte_renderer()
     return _chat_renderer(tokenizer, offline=offline)
@@ -254,7 +254,7 @@ def _all_texts(example: Example) -> list[str]:
 
 
 def _encoder(tokenizer: str | None, *, offline: bool) -> tuple[Encode, str]:
-    """What counts the tokens of texts, and its name."""
+    """The function that counts the tokens of texts, and its name."""
     if tokenizer == BYTE_LEVEL:
         return _count_bytes, BYTE_LEVEL
     if tokenizer is None:
@@ -324,12 +324,12 @@ def _tokenizer_file(tokenizer: str, name: str, *, offline: bool) -> Path | None:
         if offline or why_offline() is not None:
             return None
         return Path(hf_hub_download(tokenizer, name))
-    except Exception:  # whatever the hub answers, it has no such file for us
+    except Exception:  # any error of the hub means that the file is not available
         return None
 
 
 def _chat_renderer(tokenizer: str | None, *, offline: bool) -> Render | None:
-    """The chat template of `tokenizer`, None where it is not at hand."""
+    """The chat template of `tokenizer`, None where it is not available."""
     if tokenizer is None or tokenizer == BYTE_LEVEL:
         return None
     file = _tokenizer_file(tokenizer, "tokenizer_config.json", offline=offline)
@@ -369,7 +369,7 @@ def _chat_renderer(tokenizer: str | None, *, offline: bool) -> Render | None:
 
 
 def _byte_renderer() -> Render | None:
-    """The template that a job with random weights takes, None where jinja2 is not installed."""
+    """The template of a job with random weights, None where jinja2 is not installed."""
     try:
         jinja2 = importlib.import_module("jinja2")
     except ImportError:

@@ -1,4 +1,4 @@
-"""Batches → what one candidate's training will see: widths, steps, tokens, the longest batch."""
+"""Batches → the workload of a candidate: widths, steps, tokens, the longest batch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Workload:
     """The batches that one candidate's training will see.
 
     Args:
-        collator: what made them.
+        collator: how the batches were made.
         widths: padded length to the number of whole micro-batches over all epochs, binned.
-        longest: padded length of the longest batch: what memory is judged on. Where lengths are
-            assumed or estimated, the longest that there may be; `least_longest` is the shortest.
+        longest: padded length of the longest batch, which decides the memory. Where lengths are
+            assumed or estimated, its upper bound; `least_longest` is the lower one.
         varied: batches hold rows of different lengths, so that they carry padding.
         num_batches, num_steps: micro-batches and optimizer steps of the whole training.
         real_tokens, padded_tokens: that it trains on, without and with padding.
@@ -90,7 +90,7 @@ def workload(
     epochs: float = 1.0,
     seed: int = 0,
 ) -> Workload:
-    """What training on `lengths` for `epochs` will see; widths are binned to few distinct values.
+    """The workload of training on `lengths` for `epochs`; widths are binned to few distinct values.
 
     Args:
         seq_len: rows are cut or padded to it, or filled up to it where they are packed; None is
@@ -121,7 +121,7 @@ def workload(
         )
 
     table = draw(lengths)
-    others = [draw(alternative) for alternative in lengths.alternatives]
+    alternatives = [draw(alternative) for alternative in lengths.alternatives]
     drawn = len(table)
     per_epoch = drawn // num_epochs
     num_steps, num_batches = count_steps(per_epoch, accumulation, epochs)
@@ -138,10 +138,10 @@ def workload(
         num_steps=num_steps,
         real_tokens=round(_real_tokens(lengths, collator, seq_len) * num_batches / per_epoch),
         padded_tokens=round(padded),
-        least_longest=min(int(each[:, 0].max()) for each in (table, *others)),
+        least_longest=min(int(batch[:, 0].max()) for batch in (table, *alternatives)),
         deviation=_deviation(
             _mean_padded(lengths, table),
-            list(map(_mean_padded, lengths.alternatives, others)),
+            list(map(_mean_padded, lengths.alternatives, alternatives)),
         ),
     )
 
@@ -171,7 +171,7 @@ def evaluation_widths(
 
 
 def _parts(sizes: NDArray[np.int64], batch_size: int, *, per_epoch: int) -> NDArray[np.float64]:
-    """The part of a full batch that each counts as.
+    """Each batch as a fraction of a full one.
 
     The only batch of an epoch counts whole: its time hardly falls with its rows.
     """
@@ -181,16 +181,16 @@ def _parts(sizes: NDArray[np.int64], batch_size: int, *, per_epoch: int) -> NDAr
 def _binned(widths: NDArray[np.int64], counts: NDArray[np.float64]) -> dict[int, float]:
     """`counts` by width, in few bins.
 
-    The mean width of a bin stands for it, so that the tokens stay what they are; an incomplete
-    batch counts as the part of one that it is.
+    A bin is represented by its mean width, which preserves the number of tokens. An incomplete
+    batch counts as a fraction.
     """
     import numpy as np
 
     bins = widths // max(1, -(-int(widths.max()) // WIDTH_BINS))
     summed: dict[int, float] = {}
-    for each in np.unique(bins):
-        share = counts[bins == each]
-        mean = max(1, round(float((widths[bins == each] * share).sum() / share.sum())))
+    for width_bin in np.unique(bins):
+        share = counts[bins == width_bin]
+        mean = max(1, round(float((widths[bins == width_bin] * share).sum() / share.sum())))
         summed[mean] = summed.get(mean, 0.0) + float(share.sum())
     return summed
 
@@ -200,9 +200,9 @@ def _mean_padded(lengths: TokenLengths, table: NDArray[np.int64]) -> float:
     return float(table.prod(axis=1).sum()) / lengths.num_sequences()
 
 
-def _deviation(tokens: float, others: Sequence[float]) -> float:
-    """Standard deviation of the log of a number of tokens, of which `others` bound 90 %."""
-    logs = (abs(math.log(other / tokens)) for other in others)
+def _deviation(tokens: float, alternatives: Sequence[float]) -> float:
+    """Standard deviation of the log of a number of tokens; `alternatives` bound 90 % of it."""
+    logs = (abs(math.log(alternative / tokens)) for alternative in alternatives)
     return max(logs, default=0.0) / _ALTERNATIVE_Z
 
 

@@ -49,9 +49,9 @@ def build_model(
 ) -> Any:
     """The model of `run` on `device`, as `from_pretrained` and PEFT would leave it.
 
-    Nothing is downloaded: matrices hold a repeated random pattern, everything else what
-    transformers gives to weights that a checkpoint lacks. Each linear layer is quantised as soon
-    as it is filled, so loading never holds more than one layer in full precision.
+    Nothing is downloaded: matrices hold a repeated random pattern, all other weights the values
+    that transformers gives to weights missing from a checkpoint. Each linear layer is quantised
+    once it is filled, so loading never holds more than one layer in full precision.
 
     Args:
         model_config: the Hugging Face config.
@@ -76,7 +76,7 @@ def meta_model(run: RunConfig, model_config: Mapping[str, Any], *, device: str) 
     dtype = stored_dtype(run)
     config = config_object(model_config)
     auto_class = auto_class_of(config)
-    # SDPA is what transformers takes by itself, wherever the architecture has it.
+    # transformers selects SDPA by itself, wherever the architecture has it.
     attn = None if run.attn == "sdpa" else run.attn
     with torch.device("meta"), no_init_weights():
         model = auto_class.from_config(config, dtype=dtype, attn_implementation=attn)
@@ -90,13 +90,13 @@ def meta_model(run: RunConfig, model_config: Mapping[str, Any], *, device: str) 
 
 
 def stored_dtype(run: RunConfig) -> torch.dtype:
-    """That of the weights which are not quantised."""
-    found: torch.dtype = getattr(torch, weight_dtype(run))
-    return found
+    """The dtype of the weights that are not quantised."""
+    dtype: torch.dtype = getattr(torch, weight_dtype(run))
+    return dtype
 
 
 def finished_model(model: Any, run: RunConfig, target_modules: Sequence[str] | str) -> Any:
-    """What loading and PEFT do once the weights are in their place."""
+    """The last steps of loading and PEFT, once the weights are in place."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         quantizer.postprocess_model(model)
@@ -122,7 +122,7 @@ def auto_class_of(config: PretrainedConfig) -> Any:
 
 def config_object(model_config: Mapping[str, Any]) -> PretrainedConfig:
     values = dict(model_config)
-    # How the checkpoint is stored; the run decides how its weights are held.
+    # The storage of the checkpoint; the run decides the dtype of its weights.
     for key in ("quantization_config", "torch_dtype", "dtype", "transformers_version"):
         values.pop(key, None)
     return AutoConfig.for_model(values.pop("model_type"), **values)
@@ -161,7 +161,7 @@ def _materialise(model: Any, dtype: torch.dtype, device: torch.device) -> None:
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device=device)
-    # What is not marked as initialised (norms, biases, rotary frequencies) gets its usual values.
+    # Weights not marked as initialised (norms, biases, rotary frequencies) get their usual values.
     model.initialize_weights()
 
 
@@ -192,7 +192,7 @@ def _placed(
     _fill(value, pattern)
     if quantised:
         # As transformers does on loading: the move to the device is what quantises.
-        settings = {key: item for key, item in vars(meta).items() if key not in ("SCB", "CB")}
+        settings = {key: setting for key, setting in vars(meta).items() if key not in ("SCB", "CB")}
         source = value.to("cpu") if type(meta).__name__ == "Int8Params" else value
         parameter = type(meta)(source, requires_grad=False, **settings).to(device)
     else:
@@ -216,7 +216,7 @@ def _fill(tensor: torch.Tensor, pattern: torch.Tensor) -> None:
 
 
 def names_kept_wide(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Parameters that transformers keeps in fp32 whatever is asked for (T5's `wo` in fp16)."""
+    """Parameters that transformers keeps in fp32 whatever the dtype of the run (T5's `wo`)."""
     keys = list(model._get_dtype_plan(dtype))
     if not keys:
         return None
@@ -227,7 +227,7 @@ def _with_adapters(
     model: Any, run: RunConfig, task: str | None, target_modules: Sequence[str] | str
 ) -> Any:
     if run.prepare_kbit and run.phase == "finetune":
-        # Checkpointing is the trainer's part: it asks for it in the spelling of its own version.
+        # The trainer enables checkpointing, in the spelling of its own version.
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     method = get_method(run.method)
     if not method.peft_class:

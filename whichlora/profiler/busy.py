@@ -1,4 +1,4 @@
-"""Whether other programs use the device now, so that times measured on it would be theirs, too."""
+"""Whether other programs use the device now, which would distort measured times."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BUSY_PERCENT = 10  # of a GPU's time
 
 
 def busy_cpu(*, proc: Path = _PROC, sample_s: float = _SAMPLE_S) -> str:
-    """What other programs take of the cores that this process may use; empty where little.
+    """The share that other programs take of this process's cores, in words; empty where small.
 
-    Read while nothing of ours works. Time that the hypervisor gave to other machines counts.
+    Call it while this process is idle. Time that the hypervisor gives to other machines counts.
     """
     cores = os.sched_getaffinity(0)
     before = _core_times(proc, cores)
@@ -51,7 +51,7 @@ def _core_times(proc: Path, cores: set[int]) -> tuple[int, int]:
 
 
 def busy_gpu(index: int) -> str:
-    """What other programs do on the GPU with this number of the visible ones, and low clocks."""
+    """Load of other programs on the visible GPU `index`, and slowed clocks, in words."""
     from whichlora.store.detect import detect_gpus
 
     try:
@@ -70,10 +70,10 @@ def busy_gpu(index: int) -> str:
 
 
 def _busy_gpu(pynvml: Any, handle: Any) -> str:
-    found = []
+    disturbances = []
     percent = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     if percent >= _BUSY_PERCENT:
-        found.append(f"other programs keep the GPU busy {percent} % of the time")
+        disturbances.append(f"other programs keep the GPU busy {percent} % of the time")
     reasons = int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
     # slowed down by heat or by the power supply; an idle clock is no such reason
     slowdowns = (
@@ -83,5 +83,5 @@ def _busy_gpu(pynvml: Any, handle: Any) -> str:
     )
     causes = [cause for name, cause in slowdowns if reasons & getattr(pynvml, name)]
     if causes:
-        found.append(f"its clocks are slowed by {causes[0]}")
-    return "; ".join(found)
+        disturbances.append(f"its clocks are slowed by {causes[0]}")
+    return "; ".join(disturbances)

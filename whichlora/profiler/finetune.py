@@ -38,9 +38,9 @@ def measure_finetune(
     may end early.
 
     Args:
-        decisive_s: what each step may take; the run ends once the steps clearly take more.
-            Without it every step is made.
-        tell: takes what is done now, in words.
+        decisive_s: time limit of each step; the run ends once the steps clearly take more. Without
+            it every step is made.
+        tell: takes the current stage, in words.
 
     Raises:
         MeasurementError: a loss head that can't be profiled.
@@ -79,13 +79,13 @@ def measure_finetune(
 class _Trainer(Trainer):  # type: ignore[misc]
     """The Trainer, with batches in the given order and the loss head `raw`.
 
-    That is a loop which asks the model for logits, keeps what it returned, and makes its own loss.
+    `raw` is a loop that asks the model for logits, keeps its outputs, and computes its own loss.
     """
 
     def __init__(self, *, run: RunConfig, **keywords: Any) -> None:
         super().__init__(**keywords)
         self._raw_loss = run.loss_head == "raw"
-        self._kept: Any = None
+        self._outputs: Any = None
 
     def _get_train_sampler(self, *_: Any) -> Any:
         return SequentialSampler(self.train_dataset)
@@ -94,12 +94,12 @@ class _Trainer(Trainer):  # type: ignore[misc]
         if not self._raw_loss:
             return super().compute_loss(model, inputs, *args, **keywords)
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
-        self._kept = model(**inputs)
-        return self._kept.logits.mean()
+        self._outputs = model(**inputs)
+        return self._outputs.logits.mean()
 
     def training_step(self, *args: Any, **keywords: Any) -> Any:
         loss = super().training_step(*args, **keywords)
-        self._kept = None
+        self._outputs = None
         return loss
 
 
@@ -183,10 +183,10 @@ def watch_moments(model: Any, meter: Meter) -> None:
 def _training_arguments(
     run: RunConfig, meter: Meter, output_dir: str, *, max_steps: int
 ) -> TrainingArguments:
-    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    arguments = {field.name for field in dataclasses.fields(TrainingArguments)}
     # Renamed in the course of transformers 5; version 6 drops the old name.
     new, old = "activation_checkpointing", "gradient_checkpointing"
-    checkpointing = new if new in known else old
+    checkpointing = new if new in arguments else old
     options: dict[str, Any] = {checkpointing: run.gradient_checkpointing}
     if run.use_reentrant is not None:
         options[f"{checkpointing}_kwargs"] = {"use_reentrant": run.use_reentrant}

@@ -38,9 +38,9 @@ def measure_inference(
     token. But its tokens are many timings, so that one generation may settle the run.
 
     Args:
-        decisive_s: what each generation may take; the run ends once they clearly take more, or
+        decisive_s: time limit of each generation; the run ends once they clearly take more, or
             less. Without it every generation is made.
-        tell: takes what is done now, in words.
+        tell: takes the current stage, in words.
 
     Raises:
         MeasurementError: a serving engine that is not part of transformers, or a quantiser that
@@ -102,7 +102,7 @@ class _Generation:
         self._model, self._meter, self._input_ids = model, meter, input_ids
         self._mask = torch.ones_like(input_ids)
         self._clock = _TokenClock(meter)
-        # `generate` fills what its argument leaves open from this value, so it is set here.
+        # `generate` takes missing arguments from this config, so it is set here.
         model.generation_config = _generation_config(model, run)
 
     def __call__(self) -> dict[str, float]:
@@ -141,7 +141,7 @@ class _PagedGeneration:
 
 
 class _TokenClock(LogitsProcessor):  # type: ignore[misc]
-    """Notes when the logits of each token are there; streamers only take a batch of one."""
+    """Records when the logits of each token exist; streamers only take a batch of one."""
 
     def __init__(self, meter: Meter) -> None:
         self.token_s: list[float] = []
@@ -181,7 +181,7 @@ def _check_backend(run: RunConfig) -> None:
 
 
 def _cache_config(run: RunConfig) -> dict[str, Any] | None:
-    """What `QuantizedCache` is told; its axes stay at their default of 0."""
+    """Arguments of `QuantizedCache`; its axes stay at their default of 0."""
     stored = run.cache_format
     if stored is None:
         return None

@@ -20,7 +20,7 @@ class Meter:
     generation runs under the profiler (`needs_extra_run`) and is not among the timed ones.
 
     Args:
-        keeps_history: write down every block that a CUDA allocator hands out, which slows it.
+        keeps_history: record every block that a CUDA allocator hands out, which slows it.
     """
 
     def __init__(self, device: str, *, keeps_history: bool = False) -> None:
@@ -43,7 +43,7 @@ class Meter:
         return torch.cuda.memory_allocated() if self.is_cuda else live_tensor_bytes()
 
     def forget_peak(self) -> None:
-        """Start counting anew: what loading took is over."""
+        """Reset the counters after loading."""
         self._peak_bytes = None
         if self.is_cuda:
             torch.cuda.empty_cache()

@@ -47,9 +47,9 @@ class Profiler:
     Args:
         gpu: device key written into every record.
         device: "cpu", "cuda" or "cuda:1", counted among the visible devices.
-        provenance: who measures, command, commit, run id.
-        memory_limit_bytes: what one measurement on a CPU may take; without it, a run that is too
-            large meets the kernel's out-of-memory killer.
+        provenance: of each record: host, command, commit, run id.
+        memory_limit_bytes: limit of one measurement on a CPU; without it, the kernel's
+            out-of-memory killer ends a run that is too large.
         log_path: where the output of the libraries is appended; None discards it.
         python: interpreter of the worker.
     """
@@ -118,9 +118,9 @@ class Profiler:
             target_modules: leaf names that get an adapter, or "all-linear".
             seq_lens: padded lengths of the batches (fine-tuning); taken in turn if there are
                 fewer than `num_batches`.
-            decisive_s: what each batch in `seq_lens` (inference: each generation) may take before
-                the run is of no use. Once that is clear (`enough.is_enough`), the rest is not
-                made; without it all are.
+            decisive_s: time limit of each batch in `seq_lens` (inference: each generation), above
+                which the run is useless. Once that is clear (`early_stop.is_enough`), the run
+                ends; without limits every batch is made.
             timeout_s: limit for building and measuring; starting the worker is not part of it.
             in_order: batches come as `seq_lens` says, as in a real run; else the longest and the
                 shortest go first, so that an early end has seen both.
@@ -257,9 +257,9 @@ class _Worker:
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         while True:
-            line, newline, rest = self._buffer.partition(b"\n")
+            line, newline, after = self._buffer.partition(b"\n")
             if newline:
-                self._buffer = rest
+                self._buffer = after
                 message = _parse(line)
                 if message is not None:
                     return message
@@ -277,7 +277,7 @@ class _Worker:
         """The outcome of a worker that gave no answer.
 
         Args:
-            late: what to say of one that still works.
+            late: the detail of a worker that is still running.
         """
         try:
             # Its pipe closes a moment before the process can be waited for.
@@ -306,7 +306,7 @@ def _open_log(log_path: Path | None) -> IO[bytes]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A message of the worker; None for what a library wrote into the pipe before its time."""
+    """A message of the worker; None for a line that a library wrote into the pipe."""
     try:
         message = json.loads(line)
     except ValueError:
@@ -322,9 +322,9 @@ def _worker_environment(device: str, *, expandable: bool = False) -> dict[str, s
     kind, _, index = device.partition(":")
     visible = ""
     if kind == "cuda":
-        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
         position = int(index or 0)
-        visible = str(position) if given is None else given.split(",")[position]
+        visible = str(position) if devices is None else devices.split(",")[position]
     package_parent = str(Path(whichlora.__file__).parent.parent)
     paths = [package_parent, os.environ.get("PYTHONPATH", "")]
     allocator = {}

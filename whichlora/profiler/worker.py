@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from whichlora.profiler.installed import installed_versions
 
-Tell = Callable[[str], None]  # what the worker does now, for whoever must end it
+Tell = Callable[[str], None]  # takes the worker's current stage, for the message of a timeout
 
 _PARENT_POLL_S = 1.0
 _LOOKUP_TABLES_BYTES = 2**20  # more than bitsandbytes keeps after its first use: kilobytes
@@ -109,7 +109,7 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) ->
 
     AcceleratorState._reset_state(reset_partial_state=True)  # it remembers the mixed precision
     run = RunConfig.from_dict(request["run"])
-    # of every run: that of the last one must not stay
+    # set for every run: the setting of the last run must not stay
     torch.set_float32_matmul_precision("high" if run.precision == "tf32" else "highest")
     tell("building the model")
     model = build_model(
@@ -127,7 +127,7 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) ->
 
 
 def _collect(meter: Any) -> None:
-    """Free what the libraries keep for later, so that every measurement starts the same."""
+    """Free the caches of the libraries, so that every measurement starts from the same state."""
     import torch
 
     if "bitsandbytes" in sys.modules:  # its 8-bit optimizers register the embeddings
@@ -155,10 +155,10 @@ def _memory_limit(limit_bytes: int | None) -> Iterator[None]:
         yield
         return
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    held = re.search(r"^VmData:\s+(\d+) kB", status, re.MULTILINE)
-    assert held is not None
+    used = re.search(r"^VmData:\s+(\d+) kB", status, re.MULTILINE)
+    assert used is not None
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (int(held.group(1)) * 1024 + limit_bytes, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (int(used.group(1)) * 1024 + limit_bytes, hard))
     try:
         yield
     finally:
@@ -166,13 +166,13 @@ def _memory_limit(limit_bytes: int | None) -> Iterator[None]:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What a measurement depends on and its settings don't say; the imports are the slow part."""
+    """Versions and devices that a measurement depends on; the imports are the slow part."""
     import torch
 
     import whichlora.profiler.finetune
     import whichlora.profiler.inference  # noqa: F401
 
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "device": _cpu_model(),
         "cpu": _cpu_model(),
         "num_threads": torch.get_num_threads(),
@@ -183,14 +183,14 @@ def environment(device: str) -> dict[str, Any]:
     if device.startswith("cuda"):
         torch.zeros(1, device=device)  # creates the context: not part of any measurement
         free_bytes, total_bytes = torch.cuda.mem_get_info()
-        found |= {
+        facts |= {
             "device": torch.cuda.get_device_name(),
             "cuda": torch.version.cuda or torch.version.hip,
             "driver": _driver_version(),
             "device_total_bytes": total_bytes,
             "device_used_idle_bytes": total_bytes - free_bytes,
         }
-    return found
+    return facts
 
 
 def _cpu_model() -> str:

@@ -1,4 +1,4 @@
-"""What was fitted to the measurements of one accelerator: `calibration/<gpu>/coefficients.json`."""
+"""Coefficients fitted to the runs of one accelerator: `calibration/<gpu>/coefficients.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COEFFICIENTS_SCHEMA_VERSION = 1
 
 
 def coefficients_file(roots: Iterable[Path], gpu: str) -> Path | None:
-    """Where the coefficients of `gpu` are: in the first of `roots` that has any.
+    """The file with the coefficients of `gpu`, in the first of `roots` that has one.
 
     Raises:
         ConfigError: `gpu` can't name a folder.
@@ -23,7 +23,7 @@ def coefficients_file(roots: Iterable[Path], gpu: str) -> Path | None:
 
 
 def read_coefficients(roots: Iterable[Path], gpu: str) -> dict[str, Any] | None:
-    """What was fitted for `gpu`, from the first of `roots` that has it; None where none has.
+    """The coefficients of `gpu`, from the first of `roots` that has them; None where none has.
 
     Raises:
         ConfigError: `gpu` can't name a folder.
@@ -38,7 +38,7 @@ def read_coefficients(roots: Iterable[Path], gpu: str) -> dict[str, Any] | None:
 
 
 def write_coefficients(root: Path, gpu: str, payload: Mapping[str, Any]) -> Path:
-    """Replace the coefficients of `gpu` below `root` in one step; the path they are at.
+    """Replace the coefficients of `gpu` below `root` in one step; returns their path.
 
     Raises:
         ConfigError: `gpu` can't name a folder.

@@ -1,7 +1,7 @@
-"""Good records in one pass of compiled code; whatever it refuses is for the checks to explain.
+"""Parse valid records in one pass of compiled code; `record` explains what this refuses.
 
-Reading is most of what a large database costs: per record the checks in Python take 30
-microseconds and this takes 10. It accepts less than they do, never more, and a test compares them.
+Reading dominates the time of a large database. Per record the checks in Python take 30
+microseconds, this takes 10. It never accepts more than they do; a test compares them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _PREFIX = b'{"schema_version": %d, ' % SCHEMA_VERSION  # as our writer begins ev
 def parse_record(line: bytes) -> Measurement | None:
     """The record in `line`, or None where the slow checks must decide.
 
-    `gpu`, `date` and relations between fields are the caller's to check.
+    The caller checks `gpu`, `date` and relations between fields.
     """
-    # JSON has neither, compiled code lets both pass in free-form objects
+    # JSON has neither, but compiled code accepts both in free-form objects
     if not line.startswith(_PREFIX) or b"NaN" in line or b"Infinity" in line:
         return None
     return _validator()(b"{" + line[len(_PREFIX) :])
@@ -40,10 +40,10 @@ def _validator() -> Callable[[bytes], Measurement | None]:
 
     def parse(data: bytes) -> Measurement | None:
         try:
-            found: Measurement = validate(data)
+            record: Measurement = validate(data)
         except ValidationError:
             return None
-        return found
+        return record
 
     return parse
 
@@ -84,27 +84,27 @@ def _record_schema() -> Any:
         "environment": free,
         "provenance": free,
     }
-    given = []
-    for one in fields(Measurement):
-        schema = schemas[one.name]
-        if one.default is not MISSING:
-            schema = core.with_default_schema(schema, default=one.default)
-        elif one.default_factory is not MISSING:
-            schema = core.with_default_schema(schema, default_factory=one.default_factory)
-        given.append(core.dataclass_field(one.name, schema, kw_only=True))
-    arguments = core.dataclass_args_schema("Measurement", given, extra_behavior="forbid")
-    return core.dataclass_schema(Measurement, arguments, [*schemas], slots=True)
+    arguments = []
+    for field in fields(Measurement):
+        schema = schemas[field.name]
+        if field.default is not MISSING:
+            schema = core.with_default_schema(schema, default=field.default)
+        elif field.default_factory is not MISSING:
+            schema = core.with_default_schema(schema, default_factory=field.default_factory)
+        arguments.append(core.dataclass_field(field.name, schema, kw_only=True))
+    signature = core.dataclass_args_schema("Measurement", arguments, extra_behavior="forbid")
+    return core.dataclass_schema(Measurement, signature, [*schemas], slots=True)
 
 
 def _config_schema() -> Any:
-    """What every setting alone must be; all that `RunConfig` asks of them."""
+    """Schema of each setting alone, as `RunConfig` checks it."""
     from pydantic_core import core_schema as core
 
     settings = {
         name: core.typed_dict_field(_setting_schema(hint), required=name == "model")
         for name, hint in get_type_hints(RunConfig).items()
     }
-    # what RunConfig refuses beside a wrong type
+    # RunConfig refuses more than a wrong type
     targets = core.list_schema(_name_schema(), min_length=1)
     settings["target_modules"] = core.typed_dict_field(targets, required=False)
     fraction = core.float_schema(strict=True, ge=0, lt=1)
@@ -119,7 +119,7 @@ def _setting_schema(hint: Any) -> Any:
     if origin is Literal:
         return core.literal_schema(list(get_args(hint)))
     if origin in (Union, types.UnionType):
-        (inner,) = (one for one in get_args(hint) if one is not type(None))
+        (inner,) = (option for option in get_args(hint) if option is not type(None))
         return core.nullable_schema(_setting_schema(inner))
     if hint == tuple[str, ...]:
         return core.list_schema(_name_schema())

@@ -1,4 +1,4 @@
-"""What a CPU that nobody measured can probably do: a prior from its cores and instruction set."""
+"""A prior for a CPU without measurements, from its cores and instruction set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from whichlora.store.detect import DetectedDevice
 
 _NOISE = re.compile(r"\((r|tm)\)|\b(cpu|processor|\d+-core)\b|@.*")  # "Xeon(R) CPU @ 2.20GHz"
 
-# Operations per core and cycle, two per multiply-add; the last row whose flags are there counts.
+# Operations per core and cycle, two per multiply-add; the last row whose flags the CPU has counts.
 _FLOPS_PER_CYCLE: tuple[tuple[str, frozenset[str], int], ...] = (
     ("fp32", frozenset(), 16),  # two units of 128 bits: SSE, NEON
     ("fp32", frozenset({"avx2", "fma"}), 32),
@@ -24,7 +24,7 @@ _FLOPS_PER_CYCLE: tuple[tuple[str, frozenset[str], int], ...] = (
 
 
 def cpu_spec(device: DetectedDevice) -> GpuSpec:
-    """A prior for a CPU nobody measured: memory is detected, every rate is a stated guess.
+    """A prior for a CPU without measurements: memory is detected, every rate is a stated guess.
 
     Kind: fitted to nothing; the right order of magnitude, and all in `unverified`.
     Source: arithmetic per core and cycle is what the instruction set gives (Intel 64 optimization

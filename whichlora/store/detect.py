@@ -35,11 +35,11 @@ class DetectedDevice:
 
     Args:
         name: raw, as the driver prints it.
-        memory_bytes: CUDA: NVML's total, which holds what the driver keeps for itself and so is 1
-            or 2 % above the total that CUDA reports; CPU: what this process may use at most.
-        uuid: CUDA only: what `CUDA_VISIBLE_DEVICES` calls it, whatever its number.
+        memory_bytes: CUDA: NVML's total, which includes the driver's reserve and so is 1 or 2 %
+            above the total that CUDA reports; CPU: the most that this process may use.
+        uuid: CUDA only: its name in `CUDA_VISIBLE_DEVICES`, whatever its number.
         num_cores: CPU only: physical cores that this process may run on.
-        flags: CPU only: those of `CPU_FLAGS` that it has.
+        flags: CPU only: its flags among `CPU_FLAGS`.
     """
 
     name: str
@@ -76,16 +76,16 @@ def detect_gpus() -> tuple[DetectedDevice, ...]:
         raise _unanswered(error) from error
     try:
         driver = pynvml.nvmlSystemGetDriverVersion()
-        found = []
+        devices = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
             handles = _mig_instances(pynvml, gpu) or [gpu]
-            found += [(str(index), _describe(pynvml, one, gpu, driver)) for one in handles]
+            devices += [(str(index), _describe(pynvml, handle, gpu, driver)) for handle in handles]
     except pynvml.NVMLError as error:
         raise _unanswered(error) from error
     finally:
         pynvml.nvmlShutdown()
-    return _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return _visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _unanswered(error: Exception) -> MeasurementError:
@@ -136,7 +136,7 @@ def _describe(pynvml: Any, handle: Any, gpu: Any, driver: str) -> DetectedDevice
 
 
 def _visible(
-    found: Collection[tuple[str, DetectedDevice]], wanted: str | None
+    devices: Collection[tuple[str, DetectedDevice]], wanted: str | None
 ) -> tuple[DetectedDevice, ...]:
     """The devices that `CUDA_VISIBLE_DEVICES` lists, in its order; all where it is not set.
 
@@ -144,13 +144,13 @@ def _visible(
     UUIDs, and the first entry that names no device ends the list.
     """
     if wanted is None:
-        return tuple(device for _, device in found)
+        return tuple(device for _, device in devices)
     chosen: list[DetectedDevice] = []
     for entry in (entry.strip() for entry in wanted.split(",")):
         match = next(
             (
                 device
-                for index, device in found
+                for index, device in devices
                 if entry == index
                 or (entry.startswith(("GPU-", "MIG-")) and str(device.uuid).startswith(entry))
             ),
@@ -165,7 +165,7 @@ def _visible(
 def detect_cpu(
     *, proc: Path = _PROC, cgroup: Path = _CGROUP, cpus: Collection[int] | None = None
 ) -> DetectedDevice:
-    """The CPU of this host, cut to what this process may use of its cores and memory.
+    """The CPU of this host, with the cores and memory that this process may use.
 
     Args:
         proc: where the kernel describes this process and host.

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from whichlora.errors import DataFileError
 from whichlora.spec.gpu import GpuSpec
-from whichlora.store.jsonfiles import check_schema_version, is_slug, read_object, write_object
+from whichlora.store.jsonfiles import check_schema_version, is_slug, read_object
 
 SCHEMA_VERSION = 1
 KINDS: tuple[str, ...] = get_args(get_type_hints(GpuSpec)["kind"])
@@ -70,17 +70,6 @@ def read_gpu(path: Path) -> GpuSpec:
     )
 
 
-def write_gpu(root: Path, spec: GpuSpec) -> Path:
-    """Write `spec` below a calibration folder, so that others can plan for a device they lack."""
-    path = root / spec.key / "gpu.json"
-    facts: dict[str, Any] = {
-        field: getattr(spec, field) for field in _FIELDS if hasattr(spec, field)
-    }
-    facts |= {"peak_flops_per_s": dict(spec.peak_flops_per_s), "sources": dict(spec.sources)}
-    write_object(path, {"schema_version": SCHEMA_VERSION} | facts)
-    return path
-
-
 _CAPABILITY = re.compile(r"[0-9]{1,2}\.[0-9]{1,2}|gfx[0-9a-f]{3,8}")
 
 
@@ -119,7 +108,7 @@ def _is_sources(value: object) -> bool:
     return isinstance(value, dict) and all(map(_is_text, value.values()))
 
 
-# What each field must hold, in words and as a check; a missing field is checked as null.
+# Accepted values of each field, in words and as a check; a missing field is checked as null.
 _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "schema_version": ("a whole number", lambda value: type(value) is int),
     "key": ("the name of the folder", lambda value: isinstance(value, str) and is_slug(value)),

@@ -12,7 +12,7 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.spec.gpu import GpuSpec
 
-# The one link between two edges: "cpu" and "auto" name what detection finds.
+# "cpu" and "auto" name detected devices, so that this module imports detection.
 from whichlora.store.cpu_prior import cpu_spec
 from whichlora.store.detect import DetectedDevice, detect_cpu, detect_gpus
 from whichlora.store.gpu_file import SCHEMA_VERSION, read_gpu
@@ -20,7 +20,7 @@ from whichlora.store.jsonfiles import is_slug, read_object
 from whichlora.store.paths import data_folder, user_calibration_folder
 from whichlora.units import GiB, format_bytes
 
-# Driver totals of one board differ by ECC (7 %) and driver; the next size is 20 % away.
+# Driver totals of a board differ by ECC (7 %) and driver; the next size is 20 % away.
 _SAME_BOARD_FRACTION = 0.1
 _AMD_DRIVER = Path("/dev/kfd")
 
@@ -43,9 +43,9 @@ def find_gpu(name: str, *, least_memory: bool = False) -> GpuSpec:
     Args:
         name: a key, an alias, the name a driver prints, "cpu" for this host's CPU, "auto" for
             the first GPU here and the CPU where there is none.
-        least_memory: of boards that share `name`, take the one with the least memory: what fits
-            there fits on the others. Without it they are refused, since a record or a price is
-            of one board.
+        least_memory: of boards that share `name`, take the smallest: a run that fits there fits
+            on the others. Without it the name is refused, since a record or a price belongs to
+            one board.
 
     Raises:
         ConfigError: no accelerator has that name, or several have.
@@ -90,7 +90,7 @@ def find_gpu(name: str, *, least_memory: bool = False) -> GpuSpec:
 
 
 def find_target(name: str) -> GpuSpec:
-    """What a prediction is asked for: an accelerator, or any card of an amount of memory ("24GB").
+    """The target of a prediction: an accelerator, or any card with an amount of memory ("24GB").
 
     Raises:
         ConfigError: as `find_gpu`.
@@ -102,7 +102,7 @@ def _usual(name: str, keys: Sequence[str], least_memory: bool) -> GpuSpec:
     """The board that people mean by a name that several have.
 
     Raises:
-        ConfigError: the packaged files say of none that it is, and memory is not to decide.
+        ConfigError: no packaged file marks one as usual, and `least_memory` is false.
     """
     usual = _packaged_index()["usual"]
     key, why = usual.get(_squash(name)), "the usual one"
@@ -141,7 +141,7 @@ def _by_words(name: str, index: Mapping[str, Any], least_memory: bool) -> GpuSpe
 def _any_card(name: str) -> GpuSpec | None:
     """A target of memory alone; None where `name` is no amount of memory.
 
-    A card sold as 24 GB reports less to the framework: the smallest that is sold so decides.
+    A card sold as 24 GB reports less to the framework, so the smallest card of that size decides.
     24GiB is exactly that many bytes.
     """
     amount = _AMOUNT.fullmatch(name.strip().lower())
@@ -188,12 +188,12 @@ def gpu_key(name: str) -> str:
 
 
 def build_index(root: Path) -> dict[str, Any]:
-    """What names mean in all gpu.json below `root`.
+    """Index of the names in all gpu.json below `root`.
 
     `names` are driver names, in lower case; `aliases` are all spellings without punctuation, so
-    that RTX4090, rtx-4090 and "RTX 4090" are one. A driver name is tried first: "Quadro RTX 6000"
-    is one board, "RTX 6000" could be two. `usual` is which of several boards people mean; `words`
-    are all words of a board's names; `sold_as_gb` is the card with the least memory of a size.
+    that RTX4090, rtx-4090 and "RTX 4090" are equal. A driver name is tried first: "Quadro RTX 6000"
+    is one board, "RTX 6000" may be two. `usual` is the board that people mean by a shared name;
+    `words` are all words of a board's names; `sold_as_gb` is the smallest card of a size.
     """
     names: dict[str, list[str]] = {}
     aliases: dict[str, list[str]] = {}
@@ -213,7 +213,7 @@ def build_index(root: Path) -> dict[str, Any]:
         if nominal := values.get("nominal_memory_gb"):
             card = {"key": spec.key, "memory_bytes": spec.memory_bytes}
             size = f"{nominal:g}"
-            sold[size] = min(sold.get(size, card), card, key=lambda each: each["memory_bytes"])
+            sold[size] = min(sold.get(size, card), card, key=lambda board: board["memory_bytes"])
     return {
         "schema_version": SCHEMA_VERSION,
         "names": names,
@@ -232,13 +232,13 @@ def _words(name: str) -> set[str]:
 
 def _cpu_here() -> GpuSpec:
     prior = cpu_spec(detect_cpu())
-    known = _load(prior.key)
+    measured = _load(prior.key)
     # The same CPU in a smaller container has less memory, not another speed.
-    return replace(known, memory_bytes=prior.memory_bytes) if known else prior
+    return replace(measured, memory_bytes=prior.memory_bytes) if measured else prior
 
 
 def detected_gpus() -> list[tuple[DetectedDevice, GpuSpec | None]]:
-    """Every GPU that a program started here would see, and what it is, None where no file says.
+    """Every GPU that a program started here would see, with its spec; None where no file has it.
 
     Raises:
         MeasurementError: the driver does not answer.
@@ -247,10 +247,10 @@ def detected_gpus() -> list[tuple[DetectedDevice, GpuSpec | None]]:
 
 
 def gpus_here() -> list[tuple[DetectedDevice, GpuSpec]]:
-    """Every GPU that a program started here would see, and what it is.
+    """Every GPU that a program started here would see, with its spec.
 
     Raises:
-        ConfigError: one that no file describes.
+        ConfigError: no file describes one of them.
         MeasurementError: the driver does not answer.
     """
     return [(device, _require_described(device)) for device in detect_gpus()]
@@ -286,18 +286,18 @@ def _described(device: DetectedDevice) -> GpuSpec | None:
 def _require_described(device: DetectedDevice) -> GpuSpec:
     spec = _described(device)
     if spec is None:
-        own_file = user_calibration_folder() / gpu_key(device.name) / "gpu.json"
+        user_file = user_calibration_folder() / gpu_key(device.name) / "gpu.json"
         raise ConfigError(
             f"auto: no file describes the {device.name} with {format_bytes(device.memory_bytes)} "
             "of this machine; name a GPU like it (gpu: in a plan, --gpu elsewhere; 'whichlora "
-            f"gpus' lists them), or describe it in {own_file}, after the gpu.json of a GPU like it "
-            f"in {data_folder('calibration')}"
+            f"gpus' lists them), or describe it in {user_file}, after the gpu.json of a GPU like "
+            f"it in {data_folder('calibration')}"
         )
     return spec
 
 
 def _roots() -> tuple[Path, Path]:
-    """The packaged folder first: a file that came with somebody's records takes over no name."""
+    """The packaged folder first: a file that came with shared records takes over no name."""
     return data_folder("calibration"), user_calibration_folder()
 
 
@@ -306,19 +306,21 @@ def _gpu_files(root: Path) -> list[Path]:
 
 
 def _load(key: str) -> GpuSpec | None:
-    """The accelerator with this key; one of the user's only where no packaged one has that name."""
+    """The accelerator with this key; a user's file only where no packaged one has that name."""
     if not is_slug(key):
         return None
-    packaged, own = (root / key / "gpu.json" for root in _roots())
+    packaged, of_user = (root / key / "gpu.json" for root in _roots())
     if packaged.is_file():
         spec = read_gpu(packaged)
-        if not own.is_file():
+        if not of_user.is_file():
             return spec
-        note = f"{own} is not used: the packaged description of {key} wins; give yours another key"
+        note = (
+            f"{of_user} is not used: the packaged description of {key} wins; give yours another key"
+        )
         return replace(spec, notes=(*spec.notes, note))
-    if not own.is_file() or key in ("auto", "cpu") or _any_card(key) is not None:
+    if not of_user.is_file() or key in ("auto", "cpu") or _any_card(key) is not None:
         return None
-    return None if _keys_named(key, _packaged_index()) else read_gpu(own)
+    return None if _keys_named(key, _packaged_index()) else read_gpu(of_user)
 
 
 def _squash(text: str) -> str:
@@ -352,10 +354,10 @@ def _keys_named_anywhere(name: str) -> list[str]:
 
 def _suggestion(name: str) -> str:
     """`: did you mean a, b`, or nothing where no known name comes near."""
-    known: dict[str, list[str]] = {}
+    keys_of: dict[str, list[str]] = {}
     for read_index in _INDEXES:
         for alias, keys in read_index()["aliases"].items():
-            known.setdefault(alias, []).extend(keys)
-    near = difflib.get_close_matches(_squash(name), known, n=3, cutoff=0.7)
-    keys = list(dict.fromkeys(key for alias in near for key in known[alias]))[:3]
+            keys_of.setdefault(alias, []).extend(keys)
+    near = difflib.get_close_matches(_squash(name), keys_of, n=3, cutoff=0.7)
+    keys = list(dict.fromkeys(key for alias in near for key in keys_of[alias]))[:3]
     return f": did you mean {', '.join(keys)}" if keys else ""

@@ -23,7 +23,7 @@ def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = Fa
 
     Args:
         name: a hub id, the path of a folder or of a `config.json`, or a name as people write it,
-            such as "llama 3.1 8b"; a note says what that was taken as.
+            such as "llama 3.1 8b"; a note says which model that was taken as.
         offline: ask the hub's cache on this host, never the network; `HF_HUB_OFFLINE` does too.
         trust_remote_code: accepted so that a call reads like one to transformers. Code from
             the hub is never run: a config either describes a known family or is refused.
@@ -35,10 +35,10 @@ def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = Fa
     if not name.strip():
         raise ConfigError("model: is empty; give a hub id, or the path of a config.json")
     name, note = resolve_name(name)
-    known = find_model(name)
-    if known is None:
+    packaged = find_model(name)
+    if packaged is None:
         return families.build(load_config(name, offline=offline), name=name)
-    return replace(known, notes=(note, *known.notes)) if note else known
+    return replace(packaged, notes=(note, *packaged.notes)) if note else packaged
 
 
 def load_config(name: str, *, offline: bool = False) -> dict[str, Any]:
@@ -60,14 +60,14 @@ def load_config(name: str, *, offline: bool = False) -> dict[str, Any]:
 
 
 def _local_config(name: str) -> dict[str, Any] | None:
-    """The config at the path `name`, None where there is nothing.
+    """The config at the path `name`, None where the path does not exist.
 
     Raises:
         ConfigError: a folder without a `config.json`.
         DataFileError: the file is no JSON object.
     """
     path = Path(os.path.expanduser(name))
-    if os.path.isfile(path):  # os.path: what no file system can hold is not there
+    if os.path.isfile(path):  # os.path: False for a path that no file system can hold
         return read_object(path)
     if not os.path.isdir(path):
         return None
@@ -84,7 +84,7 @@ def _hub_config(name: str, *, offline: bool) -> dict[str, Any]:
 
     Raises:
         ConfigError: not there, not allowed, or not reachable.
-        DataFileError: what the hub sent is no JSON object.
+        DataFileError: the hub's answer is no JSON object.
     """
     if name.startswith(_PAGE):
         raise ConfigError(f"{name}: is a page; give the hub id, {name.removeprefix(_PAGE)!r}")

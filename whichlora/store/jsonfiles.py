@@ -1,4 +1,4 @@
-"""Strict JSON in, atomic JSON out: what every data file of the store has in common."""
+"""Read strict JSON and write JSON files atomically, for every data file of the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whichlora.units import MiB, format_bytes
 
 _SLUG = re.compile(r"[a-z0-9]+(?:[.-][a-z0-9]+)*")
 _MAX_SLUG = 120
-MAX_OBJECT_BYTES = 512 * MiB  # a whole answer of 100,000 candidates has less
+MAX_OBJECT_BYTES = 512 * MiB  # the answer of 100,000 candidates has less
 
 
 def is_slug(text: str) -> bool:
@@ -79,11 +79,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_plain_file(path: Path, most_bytes: int) -> None:
-    """Refuse what no data file is: a pipe may never end, and a huge file takes all memory.
+    """Refuse what is no plain data file: a pipe may never end, a huge file takes all memory.
 
     Raises:
         DataFileError: a folder, a pipe, a device, or more than `most_bytes`.
-        OSError: nothing that can be looked at.
+        OSError: the path can't be read.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -152,7 +152,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """The same for text: a reader finds the whole of it or none.
+    """Replace the file at `path` by `text` in one step, as `write_bytes` does.
 
     Raises:
         DataFileError: the disk refused; the old file is untouched.
@@ -161,10 +161,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make new entries of `folder` survive a power cut; a file's own fsync covers only the file."""
+    """Make new entries of `folder` survive a power cut; fsync of a file covers only the file."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # Some network file systems can't; their server orders entries after its own fashion.
+        # Some network file systems can't; their server orders the entries.
         with contextlib.suppress(OSError):
             os.fsync(descriptor)
     finally:

@@ -1,4 +1,4 @@
-"""Locks that end with their process, however it ends, and the name of whoever holds one."""
+"""Locks that end with their process, however it ends, and the name of the holder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whichlora.errors import DataFileError
 from whichlora.store.jsonfiles import parse_object
 
 LOCK_FILE = ".lock"
-_OWNER_FILE = ".lock.owner"  # takes the lock's place where the file system has none
+_OWNER_FILE = ".lock.owner"  # replaces the lock where the file system has none
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _OWNER_BYTES = 4096
 
@@ -49,10 +49,10 @@ def unlock_file(descriptor: int) -> None:
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Keep every other start out of `folder` while the block runs.
+    """Keep every other process out of `folder` while the block runs.
 
     Raises:
-        DataFileError: another start is at work there, or the folder can't be written.
+        DataFileError: another process is at work there, or the folder can't be written.
     """
     path = folder / LOCK_FILE
     try:
@@ -83,8 +83,8 @@ def hold_folder(folder: Path) -> Iterator[None]:
 def _create_owner_file(path: Path) -> None:
     """Stand in for a lock: a file that only one process can create.
 
-    A process that was killed leaves it behind. On its own host that is seen; elsewhere nobody
-    can tell, and the message names the file.
+    A killed process leaves it behind. Its own host can tell; another host can't, so the message
+    names the file.
     """
     try:
         content = path.read_bytes()
@@ -112,7 +112,7 @@ def _this_process() -> bytes:
 
 
 def _owner(content: bytes) -> dict[str, Any]:
-    """What the holder wrote; empty where it has not come to that yet."""
+    """The holder's record; empty where it has not written one yet."""
     with suppress(DataFileError):
         return parse_object(content, "")
     return {}

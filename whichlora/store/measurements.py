@@ -25,8 +25,8 @@ class MeasurementLog:
     """The file that one profiling run writes: `<root>/<gpu>/measurements/<run_id>.jsonl`.
 
     Files of different runs merge by lying side by side. Several writers of one file take turns
-    by its lock. Where the file system has no locks, they only ever add, and one writer per file
-    is what cluster tasks and `hold_folder` see to.
+    by its lock. Where the file system has no locks, writers only append; cluster tasks and
+    `hold_folder` ensure one writer per file.
 
     Raises:
         ConfigError: `gpu` or `run_id` can't name a file.
@@ -45,7 +45,7 @@ class MeasurementLog:
         return self.root / self.gpu / "measurements" / f"{self.run_id}.jsonl"
 
     def prepare(self) -> None:
-        """Make the folder, before device time is spent on what could not be kept.
+        """Make the folder, before device time is spent on records that can't be written.
 
         Raises:
             DataFileError: it can't be made or written.
@@ -89,7 +89,7 @@ class MeasurementLog:
             if is_locked:
                 _end_last_line(descriptor, size)
             elif not _ends_a_line(descriptor, size):
-                line = b"\n" + line  # it may be a writer at work: nothing of it is cut off
+                line = b"\n" + line  # its writer may be at work, so nothing is cut off
             if os.write(descriptor, line) < len(line):  # the next append cuts it off
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if is_locked:  # writers that wait for the disk wait together
@@ -109,13 +109,13 @@ def _ends_a_line(descriptor: int, size: int) -> bool:
 def _end_last_line(descriptor: int, size: int) -> None:
     """Cut off the torn record of a writer that was killed, so the next one starts a line.
 
-    Only under the file's lock: what another is still writing looks torn, too.
+    Only under the file's lock: a record that is still being written looks torn, too.
     """
     if _ends_a_line(descriptor, size):
         return
     start = max(0, size - MAX_LINE_BYTES)
     _, newline, last = os.pread(descriptor, size - start, start).rpartition(b"\n")
-    if start > 0 and not newline:  # no writer of ours leaves that, so what it is stays
+    if start > 0 and not newline:  # our writers leave no such line, so it stays
         raise OSError(errno.EFBIG, "its last line is longer than a record")
     if _is_torn(last):
         os.ftruncate(descriptor, size - len(last))
@@ -136,19 +136,19 @@ def _is_torn(last: bytes) -> bool:
 
 
 LeaveOut = Callable[[str, str], None]
-"""Takes the place (path:line) of what can't be read, and why."""
+"""Takes the place (path:line) of an unreadable record, and the reason."""
 
 
 def read_measurements(
     roots: Iterable[Path], gpu: str, *, leave_out: LeaveOut | None = None
 ) -> tuple[Measurement, ...]:
-    """All records of `gpu` in all `roots`, each once, by date; the order of roots is no matter.
+    """All records of `gpu` in all `roots`, each once, by date; the order of roots does not matter.
 
-    A last line that a killed writer left unfinished is not a record yet and is passed over.
+    A last line that a killed writer left unfinished is not a record yet and is skipped.
 
     Args:
-        leave_out: told of each broken record, which is left out then; without it the first is
-            an error.
+        leave_out: called with each broken record, which is skipped; without it the first broken
+            record is an error.
 
     Raises:
         ConfigError: `gpu` can't name a folder.
@@ -165,7 +165,7 @@ def read_measurements(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Many new objects and no cycles among them: the collector would only walk them repeatedly."""
+    """Many new objects without cycles: the collector would walk them again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -189,7 +189,7 @@ def read_records(
     """Every record of one file and its place, path:line.
 
     Args:
-        gpu: the accelerator that all of them must be of; None is what each says itself.
+        gpu: the accelerator of all records; None accepts any.
         leave_out: as of `read_measurements`.
 
     Raises:
@@ -225,42 +225,40 @@ def union(
     Raises:
         DataFileError: two records of one id, naming both places.
     """
-    found: dict[str, tuple[Measurement, str]] = {}
+    placed: dict[str, tuple[Measurement, str]] = {}
     refused: set[str] = set()
     for measurement, where in records:
-        known, first = found.setdefault(measurement.id, (measurement, where))
-        if known is not measurement and not _agree(known, measurement):
+        earlier, place = placed.setdefault(measurement.id, (measurement, where))
+        if earlier is not measurement and not _agree(earlier, measurement):
             error = DataFileError(
-                f"{where}: id: {measurement.id!r} is another record at {first}; "
+                f"{where}: id: {measurement.id!r} is another record at {place}; "
                 "records never change, so remove the wrong one"
             )
             _refuse(error, where, leave_out)
             refused.add(measurement.id)
-    each = (measurement for measurement, _ in found.values() if measurement.id not in refused)
-    return tuple(sorted(each, key=lambda record: (record.date, record.id)))
+    accepted = (record for record, _ in placed.values() if record.id not in refused)
+    return tuple(sorted(accepted, key=lambda record: (record.date, record.id)))
 
 
-def _agree(one: Measurement, other: Measurement) -> bool:
-    """Whether both say the same; what came by a table names settings that an older record lacks."""
-    if one == other:
-        return True
-    return replace(one, config=one.run.to_dict()) == replace(other, config=other.run.to_dict())
+def _agree(a: Measurement, b: Measurement) -> bool:
+    """Whether both records are equal; one imported from a table names defaults that others lack."""
+    return a == b or replace(a, config=a.run.to_dict()) == replace(b, config=b.run.to_dict())
 
 
 def record_ids(roots: Iterable[Path], gpu: str) -> set[str]:
-    """Ids of all records of `gpu`, nothing else of them read or checked: 50 times as fast.
+    """Ids of all records of `gpu`, without reading the rest of them: 50 times as fast.
 
-    What is no record is passed over: whoever reads the records tells of it.
+    Broken lines are skipped; `read_measurements` reports them.
 
     Raises:
         ConfigError: `gpu` can't name a folder.
     """
-    found = set()
+    ids = set()
     for path in record_files(roots, gpu):
         for line, where in _lines(path, lambda *_: None):
             with suppress(DataFileError):
-                found.add(id_of_record(line, where))
-    return found
+                ids.add(id_of_record(line, where))
+    return ids
 
 
 def _lines(path: Path, leave_out: LeaveOut | None) -> Iterator[tuple[bytes, str]]:

@@ -22,13 +22,13 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord:
-    """What a listing shows of one architecture.
+    """One architecture of the database, as a listing shows it.
 
     Args:
         aliases: further hub ids of the same shapes; context length and dtype may differ.
         params: parameters, each tied tensor once.
-        check: "exact" or "rounded", how the published count agreed.
-        gated: whether the hub asks for an agreement, None where not known.
+        check: "exact" or "rounded": how our count agrees with the published one.
+        gated: whether the hub asks for an agreement, None where that is unknown.
     """
 
     hub_id: str
@@ -84,14 +84,14 @@ def list_models() -> tuple[ModelRecord, ...]:
 
 
 def resolve_name(name: str) -> tuple[str, str]:
-    """The hub id or path that `name` means, and what must be said of it; "" where it is exact.
+    """The hub id or path that `name` means, and a note; "" where the name is exact.
 
-    An exact name wins, then a folder that is there. A full hub id that we lack stays as it is:
-    the hub may have it. Anything else is matched by its words: of one model's names the plain
-    or base one where `name` says neither base nor instruct, of its releases the newest.
+    An exact name wins, then an existing path. A full hub id that the database lacks stays as it
+    is: the hub may have it. Any other name is matched by its words: the plain or base model
+    where `name` says neither base nor instruct, and the newest of its releases.
 
     Raises:
-        ConfigError: several models are meant as much, or a quantised copy of one.
+        ConfigError: the name is ambiguous, or means a quantised copy of a model.
     """
     index = _index(_folder())
     wanted = name.strip().lower()
@@ -103,21 +103,21 @@ def resolve_name(name: str) -> tuple[str, str]:
     if refusal:
         raise ConfigError(refusal)
     try:
-        found = _match(name)
+        hub_id = _match(name)
     except ConfigError as error:
         raise ConfigError(f"model: {error}") from None
-    return (name, "") if found is None else (found, f"{name}: taken as {found}")
+    return (name, "") if hub_id is None else (hub_id, f"{name}: taken as {hub_id}")
 
 
 def refuse_copy(name: str) -> str:
-    """Why a name such as Llama-2-7B-GPTQ is refused, and what to give; "" for any other."""
+    """Why a name such as Llama-2-7B-GPTQ is refused, and the name to give; "" for any other."""
     copy = quantised(name.rpartition("/")[2])
     if copy is None:
         return ""
-    form, rest, instead = copy
+    form, base_name, instead = copy
     base = None
     with contextlib.suppress(ConfigError):
-        base = _match(rest)
+        base = _match(base_name)
     return (
         f"model: {name!r} is a quantised copy ({form}), not a base to train; "
         f"give {base or 'the model it was made from'} with {instead}"
@@ -150,13 +150,13 @@ def _preferred_names() -> dict[str, str]:
 
 def near_matches(name: str, limit: int = MAX_NEAR) -> tuple[str, ...]:
     """Hub ids and aliases spelled most like `name`, best first, one per architecture."""
-    known = _preferred_names()
+    stems = _preferred_names()
     best: dict[str, str] = {}
     with contextlib.suppress(ConfigError):
         meant = _match(name.rpartition("/")[2])
-        best |= {known[meant]: meant} if meant else {}
-    for candidate in nearest(name, known, limit=4 * limit):
-        best.setdefault(known[candidate], candidate)
+        best |= {stems[meant]: meant} if meant else {}
+    for candidate in nearest(name, stems, limit=4 * limit):
+        best.setdefault(stems[candidate], candidate)
     return tuple(best.values())[:limit]
 
 
@@ -180,13 +180,17 @@ def _stem(name: str, index: Mapping[str, Any]) -> str | None:
     exact = index["names"].get(wanted)
     if exact is not None or not wanted or "/" in wanted:
         return exact if exact is None else str(exact)
-    found = {stem: known for known, stem in index["names"].items() if known.endswith(f"/{wanted}")}
-    if len(found) > 1:
+    matches = {
+        stem: full_name
+        for full_name, stem in index["names"].items()
+        if full_name.endswith(f"/{wanted}")
+    }
+    if len(matches) > 1:
         raise ConfigError(
-            f"model: {name!r} is ambiguous: {', '.join(sorted(found.values()))}; "
+            f"model: {name!r} is ambiguous: {', '.join(sorted(matches.values()))}; "
             "give one of these hub ids"
         )
-    return next(iter(found), None)
+    return next(iter(matches), None)
 
 
 def _record(stem: str, index: Mapping[str, Any]) -> ModelRecord:
@@ -202,9 +206,9 @@ def _spelling(name: str, record: ModelRecord) -> str:
     """The hub id that `name` means, in the hub's own letter case."""
     wanted = name.strip().lower()
     # reversed: where two differ in case only or in organisation only, the hub id itself wins
-    known = {x.lower(): x for x in reversed((record.hub_id, *record.aliases))}
-    short = {x.rpartition("/")[2]: spelled for x, spelled in known.items()}
-    return known.get(wanted) or short.get(wanted) or record.hub_id
+    full = {name.lower(): name for name in reversed((record.hub_id, *record.aliases))}
+    short = {lower.rpartition("/")[2]: spelled for lower, spelled in full.items()}
+    return full.get(wanted) or short.get(wanted) or record.hub_id
 
 
 def is_known_model(name: str) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 
-_TIMEOUT_S = 5.0  # a hub that takes longer to answer at all is as good as away
+_TIMEOUT_S = 5.0  # a hub that takes longer counts as unreachable
 
 
 @cache
 def why_offline() -> str | None:
-    """Why the hub can't be asked, None if it can; found out once per process.
+    """Why the hub can't be asked, None if it can; asked once per process.
 
     The hub's own downloads retry for half a minute where there is no network, and again for
     every file.
@@ -21,6 +21,6 @@ def why_offline() -> str | None:
         return "the hub is switched off"
     try:
         get_session().head(constants.ENDPOINT, timeout=_TIMEOUT_S)
-    except Exception as error:  # requests and httpx have no common error but this
+    except Exception as error:  # requests and httpx share no narrower error
         return f"the hub can't be reached ({type(error).__name__})"
     return None

@@ -1,4 +1,4 @@
-"""Where the data folders lie: in a wheel, in a checkout, or the user's own."""
+"""Paths of the data folders: in a wheel, in a checkout, or the user's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def data_folder(name: str) -> Path:
 
 
 def user_calibration_folder() -> Path:
-    """Where this user's own measurements go: `$WHICHLORA_CALIBRATION`, or the XDG data folder."""
+    """Folder of this user's own measurements: `$WHICHLORA_CALIBRATION`, or the XDG data folder."""
     chosen = os.environ.get("WHICHLORA_CALIBRATION")
     if chosen:
         return Path(os.path.expanduser(chosen))

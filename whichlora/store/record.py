@@ -1,4 +1,4 @@
-"""One measured run as one line of JSON: written, read back, and refused where it can't be true."""
+"""Encode and decode a measured run as one line of JSON, and refuse impossible records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def encode_record(measurement: Measurement, where: str) -> bytes:
         DataFileError: a reader would refuse it; starting with `where` and the key.
     """
     line = json.dumps(measurement.to_dict()).encode()
-    # What can't be read back must not be written; this also refuses NaN.
+    # Write only what can be read back; this also refuses NaN.
     decode_record(line, where)
     if len(line) >= MAX_LINE_BYTES:
         raise DataFileError(
@@ -37,33 +37,33 @@ def encode_record(measurement: Measurement, where: str) -> bytes:
 
 
 def decode_record(line: bytes, where: str) -> Measurement:
-    """The record in `line`: compiled checks accept it, or those in Python decide and explain.
+    """The record in `line`: compiled checks accept it, or checks in Python decide and explain.
 
     Raises:
         DataFileError: starting with `where` and the key.
     """
-    found = parse_record(line)
-    if found is None or not _is_name(found.id) or not _is_date(found.date):
-        found = check_record(line, where)
-    _check_plausible(found, where)
-    return found
+    record = parse_record(line)
+    if record is None or not _is_name(record.id) or not _is_date(record.date):
+        record = check_record(line, where)
+    _check_plausible(record, where)
+    return record
 
 
 def id_of_record(line: bytes, where: str) -> str:
-    """The id of the record in `line`, nothing else of it read or checked.
+    """The id of the record in `line`, without reading the rest of it.
 
     Raises:
         DataFileError: a line that is no record; starting with `where`.
     """
     match = _ID.match(line)
-    found = match[1].decode() if match else parse_object(line, where).get("id")
-    if not isinstance(found, str):
+    record_id = match[1].decode() if match else parse_object(line, where).get("id")
+    if not isinstance(record_id, str):
         raise DataFileError(f"{where}: id: missing; must be {_CHECKS['id'][0]}")
-    return found
+    return record_id
 
 
 def check_record(line: bytes, where: str) -> Measurement:
-    """The record in `line`, every field checked, and explained where it is wrong.
+    """The record in `line`, after checks of every field that explain what is wrong.
 
     Raises:
         DataFileError: starting with `where` and the key.
@@ -149,7 +149,7 @@ def _are_durations(value: object) -> bool:
 
 def _are_lengths(value: object) -> bool:
     return type(value) is list and all(
-        type(item) is int and 0 < item <= MOST_COUNT for item in value
+        type(length) is int and 0 < length <= MOST_COUNT for length in value
     )
 
 
@@ -159,7 +159,7 @@ def _is_bytes_or_null(value: object) -> bool:
 
 def _are_bytes(value: object) -> bool:
     return type(value) is list and all(
-        item is not None and _is_bytes_or_null(item) for item in value
+        size is not None and _is_bytes_or_null(size) for size in value
     )
 
 
@@ -171,7 +171,7 @@ _SECONDS = f"from 0 to {MAX_SECONDS} seconds"
 _BYTES = f"a whole number of bytes from 0 to below {MAX_BYTES}, or null"
 _COUNTS = f"whole numbers of bytes from 0 to below {MAX_BYTES}"
 
-# What each field of a record must hold, in words and as a check.
+# Accepted values of each field, in words and as a check.
 _CHECKS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "id": ("a printable text of 1 to 200 characters", _is_name),
     "gpu": ("the name of the folder", _is_name),

@@ -1,4 +1,4 @@
-"""Whether a record answers what is asked now: all that a measurement depends on must agree."""
+"""Whether a record can replace a new measurement: everything it depends on must agree."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from typing import Any
 
 from whichlora.spec.results import Measurement
 
-# Keys of a config.json that say where it came from, not what it describes.
+# Keys of a config.json that state its origin, not the model.
 _ORIGIN = frozenset({"_name_or_path", "transformers_version"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstances:
-    """What a measurement depends on beside its settings and its device.
+    """Conditions that a measurement depends on, beside its settings and its device.
 
     Args:
         model_config: the Hugging Face config.
         num_batches: batches, or generations, that were asked for.
         timeout_s: device time after which a profile is stopped.
-        memory_bytes: of the device; what runs out of memory in a small container may fit a large
-            one.
+        memory_bytes: of the device; a run that exhausts a small container may fit a large one.
     """
 
     model_config: Mapping[str, Any]
@@ -32,7 +31,7 @@ class Circumstances:
     memory_bytes: int
 
     def noted(self) -> dict[str, Any]:
-        """What the provenance of a record says of them."""
+        """These conditions as a record's provenance states them."""
         return {
             "model_digest": model_digest(self.model_config),
             "num_batches": self.num_batches,
@@ -42,7 +41,7 @@ class Circumstances:
 
 
 def model_digest(config: Mapping[str, Any]) -> str:
-    """Names a model by what its config says; the order of the keys is no matter."""
+    """A digest of the model's config; the order of the keys does not matter."""
     content = {name: value for name, value in config.items() if name not in _ORIGIN}
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -65,10 +64,10 @@ def other_model(record: Measurement, config: Mapping[str, Any], *, in_database: 
 def other_circumstances(
     record: Measurement, now: Circumstances, libraries: Mapping[str, str]
 ) -> str:
-    """How else a record's measurement differs from one made now; empty where it does not.
+    """How the conditions of a record differ from those of a new measurement; empty where equal.
 
     Args:
-        libraries: version by library that would measure now.
+        libraries: version by library of a new measurement.
     """
     then = record.environment.get("libraries")
     if not isinstance(then, Mapping):
@@ -97,6 +96,6 @@ def _num_made(record: Measurement) -> int | None:
 
 
 def _at_least(record: Measurement, name: str, wanted: float) -> bool:
-    """Whether a record was given as much as `wanted`; not where it does not say."""
+    """Whether the provenance states at least `wanted`; False where it states nothing."""
     value = record.provenance.get(name)
     return isinstance(value, int | float) and value >= wanted

@@ -1,4 +1,4 @@
-"""Model names as people type them: tokens of a name, and which known names have them all."""
+"""Match a model name as people type it, by its words, with the names of the database."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _KINDS = {
     "it": "instruct",
     "chat": "instruct",
 }
-# Words that tell no two models of the database apart: who made it, how it is stored in full width.
+# Words that distinguish no two models of the database: the maker, a 16-bit storage.
 _NOISE = frozenset({"meta", "hf", "latest", "model", "bf16", "fp16", "library", "ollama"})
 
-# Spellings of a quantised copy, and what gives a prediction of its bytes.
+# Spellings of a quantised copy, and the setting that predicts its bytes.
 _QUANTISED = (
     (re.compile(r"gptq"), "GPTQ", "quant gptq-int4"),
     (re.compile(r"awq|w4a16"), "AWQ", "quant awq-int4"),
@@ -47,10 +47,10 @@ _FULL_WIDTH = re.compile(r"(?<![a-z0-9])(fp|bf)16(?![a-z0-9])")
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """A name taken apart.
+    """The parts of a model name.
 
     Args:
-        words: what names the model, its size among them.
+        words: the words of the name and the size.
         kind: "base", "instruct", or "" where the name says neither.
         versions: releases of one model, such as v0.3 or 2407.
     """
@@ -66,7 +66,7 @@ class Spelling:
 
 
 def quantised(name: str) -> tuple[str, str, str] | None:
-    """The format of a quantised copy, the name without it, and what predicts it; None otherwise."""
+    """Format of a quantised copy, the name without it, and the setting instead; None otherwise."""
     parts = re.split(r"[-:/\s]+|\.(?=gg)|_(?=gptq|awq|gguf|bnb)", name.lower())
     for pattern, label, instead in _QUANTISED:
         marks = [part for part in parts if pattern.fullmatch(part)]
@@ -76,55 +76,55 @@ def quantised(name: str) -> tuple[str, str, str] | None:
     return None
 
 
-def match(name: str, known: Mapping[str, str], params: Mapping[str, int]) -> str | None:
-    """The known name that `name` means; None where none has all its words.
+def match(name: str, stems: Mapping[str, str], params: Mapping[str, int]) -> str | None:
+    """The name in `stems` that `name` means; None where none has all its words.
 
-    Of several, the one with the fewest words more; a name without a size means every size.
+    Of several, the one with the fewest further words; a name without a size means every size.
 
     Args:
-        known: names in the order of preference, to the architecture they have.
-        params: parameters of each architecture, for a size that the known name leaves out.
+        stems: architecture by model name, in the order of preference.
+        params: parameters of each architecture, for a size that a model name leaves out.
 
     Raises:
-        ConfigError: several different models are meant as much.
+        ConfigError: the name is ambiguous.
     """
-    found = _match(name, known, params)
-    if found is None and "_" in name:  # of llama_3_8b, no decimal point
-        return _match(name.replace("_", " "), known, params)
-    return found
+    model = _match(name, stems, params)
+    if model is None and "_" in name:  # of llama_3_8b, no decimal point
+        return _match(name.replace("_", " "), stems, params)
+    return model
 
 
-def _match(name: str, known: Mapping[str, str], params: Mapping[str, int]) -> str | None:
-    wanted = _spelling(name, _vocabulary(tuple(known)))
+def _match(name: str, stems: Mapping[str, str], params: Mapping[str, int]) -> str | None:
+    wanted = _spelling(name, _vocabulary(tuple(stems)))
     if not wanted.unsized:
         return None
-    candidates = {each: _candidate(each) for each in known}
+    candidates = {model: _candidate(model) for model in stems}
     fitting = {
-        each: spelling
-        for each, spelling in candidates.items()
-        if _has_words(wanted, each, spelling, params[known[each]])
+        model: spelling
+        for model, spelling in candidates.items()
+        if _has_words(wanted, model, spelling, params[stems[model]])
         and _is_of_kind(spelling, wanted.kind, candidates.values())
     }
     if not fitting:
         return None
-    exact = [each for each, spelling in fitting.items() if spelling == wanted]
+    exact = [model for model, spelling in fitting.items() if spelling == wanted]
     if exact:
         return exact[0]
     sized = wanted.words != wanted.unsized
     further = {
-        each: len((spelling.words if sized else spelling.unsized) - wanted.words)
-        for each, spelling in fitting.items()
+        model: len((spelling.words if sized else spelling.unsized) - wanted.words)
+        for model, spelling in fitting.items()
     }
     fewest = min(further.values())
-    closest = [each for each in fitting if further[each] == fewest]
-    models = _different(closest, fitting, known)
+    closest = [model for model in fitting if further[model] == fewest]
+    models = _different(closest, fitting, stems)
     if len(models) > 1:
         raise ConfigError(_several(name, models))
-    return min(closest, key=lambda each: _preference(fitting[each], wanted))
+    return min(closest, key=lambda model: _preference(fitting[model], wanted))
 
 
 def _has_words(wanted: Spelling, name: str, spelling: Spelling, num_params: int) -> bool:
-    """Whether a known name, or its organisation, has every word and release of `wanted`."""
+    """Whether a model name, or its organisation, has every word and release of `wanted`."""
     missing = wanted.words - spelling.words
     if missing and spelling.words == spelling.unsized:  # "mistral nemo 12b"
         missing = frozenset(word for word in missing if not _is_size_of(word, num_params))
@@ -141,17 +141,17 @@ def _is_size_of(word: str, num_params: int) -> bool:
     return abs(float(size[1]) * scale / num_params - 1) < SAME_SIZE_FRACTION
 
 
-def nearest(name: str, known: Iterable[str], limit: int = MAX_NEAR) -> list[str]:
-    """Known names spelled most like `name`, best first; with and without the organisation."""
+def nearest(name: str, models: Iterable[str], limit: int = MAX_NEAR) -> list[str]:
+    """Names of `models` spelled most like `name`, best first; also without the organisation."""
     wanted, short = (_plain(text) for text in (name, name.rpartition("/")[2]))
     scores = {
         candidate: max(
-            _likeness(wanted, _plain(candidate)),
-            _likeness(short, _plain(candidate.rpartition("/")[2])),
+            _similarity(wanted, _plain(candidate)),
+            _similarity(short, _plain(candidate.rpartition("/")[2])),
         )
-        for candidate in known
+        for candidate in models
     }
-    best = sorted((each for each in scores if scores[each] > 0.6), key=lambda each: -scores[each])
+    best = sorted((model for model in scores if scores[model] > 0.6), key=lambda m: -scores[m])
     return best[:limit]
 
 
@@ -162,40 +162,40 @@ def _several(name: str, models: Sequence[str]) -> str:
 
 
 def _different(
-    names: Iterable[str], spellings: Mapping[str, Spelling], known: Mapping[str, str]
+    models: Iterable[str], spellings: Mapping[str, Spelling], stems: Mapping[str, str]
 ) -> list[str]:
-    """The first name of each different model; releases and kinds, or one architecture, are one."""
+    """The first name of each model; names with equal words or architecture are the same model."""
     groups: list[tuple[str, set[frozenset[str]], set[str]]] = []
-    for each in names:
-        words, architecture = spellings[each].words, known[each]
+    for model in models:
+        words, architecture = spellings[model].words, stems[model]
         for _, words_of, architectures in groups:
             if words in words_of or architecture in architectures:
                 words_of.add(words)
                 architectures.add(architecture)
                 break
         else:
-            groups.append((each, {words}, {architecture}))
+            groups.append((model, {words}, {architecture}))
     return [first for first, _, _ in groups]
 
 
 def _is_of_kind(spelling: Spelling, kind: str, candidates: Iterable[Spelling]) -> bool:
-    """Whether a name may be of the `kind` asked for; one without a word for it is the base model.
+    """Whether a name may be of this `kind`; a name without a kind means the base model.
 
-    Where the same model has a name that says base, the one that says nothing is its instruct form.
+    Where the same model also has a name that says base, a name without a kind means instruct.
     """
     if not kind or spelling.kind == kind:
         return True
     if spelling.kind:
         return False
-    kinds = {each.kind for each in candidates if each.words == spelling.words}
+    kinds = {candidate.kind for candidate in candidates if candidate.words == spelling.words}
     return kind == ("instruct" if "base" in kinds else "base")
 
 
 def _preference(spelling: Spelling, wanted: Spelling) -> tuple[int, list[float]]:
-    """The kind asked for, else plain before base before instruct; then the newest release."""
+    """The wanted kind, else plain before base before instruct; then the newest release."""
     order = ("", "base", "instruct")
     kind = 0 if spelling.kind == wanted.kind else 1 + order.index(spelling.kind)
-    numbers = (re.findall(r"\d+", each)[:2] for each in spelling.versions)
+    numbers = (re.findall(r"\d+", version)[:2] for version in spelling.versions)
     return kind, sorted(-float(".".join(number)) for number in numbers)
 
 
@@ -207,7 +207,7 @@ def _candidate(name: str) -> Spelling:
 def _spelling(name: str, vocabulary: frozenset[str]) -> Spelling:
     tokens = _tokens(name)
     joined: list[str] = []
-    for token in tokens:  # "code llama" is codellama, where that is a word and "code" goes before
+    for token in tokens:  # "code llama" is codellama, where the vocabulary has that word
         if joined and joined[-1] + token in vocabulary and token.isalpha():
             joined[-1] += token
         else:
@@ -217,7 +217,7 @@ def _spelling(name: str, vocabulary: frozenset[str]) -> Spelling:
 
 
 def _split(token: str, vocabulary: frozenset[str]) -> list[str]:
-    """A word that no name has, as two that names have: "mistralnemo"."""
+    """A word outside the vocabulary as two words inside it: "mistralnemo"."""
     if token in vocabulary or not token.isalpha():
         return [token]
     for i in range(2, len(token)):
@@ -242,16 +242,16 @@ def _sorted_out(tokens: Sequence[str]) -> Spelling:
 
 
 @cache
-def _vocabulary(known: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(token for name in known for token in _tokens(name))
+def _vocabulary(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(token for name in names for token in _tokens(name))
 
 
 def _plain(name: str) -> str:
     return " ".join(token for token in _tokens(name) if token not in _NOISE)
 
 
-def _likeness(wanted: str, known: str) -> float:
-    matcher = difflib.SequenceMatcher(None, wanted, known)
+def _similarity(wanted: str, candidate: str) -> float:
+    matcher = difflib.SequenceMatcher(None, wanted, candidate)
     if matcher.real_quick_ratio() <= 0.6 or matcher.quick_ratio() <= 0.6:
         return 0.0
     return matcher.ratio()

@@ -55,7 +55,7 @@ def trace_peaks(
     paths = [package_parent, os.environ.get("PYTHONPATH", "")]
     environment = _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-m", "whichlora.tracer.trace"],
             input=json.dumps(request),
             capture_output=True,
@@ -70,9 +70,9 @@ def trace_peaks(
             "fewer tokens to generate"
         ) from None
     try:
-        answer = json.loads(done.stdout)
+        answer = json.loads(completed.stdout)
     except ValueError:
-        lines = done.stderr.strip().splitlines() or ["no output"]
+        lines = completed.stderr.strip().splitlines() or ["no output"]
         raise ConfigError(f"engine: tracing {run.model} died: {lines[-1][:300]}") from None
     if "error" in answer:
         raise ConfigError(f"engine: {run.model} can't be traced: {answer['error']}")

@@ -1,14 +1,14 @@
-"""From the trace of four layers to the trace of all: the layers in the middle are repeated.
+"""Stretch the trace of four layers to all layers: the layers in the middle are repeated.
 
 A step passes the layers in sweeps: forwards, backwards, and once per list of tensors that an
-optimizer makes. In each sweep the first, the second and the last layer stay as they were traced,
-and the third stands for all of the middle, its tensors renamed. What no layer owns stays.
+optimizer makes. In each sweep the first, the second and the last layer stay as traced. The third
+is repeated for all middle layers, its tensors renamed. Tensors without a layer stay as traced.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -26,11 +26,11 @@ class TracedEvent(NamedTuple):
     """A storage is born with `num_bytes`, or dies (None).
 
     Args:
-        layer: the layer whose forward or backward runs; outside of them, the layer that owns the
-            storage. None where no layer does.
+        layer: the layer whose forward or backward runs; outside of both, the layer that owns the
+            storage, or None.
         inside: whether it happens in a layer's forward or backward.
         moment: "load", "adapters", "forward", "backward" or "optimizer".
-        operator: what made the storage.
+        operator: the operator that made the storage.
     """
 
     storage: int
@@ -71,12 +71,12 @@ def shallow(model_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 
 
 class DoesNotRepeatError(Exception):
-    """No layer of the middle can stand for the others."""
+    """No middle layer can represent the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A storage by its birth: in which sweep and layer, and the how manieth of that block."""
+    """A storage by its birth: the sweep, the layer, and the number within that block."""
 
     sweep: int
     layer: int
@@ -92,35 +92,35 @@ def stretch(events: Iterable[TracedEvent], *, num_layers: int) -> list[TracedEve
     if num_layers < TRACED_LAYERS:
         raise ValueError(f"{TRACED_LAYERS} layers can't be stretched to {num_layers}")
     blocks = _blocks(events)
-    names: dict[int, _Name] = {}  # by traced storage; what no sweep made keeps its number
-    numbers: dict[_Name | int, int] = {}  # by name, of what lives in the result
+    names: dict[int, _Name] = {}  # by traced storage; others keep their number
+    numbers: dict[_Name | int, int] = {}  # by name, of the storages alive in the result
     next_number = 0
-    result: list[TracedEvent] = []
+    stretched: list[TracedEvent] = []
     sweep = index = 0
     while index < len(blocks):
         in_sweep = _is_sweep(blocks[index : index + TRACED_LAYERS])
-        found = blocks[index : index + (TRACED_LAYERS if in_sweep else 1)]
-        for position, block in enumerate(found):
-            births = [one for one in block.events if one.num_bytes is not None]
+        sweep_blocks = blocks[index : index + (TRACED_LAYERS if in_sweep else 1)]
+        for position, block in enumerate(sweep_blocks):
+            births = [event for event in block.events if event.num_bytes is not None]
             if in_sweep:
-                for serial, one in enumerate(births):
-                    names[one.storage] = _Name(sweep, _layer(block), serial)
+                for serial, birth in enumerate(births):
+                    names[birth.storage] = _Name(sweep, _layer(block), serial)
             for layer in _targets(block, position, in_sweep, num_layers):
-                for one in block.events:
-                    name: _Name | int = names.get(one.storage, one.storage)
+                for event in block.events:
+                    name: _Name | int = names.get(event.storage, event.storage)
                     if isinstance(name, _Name):
                         name = _renamed(name, block.layer, layer, num_layers)
-                    if one.num_bytes is not None:
+                    if event.num_bytes is not None:
                         next_number += 1
                         numbers[name] = next_number
                     elif name not in numbers:
-                        raise DoesNotRepeatError(f"{one.moment}: layer {layer} frees what is not")
-                    number = numbers[name] if one.num_bytes is not None else numbers.pop(name)
-                    result.append(one._replace(storage=number, layer=layer))
+                        raise DoesNotRepeatError(f"{event.moment}: layer {layer} frees what is not")
+                    number = numbers[name] if event.num_bytes is not None else numbers.pop(name)
+                    stretched.append(event._replace(storage=number, layer=layer))
         sweep += 1
-        index += len(found)
+        index += len(sweep_blocks)
     _check_alike(numbers, num_layers)
-    return result
+    return stretched
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +130,18 @@ class _Block:
 
 
 def _blocks(events: Iterable[TracedEvent]) -> list[_Block]:
-    """Runs of events of one layer and moment, the deaths outside the layers put in order.
+    """Runs of events of one layer and moment, with the deaths outside the layers sorted.
 
-    Deaths without a birth between them may come in any order: the allocator ends up the same. A
-    table of casts frees in an order of its own, a list of tensors from either end.
+    Deaths without a birth between them may come in any order: the allocator ends up the same.
+    Autocast's cache of casts frees in its own order, a list of tensors from either end.
     """
     ordered: list[TracedEvent] = []
-    for free, run in groupby(events, key=lambda one: not one.inside and one.num_bytes is None):
-        found = list(run)
-        if free:
-            found.sort(key=lambda one: (one.moment, -1 if one.layer is None else one.layer))
-        ordered += found
-    runs = groupby(ordered, key=lambda one: (one.layer, one.moment))
+    for are_deaths, run in groupby(events, key=lambda e: not e.inside and e.num_bytes is None):
+        run_events = list(run)
+        if are_deaths:
+            run_events.sort(key=lambda e: (e.moment, -1 if e.layer is None else e.layer))
+        ordered += run_events
+    runs = groupby(ordered, key=lambda event: (event.layer, event.moment))
     return [_Block(layer, tuple(run)) for (layer, _), run in runs]
 
 
@@ -157,7 +157,7 @@ def _layer(block: _Block) -> int:
 
 
 def _targets(block: _Block, position: int, in_sweep: bool, num_layers: int) -> Iterable[int | None]:
-    """Layers of the result that `block` is written for, in the order of its sweep."""
+    """Layers of the stretched trace that repeat `block`, in the order of its sweep."""
     if block.layer is None:
         return (None,)
     if not in_sweep or position != 2:
@@ -173,20 +173,20 @@ def _edge(layer: int, num_layers: int) -> int:
 
 
 def _renamed(name: _Name, traced: int | None, layer: int | None, num_layers: int) -> _Name:
-    """`name` as a block of `traced` uses it, for its copy in `layer`: neighbours stay so."""
+    """`name` as used in layer `traced`, for the copy in `layer`; neighbours move along."""
     if traced is None or layer is None or abs(name.layer - traced) > 1:
         return _Name(name.sweep, _edge(name.layer, num_layers), name.serial)
     return _Name(name.sweep, layer + name.layer - traced, name.serial)
 
 
 def _check_alike(numbers: Iterable[_Name | int], num_layers: int) -> None:
-    """What lives on must be alike in all layers of the middle: else one was never freed."""
-    left = Counter(
+    """Check that all middle layers keep the same tensors, so that none was never freed."""
+    alive = Counter(
         (name.sweep, name.serial)
         for name in numbers
         if isinstance(name, _Name) and 0 < name.layer < num_layers - 1
     )
-    odd = [place for place, count in left.items() if count != num_layers - 2]
+    odd = [place for place, count in alive.items() if count != num_layers - 2]
     if odd:
         raise DoesNotRepeatError("a tensor of a middle layer lives on in some layers only")
 
@@ -198,13 +198,13 @@ def check_growth(
     *,
     num_layers: int,
 ) -> None:
-    """Whether stretching adds per layer what two more layers added: traces of 2 and 4 layers.
+    """Check that stretching adds the same bytes per layer as two more traced layers add.
 
     Raises:
         DoesNotRepeatError: the bytes ever born differ by more than 0.1 %.
     """
     at_2, at_4, at_all = (
-        sum(one.num_bytes or 0 for one in events) for events in (few, some, stretched)
+        sum(event.num_bytes or 0 for event in events) for events in (few, some, stretched)
     )
     expected = at_4 + (num_layers - TRACED_LAYERS) * (at_4 - at_2) / 2
     if abs(at_all / expected - 1) > _TOLERANCE:
@@ -216,45 +216,35 @@ def with_warm_up(events: list[TracedEvent]) -> list[TracedEvent]:
 
     Source: transformers 5.23 `caching_allocator_warmup`: the bytes of all weights that stay.
     """
-    loading = [one for one in events if one.moment == "load"]
-    freed = {one.storage for one in loading if one.num_bytes is None}
-    total = sum(one.num_bytes or 0 for one in loading if one.storage not in freed)
+    loading = [event for event in events if event.moment == "load"]
+    freed = {event.storage for event in loading if event.num_bytes is None}
+    total = sum(event.num_bytes or 0 for event in loading if event.storage not in freed)
     birth = TracedEvent(0, total, moment="load", operator="warm-up block")
     return [birth, birth._replace(num_bytes=None), *events]
-
-
-def live_bytes(events: Iterable[TracedEvent]) -> Iterator[tuple[TracedEvent, int]]:
-    """Every event with the bytes alive after it."""
-    sizes: dict[int, int] = {}
-    total = 0
-    for one in events:
-        if one.num_bytes is None:
-            total -= sizes.pop(one.storage)
-        else:
-            sizes[one.storage] = one.num_bytes
-            total += one.num_bytes
-        yield one, total
 
 
 _PARTS = {"load": "weights", "adapters": "adapters", "optimizer": "optimizer_states"}
 
 
 def at_peak(events: Iterable[TracedEvent]) -> tuple[str, dict[str, int]]:
-    """The moment with most bytes alive, and these bytes by part; what is no weight is "traced"."""
+    """The moment with the most live bytes, and these bytes by part.
+
+    Storages other than weights, adapters and optimizer states are "traced".
+    """
     sizes: dict[int, tuple[str, int]] = {}
     parts: Counter[str] = Counter()
     most, peak, moment = 0, dict[str, int](), ""
     total = 0
-    for one in events:
-        if one.num_bytes is None:
-            part, size = sizes.pop(one.storage)
+    for event in events:
+        if event.num_bytes is None:
+            part, size = sizes.pop(event.storage)
             parts[part] -= size
             total -= size
             continue
-        part = _PARTS.get(one.moment, "traced")
-        sizes[one.storage] = part, one.num_bytes
-        parts[part] += one.num_bytes
-        total += one.num_bytes
+        part = _PARTS.get(event.moment, "traced")
+        sizes[event.storage] = part, event.num_bytes
+        parts[part] += event.num_bytes
+        total += event.num_bytes
         if total > most:
-            most, peak, moment = total, dict(parts), one.moment
+            most, peak, moment = total, dict(parts), event.moment
     return moment, peak

@@ -13,8 +13,8 @@ from whichlora.profiler.build import replace_parameters
 def place_fake(model: Any, dtype: torch.dtype) -> None:
     """Give every meta tensor of `model` a fake storage, 4-bit and 8-bit layers their packed one.
 
-    `Params4bit` can't hold a fake tensor: a plain parameter with the same attributes takes its
-    place, which is all that bitsandbytes' and PEFT's layers ask of it.
+    `Params4bit` can't hold a fake tensor. A plain parameter with the same attributes replaces it;
+    the layers of bitsandbytes and PEFT need nothing else.
     """
     replace_parameters(model, dtype, lambda meta, is_wide: _fake_parameter(meta, dtype, is_wide))
     for module in model.modules():

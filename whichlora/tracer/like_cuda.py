@@ -1,4 +1,4 @@
-"""Make fake CPU tensors behave as CUDA's would, where the two differ in what stays alive.
+"""Make fake CPU tensors live and die as tensors on CUDA would.
 
 A build of torch without CUDA cannot make fake CUDA tensors, so a trace runs on fake CPU ones. Each
 difference that changes which tensors live is patched here, and listed in `docs/trace.md`.
@@ -29,7 +29,7 @@ _FP32 = (
     "nll_loss_nd smooth_l1_loss huber_loss l1_loss kl_div binary_cross_entropy_with_logits "
     "logsumexp dist"
 )
-# Those that get fp32 as the dtype of their result, AT_FORALL_FP32_SET_OPT_DTYPE.
+# Operators whose result autocast makes fp32, AT_FORALL_FP32_SET_OPT_DTYPE.
 _FP32_RESULT = "softmax.int log_softmax.int cumsum cumprod prod prod.dim_int sum sum.dim_IntList"
 
 
@@ -105,17 +105,17 @@ def _flash(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """[batch, seq, heads, head_dim], and keeps what SDPA's fused kernels keep."""
-    by_head = (one.transpose(1, 2) for one in (q, k, v))
+    """Attention of [batch, seq, heads, head_dim], saving what SDPA's fused kernels save."""
+    by_head = (tensor.transpose(1, 2) for tensor in (q, k, v))
     out: torch.Tensor = _Fused.apply(*by_head, None)
     return out.transpose(1, 2)
 
 
-_asked_autocast = torch.is_autocast_enabled
+_torch_is_autocast_enabled = torch.is_autocast_enabled
 
 
 def _is_autocast_enabled(device_type: str = "cpu") -> bool:
-    return bool(_asked_autocast(device_type))
+    return bool(_torch_is_autocast_enabled(device_type))
 
 
 def _int8_product() -> Any:
@@ -164,8 +164,8 @@ def _expanded(module: Any) -> Any:
     return module.weight
 
 
-def _take_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    tensor.data = other.data
+def _take_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    tensor.data = source.data
 
 
 @cache  # registrations last as long as the process
@@ -212,7 +212,7 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """CUDA has one kernel for it, whose mask takes a byte; a CPU multiplies by a float mask."""
+    """CUDA has one dropout kernel with a one-byte mask; a CPU multiplies by a float mask."""
     if not training or p == 0.0:
         return input
     return torch.native_dropout(input, p, True)[0]
@@ -224,7 +224,7 @@ _fused_grouped_mm = F.grouped_mm
 def _grouped_mm(
     mat_a: torch.Tensor, mat_b: torch.Tensor, *, offs: torch.Tensor, **keywords: Any
 ) -> torch.Tensor:
-    """A fake one has bf16 only; in other dtypes the real one is a loop over the groups."""
+    """The fake product supports bf16 only; in other dtypes the real one loops over the groups."""
     if mat_a.dtype == torch.bfloat16:
         product: torch.Tensor = _fused_grouped_mm(mat_a, mat_b, offs=offs, **keywords)
         return product
@@ -260,19 +260,17 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """SDPA with the kernel that CUDA takes; grouped keys are never expanded.
+    """SDPA with the kernel that CUDA selects; grouped keys are never expanded.
 
     Source: torch 2.13 `sdp_utils.cpp`. The flash, memory-efficient and cuDNN kernels keep the
     same tensors: their inputs, the output and a log-sum-exp.
     """
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = (one.to(dtype) for one in (query, key, value))
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     broadcast = key.shape[1] != query.shape[1] and not enable_gqa  # no fused kernel repeats heads
     if broadcast or max(query.shape[-1], value.shape[-1]) > MAX_FLASH_HEAD_DIM:
-        with torch._C._ExcludeDispatchKeyGuard(
-            _AUTOCAST
-        ):  # its products are no calls of autocast's
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # autocast does not see its products
             expanded: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                 enable_gqa=enable_gqa,
@@ -290,7 +288,7 @@ def attention(
 
 
 class _Fused(torch.autograd.Function):  # type: ignore[misc]
-    """What a fused kernel takes from the allocator and keeps; buffers inside it are not seen."""
+    """The tensors that a fused kernel allocates and saves; its internal buffers are not seen."""
 
     @staticmethod
     def forward(

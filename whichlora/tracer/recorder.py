@@ -1,4 +1,4 @@
-"""What a job does with storages: every birth and death, and where it happens."""
+"""Record every birth and death of a storage in a job, and where it happens."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _FUSED_GEMM_ROWS = 1536  # bitsandbytes 0.50 expands the 4-bit weight above this
 class Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Writes down the births and deaths of storages on the device, and where they happen.
 
-    A storage is known by itself, not by one of its tensors. Memory that an operator takes and
-    gives back is not seen, `_taken_inside` apart.
+    Storages are recorded, not their tensors. Memory that an operator allocates and frees inside is
+    not seen, apart from `_temporary_bytes`.
     """
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]], run: RunConfig) -> None:
@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._closed = False
         self._global_hooks: tuple[Any, ...] = ()
 
-    # Where we are.
+    # The current layer and moment.
 
     def watch(self, model: nn.Module) -> None:
         """Follow `model` through its layers, forward and backward, and through optimizers."""
@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         return self._unmasked(model, args, kwargs)
 
     def _unmasked(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A mask of ones is dropped by looking at it; a fake one has no values to look at."""
+        """transformers drops a mask of ones after reading it; a fake mask has no values to read."""
         drop = "attention_mask" in kwargs and self._run.padding == "none"
         return args, kwargs | {"attention_mask": None} if drop else kwargs
 
@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             return self._layer, self._moment
         return self._layer, "forward" if task == -1 else "backward"
 
-    # What happens.
+    # Births and deaths.
 
     def note_loaded(self, model: nn.Module) -> None:
         """The weights in the order of loading, then the adapters."""
@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
                     kind = adapters if trains else base
                     kind.append((f"{name}.{leaf}", tensor))
                     state = getattr(tensor, "quant_state", None)
-                    kind += [(f"{name}.{leaf}", one) for one in _quant_tensors(state)]
+                    kind += [(f"{name}.{leaf}", part) for part in _quant_tensors(state)]
         for index, (name, tensor) in enumerate((*base, *adapters)):
             if index == len(base):
                 self._moment = "adapters"
@@ -137,9 +137,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return self._made_up(args[0])
-        inside = _taken_inside(func, args, kwargs or {})
-        taken = self._write_birth(inside, str(func), None) if inside else 0
+            return self._placeholder_value(args[0])
+        temporary_bytes = _temporary_bytes(func, args, kwargs or {})
+        temporary = self._write_birth(temporary_bytes, str(func), None) if temporary_bytes else 0
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:
             return result  # `torch.tensor(1.0)`: stays on the host
@@ -148,14 +148,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             self._note(result, func, args, -1)
             self._note_sum(result, func, args)
         elif isinstance(result, list | tuple):
-            for index, one in enumerate(result):
-                if isinstance(one, torch.Tensor):
-                    self._note(one, func, args, index)
-        if taken:  # given back when the result is there
-            self._write_death(taken, None)
+            for index, tensor in enumerate(result):
+                if isinstance(tensor, torch.Tensor):
+                    self._note(tensor, func, args, index)
+        if temporary:  # freed once the result exists
+            self._write_death(temporary, None)
         return result
 
-    def _made_up(self, tensor: torch.Tensor) -> bool | int | float:
+    def _placeholder_value(self, tensor: torch.Tensor) -> bool | int | float:
         """A number for code that asks a fake tensor for its value.
 
         In training it is asked whether a padding mask is all ones; in generation, whether every
@@ -180,14 +180,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._born(tensor, str(func), owner)
 
     def _owner_of_args(self, args: Any, index: int, moment: str) -> int | None:
-        """The layer that owns what an operator reads: of a list, what the result comes from."""
+        """The layer that owns an operator's input; of a list, the input at the result's index."""
         for arg in args:
-            one = arg
+            tensor = arg
             if isinstance(arg, list | tuple):
-                one = arg[index] if 0 <= index < len(arg) else None
-            if isinstance(one, torch.Tensor):
-                found = self._live.get(one.untyped_storage()._cdata)
-                return None if found is None else found[1]
+                tensor = arg[index] if 0 <= index < len(arg) else None
+            if isinstance(tensor, torch.Tensor):
+                live = self._live.get(tensor.untyped_storage()._cdata)
+                return None if live is None else live[1]
         return self._last_owner if moment == "optimizer" else None
 
     def _born(self, tensor: torch.Tensor, operator: str, owner: int | None) -> None:
@@ -217,15 +217,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         first = args[0]
         if not isinstance(first, torch.Tensor) or first._is_view() or first.dtype != result.dtype:
             return  # a view's base holds its storage, too
-        made, read = (one.untyped_storage()._cdata for one in (result, first))
+        made, read = (tensor.untyped_storage()._cdata for tensor in (result, first))
         if made in self._live and read in self._live:
             self._sum = made, read
 
     def _added_in_place(self, key: int) -> bool:
-        """Whether the storage that dies is one that autograd would have gone on in.
+        """Whether autograd would have reused the dying storage for a sum of gradients.
 
-        Autograd adds a gradient to the one that waits, in place where nobody else holds that one;
-        but never to a fake tensor. So a sum whose first part dies at once was made in that part.
+        Autograd adds a gradient in place to the waiting one if nothing else holds that; but never
+        to a fake tensor. So a sum whose first operand dies at once is made in that operand.
         Source: torch 2.13 `InputBuffer::accumulate`.
         """
         if self._sum is None or self._sum[1] != key:
@@ -252,7 +252,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self.events.append(TracedEvent(number, None, where, layer is not None, moment))
 
     def close(self) -> None:
-        """Write no more: what dies from now on outlives the trace."""
+        """Stop recording: storages that die from now on outlive the trace."""
         self._closed = True
         for hook in self._global_hooks:
             hook.remove()
@@ -267,8 +267,8 @@ def _calls(function: Any, first: Any) -> Any:
     return call
 
 
-def _taken_inside(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
-    """Bytes that an operator takes and gives back, where its library's code says so.
+def _temporary_bytes(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
+    """Bytes that an operator allocates and frees inside, where its library's code says so.
 
     Source: bitsandbytes 0.50.2 `_dequant_linear_fallback`: above a number of rows that depends on
     the GPU, a 4-bit product expands its weight to the dtype of the input first, and scales that

@@ -1,8 +1,8 @@
-"""The real code of one job on fake tensors: every storage's birth and death, without weights.
+"""Run the real code of a job on fake tensors: every storage's birth and death, without weights.
 
 Runs the code that profiling runs (`finetune.py`, `inference.py`), so a trace and a measurement
-never differ by what they do. `python -m whichlora.tracer.trace` answers one JSON request from
-stdin; `tracer.py` asks.
+run the same operations. `python -m whichlora.tracer.trace` answers one JSON request from
+stdin, which `client.py` sends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ from whichlora.tracer.fake_weights import place_fake
 from whichlora.tracer.like_cuda import like_cuda, with_flash_attention
 from whichlora.tracer.recorder import Recorder
 
-_KINDS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # what may differ from layer to layer
+_KINDS = (
+    "layer_types",
+    "mlp_layer_types",
+    "no_rope_layers",
+)  # may differ from layer to layer
 _STAND_INS: dict[str, Precision] = {"fp16": "bf16", "tf32": "fp32"}  # of equal bytes, on a CPU
 
 
@@ -116,15 +120,15 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if getattr(model.config, "is_encoder_decoder", False):
         return []
     depth = model.config.get_text_config().num_hidden_layers
-    found = [
+    stacks = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == depth
     ]
-    if not found:
+    if not stacks:
         return []
-    name, dtypes = max(found, key=lambda one: sum(p.numel() for p in one[1].parameters()))
-    return [(f"{name}.{index}", layer) for index, layer in enumerate(dtypes)]
+    name, layers = max(stacks, key=lambda named: sum(p.numel() for p in named[1].parameters()))
+    return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
 
 
 class _NoMeter(Meter):
@@ -145,20 +149,18 @@ def whole_trace(
     target_modules: Sequence[str] | str,
     layers: str = "2,4",
 ) -> tuple[list[TracedEvent], str]:
-    """Storages of `run` at its full depth, the loading's warm-up block first, and how they came.
+    """Storages of `run` at its full depth, after the warm-up block of loading, and a note.
 
-    Four layers are traced and stretched to all, and two as a check of it; `layers` "4" leaves the
-    check out, "all" traces every layer. Where the layers do not repeat, all are traced, and the
-    note says so.
+    Four layers are traced and stretched to all. A trace of two layers checks that, unless `layers`
+    is "4"; "all" traces every layer. Where the layers do not repeat, all are traced, and the note
+    says so.
     """
     note = "every layer traced"
     if layers != "all":
         try:
             depth = _depth(model_config)
             some = trace(run, model_config, target_modules=target_modules, num_layers=TRACED_LAYERS)
-            if not any(
-                one.inside for one in some
-            ):  # ALBERT runs one set of weights again and again
+            if not any(event.inside for event in some):  # ALBERT repeats one set of weights
                 raise DoesNotRepeatError("no list of layers is in the model")
             stretched = stretch(some, num_layers=depth)
             if layers == "2,4":
@@ -175,21 +177,23 @@ def whole_trace(
 
 
 def peaks(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Peaks of a traced job, and what lives at the peak."""
+    """Peaks of a traced job, and the bytes by part at the peak."""
     run = RunConfig.from_dict(request["run"])
     config = request["model_config"]
     events, note = whole_trace(
         run, config, target_modules=request["target_modules"], layers=request["layers"]
     )
-    found = replay((one.event for one in events), expandable_segments=run.expandable_segments)
+    allocator = replay(
+        (traced.event for traced in events), expandable_segments=run.expandable_segments
+    )
     moment, parts = at_peak(events)
-    adapter_bytes = sum(one.num_bytes or 0 for one in events if one.moment == "adapters")
+    adapter_bytes = sum(event.num_bytes or 0 for event in events if event.moment == "adapters")
     base = meta_model(dataclasses.replace(run, quant="none"), config, device="cpu")
-    num_params = sum(one.numel() for one in base.parameters())
+    num_params = sum(parameter.numel() for parameter in base.parameters())
     trained = adapter_bytes // (2 if run.narrows_adapters else 4)
     return {
-        "peak_allocated_bytes": found.peak_allocated_bytes,
-        "peak_reserved_bytes": found.peak_reserved_bytes,
+        "peak_allocated_bytes": allocator.peak_allocated_bytes,
+        "peak_reserved_bytes": allocator.peak_reserved_bytes,
         "moment": moment,
         "parts": parts,
         "num_params": num_params,
@@ -203,7 +207,7 @@ def _is_full(run: RunConfig) -> bool:
 
 
 def _depth(config: Mapping[str, Any]) -> int:
-    """Layers of `config`, where four in a row stand for all.
+    """Number of layers of `config`, where four of them can represent all.
 
     Raises:
         DoesNotRepeatError: the kinds of layers alternate.
