@@ -648,3 +648,11 @@ def test_a_run_without_memory_may_have_used_none_and_no_run_a_petabyte(
     else:
         with pytest.raises(DataFileError, match="r: peak_allocated_bytes: got"):
             check_record(line, "r")
+
+
+@pytest.mark.parametrize("record_id", ["\ud800", "a\nb", "x" * 201, "", None, 7])
+def test_an_id_that_no_name_can_have_is_passed_over(tmp_path: Path, record_id: object) -> None:
+    path = tmp_path / GPU / "measurements" / "run.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"schema_version": 2, "id": record_id}) + "\n")
+    assert record_ids([tmp_path], GPU) == set()

@@ -57,8 +57,9 @@ def id_of_record(line: bytes, where: str) -> str:
     """
     match = _ID.match(line)
     record_id = match[1].decode() if match else parse_object(line, where).get("id")
-    if not isinstance(record_id, str):
-        raise DataFileError(f"{where}: id: missing; must be {_CHECKS['id'][0]}")
+    if not isinstance(record_id, str) or not _is_name(record_id):
+        problem = "missing" if record_id is None else f"got {_shortened(record_id)}"
+        raise DataFileError(f"{where}: id: {problem}; must be {_CHECKS['id'][0]}")
     return record_id
 
 
