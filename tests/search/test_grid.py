@@ -11,9 +11,8 @@ from devices import CPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whichlora.predict.block import predict_block
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import predict
+from whichlora.predict.predict import predict, predict_block
 from whichlora.search.grid import ParetoFront, blocks, judge_blocks, pareto
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig

@@ -36,7 +36,7 @@ from whichlora.store.record import encode_record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refit:
-    """What a fit changed: the coefficients before, None where there were none, and now."""
+    """Coefficients before and after a fit; `before` is None for the first one."""
 
     before: Calibration | None
     after: Calibration
@@ -48,7 +48,7 @@ class Refit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationReport:
-    """What is known about one device, and from whom.
+    """The calibration of one device and the origin of its records.
 
     Args:
         outcomes: number of records by how they ended.
@@ -115,14 +115,14 @@ def calibrate(gpu: GpuSpec, calibration_dir: Path | None = None) -> Refit:
 
 def calibrate_all(gpu: str | None = None, calibration_dir: Path | None = None) -> list[Refit]:
     """`calibrate` for the accelerator called `gpu`, or for each one that has records."""
-    return [calibrate(one, calibration_dir) for one in _chosen(gpu, calibration_dir)]
+    return [calibrate(spec, calibration_dir) for spec in _chosen(gpu, calibration_dir)]
 
 
 def calibration_reports(
     gpu: str | None = None, calibration_dir: Path | None = None
 ) -> list[CalibrationReport]:
     """`calibration_report` for the accelerator called `gpu`, or for each one that has records."""
-    return [calibration_report(one, calibration_dir) for one in _chosen(gpu, calibration_dir)]
+    return [calibration_report(spec, calibration_dir) for spec in _chosen(gpu, calibration_dir)]
 
 
 def _chosen(gpu: str | None, calibration_dir: Path | None) -> list[GpuSpec]:
@@ -143,9 +143,9 @@ def calibration_report(gpu: GpuSpec, calibration_dir: Path | None = None) -> Cal
     calibration = replace(calibration, left_out={**unread, **calibration.left_out})
     versions: Counter[str] = Counter()
     for record in records:
-        found = record.environment.get("libraries", record.environment.get("versions"))
-        if isinstance(found, Mapping):
-            versions.update(f"{name} {version}" for name, version in found.items())
+        libraries = record.environment.get("libraries", record.environment.get("versions"))
+        if isinstance(libraries, Mapping):
+            versions.update(f"{name} {version}" for name, version in libraries.items())
     return CalibrationReport(
         calibration=calibration,
         outcomes=Counter(record.outcome for record in records),
@@ -177,9 +177,9 @@ def import_table(
     table = read_table(path, find_model=load_model, find_gpu=find_gpu)
     if table.refused and not skip_bad:
         more = len(table.refused) - 1
-        rest = f" (and {more} more rows)" if more else ""
+        suffix = f" (and {more} more rows)" if more else ""
         raise DataFileError(
-            f"{table.refused[0]}{rest}; nothing was imported, --skip-bad leaves such rows out"
+            f"{table.refused[0]}{suffix}; nothing was imported, --skip-bad leaves such rows out"
         )
     if not table.records:
         first = f": {table.refused[0]}" if table.refused else ""
@@ -207,7 +207,7 @@ def export_records(
         raise ConfigError(f"{path}: must end in .csv or .jsonl, which decides the format")
     roots = calibration_roots(calibration_dir)
     keys = [find_gpu(gpu).key] if gpu else calibrated_gpus(calibration_dir)
-    records = [one for key in keys for one in read_measurements(roots, key)]
+    records = [record for key in keys for record in read_measurements(roots, key)]
     if not records:
         raise CalibrationError(
             f"no record of {', '.join(keys)} to export; 'whichlora calibrate show' lists what "
@@ -216,7 +216,7 @@ def export_records(
     if path.suffix == ".csv":
         data = format_table(records).encode(errors="backslashreplace")  # half a surrogate pair
     else:
-        data = b"".join(encode_record(one, f"record {one.id}") for one in records)
+        data = b"".join(encode_record(record, f"record {record.id}") for record in records)
     write_bytes(path, data)
     return len(records)
 
@@ -253,10 +253,10 @@ def push_records(url: str, *, calibration_dir: Path | None = None) -> int:
     """
     roots = calibration_roots(calibration_dir)[:1]
     placed = [
-        one
+        record
         for key in gpus_with_records(roots)
         for path in record_files(roots, key)
-        for one in read_records(path, gpu=key)
+        for record in read_records(path, gpu=key)
     ]
     if not placed:
         raise CalibrationError(f"no run was recorded yet in {roots[0]}; nothing to push")

@@ -1,8 +1,8 @@
-"""Which run to measure next, so that the others are known best: designed calibration.
+"""Greedy V-optimal design: which run to measure next for a calibration.
 
-V-optimal and greedy: of all runs, the one that takes most off the mean predictive variance of the
-candidates per second of device time. What a run is worth depends on the features alone, not on
-what it will measure, so the choice is made before anything runs.
+The chosen run reduces the mean predictive variance of the targets most per second of device time.
+The variance depends on the features alone, not on the measured value, so the choice is made before
+anything runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-LEAST_GAIN = 0.005  # of the mean predictive variance; a run that buys less is not worth a start
+# Of the mean predictive variance; a run that reduces it less is not worth a start.
+LEAST_GAIN = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Option:
     """A run that could be measured.
 
     Args:
-        sights: the times it would show.
+        predicted_times: the times that it would measure.
         cost_s: device time it would take.
     """
 
@@ -49,7 +50,7 @@ class Option:
 
 
 def relative_rows(model: TimeModel, predicted_times: Sequence[PredictedTime]) -> Array:
-    """Deciding features over predicted seconds, [num_sights, num_features]."""
+    """Deciding features over predicted seconds, [num_times, num_features]."""
     import numpy as np
 
     rows = []
@@ -67,32 +68,35 @@ def choose(
     *,
     budget_s: float,
 ) -> int | None:
-    """Position of the option to measure next; None where none fits the budget or buys anything.
+    """Position of the option to measure next, None if no option fits the budget or gains enough.
 
     Args:
-        targets: what is to be predicted, each as important as the others.
-        models: by phase, as fitted to what was measured so far.
-        budget_s: device time that is left.
+        targets: the times to predict, all of equal weight.
+        models: by phase, fitted to the measurements so far.
+        budget_s: remaining device time.
     """
     import numpy as np
 
     before = 0.0
     worth = np.zeros(len(options))
     for phase, model in models.items():
-        wanted = relative_rows(model, [one for one in targets if one.phase == phase])
-        if not len(wanted):
+        target_rows = relative_rows(model, [time for time in targets if time.phase == phase])
+        if not len(target_rows):
             continue
         covariance = np.array(model.covariance)
-        reach = wanted @ covariance
-        before += float((reach * wanted).sum()) + len(wanted) * model.noise**2
+        projected = target_rows @ covariance
+        before += float((projected * target_rows).sum()) + len(target_rows) * model.noise**2
         for i, option in enumerate(options):
-            shown = relative_rows(
-                model, [one for one in option.predicted_times if one.phase == phase]
+            option_rows = relative_rows(
+                model, [time for time in option.predicted_times if time.phase == phase]
             )
-            if len(shown):
-                error = model.noise**2 * np.eye(len(shown)) + shown @ covariance @ shown.T
-                seen = reach @ shown.T
-                worth[i] += float((seen @ np.linalg.inv(error) * seen).sum())
+            if len(option_rows):
+                error = (
+                    model.noise**2 * np.eye(len(option_rows))
+                    + option_rows @ covariance @ option_rows.T
+                )
+                cross = projected @ option_rows.T
+                worth[i] += float((cross @ np.linalg.inv(error) * cross).sum())
     cost = np.array([option.cost_s for option in options])
     usable = (cost <= budget_s) & (worth >= LEAST_GAIN * before) & (worth > 0)
     if not usable.any():

@@ -71,7 +71,7 @@ def _is_worse(errors: Array, alone: Array, noise: float) -> bool:
 def _outliers(
     samples: Sequence[Sample], phase: str, errors: Array, prior_noise: float
 ) -> Iterator[Outlier]:
-    """The samples that the fit with these log errors listened to less, farthest first."""
+    """The samples that the fit with these log errors down-weighted, farthest first."""
     weights = robust_weights(errors, prior_noise)
     for i in np.argsort(weights, kind="stable"):
         if weights[i] >= REPORTED_WEIGHT:
@@ -129,7 +129,7 @@ def _gather(
     start: Calibration,
 ) -> tuple[dict[str, list[Sample]], dict[str, int], dict[str, str]]:
     """Samples by "memory" and time phase, parameters by model, why a record has no sample."""
-    found: dict[str, list[Sample]] = {phase: [] for phase in ("memory", *TIME_PHASES)}
+    by_phase: dict[str, list[Sample]] = {phase: [] for phase in ("memory", *TIME_PHASES)}
     disturbed: dict[str, list[Sample]] = {phase: [] for phase in TIME_PHASES}
     num_params: dict[str, int] = {}
     left_out: dict[str, str] = {}
@@ -161,15 +161,15 @@ def _gather(
             continue
         is_disturbed = bool(measurement.provenance.get("busy"))
         for phase, of_phase in samples.items():
-            target = disturbed if is_disturbed and phase in disturbed else found
+            target = disturbed if is_disturbed and phase in disturbed else by_phase
             target[phase].extend(of_phase)
     for phase, of_phase in disturbed.items():
-        if len(found[phase]) < ENOUGH_QUIET:
-            found[phase].extend(of_phase)
+        if len(by_phase[phase]) < ENOUGH_QUIET:
+            by_phase[phase].extend(of_phase)
         else:
             reason = f"{phase}: measured on a busy device, and quiet runs teach its times instead"
             left_out |= {sample.record: reason for sample in of_phase}
-    return found, num_params, left_out
+    return by_phase, num_params, left_out
 
 
 def fit(
@@ -191,26 +191,26 @@ def fit(
             search the fit is repeated after every run and the residuals must do.
     """
     start = prior_calibration(gpu)
-    found, num_params, left_out = _gather(measurements, gpu, find_model, start)
+    by_phase, num_params, left_out = _gather(measurements, gpu, find_model, start)
     summaries: dict[str, HeldOut] = {}
     cold: dict[str, HeldOut] = {}
     outliers: list[Outlier] = []
     time: dict[str, TimeModel] = {}
     by_datasheet: list[str] = []
-    for phase, model in fit_phases(found, gpu).items():
-        before, samples = start.time[phase], found[phase]
+    for phase, model in fit_phases(by_phase, gpu).items():
+        before, samples = start.time[phase], by_phase[phase]
         alone = time_errors(before, [samples[i] for i in judged(samples)])
         if samples:
             cold[phase] = _summary(alone)
             outliers += _outliers(samples, phase, time_errors(model, samples), before.noise)
         if held_out and len(alone) >= 3:
-            model, errors = sharpened(model, found, gpu, phase)
+            model, errors = sharpened(model, by_phase, gpu, phase)
             summaries[phase] = _summary(errors)
             if _is_worse(errors, alone, before.noise):
                 by_datasheet.append(phase)
                 model = replace(before, noise=held_out_noise(alone, before.noise))
         time[phase] = model
-    samples = found["memory"]
+    samples = by_phase["memory"]
     memory = fit_memory(samples, start.memory)
     alone = memory_errors(start.memory, samples)
     if samples:
@@ -231,11 +231,13 @@ def fit(
         num_records=len(measurements),
         held_out=summaries,
         cold=cold,
-        ranges={phase: _ranges(samples, num_params) for phase, samples in found.items() if samples},
+        ranges={
+            phase: _ranges(samples, num_params) for phase, samples in by_phase.items() if samples
+        },
         outliers=tuple(outliers),
         left_out=left_out,
         digest=digest(measurements),
         formulas=formulas_digest(),
-        num_older=sum(bool(one.config.get("libraries")) for one in measurements),
+        num_older=sum(bool(record.config.get("libraries")) for record in measurements),
         by_datasheet=tuple(by_datasheet),
     )

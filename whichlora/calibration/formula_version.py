@@ -66,8 +66,8 @@ def _answers() -> Iterator[str]:
         model = families.build({"model_type": model_type, **config}, name=model_type)
         for run in _RUNS:
             job = resolve(model, run, _DEVICE)
-            found = ledger(job)
-            yield from _lines(part_bytes(job, found, found.peak_moment))
+            counted = ledger(job)
+            yield from _lines(part_bytes(job, counted, counted.peak_moment))
             if job.run.phase == "finetune":
                 yield from _lines(step_features(job))
                 continue

@@ -25,16 +25,16 @@ def calibration_roots(calibration_dir: Path | None = None) -> tuple[Path, ...]:
     Raises:
         ConfigError: a path that the file system does not take.
     """
-    own = calibration_dir or user_calibration_folder()
+    user_folder = calibration_dir or user_calibration_folder()
     try:
-        os.stat(own)
+        os.stat(user_folder)
     except (FileNotFoundError, NotADirectoryError):
         pass  # to be made, or told by what writes there
     except (OSError, ValueError):
         raise ConfigError(
-            f"calibration folder {str(own)[:80]!r}: can't be read; give another"
+            f"calibration folder {str(user_folder)[:80]!r}: can't be read; give another"
         ) from None
-    return (own, data_folder("calibration"))
+    return (user_folder, data_folder("calibration"))
 
 
 def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
@@ -98,13 +98,13 @@ def model_of(measurement: Measurement) -> ModelSpec:
     name = str(measurement.config.get("model", ""))
     if measurement.model_config is not None:
         return build(measurement.model_config, name=name)
-    found = model_store.find_model(name)
-    if found is None:
+    model = model_store.find_model(name)
+    if model is None:
         raise ConfigError(
             f"record {measurement.id}: model {name!r} is not in the database; give the record its "
             "config as model_config"
         )
-    return found
+    return model
 
 
 def stale_note(calibration: Calibration, calibration_dir: Path | None) -> str:

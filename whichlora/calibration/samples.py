@@ -1,4 +1,4 @@
-"""Measured runs → samples that a fit learns from: features, the measured value, what it is of."""
+"""Measured runs → samples of a fit: features, the measured value, and the run they belong to."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sample:
 
     Args:
         record: id of the measurement it is from.
-        shape: the settings whose range limits what the fit may be asked.
+        shape: the settings whose range bounds where the fit is valid.
         older: measured on other library versions than the current ones.
     """
 
@@ -65,11 +65,11 @@ def judged(samples: Sequence[Sample]) -> list[int]:
 
 
 def groups_of(samples: Sequence[Sample]) -> list[str]:
-    """What is left out of a fit together: a model where there are three or more, else a run.
+    """Groups of a cross-validation: by model where there are three or more, else by run.
 
     Where there are fewer than three runs, each sample is a group.
     """
-    for labels in ([one.group for one in samples], [one.record for one in samples]):
+    for labels in ([sample.group for sample in samples], [sample.record for sample in samples]):
         if len(set(labels)) >= _LEAST_GROUPS:
             return labels
     return [str(number) for number in range(len(samples))]
@@ -77,11 +77,11 @@ def groups_of(samples: Sequence[Sample]) -> list[str]:
 
 def time_samples(job: ResolvedRun, measurement: Measurement) -> dict[str, list[Sample]]:
     """Observations by phase in one measurement: the median of its repetitions."""
-    found: dict[str, list[Sample]] = {}
+    samples: dict[str, list[Sample]] = {}
 
     def add(phase: str, features: dict[str, float], seconds: list[float], length: int) -> None:
         sample = _sample(job, measurement, features, median(seconds), length)
-        found.setdefault(phase, []).append(sample)
+        samples.setdefault(phase, []).append(sample)
 
     if measurement.step_s:
         by_length: dict[int, list[float]] = {}
@@ -104,7 +104,7 @@ def time_samples(job: ResolvedRun, measurement: Measurement) -> dict[str, list[S
         if first < _MOST_PROMPT * whole:
             features = forward_features(job, context=context, decoding=True)
             add("decode", features, [(whole - first) / steps], context)
-    return found
+    return samples
 
 
 def _first_token_s(job: ResolvedRun) -> float:
@@ -127,8 +127,10 @@ def _sample(
 
 def memory_samples(job: ResolvedRun, measurement: Measurement) -> list[Sample]:
     """Parts of the ledger at its peak against the measured counters, one sample each."""
-    found = ledger(job)
-    parts = {k: float(v) for k, v in part_bytes(job, found, found.peak_moment).items()}
+    counted = ledger(job)
+    parts = {
+        name: float(size) for name, size in part_bytes(job, counted, counted.peak_moment).items()
+    }
     none = dict.fromkeys(PARTS, 0.0)
     live = none | {name: parts[name] for name in ALLOCATED_PARTS}
     run = job.run

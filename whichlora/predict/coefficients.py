@@ -1,4 +1,4 @@
-"""What measured runs taught about one device: coefficients, their covariance and their error."""
+"""Coefficients of one device with their covariance and held-out error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PART_SPREAD = {
     "context": 0.5,
 }
 PRIOR_MEMORY_NOISE = 0.015
-# Bounds of what a file may say: beyond them a coefficient is no longer one of any device.
+# Bounds of the numbers in a file: no device has coefficients beyond them.
 _MOST_FACTOR = 1e6
 _MOST_NOISE = 10.0  # of a log: a factor of 20,000
 _MOST_RUNS = 10**9
@@ -84,7 +84,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlier:
-    """A run that lies so far from the others that the fit listened to it less.
+    """A run so far from the others that the fit down-weighted it.
 
     Args:
         record: id of the measurement.
@@ -137,19 +137,19 @@ class Calibration:
     fallback: str = ""
 
     def basis(self, *, memory_runs: int, time_runs: int, phases: Sequence[str] = ()) -> str:
-        """One line that names what stands behind a prediction.
+        """One line that names the runs behind a prediction.
 
         Args:
             phases: whose coefficients its time is made of.
         """
-        others = sum(model.num_runs for name, model in self.time.items() if name not in phases)
-        if not memory_runs and not time_runs and not (phases and others):
+        other_runs = sum(model.num_runs for name, model in self.time.items() if name not in phases)
+        if not memory_runs and not time_runs and not (phases and other_runs):
             return "ledger + datasheet priors (no run on this device yet)"
         runs = f"{memory_runs} memory and {time_runs} time runs of {self.num_records} records"
         older = f", {self.num_older} of other library versions" if self.num_older else ""
         learned = ""
-        if phases and not time_runs and others:
-            learned = f"; the speed is from {others} runs of other phases"
+        if phases and not time_runs and other_runs:
+            learned = f"; the speed is from {other_runs} runs of other phases"
         for phase in phases:
             if phase in self.by_datasheet:
                 learned += f"; {phase} by datasheet and priors, which are better on left-out runs"
@@ -231,9 +231,9 @@ class Calibration:
 
 
 def _numbers(calibration: Calibration) -> Iterator[tuple[str, float, tuple[float, float]]]:
-    """Every number that predictions read, where it stands, and what physics allows of it.
+    """Every number that predictions read: its key, its value and the bounds that physics sets.
 
-    Nothing takes negative time or memory, and no variance is negative.
+    Time, memory and variances are never negative.
     """
     models: list[tuple[str, Iterable[str], MemoryModel | TimeModel]]
     models = [("memory", PARTS, calibration.memory)]
@@ -276,7 +276,7 @@ def digest_of(ids: Iterable[str]) -> str:
 
 
 def prior_calibration(gpu: GpuSpec) -> Calibration:
-    """What is known about a device that nobody measured."""
+    """The calibration of a device without any record: datasheet and priors."""
     return Calibration(
         gpu=gpu.key,
         memory=prior_memory_model(),

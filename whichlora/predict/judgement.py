@@ -1,7 +1,7 @@
 """The judgement: counted bytes and work in the light of a calibration.
 
 A number belongs to one run, or is an array over many runs; arrays broadcast.
-`predict.predict` passes plain numbers; `predict.block` and `search` pass arrays.
+A single prediction passes plain numbers; `predict_block` and `search` pass arrays.
 """
 
 from __future__ import annotations

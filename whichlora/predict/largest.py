@@ -17,7 +17,7 @@ from whichlora.spec.run import MOST_COUNT, RunConfig
 from whichlora.units import format_bytes
 
 Size = Literal["batch_size", "seq_len"]
-MAX_SIZE = MOST_COUNT  # no run is that large; a search for one more ends here
+MAX_SIZE = MOST_COUNT  # no run is that large; a search beyond ends here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Largest:
 
     @property
     def note(self) -> str:
-        """What a reader must know beside the number."""
+        """One sentence that qualifies the number."""
         if not self.value:
             lacks = f"{self.setting} 1 lacks {format_bytes(self.lacks_bytes)}"
             if not self.possible:

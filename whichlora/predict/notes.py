@@ -18,17 +18,17 @@ UNVERIFIED = "datasheet facts"  # how the note on facts that nobody confirmed be
 def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     """The notes on `job`, as sentences without a full stop."""
     run, gpu = job.run, job.gpu
-    found = [*job.model.notes, *gpu.notes]
+    notes = [*job.model.notes, *gpu.notes]
     limit = job.model.max_position_embeddings
     length = run.seq_len if run.phase == "finetune" else run.prompt_len
     if run.phase == "inference" and job.model.task == "causal-lm":
         length += run.max_new_tokens
     if limit and length > limit:
         fails = ", and looking up more fails" if job.model.longest_input else ""
-        found.append(f"{length} tokens exceed the model's {limit} positions{fails}")
-    without = gpu.is_timed and job.dtype not in gpu.peak_flops_per_s
-    if job.dtype in ("bf16", "fp16") and without:
-        found.append(
+        notes.append(f"{length} tokens exceed the model's {limit} positions{fails}")
+    lacks_units = gpu.is_timed and job.dtype not in gpu.peak_flops_per_s
+    if job.dtype in ("bf16", "fp16") and lacks_units:
+        notes.append(
             f"{gpu.key} has no {job.dtype} matrix units: time is taken from its fp32 rate"
             + ("; precision fp16 uses its fp16 units" if "fp16" in gpu.peak_flops_per_s else "")
         )
@@ -36,36 +36,36 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
         capability = float(gpu.compute_capability)
         since = next((torch for least, torch in _DROPPED if capability < least), None)
         if since is not None and not run.versions.older("torch", since):
-            found.append(
+            notes.append(
                 f"PyTorch has kernels for compute capability {gpu.compute_capability} in its "
                 "CUDA 12.6 wheels only"
             )
     if stored := _stored(job):
-        found.append(stored)
+        notes.append(stored)
     if gpu.unverified:
-        found.append(f"{UNVERIFIED} of {gpu.key} not verified: {', '.join(gpu.unverified)}")
-    bare = any(
-        not one.is_module
+        notes.append(f"{UNVERIFIED} of {gpu.key} not verified: {', '.join(gpu.unverified)}")
+    experts_are_parameters = any(
+        not linear.is_module
         for layer, _ in job.model.layers()
         if layer.moe is not None
-        for one in layer.moe.expert.linears
+        for linear in layer.moe.expert.linears
     )
-    if bare and job.dtypes.quant in BNB_QUANTS:
-        found.append(
+    if experts_are_parameters and job.dtypes.quant in BNB_QUANTS:
+        notes.append(
             "experts are 3-D parameters in transformers 5: bitsandbytes leaves them 16-bit"
         )
     adapted_experts = any(
-        one.rank_multiple and not one.is_module and one.name in job.targets
-        for one in all_linears(job.model)
+        linear.rank_multiple and not linear.is_module and linear.name in job.targets
+        for linear in all_linears(job.model)
     )
     if run.phase == "finetune" and not job.model.supports_checkpointing:
-        found.append(
+        notes.append(
             f"gradient_checkpointing is off: the {job.model.model_type} of transformers has none"
         )
-    found += job.method.notes(run, adapted_experts)
+    notes += job.method.notes(run, adapted_experts)
     if job.model.task == "seq2seq-lm" and run.phase == "finetune":
-        found.append("encoder and decoder are both taken at seq_len tokens")
-    return tuple(found)
+        notes.append("encoder and decoder are both taken at seq_len tokens")
+    return tuple(notes)
 
 
 def _stored(job: ResolvedRun) -> str:

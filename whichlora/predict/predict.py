@@ -1,10 +1,11 @@
-"""Runs become `Prediction`s: what is counted of a run, judged by a calibration."""
+"""One run → `Prediction`, or a block of runs → arrays: counted, then judged by a calibration."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from whichlora.memory import allocator
 from whichlora.memory.inference import inference_ledger
@@ -28,6 +29,12 @@ from whichlora.spec.results import MemoryPrediction, Prediction, TimePrediction,
 from whichlora.spec.run import RunConfig
 from whichlora.timing import model as timing
 from whichlora.timing import work
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
 
 MEMORY_ONLY = "; memory only"  # ends the basis of what has no time
 
@@ -347,4 +354,60 @@ def predict(
         )
         + ("" if gpu.is_timed else MEMORY_ONLY),
         notes=notes_on(job),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPrediction:
+    """The numbers of `Prediction` for every run of a block, bytes and seconds as floats.
+
+    All runs of a block have the same model, method, dtypes and device, and differ in sizes.
+
+    Args:
+        least_bytes: lower bound of live tensors and context; a run needs at least this much.
+        time_s: one optimizer step; inference: one generated token.
+    """
+
+    peak_allocated_bytes: Array
+    device_used_bytes: Array
+    low_bytes: Array
+    high_bytes: Array
+    least_bytes: Array
+    time_s: Array
+    low_s: Array
+    high_s: Array
+
+
+def predict_block(
+    job: ResolvedRun, calibration: Calibration, axes: Mapping[str, Count]
+) -> BlockPrediction:
+    """Judge every run of a block; equal to `predict` run by run.
+
+    The sizes broadcast, so an open mesh (`numpy.ix_`) is counted along its axes where possible.
+
+    Args:
+        axes: integer arrays that broadcast; sizes that are not named are those of `job.run`.
+    """
+    import numpy as np
+
+    sizes = {name: np.asarray(values, dtype=np.float64) for name, values in axes.items()}
+    shape = np.broadcast_shapes(*(values.shape for values in sizes.values()))
+
+    def whole(values: Real) -> Array:
+        return np.broadcast_to(np.asarray(values, dtype=np.float64), shape)
+
+    memory = judged_memory(job, calibration, **sizes)
+    least, low, high = memory.bounds()
+    time = judged_time(job, calibration, **sizes)
+    low_s, high_s = time.interval()
+    num_units = 1.0 if job.run.phase == "finetune" else num_tokens(job, **sizes)
+    return BlockPrediction(
+        peak_allocated_bytes=whole(memory.peak_allocated_bytes),
+        device_used_bytes=whole(memory.device_used_bytes),
+        low_bytes=whole(low),
+        high_bytes=whole(high),
+        least_bytes=whole(least),
+        time_s=whole(time.total_s / num_units),
+        low_s=whole(low_s / num_units),
+        high_s=whole(high_s / num_units),
     )

@@ -44,7 +44,7 @@ class ResolvedRun:
 
     @property
     def peft_targets(self) -> str | tuple[str, ...]:
-        """What PEFT is told: its own word for all linears, which also finds experts, or names."""
+        """PEFT's `target_modules`: its word for all linears, which includes experts, or names."""
         return ALL_LINEAR if self.run.target_modules == (ALL_LINEAR,) else self.targets
 
     @property
@@ -70,7 +70,9 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     run = with_checkpointing(model, with_defaults(run))
     training = run.phase == "finetune"
     if training and method.trains_base and run.quant != "none":
-        quantised = [one.name for one in BUILT_IN.values() if one.base_quant != "none"]
+        quantised = [
+            built_in.name for built_in in BUILT_IN.values() if built_in.base_quant != "none"
+        ]
         raise ConfigError(
             f"quant: {run.quant!r} weights cannot be trained; use method {' or '.join(quantised)}, "
             "or quant none for full fine-tuning"
@@ -100,7 +102,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
 
 
 def with_checkpointing(model: ModelSpec, run: RunConfig) -> RunConfig:
-    """`run` with checkpointing on where nothing was said of it and the model has it."""
+    """`run` with checkpointing on where it is not set and the model supports it."""
     if run.gradient_checkpointing is not None:
         return run
     on = model.supports_checkpointing or run.phase == "inference"
@@ -117,7 +119,7 @@ def _check_attention(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
             f"attn: flash_attention_2 does not run on {gpu.key} (it needs compute capability "
             "8.0 or newer); use sdpa"
         )
-    if not all(one.flash for layer, _ in model.layers() for one in layer.attentions):
+    if not all(attention.flash for layer, _ in model.layers() for attention in layer.attentions):
         raise ConfigError(
             f"attn: flash_attention_2 is not in the {model.model_type} of transformers, which "
             "has sdpa or eager; use sdpa, which takes what there is"
@@ -133,12 +135,12 @@ def _check_device(run: RunConfig, gpu: GpuSpec) -> None:
     if not gpu.is_timed:  # any card of so much memory
         return
     if run.precision == "tf32" and (gpu.kind != "cuda" or "tf32" not in gpu.peak_flops_per_s):
-        usable = [one for one in ("fp32", "bf16", "fp16") if one in gpu.peak_flops_per_s]
+        usable = [name for name in ("fp32", "bf16", "fp16") if name in gpu.peak_flops_per_s]
         raise ConfigError(f"precision: tf32 has no units on {gpu.key}; use {' or '.join(usable)}")
     if not {run.precision[:4], "fp32"} & set(gpu.peak_flops_per_s):
-        known = ", ".join(gpu.peak_flops_per_s)
+        rated = ", ".join(gpu.peak_flops_per_s)
         raise ConfigError(
-            f"precision: {run.precision} has no known rate on {gpu.key}; use one of {known}"
+            f"precision: {run.precision} has no known rate on {gpu.key}; use one of {rated}"
         )
     if run.expandable_segments and gpu.kind != "cuda":
         raise ConfigError(

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
-from whichlora.predict.block import BlockPrediction, predict_block
 from whichlora.predict.coefficients import Calibration
+from whichlora.predict.predict import BlockPrediction, predict_block
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from whichlora.predict.block import predict_block
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
-from whichlora.predict.predict import step_features
+from whichlora.predict.predict import predict_block, step_features
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.search.correlation import METHOD_SHARE, MODEL_SHARE, VARIANT_SHARE
 from whichlora.spec.numeric import TWO_SIDED_Z

@@ -58,8 +58,8 @@ def push(url: str, records: Sequence[Placed], *, impossible: Impossible) -> int:
         theirs = source.records if source else ()
         fresh = new_records(records, theirs, impossible)
     system, root = _connect(url)
-    for gpu in sorted({one.gpu for one in fresh}):
-        name, data = packed([one for one in fresh if one.gpu == gpu])
+    for gpu in sorted({record.gpu for record in fresh}):
+        name, data = packed([record for record in fresh if record.gpu == gpu])
         target = f"{root.rstrip('/')}/{gpu}/measurements/{name}"
         with _reaching(url):
             if "file" in _protocols(system):  # a reader must not see half a file
@@ -135,7 +135,7 @@ def _copy(system: Any, root: str, copy: Path, url: str) -> int:
         return 0
     listed: dict[str, dict[str, Any]] = system.find(root, detail=True)
     base = PurePosixPath(str(system._strip_protocol(root)))
-    left = MAX_TOTAL_BYTES
+    remaining_bytes = MAX_TOTAL_BYTES
     count = 0
     for number, (name, info) in enumerate(sorted(listed.items())):
         path = PurePosixPath(name)
@@ -144,14 +144,14 @@ def _copy(system: Any, root: str, copy: Path, url: str) -> int:
         parts = path.relative_to(base).parts if path.is_relative_to(base) else ("..",)
         if info.get("islink") or not all(is_slug(part.lower()) for part in parts):
             raise DataFileError(f"{url}: {name!r} could lead out of the folder; remove it")
-        if number >= MAX_FILES or int(info.get("size") or 0) > left:
+        if number >= MAX_FILES or int(info.get("size") or 0) > remaining_bytes:
             raise _too_large(url)
         target = copy.joinpath(*parts)
         target.parent.mkdir(parents=True, exist_ok=True)
         with system.open(name, "rb") as remote, target.open("xb") as file:
             while chunk := remote.read(_CHUNK_BYTES):
-                left -= len(chunk)  # what was announced may not be what comes
-                if left < 0:
+                remaining_bytes -= len(chunk)  # what was announced may not be what comes
+                if remaining_bytes < 0:
                     raise _too_large(url)
                 file.write(chunk)
         count += path.suffix == ".jsonl"

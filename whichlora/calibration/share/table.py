@@ -162,11 +162,11 @@ def _rows(path: Path) -> Iterator[tuple[list[str], int]]:
 
 
 def _columns(header: Sequence[str], where: str) -> list[Column]:
-    known = {*SETTINGS, *PLAIN, *COUNTED, *QUANTITIES, "tokens_per_s"}
-    known |= {f"{name}_unit" for name in QUANTITIES}
+    accepted = {*SETTINGS, *PLAIN, *COUNTED, *QUANTITIES, "tokens_per_s"}
+    accepted |= {f"{name}_unit" for name in QUANTITIES}
     columns = []
     for text in map(str.strip, header):
-        if text in known or text.partition(".")[0] in FREE:
+        if text in accepted or text.partition(".")[0] in FREE:
             columns.append(Column(text))
             continue
         match = _HEADER.fullmatch(text)
@@ -263,10 +263,10 @@ def _record(row: Mapping[str, str], columns: Sequence[Column], gpu: GpuSpec) -> 
     if record.id:
         return record
     # settings at their defaults are left out: one that is added must not make another record of it
-    known = record.to_dict() | {"config": run.chosen()}
+    chosen = record.to_dict() | {"config": run.chosen()}
     if not record.warm_up_s:
-        del known["warm_up_s"]
-    content = json.dumps(known, sort_keys=True)
+        del chosen["warm_up_s"]
+    content = json.dumps(chosen, sort_keys=True)
     return dataclasses.replace(
         record, id=f"import-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
     )
@@ -291,12 +291,12 @@ def _factor(unit: str, kind: str) -> float | None:
 
 def _no_unit(unit: str, kind: str) -> str:
     accepted = ", ".join(_SECONDS) if kind == "time" else "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
-    said = f"{unit!r} is not a unit of it" if unit else "has no unit"
-    return f"{said}; write it into the header or a unit column, one of {accepted}"
+    fault = f"{unit!r} is not a unit of it" if unit else "has no unit"
+    return f"{fault}; write it into the header or a unit column, one of {accepted}"
 
 
 def _numbers(name: str, row: Mapping[str, str]) -> list[float]:
-    found = []
+    numbers = []
     for cell in row[name].split(";"):
         match = _CELL.fullmatch(cell.strip())
         try:
@@ -305,8 +305,8 @@ def _numbers(name: str, row: Mapping[str, str]) -> list[float]:
             value = 0.0
         if not 0 < value < math.inf:
             raise ConfigError(f"{name}: {cell[:40]!r} is not a number above 0")
-        found.append(value)
-    return found
+        numbers.append(value)
+    return numbers
 
 
 def _quantity(row: Mapping[str, str], column: Column) -> Any:
@@ -314,7 +314,7 @@ def _quantity(row: Mapping[str, str], column: Column) -> Any:
     name = column.name
     _, kind, several = QUANTITIES[name]
     stated = {column.unit, row.get(f"{name}_unit", "")} - {""}
-    found: list[float] = []
+    amounts: list[float] = []
     for cell in row[name].split(";") if several else [row[name]]:
         match = _CELL.fullmatch(cell.strip())
         if match is None:
@@ -331,16 +331,16 @@ def _quantity(row: Mapping[str, str], column: Column) -> Any:
             value = -1.0
         if not (0 < value < math.inf or (value == 0 and name in MAY_BE_ZERO)):
             raise ConfigError(f"{name}: {cell[:40]!r} is not above 0, or beyond any number")
-        found.append(value)
+        amounts.append(value)
     if kind == "bytes":
-        return round(found[0])
-    return tuple(found) if several else found[0]
+        return round(amounts[0])
+    return tuple(amounts) if several else amounts[0]
 
 
 def _setting(name: str, cell: str, hint: Any) -> Any:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        (hint,) = (one for one in get_args(hint) if one is not type(None))
+        (hint,) = (member for member in get_args(hint) if member is not type(None))
         if cell == NOTHING:
             return None
         return _setting(name, cell, hint)
@@ -423,8 +423,8 @@ def _keys(records: Sequence[Measurement], name: str) -> list[str]:
 
 def _whole(group: Mapping[str, Any], keys: Sequence[str]) -> str:
     """What the columns of a free group do not hold: odd keys, or that it is empty."""
-    rest = {key: value for key, value in group.items() if key not in keys}
-    return json.dumps(rest) if rest or not group else ""
+    remainder = {key: value for key, value in group.items() if key not in keys}
+    return json.dumps(remainder) if remainder or not group else ""
 
 
 def _setting_cell(config: Mapping[str, Any], name: str) -> str:

@@ -45,7 +45,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What a merge changed.
+    """Changes made by a merge.
 
     Args:
         added: number of new records by device.
@@ -89,7 +89,7 @@ def _files(place: Path) -> Iterator[Path]:
             _check_plain(place)
             yield place
             return
-        found, total = [], 0
+        paths, total = [], 0
         for folder, folders, names in os.walk(place, onerror=_raise):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for name in folders:
@@ -100,12 +100,12 @@ def _files(place: Path) -> Iterator[Path]:
                     raise DataFileError(f"{path}: is compressed; unpack or remove it")
                 if path.suffix == ".jsonl" or path.name == "gpu.json":
                     total += _check_plain(path)
-                    found.append(path)
-                if len(found) > MAX_FILES or total > MAX_TOTAL_BYTES:
+                    paths.append(path)
+                if len(paths) > MAX_FILES or total > MAX_TOTAL_BYTES:
                     raise _too_large(place)
     except OSError as error:
         raise DataFileError(f"{place}: can't be read ({error.strerror}); check the path") from None
-    yield from found
+    yield from paths
 
 
 def _raise(error: OSError) -> None:
@@ -161,7 +161,7 @@ def add(
         for gpu in {path.parent.parent.name for path in written}:
             added_ids = {record.id for record in fresh[gpu]}
             # another writer may have added the same id meanwhile
-            union(one for one in _placed_here(roots, gpu) if one[0].id in added_ids)
+            union(placed for placed in _placed_here(roots, gpu) if placed[0].id in added_ids)
     except DataFileError:
         for path in written:
             with suppress(OSError):
@@ -186,10 +186,10 @@ def _placed_here(roots: Sequence[Path], gpu: str) -> list[Placed]:
 
 
 def _by_gpu(records: Iterable[Placed]) -> dict[str, list[Placed]]:
-    found: dict[str, list[Placed]] = {}
+    by_gpu: dict[str, list[Placed]] = {}
     for placed in records:
-        found.setdefault(placed[0].gpu, []).append(placed)
-    return found
+        by_gpu.setdefault(placed[0].gpu, []).append(placed)
+    return by_gpu
 
 
 def new_records(
@@ -202,18 +202,18 @@ def new_records(
     """
     wanted = {record.id for record, _ in theirs}
     union([*(placed for placed in ours if placed[0].id in wanted), *theirs])
-    known = {record.id for record, _ in ours}
-    found = {record.id: (record, where) for record, where in theirs if record.id not in known}
-    for record, where in found.values():
+    our_ids = {record.id for record, _ in ours}
+    fresh = {record.id: (record, where) for record, where in theirs if record.id not in our_ids}
+    for record, where in fresh.values():
         fault = impossible(record)
         if fault:
             raise DataFileError(f"{where}: {fault}; remove the record")
-    return [found[name][0] for name in sorted(found)]
+    return [fresh[record_id][0] for record_id in sorted(fresh)]
 
 
 def packed(records: Sequence[Measurement]) -> tuple[str, bytes]:
     """File name and content of these records: the same for everybody who has the same ones."""
-    data = b"".join(encode_record(one, f"record {one.id}") for one in records)
+    data = b"".join(encode_record(record, f"record {record.id}") for record in records)
     return f"{hashlib.sha256(data).hexdigest()[:32]}.jsonl", data
 
 

@@ -18,9 +18,8 @@ from strategies import (
 
 from whichlora.errors import ConfigError
 from whichlora.memory.training import PARTS
-from whichlora.predict.block import predict_block
 from whichlora.predict.coefficients import Calibration, prior_calibration
-from whichlora.predict.predict import predict
+from whichlora.predict.predict import predict, predict_block
 from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
