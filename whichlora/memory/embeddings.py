@@ -1,4 +1,4 @@
-"""What is kept around the layers: embeddings before the first, norms and heads after the last."""
+"""What is saved around the layers: embeddings before the first, norms and heads after the last."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def outside_saved(
     after_layers: bool = True,
     in_encoder: bool = False,
 ) -> list[Tensor]:
-    """What is kept between the embedding and the first layer, and from the last layer on.
+    """Tensors saved between the embedding and the first layer, and from the last layer on.
 
     Args:
-        after_layers: so long as the backward has not reached the last layer.
-        in_encoder: it is in the first of two stacks, and the decoder's tensors are gone.
+        after_layers: true until the backward reaches the last layer.
+        in_encoder: the backward is in the first of two stacks; the decoder's tensors are freed.
         embeddings_need_grad: trained, or made to need a gradient so that checkpointing works.
 
     Kind: exact.
@@ -52,15 +52,20 @@ def outside_saved(
         norms, dropped = norms + first_norms, dropped + first_dropped
     for norm in norms:
         saved += listed_tensors(_norm_kept(norm, dtypes), 1, tokens=0, span=0, r=0)
+    # torch 2.13 `native_dropout` saves a boolean mask; a CPU's `dropout_impl` multiplies by a mask
+    # in the dtype of the input
     mask_bytes = dtypes.stream_bytes if dtypes.device_kind == "cpu" else 1
     saved += [per_token("dropout mask", mask_bytes, width, "hidden_size") for width in dropped]
     if dtypes.trains_base and after_layers and model.masked_head is None:
+        # the gradient of a trained weight reads the input: `mm` in derivatives.yaml
         saved.append(per_token("head: input", dtypes.compute_bytes, hidden, "hidden_size"))
     elif not dtypes.trains_base and embeddings_need_grad and _embeds_in_steps(model, dtypes):
         # the looked-up rows are what was made to need a gradient: a leaf lives as long as the graph
         stacks = len({group.stack for group in model.groups})
         rows = stacks * model.embeddings[0].width
         saved.append(per_token("looked-up embeddings", dtypes.embedding_bytes, rows, "hidden_size"))
+    # `k_proj` and `v_proj` of every cross attention read this one tensor, and save it where they or
+    # their adapters are trained
     readers = (linear for layer, _ in model.layers() for linear in layer.linears)
     if not in_encoder and any(
         linear.reads == ENCODER_OUT and (dtypes.trains_base or linear.name in targets)

@@ -159,6 +159,7 @@ def saved_modules(
 
     Kind: exact. Source: peft 0.21.2 `ModulesToSaveWrapper`, `cast_adapter_dtype`.
     """
+    # `ModulesToSaveWrapper` makes a `copy.deepcopy` of the module; the frozen original stays
     embedding, head = model.embeddings[0], model.head
     if embedding.name in modules_to_save:
         yield Trained(

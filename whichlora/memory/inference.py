@@ -80,7 +80,7 @@ class Generation:
 
     @cached_property
     def last_tokens(self) -> Count:
-        """So in its last pass, whose own token no later pass reads."""
+        """Tokens of one sequence in its last pass; no later pass reads the token made there."""
         return self.first_tokens + self.max_new_tokens - 1
 
     # --- the cache ------------------------------------------------------------------------------
@@ -114,6 +114,8 @@ class Generation:
         if self.run.kv_cache == "dynamic" and self.dtypes.libraries.cache_of_tuples:
             # the first token needs no second pass
             return self._cache(self.last_tokens - 1) * (self.max_new_tokens > 1)
+        # `DynamicLayer.update`: `self.keys = torch.cat([self.keys, key_states], dim=-2)` holds the
+        # shorter tensor until the longer one is assigned
         return kv_cache.append_transient_bytes(
             self.model,
             batch_size=self.batch_size,
@@ -155,7 +157,7 @@ class Generation:
             r=self.r,
             **self.sized,
         )
-        # `generate` numbers the tokens of each sequence, the others those of one for all
+        # `generate` makes position ids per sequence, the other models one row for all
         positions = self.prompt_tokens if is_decoder else self.prompt_len
         working = working + activations.rotary_bytes(model, self.dtypes, span=positions)
         if is_decoder:
@@ -252,6 +254,7 @@ PROMPT_LOGITS = Fact(
 def first_logits(run: Generation) -> Entries:
     """At the head, which reads the last position alone since transformers 4.45."""
     model, scored = run.model, run.batch_size * run.first_tokens
+    # `slice_logits_to_keep` cuts after the last norm, so that the norm still reads every position:
     # the stream, and the fp32 copy that the last norm makes of it
     last_hidden = run.prompt_tokens * model.hidden_size * 6
     scores = run.last_logits.num_bytes

@@ -61,8 +61,11 @@ def loss_forward_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, loss_
         return tokens * model.hidden_size * dtypes.compute_bytes
     logits_bytes = dtypes.compute_bytes
     loss_bytes = loss_element_bytes(model, dtypes)
+    # `ForCausalLMLoss` runs `logits = logits.float()`; `logits` of the model's `forward` still
+    # refers to the 16-bit tensor, which the output returns
     upcast_bytes = 0 if logits_bytes == loss_bytes else loss_bytes
     softcap_bytes = dtypes.compute_bytes if model.logit_softcap else 0
+    # `_log_softmax` saves its result for backward, not the logits (derivatives.yaml)
     entry = logits_bytes + upcast_bytes + loss_bytes + softcap_bytes
     if model.task == "causal-lm" and libraries.shifts_logits:
         entry += loss_bytes
@@ -179,6 +182,8 @@ def loss_backward_bytes(
         return tokens * hidden * 2 * dtypes.compute_bytes
     softcap_bytes = dtypes.compute_bytes if model.logit_softcap else 0
     final_norm = 20 * hidden  # its backward; larger only where the vocabulary is tiny or absent
+    # `nll_loss_backward` makes a gradient as large as the log-softmax, and
+    # `_log_softmax_backward_data` reads both while it makes the gradient of the logits
     entry = 3 * loss_element_bytes(model, dtypes) + softcap_bytes
     return tokens * max(vocab * entry, final_norm)
 

@@ -32,7 +32,7 @@ LAYER_FORWARD = Fact(
 
 
 def layer_forward(step: TrainingStep) -> Entries:
-    """In the last layer's forward: all layers keep what they keep."""
+    """In the last layer's forward: all layers hold their saved tensors."""
     return (
         *step.always,
         step.saved_in_layers,
@@ -60,7 +60,7 @@ AUTOCAST_COPIES = Fact(
 
 
 def loss_forward(step: TrainingStep) -> Entries:
-    """At the end of the loss's forward: the logits, and all that the layers keep."""
+    """At the end of the loss's forward: the logits, and the saved tensors of all layers."""
     return (
         *step.always,
         step.saved_for_backward,
@@ -84,7 +84,7 @@ def _head_copy(step: TrainingStep) -> Entry:
 
 
 def loss_backward(step: TrainingStep) -> Entries:
-    """In the backward of the loss: nothing that the layers keep has gone yet."""
+    """In the backward of the loss: the saved tensors of all layers still exist."""
     # saved tensors go node by node, when `Engine::evaluate_function` has run the node
     # (`release_variables`), and the layers' nodes come after the head's
     return (
@@ -155,7 +155,7 @@ LAYER_BACKWARD = Fact(
 
 
 def layer_backward(step: TrainingStep) -> Entries:
-    """In the backward of the layer that is worst, of which that of several kinds is the last."""
+    """In the backward of the worst layer, with the saved tensors of all layers."""
     return (
         *step.always,
         _kept_logits(step),
@@ -216,7 +216,7 @@ def layers_backward_at_depth(step: TrainingStep) -> Iterator[tuple[str, Entries]
     """In the first layer of each further kind, with its place, where all weights are trained.
 
     Gradients are as large as the weights then, so that a layer half way down can be the peak:
-    those after it have left theirs and given back what they kept.
+    later layers have made their gradients and released their saved tensors.
     """
     passes, model = step.passes, step.model
     if not step.method.trains_base or not has_one_order(model):
@@ -244,7 +244,7 @@ def layers_backward_at_depth(step: TrainingStep) -> Iterator[tuple[str, Entries]
 
 
 def first_decoder_layer_backward(step: TrainingStep) -> Entries:
-    """In the decoder's first layer, while all that the encoder keeps still waits."""
+    """In the decoder's first layer, while the encoder's saved tensors still exist."""
     gradients = step.late_gradients
     if not step.accumulates:
         of_kind = largest(*(step.layers[number].gradients for number in step.second_stack))
@@ -335,10 +335,10 @@ def decoder_embedding_backward(step: TrainingStep) -> Entries:
 
 
 def embedding_backward(step: TrainingStep) -> Entries:
-    """At the very end of the backward, at the table that is also the head."""
+    """At the end of the backward, at the embedding table that is also the head."""
     # `InputBuffer` keeps the head's part from the start of the backward: the node of the weight
-    # runs once all of its inputs are there
-    # to the sum of head and decoder an encoder's part is added in place
+    # runs once all of its inputs are there. An encoder's part is added in place to the sum of head
+    # and decoder
     parts = _num_tied_parts(step) - bool(step.second_stack)
     return (
         *step.static,
@@ -350,7 +350,7 @@ def embedding_backward(step: TrainingStep) -> Entries:
 
 
 def _num_tied_parts(step: TrainingStep) -> int:
-    """The head's and the embedding's, and the sum of what earlier micro-steps left."""
+    """The head's, the embedding's, and the accumulated gradient of earlier micro-steps."""
     return 2 + step.accumulates
 
 

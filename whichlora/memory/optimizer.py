@@ -59,6 +59,7 @@ def state_bytes(tensors: Iterable[Trained], *, optimizer: str, device_kind: str)
 def _8bit_states(tensor: Trained, *, is_paged: bool) -> Count:
     """Two states of one tensor, with a scale per block of each."""
     size = tensor.num_params
+    # `Optimizer2State.init_state` of bitsandbytes makes fp32 states below `min_8bit_size`
     is_wide = (size < _MIN_8BIT_PARAMS) | tensor.is_embedding
     scales = 2 * 4 * ceil_div(size, _BLOCK) * (1 - is_wide)
     codes = size * (2 + 6 * is_wide)
@@ -93,7 +94,8 @@ def step_temporary_bytes(tensors: Sequence[Trained], *, optimizer: str, device_k
                 for tensor in tensors
             )
         )
-    # one list per dtype, one after the other
+    # `_multi_tensor_adam` of torch 2.13: `torch._foreach_sqrt` allocates `exp_avg_sq_sqrt`, the
+    # other foreach calls work in place; one list per dtype, one after the other
     lists: dict[int, Count] = {}
     for tensor in tensors:
         size = tensor.param_bytes * tensor.num_params * tensor.count

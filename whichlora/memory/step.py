@@ -118,7 +118,7 @@ class TrainingStep:
 
     @cached_property
     def static(self) -> tuple[Entry, ...]:
-        """What lives through the whole step: weights, adapters and the optimizer's states."""
+        """Entries of the whole step: weights, adapters and the optimizer's states."""
         entries = weight_entries(self.model, self.dtypes, like=self.tokens)
         if not self.method.trains_base:
             entries += adapter_entries(
@@ -132,15 +132,18 @@ class TrainingStep:
 
     @cached_property
     def always(self) -> tuple[Entry, ...]:
-        """What lives from the first layer's forward to its backward."""
+        """Entries that live from the first layer's forward to its backward."""
         # `Trainer.training_step` of transformers 5.23 names the batch until the step is over
         batch = Tensor("token ids, labels, mask", 24, element_bytes=8)
+        # `position_embeddings` of `LlamaModel.forward`: a local variable of the loop over layers
         rotary = Tensor(
             "cosines and sines",
             constant=activations.rotary_bytes(self.model, self.dtypes, span=self.seq_len),
             dims="2, seq_len, rotary_dim",
             element_bytes=self.dtypes.stream_bytes,
         )
+        # `Trainer` calls `zero_grad` once per optimizer step: `.grad` of earlier micro-steps
+        # exists in the next forward
         accumulated = self.all_gradients if self.accumulates else 0 * self.num_trained
         return (
             *self.static,
@@ -170,7 +173,7 @@ class TrainingStep:
 
     @cached_property
     def passes(self) -> LayerPasses:
-        """What the layers keep from forward to backward, and what their passes need beside it."""
+        """Tensors that layers keep from forward to backward, and temporaries of their passes."""
         if self.run.gradient_checkpointing:
             return checkpointed_passes(
                 self.model, self.layers, masks=self.shared_masks, sized=self.sized
@@ -268,27 +271,27 @@ class TrainingStep:
 
     @cached_property
     def outside(self) -> Group:
-        """Kept around the layers, until the backward reaches the last of them."""
+        """Tensors saved around the layers, until the backward reaches the last of them."""
         return self._around_layers(after_layers=True)
 
     @cached_property
     def outside_in_layers(self) -> Group:
-        """So while layers run: what the head and the last norm kept is gone, or not there yet."""
+        """The same while layers run: tensors of the head and last norm do not exist then."""
         return self._around_layers(after_layers=False)
 
     @cached_property
     def outside_in_first_layer(self) -> Group:
-        """So in the very last layer of the backward, an encoder's where there is one."""
+        """The same in the last layer of the backward, an encoder's where there is one."""
         return self._around_layers(after_layers=False, in_encoder=True)
 
     @cached_property
     def saved_for_backward(self) -> Entry:
-        """Kept for the backward when the forward is done."""
+        """Tensors saved for the backward when the forward is done."""
         return listed(self.passes.fact, *self.passes.groups, self.outside)
 
     @cached_property
     def saved_in_layers(self) -> Entry:
-        """So while the last layer runs."""
+        """The same while the last layer runs."""
         return listed(self.passes.fact, *self.passes.groups, self.outside_in_layers)
 
     # --- the worst points -----------------------------------------------------------------------
@@ -401,7 +404,7 @@ class TrainingStep:
 
     @cached_property
     def _trained_remainder(self) -> Count:
-        """What the blocks of all trained tensors, once, are larger than the tensors."""
+        """Unsplit remainders of the blocks of all trained tensors, each counted once."""
         total: Count = 0 * self.num_trained
         if allocator.splits_all(self.gpu, expandable=self.run.expandable_segments):
             return total
