@@ -1,4 +1,4 @@
-"""Axes in the units that people read, as plain values of plotly's layout."""
+"""Axes with readable units, as values of plotly's layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whichlora.units import format_bytes, format_count, format_seconds
 MAX_TICKS = 8
 MARGIN = 0.06  # of the axis, left free at both ends
 
-# Places for labels, the coarser ladder first.
+# Candidates for ticks, the coarser ladder first.
 _COARSE, _FINE = (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
 _SECONDS = [
     [
@@ -55,7 +55,7 @@ def bytes_axis(title: str, values: Sequence[float], *, most: int = MAX_TICKS) ->
 
 
 def counts_axis(title: str, values: Sequence[float], *, most: int = MAX_TICKS) -> dict[str, Any]:
-    """A logarithmic axis of numbers of things."""
+    """A logarithmic axis of counts."""
     return _log_axis(title, values, _COUNTS, format_count, most)
 
 
@@ -83,7 +83,7 @@ def _log_axis(
     low, high = span(values)
     within = [[tick for tick in ladder if low <= tick <= high] for ladder in ladders]
     ticks = next((ticks for ticks in within if len(ticks) >= MIN_TICKS), [])
-    if not ticks:  # the values are less than a rung apart: even steps between the ends
+    if not ticks:  # the values are closer than two ticks: even steps between the ends
         ticks = [low * (high / low) ** (i / 4) for i in range(1, 4)]
     elif len(ticks) > most:
         ticks = ticks[:: math.ceil(len(ticks) / most)]
@@ -97,7 +97,7 @@ def _log_axis(
 
 
 def _short(show: Callable[[float], str]) -> Callable[[float], str]:
-    """`show` without the decimals and the empty rest that a round tick has."""
+    """`show` without the zero decimals and zero seconds of a round tick."""
 
     def shortened(value: float) -> str:
         text = show(value)

@@ -1,4 +1,4 @@
-"""Each figure of the report as a picture, for papers and slides."""
+"""Each figure of the report as an image file, for papers and slides."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write_images(place: Path, image_format: str, folder: Path | None = None) -> 
 
 
 def _still(figure: dict[str, Any]) -> dict[str, Any]:
-    """The layout with its title in the picture, which has no page around it."""
+    """The layout with its title, since an image has no page around it."""
     layout = dict(figure["layout"])
     return layout | {
         "title": {"text": figure["title"], "x": 0.02, "xanchor": "left"},

@@ -1,7 +1,6 @@
-"""How a candidate looks in every figure: colour by model, shape by method, filled if measured.
+"""The look of a candidate in every figure: colour by model, shape by method, filled if measured.
 
-Colours alone tell a few models apart. With more, each has a number, too, in its marks and in the
-legend.
+With many models, each also has a number in its marks and in the legend.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ class Marks:
     """Colours by model and shapes by method, the same in every figure of one report.
 
     Args:
-        labels: of models: the name without its organisation, where no other model has it, after
-            its number where there are many.
-        numbers: by model, the largest first; empty where colours tell them apart.
+        labels: by model, its name: without the organisation if no other model shares it, and
+            with its number if there are many models.
+        numbers: by model, the largest first; empty if colours are enough.
     """
 
     labels: dict[str, str]
@@ -61,7 +60,7 @@ class Marks:
     numbers: dict[str, str]
 
     def with_numbers(self, trace: dict[str, Any], points: Sequence[Point]) -> dict[str, Any]:
-        """`trace` of `points`, which are of one model, with its number in every mark."""
+        """`trace` of `points` of one model, with the number of the model in every mark."""
         if not self.numbers or not points:
             return trace
         colour = self.colours[points[0].model]
@@ -85,7 +84,7 @@ class Marks:
         return self.symbols[point.method] + ("" if point.measured else "-open")
 
     def markers(self, points: Sequence[Point]) -> dict[str, Any]:
-        """plotly's marker of each of `points`, which are of one model."""
+        """plotly's markers of `points` of one model."""
         return {
             "color": self.colours[points[0].model],
             "symbol": [self.symbol(point) for point in points],
@@ -133,7 +132,7 @@ def error_bars(estimates: Sequence[Estimate], *, thickness: float = 1) -> dict[s
 
 
 def colour_legend(marks: Marks, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """One entry per model, which shows and hides all that has its legend group; largest first."""
+    """One legend entry per model, the largest first; it shows and hides the model's group."""
     order = list(marks.colours)
     return [
         {
@@ -151,7 +150,7 @@ def colour_legend(marks: Marks, points: Sequence[Point]) -> list[dict[str, Any]]
 
 
 def shape_legend(marks: Marks, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Entries that say what a shape means, without points of their own."""
+    """Legend entries for the shapes, without points."""
     shown = {point.method: f"{marks.symbols[point.method]}" for point in points}
     entries = {} if len(shown) < 2 else {method: f"{shown[method]}-open" for method in shown}
     if any(point.measured and not point.failed for point in points):

@@ -1,4 +1,4 @@
-"""The HTML page: its text and its tables here, its behaviour in `page.js`, all in one file."""
+"""The HTML page: its text and tables; `page.js` has its behaviour."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = (
 )  # fmt: skip
 NUMBERS = frozenset(COLUMNS[2:4] + COLUMNS[7:13])
 NONE = "–"
-MAX_REASONS = 6  # before the first figure; the others are folded away
+MAX_REASONS = 6  # before the first figure; more are folded
 
 
 def write_report(place: Path, output: Path | None = None) -> Path:
@@ -59,7 +59,7 @@ def page(source: Source) -> str:
         "plotly": (folder / "plotlyjs" / "plotly.min.js").read_text(encoding="utf-8"),
         "script": (folder / "page.js").read_text(encoding="utf-8"),
     }
-    # split at the slots once: what is filled in may itself spell like a slot
+    # split at the slots once: filled-in text may itself look like a slot
     first, *slots = (folder / "page.html").read_text(encoding="utf-8").split("{{")
     parts = [first]
     for piece in slots:
@@ -69,13 +69,13 @@ def page(source: Source) -> str:
 
 
 def _script_json(values: Any) -> str:
-    """JSON that may stand in a script element: no text in it can close the element."""
+    """JSON that is safe inside a script element: no text in it can close the element."""
     text = json.dumps(values, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _lead(figures: Sequence[dict[str, Any]]) -> str:
-    """The figure of the first screen: the fine-tuning plane where there is one."""
+    """The figure of the first screen: the fine-tuning plane, if there is one."""
     return str(figures[0]["id"]) if figures else ""
 
 
@@ -192,7 +192,7 @@ def _answer(source: Source) -> str:
 
 
 def _prose(text: str) -> str:
-    """`text` as HTML, what stands in backticks as code."""
+    """`text` as HTML, with text in backticks as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
@@ -301,7 +301,7 @@ def _plain_table(head: Sequence[str], rows: Sequence[str]) -> str:
 
 
 def _gpus(source: Source) -> str:
-    """What the plan comes to on each GPU of its list."""
+    """The winner on each GPU of the plan."""
     if not source.gpus:
         return ""
     rows = []
@@ -334,7 +334,7 @@ def _missing(source: Source) -> str:
 
 
 def _provenance(source: Source) -> str:
-    """Where every figure is from: data, formulas, calibration, versions, device."""
+    """Provenance of the figures: data, formulas, calibration, versions, device."""
     facts, texts = source.provenance, source.texts
     calibration, device = facts["calibration"], facts["device"]
     rows = [

@@ -30,7 +30,7 @@ _PARTS_OF_REPORT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A value with its bounds, equal where it was measured."""
+    """A value with its bounds, which equal it if it was measured."""
 
     value: float
     low: float
@@ -44,7 +44,7 @@ class Point:
     Args:
         tokens: length of a training sequence, or prompt and new tokens, as text.
         outcome: how a profile ended ("ok", "oom", …); empty where there was none.
-        time_per_token_s: None on any card of so much memory, as every time is.
+        time_per_token_s: None, like every time, if only an amount of memory is given.
         breakdown: predicted bytes by part; empty in answers of a release before the report.
     """
 
@@ -82,7 +82,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One measured quantity beside its predictions, by the stage of the run they are from."""
+    """One measured quantity and its predictions, by stage of the run."""
 
     name: str
     quantity: str
@@ -93,10 +93,10 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnGpu:
-    """What the plan comes to on one GPU of its list, as `gpu_choice.OnGpu` was written.
+    """The result on one GPU of the plan, as `gpu_choice.OnGpu` was written.
 
     Args:
-        winner: its name; empty where there is none, and `refusal` may say why.
+        winner: its name; empty if there is none, and `refusal` may have the reason.
         marks: what is best about it: "recommended", "fastest", "cheapest".
     """
 
@@ -117,9 +117,9 @@ class Source:
     Args:
         explanation: the answer and its reasons in lines of text.
         num_sequences: of the training data; None where this is not known.
-        texts: what is shown as it is, by key of the answer.
-        points: the candidates of both stages; `winner` is the index of the best one, `front` those
-            of fine-tuning candidates that no other beats in both time and memory.
+        texts: texts that are shown literally, by key of the answer.
+        points: the candidates of both stages; `winner` is the index of the best one, `front` the
+            Pareto front of fine-tuning candidates in time and memory.
         side_by_side: one shape with every method and rank.
         gpus: every GPU of the plan's list; empty where it has one.
         missing: parts of the report that this answer has no data for.
@@ -171,7 +171,7 @@ def read_source(place: Path) -> Source:
 
 
 def _all_visible(value: Any) -> Any:
-    """`value` of a JSON file, which anybody may have written, with every text as people see it."""
+    """`value` of a JSON file from anybody, with invisible characters of its texts made visible."""
     if isinstance(value, dict):
         return {visible(key): _all_visible(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -58,9 +58,9 @@ _CHAT_COMPLETION = '''\
 def encode(row, tokenizer):
     """Token ids of a row, and their labels: the prompt (-100) is not learned."""
 {split}\
-    asked = tokens(render(prompt, tokenizer, add_generation_prompt=True), tokenizer)
+    before = tokens(render(prompt, tokenizer, add_generation_prompt=True), tokenizer)
     ids = tokens(render(prompt + answer, tokenizer), tokenizer)
-    start = len(commonprefix([asked, ids]))
+    start = len(commonprefix([before, ids]))
     return ids, [-100] * start + ids[start:]
 
 
@@ -93,16 +93,16 @@ def mark_turns(messages, tokenizer):
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        asked = render(messages[:number], tokenizer, add_generation_prompt=True)
-        answered = render(messages[: number + 1], tokenizer)
-        if not (whole.startswith(asked) and whole.startswith(answered)):
+        before = render(messages[:number], tokenizer, add_generation_prompt=True)
+        after = render(messages[: number + 1], tokenizer)
+        if not (whole.startswith(before) and whole.startswith(after)):
             raise ValueError(
                 "the chat template renders this turn of the assistant otherwise once "
                 "more follow, so it can't be told apart; plan with train_on: all, "
                 "or mark the turns in the template with {% generation %}"
             )
-        start = len(commonprefix([tokens(asked, tokenizer), ids]))
-        end = len(commonprefix([tokens(answered, tokenizer), ids]))
+        start = len(commonprefix([tokens(before, tokenizer), ids]))
+        end = len(commonprefix([tokens(after, tokenizer), ids]))
         learned[start:end] = [1] * (end - start)
     return ids, learned
 
@@ -156,15 +156,15 @@ _BATCHING: dict[Collator, str] = {
     "packed-bfd": """\
     encoded = [(ids[:SEQ_LEN], labels[:SEQ_LEN]) for ids, labels in encoded]
     rows = []
-    for start in range(0, len(encoded), 1000):  # each thousand on its own, as TRL packs
-        room = []  # left, and in which row
-        some = encoded[start : start + 1000]
-        for ids, labels in sorted(some, key=lambda pair: len(pair[0]), reverse=True):
+    for start in range(0, len(encoded), 1000):  # TRL packs each thousand separately
+        room = []  # free tokens, and of which row
+        block = encoded[start : start + 1000]
+        for ids, labels in sorted(block, key=lambda pair: len(pair[0]), reverse=True):
             fits = bisect_left(room, (len(ids), -1))
-            left, number = room.pop(fits) if fits < len(room) else (SEQ_LEN, len(rows))
+            free, number = room.pop(fits) if fits < len(room) else (SEQ_LEN, len(rows))
             rows += [([], [])] * (number == len(rows))
             rows[number] = (rows[number][0] + ids, rows[number][1] + labels)
-            insort(room, (left - len(ids), number))
+            insort(room, (free - len(ids), number))
 """,
 }
 _CAUSAL_ROWS = """\

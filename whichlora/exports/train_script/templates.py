@@ -114,7 +114,7 @@ class NarrowTrainer(Trainer):
     """PEFT widens the adapters that it loads from a checkpoint; these are to stay narrow."""
 
     def _load_from_checkpoint(self, *args, **options):
-        dtypes = {name: one.dtype for name, one in self.model.named_parameters()}
+        dtypes = {name: p.dtype for name, p in self.model.named_parameters()}
         super()._load_from_checkpoint(*args, **options)
         for name, parameter in self.model.named_parameters():
             parameter.data = parameter.data.to(dtypes[name])

@@ -1,7 +1,7 @@
-"""The report's figures as plotly's own JSON: what is drawn where, without plotly.
+"""The report's figures as plotly's JSON, made without plotly.
 
 A trace's `customdata` holds indices into the candidates. The page filters by them and adds the
-hover text; a picture of a figure needs nothing else.
+hover text; an image needs nothing else.
 """
 
 from __future__ import annotations

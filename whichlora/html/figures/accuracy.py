@@ -14,7 +14,7 @@ from whichlora.units import format_bytes, format_seconds
 
 
 class _Stage(NamedTuple):
-    """When a prediction was made, and how it is drawn."""
+    """The moment of a prediction, and how it is drawn."""
 
     name: str
     label: str
@@ -36,7 +36,7 @@ _PLOTS = (
 
 
 def accuracy(source: Source, marks: Marks) -> Figure | None:
-    """Predictions and their intervals over what was measured in this run."""
+    """Predictions and their intervals over the measurements of this run."""
     if not source.comparison:
         return None
     data: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ def accuracy(source: Source, marks: Marks) -> Figure | None:
 
 
 def _guesses(rows: Sequence[Compared], stage: _Stage, axis: int) -> dict[str, Any]:
-    """The predictions of one stage over what was measured."""
+    """The predictions of one stage over the measurements."""
     guesses = [row.predicted[stage.name] for row in rows]
     return {
         "type": "scatter",
@@ -85,7 +85,7 @@ def _guesses(rows: Sequence[Compared], stage: _Stage, axis: int) -> dict[str, An
 
 
 def _diagonal(values: Sequence[float], axis: int) -> dict[str, Any]:
-    """The line of exact predictions, through all that is shown."""
+    """The line of exact predictions, through the shown range."""
     low, high = axes.span(values)
     return {
         "type": "line",

@@ -1,4 +1,4 @@
-"""What several figures share: the frame, the limits, and which candidates are the best."""
+"""Shared parts of the figures: the frame, the limits, and the best candidates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from whichlora.html.marks import Figure
 from whichlora.html.source import Estimate, Point, Source
 
-MAX_ERROR_BARS = 80  # points; more of them hide each other, and the hover text has the interval
+MAX_ERROR_BARS = 80  # points; more bars would overlap, and the hover text has the interval
 WITHIN_REACH = 4.0  # a limit this many times beyond the largest point still gets its line
 SIDE_BY_SIDE = ([0.0, 0.455], [0.545, 1.0])  # of two plots in one figure
 
@@ -25,7 +25,7 @@ def new_figure(name: str, title: str, about: str, data: Sequence[Any], **layout:
 
 
 def shown_values(estimates: Sequence[Estimate]) -> list[float]:
-    """What an axis must show: the values, and the ends of their bars where these are drawn."""
+    """The values that an axis must show, with the ends of error bars that are drawn."""
     if len(estimates) > MAX_ERROR_BARS:
         return [estimate.value for estimate in estimates]
     return [
@@ -37,9 +37,9 @@ def limit_lines(
     limits: Sequence[tuple[float | None, str, Callable[[float], str], str, list[float]]],
     axis: str = "",
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Lines and labels of the limits that lie near the points, which the axis is widened by.
+    """Lines and labels of the limits near the points; the axis is widened to show them.
 
-    A limit far beyond every point would press them into a corner: it is told in words.
+    A limit far beyond every point would press them into a corner: it gets a sentence instead.
     """
     lines, labels, beyond = [], [], ""
     for value, name, show, across, values in limits:
@@ -65,7 +65,7 @@ def limit_line(
     Args:
         across: "y" for a limit of the vertical axis, "x" for one of the horizontal.
         axis: number of the axis where there are several, as plotly counts them.
-        ref: the other axis, where the line must stay within one of several plots.
+        ref: reference of the other axis, to keep the line within one of several plots.
     """
     along = "x" if across == "y" else "y"
     domain = ref or f"{along}{axis} domain"
@@ -109,9 +109,9 @@ def best_of_each(source: Source, count: int) -> list[int]:
 
 
 def _rank(point: Point) -> tuple[bool, bool, int, float]:
-    """As the search ranks: what meets the limits first, then the larger model, then the faster.
+    """As the search ranks: candidates that meet the limits, then larger models, then faster ones.
 
-    Without a time, the larger batch.
+    Without a time, larger batches come first.
     """
     time = -point.batch_size if point.total_s is None else point.total_s.value
     return (point.failed, point.verdict == "misses", -point.num_params, time)

@@ -156,7 +156,7 @@ def _pair(
             }
             if bars:
                 trace["error_y"] = error_bars(estimates)
-            if mode == "markers":  # a line is told by its colour, its dashes and its hover text
+            if mode == "markers":  # a line has its colour, dashes and hover text
                 trace = marks.with_numbers(trace, group_points)
             data.append(trace)
     time_limit = None if limits[0] is None else source.limit(limits[0])

@@ -1,4 +1,4 @@
-"""Bytes by part: of the best candidates, and of one shape with every method and rank."""
+"""Bytes by part of the best candidates, and of one shape with every method and rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time-memory planes."""
+"""Plots of time against peak memory."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _plane(
 def _clouds(
     source: Source, marks: Marks, shown: Sequence[int], time: TimeOf, *, bars: bool
 ) -> list[dict[str, Any]]:
-    """The candidates, those of one model in one trace."""
+    """The candidates, one trace per model."""
     points = source.points
     traces = []
     for model in dict.fromkeys(points[i].model for i in shown):
@@ -108,7 +108,7 @@ def _clouds(
             "mode": "markers",
             "name": escape(marks.labels[model], quote=False),
             "legendgroup": model,
-            "showlegend": False,  # its first point may be a cross; the legend shows the colour
+            "showlegend": False,  # its first point may be a cross, but the legend shows the colour
             "x": [estimate.value for estimate in times],
             "y": [estimate.value for estimate in peaks],
             "customdata": indices,
@@ -121,7 +121,7 @@ def _clouds(
 
 
 def _ring(source: Source, winner: int, time: TimeOf) -> dict[str, Any]:
-    """A ring around the winner, which is one of those shown."""
+    """A ring around the winner."""
     best = source.points[winner]
     best_time = time(best)
     assert best_time is not None
@@ -143,7 +143,7 @@ def _ring(source: Source, winner: int, time: TimeOf) -> dict[str, Any]:
 
 
 def _front(source: Source, shown: Sequence[int], time: TimeOf) -> list[dict[str, Any]]:
-    """A step line through the candidates that none beats in both time and memory."""
+    """The Pareto front of time and memory as a step line."""
     ends = [
         (i, estimate) for i in source.front if i in shown and (estimate := time(source.points[i]))
     ]
