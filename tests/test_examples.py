@@ -15,7 +15,7 @@ from whichlora.cluster import rounds, watch
 from whichlora.cluster.on_this_machine import LocalEngine
 from whichlora.spec.results import Measurement, Prediction
 from whichlora.spec.run import RunConfig
-from whichlora.workflow import run as workflow
+from whichlora.workflow.run import run_plan
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 HERE = {"quickstart.yaml", "report.yaml", "slurm.yaml", "quickstart.jsonl"}
@@ -66,7 +66,7 @@ def test_no_example_is_left_out() -> None:
 
 def test_the_quickstart_ends_with_a_measured_winner(example: Example, tmp_path: Path) -> None:
     path = example("quickstart.yaml", f"calibration_dir: {tmp_path / 'records'}\n", train="false")
-    answer = workflow.run(path, progress=Silent())
+    answer = run_plan(path, progress=Silent())
     assert answer.winner is not None
     assert answer.winner.measured
     assert (tmp_path / "runs" / "quickstart" / "train.py").is_file()
@@ -74,7 +74,7 @@ def test_the_quickstart_ends_with_a_measured_winner(example: Example, tmp_path: 
 
 def test_the_keys_of_the_original_report_lead_to_an_answer(example: Example) -> None:
     dry = "gpu: a100-sxm-80gb\nprofile: none\nweights: random\n"
-    answer = workflow.run(example("report.yaml", dry), progress=Silent())
+    answer = run_plan(example("report.yaml", dry), progress=Silent())
     assert answer.winner is not None
     assert answer.winner.run.model == "meta-llama/Llama-3.1-8B"
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from whichlora.calibration import database as databases
-from whichlora.calibration.database import Refit
+from whichlora.calibration.database import Refit, calibrate_all
 from whichlora.errors import ConfigError
 from whichlora.extras import require
 from whichlora.predict.explain import Explanation
@@ -40,7 +39,7 @@ from whichlora.workflow.guide import GuideRow
 if TYPE_CHECKING:
     import pandas as pd
 
-    from whichlora.workflow.run import Answer
+    from whichlora.workflow.answer import Answer
 
 AnyPath = str | Path
 
@@ -92,8 +91,8 @@ def estimate(
 ) -> Answers[Prediction]:
     """Peak memory and time of every combination; nothing is run or downloaded but a config.
 
-    >>> (one,) = estimate("Qwen/Qwen2.5-7B", "rtx-4090-24gb", method="qlora", seq_len=1024)
-    >>> one.verdict
+    >>> (prediction,) = estimate("Qwen/Qwen2.5-7B", "rtx-4090-24gb", method="qlora", seq_len=1024)
+    >>> prediction.verdict
     'fits'
 
     Args:
@@ -108,7 +107,7 @@ def estimate(
         A list; its `refused` are the combinations whose settings exclude each other.
 
     Raises:
-        ConfigError: an unknown name, or nothing is left of the combinations.
+        ConfigError: an unknown name, or no combination remains.
     """
     return estimates.estimate(
         _runs(models, settings),
@@ -127,8 +126,8 @@ def explain(
 ) -> Explanation:
     """Every tensor at the peak of one run, and what each other choice would change.
 
-    >>> found = explain("Qwen/Qwen2.5-7B", "rtx-4090-24gb", method="qlora", seq_len=1024)
-    >>> found.lines[0].what
+    >>> explanation = explain("Qwen/Qwen2.5-7B", "rtx-4090-24gb", method="qlora", seq_len=1024)
+    >>> explanation.lines[0].what
     'embeddings and head'
 
     Args:
@@ -177,18 +176,18 @@ def recommend(
         ConfigError: a fault in the plan, the data, a model or the device.
         MeasurementError: the profiler cannot start.
     """
-    from whichlora.workflow import run as workflow
+    from whichlora.workflow.run import run_plan
 
     with Progress(quiet=quiet) as progress:
         if not isinstance(plan, Mapping):
-            return workflow.run(Path(plan), fresh=fresh, progress=progress)
+            return run_plan(Path(plan), fresh=fresh, progress=progress)
         text = json.dumps({"output_dir": "runs/recommend"} | dict(plan), indent=1)  # is YAML, too
         with tempfile.NamedTemporaryFile(
             "w", dir=Path.cwd(), prefix="plan-", suffix=".yaml", encoding="utf-8"
         ) as file:
             file.write(text)
             file.flush()
-            return workflow.run(Path(file.name), fresh=fresh, progress=progress)
+            return run_plan(Path(file.name), fresh=fresh, progress=progress)
 
 
 def calibrate(gpu: str | None = None, *, calibration_dir: AnyPath | None = None) -> list[Refit]:
@@ -204,11 +203,11 @@ def calibrate(gpu: str | None = None, *, calibration_dir: AnyPath | None = None)
         ConfigError: an unknown accelerator.
         DataFileError: a broken record file; nothing is written then.
     """
-    return databases.calibrate_all(gpu, _path(calibration_dir))
+    return calibrate_all(gpu, _path(calibration_dir))
 
 
 def to_frame(
-    found: Iterable[Prediction | GuideRow | Placement] | Explanation | Answer,
+    answer: Iterable[Prediction | GuideRow | Placement] | Explanation | Answer,
 ) -> pd.DataFrame:
     """What the functions here return as a DataFrame, in bytes and seconds.
 
@@ -223,26 +222,28 @@ def to_frame(
     import pandas as pd
 
     from whichlora.terminal import candidate_row
-    from whichlora.workflow.run import Answer
+    from whichlora.workflow.answer import Answer
 
-    if isinstance(found, Answer):
-        return pd.DataFrame([candidate_row(one) for one in (*found.inference, *found.finetune)])
-    if isinstance(found, Explanation):
-        return pd.DataFrame([_line_row(line) for line in (*found.lines, *found.card)])
-    return pd.DataFrame([_row_of(one) for one in found])
+    if isinstance(answer, Answer):
+        return pd.DataFrame(
+            [candidate_row(candidate) for candidate in (*answer.inference, *answer.finetune)]
+        )
+    if isinstance(answer, Explanation):
+        return pd.DataFrame([_line_row(line) for line in (*answer.lines, *answer.card)])
+    return pd.DataFrame([_row_of(row) for row in answer])
 
 
-def _row_of(one: Prediction | GuideRow | Placement) -> dict[str, Any]:
-    if isinstance(one, GuideRow):
-        return one.to_row()
-    if isinstance(one, Prediction):
-        return _row(one)
-    judged = {} if one.prediction is None else _row(one.prediction)
+def _row_of(row: Prediction | GuideRow | Placement) -> dict[str, Any]:
+    if isinstance(row, GuideRow):
+        return row.to_row()
+    if isinstance(row, Prediction):
+        return _prediction_row(row)
+    judged = {} if row.prediction is None else _prediction_row(row.prediction)
     return {
-        "gpu": one.gpu.key,
-        "memory_bytes": one.gpu.memory_bytes,
-        "largest_batch_size": one.batch_size,
-        "refusal": one.refusal,
+        "gpu": row.gpu.key,
+        "memory_bytes": row.gpu.memory_bytes,
+        "largest_batch_size": row.batch_size,
+        "refusal": row.refusal,
     } | judged
 
 
@@ -252,42 +253,42 @@ def _line_row(line: Line) -> dict[str, Any]:
     return row
 
 
-def _row(one: Prediction) -> dict[str, Any]:
-    run = one.run.to_dict()
+def _prediction_row(prediction: Prediction) -> dict[str, Any]:
+    run = prediction.run.to_dict()
     run["target_modules"] = ", ".join(run["target_modules"])
-    run["libraries"] = ", ".join(f"{name}={version}" for name, version in one.run.libraries)
-    low, high = one.memory.interval_bytes
-    low_s, high_s = one.time.interval_s
+    run["libraries"] = ", ".join(f"{name}={version}" for name, version in prediction.run.libraries)
+    low, high = prediction.memory.interval_bytes
+    low_s, high_s = prediction.time.interval_s
     return {
         "model": run.pop("model"),
-        "gpu": one.gpu,
+        "gpu": prediction.gpu,
         **run,
-        "num_params": one.num_params,
-        "num_trainable_params": one.num_trainable_params,
-        "peak_allocated_bytes": one.memory.peak_allocated_bytes,
-        "device_used_bytes": one.memory.device_used_bytes,
+        "num_params": prediction.num_params,
+        "num_trainable_params": prediction.num_trainable_params,
+        "peak_allocated_bytes": prediction.memory.peak_allocated_bytes,
+        "device_used_bytes": prediction.memory.device_used_bytes,
         "device_used_low_bytes": low,
         "device_used_high_bytes": high,
-        **{f"{part}_bytes": size for part, size in one.memory.breakdown.items()},
-        "usable_bytes": one.usable_bytes,
-        "verdict": one.verdict,
-        "step_s": one.time.step_s,
-        "tokens_per_s": one.time.tokens_per_s,
-        "time_per_token_s": one.time.time_per_token_s,
+        **{f"{part}_bytes": size for part, size in prediction.memory.breakdown.items()},
+        "usable_bytes": prediction.usable_bytes,
+        "verdict": prediction.verdict,
+        "step_s": prediction.time.step_s,
+        "tokens_per_s": prediction.time.tokens_per_s,
+        "time_per_token_s": prediction.time.time_per_token_s,
         "time_low_s": low_s,
         "time_high_s": high_s,
-        "basis": one.basis,
+        "basis": prediction.basis,
     }
 
 
 def _runs(
     models: str | Sequence[str], settings: Mapping[str, Any]
 ) -> Iterator[RunConfig | Refused]:
-    known = RunSettings.__annotations__
+    accepted = RunSettings.__annotations__
     grid: dict[str, list[Any]] = {"model": _listed(models), "gradient_checkpointing": [None]}
     for name, value in settings.items():
-        if name not in known:
-            raise ConfigError(f"{name}: is not a setting; accepted are {', '.join(known)}")
+        if name not in accepted:
+            raise ConfigError(f"{name}: is not a setting; accepted are {', '.join(accepted)}")
         if name == "target_modules":
             grid[name] = [(value,) if isinstance(value, str) else tuple(value)]
         else:

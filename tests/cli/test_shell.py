@@ -202,7 +202,7 @@ def test_an_interrupt_is_neither_done_nor_nothing_fits(monkeypatch: pytest.Monke
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("whichlora.workflow.run.run", interrupt)
+    monkeypatch.setattr("whichlora.workflow.run.run_plan", interrupt)
     result = CliRunner().invoke(main, ["run", "my plan.yaml", "--fresh", "--prefer", "time"])
     said = "go on with: whichlora run 'my plan.yaml' --prefer time\n"
     assert (result.exit_code, result.stderr) == (

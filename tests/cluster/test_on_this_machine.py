@@ -28,7 +28,7 @@ from whichlora.cluster.state import Sweep
 from whichlora.cluster.tasks import profile_task
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.store.locks import hold_folder
-from whichlora.workflow import run as workflow
+from whichlora.workflow.run import run_plan
 
 TESTS = Path(__file__).parents[1]
 H100, L40S = "h100-sxm-80gb", "l40s-48gb"
@@ -171,7 +171,7 @@ def test_a_sweep_ends_as_a_plain_run_on_each_gpu_does(tmp_path: Path) -> None:
     for gpu, winner in winners.items():
         alone = tmp_path / gpu
         alone.mkdir()
-        plain = workflow.run(write_config(alone, gpu=gpu), progress=Silent()).winner
+        plain = run_plan(write_config(alone, gpu=gpu), progress=Silent()).winner
         assert winner is not None
         assert plain is not None
         assert winner.run == plain.run

@@ -40,7 +40,7 @@ from whichlora.store.models import list_models
 from whichlora.store.paths import data_folder
 from whichlora.terminal import Progress
 from whichlora.workflow import estimates, export
-from whichlora.workflow import run as workflow
+from whichlora.workflow.run import run_plan
 
 MODEL, GPU = "HuggingFaceTB/SmolLM2-135M", "l4-24gb"
 SMALL_MODELS = (
@@ -238,7 +238,7 @@ def make_plan(rng: random.Random) -> str:
     return text
 
 
-def run_plan(text: str, folder: Path) -> None:
+def run_text(text: str, folder: Path) -> None:
     path = emptied(folder) / "plan.yaml"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
     with chdir(folder):
@@ -246,7 +246,7 @@ def run_plan(text: str, folder: Path) -> None:
         measures = plan.profile != "none" or plan.train
         if measures or plan.calibration_dir is not None or not _is_within(folder, plan.output_dir):
             return  # measures on this machine, or writes where no test may
-        workflow.run(path, progress=Progress(quiet=True))
+        run_plan(path, progress=Progress(quiet=True))
 
 
 def _is_within(folder: Path, place: Path) -> bool:
@@ -440,7 +440,7 @@ TARGETS = {
     for target in (
         Target(name="command_line", make=make_command_line, run=run_command_line),
         Target(name="model", make=make_model, run=run_model),
-        Target(name="plan", make=make_plan, run=run_plan),
+        Target(name="plan", make=make_plan, run=run_text),
         Target(name="answer", make=make_answer, run=run_answer),
         Target(name="records", make=make_records, run=run_records),
         Target(name="table", make=make_table, run=run_table),

@@ -12,8 +12,8 @@ from plan_runs import Silent, write_config
 from whichlora.config import load_plan
 from whichlora.errors import ConfigError
 from whichlora.store.gpus import find_gpu
-from whichlora.workflow import run as workflow
-from whichlora.workflow.run import Answer
+from whichlora.workflow.answer import Answer
+from whichlora.workflow.run import run_plan
 from whichlora.workflow.session import Session
 
 
@@ -50,7 +50,7 @@ def answers(
         for key, value in limits.items():
             text = text.replace(f"{key}: {'10h' if key == 'total_time' else '64GiB'}", value)
         path.write_text(text)
-        found.append(workflow.run(path, progress=Silent()))
+        found.append(run_plan(path, progress=Silent()))
     return found[0], found[1]
 
 
@@ -103,7 +103,7 @@ def test_of_a_list_what_the_device_does_not_run_is_left_out(tmp_path: Path) -> N
 
 def test_rows_name_the_settings_that_the_plan_has_several_of(tmp_path: Path) -> None:
     path = plan_file(tmp_path, gradient_checkpointing="[true, false]")
-    workflow.run(path, progress=Silent())
+    run_plan(path, progress=Silent())
     written = json.loads((tmp_path / "out" / "answer.json").read_text())
     variants = {row["variant"] for row in written["finetune"]}
     assert {"lora r=8", "lora r=8, no checkpointing"} <= variants

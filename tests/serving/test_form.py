@@ -53,7 +53,7 @@ def test_methods_that_are_served_alike_share_one_stage_1(tmp_path: Path) -> None
     path = write_config(tmp_path, methods="[full, lora, dora, qlora]")
     path.write_text(path.read_text().replace("ranks: 8", "ranks: [4, 8]"))
     session = Session(load_plan(path), find_gpu("cpu"), Silent(), fresh=True)
-    runs = session.asked.inference_runs()
+    runs = session.space.inference_runs()
     forms = {serving_form(run) for run in runs if run.model == LLAMA or "Smol" in run.model}
     assert {form_in_words(form) for form in forms} == {
         "merged 32-bit",
@@ -61,8 +61,8 @@ def test_methods_that_are_served_alike_share_one_stage_1(tmp_path: Path) -> None
         "nf4-dq + qlora r=8",
     }
     assert len(runs) == len({*runs}) == 3 * 3 * 2  # models, forms, batch sizes
-    for run in session.asked.finetune_runs():
-        assert session.asked.form(run) in {session.asked.form(one) for one in runs}
+    for run in session.space.finetune_runs():
+        assert session.space.form(run) in {session.space.form(one) for one in runs}
 
 
 def test_a_record_from_before_forms_was_served_merged() -> None:

@@ -27,7 +27,7 @@ from whichlora.terminal import (
     write_summary,
 )
 from whichlora.units import GiB
-from whichlora.workflow.run import Answer, Compared, Search
+from whichlora.workflow.answer import Answer, Compared, Search
 
 TRAIN = RunConfig(model="org/good", batch_size=4, seq_len=100)
 SERVE = RunConfig(model="org/good", phase="inference", prompt_len=16, max_new_tokens=8)

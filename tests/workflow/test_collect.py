@@ -10,7 +10,7 @@ from fake_profiler import FakeProfiler
 from plan_runs import Silent, write_config
 
 from whichlora.cli import main
-from whichlora.workflow import collect as measuring
+from whichlora.workflow import collect
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
@@ -20,7 +20,7 @@ def test_few_runs_halve_the_error_of_all_candidates(
     fake_device: type[FakeProfiler],
 ) -> None:
     progress = Silent()
-    found = measuring.measure(write_config(tmp_path), budget_s=600.0, progress=progress).after
+    found = collect.measure(write_config(tmp_path), budget_s=600.0, progress=progress).after
     trained = [run for run in fake_device.calls if run.phase == "finetune"]
     assert 1 <= len(trained) <= 9  # of 18 candidates; inferences cost less and are all measured
     assert len(set(fake_device.calls)) == len(fake_device.calls)
@@ -35,8 +35,8 @@ def test_the_budget_ends_the_measuring(
     fake_device: type[FakeProfiler],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(measuring, "START_S", 0.1)
-    measuring.measure(write_config(tmp_path), budget_s=5.0, progress=Silent())
+    monkeypatch.setattr(collect, "START_S", 0.1)
+    collect.measure(write_config(tmp_path), budget_s=5.0, progress=Silent())
     assert 1 <= len(fake_device.calls) <= 5  # a run of the fake device costs a second
 
 

@@ -13,8 +13,8 @@ from plan_runs import Silent
 
 from whichlora.errors import ConfigError
 from whichlora.workflow import estimates
-from whichlora.workflow import run as workflow
-from whichlora.workflow.run import Answer
+from whichlora.workflow.answer import Answer
+from whichlora.workflow.run import run_plan
 
 MODELS = ("HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B")
 COUNTS = {"samples": 1000, "tokens": 200_000}
@@ -36,7 +36,7 @@ def plan_file(folder: Path, **keys: Any) -> Path:
 
 
 def answered(folder: Path, **keys: Any) -> Answer:
-    return workflow.run(plan_file(folder, **keys), progress=Silent())
+    return run_plan(plan_file(folder, **keys), progress=Silent())
 
 
 def rows_in(folder: Path) -> dict[str, str]:

@@ -21,6 +21,7 @@ from fake_profiler import FakeProfiler
 from plan_runs import MODELS, Silent, write_config
 from rich.console import Console
 
+import whichlora
 from whichlora import terminal as report
 from whichlora.cli import main
 from whichlora.config import DEFAULT_MODELS
@@ -32,15 +33,15 @@ from whichlora.store.hub import load_model
 from whichlora.store.locks import hold_folder
 from whichlora.terminal.answer import gpu_rows
 from whichlora.workflow import estimates
-from whichlora.workflow import run as workflow
+from whichlora.workflow.answer import Answer
 from whichlora.workflow.export import read_recipe, write_export
-from whichlora.workflow.run import Answer
+from whichlora.workflow.run import run_plan
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 def test_the_largest_model_wins_when_nothing_limits_it(tmp_path: Path) -> None:
-    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    answer = run_plan(write_config(tmp_path), progress=Silent())
     assert answer.winner is not None
     assert answer.winner.run.model == "Qwen/Qwen2.5-0.5B"
     assert answer.winner.measured
@@ -48,7 +49,7 @@ def test_the_largest_model_wins_when_nothing_limits_it(tmp_path: Path) -> None:
 
 
 def test_the_winners_serving_was_measured_too(tmp_path: Path) -> None:
-    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    answer = run_plan(write_config(tmp_path), progress=Silent())
     assert answer.winner is not None
     serving = [one for one in answer.inference if one.run.model == answer.winner.run.model]
     assert any(one.measured and one.verdict == "meets" for one in serving)
@@ -60,11 +61,11 @@ def test_the_frontier_finds_what_profiling_everything_finds_in_fewer_runs(
     limits = {"finetune_memory": "1.3GiB", "total_time": "20min"}
     (tmp_path / "all").mkdir()
     (tmp_path / "frontier").mkdir()
-    everything = workflow.run(
+    everything = run_plan(
         write_config(tmp_path / "all", profile="all", **limits), progress=Silent()
     )
     runs_of_all = len(fake_device.calls)
-    frontier = workflow.run(write_config(tmp_path / "frontier", **limits), progress=Silent())
+    frontier = run_plan(write_config(tmp_path / "frontier", **limits), progress=Silent())
     assert everything.winner is not None
     assert frontier.winner is not None
     assert frontier.winner.run == everything.winner.run
@@ -76,7 +77,7 @@ def test_a_model_that_cannot_be_served_is_never_fine_tuned(
     tmp_path: Path, fake_device: type[FakeProfiler]
 ) -> None:
     path = write_config(tmp_path, inference_memory="1GiB", methods="lora")
-    answer = workflow.run(path, progress=Silent())
+    answer = run_plan(path, progress=Silent())
     assert "Qwen/Qwen2.5-0.5B" not in answer.kept
     trained = {run.model for run in fake_device.calls if run.phase == "finetune"}
     assert "Qwen/Qwen2.5-0.5B" not in trained
@@ -87,7 +88,7 @@ def test_a_model_that_cannot_be_served_is_never_fine_tuned(
 def test_a_method_falls_only_with_the_form_in_which_its_model_is_served(
     tmp_path: Path, fake_device: type[FakeProfiler]
 ) -> None:
-    answer = workflow.run(write_config(tmp_path, inference_memory="1GiB"), progress=Silent())
+    answer = run_plan(write_config(tmp_path, inference_memory="1GiB"), progress=Silent())
     trained = {(run.model, run.method) for run in fake_device.calls if run.phase == "finetune"}
     assert ("Qwen/Qwen2.5-0.5B", "lora") not in trained  # 16 bit and merged it takes 2 GiB in fp32
     assert answer.winner is not None
@@ -98,7 +99,7 @@ def test_a_method_falls_only_with_the_form_in_which_its_model_is_served(
 
 
 def test_what_is_clearly_slower_is_not_timed_to_the_end_and_the_winner_is(tmp_path: Path) -> None:
-    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    answer = run_plan(write_config(tmp_path), progress=Silent())
     assert answer.winner is not None
     assert answer.winner.total_s is not None
     assert answer.winner.measurement is not None
@@ -116,7 +117,7 @@ def test_what_is_clearly_slower_is_not_timed_to_the_end_and_the_winner_is(tmp_pa
 
 
 def test_profiling_everything_makes_every_batch(tmp_path: Path) -> None:
-    answer = workflow.run(write_config(tmp_path, profile="all"), progress=Silent())
+    answer = run_plan(write_config(tmp_path, profile="all"), progress=Silent())
     records = [one.measurement for one in answer.finetune if one.measurement is not None]
     assert {len(one.step_s) for one in records} == {answer.plan.num_batches}
 
@@ -124,7 +125,7 @@ def test_profiling_everything_makes_every_batch(tmp_path: Path) -> None:
 def test_the_answer_says_how_sure_it_is_and_what_it_cost(
     tmp_path: Path, fake_device: type[FakeProfiler]
 ) -> None:
-    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    answer = run_plan(write_config(tmp_path), progress=Silent())
     search = answer.search
     assert search.stopped_by == "certain"
     assert search.confidence >= 0.95
@@ -139,7 +140,7 @@ def test_a_budget_of_one_run_ends_the_search_and_says_so(
 ) -> None:
     path = write_config(tmp_path)
     path.write_text(path.read_text() + "max_profile_runs: 1\n")
-    answer = workflow.run(path, progress=Silent())
+    answer = run_plan(path, progress=Silent())
     assert len(fake_device.calls) == 1
     assert answer.search.stopped_by == "runs"
     assert answer.search.confidence < 0.95
@@ -147,7 +148,7 @@ def test_a_budget_of_one_run_ends_the_search_and_says_so(
 
 @pytest.mark.parametrize("prefer", ["time", "memory"])
 def test_a_preferred_quantity_beats_size(tmp_path: Path, prefer: Any) -> None:
-    answer = workflow.run(write_config(tmp_path), progress=Silent(), prefer=prefer)
+    answer = run_plan(write_config(tmp_path), progress=Silent(), prefer=prefer)
     assert answer.winner is not None
     assert answer.winner.run.model != "Qwen/Qwen2.5-0.5B"
     meeting = [one for one in answer.finetune if one.verdict == "meets"]
@@ -163,26 +164,26 @@ def test_a_preferred_quantity_beats_size(tmp_path: Path, prefer: Any) -> None:
 
 def test_an_own_order_of_models_beats_size(tmp_path: Path) -> None:
     path = write_config(tmp_path, models=", ".join(reversed(MODELS[:2])))
-    answer = workflow.run(path, progress=Silent(), prefer="order")
+    answer = run_plan(path, progress=Silent(), prefer="order")
     assert answer.winner is not None
     assert answer.winner.run.model == MODELS[1]
 
 
 def test_a_price_is_needed_where_it_is_preferred(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="prefer: price needs the price of an hour on cpu-"):
-        workflow.run(write_config(tmp_path), progress=Silent(), prefer="price")
+        run_plan(write_config(tmp_path), progress=Silent(), prefer="price")
 
 
 def test_limits_of_this_gpu_take_the_place_of_the_general_ones(tmp_path: Path) -> None:
     path = write_config(tmp_path, profile="none")
     path.write_text(path.read_text() + "gpu_limits: {cpu: {finetune_memory: 1MiB}}\n")
-    assert workflow.run(path, progress=Silent()).winner is None
+    assert run_plan(path, progress=Silent()).winner is None
 
 
 def test_a_dry_run_measures_nothing_and_still_answers(
     tmp_path: Path, fake_device: type[FakeProfiler]
 ) -> None:
-    answer = workflow.run(write_config(tmp_path, profile="none"), progress=Silent())
+    answer = run_plan(write_config(tmp_path, profile="none"), progress=Silent())
     assert fake_device.calls == []
     assert answer.winner is not None
     assert not answer.winner.measured
@@ -194,7 +195,7 @@ GPU_LIST = "gpu: [l4, 4090, t4]\ngpu_prices: {l4: 0.5, 4090: 0.4}\n"
 def test_each_gpu_of_a_list_is_answered_for_and_the_best_recommended(tmp_path: Path) -> None:
     path = write_config(tmp_path, profile="none")
     path.write_text(path.read_text().replace("gpu: cpu\n", GPU_LIST))
-    answer = workflow.run(path, progress=Silent())
+    answer = run_plan(path, progress=Silent())
     choice = answer.choice
     assert choice is not None
     assert choice.best is not None
@@ -223,7 +224,7 @@ def test_of_a_list_only_the_device_of_this_machine_is_profiled(
 ) -> None:
     path = write_config(tmp_path, profile="all")
     path.write_text(path.read_text().replace("gpu: cpu\n", "gpu: [4090, cpu]\n"))
-    answer = workflow.run(path, progress=Silent())
+    answer = run_plan(path, progress=Silent())
     assert fake_device.calls
     assert answer.choice is not None
     assert [on.measured for on in answer.choice.gpus] == [False, True]
@@ -233,7 +234,7 @@ def test_where_no_gpu_of_a_list_is_sure_the_likeliest_one_is_shown(tmp_path: Pat
     path = write_config(tmp_path, profile="none", total_time="3s")
     gpus = "gpu: [p4, h100-sxm-80gb, t4]\nconfidence: 0.999\n"
     path.write_text(path.read_text().replace("gpu: cpu\n", gpus))
-    answer = workflow.run(path, progress=Silent())
+    answer = run_plan(path, progress=Silent())
     assert answer.choice is not None
     assert answer.winner is None
     assert answer.gpu.key == max(answer.choice.gpus, key=lambda on: on.best_chance).gpu
@@ -251,14 +252,14 @@ def test_a_gpu_that_runs_nothing_of_the_plan_leaves_the_others(tmp_path: Path) -
     text = path.read_text().replace("gpu: cpu\n", "gpu: [2080ti, 4090]\n")
     text = text.replace("precision: fp32", "precision: bf16")
     path.write_text(text + "attn: flash_attention_2\n")
-    answer = workflow.run(path, progress=Silent())
+    answer = run_plan(path, progress=Silent())
     assert answer.choice is not None
     assert "does not run on rtx-2080-ti-11gb" in answer.choice.gpus[0].refusal
     assert answer.gpu.key == "rtx-4090-24gb"
 
 
 def test_one_gpu_has_the_answer_it_always_had(tmp_path: Path) -> None:
-    workflow.run(write_config(tmp_path, profile="none"), progress=Silent())
+    run_plan(write_config(tmp_path, profile="none"), progress=Silent())
     assert "gpus" not in json.loads((tmp_path / "out" / "answer.json").read_text())
 
 
@@ -266,14 +267,14 @@ def test_training_needs_one_gpu(tmp_path: Path) -> None:
     path = write_config(tmp_path, profile="none")
     path.write_text(path.read_text().replace("gpu: cpu\n", GPU_LIST) + "train: true\n")
     with pytest.raises(ConfigError, match="train: true needs one gpu, got 3"):
-        workflow.run(path, progress=Silent())
+        run_plan(path, progress=Silent())
 
 
 def test_a_model_that_a_setting_refuses_leaves_the_others_in_the_plan(tmp_path: Path) -> None:
     models = f"{MODELS[0]}, albert/albert-base-v2"
     path = write_config(tmp_path, profile="none", models=models)
     path.write_text(path.read_text() + "gradient_checkpointing: true\n")
-    answer = workflow.run(path, progress=Silent())
+    answer = run_plan(path, progress=Silent())
     assert answer.winner is not None
     assert {one.run.model for one in answer.finetune} == {MODELS[0]}
     assert {one.model for one in answer.refused} == {"albert/albert-base-v2"}
@@ -287,18 +288,18 @@ def test_a_plan_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
     path = write_config(tmp_path, profile="none", models="albert/albert-base-v2")
     path.write_text(path.read_text() + "gradient_checkpointing: true\n")
     with pytest.raises(ConfigError, match="the albert of transformers has none"):
-        workflow.run(path, progress=Silent())
+        run_plan(path, progress=Silent())
 
 
 def dry_run_with_a_tight_limit(folder: Path, more: str = "") -> tuple[Answer, Candidate]:
     """The answer where the best candidate needs just what the limit allows, and that candidate."""
     (folder / "free").mkdir()
-    free = workflow.run(write_config(folder / "free", profile="none"), progress=Silent()).winner
+    free = run_plan(write_config(folder / "free", profile="none"), progress=Silent()).winner
     assert free is not None
     limit = f"{round(free.memory_bytes.value) + 1} B"
     path = write_config(folder, profile="none", finetune_memory=limit)
     path.write_text(path.read_text() + more)
-    return workflow.run(path, progress=Silent()), free
+    return run_plan(path, progress=Silent()), free
 
 
 def test_a_dry_run_crowns_no_coin_flip_and_says_what_may_fit(tmp_path: Path) -> None:
@@ -325,10 +326,10 @@ def test_a_dry_run_is_as_bold_as_it_was_asked_to_be(tmp_path: Path) -> None:
 def test_a_dry_run_that_is_sure_of_nothing_has_no_winner_and_no_job(tmp_path: Path) -> None:
     (tmp_path / "free").mkdir()
     path = write_config(tmp_path / "free", profile="none")
-    candidates = workflow.run(path, progress=Silent()).finetune
+    candidates = run_plan(path, progress=Silent()).finetune
     least = min(one.memory_bytes.value for one in candidates)
     path = write_config(tmp_path, profile="none", finetune_memory=f"{round(least)} B")
-    answer = workflow.run(path, progress=Silent())
+    answer = run_plan(path, progress=Silent())
     assert answer.winner is None
     assert answer.may_fit
     assert "job" not in answer.files
@@ -342,7 +343,7 @@ def test_a_dry_run_that_is_sure_of_nothing_has_no_winner_and_no_job(tmp_path: Pa
 def test_a_dry_run_answers_for_an_accelerator_that_is_not_here(tmp_path: Path) -> None:
     path = write_config(tmp_path, profile="none")
     path.write_text(path.read_text().replace("gpu: cpu", "gpu: a100-sxm-80gb"))
-    answer = workflow.run(path, progress=Silent())
+    answer = run_plan(path, progress=Silent())
     assert answer.gpu.key == "a100-sxm-80gb"
     assert answer.winner is not None
 
@@ -351,7 +352,7 @@ def test_profiling_an_accelerator_that_is_not_here_is_refused_at_once(tmp_path: 
     path = write_config(tmp_path)
     path.write_text(path.read_text().replace("gpu: cpu", "gpu: a100-sxm-80gb"))
     with pytest.raises(ConfigError, match=r"gpu: a100-sxm-80gb is not in this machine .* none"):
-        workflow.run(path, progress=Silent())
+        run_plan(path, progress=Silent())
 
 
 @pytest.mark.parametrize("outcome", ["oom", "crashed", "killed", "timeout", "error"])
@@ -359,7 +360,7 @@ def test_a_failed_profile_is_a_result_and_the_sweep_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str
 ) -> None:
     monkeypatch.setattr(FakeProfiler, "OUTCOMES", {"lora": outcome})
-    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    answer = run_plan(write_config(tmp_path), progress=Silent())
     assert answer.winner is not None
     assert answer.winner.run.method == "qlora"
     failed = [one for one in answer.finetune if one.measured and one.run.method == "lora"]
@@ -372,7 +373,7 @@ def test_a_time_out_leaves_the_answer_open_and_counts_until_more_time_is_given(
 ) -> None:
     monkeypatch.setattr(fake_device, "OUTCOMES", {"lora": "timeout", "qlora": "timeout"})
     path = write_config(tmp_path, models=MODELS[0])
-    first = workflow.run(path, progress=Silent())
+    first = run_plan(path, progress=Silent())
     tried = [one for one in first.finetune if one.measured]
     assert first.winner is None
     assert {one.verdict for one in tried} == {"undecided"}
@@ -382,11 +383,11 @@ def test_a_time_out_leaves_the_answer_open_and_counts_until_more_time_is_given(
     assert first.search.confidence < 0.5
     measured = len(fake_device.calls)
     monkeypatch.setattr(fake_device, "OUTCOMES", {})
-    assert workflow.run(path, progress=Silent()).winner is None
+    assert run_plan(path, progress=Silent()).winner is None
     assert len(fake_device.calls) == measured
     path.write_text(path.read_text() + "profile_timeout: 20min\n")
     progress = Silent()
-    assert workflow.run(path, progress=progress).winner is not None
+    assert run_plan(path, progress=progress).winner is not None
     assert any("measured before with a profile_timeout that was too" in x for x in progress.said)
 
 
@@ -397,7 +398,7 @@ def test_a_busy_device_is_told_once_and_marked_in_its_records(
         "whichlora.workflow.session.busy", lambda _: "other programs use 95% of 2 cores"
     )
     progress = Silent()
-    answer = workflow.run(write_config(tmp_path), progress=progress)
+    answer = run_plan(write_config(tmp_path), progress=progress)
     told = [line for line in progress.said if line.startswith("other programs")]
     assert told == [
         "other programs use 95% of 2 cores: times measured now may be too long; records say so"
@@ -423,7 +424,7 @@ def test_running_out_of_memory_rules_out_larger_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_device: type[FakeProfiler]
 ) -> None:
     monkeypatch.setattr(FakeProfiler, "OUT_OF_MEMORY_BYTES", 1 << 20)
-    answer = workflow.run(write_config(tmp_path, profile="all"), progress=Silent())
+    answer = run_plan(write_config(tmp_path, profile="all"), progress=Silent())
     assert answer.winner is None
     per_variant = [(run.model, run.method) for run in fake_device.calls if run.method]
     finetunes = [run for run in fake_device.calls if run.phase == "finetune"]
@@ -434,7 +435,7 @@ def test_running_out_of_memory_rules_out_larger_batches(
 def test_nothing_fits_names_the_closest_and_what_it_lacks(tmp_path: Path) -> None:
     from whichlora.terminal import explanation
 
-    answer = workflow.run(write_config(tmp_path, finetune_memory="1MiB"), progress=Silent())
+    answer = run_plan(write_config(tmp_path, finetune_memory="1MiB"), progress=Silent())
     assert answer.winner is None
     text = "\n".join(explanation(answer))
     assert "Nothing meets every limit." in text
@@ -442,7 +443,7 @@ def test_nothing_fits_names_the_closest_and_what_it_lacks(tmp_path: Path) -> Non
 
 
 def test_the_answer_lies_in_files_that_add_up(tmp_path: Path) -> None:
-    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    answer = run_plan(write_config(tmp_path), progress=Silent())
     written = json.loads((tmp_path / "out" / "answer.json").read_text())
     assert answer.winner is not None
     assert written["winner"]["model"] == answer.winner.run.model
@@ -459,7 +460,7 @@ def test_the_answer_lies_in_files_that_add_up(tmp_path: Path) -> None:
 def test_the_answer_fits_a_terminal_with_numbers_and_words_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    answer = workflow.run(write_config(tmp_path, total_time="1min"), progress=Silent())
+    answer = run_plan(write_config(tmp_path, total_time="1min"), progress=Silent())
     text = io.StringIO()
     console = Console(file=text, width=width, force_terminal=True, color_system=None)
     monkeypatch.setattr("whichlora.terminal.answer.open_console", lambda: console)
@@ -481,7 +482,7 @@ def test_with_twenty_models_the_winner_stands_on_one_screen(
     text = path.read_text().replace("gpu: cpu", f"gpu: {gpu}").replace("fp32", "bf16")
     path.write_text(text)
     monkeypatch.chdir(tmp_path)
-    answer = workflow.run(Path("config.yaml"), progress=Silent())
+    answer = run_plan(Path("config.yaml"), progress=Silent())
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=True, color_system=None)
     monkeypatch.setattr("whichlora.terminal.short.open_console", lambda: console)
@@ -510,7 +511,7 @@ def test_the_short_answer_keeps_what_must_be_known_before_the_winner_is_trained(
     (tmp_path / "plan.yaml").write_text(json.dumps(keys))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
-    answer = workflow.run(Path("plan.yaml"), progress=Silent())
+    answer = run_plan(Path("plan.yaml"), progress=Silent())
     report.print_short(answer)
     printed = capsys.readouterr().out
     for caution in (
@@ -533,7 +534,7 @@ def test_the_job_cuts_rows_where_the_plan_says_if_their_lengths_are_estimated(
     (longest,) = {int(n) for n in re.findall(r"sequence_length: (\d+)", text)}
     text = text.replace("weights: random\n", "") if estimated else text
     config.write_text(text)
-    answer = workflow.run(config, progress=Silent())
+    answer = run_plan(config, progress=Silent())
     assert answer.winner is not None
     job = (tmp_path / "out" / "train.py").read_text()
     assert ("estimated" in answer.tokens) is estimated
@@ -550,10 +551,10 @@ def test_a_later_answer_without_a_winner_says_that_the_job_is_of_an_earlier_one(
     tmp_path: Path,
 ) -> None:
     path = write_config(tmp_path, profile="none")
-    assert workflow.run(path, progress=Silent()).winner is not None
+    assert run_plan(path, progress=Silent()).winner is not None
     path = write_config(tmp_path, profile="none", total_time="1ms")
     progress = Silent()
-    assert workflow.run(path, progress=progress).winner is None
+    assert run_plan(path, progress=progress).winner is None
     job = tmp_path / "out" / "train.py"
     assert f"{job}: is of an earlier answer, not of this one" in progress.said
     with pytest.raises(ConfigError, match="nothing to export"):
@@ -573,7 +574,7 @@ def test_rows_are_cut_to_the_positions_that_a_model_can_look_up(
         "prefer: order\nstage2_profile: {batch_size: [1, 2]}\n"
     )
     progress = Silent()
-    answer = workflow.run(plan, progress=progress)
+    answer = run_plan(plan, progress=progress)
     lengths = {one.run.model: one.run.seq_len for one in answer.finetune}
     assert lengths == {"gpt2": 1024, "EleutherAI/pythia-160m": 2048}
     assert "gpt2: rows are cut to 1024 tokens, all its positions" in progress.said
@@ -635,14 +636,14 @@ def test_a_record_that_could_not_be_kept_is_not_measured(
     with pytest.raises(
         DataFileError, match=r"Permission denied\); set calibration_dir, or \$WHICH"
     ):
-        workflow.run(write_config(tmp_path), progress=Silent())
+        run_plan(write_config(tmp_path), progress=Silent())
     assert fake_device.calls == []
 
 
 def test_a_run_ends_with_a_report_that_is_made_from_its_files_alone(tmp_path: Path) -> None:
     from whichlora.html import write_report
 
-    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    answer = run_plan(write_config(tmp_path), progress=Silent())
     report = tmp_path / "out" / "report.html"
     assert answer.files["report"] == report
     moved = tmp_path / "moved"
@@ -652,14 +653,14 @@ def test_a_run_ends_with_a_report_that_is_made_from_its_files_alone(tmp_path: Pa
 
 
 def test_bytes_by_part_in_the_answer_add_up_to_the_predicted_peak(tmp_path: Path) -> None:
-    workflow.run(write_config(tmp_path), progress=Silent())
+    run_plan(write_config(tmp_path), progress=Silent())
     written = json.loads((tmp_path / "out" / "answer.json").read_text())
     for row in written["finetune"] + written["inference"] + written["side_by_side"]:
         assert sum(row["breakdown"].values()) == row["predicted_peak_bytes"]
 
 
 def test_the_winner_is_set_beside_every_method_and_rank(tmp_path: Path) -> None:
-    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    answer = run_plan(write_config(tmp_path), progress=Silent())
     assert answer.winner is not None
     shape = (answer.winner.run.model, answer.winner.run.batch_size, answer.winner.run.seq_len)
     found = {(one.run.method, one.run.r) for one in answer.side_by_side}
@@ -670,7 +671,7 @@ def test_the_winner_is_set_beside_every_method_and_rank(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_stands_beside_its_predictions_with_bounds(tmp_path: Path) -> None:
-    workflow.run(write_config(tmp_path), progress=Silent())
+    run_plan(write_config(tmp_path), progress=Silent())
     written = json.loads((tmp_path / "out" / "answer.json").read_text())
     assert {row["quantity"] for row in written["comparison"]} == {
         "memory_bytes", "time_per_token_s",
@@ -690,7 +691,7 @@ def test_the_refit_brings_predictions_closer_and_names_itself(tmp_path: Path) ->
     from whichlora.terminal import comparison_rows
 
     path = write_config(tmp_path, profile="all")
-    answer = workflow.run(path, progress=Silent())
+    answer = run_plan(path, progress=Silent())
     rows = [row for row in comparison_rows(answer.compared) if row["quantity"] == "step"]
     cold = max(abs(row["cold_error"]) for row in rows)
     after = max(abs(row["after_error"]) for row in rows)
@@ -703,7 +704,7 @@ def test_the_refit_brings_predictions_closer_and_names_itself(tmp_path: Path) ->
 
 
 def test_total_time_follows_the_tokens_of_the_data(tmp_path: Path) -> None:
-    answer = workflow.run(write_config(tmp_path), progress=Silent())
+    answer = run_plan(write_config(tmp_path), progress=Silent())
     best = answer.winner
     assert best is not None
     assert best.total_s is not None
@@ -729,9 +730,9 @@ def test_a_finished_run_resumes_without_measuring_again(
     tmp_path: Path, fake_device: type[FakeProfiler]
 ) -> None:
     path = write_config(tmp_path)
-    first = workflow.run(path, progress=Silent())
+    first = run_plan(path, progress=Silent())
     measured = len(fake_device.calls)
-    again = workflow.run(path, progress=Silent())
+    again = run_plan(path, progress=Silent())
     assert len(fake_device.calls) == measured
     assert first.winner is not None
     assert again.winner is not None
@@ -749,11 +750,11 @@ def test_a_folder_whose_config_has_changed_is_measured_again(
 ) -> None:
     path = write_config(tmp_path, models="./my-model")
     write_local_model(tmp_path, num_layers=4)
-    small = workflow.run(path, progress=Silent())
+    small = run_plan(path, progress=Silent())
     measured = len(fake_device.calls)
     write_local_model(tmp_path, num_layers=24)
     progress = Silent()
-    large = workflow.run(path, progress=progress)
+    large = run_plan(path, progress=progress)
     assert len(fake_device.calls) > measured
     assert not any(line.startswith("resumed") for line in progress.said)
     assert any(
@@ -773,11 +774,11 @@ def test_what_other_library_versions_measured_is_measured_again(
     path = write_config(tmp_path)
     older = installed_versions() | {"transformers": "5.22.0"}
     monkeypatch.setattr("fake_profiler.installed_versions", lambda: older)
-    workflow.run(path, progress=Silent())
+    run_plan(path, progress=Silent())
     measured = len(fake_device.calls)
     monkeypatch.setattr("fake_profiler.installed_versions", installed_versions)
     progress = Silent()
-    workflow.run(path, progress=progress)
+    run_plan(path, progress=progress)
     assert len(fake_device.calls) > measured
     said = [line for line in progress.said if "measured before" in line]
     assert said == [
@@ -789,20 +790,20 @@ def test_another_number_of_batches_is_measured_again(
     tmp_path: Path, fake_device: type[FakeProfiler]
 ) -> None:
     path = write_config(tmp_path)
-    workflow.run(path, progress=Silent())
+    run_plan(path, progress=Silent())
     measured = len(fake_device.calls)
     path.write_text(path.read_text() + "num_batches: 7\n")
     progress = Silent()
-    workflow.run(path, progress=progress)
+    run_plan(path, progress=progress)
     assert len(fake_device.calls) > measured
     assert any("measured before with 5 batches" in line for line in progress.said)
 
 
 def test_fresh_measures_again(tmp_path: Path, fake_device: type[FakeProfiler]) -> None:
     path = write_config(tmp_path)
-    workflow.run(path, progress=Silent())
+    run_plan(path, progress=Silent())
     measured = len(fake_device.calls)
-    workflow.run(path, progress=Silent(), fresh=True)
+    run_plan(path, progress=Silent(), fresh=True)
     assert len(fake_device.calls) > measured
 
 
@@ -823,7 +824,7 @@ def test_killing_the_run_loses_no_finished_measurement(tmp_path: Path, seed: int
     calls = tmp_path / "calls"
     environment = os.environ | {
         "WHICHLORA_TEST_CALLS": str(calls),
-        "PYTHONPATH": str(Path(workflow.__file__).parents[2]),
+        "PYTHONPATH": str(Path(whichlora.__file__).parents[1]),
     }
     script = Path(__file__).parents[1] / "run_with_fake_profiler.py"
     command = [sys.executable, str(script), "0.05", "run", str(path)]
@@ -852,7 +853,7 @@ def test_killing_the_run_loses_no_finished_measurement(tmp_path: Path, seed: int
 
 
 def test_a_time_per_token_times_the_tokens_it_is_of_is_the_total_beside_it(tmp_path: Path) -> None:
-    answer = workflow.run(write_config(tmp_path, profile="all"), progress=Silent())
+    answer = run_plan(write_config(tmp_path, profile="all"), progress=Silent())
     with (tmp_path / "out" / "candidates.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["phase"] == "finetune"]
     alone = [row for row in rows if row["batch_size"] == "1" and row["outcome"] in ("", "ok")]

@@ -39,19 +39,19 @@ def calibrate(
       whichlora calibrate --gpu a100-sxm-80gb
       whichlora calibrate --measure plan.yaml --budget 10min
     """
-    given = {"gpu": gpu, "calibration_dir": calibration_dir}
-    ctx.default_map = dict.fromkeys(calibrate.commands, given)
+    options = {"gpu": gpu, "calibration_dir": calibration_dir}
+    ctx.default_map = dict.fromkeys(calibrate.commands, options)
     if config is not None:
         from whichlora import terminal as report
         from whichlora.config import parse_duration
-        from whichlora.workflow import collect as measuring
+        from whichlora.workflow.collect import measure
 
         again = ("calibrate", "--measure", str(config), "--budget", budget)
         with goes_on_with(*again), report.Progress(quiet=False) as progress:
-            found = measuring.measure(config, budget_s=parse_duration(budget), progress=progress)
-        report.print_refit(found)
+            fitted = measure(config, budget_s=parse_duration(budget), progress=progress)
+        report.print_refit(fitted)
     elif ctx.invoked_subcommand is None:
-        ctx.invoke(fit, **given, as_json=False)
+        ctx.invoke(fit, **options, as_json=False)
 
 
 @calibrate.command()
@@ -66,14 +66,14 @@ def fit(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
       whichlora calibrate fit --gpu a100-sxm-80gb
     """
     from whichlora import terminal as report
-    from whichlora.calibration import database as databases
+    from whichlora.calibration import database
 
-    refits = databases.calibrate_all(gpu, calibration_dir)
+    refits = database.calibrate_all(gpu, calibration_dir)
     if as_json:
-        click.echo(as_json_text("fits", [one.to_dict() for one in refits]))
+        click.echo(as_json_text("fits", [refit.to_dict() for refit in refits]))
         return
-    for one in refits:
-        report.print_refit(one)
+    for refit in refits:
+        report.print_refit(refit)
 
 
 @calibrate.command()
@@ -88,14 +88,16 @@ def show(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
       whichlora calibrate show --gpu a100-sxm-80gb
     """
     from whichlora import terminal as report
-    from whichlora.calibration import database as databases
+    from whichlora.calibration import database
 
-    found = databases.calibration_reports(gpu, calibration_dir)
+    reports = database.calibration_reports(gpu, calibration_dir)
     if as_json:
-        click.echo(as_json_text("calibrations", [one.to_dict() for one in found]))
+        click.echo(
+            as_json_text("calibrations", [device_report.to_dict() for device_report in reports])
+        )
         return
-    for one in found:
-        report.print_calibration(one)
+    for device_report in reports:
+        report.print_calibration(device_report)
 
 
 @calibrate.command("import")
@@ -112,9 +114,9 @@ def import_(table: Path, skip_bad: bool, calibration_dir: Path | None) -> None:
       whichlora calibrate import runs.csv --skip-bad
     """
     from whichlora import terminal as report
-    from whichlora.calibration import database as databases
+    from whichlora.calibration import database
 
-    merged, refused = databases.import_table(
+    merged, refused = database.import_table(
         table, skip_bad=skip_bad, calibration_dir=calibration_dir
     )
     report.print_merged(merged, refused)
@@ -131,9 +133,9 @@ def export(path: Path, gpu: str | None, calibration_dir: Path | None) -> None:
     Example:
       whichlora calibrate export records.csv --gpu a100-sxm-80gb
     """
-    from whichlora.calibration import database as databases
+    from whichlora.calibration import database
 
-    count = databases.export_records(path, gpu, calibration_dir=calibration_dir)
+    count = database.export_records(path, gpu, calibration_dir=calibration_dir)
     click.echo(visible(f"{path}: {count} records"))
 
 
@@ -148,9 +150,9 @@ def merge(place: Path, calibration_dir: Path | None) -> None:
       whichlora calibrate merge ../colleague/calibration
     """
     from whichlora import terminal as report
-    from whichlora.calibration import database as databases
+    from whichlora.calibration import database
 
-    report.print_merged(databases.merge_records(place, calibration_dir=calibration_dir))
+    report.print_merged(database.merge_records(place, calibration_dir=calibration_dir))
 
 
 @calibrate.command()
@@ -164,9 +166,9 @@ def pull(url: str, calibration_dir: Path | None) -> None:
       whichlora calibrate pull hf://datasets/org/calibration
     """
     from whichlora import terminal as report
-    from whichlora.calibration import database as databases
+    from whichlora.calibration import database
 
-    report.print_merged(databases.pull_records(url, calibration_dir=calibration_dir))
+    report.print_merged(database.pull_records(url, calibration_dir=calibration_dir))
 
 
 @calibrate.command()
@@ -179,7 +181,7 @@ def push(url: str, calibration_dir: Path | None) -> None:
     Example:
       whichlora calibrate push s3://bucket/calibration
     """
-    from whichlora.calibration import database as databases
+    from whichlora.calibration import database
 
-    count = databases.push_records(url, calibration_dir=calibration_dir)
+    count = database.push_records(url, calibration_dir=calibration_dir)
     click.echo(visible(f"{url}: {count} new records"))

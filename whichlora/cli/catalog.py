@@ -23,18 +23,18 @@ def gpus(as_json: bool) -> None:
     from whichlora import terminal as report
     from whichlora.store.gpus import find_gpu, list_gpus
 
-    found = list_gpus()
+    catalog = list_gpus()
     if as_json:
         import dataclasses
 
-        rows = [dataclasses.asdict(gpu) for gpu in found]
+        rows = [dataclasses.asdict(gpu) for gpu in catalog]
         click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "gpus": rows}, indent=1))
         return
     try:
         here: GpuSpec | str = find_gpu("auto")
     except WhichLoraError as error:  # one that no file describes: the list is what helps
         here = str(error)
-    report.print_gpus(found, here=here)
+    report.print_gpus(catalog, here=here)
 
 
 @click.command()
@@ -51,19 +51,19 @@ def models(pattern: str, as_json: bool) -> None:
     from whichlora.store.models import list_models
 
     wanted = _letters(pattern)
-    found = [
-        one
-        for one in list_models()
-        if any(wanted in _letters(name) for name in (one.hub_id, *one.aliases))
+    matching = [
+        model
+        for model in list_models()
+        if any(wanted in _letters(name) for name in (model.hub_id, *model.aliases))
     ]
     if as_json:
         import dataclasses
 
-        rows = [dataclasses.asdict(one) for one in found]
+        rows = [dataclasses.asdict(model) for model in matching]
         click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "models": rows}, indent=1))
         return
-    if found:
-        report.print_models(found)
+    if matching:
+        report.print_models(matching)
     else:
         click.echo(f"no model has {pattern!r} in its name; 'whichlora models' lists all")
 

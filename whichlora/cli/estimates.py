@@ -60,7 +60,7 @@ def estimate(
     engine: specs.Engine,
     trace_layers: str,
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Predict peak memory and time; nothing is run.
 
@@ -73,7 +73,7 @@ def estimate(
     """
     from whichlora.workflow import combinations, estimates
 
-    settings = run_settings(models, given)
+    settings = run_settings(models, options)
     maximise = maximised(settings)
     predictions = estimates.estimate(
         combinations.combinations(settings),
@@ -94,7 +94,7 @@ def estimate(
         from whichlora import terminal as report
 
         report.print_predictions(predictions, predictions.refused)
-    if maximise and all(one.verdict != "fits" for one in predictions):
+    if maximise and all(prediction.verdict != "fits" for prediction in predictions):
         sys.exit(EXIT_NOTHING_FITS)
 
 
@@ -111,7 +111,7 @@ def explain(
     calibration_dir: Path | None,
     as_json: bool,
     as_markdown: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Where the bytes of one run go, and what would change them.
 
@@ -123,19 +123,19 @@ def explain(
 
     if as_json and as_markdown:
         raise ConfigError("--json and --markdown: only one of both")
-    run = one_run([model], given, command="explain")
+    run = one_run([model], options, command="explain")
     if "," in gpu:
         raise ConfigError(f"--gpu: explain takes one, got {gpu}; 'whichlora where' takes all")
-    found = estimates.explain(run, gpu, calibration_dir=calibration_dir)
+    explanation = estimates.explain(run, gpu, calibration_dir=calibration_dir)
     if as_json:
-        click.echo(as_json_text("explanation", found.to_dict()))
+        click.echo(as_json_text("explanation", explanation.to_dict()))
         return
     from whichlora import terminal as report
 
     if as_markdown:
-        click.echo(visible(report.explanation_markdown(found), keep="\n"), nl=False)
+        click.echo(visible(report.explanation_markdown(explanation), keep="\n"), nl=False)
     else:
-        report.print_explanation(found)
+        report.print_explanation(explanation)
 
 
 @click.command()
@@ -143,7 +143,7 @@ def explain(
 @run_options
 @calibration_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
-def where(model: str, calibration_dir: Path | None, as_json: bool, **given: Any) -> None:
+def where(model: str, calibration_dir: Path | None, as_json: bool, **options: Any) -> None:
     """Which accelerators one run fits on, the smallest first.
 
     \b
@@ -152,13 +152,15 @@ def where(model: str, calibration_dir: Path | None, as_json: bool, **given: Any)
     """
     from whichlora.workflow import estimates
 
-    run = one_run([model], given, command="where")
+    run = one_run([model], options, command="where")
     placements = estimates.where(run, calibration_dir=calibration_dir)
     if as_json:
-        click.echo(as_json_text("placements", [one.to_dict() for one in placements]))
+        click.echo(as_json_text("placements", [placement.to_dict() for placement in placements]))
     else:
         from whichlora import terminal as report
 
         report.print_placements(placements)
-    if not any(one.prediction and one.prediction.verdict == "fits" for one in placements):
+    if not any(
+        placement.prediction and placement.prediction.verdict == "fits" for placement in placements
+    ):
         sys.exit(EXIT_NOTHING_FITS)

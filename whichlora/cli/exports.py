@@ -51,7 +51,7 @@ def export(
     learning_rate: float,
     calibration_dir: Path | None,
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Write the winner of a run, or a MODEL, for another trainer.
 
@@ -73,7 +73,7 @@ def export(
         folder = export.folder_of_winner(folder)
         recipe = export.read_recipe(folder)
     else:
-        runs = list(combinations.grid(plain_settings([source], given, command="export")))
+        runs = list(combinations.grid(plain_settings([source], options, command="export")))
         if len(runs) != 1:
             raise ConfigError(f"export writes one fine-tuning, these settings make {len(runs)}")
         if runs[0].phase != "finetune":
@@ -91,10 +91,10 @@ def export(
 
 def _refuse_settings(ctx: click.Context) -> None:
     """The settings of a run are those of its winner; a setting beside it would be ignored."""
-    free = {"source", "to", "output", "calibration_dir", "as_json"}
+    accepted = {"source", "to", "output", "calibration_dir", "as_json"}
     for name in ctx.params:
-        given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if given and name not in free:
+        on_command_line = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if on_command_line and name not in accepted:
             raise ConfigError(
                 f"--{name.replace('_', '-')}: is for a MODEL; the winner of a run has its own"
             )

@@ -53,7 +53,7 @@ def guide(
     output: Path | None,
     calibration_dir: Path | None,
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """A parameter guide: memory, time for the data, throughput.
 
@@ -69,7 +69,7 @@ def guide(
     from whichlora.workflow.guide import make_guide
 
     rows = make_guide(
-        combinations.combinations(plain_settings(models, given, command="guide")),
+        combinations.combinations(plain_settings(models, options, command="guide")),
         gpus,
         num_samples=samples,
         epochs=epochs,

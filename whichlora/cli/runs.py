@@ -40,11 +40,11 @@ def run(config: Path, fresh: bool, prefer: Prefer | None, show_all: bool, as_jso
       whichlora run examples/quickstart.yaml
     """
     from whichlora import terminal as report
-    from whichlora.workflow import run as workflow
+    from whichlora.workflow.run import run_plan
 
     again = ["run", str(config), *(["--prefer", prefer] if prefer else [])]
     with goes_on_with(*again), report.Progress(quiet=as_json) as progress:
-        answer = workflow.run(config, fresh=fresh, prefer=prefer, progress=progress)
+        answer = run_plan(config, fresh=fresh, prefer=prefer, progress=progress)
     if as_json:
         click.echo(json.dumps(answer.to_dict(), indent=1))
     elif show_all:

@@ -157,17 +157,17 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def run_settings(models: Sequence[str], given: Mapping[str, Any]) -> dict[str, list[Any]]:
+def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The values of every setting, as `combinations.grid` takes them, from `run_options`."""
     quants: list[str | None] = [None]
-    if given["quant"] is not None:
-        quants = list(words("quant", tuple(get_args(specs.Quant)))(None, None, given["quant"]))
+    if options["quant"] is not None:
+        quants = list(words("quant", tuple(get_args(specs.Quant)))(None, None, options["quant"]))
     serve: list[str | None] = [None]
-    if given["serve"] is not None:
-        serve = list(words("serve", tuple(get_args(specs.Serve)))(None, None, given["serve"]))
+    if options["serve"] is not None:
+        serve = list(words("serve", tuple(get_args(specs.Serve)))(None, None, options["serve"]))
     saved = []
-    if given["modules_to_save"] is not None:
-        saved = words("modules-to-save")(None, None, given["modules_to_save"])
+    if options["modules_to_save"] is not None:
+        saved = words("modules-to-save")(None, None, options["modules_to_save"])
     single = (
         "gradient_checkpointing",
         "prepare_kbit",
@@ -177,12 +177,12 @@ def run_settings(models: Sequence[str], given: Mapping[str, Any]) -> dict[str, l
         "expandable_segments",
     )
     return {
-        **given,
-        **{name: [given[name]] for name in single},
+        **options,
+        **{name: [options[name]] for name in single},
         "model": list(models),
         "quant": quants,
         "serve": serve,
-        "target_modules": [tuple(given["target_modules"])],
+        "target_modules": [tuple(options["target_modules"])],
         "modules_to_save": [tuple(saved)],
     }
 
@@ -193,26 +193,26 @@ def maximised(settings: dict[str, Any]) -> Size | None:
     Raises:
         ConfigError: more than one, or one that the phase does not read.
     """
-    asked: list[Size] = [name for name in _SIZES if settings[name] == MAX]
-    if not asked:
+    maximised_sizes: list[Size] = [name for name in _SIZES if settings[name] == MAX]
+    if not maximised_sizes:
         return None
-    if len(asked) > 1:
+    if len(maximised_sizes) > 1:
         raise ConfigError("--batch-size and --seq-len: only one of both can be max")
-    if asked[0] == "seq_len" and "inference" in settings["phase"]:
+    if maximised_sizes[0] == "seq_len" and "inference" in settings["phase"]:
         raise ConfigError("--seq-len: max is of fine-tuning; inference takes --prompt-len")
-    settings[asked[0]] = [1]
-    return asked[0]
+    settings[maximised_sizes[0]] = [1]
+    return maximised_sizes[0]
 
 
 def plain_settings(
-    models: Sequence[str], given: Mapping[str, Any], *, command: str
+    models: Sequence[str], options: Mapping[str, Any], *, command: str
 ) -> dict[str, list[Any]]:
     """`run_settings` for a command that looks for no largest size.
 
     Raises:
         ConfigError: a size is max, or a value is not accepted.
     """
-    settings: dict[str, Any] = run_settings(models, given)
+    settings: dict[str, Any] = run_settings(models, options)
     for name in _SIZES:
         if settings[name] == MAX:
             raise ConfigError(
@@ -225,13 +225,13 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def one_run(models: Sequence[str], given: Mapping[str, Any], *, command: str) -> RunConfig:
+def one_run(models: Sequence[str], options: Mapping[str, Any], *, command: str) -> RunConfig:
     """The run that the options describe, for a command that takes one.
 
     Raises:
         ConfigError: several values, or a value that is not accepted.
     """
-    settings = plain_settings(models, given, command=command)
+    settings = plain_settings(models, options, command=command)
     for name, values in settings.items():
         flag = name if name == "model" else _flag(name)
         if len(values) > 1:

@@ -20,7 +20,9 @@ from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.spec.run import RunConfig
 from whichlora.store.jsonfiles import write_object, write_text
 from whichlora.terminal import candidate_row
-from whichlora.workflow.run import Answer, Ending, conclude, summary, write_files
+from whichlora.workflow.answer import Answer, Ending
+from whichlora.workflow.conclude import conclude, summary
+from whichlora.workflow.job import write_files
 
 _TRAINING_MARGIN = 1.5  # of the time limit over the expected time: a killed training is lost
 
@@ -83,7 +85,7 @@ def _conclude(plan: Plan, sweep: Sweep, judged: Judged) -> GroupAnswer:
     session.plan.output_dir.mkdir(parents=True, exist_ok=True)
     decision = judged.decision
     left = worth_profiling(judged.candidates, decision, plan.profile, plan.budget)
-    asked = sweep.asked(judged.group.name)
+    asked = sweep.listed_runs(judged.group.name)
     search = summary(judged.search_loop, decision, _stopped_by(plan, judged, left, asked))
     answer = conclude(session, judged.search_loop, search, decision.best)
     files = write_files(session, answer)

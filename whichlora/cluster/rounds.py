@@ -73,7 +73,7 @@ def next_round(plan: Plan, sweep: Sweep, judged: Sequence[Judged], engine: Engin
     """
     number = 1 + max((array.round for array in sweep.arrays), default=0)
     for group in sweep.groups:
-        asked = sweep.asked(group.name)
+        asked = sweep.listed_runs(group.name)
         chosen: list[tuple[Session, Candidate]] = []
         for one in judged:
             if one.group.name == group.name:

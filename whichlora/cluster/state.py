@@ -79,7 +79,7 @@ class Sweep:
     def tasks(self, array: Array) -> TaskList:
         return TaskList.read(self.run_dir / array.tasks_file)
 
-    def asked(self, group: str) -> set[RunConfig]:
+    def listed_runs(self, group: str) -> set[RunConfig]:
         """Every run that stands in a list of `group`."""
         own = (array for array in self.arrays if array.group == group)
         return {task.run for array in own for task in self.tasks(array).tasks}

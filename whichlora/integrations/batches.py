@@ -54,7 +54,7 @@ def read_batches(
     lengths = _row_lengths(dataset)
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     padded_lengths = _padded_lengths(dataloader, lengths, order, batch_size)
-    found = workload(
+    load = workload(
         TokenLengths(
             lengths={"train": tuple(padded_lengths)},
             max_length=max(padded_lengths),
@@ -64,11 +64,11 @@ def read_batches(
         collator="grouped" if grouped else "longest",
         seed=seed,
     )
-    scale = num_micro_steps / sum(found.widths.values())
+    scale = num_micro_steps / sum(load.widths.values())
     varied = batch_size > 1 and len(set(lengths)) > 1
     return Batches(
-        widths={width: count * scale for width, count in found.widths.items()},
-        longest=found.longest,
+        widths={width: count * scale for width, count in load.widths.items()},
+        longest=load.longest,
         median=lengths[order[len(order) // 2]],
         longest_row=order[-1],
         padded=varied or any(a != b for a, b in zip(lengths, padded_lengths, strict=True)),

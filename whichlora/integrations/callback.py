@@ -27,7 +27,7 @@ from whichlora.spec.results import Interval, Measurement, Prediction
 from whichlora.store.gpus import find_gpu
 from whichlora.store.measurements import MeasurementLog
 from whichlora.text import visible
-from whichlora.timing import model as timing
+from whichlora.timing.model import log_deviation, seconds
 from whichlora.units import format_bytes, format_seconds
 
 MAX_RECORDED_STEPS = 64
@@ -53,7 +53,7 @@ class Forecast:
     def step_s(self, width: int) -> float:
         """Predicted seconds of an optimizer step whose batches have this width."""
         model = self.calibration.time["finetune"]
-        return float(timing.seconds(model, step_features(self.job, seq_len=width))[0])
+        return float(seconds(model, step_features(self.job, seq_len=width))[0])
 
     def at(self, width: int, *, padded: bool) -> Prediction:
         """The prediction for batches of another width."""
@@ -217,13 +217,11 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
         prediction = predict(job.model, job.run, gpu, calibration)
         model = calibration.time["finetune"]
         total = sum(
-            count
-            / accumulation
-            * float(timing.seconds(model, step_features(job, seq_len=width))[0])
+            count / accumulation * float(seconds(model, step_features(job, seq_len=width))[0])
             for width, count in batches.widths.items()
         )
         widest = step_features(job, seq_len=max(batches.widths))
-        deviation = timing.log_deviation(model, widest, float(timing.seconds(model, widest)[0]))
+        deviation = log_deviation(model, widest, float(seconds(model, widest)[0]))
         return Forecast(
             job=job,
             prediction=prediction,
@@ -284,8 +282,10 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
                 f"{format_seconds(actual / len(timed))} a step "
                 f"(predicted {format_seconds(predicted / len(timed))}, {_off(predicted, actual)})"
             )
-            left = 1 - len(self._steps) / forecast.num_steps
-            parts.append(f"{format_seconds(forecast.total_s * actual / predicted * left)} left")
+            fraction_left = 1 - len(self._steps) / forecast.num_steps
+            parts.append(
+                f"{format_seconds(forecast.total_s * actual / predicted * fraction_left)} left"
+            )
         peak = self._peak(forecast)
         if peak:
             parts.append(f"peak {_compared(*peak)}")
@@ -337,26 +337,29 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
         except WhichLoraError as error:
             self._say(f"not recorded: {error}")
             return
-        what = "time and memory" if measurement.step_s else "memory alone (batches too uneven)"
+        recorded = "time and memory" if measurement.step_s else "memory alone (batches too uneven)"
         self._say(
-            f"recorded {what} in {log.path}; fit it with: "
+            f"recorded {recorded} in {log.path}; fit it with: "
             f"whichlora calibrate --gpu {measurement.gpu}"
         )
 
 
 def announcement(forecast: Forecast) -> list[str]:
     """What is said before step 1."""
-    one, run = forecast.prediction, forecast.job.run
-    memory = one.memory
+    prediction, run = forecast.prediction, forecast.job.run
+    memory = prediction.memory
     low, high = memory.interval_bytes
-    verdict = {"fits": "fits", "fails": "does NOT fit", "undecided": "may not fit"}[one.verdict]
+    verdict = {"fits": "fits", "fails": "does NOT fit", "undecided": "may not fit"}[
+        prediction.verdict
+    ]
     lines = [
         f"{run.model}, {run.method}, batch {run.batch_size}, longest {run.seq_len} tokens: "
-        f"{verdict} {one.gpu}: {format_bytes(memory.device_used_bytes)} of "
-        f"{format_bytes(one.usable_bytes)} (95 %: {format_bytes(low)} to {format_bytes(high)})",
+        f"{verdict} {prediction.gpu}: {format_bytes(memory.device_used_bytes)} of "
+        f"{format_bytes(prediction.usable_bytes)} "
+        f"(95 %: {format_bytes(low)} to {format_bytes(high)})",
         f"{forecast.num_steps} steps will take {format_seconds(forecast.total_s)} "
         f"(90 %: {format_seconds(forecast.total_interval_s[0])} to "
-        f"{format_seconds(forecast.total_interval_s[1])}); {one.basis}",
+        f"{format_seconds(forecast.total_interval_s[1])}); {prediction.basis}",
     ]
     batches = forecast.batches
     if batches.longest > _LONG_BATCH * batches.median:
@@ -366,7 +369,7 @@ def announcement(forecast: Forecast) -> list[str]:
             f"median row {batches.median}: it alone needs {format_bytes(memory.device_used_bytes)} "
             f"where {format_bytes(usual)} would do; it comes at any step"
         )
-    return lines + [f"note: {note}" for note in one.notes]
+    return lines + [f"note: {note}" for note in prediction.notes]
 
 
 def _device_name(device: Any) -> str:

@@ -180,7 +180,7 @@ def _read_adapters(model: Any, spec: ModelSpec, quant: str) -> tuple[Method, Map
         frozen = sum(not parameter.requires_grad for parameter in model.parameters())
         if frozen:
             raise ConfigError(f"{frozen} weights are frozen and there is no adapter")
-        return next(one for one in BUILT_IN.values() if one.trains_base), {}
+        return next(method for method in BUILT_IN.values() if method.trains_base), {}
     if len(configs) > 1:
         raise ConfigError(f"{len(configs)} adapters are loaded ({', '.join(configs)}); one is")
     (config,) = configs.values()
@@ -209,18 +209,22 @@ def _read_method(config: Any, quant: str) -> tuple[Method, Mapping[str, Any]]:
     readings = [(method, method.read_peft(config)) for method in methods]
     matching = [(method, settings) for method, settings in readings if settings is not None]
     if not matching:
-        modelled = dict.fromkeys(one.peft_class for one in BUILT_IN.values() if one.peft_class)
+        modelled = dict.fromkeys(
+            method.peft_class for method in BUILT_IN.values() if method.peft_class
+        )
         raise ConfigError(f"adapters of {kind} are not modelled; {' and '.join(modelled)} are")
     four_bit = quant in FOUR_BIT_BNB
-    stored_so = [one for one in matching if (one[0].base_quant in FOUR_BIT_BNB) == four_bit]
+    stored_so = [
+        candidate for candidate in matching if (candidate[0].base_quant in FOUR_BIT_BNB) == four_bit
+    ]
     return (stored_so or matching)[0]
 
 
 def _read_attention(base: Any) -> AttentionKernel:
     kernel = getattr(base.config, "_attn_implementation", None)
-    for known in get_args(AttentionKernel):
-        if kernel == known:
-            return known  # type: ignore[no-any-return]
+    for modelled in get_args(AttentionKernel):
+        if kernel == modelled:
+            return modelled  # type: ignore[no-any-return]
     accepted = ", ".join(get_args(AttentionKernel))
     raise ConfigError(f"attn_implementation={kernel!r} is not modelled; {accepted} are")
 
@@ -244,12 +248,12 @@ def _read_checkpointing(base: Any, args: Any) -> dict[str, Any]:
     blocks = [module for module in base.modules() if hasattr(module, "gradient_checkpointing")]
     if not any(module.gradient_checkpointing for module in blocks):
         return {"gradient_checkpointing": False}
-    asked = getattr(args, "activation_checkpointing_kwargs", None)
-    asked = asked or getattr(args, "gradient_checkpointing_kwargs", None) or {}
+    options = getattr(args, "activation_checkpointing_kwargs", None)
+    options = options or getattr(args, "gradient_checkpointing_kwargs", None) or {}
     for name in ("every_n_layers", "offload", "selective"):
-        if asked.get(name) not in (None, False, 1):
-            raise ConfigError(f"checkpointing with {name}={asked[name]!r} is not modelled")
-    return {"gradient_checkpointing": True, "use_reentrant": asked.get("use_reentrant")}
+        if options.get(name) not in (None, False, 1):
+            raise ConfigError(f"checkpointing with {name}={options[name]!r} is not modelled")
+    return {"gradient_checkpointing": True, "use_reentrant": options.get("use_reentrant")}
 
 
 def _read_loss_head(args: Any) -> LossHead:
@@ -270,8 +274,8 @@ def _read_autocast(args: Any) -> str:
 
     if AcceleratorState._shared_state:
         return str(AcceleratorState().mixed_precision)
-    asked = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", asked)
+    requested = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", requested)
 
 
 def _read_precision(
@@ -305,14 +309,14 @@ def _read_adapter_dtype(
     model: Any, method: Method, autocast: str, loss_head: LossHead, quant: str
 ) -> AdapterDtype:
     """The dtype of the adapters under bf16 autocast, where it is not the libraries' own choice."""
-    found = _dtype(_adapters(model, method), "adapters")
+    dtype = _dtype(_adapters(model, method), "adapters")
     usual = "bfloat16" if loss_head == "trl-fused" and quant in FOUR_BIT_BNB else "float32"
-    if autocast != "bf16" or found == usual:
+    if autocast != "bf16" or dtype == usual:
         return "auto"
-    for known in get_args(AdapterDtype):
-        if found == known:
-            return known  # type: ignore[no-any-return]
-    raise ConfigError(f"{found} adapters under bf16 autocast are not modelled; float32 are")
+    for modelled in get_args(AdapterDtype):
+        if dtype == modelled:
+            return modelled  # type: ignore[no-any-return]
+    raise ConfigError(f"{dtype} adapters under bf16 autocast are not modelled; float32 are")
 
 
 def _adapters(model: Any, method: Method) -> Iterator[Any]:
@@ -325,16 +329,16 @@ def _adapters(model: Any, method: Method) -> Iterator[Any]:
 
 def _older_libraries(*, with_trl: bool) -> tuple[tuple[str, str], ...]:
     """Installed versions that are older than the formulas'; newer ones are taken as these."""
-    known = Libraries()
-    found = []
+    modelled = Libraries()
+    older = []
     for name in ("torch", "transformers", "peft", "bitsandbytes", *(["trl"] if with_trl else [])):
         try:
             installed = re.match(r"[\d.]*\d", metadata.version(name))
         except metadata.PackageNotFoundError:
             continue
-        if installed and Libraries.of([(name, installed[0])]).older(name, getattr(known, name)):
-            found.append((name, installed[0]))
-    return tuple(found)
+        if installed and Libraries.of([(name, installed[0])]).older(name, getattr(modelled, name)):
+            older.append((name, installed[0]))
+    return tuple(older)
 
 
 # --- the tensors, against what the formulas take them for
@@ -348,17 +352,17 @@ def _check_dtypes(job: ResolvedRun, model: Any, base: Any) -> None:
         ("adapters", lambda: _adapters(model, job.method), dtypes.adapter_bytes),
         ("base weights", lambda: _stored(base, job.method), dtypes.base_bytes),
     ]
-    for what, tensors, expected in checks:
+    for part, tensors, expected in checks:
         for tensor in tensors():
             if tensor.element_size() != expected:
                 raise ConfigError(
-                    f"{what} in {_name(tensor.dtype)} with {precision} training: the formulas know "
+                    f"{part} in {_name(tensor.dtype)} with {precision} training: the formulas know "
                     f"them with {expected} bytes each there"
                 )
 
 
 def _check_counts(job: ResolvedRun, model: Any, base: Any) -> None:
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     expected = int(num_trained(job))
     if abs(trained - expected) > _COUNT_TOLERANCE * expected:
         raise ConfigError(
@@ -378,7 +382,7 @@ def _check_counts(job: ResolvedRun, model: Any, base: Any) -> None:
             )
 
 
-def _dtype(tensors: Iterator[Any], what: str) -> str:
+def _dtype(tensors: Iterator[Any], part: str) -> str:
     """The one dtype of `tensors`.
 
     Raises:
@@ -386,7 +390,7 @@ def _dtype(tensors: Iterator[Any], what: str) -> str:
     """
     names = sorted({_name(tensor.dtype) for tensor in tensors})
     if len(names) != 1:
-        raise ConfigError(f"{what} are {' and '.join(names) or 'missing'}; one dtype is modelled")
+        raise ConfigError(f"{part} are {' and '.join(names) or 'missing'}; one dtype is modelled")
     return names[0]
 
 

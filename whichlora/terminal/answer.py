@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from whichlora.search.gpu_choice import GpuChoice, OnGpu
-    from whichlora.workflow.run import Answer
+    from whichlora.workflow.answer import Answer
 
 
 def explanation(answer: Answer) -> list[str]:

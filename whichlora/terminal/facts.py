@@ -16,7 +16,7 @@ from whichlora.terminal.rows import candidate_row
 from whichlora.terminal.words import describe, times, variant
 
 if TYPE_CHECKING:
-    from whichlora.workflow.run import Answer, Compared
+    from whichlora.workflow.answer import Answer, Compared
 
 LIBRARIES = (
     *("torch", "transformers", "peft", "bitsandbytes", "accelerate"),

@@ -11,7 +11,7 @@ from whichlora.terminal.rows import candidate_row, comparison_rows
 from whichlora.terminal.sheet import as_csv
 
 if TYPE_CHECKING:
-    from whichlora.workflow.run import Answer
+    from whichlora.workflow.answer import Answer
 
 
 def _write_text(path: Path, text: str) -> Path:

@@ -10,7 +10,7 @@ from whichlora.search.feasibility import Candidate
 from whichlora.terminal.words import deciding, times, variant
 
 if TYPE_CHECKING:
-    from whichlora.workflow.run import Compared
+    from whichlora.workflow.answer import Compared
 
 
 def candidate_row(candidate: Candidate) -> dict[str, Any]:

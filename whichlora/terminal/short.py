@@ -20,7 +20,7 @@ from whichlora.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from whichlora.workflow.run import Answer
+    from whichlora.workflow.answer import Answer
 
 MAX_MODELS = 3
 MAX_OTHERS = 1  # reasons beside those of the winner

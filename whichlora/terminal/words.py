@@ -14,7 +14,7 @@ from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from whichlora.spec.plan import Plan
-    from whichlora.workflow.run import Search
+    from whichlora.workflow.answer import Search
 
 VERDICTS = {"fits": "yes", "fails": "no", "undecided": "maybe"}
 

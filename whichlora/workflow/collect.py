@@ -13,7 +13,7 @@ from whichlora.predict.predict import forward_features, mean_context, predict, s
 from whichlora.spec.results import Measurement
 from whichlora.spec.run import RunConfig
 from whichlora.store.locks import hold_folder
-from whichlora.timing import model as timing
+from whichlora.timing.model import seconds
 from whichlora.workflow.profiling import device_of, gpu_of, require_profiler
 from whichlora.workflow.session import Progress, Session
 
@@ -24,7 +24,7 @@ _UNTIMED = 1  # warm-up of every profile
 def measure(config: Path, *, budget_s: float, progress: Progress) -> Refit:
     """Measure candidates of `config`, one at a time, until the budget is spent or none tells more.
 
-    After each the predictors are fitted anew, so that the next choice knows what it said.
+    After each the predictors are fitted anew, so that the next choice uses it.
 
     Args:
         budget_s: device time.
@@ -51,10 +51,10 @@ def measure(config: Path, *, budget_s: float, progress: Progress) -> Refit:
 def _spend(session: Session, budget_s: float) -> None:
     alive = [
         run
-        for run in (*session.asked.inference_runs(), *session.asked.finetune_runs())
+        for run in (*session.space.inference_runs(), *session.space.finetune_runs())
         if _may_fit(session, run)
     ]
-    predicted_times = {run: _sights(session, run) for run in alive}
+    predicted_times = {run: _predicted_times(session, run) for run in alive}
     targets = [predicted_time for some in predicted_times.values() for predicted_time in some]
     search_loop = session.search_loop(alive)
     left_s, starts_s = budget_s, [START_S]
@@ -69,17 +69,17 @@ def _spend(session: Session, budget_s: float) -> None:
         ]
         chosen = choose(options, targets, session.calibration.time, budget_s=left_s)
         if chosen is None:
-            rest = "the budget is spent" if left_s < budget_s / 10 else "no run tells more"
-            session.progress.say(f"{rest}: {budget_s - left_s:.0f} s of {budget_s:.0f} s used")
+            reason = "the budget is spent" if left_s < budget_s / 10 else "no run tells more"
+            session.progress.say(f"{reason}: {budget_s - left_s:.0f} s of {budget_s:.0f} s used")
             return
         position = open_positions[chosen]
-        found = session.measure(search_loop, position, None)
-        search_loop.measured[position] = found
-        left_s -= found.device_s
-        if found.outcome == "ok":
-            built_s = max(0.0, found.device_s - _measured_s(found))
+        measurement = session.measure(search_loop, position, None)
+        search_loop.measured[position] = measurement
+        left_s -= measurement.device_s
+        if measurement.outcome == "ok":
+            built_s = max(0.0, measurement.device_s - _measured_s(measurement))
             starts_s = [*starts_s, built_s] if len(search_loop.measured) > 1 else [built_s]
-        session.learn(found)
+        session.learn(measurement)
 
 
 def _may_fit(session: Session, run: RunConfig) -> bool:
@@ -87,7 +87,7 @@ def _may_fit(session: Session, run: RunConfig) -> bool:
     return predict(model, run, session.gpu, session.calibration).verdict != "fails"
 
 
-def _sights(session: Session, run: RunConfig) -> tuple[PredictedTime, ...]:
+def _predicted_times(session: Session, run: RunConfig) -> tuple[PredictedTime, ...]:
     """The times that a profile of `run` shows: every width, or prompt pass and decoding step.
 
     An encoder decodes nothing.
@@ -111,7 +111,7 @@ def _timed_s(session: Session, predicted_times: tuple[PredictedTime, ...], run: 
     models = session.calibration.time
     each = {
         predicted_time.phase: float(
-            timing.seconds(models[predicted_time.phase], predicted_time.features)[0]
+            seconds(models[predicted_time.phase], predicted_time.features)[0]
         )
         for predicted_time in reversed(predicted_times)  # of several widths, the longest
     }
@@ -122,6 +122,6 @@ def _timed_s(session: Session, predicted_times: tuple[PredictedTime, ...], run: 
     return (plan.num_runs + _UNTIMED) * whole
 
 
-def _measured_s(found: Measurement) -> float:
-    timed = found.step_s or found.generate_s
+def _measured_s(measurement: Measurement) -> float:
+    timed = measurement.step_s or measurement.generate_s
     return sum(timed) * (1 + _UNTIMED / max(1, len(timed)))

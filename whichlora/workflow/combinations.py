@@ -114,5 +114,7 @@ def _check_number(settings: Mapping[str, Sequence[Any]]) -> None:
 def _is_merged(inference: Mapping[str, Any]) -> bool:
     """Whether the settings of an inference leave no adapter beside the weights."""
     names = ("method", "serve")
-    given = {name: inference[name] for name in names if name in inference}
-    return with_defaults(RunConfig(model="", phase="inference", **given)).serve == "merged"
+    method_settings = {name: inference[name] for name in names if name in inference}
+    return (
+        with_defaults(RunConfig(model="", phase="inference", **method_settings)).serve == "merged"
+    )

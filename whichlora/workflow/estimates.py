@@ -82,14 +82,16 @@ def estimate(
             try:
                 if engine == "trace" and traced is None:
                     traced = _trace(model, run, trace_layers)
-                found = _estimate(model, run, gpu, calibration, traced=traced, maximise=maximise)
+                prediction = _estimate(
+                    model, run, gpu, calibration, traced=traced, maximise=maximise
+                )
             except ConfigError as error:
                 settings = {k: v for k, v in run.chosen().items() if k != "model"}
                 refused.append(
                     Refused(model=run.model, gpu=gpu.key, settings=settings, reason=str(error))
                 )
                 continue
-            predictions.append(replace(found, basis=found.basis + note))
+            predictions.append(replace(prediction, basis=prediction.basis + note))
     return Answers(predictions, refused)
 
 
@@ -113,8 +115,8 @@ def _estimate(
     largest = with_size(run, maximise, max(1, most.value))
     kind = "inference" if run.phase == "inference" else run.method
     note = f"{run.model.rpartition('/')[2]} {kind} on {gpu.key}: {most.note}"
-    found = predict(model, largest, gpu, calibration)
-    return replace(found, notes=(note, *found.notes))
+    prediction = predict(model, largest, gpu, calibration)
+    return replace(prediction, notes=(note, *prediction.notes))
 
 
 def explain(
@@ -129,10 +131,10 @@ def explain(
     calibration = load_calibration(device, calibration_dir)
     model = load_model(run.model)
     run = replace(run, model=model.name)
-    found = explanation.explain(model, run, device, calibration)
-    prediction = found.prediction
+    explained = explanation.explain(model, run, device, calibration)
+    prediction = explained.prediction
     basis = prediction.basis + stale_note(calibration, calibration_dir)
-    return replace(found, prediction=replace(prediction, basis=basis))
+    return replace(explained, prediction=replace(prediction, basis=basis))
 
 
 def where(run: RunConfig, *, calibration_dir: Path | None = None) -> list[Placement]:
@@ -146,7 +148,7 @@ def where(run: RunConfig, *, calibration_dir: Path | None = None) -> list[Placem
     placements = [
         place(model, run, gpu, load_calibration(gpu, calibration_dir)) for gpu in list_gpus()
     ]
-    if all(one.prediction is None for one in placements):
+    if all(placement.prediction is None for placement in placements):
         raise ConfigError(placements[0].refusal)
     return smallest_first(placements)
 
@@ -165,12 +167,12 @@ def _load_traceable(name: str) -> ModelSpec:
         config = hub.load_config(name)
     if config.get("model_type") in families.known_types():
         return load_model(name)  # it has another fault
-    found = families.build(config | {"model_type": "llama"}, name=name)
+    as_llama = families.build(config | {"model_type": "llama"}, name=name)
     note = (
         f"model_type {config.get('model_type')!r} is not known to the ledger: memory is traced, "
         "time is that of a Llama of the same sizes"
     )
-    return replace(found, config=config, notes=(*found.notes, note))
+    return replace(as_llama, config=config, notes=(*as_llama.notes, note))
 
 
 def _trace(model: ModelSpec, run: RunConfig, layers: str) -> TracedPeak:

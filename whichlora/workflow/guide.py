@@ -30,27 +30,27 @@ class GuideRow:
 
     def to_row(self) -> dict[str, Any]:
         """Flat, in base units: a row of a CSV file or of a DataFrame."""
-        one, run = self.prediction, self.prediction.run
-        low, high = one.memory.interval_bytes
+        prediction, run = self.prediction, self.prediction.run
+        low, high = prediction.memory.interval_bytes
         row = {
             "model": run.model,
-            "gpu": one.gpu,
+            "gpu": prediction.gpu,
             "method": run.method,
             "r": run.r,
             "batch_size": run.batch_size,
             "seq_len": run.seq_len,
-            "device_used_bytes": one.memory.device_used_bytes,
+            "device_used_bytes": prediction.memory.device_used_bytes,
             "device_used_low_bytes": low,
             "device_used_high_bytes": high,
-            "usable_bytes": one.usable_bytes,
-            "verdict": one.verdict,
-            "tokens_per_s": one.time.tokens_per_s,
-            "step_s": one.time.step_s,
+            "usable_bytes": prediction.usable_bytes,
+            "verdict": prediction.verdict,
+            "tokens_per_s": prediction.time.tokens_per_s,
+            "step_s": prediction.time.step_s,
             "num_steps": self.num_steps,
             "total_s": self.total_s,
             "total_low_s": self.total_interval_s[0],
             "total_high_s": self.total_interval_s[1],
-            "basis": one.basis,
+            "basis": prediction.basis,
         }
         return known_values(row)
 
@@ -71,17 +71,17 @@ def make_guide(
     """
     rows = []
     predictions = estimates.estimate(runs, gpus, calibration_dir=calibration_dir)
-    for one in predictions:
-        if one.time.step_s is None:
+    for prediction in predictions:
+        if prediction.time.step_s is None:
             raise ConfigError("phase: a guide is of fine-tuning; estimate shows inference")
-        num_batches = -(-num_samples // one.run.batch_size)
-        num_steps, _ = count_steps(num_batches, one.run.gradient_accumulation_steps, epochs)
-        low, high = one.time.interval_s
+        num_batches = -(-num_samples // prediction.run.batch_size)
+        num_steps, _ = count_steps(num_batches, prediction.run.gradient_accumulation_steps, epochs)
+        low, high = prediction.time.interval_s
         rows.append(
             GuideRow(
-                prediction=one,
+                prediction=prediction,
                 num_steps=num_steps,
-                total_s=num_steps * one.time.step_s,
+                total_s=num_steps * prediction.time.step_s,
                 total_interval_s=(num_steps * low, num_steps * high),
             )
         )

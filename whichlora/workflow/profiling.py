@@ -103,9 +103,9 @@ def _check_memory_only(plan: Plan) -> None:
     """
     amount = f"{plan.source}: gpu: {plan.gpu} is an amount of memory"
     if plan.profile != "none" or plan.train:
-        asked = "train: true" if plan.profile == "none" else f"profile: {plan.profile}"
+        setting = "train: true" if plan.profile == "none" else f"profile: {plan.profile}"
         raise ConfigError(
-            f"{amount}, on which nothing can be run; it has {asked}: name a card, or set "
+            f"{amount}, on which nothing can be run; it has {setting}: name a card, or set "
             "profile: none and train: false for predictions of memory alone"
         )
     limits = plan.limits_on(plan.gpu)

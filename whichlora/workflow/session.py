@@ -38,7 +38,7 @@ from whichlora.store.jsonfiles import read_object, write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
 from whichlora.store.models import is_known_model
 from whichlora.store.reuse import Circumstances, other_circumstances, other_model
-from whichlora.timing import model as timing
+from whichlora.timing.model import seconds
 from whichlora.workflow.profiling import busy, open_profiler
 from whichlora.workflow.training_data import Counted, TrainingData
 
@@ -90,7 +90,7 @@ class Session:
             most = self.data.seq_len(name)
             if most < plan.finetune.seq_len and self.data.lengths(name).longest() >= most:
                 progress.say(f"{name}: rows are cut to {most} tokens, all its positions")
-        self.asked = Candidates(plan, self.models, gpu, self.data.workload)
+        self.space = Candidates(plan, self.models, gpu, self.data.workload)
         self._features: dict[tuple[RunConfig, int], dict[str, float]] = {}
         self._jobs: dict[RunConfig, ResolvedRun] = {}
         self._counted: dict[RunConfig, CountedCandidate] = {}
@@ -129,19 +129,19 @@ class Session:
     @cached_property
     def is_large(self) -> bool:
         """Whether there are too many candidates to decide on all of them at once."""
-        return self.plan.profile != "all" and sum(self.asked.number()) > MANY
+        return self.plan.profile != "all" and sum(self.space.number()) > MANY
 
     def runs(self) -> list[RunConfig]:
         """The candidates to decide on: all, or of many a shortlist and what was measured."""
         if not self.is_large:
-            return [*self.asked.inference_runs(), *self.asked.finetune_runs()]
+            return [*self.space.inference_runs(), *self.space.finetune_runs()]
         return list(dict.fromkeys([*self._shortlist(), *self._resumed]))
 
     def _shortlist(self) -> list[RunConfig]:
         limits, objective = self.limits, self.plan.objective
         device = float(self.gpu.memory_bytes)
-        places = [objective.place(name, one.num_params) for name, one in self.models.items()]
-        wanted = Requirements(
+        places = [objective.place(name, model.num_params) for name, model in self.models.items()]
+        requirements = Requirements(
             inference_s=limits.time_per_token_s or math.inf,
             inference_bytes=min(device, limits.inference_bytes or device),
             total_s=limits.total_time_s or math.inf,
@@ -149,13 +149,15 @@ class Session:
             tier=dict(zip(self.models, tiers(places), strict=True)),
             prefer=objective.prefer,
         )
-        asked = self.asked
-        return shortlist(asked.serving(), asked.training(), self.calibration, wanted, asked.form)
+        space = self.space
+        return shortlist(
+            space.serving(), space.training(), self.calibration, requirements, space.form
+        )
 
     def side_by_side(self, search_loop: SearchLoop, run: RunConfig) -> list[Candidate]:
         """`run` with every method and rank; what its model or its libraries refuse is left out."""
         position = {each: i for i, each in enumerate(search_loop.runs)}
-        found = []
+        rows = []
         for method, kind in list_methods().items():
             for r in SIDE_BY_SIDE_RANKS[:1] if kind.trains_base else SIDE_BY_SIDE_RANKS:
                 changed = replace(
@@ -169,11 +171,11 @@ class Session:
                     padding=run.padding,
                 )
                 with contextlib.suppress(ConfigError):
-                    one = self._resolved(changed)
-                    in_search = one in position
-                    alone = search_loop if in_search else self.search_loop([one])
-                    found.append(self._judge(alone, position[one] if in_search else 0))
-        return found
+                    variant = self._resolved(changed)
+                    in_search = variant in position
+                    alone = search_loop if in_search else self.search_loop([variant])
+                    rows.append(self._judge(alone, position[variant] if in_search else 0))
+        return rows
 
     def _resolved(self, run: RunConfig) -> RunConfig:
         """`run` with every default filled in, as predictions and records name it."""
@@ -197,7 +199,7 @@ class Session:
         counted_candidates = [self._counted_candidate(run) for run in runs]
         training = np.array([run.phase == "finetune" for run in runs])
         names = [run.model for run in runs]
-        forms = [self.asked.form(run) for run in runs]
+        forms = [self.space.form(run) for run in runs]
         numbers = {form: number for number, form in enumerate(dict.fromkeys(forms))}
         device = float(self.gpu.memory_bytes)
 
@@ -274,7 +276,7 @@ class Session:
             total_tokens=tokens,
             measurement=measurement,
             failure=failure,
-            form=self.asked.form(run),
+            form=self.space.form(run),
             objective=self.plan.objective,
         )
 
@@ -295,7 +297,7 @@ class Session:
         key = (run, width)
         if key not in self._features:
             self._features[key] = step_features(self.job(run), seq_len=width)
-        total, _ = timing.seconds(self.calibration.time["finetune"], self._features[key])
+        total, _ = seconds(self.calibration.time["finetune"], self._features[key])
         return float(total)
 
     def _measured_total(self, run: RunConfig, measurement: Measurement) -> Quantity:
@@ -334,10 +336,10 @@ class Session:
         """Profile a candidate."""
         run = search_loop.runs[position]
         load_now = self._busy()
-        left = len(search_loop.runs) - len(search_loop.measured)
+        num_open = len(search_loop.runs) - len(search_loop.measured)
         if decision is not None:
-            left = int((decision.chance_to_win > 0).sum())
-        self.progress.profiling(run, number=len(search_loop.measured) + 1, open_candidates=left)
+            num_open = int((decision.chance_to_win > 0).sum())
+        self.progress.profiling(run, number=len(search_loop.measured) + 1, open_candidates=num_open)
         load = self.data.workload(run.model, run.batch_size) if run.phase == "finetune" else None
         circumstances = self._circumstances(run)
         number = circumstances.num_batches
@@ -354,10 +356,10 @@ class Session:
             decisive_s=decisive_s,
             timeout_s=circumstances.timeout_s,
         )
-        known = is_known_model(run.model)
+        in_database = is_known_model(run.model)
         measurement = replace(
             measurement,
-            model_config=None if known else dict(circumstances.model_config),
+            model_config=None if in_database else dict(circumstances.model_config),
             provenance={
                 **measurement.provenance,
                 **circumstances.noted(),

@@ -50,8 +50,8 @@ class TrainingData:
 
     def seq_len(self, model: str) -> int:
         """Tokens that rows are cut to: as the plan says, but no more than `model` can look up."""
-        asked = self._plan.finetune.seq_len
-        return min(asked, self._models[model].longest_input or asked)
+        seq_len = self._plan.finetune.seq_len
+        return min(seq_len, self._models[model].longest_input or seq_len)
 
     def lengths(self, model: str) -> TokenLengths:
         """Token lengths of the data as the tokenizer of `model` cuts them."""

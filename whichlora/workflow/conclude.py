@@ -1,0 +1,181 @@
+"""What a search has measured so far → the answer as it stands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from whichlora.calibration.load import refit
+from whichlora.predict.judgement import TIME_CONFIDENCE
+from whichlora.predict.notes import UNVERIFIED
+from whichlora.predict.predict import MEMORY_ONLY, predict
+from whichlora.search.acquisition import Decision
+from whichlora.search.feasibility import (
+    LIKELY,
+    Candidate,
+    accepted,
+    bolder_than,
+    chance_to_serve,
+    kept_models,
+    least_chance,
+    predicted_winner,
+)
+from whichlora.search.grid import pareto
+from whichlora.search.loop import SearchLoop
+from whichlora.spec.numeric import TWO_SIDED_Z
+from whichlora.workflow.answer import Answer, Compared, Ending, Search
+from whichlora.workflow.session import Session
+
+
+def conclude(
+    session: Session, search_loop: SearchLoop, search: Search, position: int | None
+) -> Answer:
+    """The answer as things stand; the stored fit takes in what was measured.
+
+    Args:
+        position: of the winner among the candidates of `search_loop`, where one was measured.
+    """
+    plan = session.plan
+    candidates = session.candidates(search_loop)
+    inference = [candidate for candidate in candidates if candidate.run.phase == "inference"]
+    served_models = kept_models(inference)
+    serves = chance_to_serve(inference)
+    candidates = [
+        candidate
+        if candidate.run.phase == "inference"
+        else replace(candidate, chance_to_serve=serves.get(candidate.form, 0.0))
+        for candidate in candidates
+    ]
+    training = (candidate for candidate in candidates if candidate.run.phase == "finetune")
+    finetune = [candidate for candidate in training if candidate.chance_to_serve >= LIKELY]
+    best = candidates[position] if position is not None else None
+    may_fit: list[Candidate] = []
+    least = least_chance(plan)
+    if plan.profile == "none":
+        best = predicted_winner(finetune, least)
+        may_fit = bolder_than(best, finetune, least)
+    if search_loop.measured:
+        session.calibration = refit(session.gpu, plan.calibration_dir)
+    compared = [
+        Compared(
+            measurement=measurement,
+            cold=predict(session.models[profiled.model], profiled, session.gpu, session.cold),
+            before=before,
+            after=predict(
+                session.models[profiled.model], profiled, session.gpu, session.calibration
+            ),
+        )
+        for measurement, profiled, before in session.compared
+    ]
+    shown = best or min(
+        finetune,
+        key=lambda candidate: (-candidate.chance_of_both_stages, candidate.rank),
+        default=None,
+    )
+    model = plan.models[0] if shown is None else shown.run.model
+    lengths = session.data.lengths(model)
+    return Answer(
+        plan=plan,
+        gpu=session.gpu,
+        basis=session.calibration.basis(
+            memory_runs=session.calibration.memory.num_runs,
+            time_runs=session.calibration.time["finetune"].num_runs,
+            phases=("finetune",) if session.gpu.is_timed else (),
+        )
+        + ("" if session.gpu.is_timed else MEMORY_ONLY),
+        inference=inference,
+        finetune=finetune,
+        kept=served_models,
+        winner=best,
+        may_fit=may_fit,
+        front=_front(finetune, least),
+        search=search,
+        compared=compared,
+        tokens=_describe_tokens(session, best, model),
+        cautions=_cautions(session, best, model),
+        refused=list(session.space.refused.values()),
+        side_by_side=[] if shown is None else session.side_by_side(search_loop, shown.run),
+        besides=None if best is None else session.besides(best.run),
+        dataset={
+            "num_sequences": lengths.num_sequences(),
+            "tokens_per_epoch": lengths.total_tokens(),
+            "longest": lengths.longest(),
+            "epochs": plan.epochs,
+        },
+        calibration=session.calibration,
+    )
+
+
+def summary(
+    search_loop: SearchLoop,
+    decision: Decision,
+    stopped_by: Ending,
+) -> Search:
+    """How sure `decision` is, and what it cost."""
+    return Search(
+        confidence=decision.confidence,
+        stopped_by=stopped_by,
+        runs=search_loop.spent.runs,
+        device_s=search_loop.spent.device_s,
+        chance_to_win={
+            run: chance
+            for run, chance in zip(search_loop.runs, decision.chance_to_win.tolist(), strict=True)
+            if chance > 0
+        },
+    )
+
+
+def _describe_tokens(session: Session, best: Candidate | None, model: str) -> str:
+    """The lengths that `model` sees, and what the winner's batches make of them."""
+    lengths = session.data.lengths(model)
+    tokens = f"{lengths.describe()} (for {model})"
+    if best is not None:
+        load = session.data.workload(best.run.model, best.run.batch_size)
+        tokens += (
+            f"; {load.num_steps} steps over {load.padded_tokens} tokens, "
+            f"{100 * load.padding_fraction:.1f} % of them padding ({load.collator}), longest batch "
+            f"{best.run.batch_size} x {load.longest}"
+        )
+        if load.deviation:
+            reach = math.exp(TWO_SIDED_Z[TIME_CONFIDENCE] * load.deviation)
+            tokens += (
+                f" at most; with other lengths {1 / reach:.2f} to {reach:.2f} times the tokens"
+            )
+    tokens += f"; lengths: {lengths.method}"
+    if rows := session.data.dataset.describe():
+        tokens += f"; rows: {rows}"
+    methods = [session.data.lengths(name).method for name in session.plan.models if name != model]
+    if guessed := sum(method.startswith("estimated") for method in methods):
+        tokens += f"; estimated for {guessed} of the other models, too"
+    return tokens
+
+
+def _cautions(session: Session, best: Candidate | None, model: str) -> list[str]:
+    """What must be known of the data of `model` and of the winner before either is acted on."""
+    cautions = list(session.data.cautions(model))
+    if best is not None:
+        of_model = session.models[model].notes
+        notes = (note for note in best.prediction.notes if note not in of_model)
+        cautions += [note for note in notes if not note.startswith(UNVERIFIED)]
+    return cautions
+
+
+def _front(candidates: Sequence[Candidate], least: float) -> list[Candidate]:
+    """Candidates that meet the limits and that no other beats in both time and memory.
+
+    Args:
+        least: chance to meet them.
+    """
+    import numpy as np
+
+    meeting = [
+        candidate
+        for candidate in candidates
+        if accepted(candidate, least) and candidate.prediction.time.is_known
+    ]
+    time_s = np.array(
+        [(candidate.total_s or candidate.time_per_token_s).value for candidate in meeting]
+    )
+    num_bytes = np.array([candidate.memory_bytes.value for candidate in meeting])
+    return [meeting[i] for i in pareto(time_s, num_bytes).tolist()] if meeting else []

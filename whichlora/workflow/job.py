@@ -1,0 +1,115 @@
+"""The winning job: the files that describe it, and its training."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from whichlora.spec.data_format import TEXT_ROWS
+from whichlora.spec.run import RunConfig
+from whichlora.store.jsonfiles import read_object, write_object, write_text
+from whichlora.workflow.answer import Answer
+from whichlora.workflow.session import Session
+
+
+def write_files(session: Session, answer: Answer) -> dict[str, Path]:
+    """The table as CSV, the comparison of predictions and measurements, and the job."""
+    from whichlora import terminal as report
+
+    folder = session.plan.output_dir
+    files = {
+        "table": report.write_candidates(folder / "candidates.csv", answer),
+        "answer": folder / "answer.json",
+        "summary": report.write_summary(folder / "answer.md", answer),
+    }
+    if answer.compared:
+        comparison = folder / "predicted_vs_measured.csv"
+        files["comparison"] = report.write_comparison(comparison, answer)
+        files["measurements"] = session.log.path
+    if answer.winner is not None:
+        files |= _write_job(session, answer.winner.run)
+    elif (folder / "train.py").is_file():
+        session.progress.say(f"{folder / 'train.py'}: is of an earlier answer, not of this one")
+    return files
+
+
+def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
+    """The training script of `best`, the recipe for other tools, and the data that both read."""
+    from whichlora.dataset import data_format, write_jsonl
+    from whichlora.exports import FORMATS, Recipe
+    from whichlora.workflow.export import RECIPE_FILE
+
+    plan, model = session.plan, session.models[best.model]
+    folder = plan.output_dir
+    data = {}
+    rows = TEXT_ROWS
+    if plan.dataset.kind != "counts":
+        data = write_jsonl(session.data.dataset, folder)
+        rows = data_format(session.data.dataset)
+    run, longest = best, None
+    if session.data.lengths(best.model).method.startswith("estimated"):
+        # the longest row is a guess, and a row that is longer is not to lose its end for it
+        run, longest = replace(best, seq_len=session.data.seq_len(best.model)), best.seq_len
+    recipe = Recipe(
+        run=run,
+        gpu=session.gpu.key,
+        target_modules=session.job(best).peft_targets,
+        epochs=plan.epochs,
+        learning_rate=plan.learning_rate,
+        seed=plan.seed,
+        tokenizer=None if plan.weights == "random" else plan.tokenizers.get(best.model),
+        weights=plan.weights,
+        model_config=dict(model.config),
+        longest=longest,
+        batching=plan.collator,  # what the total time was summed over
+        masked_lm=model.task == "encoder",
+        trust_remote_code=plan.trust_remote_code,
+        data_format=rows,
+        train_on=plan.train_on,
+        keeping=plan.keeping,
+        validation="validation" in data,
+    )
+    write_object(folder / RECIPE_FILE, recipe.to_dict())
+    script = FORMATS["transformers"](recipe)
+    path = folder / "train.py"
+    text = script.files[path.name]
+    if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text:
+        write_text(path, text)  # else checkpoints newer than the script are its own
+    return {"job": path} | {f"data_{split}": file for split, file in data.items()}
+
+
+def train(session: Session, answer: Answer) -> dict[str, Any]:
+    """Run the winning job: what it reported, or why it failed, which costs nobody the answer."""
+    from whichlora.exports.train_script import train_command
+
+    session.close()  # the job needs the device to itself
+    folder = session.plan.output_dir
+    job = answer.files["job"]
+    result = folder / "output" / "result.json"
+    if result.is_file() and result.stat().st_mtime > job.stat().st_mtime:
+        session.progress.say(f"trained before: {result}")
+        return read_object(result) | {"output": str(result.parent)}
+    expected = answer.winner.total_s if answer.winner is not None else None
+    session.progress.training(job, expected_s=None if expected is None else expected.value)
+    again = ["--resume"] * _was_stopped(job)
+    with (folder / "train.log").open("ab" if again else "wb") as log:
+        done = subprocess.run([*train_command(job), *again], stdout=log, stderr=subprocess.STDOUT)
+    if done.returncode != 0:
+        log_file = folder / "train.log"
+        lines = log_file.read_text(encoding="utf-8", errors="replace").split("\n")
+        raised = (line for line in reversed(lines) if "Error" in line.partition(":")[0])
+        refused = next((line for line in lines if "is of an earlier start" in line), None)
+        why = (refused or next(raised, "it says why at the end of its output"))[:300]
+        return {
+            "error": f"{job}: ended with exit code {done.returncode}: {why}; its whole output is "
+            f"in {log_file}"
+        }
+    return read_object(result) | {"output": str(result.parent)}
+
+
+def _was_stopped(job: Path) -> bool:
+    """Whether a run of this very script wrote checkpoints, and was stopped or ended."""
+    states = job.parent.glob("output/checkpoint-*/trainer_state.json")
+    return any(state.stat().st_mtime > job.stat().st_mtime for state in states)
