@@ -100,7 +100,7 @@ def test_epochs_are_shuffled_differently() -> None:
 def test_steps_are_counted_as_the_trainer_counts_them(
     batch_size: int, accumulation: int, epochs: float, steps: int
 ) -> None:
-    found = workload(
+    load = workload(
         token_lengths(*[1] * 10),
         collator="longest",
         batch_size=batch_size,
@@ -108,19 +108,19 @@ def test_steps_are_counted_as_the_trainer_counts_them(
         accumulation=accumulation,
         epochs=epochs,
     )
-    assert found.num_steps == steps
+    assert load.num_steps == steps
 
 
 def test_a_workload_counts_real_and_padded_tokens_of_all_epochs() -> None:
     data = token_lengths(*range(1, 101))
     for collator in ("longest", "grouped", "fixed", "packed", "packed-bfd"):
-        found = workload(data, collator=collator, batch_size=4, seq_len=128, epochs=2)
-        seen = sum(width * count for width, count in found.widths.items()) * 4
-        assert seen == pytest.approx(found.padded_tokens, rel=0.02), collator
+        load = workload(data, collator=collator, batch_size=4, seq_len=128, epochs=2)
+        seen = sum(width * count for width, count in load.widths.items()) * 4
+        assert seen == pytest.approx(load.padded_tokens, rel=0.02), collator
         real = 2 * (5050 // 128 * 128 if collator == "packed" else 5050)
-        assert found.real_tokens == real, collator
-        assert (found.padding_fraction == 0) == (collator == "packed")
-        assert found.longest <= 128
+        assert load.real_tokens == real, collator
+        assert (load.padding_fraction == 0) == (collator == "packed")
+        assert load.longest <= 128
 
 
 def test_a_part_of_an_epoch_sees_a_part_of_the_tokens() -> None:

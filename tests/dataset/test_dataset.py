@@ -420,11 +420,11 @@ def test_rows_whose_prompt_fills_the_length_are_left_out_and_counted() -> None:
     short = {"prompt": "abc", "completion": "de"}  # 3 tokens, and 2 with the end of the text
     long = {"prompt": "x" * 8, "completion": "y"}
     assert count(10, short, long).lengths["train"] == (6, 10)
-    kept = count(9, short, long)
-    assert (kept.lengths["train"], kept.num_truncated, kept.num_unlearned) == ((6, 9), 1, 0)
-    left = count(8, short, long)  # all that is left of the second is its prompt
-    assert (left.lengths["train"], left.num_truncated, left.num_unlearned) == ((6,), 0, 1)
-    assert left.changed() == ["1 rows are left out: within 8 tokens nothing in them is learned"]
+    whole = count(9, short, long)
+    assert (whole.lengths["train"], whole.num_truncated, whole.num_unlearned) == ((6, 9), 1, 0)
+    cut = count(8, short, long)  # all that is left of the second is its prompt
+    assert (cut.lengths["train"], cut.num_truncated, cut.num_unlearned) == ((6,), 0, 1)
+    assert cut.changed() == ["1 rows are left out: within 8 tokens nothing in them is learned"]
     with pytest.raises(ConfigError, match="nothing is learned within 3 tokens of any row"):
         count(3, short, long)
     # whoever learns all tokens loses no row
@@ -568,8 +568,8 @@ def test_chat_is_counted_with_the_template_of_the_tokenizer_and_written_as_messa
     assert json.loads(files["train"].read_text()) == {"messages": messages}
 
 
-def lengths_of_counts(max_length: int = 4096, **known: Any) -> TokenLengths:
-    dataset = open_dataset(DatasetConfig(num_samples=20_000, mean_tokens=200.0, **known))
+def lengths_of_counts(max_length: int = 4096, **counts: Any) -> TokenLengths:
+    dataset = open_dataset(DatasetConfig(num_samples=20_000, mean_tokens=200.0, **counts))
     return count_tokens(dataset, tokenizer=None, offline=True, max_length=max_length)
 
 
@@ -581,7 +581,8 @@ def test_counts_are_spread_as_public_instruction_data() -> None:
     ratio = statistics.pstdev(values) / lengths.mean()
     assert ratio == pytest.approx(statistics.median(RELATIVE_DEVIATIONS.values()), rel=0.02)
     narrow, wide = (
-        statistics.pstdev(other.lengths["train"]) / other.mean() for other in lengths.alternatives
+        statistics.pstdev(alternative.lengths["train"]) / alternative.mean()
+        for alternative in lengths.alternatives
     )
     assert min(RELATIVE_DEVIATIONS.values()) < narrow < 0.5 * ratio
     assert 1.4 * ratio < wide < max(RELATIVE_DEVIATIONS.values())
@@ -632,8 +633,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
     ],
 )
 def test_a_row_tells_its_format(row: dict[str, Any], kind: str, conversational: bool) -> None:
-    found = DataFormat.of(row)
-    assert (found.kind, found.conversational) == (kind, conversational)
+    row_format = DataFormat.of(row)
+    assert (row_format.kind, row_format.conversational) == (kind, conversational)
 
 
 @pytest.mark.parametrize(
@@ -828,11 +829,11 @@ def test_the_alpaca_chat_template_renders_the_prompt_of_stanford_alpaca(
     template = ALPACA_CHAT_TEMPLATE
     text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
     assert text == expected
-    asked = tokenizer.apply_chat_template(
+    prompt_text = tokenizer.apply_chat_template(
         messages[:-1], chat_template=template, tokenize=False, add_generation_prompt=True
     )
     if messages[-1]["role"] == "assistant":  # what is trained starts where generation does
-        assert text.startswith(asked)
+        assert text.startswith(prompt_text)
 
 
 # -- export --------------------------------------------------------------------------------------

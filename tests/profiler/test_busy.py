@@ -22,7 +22,7 @@ def write_stat(proc: Path, busy: int, idle: int, *, steal: int = 0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("busy", "idle", "steal", "said"),
+    ("busy", "idle", "steal", "words"),
     [
         (0, 100, 0, ""),
         (10, 90, 0, ""),
@@ -31,7 +31,7 @@ def write_stat(proc: Path, busy: int, idle: int, *, steal: int = 0) -> None:
     ],
 )
 def test_the_share_of_the_usable_cores_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: int, idle: int, steal: int, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: int, idle: int, steal: int, words: str
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     write_stat(tmp_path, 1000, 1000)
@@ -40,7 +40,7 @@ def test_the_share_of_the_usable_cores_is_told(
         write_stat(tmp_path, 1000 + busy, 1000 + idle, steal=steal)
 
     monkeypatch.setattr(time, "sleep", pass_time)
-    assert busy_cpu(proc=tmp_path) == said
+    assert busy_cpu(proc=tmp_path) == words
 
 
 def test_where_the_kernel_tells_nothing_nothing_is_said(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def nvml(percent: int, reasons: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("percent", "reasons", "said"),
+    ("percent", "reasons", "words"),
     [
         (0, 0x1, ""),  # idle
         (95, 0x0, "other programs keep the GPU busy 95 % of the time"),
@@ -72,6 +72,6 @@ def nvml(percent: int, reasons: int) -> Any:
     ],
 )
 def test_a_gpu_that_others_use_or_that_is_hot_is_told(
-    percent: int, reasons: int, said: str
+    percent: int, reasons: int, words: str
 ) -> None:
-    assert _busy_gpu(nvml(percent, reasons), None) == said
+    assert _busy_gpu(nvml(percent, reasons), None) == words

@@ -70,5 +70,5 @@ def test_the_unit_of_time_does_not_matter(
 ) -> None:
     for phase in ("finetune", "inference"):
         here = ends_after(phase, times, decisive_s)
-        there = ends_after(phase, [factor * one for one in times], factor * decisive_s)
+        there = ends_after(phase, [factor * time_s for time_s in times], factor * decisive_s)
         assert here == pytest.approx(there)

@@ -160,7 +160,7 @@ def test_a_run_that_is_clearly_too_slow_ends_early_with_its_whole_peak(profiler:
         profiler.measure(run, seq_lens=[64, 32], decisive_s=decisive_s, **settings)
         for decisive_s in ((), (1e-6, 1e-6), (1e3, 1e3))
     )
-    assert [len(one.step_s) for one in (whole, hopeless, promising)] == [5, 2, 5]
+    assert [len(record.step_s) for record in (whole, hopeless, promising)] == [5, 2, 5]
     assert hopeless.batch_seq_len == (64, 32)
     assert hopeless.peak_allocated_bytes == whole.peak_allocated_bytes
 
@@ -171,7 +171,7 @@ def test_a_run_that_is_clearly_too_slow_ends_early_with_its_whole_peak(profiler:
         profiler.measure(serving, seq_lens=[8], decisive_s=decisive_s, **settings)
         for decisive_s in ((), (1e-6,), (1e3,))
     )
-    assert [len(one.generate_s) for one in (whole, hopeless, promising)] == [5, 1, 1]
+    assert [len(record.generate_s) for record in (whole, hopeless, promising)] == [5, 1, 1]
     assert hopeless.peak_allocated_bytes == whole.peak_allocated_bytes
 
 

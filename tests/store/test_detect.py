@@ -238,9 +238,9 @@ def test_a_gpu_in_mig_mode_stands_for_its_instances(
         slots=[None, instance],
     )
     install(monkeypatch, fake_nvml([board]))
-    (found,) = detect_gpus()
-    assert found.name == "NVIDIA A100-SXM4-80GB MIG 3g.40gb"
-    assert (found.memory_bytes, found.compute_capability) == (40192 * MiB, "8.0")
+    (device,) = detect_gpus()
+    assert device.name == "NVIDIA A100-SXM4-80GB MIG 3g.40gb"
+    assert (device.memory_bytes, device.compute_capability) == (40192 * MiB, "8.0")
 
 
 @pytest.mark.parametrize("value", [9, 12])

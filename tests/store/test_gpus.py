@@ -423,10 +423,10 @@ def test_a_board_with_more_memory_than_any_packaged_of_its_name_is_the_users(
     user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "NVIDIA GeForce RTX 4090"
-    own = a_gpu(key="rtx-4090-48gb-modded", names=(name,), memory_bytes=48 * GiB, aliases=())
-    write_gpu(user_folder, own)
+    modded = a_gpu(key="rtx-4090-48gb-modded", names=(name,), memory_bytes=48 * GiB, aliases=())
+    write_gpu(user_folder, modded)
     see(monkeypatch, (name, 48 * 1024))
-    assert find_gpu("auto") == own
+    assert find_gpu("auto") == modded
     see(monkeypatch, (name, 24564))
     assert find_gpu("auto").key == "rtx-4090-24gb"
 
@@ -494,9 +494,9 @@ def test_a_cpu_on_file_keeps_its_rates_and_takes_the_memory_that_is_here(
     assert find_gpu("cpu") == dataclasses.replace(measured, memory_bytes=8 * GiB)
 
 
-def see(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, int]) -> None:
+def see(monkeypatch: pytest.MonkeyPatch, *devices: tuple[str, int]) -> None:
     devices = tuple(
-        DetectedDevice(name=name, kind="cuda", memory_bytes=mib * MiB) for name, mib in found
+        DetectedDevice(name=name, kind="cuda", memory_bytes=mib * MiB) for name, mib in devices
     )
     monkeypatch.setattr(gpus, "detect_gpus", lambda: devices)
 
@@ -569,8 +569,8 @@ def test_every_accelerator_predicts_in_every_precision_or_says_why_not(
 ) -> None:
     run = RunConfig(model="EleutherAI/pythia-160m", precision=precision)
     with contextlib.suppress(ConfigError):
-        [found] = estimates.estimate([run], [key])
-        assert found.time.step_s is not None
+        [estimate] = estimates.estimate([run], [key])
+        assert estimate.time.step_s is not None
 
 
 def test_a_precision_without_any_rate_names_those_that_have_one() -> None:
@@ -586,12 +586,12 @@ def test_a_gpu_before_tensor_cores_multiplies_at_its_fp32_rate_and_says_so(key: 
         for method in ("lora", "qlora")
         for precision in ("bf16", "fp16")
     ]
-    for found in estimates.estimate(runs, [key]):
-        units = [note for note in found.notes if "matrix units" in note]
+    for estimate in estimates.estimate(runs, [key]):
+        units = [note for note in estimate.notes if "matrix units" in note]
         assert units == [
-            f"{key} has no {found.run.precision} matrix units: time is taken from its fp32 rate"
+            f"{key} has no {estimate.run.precision} matrix units: time is taken from its fp32 rate"
         ]
-        wheels = [note for note in found.notes if "CUDA 12.6 wheels only" in note]
+        wheels = [note for note in estimate.notes if "CUDA 12.6 wheels only" in note]
         assert len(wheels) == 1
 
 
@@ -609,8 +609,8 @@ def test_a_gpu_that_newer_wheels_dropped_is_told_which_it_needs(
     key: str, torch: str, told: bool
 ) -> None:
     run = RunConfig(model="EleutherAI/pythia-160m", libraries=(("torch", torch),))
-    [found] = estimates.estimate([run], [key])
-    assert any("CUDA 12.6 wheels" in note for note in found.notes) == told
+    [estimate] = estimates.estimate([run], [key])
+    assert any("CUDA 12.6 wheels" in note for note in estimate.notes) == told
 
 
 @pytest.mark.parametrize(
@@ -635,5 +635,5 @@ def test_a_library_without_kernels_for_an_old_gpu_is_refused(
     works = {name: modern.get(name, value) for name, value in settings.items()} | {
         "precision": "fp16"
     }
-    [found] = estimates.estimate([RunConfig(model="EleutherAI/pythia-160m", **works)], [key])
-    assert found.memory.device_used_bytes > 0
+    [estimate] = estimates.estimate([RunConfig(model="EleutherAI/pythia-160m", **works)], [key])
+    assert estimate.memory.device_used_bytes > 0

@@ -87,11 +87,11 @@ def test_an_unknown_name_offline_says_what_comes_near(monkeypatch: pytest.Monkey
 def test_an_unreachable_hub_is_asked_once_and_then_its_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    urls: list[str] = []
 
     class Unreachable:
         def head(self, url: str, **_: object) -> None:
-            asked.append(url)
+            urls.append(url)
             raise TimeoutError
 
     def download(*_: object, local_files_only: bool) -> str:
@@ -106,7 +106,7 @@ def test_an_unreachable_hub_is_asked_once_and_then_its_cache(
         with pytest.raises(ConfigError, match=r"the hub can't be reached \(TimeoutError\)"):
             load_model("org/new-model")
     why_offline.cache_clear()
-    assert len(asked) == 1
+    assert len(urls) == 1
 
 
 def test_a_config_in_the_hub_s_cache_is_found_offline(
@@ -142,7 +142,7 @@ def test_a_checkpoint_that_is_quantised_says_how_to_count_it(
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
     run = RunConfig(model=str(folder), phase="inference", quant=quant)
-    (found,) = estimates.estimate([run], ["rtx-4090-24gb"])
-    assert [one for one in found.notes if "checkpoint" in one] == (
+    (estimate,) = estimates.estimate([run], ["rtx-4090-24gb"])
+    assert [note for note in estimate.notes if "checkpoint" in note] == (
         [f"the checkpoint is {note}"] if note else []
     )

@@ -55,7 +55,7 @@ def test_what_cannot_name_a_folder(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"{", "is not valid JSON"),
         (b'{"a": NaN}', "NaN is not JSON"),
@@ -64,8 +64,8 @@ def test_what_cannot_name_a_folder(text: str) -> None:
         (b"[1]", "must hold a JSON object, got list"),
     ],
 )
-def test_what_is_no_object_is_refused(data: bytes, said: str) -> None:
-    with pytest.raises(DataFileError, match=f"^where: .*{said}"):
+def test_what_is_no_object_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(DataFileError, match=f"^where: .*{message}"):
         parse_object(data, "where")
 
 
@@ -83,7 +83,7 @@ def test_a_file_may_have_as_many_bytes_as_are_accepted_and_no_more(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("version", "said"),
+    ("version", "message"),
     [
         (1, ""),
         (3, ""),
@@ -94,12 +94,12 @@ def test_a_file_may_have_as_many_bytes_as_are_accepted_and_no_more(tmp_path: Pat
         (None, "got None"),
     ],
 )
-def test_a_newer_file_asks_for_a_newer_release(version: Any, said: str) -> None:
+def test_a_newer_file_asks_for_a_newer_release(version: Any, message: str) -> None:
     values = {"schema_version": version}
-    if not said:
+    if not message:
         check_schema_version(values, 3, "where")
         return
-    with pytest.raises(DataFileError, match=said):
+    with pytest.raises(DataFileError, match=message):
         check_schema_version(values, 3, "where")
 
 

@@ -361,11 +361,11 @@ def test_killing_writers_of_one_log_loses_nothing_that_was_acknowledged(tmp_path
         assert writer.pid is not None
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
-    found = record_ids([tmp_path], GPU)
+    ids = record_ids([tmp_path], GPU)
     for number, file in enumerate(told):
         names = set(file.read_text().split())
-        assert names <= found
-        assert len({name for name in found if name.startswith(f"{number}-")} - names) <= 1
+        assert names <= ids
+        assert len({name for name in ids if name.startswith(f"{number}-")} - names) <= 1
 
 
 def test_a_full_disk_is_reported_and_the_next_record_is_whole(

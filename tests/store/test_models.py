@@ -27,9 +27,9 @@ def entries() -> dict[str, dict[str, Any]]:
 
 
 def test_the_index_says_what_the_files_say() -> None:
-    found = entries()
-    assert set(found) == set(INDEX["models"])
-    for stem, entry in found.items():
+    models = entries()
+    assert set(models) == set(INDEX["models"])
+    for stem, entry in models.items():
         assert stem == entry["hub_id"].replace("/", "--")
         listed = INDEX["models"][stem]
         assert listed["model_type"] == entry["config"]["model_type"]
@@ -37,8 +37,8 @@ def test_the_index_says_what_the_files_say() -> None:
         assert {key: listed[key] for key in shared} == {key: entry[key] for key in shared}
         for name in (entry["hub_id"], *entry["aliases"]):
             assert INDEX["names"][name.lower()] == stem
-    known = {x.lower() for entry in found.values() for x in (entry["hub_id"], *entry["aliases"])}
-    assert set(INDEX["names"]) == known
+    names = {x.lower() for entry in models.values() for x in (entry["hub_id"], *entry["aliases"])}
+    assert set(INDEX["names"]) == names
 
 
 def test_no_file_claims_a_revision_that_nobody_recorded() -> None:

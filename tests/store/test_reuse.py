@@ -52,16 +52,16 @@ def test_a_record_without_a_digest_counts_for_a_model_of_the_database_only() -> 
 
 
 @pytest.mark.parametrize(
-    ("libraries", "said"),
+    ("libraries", "difference"),
     [
         ({"torch": "2.12.0", "transformers": "5.23.0"}, "with torch 2.12.0"),
         ({"torch": "2.13.0"}, "with transformers missing"),
         (None, "with library versions that it does not state"),
     ],
 )
-def test_other_library_versions_are_named(libraries: Any, said: str) -> None:
+def test_other_library_versions_are_named(libraries: Any, difference: str) -> None:
     record = a_record(environment={"libraries": libraries})
-    assert other_circumstances(record, NOW, LIBRARIES) == said
+    assert other_circumstances(record, NOW, LIBRARIES) == difference
 
 
 def test_a_time_out_counts_until_more_time_is_given() -> None:

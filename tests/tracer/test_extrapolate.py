@@ -43,9 +43,9 @@ def _step(num_layers: int, *, saved: int, odd: int | None) -> Iterator[TracedEve
 def test_four_layers_stretched_are_what_all_layers_trace(num_layers: int) -> None:
     stretched = stretch(step(4), num_layers=num_layers)
     real = step(num_layers)
-    assert [one.num_bytes for one in stretched] == [one.num_bytes for one in real]
-    assert [one.layer for one in stretched] == [one.layer for one in real]
-    assert replay(one.event for one in stretched) == replay(one.event for one in real)
+    assert [event.num_bytes for event in stretched] == [event.num_bytes for event in real]
+    assert [event.layer for event in stretched] == [event.layer for event in real]
+    assert replay(event.event for event in stretched) == replay(event.event for event in real)
 
 
 def test_deaths_outside_the_layers_may_come_in_any_order() -> None:
@@ -53,8 +53,8 @@ def test_deaths_outside_the_layers_may_come_in_any_order() -> None:
     births = [TracedEvent(500 + layer, 16, layer, moment="optimizer") for layer in range(4)]
     deaths = [TracedEvent(500 + layer, None, layer, moment="optimizer") for layer in (2, 0, 3, 1)]
     stretched = stretch([*events, *births, *deaths], num_layers=12)
-    assert sum(one.num_bytes == 16 for one in stretched) == 12
-    assert replay(one.event for one in stretched).num_done == len(stretched)
+    assert sum(event.num_bytes == 16 for event in stretched) == 12
+    assert replay(event.event for event in stretched).num_done == len(stretched)
 
 
 def test_a_layer_that_frees_what_its_neighbour_never_made_is_refused() -> None:
@@ -66,7 +66,7 @@ def test_a_layer_that_frees_what_its_neighbour_never_made_is_refused() -> None:
 
 
 def test_a_tensor_that_one_middle_layer_keeps_is_refused() -> None:
-    events = [one for one in step(4) if (one.storage, one.num_bytes) != (101, None)]
+    events = [event for event in step(4) if (event.storage, event.num_bytes) != (101, None)]
     with pytest.raises(DoesNotRepeatError):
         stretch(events, num_layers=8)
 
@@ -80,9 +80,9 @@ def test_growth_from_two_to_four_layers_must_be_that_of_the_repeated_layer() -> 
 
 def test_the_warm_up_block_has_the_bytes_of_the_weights_that_stay() -> None:
     events = [TracedEvent(5, 999, moment="load"), TracedEvent(5, None, moment="load"), *step(4)]
-    birth, death, *rest = with_warm_up(events)
+    birth, death, *after = with_warm_up(events)
     assert (birth.num_bytes, death.num_bytes) == (1000 + 4 * 50, None)
-    assert rest == events
+    assert after == events
 
 
 def test_the_parts_at_the_peak_add_up_to_it() -> None:

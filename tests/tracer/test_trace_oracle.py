@@ -42,23 +42,25 @@ GPU = find_gpu("a100-sxm-80gb")
 
 
 def config_of(name: str) -> dict[str, Any]:
-    found = model_store.find_model(name)
-    assert found is not None
-    return dict(found.config)
+    model = model_store.find_model(name)
+    assert model is not None
+    return dict(model.config)
 
 
 def traced_activations(config: dict[str, Any], run: RunConfig) -> float:
     """GiB at the peak that are neither weights, adapters nor optimizer states."""
     events = trace(run, config, target_modules="all-linear", num_layers=4)
     stretched = stretch(events, num_layers=config["num_hidden_layers"])
-    static = {one.storage for one in stretched if one.moment in ("load", "adapters", "optimizer")}
-    sizes = {one.storage: one.num_bytes for one in stretched if one.num_bytes is not None}
-    peak = max(live_bytes(stretched), key=lambda found: found[1])[0]
+    static = {
+        event.storage for event in stretched if event.moment in ("load", "adapters", "optimizer")
+    }
+    sizes = {event.storage: event.num_bytes for event in stretched if event.num_bytes is not None}
+    peak = max(live_bytes(stretched), key=lambda live: live[1])[0]
     total = 0
-    for one in stretched:
-        if one.storage not in static:
-            total += sizes[one.storage] if one.num_bytes is not None else -sizes[one.storage]
-        if one is peak:
+    for event in stretched:
+        if event.storage not in static:
+            total += sizes[event.storage] if event.num_bytes is not None else -sizes[event.storage]
+        if event is peak:
             break
     return total / GiB
 
@@ -99,8 +101,8 @@ def test_reserved_over_allocated_agrees_with_the_reference_replays(
 ) -> None:
     run = RunConfig(model="x", batch_size=batch_size, gradient_checkpointing=checkpointing)
     events = trace(run, config_of("llama-3.1-8b"), target_modules="all-linear", num_layers=4)
-    found = replay(one.event for one in stretch(events, num_layers=32))
-    ratio = found.peak_reserved_bytes / found.peak_allocated_bytes
+    allocator = replay(event.event for event in stretch(events, num_layers=32))
+    ratio = allocator.peak_reserved_bytes / allocator.peak_allocated_bytes
     assert ratio == pytest.approx(reference, rel=0.01)
 
 
@@ -124,9 +126,9 @@ def test_four_layers_stretched_agree_with_all_layers(settings: dict[str, Any]) -
     few = trace(run, TINY, target_modules="all-linear", num_layers=4)
     stretched = with_warm_up(stretch(few, num_layers=7))
     full = with_warm_up(trace(run, TINY, target_modules="all-linear"))
-    one, other = (replay(each.event for each in events) for events in (stretched, full))
-    assert one.peak_allocated_bytes == pytest.approx(other.peak_allocated_bytes, rel=1e-3)
-    assert one.peak_reserved_bytes == pytest.approx(other.peak_reserved_bytes, rel=1e-3)
+    short, whole = (replay(event.event for event in events) for events in (stretched, full))
+    assert short.peak_allocated_bytes == pytest.approx(whole.peak_allocated_bytes, rel=1e-3)
+    assert short.peak_reserved_bytes == pytest.approx(whole.peak_reserved_bytes, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +162,10 @@ def test_the_ledger_agrees_with_the_trace(settings: dict[str, Any]) -> None:
     job = resolution.resolve(
         families.build(config, name="x"), RunConfig(model="x", **settings), GPU
     )
-    found = prediction.ledger(job)
+    ledger = prediction.ledger(job)
     events = trace(job.run, config, target_modules="all-linear", num_layers=4)
-    traced = replay(one.event for one in stretch(events, num_layers=22)).peak_allocated_bytes
-    predicted = int(found.peak_allocated_bytes) - found.workspace_bytes
+    traced = replay(event.event for event in stretch(events, num_layers=22)).peak_allocated_bytes
+    predicted = int(ledger.peak_allocated_bytes) - ledger.workspace_bytes
     assert predicted == pytest.approx(traced, rel=0.015)
 
 
@@ -215,10 +217,12 @@ def test_gemma_4_agrees_with_the_trace(fields: dict[str, Any], settings: dict[st
     # in expandable segments every block is as large as its tensor
     run = RunConfig(model="x", batch_size=4, seq_len=512, expandable_segments=True, **settings)
     job = resolution.resolve(families.build(config, name="x"), run, GPU)
-    found = prediction.ledger(job)
+    ledger = prediction.ledger(job)
     events = trace(job.run, config, target_modules="all-linear")
-    traced = replay((one.event for one in events), expandable_segments=True).peak_allocated_bytes
-    predicted = int(found.peak_allocated_bytes) - found.workspace_bytes
+    traced = replay(
+        (event.event for event in events), expandable_segments=True
+    ).peak_allocated_bytes
+    predicted = int(ledger.peak_allocated_bytes) - ledger.workspace_bytes
     assert predicted == pytest.approx(traced, rel=0.005)
 
 
@@ -227,8 +231,8 @@ def test_autograd_sums_in_place_where_the_gradient_that_waits_is_no_view() -> No
         recorder = Recorder([], RunConfig(model="x"))
         with FakeTensorMode(), recorder:
             run(torch.empty(2, 8, 64, requires_grad=True).tanh()).sum().backward()
-        born = [one for one in recorder.events if one.num_bytes is not None]
-        return sum(one.operator == "aten.add.Tensor" for one in born)
+        born = [event for event in recorder.events if event.num_bytes is not None]
+        return sum(event.operator == "aten.add.Tensor" for event in born)
 
     def product(h: torch.Tensor) -> torch.Tensor:
         return h @ torch.empty(64, 64)
@@ -244,9 +248,12 @@ def test_a_tied_embedding_waits_for_the_sum_of_its_gradients() -> None:
         model="x", method="full", precision="fp32", optimizer="sgd", batch_size=1, seq_len=64
     )
     job = resolution.resolve(families.build(config, name="x"), run, GPU)
-    live = max(one for _, one in live_bytes(trace(job.run, config, target_modules="all-linear")))
-    found = prediction.ledger(job)
-    expected = found.peak_allocated_bytes - found.workspace_bytes
+    live = max(
+        num_bytes
+        for _, num_bytes in live_bytes(trace(job.run, config, target_modules="all-linear"))
+    )
+    ledger = prediction.ledger(job)
+    expected = ledger.peak_allocated_bytes - ledger.workspace_bytes
     assert live == pytest.approx(expected, rel=0.005)
     embedding = 4 * 32_000 * 512
     assert live > 4 * embedding  # itself, both parts of its gradient and their sum
@@ -259,10 +266,10 @@ def test_a_family_that_the_ledger_does_not_know_is_traced_and_says_so(tmp_path: 
     run = RunConfig(model=str(path), seq_len=128)
     with pytest.raises(ConfigError, match="bitnet"):
         estimates.estimate([run], [GPU.key])
-    (found,) = estimates.estimate([run], [GPU.key], engine="trace")
-    assert "traced" in found.basis
-    assert any("bitnet" in note for note in found.notes)
-    assert sum(found.memory.breakdown.values()) == found.memory.device_used_bytes
+    (estimate,) = estimates.estimate([run], [GPU.key], engine="trace")
+    assert "traced" in estimate.basis
+    assert any("bitnet" in note for note in estimate.notes)
+    assert sum(estimate.memory.breakdown.values()) == estimate.memory.device_used_bytes
 
 
 def test_a_config_that_transformers_does_not_know_is_one_line() -> None:
@@ -287,9 +294,9 @@ def test_a_quantised_cache_is_traced_as_the_ledger_has_it(shape: tuple[int, int,
         max_new_tokens=max_new_tokens,
     )
     events = with_warm_up(trace(run, TINY, target_modules="all-linear"))
-    found = prediction.ledger(resolution.resolve(families.build(TINY, name="tiny"), run, GPU))
-    predicted = found.peak_allocated_bytes - found.workspace_bytes
-    traced = replay(one.event for one in events).peak_allocated_bytes
+    ledger = prediction.ledger(resolution.resolve(families.build(TINY, name="tiny"), run, GPU))
+    predicted = ledger.peak_allocated_bytes - ledger.workspace_bytes
+    traced = replay(event.event for event in events).peak_allocated_bytes
     assert predicted == pytest.approx(traced, rel=0.01)
 
 
