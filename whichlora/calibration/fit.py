@@ -181,8 +181,8 @@ def fit(
 ) -> Calibration:
     """Calibrate the predictors of `gpu` to `measurements`; failures teach nothing here yet.
 
-    Nor do runs on other library versions teach memory: its formulas know the versions, and what
-    is left over differs between them.
+    Runs on other library versions are left out of the memory fit. Its formulas depend on the
+    versions, and the residuals differ between them.
 
     Args:
         find_model: architecture of a measurement; one that it can't name is left out. It is

@@ -1,9 +1,9 @@
 """Robust regression in relative error, around priors: two estimators in scikit-learn's conventions.
 
 `MemoryRegressor` is linear and keeps close to a prior known to be right (parts of the ledger).
-`TimeRegressor` is for factors that may be anything, if unlikely (speeds of a device). In both the
-prior makes two runs help and none enough. A run has weight one where it agrees with the others,
-and less the farther it lies off, so that a few wrong records bend nothing.
+`TimeRegressor` is for factors that may be anything, if unlikely (speeds of a device). In both
+the prior lets two runs already improve the fit. A run that agrees with the others has weight one;
+a run far off is down-weighted, so that a few wrong records do not move the fit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MAD_TO_DEVIATION = 1.4826  # median absolute to standard deviation of a normal 
 
 
 class _PositiveRegressor(RegressorMixin, BaseEstimator):
-    """What both estimators share: nothing measured or counted here is negative."""
+    """Input checks of both estimators: features are not negative, targets are positive."""
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -145,7 +145,7 @@ class TimeRegressor(_PositiveRegressor):
     A row of X has its features in the columns of its phase and zeros in those of the others; the
     columns of every phase are in the same order. A coefficient is its prior times e to the sum of
     its factors' logs: of the whole device, of the resource, the phase and the kind of work, and of
-    this kind of work in this phase. So runs of one phase tell of the others.
+    this kind of work in this phase. So runs of one phase inform the others.
 
     No estimator of scikit-learn has this form. Its linear models have normal priors on additive
     coefficients, and its generalised ones with a log link multiply the columns; here columns add
@@ -268,7 +268,7 @@ class TimeRegressor(_PositiveRegressor):
         return predicted
 
     def log_deviations(self, X: ArrayLike) -> Array:
-        """What the coefficients' covariance alone makes the log of each prediction deviate."""
+        """Standard deviation of the log of each prediction due to the coefficients' covariance."""
         checked = self._features(X)
         deviations = np.empty(len(checked))
         for _, columns, rows, features in self._blocks(checked):
