@@ -48,9 +48,9 @@ def test_a_model_is_estimated_with_every_method_in_both_phases(model: ModelRecor
         ),
         *combinations.grid(settings | {"phase": ["inference"], "prompt_len": [64]}),
     ]
-    found = estimates.estimate(runs, GPUS)
-    assert len(found) == len(GPUS) * (len(METHODS) + 1)
-    for one in found:
+    predictions = estimates.estimate(runs, GPUS)
+    assert len(predictions) == len(GPUS) * (len(METHODS) + 1)
+    for one in predictions:
         checked(one)
         assert one.num_params == model.params
 

@@ -100,8 +100,8 @@ def test_projections_of_one_input_share_a_label() -> None:
     ],
 )
 def test_the_cache_holds_what_transformers_keeps_per_token(stem: str, elements: int) -> None:
-    found = {a.cache_elements for layer, _ in model(stem).layers() for a in layer.attentions}
-    assert found == {elements}
+    sizes = {a.cache_elements for layer, _ in model(stem).layers() for a in layer.attentions}
+    assert sizes == {elements}
 
 
 def test_gemma_3_attends_to_everything_in_every_sixth_layer() -> None:

@@ -84,31 +84,31 @@ def real_linears(model: Any) -> Counter[tuple[str, int, int, bool]]:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    found: Counter[tuple[str, int, int, bool]] = Counter()
+    counts: Counter[tuple[str, int, int, bool]] = Counter()
     for name, leaf in model.named_modules():
         if not in_layers(name):
             continue
         short = name.rpartition(".")[2]
         if isinstance(leaf, Conv1D):
-            found[short, leaf.nx, leaf.nf, True] += 1
+            counts[short, leaf.nx, leaf.nf, True] += 1
         elif isinstance(leaf, nn.Linear):
-            found[short, leaf.in_features, leaf.out_features, leaf.bias is not None] += 1
-    return found
+            counts[short, leaf.in_features, leaf.out_features, leaf.bias is not None] += 1
+    return counts
 
 
 def described_linears(spec: ModelSpec) -> Counter[tuple[str, int, int, bool]]:
-    found: Counter[tuple[str, int, int, bool]] = Counter()
+    counts: Counter[tuple[str, int, int, bool]] = Counter()
     for group in spec.groups:
         copies = 1 if group.shared else group.count
         for x in group.layer.linears:
             if x.is_module:
-                found[x.name, x.in_features, x.out_features, x.bias] += x.count * copies
-    return found
+                counts[x.name, x.in_features, x.out_features, x.bias] += x.count * copies
+    return counts
 
 
 def real_norms(model: Any) -> Counter[tuple[str, int]]:
     """Leaf name and elements of every norm with weights in the layers."""
-    found: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
     whole: tuple[str, ...] = ()  # StableLM's norms per head, a list of norms counted as one
     for name, leaf in model.named_modules():
         kind = type(leaf).__name__
@@ -119,18 +119,18 @@ def real_norms(model: Any) -> Counter[tuple[str, int]]:
             whole += (f"{name}.",)
         elif any(leaf.children()):
             continue
-        found[name.rpartition(".")[2], elements] += 1
-    return found
+        counts[name.rpartition(".")[2], elements] += 1
+    return counts
 
 
 def described_norms(spec: ModelSpec) -> Counter[tuple[str, int]]:
-    found: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
     for group in spec.groups:
         layer, copies = group.layer, 1 if group.shared else group.count
         for norm in layer.norms + layer.inner_norms:
             if norm.num_params:
-                found[norm.name, norm.num_params] += copies
-    return found
+                counts[norm.name, norm.num_params] += copies
+    return counts
 
 
 @pytest.mark.parametrize("model_type", TYPES, scope="module")
@@ -574,10 +574,10 @@ def test_a_multimodal_model_counts_its_vision_tower(config: dict[str, Any]) -> N
 
 
 def idle_linears(spec: ModelSpec) -> Counter[tuple[str, int, int, bool]]:
-    found: Counter[tuple[str, int, int, bool]] = Counter()
+    counts: Counter[tuple[str, int, int, bool]] = Counter()
     for x in spec.idle_linears:
-        found[x.name, x.in_features, x.out_features, x.bias] += x.count
-    return found
+        counts[x.name, x.in_features, x.out_features, x.bias] += x.count
+    return counts
 
 
 def tower_linears(model: Any) -> Counter[tuple[str, int, int, bool]]:
@@ -613,7 +613,7 @@ def test_flash_attention_and_checkpointing_are_described_as_the_class_has_them(
     # ESM and dots.llm1 have no sizes of their own for some of these
     needed = {"vocab_size": 96, "num_experts_per_tok": 2, "n_routed_experts": 8}
     spec = build({"model_type": model_type, **needed}, name=model_type)
-    described = all(one.flash for layer, _ in spec.layers() for one in layer.attentions)
+    described = all(attention.flash for layer, _ in spec.layers() for attention in layer.attentions)
     cls = getattr(transformers, names[model_type])
     assert described == bool(cls._supports_flash_attn)
     assert spec.supports_checkpointing == bool(cls.supports_gradient_checkpointing)
@@ -648,6 +648,6 @@ def test_a_config_that_names_no_dropout_has_that_of_its_class(model_type: str) -
     except ConfigError:
         pytest.skip("a bare config is no model")
     named = [float(theirs[key]) for key in _ATTENTION_DROPOUT if theirs.get(key) is not None]
-    ours = {one.dropout for layer, _ in spec.layers() for one in layer.attentions}
+    ours = {attention.dropout for layer, _ in spec.layers() for attention in layer.attentions}
     if named:
         assert ours == {named[0]}

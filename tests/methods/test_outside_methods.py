@@ -66,15 +66,15 @@ def test_lora_under_another_name_predicts_its_bytes_and_its_time(
 def test_explain_lists_the_matrices_that_all_targets_share() -> None:
     model = find_model(RUN.model)
     assert model is not None
-    found = explain(model, RUN, A100, load_calibration(A100))
-    (shared,) = [line for line in found.lines if line.what == "frozen matrices of the adapters"]
+    explained = explain(model, RUN, A100, load_calibration(A100))
+    (shared,) = [line for line in explained.lines if line.what == "frozen matrices of the adapters"]
     widest, tallest = (
         max(getattr(linear, name) for linear in all_linears(model))
         for name in ("in_features", "out_features")
     )
     sizes = {line.what: line.num_bytes for line in shared.members}
     assert sizes == {"vera_A": 4 * 64 * widest, "vera_B": 4 * 64 * tallest}
-    assert "outside-vera" in [one.name for one in found.methods]
+    assert "outside-vera" in [one.name for one in explained.methods]
 
 
 @pytest.mark.parametrize("tool", ["axolotl", "llamafactory", "trl", "unsloth"])
@@ -112,7 +112,11 @@ def test_experts_that_are_bare_parameters_are_left_out_where_it_cannot_adapt_the
     assert model is not None
     calibration = load_calibration(A100)
     run = replace(RUN, model=model.name)
-    bare = {one.name for one in all_linears(model) if one.rank_multiple and not one.is_module}
+    bare = {
+        linear.name
+        for linear in all_linears(model)
+        if linear.rank_multiple and not linear.is_module
+    }
     adapted = predict(model, run, A100, calibration)
     assert bare
     assert adapted.num_trainable_params < 1e7  # those of experts would be 80 million

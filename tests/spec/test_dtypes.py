@@ -41,15 +41,15 @@ def test_settings_decide_the_mode(settings: dict[str, Any], mode: str) -> None:
 
 
 def test_autocast_gives_fp32_adapters_and_a_16_bit_copy_of_every_input() -> None:
-    found = dtypes(precision="bf16")
-    assert (found.adapter_bytes, found.input_bytes, found.shared_inputs) == (4, 2, False)
+    resolved = dtypes(precision="bf16")
+    assert (resolved.adapter_bytes, resolved.input_bytes, resolved.shared_inputs) == (4, 2, False)
 
 
 def test_bf16_adapters_under_autocast_share_the_inputs_of_their_targets() -> None:
-    found = dtypes(precision="bf16", adapter_dtype="bfloat16")
-    assert (found.adapter_bytes, found.input_bytes, found.shared_inputs) == (2, 2, True)
-    assert found.under_autocast
-    assert not found.autocast  # nothing that is trained is copied
+    resolved = dtypes(precision="bf16", adapter_dtype="bfloat16")
+    assert (resolved.adapter_bytes, resolved.input_bytes, resolved.shared_inputs) == (2, 2, True)
+    assert resolved.under_autocast
+    assert not resolved.autocast  # nothing that is trained is copied
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def test_bf16_adapters_under_autocast_share_the_inputs_of_their_targets() -> Non
 def test_the_dtype_of_adapters_is_what_parts_the_modes_without_autocast(
     precision: str, adapter_dtype: str, same: str, method: str
 ) -> None:
-    given = dtypes(precision=precision, adapter_dtype=adapter_dtype, method=method)
-    assert given == dtypes(precision=same, method=method)
+    resolved = dtypes(precision=precision, adapter_dtype=adapter_dtype, method=method)
+    assert resolved == dtypes(precision=same, method=method)
 
 
 def test_autocast_over_fp32_weights_is_what_fp16_does_to_full_fine_tuning() -> None:
-    given = dtypes(precision="bf16", base_dtype="float32", method="full", trains_base=True)
-    assert given == dtypes(precision="fp16", method="full", trains_base=True)
-    assert (given.base_bytes, given.stream_bytes, given.linear_out_bytes) == (4, 4, 2)
+    resolved = dtypes(precision="bf16", base_dtype="float32", method="full", trains_base=True)
+    assert resolved == dtypes(precision="fp16", method="full", trains_base=True)
+    assert (resolved.base_bytes, resolved.stream_bytes, resolved.linear_out_bytes) == (4, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -93,19 +93,19 @@ def test_bf16_adapters_need_a_bf16_base(precision: str) -> None:
 
 
 def test_without_autocast_every_target_keeps_an_fp32_copy() -> None:
-    found = dtypes(precision="bf16-no-autocast")
-    assert (found.adapter_bytes, found.input_bytes, found.shared_inputs) == (4, 4, False)
+    resolved = dtypes(precision="bf16-no-autocast")
+    assert (resolved.adapter_bytes, resolved.input_bytes, resolved.shared_inputs) == (4, 4, False)
 
 
 def test_pure_bf16_lets_targets_share_their_input() -> None:
-    found = dtypes(precision="bf16-pure")
-    assert (found.adapter_bytes, found.input_bytes, found.shared_inputs) == (2, 2, True)
+    resolved = dtypes(precision="bf16-pure")
+    assert (resolved.adapter_bytes, resolved.input_bytes, resolved.shared_inputs) == (2, 2, True)
 
 
 def test_a_prepared_base_has_an_fp32_stream_under_16_bit_products() -> None:
-    found = dtypes(precision="bf16", method="qlora")
-    assert (found.stream_bytes, found.compute_bytes, found.mlp_bytes) == (4, 2, 4)
-    assert found.embedding_bytes == 4
+    resolved = dtypes(precision="bf16", method="qlora")
+    assert (resolved.stream_bytes, resolved.compute_bytes, resolved.mlp_bytes) == (4, 2, 4)
+    assert resolved.embedding_bytes == 4
 
 
 def test_full_fp16_keeps_fp32_weights() -> None:
@@ -114,8 +114,15 @@ def test_full_fp16_keeps_fp32_weights() -> None:
 
 @given(run=finetune_runs())
 def test_every_size_is_that_of_a_float(run: RunConfig) -> None:
-    found = resolve_dtypes(with_defaults(run), trains_base=run.method == "full", device_kind="cuda")
-    sizes = (found.base_bytes, found.stream_bytes, found.compute_bytes, found.adapter_bytes)
+    resolved = resolve_dtypes(
+        with_defaults(run), trains_base=run.method == "full", device_kind="cuda"
+    )
+    sizes = (
+        resolved.base_bytes,
+        resolved.stream_bytes,
+        resolved.compute_bytes,
+        resolved.adapter_bytes,
+    )
     assert set(sizes) <= {2, 4}
 
 

@@ -14,9 +14,9 @@ MLP = ("down_proj", "gate_proj", "up_proj")
 
 
 def model(name: str = "meta-llama/Meta-Llama-3-8B") -> ModelSpec:
-    found = find_model(name)
-    assert found is not None
-    return found
+    spec = find_model(name)
+    assert spec is not None
+    return spec
 
 
 def test_all_linear_is_every_matrix_of_the_layers_without_the_head() -> None:
@@ -48,5 +48,5 @@ def test_one_name_can_mean_matrices_of_different_shape() -> None:
 
 
 def test_only_the_named_matrices_are_adapted() -> None:
-    found = adapted(model().groups[0].layer, ("q_proj",))
-    assert [x.name for x in found] == ["q_proj"]
+    spec = adapted(model().groups[0].layer, ("q_proj",))
+    assert [x.name for x in spec] == ["q_proj"]

@@ -65,10 +65,10 @@ def test_a_product_takes_as_long_as_the_slower_of_arithmetic_and_weights() -> No
 
 def test_which_of_arithmetic_and_weights_is_slower_depends_on_the_device() -> None:
     model = replace(timing.prior_model(GPU, "finetune"), overlaps=False)
-    found = dict.fromkeys(FEATURES, 0.0) | {"products": 2.0, "weights": 1.0}
+    features = dict.fromkeys(FEATURES, 0.0) | {"products": 2.0, "weights": 1.0}
     slow_memory = replace(model, mean=model.mean | {"weights": 3 * model.mean["weights"]})
-    assert timing.seconds(model, found)[1]["weights"] == 0
-    total, parts = timing.seconds(slow_memory, found)
+    assert timing.seconds(model, features)[1]["weights"] == 0
+    total, parts = timing.seconds(slow_memory, features)
     assert total == parts["weights"] == 3 * model.mean["weights"]
 
 
@@ -107,15 +107,19 @@ def test_the_page_states_the_priors_in_use(label: str, cells: list[str]) -> None
     for gpu, mean, deviation in ((GPU, *cells[:2]), (CPU, *cells[2:])):
         for phase in phases:
             model = timing.prior_model(gpu, phase)
-            for one in names:
-                row = FEATURES.index(one)
+            for feature in names:
+                row = FEATURES.index(feature)
                 spread = math.sqrt(model.covariance[row][row])
-                assert model.mean[one] == pytest.approx(stated_value(mean)), phase
-                assert spread / model.mean[one] == pytest.approx(float(deviation)), phase
+                assert model.mean[feature] == pytest.approx(stated_value(mean)), phase
+                assert spread / model.mean[feature] == pytest.approx(float(deviation)), phase
 
 
 def test_a_device_that_nobody_measured_has_no_runs_and_independent_coefficients() -> None:
-    assert {one.partition(",")[0] for one, _ in stated_priors()} >= {"launch", "constant", "engine"}
+    assert {feature.partition(",")[0] for feature, _ in stated_priors()} >= {
+        "launch",
+        "constant",
+        "engine",
+    }
     for gpu, noise in ((GPU, 0.2), (CPU, 0.35)):
         model = timing.prior_model(gpu, "finetune")
         assert (model.num_runs, model.noise, model.interval_scale) == (0, noise, 1)
@@ -155,16 +159,16 @@ def test_the_deviation_of_a_run_joins_its_coefficients_and_its_noise() -> None:
     mean = dict.fromkeys(FEATURES, 1.0)
     diagonal = tuple(tuple(0.01 * (i == j) for j in size) for i in size)
     model = replace(model, mean=mean, covariance=diagonal)
-    found = dict.fromkeys(FEATURES, 0.0) | {"elementwise": 3.0, "constant": 4.0}
-    total, _ = timing.seconds(model, found)
+    features = dict.fromkeys(FEATURES, 0.0) | {"elementwise": 3.0, "constant": 4.0}
+    total, _ = timing.seconds(model, features)
     assert total == 7
     expected = 2 * math.hypot(0.5 / 7, 0.2)
-    assert timing.log_deviation(model, found, total) == pytest.approx(expected)
+    assert timing.log_deviation(model, features, total) == pytest.approx(expected)
     # where both errors go together, they add up
     together = tuple(tuple(0.01 for _ in size) for _ in size)
-    shared = timing.log_deviation(replace(model, covariance=together), found, total)
+    shared = timing.log_deviation(replace(model, covariance=together), features, total)
     assert shared == pytest.approx(2 * math.hypot(0.7 / 7, 0.2))
-    assert timing.log_deviation(model, found, 0.0) == 2 * 0.2
+    assert timing.log_deviation(model, features, 0.0) == 2 * 0.2
 
 
 # Largest PyTorch products over the peak, as github.com/zzc0721/torch-performance-test-data lists
@@ -234,20 +238,20 @@ def test_host_bound_time_does_not_depend_on_the_batch() -> None:
 
 def test_the_deviation_is_at_least_the_noise_of_a_run() -> None:
     model = timing.prior_model(GPU, "finetune")
-    found = step_features(resolve(SPEC, RUN, GPU))
-    total, _ = timing.seconds(model, found)
-    assert timing.log_deviation(model, found, total) > model.noise
+    features = step_features(resolve(SPEC, RUN, GPU))
+    total, _ = timing.seconds(model, features)
+    assert timing.log_deviation(model, features, total) > model.noise
 
 
 def test_certain_coefficients_leave_only_the_noise() -> None:
     model = timing.prior_model(GPU, "finetune")
     zeros = tuple(tuple(0.0 for _ in FEATURES) for _ in FEATURES)
     sure = replace(model, covariance=zeros, interval_scale=1.0)
-    found = step_features(resolve(SPEC, RUN, GPU))
-    total, _ = timing.seconds(sure, found)
-    assert timing.log_deviation(sure, found, total) == pytest.approx(model.noise)
+    features = step_features(resolve(SPEC, RUN, GPU))
+    total, _ = timing.seconds(sure, features)
+    assert timing.log_deviation(sure, features, total) == pytest.approx(model.noise)
     wide = replace(sure, interval_scale=1.5)
-    assert timing.log_deviation(wide, found, total) == pytest.approx(1.5 * model.noise)
+    assert timing.log_deviation(wide, features, total) == pytest.approx(1.5 * model.noise)
 
 
 def test_an_engine_takes_its_turn_after_every_step_of_the_device() -> None:

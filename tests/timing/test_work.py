@@ -334,12 +334,12 @@ def moved_bytes(job: ResolvedRun, *, use_dora: bool, num_rows: int) -> tuple[int
 def test_dora_moves_the_bytes_that_its_operators_do(precision: Any, lora_dropout: float) -> None:
     job = job_of(replace(RUN, method="dora", precision=precision, lora_dropout=lora_dropout))
     linear = Linear(name="q", reads="x", in_features=512, out_features=384)
-    found = {}
+    counted = {}
     for num_rows in (64, 128):
         both = [moved_bytes(job, use_dora=on, num_rows=num_rows) for on in (False, True)]
-        found[num_rows] = [dora - lora for lora, dora in zip(*both, strict=True)]
-    per_row = [(many - few) / 64 for few, many in zip(found[64], found[128], strict=True)]
-    whatever = sum(found[64]) - 64 * sum(per_row)
+        counted[num_rows] = [dora - lora for lora, dora in zip(*both, strict=True)]
+    per_row = [(many - few) / 64 for few, many in zip(counted[64], counted[128], strict=True)]
+    whatever = sum(counted[64]) - 64 * sum(per_row)
     adapter = job.method.work(linear, job.dtypes, 1)
     assert adapter.weight_bytes == pytest.approx(whatever, rel=0.02)
     if not lora_dropout:  # else the repeated product's own rows are in the trace as well
@@ -352,8 +352,8 @@ def test_lora_moves_the_bytes_that_its_operators_do(precision: Any) -> None:
     job = job_of(replace(RUN, method="lora", precision=precision))
     dtypes = job.dtypes
     linear = Linear(name="q", reads="x", in_features=512, out_features=384)
-    found = [moved_bytes(job, use_dora=False, num_rows=rows)[0] for rows in (64, 128)]
-    per_row = (found[1] - found[0]) / 64
+    counted = [moved_bytes(job, use_dora=False, num_rows=rows)[0] for rows in (64, 128)]
+    per_row = (counted[1] - counted[0]) / 64
     # what the products of base, A and B read and write, at rank 1
     product = dtypes.adapter_product_bytes
     products = 512 * (dtypes.compute_bytes + product)
@@ -458,8 +458,8 @@ def test_one_array_of_shapes_gives_what_each_shape_gives(method: str) -> None:
     for i, (batch_size, seq_len) in enumerate(zip(batch_sizes, seq_lens, strict=True)):
         alone = counts(training(job, batch_size=int(batch_size), seq_len=int(seq_len)))
         for name, value in alone.items():
-            found = together[name]
-            assert float(found[i] if np.ndim(found) else found) == pytest.approx(float(value))
+            counted = together[name]
+            assert float(counted[i] if np.ndim(counted) else counted) == pytest.approx(float(value))
 
 
 def inference(run: RunConfig, *, context: int, decoding: bool) -> Work:
@@ -502,10 +502,10 @@ def test_old_vllm_launches_kernels_beyond_its_captured_graphs() -> None:
             model=LLAMA, phase="inference", kv_cache="vllm", libraries=tuple(vllm.items())
         )
         job = resolve(load_model(LLAMA), run, find_gpu("a100-sxm-80gb"))
-        found = work.inference_work(
+        counted = work.inference_work(
             job.model, job.run, job.dtypes, batch_size=1, context=context, decoding=True
         )
-        return int(found.launches)
+        return int(counted.launches)
 
     longest = work.VLLM_CAPTURED_TOKENS
     assert launches(longest, vllm="0.4.2") == launches(longest + 1) == 1
@@ -531,8 +531,8 @@ def test_layers_that_borrow_keys_read_the_last_position_of_a_prompt_alone() -> N
     for attn in ("sdpa", "flash_attention_2"):
         run = RunConfig(model="m", phase="inference", attn=attn, batch_size=2, prompt_len=64)
         dtypes = resolve(spec, run, find_gpu("a100-sxm-80gb")).dtypes
-        found = work.inference_work(spec, run, dtypes, batch_size=2, context=64, decoding=False)
-        flops[attn] = found.product_flops
+        counted = work.inference_work(spec, run, dtypes, batch_size=2, context=64, decoding=False)
+        flops[attn] = counted.product_flops
     borrowed = sum(
         group.count * work.active_weights(group.layer)
         for group in spec.groups
@@ -553,8 +553,8 @@ def test_only_a_causal_kernel_spares_half_of_the_scores(name: str, attn: str, ha
     layer = next(iter(load_model(name).layers()))[0]
     (attention,) = layer.attentions
     per_key = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
-    found = work.attention_flops_per_token(layer, 1000, attn, triangular=True)
-    assert found == 1000 * per_key * (1 if halved else 2)
+    counted = work.attention_flops_per_token(layer, 1000, attn, triangular=True)
+    assert counted == 1000 * per_key * (1 if halved else 2)
     assert work.attention_flops_per_token(layer, 1000, attn, triangular=False) == 2000 * per_key
 
 
@@ -564,8 +564,8 @@ def test_a_decoder_reads_all_of_the_encoder_s_output() -> None:
     itself, cross = decoder.attentions
     assert cross.cross
     per_key = itself.num_attention_heads * (itself.head_dim + itself.v_head_dim)
-    found = work.attention_flops_per_token(decoder, 10, "sdpa", triangular=True)
-    assert found == 10 * per_key * (1 + 2)
+    counted = work.attention_flops_per_token(decoder, 10, "sdpa", triangular=True)
+    assert counted == 10 * per_key * (1 + 2)
 
 
 def test_a_decoding_step_reads_the_states_of_a_recurrent_layer() -> None:
@@ -604,36 +604,36 @@ def tiny_job(config: dict[str, Any] = TINY_LLAMA, **keys: Any) -> ResolvedRun:
 
 def test_a_full_step_of_a_tiny_llama_by_hand() -> None:
     tokens = 3 * 48
-    found = training(tiny_job(method="full"), batch_size=3, seq_len=48)
+    counted = training(tiny_job(method="full"), batch_size=3, seq_len=48)
     weights = 6 * LAYER_WEIGHTS + HEAD_WEIGHTS
-    assert found.product_flops == 6 * tokens * weights  # one product forward and two backward
-    assert found.weight_read_bytes == 3 * 2 * weights
+    assert counted.product_flops == 6 * tokens * weights  # one product forward and two backward
+    assert counted.weight_read_bytes == 3 * 2 * weights
     # 4 heads of 16 twice, each sees half of 48 keys; backward is two and a half forwards
-    assert found.attention_flops == 6 * tokens * 48 * 4 * 32 * 3.5
+    assert counted.attention_flops == 6 * tokens * 48 * 4 * 32 * 3.5
     # backward reads a gradient and what was saved for each that it writes; the loss in fp32
-    assert found.elementwise_bytes == tokens * (6 * LAYER_MOVES * 2.5 + 30 * 320)
-    assert found.attention_bytes == found.dequant_bytes == found.engine_steps == 0
+    assert counted.elementwise_bytes == tokens * (6 * LAYER_MOVES * 2.5 + 30 * 320)
+    assert counted.attention_bytes == counted.dequant_bytes == counted.engine_steps == 0
     # parameter read and written, gradient read, two states read and written: in 16 bit
     norms = (2 * 6 + 1) * 64
-    assert found.optimizer_bytes == 7 * 2 * (weights + norms)
+    assert counted.optimizer_bytes == 7 * 2 * (weights + norms)
     of_layers = 6 * LAYER_KERNELS * (1 + 1.6)
-    assert found.launches == pytest.approx(of_layers + 22 + 32 + 1 + 20)
+    assert counted.launches == pytest.approx(of_layers + 22 + 32 + 1 + 20)
 
 
 def test_a_step_of_lora_on_a_tiny_llama_by_hand() -> None:
     tokens = 3 * 48
     job = tiny_job(method="lora", r=8)
-    found = training(job, batch_size=3, seq_len=48)
+    counted = training(job, batch_size=3, seq_len=48)
     trained = 6 * 8 * ((64 + 64) * 2 + (64 + 32) * 2 + (64 + 160) * 3)
     frozen = 6 * LAYER_WEIGHTS + HEAD_WEIGHTS
     # frozen weights: forward and the input's gradient; factors: their own gradient as well
-    assert found.product_flops == tokens * (4 * frozen + 6 * trained)
-    assert found.weight_read_bytes == 2 * 2 * frozen
+    assert counted.product_flops == tokens * (4 * frozen + 6 * trained)
+    assert counted.weight_read_bytes == 2 * 2 * frozen
     repeated = tiny_job(method="lora", r=8, gradient_checkpointing=True)
     again = training(repeated, batch_size=3, seq_len=48)
-    assert again.product_flops - found.product_flops == 2 * tokens * (6 * LAYER_WEIGHTS + trained)
-    assert again.attention_flops / found.attention_flops == pytest.approx(4.5 / 3.5)
-    assert again.weight_read_bytes - found.weight_read_bytes == 2 * 6 * LAYER_WEIGHTS
+    assert again.product_flops - counted.product_flops == 2 * tokens * (6 * LAYER_WEIGHTS + trained)
+    assert again.attention_flops / counted.attention_flops == pytest.approx(4.5 / 3.5)
+    assert again.weight_read_bytes - counted.weight_read_bytes == 2 * 6 * LAYER_WEIGHTS
 
 
 def test_a_decoding_step_of_a_tiny_llama_by_hand() -> None:
@@ -643,35 +643,35 @@ def test_a_decoding_step_of_a_tiny_llama_by_hand() -> None:
             job.model, job.run, job.dtypes, batch_size=2, context=100, decoding=True
         )
 
-    found = step()
-    assert found.product_flops == 2 * 2 * (6 * LAYER_WEIGHTS + HEAD_WEIGHTS)
-    assert found.weight_read_bytes == 2 * (6 * LAYER_WEIGHTS + HEAD_WEIGHTS)
-    assert found.attention_flops == 2 * 2 * 6 * 100 * 4 * 16 * 2
+    counted = step()
+    assert counted.product_flops == 2 * 2 * (6 * LAYER_WEIGHTS + HEAD_WEIGHTS)
+    assert counted.weight_read_bytes == 2 * (6 * LAYER_WEIGHTS + HEAD_WEIGHTS)
+    assert counted.attention_flops == 2 * 2 * 6 * 100 * 4 * 16 * 2
     # keys and values of 2 heads of 16: a dynamic cache is read and written, then read
     cache = 2 * 6 * 100 * 2 * 2 * 16 * 2
-    assert found.attention_bytes == 3 * cache
+    assert counted.attention_bytes == 3 * cache
     assert step(kv_cache="static").attention_bytes == cache
     # eager attention repeats two heads' keys and values for four, and reads those
     eager = step(attn="eager")
     assert eager.attention_bytes == (2 + 1 + 2 * 2) * cache
     # and moves 24 bytes of scores per query, head and key
-    assert eager.elementwise_bytes - found.elementwise_bytes == 2 * 6 * 4 * 100 * 24
-    assert found.elementwise_bytes == 2 * (6 * LAYER_MOVES + 12 * 320)
-    assert found.launches == 6 * LAYER_KERNELS + 22
-    assert found.engine_steps == found.dequant_bytes == found.optimizer_bytes == 0
+    assert eager.elementwise_bytes - counted.elementwise_bytes == 2 * 6 * 4 * 100 * 24
+    assert counted.elementwise_bytes == 2 * (6 * LAYER_MOVES + 12 * 320)
+    assert counted.launches == 6 * LAYER_KERNELS + 22
+    assert counted.engine_steps == counted.dequant_bytes == counted.optimizer_bytes == 0
     served = step(kv_cache="vllm")
     assert (served.launches, served.engine_steps) == (1, 1)
 
 
 def test_a_prompt_of_a_tiny_llama_by_hand() -> None:
     job = tiny_job(phase="inference")
-    found = work.inference_work(
+    counted = work.inference_work(
         job.model, job.run, job.dtypes, batch_size=2, context=100, decoding=False
     )
-    assert found.product_flops == 2 * (200 * 6 * LAYER_WEIGHTS + 2 * HEAD_WEIGHTS)
-    assert found.attention_flops == 200 * 6 * 100 * 4 * 32  # half of the scores
-    assert found.attention_bytes == 2 * 6 * 100 * 2 * 2 * 16 * 2
-    assert found.elementwise_bytes == 200 * 6 * LAYER_MOVES + 2 * 12 * 320
+    assert counted.product_flops == 2 * (200 * 6 * LAYER_WEIGHTS + 2 * HEAD_WEIGHTS)
+    assert counted.attention_flops == 200 * 6 * 100 * 4 * 32  # half of the scores
+    assert counted.attention_bytes == 2 * 6 * 100 * 2 * 2 * 16 * 2
+    assert counted.elementwise_bytes == 200 * 6 * LAYER_MOVES + 2 * 12 * 320
 
 
 @pytest.mark.parametrize(
@@ -709,12 +709,12 @@ def test_a_single_row_unpacks_four_bits_inside_its_kernel(
     batch_size: int, per_weight: float, tables: int
 ) -> None:
     job = tiny_job(phase="inference", quant="nf4")
-    found = work.inference_work(
+    counted = work.inference_work(
         job.model, job.run, job.dtypes, batch_size=batch_size, context=8, decoding=True
     )
     per_layer = LAYER_WEIGHTS * per_weight + tables * CODE_TABLE_BYTES
-    assert found.dequant_bytes == 6 * per_layer
-    assert found.launches == 6 * (LAYER_KERNELS + 7 * 5) + 22  # 7 matrices, 5 kernels more each
+    assert counted.dequant_bytes == 6 * per_layer
+    assert counted.launches == 6 * (LAYER_KERNELS + 7 * 5) + 22  # 7 matrices, 5 kernels more each
 
 
 @pytest.mark.parametrize(("checkpointing", "passes"), [(False, 2), (True, 3)])
@@ -750,7 +750,7 @@ def test_kernels_of_a_layer(name: str, attn: str, kernels: int) -> None:
 
 def test_an_evaluation_is_one_forward_that_scores_every_token() -> None:
     job = tiny_job(method="full")
-    found = work.evaluation_work(
+    counted = work.evaluation_work(
         job.model,
         job.run,
         job.dtypes,
@@ -763,12 +763,12 @@ def test_an_evaluation_is_one_forward_that_scores_every_token() -> None:
     )
     tokens = 3 * 48
     weights = 6 * LAYER_WEIGHTS + HEAD_WEIGHTS
-    assert found.product_flops == 2 * tokens * weights
-    assert found.weight_read_bytes == 2 * weights
-    assert found.attention_flops == 6 * tokens * 48 * 4 * 32
-    assert found.elementwise_bytes == tokens * (6 * LAYER_MOVES + 12 * 320)
-    assert found.launches == pytest.approx(6 * LAYER_KERNELS + 22)
-    assert found.optimizer_bytes == found.attention_bytes == 0
+    assert counted.product_flops == 2 * tokens * weights
+    assert counted.weight_read_bytes == 2 * weights
+    assert counted.attention_flops == 6 * tokens * 48 * 4 * 32
+    assert counted.elementwise_bytes == tokens * (6 * LAYER_MOVES + 12 * 320)
+    assert counted.launches == pytest.approx(6 * LAYER_KERNELS + 22)
+    assert counted.optimizer_bytes == counted.attention_bytes == 0
 
 
 def test_a_token_of_a_mixture_visits_its_experts_alone() -> None:
@@ -786,15 +786,15 @@ def test_a_token_of_a_mixture_visits_its_experts_alone() -> None:
     job = tiny_job(config, phase="inference")
     attention, router, expert = 64 * (64 + 32 + 32 + 64), 64 * 8, 3 * 64 * 96
     for batch_size, visited in ((1, 2), (3, 6), (5, 8)):
-        found = work.inference_work(
+        counted = work.inference_work(
             job.model, job.run, job.dtypes, batch_size=batch_size, context=10, decoding=True
         )
         in_token = 2 * (attention + router + 2 * expert) + HEAD_WEIGHTS
-        assert found.product_flops == 2 * batch_size * in_token
+        assert counted.product_flops == 2 * batch_size * in_token
         read = 2 * (attention + router + visited * expert) + HEAD_WEIGHTS
-        assert found.weight_read_bytes == pytest.approx(2 * read)
+        assert counted.weight_read_bytes == pytest.approx(2 * read)
         # norms, attention as in a Llama; routing and its sums; each expert that is visited
-        assert found.launches == 22 + 2 * (12 + 20 + 11 + 8 * visited)
+        assert counted.launches == 22 + 2 * (12 + 20 + 11 + 8 * visited)
 
 
 @pytest.mark.parametrize(("checkpointing", "forwards"), [(False, 1), (True, 2)])
@@ -803,18 +803,18 @@ def test_autocast_narrows_every_matrix_of_an_fp32_base_once_a_forward(
 ) -> None:
     usual = {"method": "lora", "gradient_checkpointing": checkpointing}
     job = tiny_job(precision="bf16", base_dtype="float32", **usual)
-    one, two = (training(job, batch_size=n, seq_len=48).elementwise_bytes for n in (1, 2))
+    one, double = (training(job, batch_size=n, seq_len=48).elementwise_bytes for n in (1, 2))
     # whatever the number of tokens: 4 bytes read and 2 written of each element
-    assert 2 * one - two == forwards * 6 * LAYER_WEIGHTS * (4 + 2)
+    assert 2 * one - double == forwards * 6 * LAYER_WEIGHTS * (4 + 2)
     narrow = tiny_job(**usual)
-    one, two = (training(narrow, batch_size=n, seq_len=48).elementwise_bytes for n in (1, 2))
-    assert 2 * one == two
+    one, double = (training(narrow, batch_size=n, seq_len=48).elementwise_bytes for n in (1, 2))
+    assert 2 * one == double
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_evaluation_unpacks_what_one_forward_does(checkpointing: bool) -> None:
     job = tiny_job(method="qlora", r=8, gradient_checkpointing=checkpointing)
-    found = work.evaluation_work(
+    counted = work.evaluation_work(
         job.model,
         job.run,
         job.dtypes,
@@ -825,8 +825,8 @@ def test_an_evaluation_unpacks_what_one_forward_does(checkpointing: bool) -> Non
         r=8,
         num_trained=1,
     )
-    assert found.dequant_bytes == 6 * LAYER_WEIGHTS * 4  # written in 16 bit and read back
-    assert found.optimizer_bytes == found.attention_bytes == 0
+    assert counted.dequant_bytes == 6 * LAYER_WEIGHTS * 4  # written in 16 bit and read back
+    assert counted.optimizer_bytes == counted.attention_bytes == 0
 
 
 @pytest.mark.parametrize("backend", ["quanto", "fp8"])
