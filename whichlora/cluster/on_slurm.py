@@ -75,8 +75,8 @@ class SlurmEngine:
     def states(self, sweep: Sweep) -> dict[Place, TaskState]:
         told: dict[tuple[str, str, int], TaskState] = {}
         for cluster in _clusters(sweep):
-            found = commands.task_states(_jobs(sweep, cluster), cluster=cluster)
-            told |= {(cluster, job, index): state for (job, index), state in found.items()}
+            answered = commands.task_states(_jobs(sweep, cluster), cluster=cluster)
+            told |= {(cluster, job, index): state for (job, index), state in answered.items()}
         states: dict[Place, TaskState] = {}
         for array in sweep.arrays:
             cluster = sweep.group(array.group).cluster
@@ -94,7 +94,7 @@ def _clusters(sweep: Sweep) -> list[str]:
 
 
 def _jobs(sweep: Sweep, cluster: str) -> list[str]:
-    arrays = [one for one in sweep.arrays if sweep.group(one.group).cluster == cluster]
+    arrays = [array for array in sweep.arrays if sweep.group(array.group).cluster == cluster]
     return [job.id for array in arrays for job in array.jobs]
 
 

@@ -56,9 +56,9 @@ class LocalEngine:
             "set -eo pipefail",
             *(f"export {key}={shlex.quote(text)}" for key, text in plan.slurm.environment.items()),
         ]
-        for device, own in dealt:
+        for device, numbers_dealt in dealt:
             variable = f"CUDA_VISIBLE_DEVICES={device} " if device else ""
-            numbers = " ".join(map(str, own))
+            numbers = " ".join(map(str, numbers_dealt))
             lines.append(f"{variable}{program(plan)} profile-task {tasks} {numbers} &")
         path = sweep.run_dir / array.script
         write_text(path, "\n".join([*lines, "wait", ""]))
@@ -75,13 +75,16 @@ class LocalEngine:
             str(sweep.run_dir / array.tasks_file),
         ]
         environment = {**os.environ, **plan.slurm.environment}
-        for number, (device, own) in enumerate(_deal(sweep, array, indices)):
+        for number, (device, numbers_dealt) in enumerate(_deal(sweep, array, indices)):
             visible = {"CUDA_VISIBLE_DEVICES": device} if device else {}
             with (logs / f"{array.group}-{number}.log").open("ab") as log:
                 child = subprocess.Popen(
-                    [*command, *map(str, own)], stdout=log, stderr=log, env=environment | visible
+                    [*command, *map(str, numbers_dealt)],
+                    stdout=log,
+                    stderr=log,
+                    env=environment | visible,
                 )
-            job = Job(id=f"{child.pid}-{process_start(child.pid)}", indices=tuple(own))
+            job = Job(id=f"{child.pid}-{process_start(child.pid)}", indices=tuple(numbers_dealt))
             self._children[job.id] = child
             array = replace(array, jobs=(*array.jobs, job))
         return array
@@ -95,13 +98,13 @@ class LocalEngine:
             tasks = sweep.tasks(array)
             done = find_records(tasks)
             for job in array.jobs:  # the last job that took a task goes before earlier ones
-                left = [index for index in job.indices if index not in done]
+                unfinished = [index for index in job.indices if index not in done]
                 begun = [
                     started_file(sweep.run_dir / array.tasks_file, tasks, index).exists()
-                    for index in left[:1]
+                    for index in unfinished[:1]
                 ]
                 now, later = self._state(job, begun=any(begun))
-                for number, index in enumerate(left):
+                for number, index in enumerate(unfinished):
                     states[array.group, array.round, index] = later if number else now
         return states
 
@@ -127,8 +130,8 @@ def _devices() -> list[tuple[str, str]]:
 
     Without one it is the CPU, which that variable does not name.
     """
-    found = [(device.uuid or "", spec.key) for device, spec in gpus_here()]
-    return found or [("", find_gpu("cpu").key)]
+    devices = [(device.uuid or "", spec.key) for device, spec in gpus_here()]
+    return devices or [("", find_gpu("cpu").key)]
 
 
 def _deal(sweep: Sweep, array: Array, indices: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
@@ -136,4 +139,4 @@ def _deal(sweep: Sweep, array: Array, indices: Sequence[int]) -> list[tuple[str,
     gpu = sweep.group(array.group).gpu
     devices = [device for device, key in _devices() if key == gpu]
     dealt = [(name, indices[number :: len(devices)]) for number, name in enumerate(devices)]
-    return [(name, own) for name, own in dealt if own]
+    return [(name, part) for name, part in dealt if part]

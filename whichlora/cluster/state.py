@@ -81,14 +81,14 @@ class Sweep:
 
     def listed_runs(self, group: str) -> set[RunConfig]:
         """Every run that stands in a list of `group`."""
-        own = (array for array in self.arrays if array.group == group)
-        return {task.run for array in own for task in self.tasks(array).tasks}
+        arrays = (array for array in self.arrays if array.group == group)
+        return {task.run for array in arrays for task in self.tasks(array).tasks}
 
     def with_array(self, array: Array) -> Sweep:
         """`array` added, or put in place of what it was."""
         key = (array.group, array.round)
-        others = [one for one in self.arrays if (one.group, one.round) != key]
-        ordered = sorted([*others, array], key=lambda one: (one.round, one.group))
+        others = [listed for listed in self.arrays if (listed.group, listed.round) != key]
+        ordered = sorted([*others, array], key=lambda listed: (listed.round, listed.group))
         return replace(self, arrays=tuple(ordered))
 
     def save(self) -> None:

@@ -139,12 +139,12 @@ def read_start(path: Path) -> dict[str, Any]:
 def find_records(tasks: TaskList) -> dict[int, Measurement]:
     """What the tasks of a list measured so far, whatever GPU they met."""
     stem = f"{tasks.run_id}-{tasks.round}-"
-    found: dict[int, Measurement] = {}
+    records: dict[int, Measurement] = {}
     for path in sorted(tasks.calibration_dir.glob(f"*/measurements/{stem}*.jsonl"), reverse=True):
         index = path.stem.removeprefix(stem).removesuffix(_ENDED)
         if index.isdigit():  # reversed, so what a task wrote itself goes before what ended it
-            found |= {int(index): record for record, _ in read_records(path)}
-    return found
+            records |= {int(index): record for record, _ in read_records(path)}
+    return records
 
 
 def profile_task(
@@ -173,9 +173,9 @@ def profile_task(
 def _profile(tasks_file: Path, tasks: TaskList, index: int) -> Measurement:
     from whichlora.profiler.profile import Profiler
 
-    known = find_records(tasks).get(index)
-    if known is not None:
-        return known
+    recorded = find_records(tasks).get(index)
+    if recorded is not None:
+        return recorded
     pretended = tasks.pretend_memory_bytes
     gpu = find_gpu(tasks.gpu if pretended else "auto")
     if gpu.kind == "cpu" and gpu.key != tasks.gpu:

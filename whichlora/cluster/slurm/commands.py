@@ -92,7 +92,7 @@ def task_states(jobs: Sequence[str], *, cluster: str) -> dict[tuple[str, int], T
         return {}
     ids = ",".join(jobs)
     queue = ["squeue", *_of(cluster), "-h", "-r", "-j", ids, "-t", "all", "-o", "%F|%K|%T|%r"]
-    found = parse_squeue(_run(queue, may_fail=r"Invalid job id"))
+    queued = parse_squeue(_run(queue, may_fail=r"Invalid job id"))
     history = ["sacct", *_of(cluster), "-X", "-n", "-P", "-j", ids, "-o", "JobID,State,ExitCode"]
     try:
         past = parse_sacct(_run(history))
@@ -102,14 +102,14 @@ def task_states(jobs: Sequence[str], *, cluster: str) -> dict[tuple[str, int], T
         past = {}
     # Accounting lags and may be off: how a task ended, the queue does not say, the controller does.
     for job in jobs:
-        ended = [key for key, state in found.items() if key[0] == job and state.is_final]
-        known = {key for key in ended if key in past and past[key].is_final}
-        if len(known) < len(ended) or not any(key[0] == job for key in (*found, *past)):
+        ended = [key for key, state in queued.items() if key[0] == job and state.is_final]
+        recorded = {key for key in ended if key in past and past[key].is_final}
+        if len(recorded) < len(ended) or not any(key[0] == job for key in (*queued, *past)):
             show = ["scontrol", *_of(cluster), "show", "job", "-o", job]
             told = parse_scontrol(_run(show, may_fail=r"Invalid job id"))
-            past |= {key: state for key, state in told.items() if key not in known}
-    waiting = {key: state for key, state in found.items() if not state.is_final}
-    return found | past | waiting
+            past |= {key: state for key, state in told.items() if key not in recorded}
+    waiting = {key: state for key, state in queued.items() if not state.is_final}
+    return queued | past | waiting
 
 
 def _ranges(indices: Iterable[int]) -> str:

@@ -70,7 +70,7 @@ def parse_nodes(text: str, *, cluster: str = "") -> list[GpuNode]:
     A node stands there once per partition. Those that are down, and partitions that are, are left
     out: what nobody can run on need not be predicted.
     """
-    found: dict[tuple[str, str | None], GpuNode] = {}
+    nodes: dict[tuple[str, str | None], GpuNode] = {}
     for line in text.splitlines():
         fields = line.strip().split("|")
         if len(fields) != 6:
@@ -80,16 +80,16 @@ def parse_nodes(text: str, *, cluster: str = "") -> list[GpuNode]:
             continue
         for match in _GRES.finditer(gres):
             key = (name, match[1])
-            known = found.get(key)
-            found[key] = GpuNode(
+            earlier = nodes.get(key)
+            nodes[key] = GpuNode(
                 name=name,
                 gres_type=match[1],
                 num_gpus=int(match[2]),
                 features=frozenset(features.split(",")) - {"(null)", ""},
-                partitions=(known.partitions if known else frozenset()) | {partition},
+                partitions=(earlier.partitions if earlier else frozenset()) | {partition},
                 cluster=cluster,
             )
-    return list(found.values())
+    return list(nodes.values())
 
 
 def gpu_groups(
@@ -107,38 +107,38 @@ def gpu_groups(
         named: Slurm's types or features to keys, given by the user; goes before any guess.
         partitions: the only ones to use; empty is all.
     """
-    kept = [node for node in nodes if not partitions or node.partitions & set(partitions)]
-    keys = {node: matching_gpus(node, catalogue, named) for node in kept}
+    usable = [node for node in nodes if not partitions or node.partitions & set(partitions)]
+    keys = {node: matching_gpus(node, catalogue, named) for node in usable}
     faults = []
     members: dict[tuple[str, str, tuple[str, ...]], list[GpuNode]] = {}
-    for node in kept:
+    for node in usable:
         if keys[node]:
             members.setdefault((node.cluster, node.gres_type or "", keys[node]), []).append(node)
         else:
             faults.append(_unknown(node))
     groups = []
-    for (cluster, gres_type, found), own in members.items():
+    for (cluster, gres_type, group_keys), group_nodes in members.items():
         rivals = [
-            other
-            for other in kept
-            if other not in own
-            and other.cluster == cluster
-            and (not gres_type or other.gres_type == gres_type)
+            node
+            for node in usable
+            if node not in group_nodes
+            and node.cluster == cluster
+            and (not gres_type or node.gres_type == gres_type)
         ]
-        inside_of, constraint, note = _apart(own, rivals, found[0], partitions)
-        if len(found) > 1:
-            note = "; ".join(filter(None, (note, f"could also be {', '.join(found[1:])}")))
+        inside_of, constraint, note = _apart(group_nodes, rivals, group_keys[0], partitions)
+        if len(group_keys) > 1:
+            note = "; ".join(filter(None, (note, f"could also be {', '.join(group_keys[1:])}")))
         groups.append(
             GpuGroup(
                 name=_slug(cluster, gres_type or "gpu", constraint),
-                gpu=found[0],
-                others=found[1:],
+                gpu=group_keys[0],
+                others=group_keys[1:],
                 cluster=cluster,
                 partitions=inside_of,
                 gres_type=gres_type or None,
                 constraint=constraint,
-                num_nodes=len({node.name for node in own}),
-                num_gpus=sum(node.num_gpus for node in own),
+                num_nodes=len({node.name for node in group_nodes}),
+                num_gpus=sum(node.num_gpus for node in group_nodes),
                 note=note,
             )
         )
@@ -158,24 +158,24 @@ def matching_gpus(
     features = frozenset(word for text in node.features for word in _words(text))
     if _is_slice(node):
         return ()  # a slice of a GPU is in no catalogue; the user may describe one and name it
-    found = _by_type(node.gres_type, catalogue) if node.gres_type else []
+    specs = _by_type(node.gres_type, catalogue) if node.gres_type else []
     if not node.gres_type:
         boards = [_words(text) for text in node.features if _looks_like_a_board(text)]
-        found = [spec for spec in catalogue if any(own <= _words(spec.key) for own in boards)]
+        specs = [spec for spec in catalogue if any(board <= _words(spec.key) for board in boards)]
     sizes = {
         int(match[1])
         for text in (*node.features, node.gres_type or "")
         for match in _SIZE.finditer(text)
     }
-    found = [spec for spec in found if _size(spec) in sizes] or found
+    specs = [spec for spec in specs if _size(spec) in sizes] or specs
     for word in sorted(features):
-        found = [spec for spec in found if word in _words(spec.key)] or found
-    ordered = sorted(found, key=lambda spec: (spec.memory_bytes, spec.bandwidth_bytes_per_s))
+        specs = [spec for spec in specs if word in _words(spec.key)] or specs
+    ordered = sorted(specs, key=lambda spec: (spec.memory_bytes, spec.bandwidth_bytes_per_s))
     return tuple(spec.key for spec in ordered)
 
 
 def _apart(
-    own: Sequence[GpuNode], rivals: Sequence[GpuNode], gpu: str, allowed: Sequence[str]
+    group_nodes: Sequence[GpuNode], rivals: Sequence[GpuNode], gpu: str, allowed: Sequence[str]
 ) -> tuple[tuple[str, ...], str, str]:
     """Partitions, constraint and note that keep a job off `rivals`.
 
@@ -186,18 +186,18 @@ def _apart(
     def telling(feature: str) -> tuple[bool, int, str]:
         return (not _words(feature) & _words(gpu), len(feature), feature)
 
-    inside = frozenset[str]().union(*(node.partitions for node in own))
+    inside = frozenset[str]().union(*(node.partitions for node in group_nodes))
     if allowed:
         inside &= set(allowed)
     mixed = frozenset[str]().union(*(node.partitions for node in rivals))
     clean = inside - mixed
-    if clean and all(node.partitions & clean for node in own):
+    if clean and all(node.partitions & clean for node in group_nodes):
         return tuple(sorted(clean)), "", ""
     foreign = frozenset[str]().union(*(node.features for node in rivals))
-    shared = frozenset.intersection(*(node.features for node in own)) - foreign
+    shared = frozenset.intersection(*(node.features for node in group_nodes)) - foreign
     if shared:
         return tuple(sorted(inside)), min(shared, key=telling), ""
-    each = [node.features - foreign for node in own]
+    each = [node.features - foreign for node in group_nodes]
     if all(each):
         return (
             tuple(sorted(inside)),
@@ -211,10 +211,10 @@ def _apart(
 def _unknown(node: GpuNode) -> str:
     kind = node.gres_type or "untyped"
     features = ",".join(sorted(node.features)) or "none"
-    what = "a slice of a GPU (MIG)" if _is_slice(node) else "no accelerator of the catalogue"
+    kind_text = "a slice of a GPU (MIG)" if _is_slice(node) else "no accelerator of the catalogue"
     return (
         f"GPU {kind!r} with features {features} in partition {','.join(sorted(node.partitions))}: "
-        f"is {what}; name it in the config as slurm.gpus: {{{node.gres_type or 'gpu'}: KEY}}, "
+        f"is {kind_text}; name it in the config as slurm.gpus: {{{node.gres_type or 'gpu'}: KEY}}, "
         "with a key of 'whichlora gpus' or of a gpu.json of your own"
     )
 

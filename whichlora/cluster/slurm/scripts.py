@@ -28,8 +28,8 @@ def array_script(
     """Profile `num_tasks` candidates of the list `tasks` on the GPUs of `group`, one per task."""
     size = min(num_tasks, max_array_size)
     parallel = f"%{config.max_parallel}" if config.max_parallel else ""
-    what = f"Profile {num_tasks} candidates on {group.gpu}: one array task each, listed in"
-    lines = [f"# {what}", f"# {tasks.name}. Written by WhichLoRA; edit it as you like."]
+    purpose = f"Profile {num_tasks} candidates on {group.gpu}: one array task each, listed in"
+    lines = [f"# {purpose}", f"# {tasks.name}. Written by WhichLoRA; edit it as you like."]
     if num_tasks > max_array_size:
         lines += [
             f"# The cluster takes {max_array_size} tasks an array, so this is submitted as",
@@ -104,8 +104,12 @@ def training_script(
 def format_limit(seconds: float) -> str:
     """Whole minutes, rounded up, as `--time` reads them: 1-02:30:00, 0:05:00."""
     minutes = max(1, math.ceil(seconds / 60))
-    days, rest = divmod(minutes, 24 * 60)
-    text = f"{rest // 60:02d}:{rest % 60:02d}:00" if days else f"{rest // 60}:{rest % 60:02d}:00"
+    days, minutes_of_day = divmod(minutes, 24 * 60)
+    text = (
+        f"{minutes_of_day // 60:02d}:{minutes_of_day % 60:02d}:00"
+        if days
+        else f"{minutes_of_day // 60}:{minutes_of_day % 60:02d}:00"
+    )
     return f"{days}-{text}" if days else text
 
 

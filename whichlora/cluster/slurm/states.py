@@ -60,32 +60,32 @@ Key = tuple[str, int]
 
 def parse_squeue(text: str) -> dict[Key, TaskState]:
     """`squeue -h -r -o '%F|%K|%T|%r'`: array job, index, state, reason."""
-    found = {}
+    states = {}
     for line in text.splitlines():
         job, index, state, *_ = f"{line.strip()}|||".split("|")
         if index.isdigit():
-            found[job, int(index)] = TaskState(state)
-    return found
+            states[job, int(index)] = TaskState(state)
+    return states
 
 
 def parse_sacct(text: str) -> dict[Key, TaskState]:
     """`sacct -X -n -P -o JobID,State,ExitCode`; waiting tasks stand there as 12_[3-5]: not read."""
-    found = {}
+    states = {}
     for line in text.splitlines():
         match = re.match(r"(\d+)_(\d+)\|(\w+)[^|]*\|(\d+):(\d+)", line.strip())
         if match:
             state = TaskState(match[3], int(match[4]), int(match[5]))
-            found[match[1], int(match[2])] = state
-    return found
+            states[match[1], int(match[2])] = state
+    return states
 
 
 def parse_scontrol(text: str) -> dict[Key, TaskState]:
     """`scontrol show job -o`: a line of NAME=VALUE per task."""
-    found = {}
+    states = {}
     for line in text.splitlines():
         values = dict(word.split("=", 1) for word in line.split() if "=" in word)
         index, job = values.get("ArrayTaskId", ""), values.get("ArrayJobId", "")
         if index.isdigit() and job:
             code, _, signal = values.get("ExitCode", "0:0").partition(":")
-            found[job, int(index)] = TaskState(values.get("JobState", ""), int(code), int(signal))
-    return found
+            states[job, int(index)] = TaskState(values.get("JobState", ""), int(code), int(signal))
+    return states
