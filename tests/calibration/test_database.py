@@ -19,7 +19,7 @@ from databases import GPU, MODEL, a_database, a_record, ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whichlora import terminal as report
+from whichlora import terminal
 from whichlora.calibration import database as databases
 from whichlora.calibration import load
 from whichlora.calibration.load import load_calibration
@@ -804,7 +804,7 @@ def told_of_fit(
         cold={"finetune": cold},
         by_datasheet=() if used else ("finetune",),
     )
-    report.print_refit(databases.Refit(before=None, after=found))
+    terminal.print_refit(databases.Refit(before=None, after=found))
     return " ".join(capsys.readouterr().out.split())
 
 

@@ -22,7 +22,7 @@ from plan_runs import MODELS, Silent, write_config
 from rich.console import Console
 
 import whichlora
-from whichlora import terminal as report
+from whichlora import terminal
 from whichlora.cli import main
 from whichlora.config import DEFAULT_MODELS
 from whichlora.errors import ConfigError, DataFileError
@@ -239,7 +239,7 @@ def test_where_no_gpu_of_a_list_is_sure_the_likeliest_one_is_shown(tmp_path: Pat
     assert answer.winner is None
     assert answer.gpu.key == max(answer.choice.gpus, key=lambda on: on.best_chance).gpu
     assert answer.gpu.key != answer.choice.gpus[0].gpu
-    assert f"GPU: all of this is of {answer.gpu.key}, the likeliest of 3." in report.explanation(
+    assert f"GPU: all of this is of {answer.gpu.key}, the likeliest of 3." in terminal.explanation(
         answer
     )
     cells = {row[0]: row[1] for row in gpu_rows(answer.choice)}
@@ -308,10 +308,10 @@ def test_a_dry_run_crowns_no_coin_flip_and_says_what_may_fit(tmp_path: Path) -> 
     assert answer.winner.chance_of_both_stages >= 0.95
     assert bold.run in [one.run for one in answer.may_fit]
     text = (tmp_path / "out" / "answer.md").read_text()
-    line = next(line for line in text.splitlines() if report.describe(bold.run) in line)
+    line = next(line for line in text.splitlines() if terminal.describe(bold.run) in line)
     assert line.startswith("may fit, 50% chance: ")
     rows = json.loads((tmp_path / "out" / "answer.json").read_text())["may_fit"]
-    assert [row["name"] for row in rows] == [report.describe(one.run) for one in answer.may_fit]
+    assert [row["name"] for row in rows] == [terminal.describe(one.run) for one in answer.may_fit]
     assert rows[0]["chance_of_both_stages"] < 0.95
     assert "may fit, 50% chance" in (tmp_path / "out" / "report.html").read_text()
     assert all(one.chance_of_both_stages >= 0.95 for one in answer.front)
@@ -333,7 +333,7 @@ def test_a_dry_run_that_is_sure_of_nothing_has_no_winner_and_no_job(tmp_path: Pa
     assert answer.winner is None
     assert answer.may_fit
     assert "job" not in answer.files
-    lines = report.explanation(answer)
+    lines = terminal.explanation(answer)
     assert lines[0].startswith("Nothing meets every limit with the requested confidence of 95%")
     assert "`profile: frontier` measures what may fit" in lines[1]
     assert any(line.startswith("may fit, ") for line in lines)
@@ -464,7 +464,7 @@ def test_the_answer_fits_a_terminal_with_numbers_and_words_whole(
     text = io.StringIO()
     console = Console(file=text, width=width, force_terminal=True, color_system=None)
     monkeypatch.setattr("whichlora.terminal.answer.open_console", lambda: console)
-    report.print_answer(answer)
+    terminal.print_answer(answer)
     lines = text.getvalue().splitlines()
     assert [one for one in lines if len(one) > width and str(tmp_path) not in one] == []
     verdicts = re.findall(r" (WINNER|meets|misses|undecided) *$", text.getvalue(), re.MULTILINE)
@@ -486,7 +486,7 @@ def test_with_twenty_models_the_winner_stands_on_one_screen(
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=True, color_system=None)
     monkeypatch.setattr("whichlora.terminal.short.open_console", lambda: console)
-    report.print_short(answer)
+    terminal.print_short(answer)
     lines = out.getvalue().splitlines()
     assert len(lines) <= 24, out.getvalue()
     assert answer.winner is not None
@@ -512,7 +512,7 @@ def test_the_short_answer_keeps_what_must_be_known_before_the_winner_is_trained(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     answer = run_plan(Path("plan.yaml"), progress=Silent())
-    report.print_short(answer)
+    terminal.print_short(answer)
     printed = capsys.readouterr().out
     for caution in (
         "lengths are estimated",
