@@ -803,12 +803,12 @@ def test_autocast_narrows_every_matrix_of_an_fp32_base_once_a_forward(
 ) -> None:
     usual = {"method": "lora", "gradient_checkpointing": checkpointing}
     job = tiny_job(precision="bf16", base_dtype="float32", **usual)
-    one, double = (training(job, batch_size=n, seq_len=48).elementwise_bytes for n in (1, 2))
+    single, double = (training(job, batch_size=n, seq_len=48).elementwise_bytes for n in (1, 2))
     # whatever the number of tokens: 4 bytes read and 2 written of each element
-    assert 2 * one - double == forwards * 6 * LAYER_WEIGHTS * (4 + 2)
+    assert 2 * single - double == forwards * 6 * LAYER_WEIGHTS * (4 + 2)
     narrow = tiny_job(**usual)
-    one, double = (training(narrow, batch_size=n, seq_len=48).elementwise_bytes for n in (1, 2))
-    assert 2 * one == double
+    single, double = (training(narrow, batch_size=n, seq_len=48).elementwise_bytes for n in (1, 2))
+    assert 2 * single == double
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
