@@ -77,9 +77,9 @@ def plan(config: Path, submit: bool, engine: str, fresh: bool, as_json: bool) ->
             report.print_sweep(sweep)
         if submit:
             with goes_on_with("slurm", "resume", str(sweep.run_dir)):
-                found = watch.follow(sweep, runner, progress)
+                recommendation = watch.follow(sweep, runner, progress)
     if submit:
-        _show(found, as_json=as_json)
+        _show(recommendation, as_json=as_json)
 
 
 @slurm.command()
@@ -137,19 +137,19 @@ def _conclude(
         goes_on_with("slurm", "resume", str(run_dir)),
         report.SweepProgress(quiet=as_json) as progress,
     ):
-        found = act(run_dir, progress)
-    _show(found, as_json=as_json)
+        recommendation = act(run_dir, progress)
+    _show(recommendation, as_json=as_json)
 
 
-def _show(found: Recommendation, *, as_json: bool) -> None:
+def _show(recommendation: Recommendation, *, as_json: bool) -> None:
     from whichlora import terminal as report
     from whichlora.cluster import watch
 
     if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=1))
+        click.echo(json.dumps(recommendation.to_dict(), indent=1))
     else:
-        report.print_recommendation(found, watch.dry_run(found))
-    if found.best is None:
+        report.print_recommendation(recommendation, watch.dry_run(recommendation))
+    if recommendation.best is None:
         sys.exit(EXIT_NOTHING_FITS)
 
 

@@ -75,18 +75,20 @@ def merge(plan: Plan, sweep: Sweep, judged: Sequence[Judged]) -> Recommendation:
         if one.answer.winner is not None
     ]
     best = groups[min(ranked)[1]] if ranked else None
-    found = Recommendation(groups=groups, best=best)
-    write_object(sweep.run_dir / "recommendation.json", found.to_dict())
-    return found
+    recommendation = Recommendation(groups=groups, best=best)
+    write_object(sweep.run_dir / "recommendation.json", recommendation.to_dict())
+    return recommendation
 
 
 def _conclude(plan: Plan, sweep: Sweep, judged: Judged) -> GroupAnswer:
     session = judged.session
     session.plan.output_dir.mkdir(parents=True, exist_ok=True)
     decision = judged.decision
-    left = worth_profiling(judged.candidates, decision, plan.profile, plan.budget)
+    open_candidates = worth_profiling(judged.candidates, decision, plan.profile, plan.budget)
     asked = sweep.listed_runs(judged.group.name)
-    search = summary(judged.search_loop, decision, _stopped_by(plan, judged, left, asked))
+    search = summary(
+        judged.search_loop, decision, _stopped_by(plan, judged, open_candidates, asked)
+    )
     answer = conclude(session, judged.search_loop, search, decision.best)
     files = write_files(session, answer)
     if "measurements" in files:  # one file per task, not one of the session
@@ -99,7 +101,9 @@ def _conclude(plan: Plan, sweep: Sweep, judged: Judged) -> GroupAnswer:
     answer = replace(answer, files={**answer.files, "report": folder / "report.html"})
     write_object(folder / "answer.json", answer.to_dict())
     write_report(folder, folder / "report.html")
-    return GroupAnswer(judged=judged, answer=answer, open_candidates=len(left), script=script)
+    return GroupAnswer(
+        judged=judged, answer=answer, open_candidates=len(open_candidates), script=script
+    )
 
 
 def _stopped_by(

@@ -66,15 +66,15 @@ def statuses(sweep: Sweep, engine: Engine) -> list[TaskStatus]:
         MeasurementError: the cluster does not answer.
     """
     states = engine.states(sweep)
-    found = []
+    task_statuses = []
     for array in sweep.arrays:
         tasks = sweep.tasks(array)
         records = find_records(tasks)
         for index in range(array.num_tasks):
             state = states.get((array.group, array.round, index))
             record = records.get(index)
-            found.append(_status(sweep, array, tasks, index, state, record))
-    return found
+            task_statuses.append(_status(sweep, array, tasks, index, state, record))
+    return task_statuses
 
 
 def _status(
@@ -122,7 +122,10 @@ def _status(
 
 
 def submit(
-    sweep: Sweep, engine: Engine, found: Sequence[TaskStatus], stands: Collection[Stand] = _OPEN
+    sweep: Sweep,
+    engine: Engine,
+    task_statuses: Sequence[TaskStatus],
+    stands: Collection[Stand] = _OPEN,
 ) -> tuple[Sweep, int]:
     """Submit the tasks that stand so, and the merge job after them; the sweep and how many.
 
@@ -133,9 +136,9 @@ def submit(
     for array in sweep.arrays:
         key = (array.group, array.round)
         indices = [
-            one.index
-            for one in found
-            if (one.array.group, one.array.round) == key and one.stand in stands
+            status.index
+            for status in task_statuses
+            if (status.array.group, status.array.round) == key and status.stand in stands
         ]
         if indices:
             sweep = sweep.with_array(engine.submit(sweep, array, indices))
@@ -177,9 +180,9 @@ def _follow(
             progress.say(f"  whichlora slurm resume {shlex.quote(str(sweep.run_dir))}")
         sweep = _watch(sweep, engine, progress, wait)
         judged = judge_groups(plan, sweep, progress)
-        known = len(sweep.arrays)
+        num_arrays = len(sweep.arrays)
         sweep = next_round(plan, sweep, judged, engine)
-        if len(sweep.arrays) == known:
+        if len(sweep.arrays) == num_arrays:
             return merge(plan, sweep, judged)
         progress.say("some results refuted what was predicted: another round")
 
@@ -190,25 +193,25 @@ def _watch(
     """Until every task has a record, or will not get one without the user."""
     wait_s, unknown_s = _FIRST_WAIT_S, 0.0
     while True:
-        found = statuses(sweep, engine)
-        progress.tasks(found)
-        taken = [one for one in found if one.stand == "taken"]
-        again = [one for one in taken if one.array.attempts(one.index) < MAX_ATTEMPTS]
+        task_statuses = statuses(sweep, engine)
+        progress.tasks(task_statuses)
+        taken = [status for status in task_statuses if status.stand == "taken"]
+        again = [status for status in taken if status.array.attempts(status.index) < MAX_ATTEMPTS]
         if again:
             sweep, number = submit(sweep, engine, again, {"taken"})
             progress.say(f"taken away by the cluster and submitted again: {_tasks(number)}")
             continue
-        lost = any(one.stand == "lost" for one in found)
-        active = any(one.stand in ("waiting", "running") for one in found)
+        lost = any(status.stand == "lost" for status in task_statuses)
+        active = any(status.stand in ("waiting", "running") for status in task_statuses)
         if not active and not (lost and unknown_s < _FORGOTTEN_S):
             break
         unknown_s = unknown_s + wait_s if lost else 0.0
         wait(wait_s)
         wait_s = min(1.2 * wait_s, _LONGEST_WAIT_S)
-    for one in found:
-        if one.stand != "done":
-            place = f"{one.array.group} {one.array.round}-{one.index}"
-            progress.say(f"{place}: {one.what}: {one.stand}: {one.words}")
+    for status in task_statuses:
+        if status.stand != "done":
+            place = f"{status.array.group} {status.array.round}-{status.index}"
+            progress.say(f"{place}: {status.what}: {status.stand}: {status.words}")
     return sweep
 
 
@@ -265,17 +268,17 @@ def join(run_dir: Path, progress: SweepProgress) -> Recommendation:
     return merge(plan, sweep, judge_groups(plan, sweep, progress))
 
 
-def dry_run(found: Recommendation) -> list[str]:
+def dry_run(recommendation: Recommendation) -> list[str]:
     """What `sbatch --test-only` says about the training script of every group that has one."""
     from whichlora.cluster.slurm import commands
 
-    said = []
-    for one in found.groups:
-        if one.script is None:
+    lines = []
+    for group in recommendation.groups:
+        if group.script is None:
             continue
         try:
-            answer = commands.dry_run(one.script, cluster=one.judged.group.cluster)
+            answer = commands.dry_run(group.script, cluster=group.judged.group.cluster)
         except MeasurementError as error:
             answer = f"refused: {error}"
-        said.append(f"sbatch --test-only of {one.judged.group.name}: {answer}")
-    return said
+        lines.append(f"sbatch --test-only of {group.judged.group.name}: {answer}")
+    return lines
