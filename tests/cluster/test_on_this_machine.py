@@ -139,7 +139,7 @@ def test_a_second_follower_of_a_sweep_is_refused(tmp_path: Path) -> None:
             lambda: follow(sweep, LocalEngine()),
             lambda: watch.resume(sweep.run_dir, Silent()),
         ):
-            with pytest.raises(DataFileError, match="another start is at work there"):
+            with pytest.raises(DataFileError, match="another process is at work there"):
                 act()
 
 

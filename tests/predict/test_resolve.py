@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[GpuSpec, str, dict[str, Any], str]] = {
         HALF_ONLY, LLAMA, {"precision": "fp16"}, r"precision: fp16 has no known rate.*bf16",
     ),
     "segments of another allocator": (
-        CPU, LLAMA, {"expandable_segments": True}, r"expandable_segments: .*cpu has none",
+        CPU, LLAMA, {"expandable_segments": True}, r"expandable_segments: .*not on cpu",
     ),
     "bitsandbytes without a backend": (
         GAUDI, LLAMA, {"method": "qlora"}, r"which has no hpu backend; use quant none",

@@ -50,7 +50,7 @@ def test_a_second_start_is_refused_and_told_who_is_there(tmp_path: Path) -> None
         holder.wait()
     host = re.escape(os.uname().nodename)
     assert re.fullmatch(
-        rf".*/out: another start is at work there \(process {holder.pid} on {host}, since \S+\); "
+        rf".*/out: another process is at work there \(process {holder.pid} on {host}, since \S+\); "
         "wait for it, end it, or give this one an output_dir of its own",
         str(refused.value),
     )

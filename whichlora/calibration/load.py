@@ -125,7 +125,7 @@ def stale_note(calibration: Calibration, calibration_dir: Path | None) -> str:
         if payload.get("formulas", "") == calibration.formulas:
             return ""
         return (
-            "; fitted just now, since the stored coefficients are of other formulas: "
+            "; fitted just now, since the stored coefficients were fitted with other formulas: "
             f"whichlora calibrate --gpu {calibration.gpu} stores them"
         )
     return (

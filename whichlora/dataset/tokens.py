@@ -113,15 +113,10 @@ def count_tokens(
         render = _renderer(tokenizer, offline=offline)
         if render is None:
             method += (
-                f"; for a chat template, which is not at hand, {MESSAGE_TOKENS} tokens a message "
+                f"; for a chat template, which is not available, {MESSAGE_TOKENS} tokens a message "
                 "and 1 a conversation"
             )
-    num_empty = 0
-    whole: dict[Split, list[Example]] = {}
-    for split, rows in checked_splits(dataset).items():
-        every = list(examples(dataset, split, rows, expected=expected))
-        whole[split] = [example for example in every if example is not None]
-        num_empty += len(every) - len(whole[split])
+    whole, num_empty = _whole_examples(dataset, expected)
 
     def counts_of(encode: Encode, rows: Sequence[Example]) -> list[int]:
         count = _counter(encode, expected, render)
@@ -135,20 +130,7 @@ def count_tokens(
     num_unlearned = 0
     if completions_only:
         start_of = _start_counter(encode, render)
-        for split, rows in whole.items():
-            learned = [
-                (row, number)
-                for row, number in zip(rows, counts[split], strict=True)
-                if _is_learned(row, number, max_length, start_of)
-            ]
-            num_unlearned += len(rows) - len(learned)
-            whole[split] = [row for row, _ in learned]
-            counts[split] = [number for _, number in learned]
-        if num_unlearned and not whole["train"]:
-            raise ConfigError(
-                f"dataset: nothing is learned within {max_length} tokens of any row: prompts fill "
-                "them, or no turn is the assistant's; raise sequence_length, or set train_on: all"
-            )
+        num_unlearned = _drop_unlearned(whole, counts, max_length, start_of)
 
     def lengths_of(counts: Mapping[Split, Sequence[int]]) -> TokenLengths:
         return TokenLengths(
@@ -177,6 +159,48 @@ def count_tokens(
             for bytes_per_token in (MOST_BYTES_PER_TOKEN, FEWEST_BYTES_PER_TOKEN)
         ),
     )
+
+
+def _whole_examples(
+    dataset: BaseDataset, expected: DataFormat
+) -> tuple[dict[Split, list[Example]], int]:
+    """The examples of each split, and the number of rows that are empty."""
+    num_empty = 0
+    whole: dict[Split, list[Example]] = {}
+    for split, rows in checked_splits(dataset).items():
+        every = list(examples(dataset, split, rows, expected=expected))
+        whole[split] = [example for example in every if example is not None]
+        num_empty += len(every) - len(whole[split])
+    return whole, num_empty
+
+
+def _drop_unlearned(
+    whole: dict[Split, list[Example]],
+    counts: dict[Split, list[int]],
+    max_length: int,
+    start_of: Callable[[str | Messages], int],
+) -> int:
+    """Drop the rows in which nothing is learned within `max_length` tokens; how many there were.
+
+    Raises:
+        ConfigError: no row of the training split is left.
+    """
+    num_unlearned = 0
+    for split, rows in whole.items():
+        learned = [
+            (row, number)
+            for row, number in zip(rows, counts[split], strict=True)
+            if _is_learned(row, number, max_length, start_of)
+        ]
+        num_unlearned += len(rows) - len(learned)
+        whole[split] = [row for row, _ in learned]
+        counts[split] = [number for _, number in learned]
+    if num_unlearned and not whole["train"]:
+        raise ConfigError(
+            f"dataset: nothing is learned within {max_length} tokens of any row: prompts fill "
+            "them, or no turn is the assistant's; raise sequence_length, or set train_on: all"
+        )
+    return num_unlearned
 
 
 def _longest(rows: Sequence[Example]) -> list[Example]:

@@ -53,7 +53,7 @@ def splits_all(gpu: GpuSpec, *, expandable: bool) -> bool:
 
 REMAINDERS = Fact(
     part="activations",
-    what="allocator: remainders of blocks that are not split",
+    what="allocator: unsplit remainders",
     shape="[1 MiB of 20 MiB; of 10 MiB and more what 2 MiB round up]",
     dtype="bytes",
     count="kept and trained tensors of more than 1 MiB that do not divide a segment",
@@ -76,7 +76,7 @@ def expected_remainder(size: Count) -> Count:
     Kind: estimate. 177 replays of fine-tuning without checkpointing hold less in 73 % of the runs;
     it is 0.1 % of the peak in the median and 3.3 % at most, of models below 1 GiB. Source: torch
     2.13 `c10/cuda/CUDACachingAllocator.cpp`, `should_split`, `kSmallSize`, `kLargeBuffer`,
-    `kRoundLarge`; `memory.replay` has the rules.
+    `kRoundLarge`; `memory.allocator_simulator` has the rules.
     """
     divides = (size % (2 * MiB) == 0) | (size % (5 * MiB // 4) == 0)
     is_shared = (size > SMALL_BYTES) & (size < MIN_OWN_SEGMENT_BYTES)
@@ -182,7 +182,7 @@ def in_whole_segments(num_bytes: Count, block_bytes: Count) -> Count:
     Blocks up to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB, and larger
     ones have their own: small models reserve a segment where they need a part of it.
     Kind: lower bound, holes left out. Source: torch 2.13
-    `CUDACachingAllocator::get_allocation_size`; `memory.replay` has the rules.
+    `CUDACachingAllocator::get_allocation_size`; `memory.allocator_simulator` has the rules.
     """
     shared = (block_bytes > SMALL_BYTES) * (block_bytes < MIN_OWN_SEGMENT_BYTES)
     segment = SMALL_SEGMENT_BYTES + shared * (SEGMENT_BYTES - SMALL_SEGMENT_BYTES)
@@ -196,7 +196,7 @@ POOL_SHARE = {"paged": 0.90, "vllm": 0.92}
 
 POOL = Fact(
     part="allocator",
-    what="rest of the preallocated block pool",
+    what="free blocks of the preallocated pool",
     shape="share of the card",
     dtype="bytes",
     why="the engine takes its pool at start, whatever the requests are",

@@ -1,7 +1,7 @@
 """Bytes of the key-value cache, as each engine really keeps it.
 
 The report's "PagedAttention chunk correction" is two terms: the tokens that an engine rounds up
-to (here), and the logits of the kept positions (`memory.logits`). See `docs/kv_cache.md`.
+to (here), and the logits of the kept positions (`memory.loss`). See `docs/kv_cache.md`.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def loss_forward_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, loss_
 
 KEPT_LOGITS = Fact(
     part="logits_and_loss",
-    what="logits that the caller keeps",
+    what="logits that a variable of the caller holds",
     shape="[batch_size, seq_len, vocab_size]",
     dtype="compute_bytes, or fp32 under autocast",
     why="loss head raw: the loop holds the model's output while it goes backward",

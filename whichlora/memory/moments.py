@@ -27,7 +27,7 @@ LAYER_FORWARD = Fact(
     shape="[batch_size, seq_len, …]",
     dtype="compute_bytes",
     why="what the layer that runs makes beyond what all layers keep",
-    source="memory.layer_code: transformers, peft, bitsandbytes on a tape",
+    source="symbolic.layer: transformers, peft, bitsandbytes on the symbolic autograd",
 )
 
 
@@ -150,7 +150,7 @@ LAYER_BACKWARD = Fact(
     shape="[batch_size, seq_len, …]",
     dtype="compute_bytes",
     why="saved tensors of a recomputed layer, and gradients at the worst point of its backward",
-    source="memory.layer_code: transformers, peft, bitsandbytes on a tape",
+    source="symbolic.layer: transformers, peft, bitsandbytes on the symbolic autograd",
 )
 
 
@@ -184,7 +184,7 @@ HELD_INPUTS = Fact(
 )
 AROUND_LAYERS = Fact(
     part="activations",
-    what="kept before the first layer",
+    what="saved before the first layer",
     shape="[batch_size, seq_len, hidden_size]",
     dtype="stream_bytes",
     why="the embedding's norm, dropout and rows go backward last",
@@ -285,7 +285,7 @@ LAYER_INPUTS_BACKWARD = Fact(
     shape="[batch_size, seq_len, num_hidden_layers, width]",
     dtype="stream_bytes",
     why="one tensor for all layers: its gradient, the fp32 norm of it, the embeddings' gradient",
-    source="memory.gemma4_code: Gemma4TextModel.project_per_layer_inputs on a tape",
+    source="symbolic.gemma4: Gemma4TextModel.project_per_layer_inputs",
 )
 
 

@@ -2,7 +2,7 @@
 
 The peak is the largest moment. A moment is a list of entries; the parts of the entries are the
 breakdown that a user sees, and their facts are what `whichlora explain` prints. The moments of
-training are in `memory.moments`, those of inference in `memory.generation`.
+training are in `memory.moments`, those of inference in `memory.inference`.
 """
 
 from __future__ import annotations

@@ -144,7 +144,8 @@ def _check_device(run: RunConfig, gpu: GpuSpec) -> None:
         )
     if run.expandable_segments and gpu.kind != "cuda":
         raise ConfigError(
-            f"expandable_segments: is of the CUDA allocator, {gpu.key} has none; leave it out"
+            f"expandable_segments: supported only by the CUDA allocator, not on {gpu.key}; "
+            "leave it out"
         )
     if run.quant in BNB_QUANTS and gpu.kind not in ("cuda", "cpu", "rocm"):
         raise ConfigError(

@@ -147,7 +147,7 @@ class Attention:
         sdpa: what a request for SDPA ends in: the "fused" kernel, "math" where the shapes rule
             that out (Falcon's broadcast key head), "eager" where the class has no SDPA.
         flash: the class takes flash-attention 2; transformers refuses to load one that does not.
-        projection: which function makes queries, keys and values (`memory.attention_code` has
+        projection: which function makes queries, keys and values (`symbolic.attention` has
             them by name): "plain" of one matrix or three; "scaled", queries before they are
             rotated (ESM); "gated", whose queries come with a gate on the output (Qwen3-Next);
             "copied" out of a fused projection, keys and values to every query head (Falcon's new

@@ -131,7 +131,7 @@ def _in_use(folder: Path, content: bytes) -> DataFileError:
     if {"pid", "host", "since"} <= owner.keys():
         holder = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
     return DataFileError(
-        f"{folder}: another start is at work there ({holder}); wait for it, end it, or give this "
+        f"{folder}: another process is at work there ({holder}); wait for it, end it, or give this "
         "one an output_dir of its own"
     )
 
