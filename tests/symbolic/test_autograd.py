@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from written_layers import points_of_layer
 
-from whichlora.memory import inference as generation
+from whichlora.memory import inference
 from whichlora.memory.activations import kept_mask_bytes
 from whichlora.memory.embeddings import masked_head_saved
 from whichlora.memory.training import trained_params
@@ -267,7 +267,7 @@ def test_an_encoder_decoder_reads_its_prompt_before_it_has_a_cache() -> None:
     assert "kv_cache" in parts["first_token"]
     output = 2 * 8 * 512 * spec.hidden_size
     for name in ("first_token", "first_logits", "decode"):
-        assert [x.num_bytes for x in moments[name] if x.fact is generation.ENCODED] == [output]
+        assert [x.num_bytes for x in moments[name] if x.fact is inference.ENCODED] == [output]
 
 
 def test_deberta_keeps_its_projected_positions_once_per_sequence() -> None:

@@ -15,10 +15,9 @@ from traced import live_bytes
 from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.memory.allocator_simulator import replay
-from whichlora.predict import predict as prediction
-from whichlora.predict import resolve as resolution
+from whichlora.predict import predict, resolve
 from whichlora.spec.run import RunConfig
-from whichlora.store import models as model_store
+from whichlora.store import models
 from whichlora.store.gpus import find_gpu
 from whichlora.tracer.client import trace_peaks
 from whichlora.tracer.extrapolate import stretch, with_warm_up
@@ -42,7 +41,7 @@ GPU = find_gpu("a100-sxm-80gb")
 
 
 def config_of(name: str) -> dict[str, Any]:
-    model = model_store.find_model(name)
+    model = models.find_model(name)
     assert model is not None
     return dict(model.config)
 
@@ -159,10 +158,8 @@ def test_four_layers_stretched_agree_with_all_layers(settings: dict[str, Any]) -
 )
 def test_the_ledger_agrees_with_the_trace(settings: dict[str, Any]) -> None:
     config = config_of("TinyLlama/TinyLlama-1.1B-Chat-v1.0")
-    job = resolution.resolve(
-        families.build(config, name="x"), RunConfig(model="x", **settings), GPU
-    )
-    ledger = prediction.ledger(job)
+    job = resolve.resolve(families.build(config, name="x"), RunConfig(model="x", **settings), GPU)
+    ledger = predict.ledger(job)
     events = trace(job.run, config, target_modules="all-linear", num_layers=4)
     traced = replay(event.event for event in stretch(events, num_layers=22)).peak_allocated_bytes
     predicted = int(ledger.peak_allocated_bytes) - ledger.workspace_bytes
@@ -216,8 +213,8 @@ def test_gemma_4_agrees_with_the_trace(fields: dict[str, Any], settings: dict[st
     config = GEMMA_4 | fields
     # in expandable segments every block is as large as its tensor
     run = RunConfig(model="x", batch_size=4, seq_len=512, expandable_segments=True, **settings)
-    job = resolution.resolve(families.build(config, name="x"), run, GPU)
-    ledger = prediction.ledger(job)
+    job = resolve.resolve(families.build(config, name="x"), run, GPU)
+    ledger = predict.ledger(job)
     events = trace(job.run, config, target_modules="all-linear")
     traced = replay(
         (event.event for event in events), expandable_segments=True
@@ -247,12 +244,12 @@ def test_a_tied_embedding_waits_for_the_sum_of_its_gradients() -> None:
     run = RunConfig(
         model="x", method="full", precision="fp32", optimizer="sgd", batch_size=1, seq_len=64
     )
-    job = resolution.resolve(families.build(config, name="x"), run, GPU)
+    job = resolve.resolve(families.build(config, name="x"), run, GPU)
     live = max(
         num_bytes
         for _, num_bytes in live_bytes(trace(job.run, config, target_modules="all-linear"))
     )
-    ledger = prediction.ledger(job)
+    ledger = predict.ledger(job)
     expected = ledger.peak_allocated_bytes - ledger.workspace_bytes
     assert live == pytest.approx(expected, rel=0.005)
     embedding = 4 * 32_000 * 512
@@ -294,7 +291,7 @@ def test_a_quantised_cache_is_traced_as_the_ledger_has_it(shape: tuple[int, int,
         max_new_tokens=max_new_tokens,
     )
     events = with_warm_up(trace(run, TINY, target_modules="all-linear"))
-    ledger = prediction.ledger(resolution.resolve(families.build(TINY, name="tiny"), run, GPU))
+    ledger = predict.ledger(resolve.resolve(families.build(TINY, name="tiny"), run, GPU))
     predicted = ledger.peak_allocated_bytes - ledger.workspace_bytes
     traced = replay(event.event for event in events).peak_allocated_bytes
     assert predicted == pytest.approx(traced, rel=0.01)

@@ -13,7 +13,7 @@ from whichlora.predict.coefficients import Calibration, digest_of, prior_calibra
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Measurement
-from whichlora.store import models as model_store
+from whichlora.store import models
 from whichlora.store.coefficients import coefficients_file, read_coefficients, write_coefficients
 from whichlora.store.measurements import read_measurements, record_ids
 from whichlora.store.paths import data_folder, user_calibration_folder
@@ -98,7 +98,7 @@ def model_of(measurement: Measurement) -> ModelSpec:
     name = str(measurement.config.get("model", ""))
     if measurement.model_config is not None:
         return build(measurement.model_config, name=name)
-    model = model_store.find_model(name)
+    model = models.find_model(name)
     if model is None:
         raise ConfigError(
             f"record {measurement.id}: model {name!r} is not in the database; give the record its "

@@ -42,14 +42,14 @@ def calibrate(
     options = {"gpu": gpu, "calibration_dir": calibration_dir}
     ctx.default_map = dict.fromkeys(calibrate.commands, options)
     if config is not None:
-        from whichlora import terminal as report
+        from whichlora import terminal
         from whichlora.config import parse_duration
         from whichlora.workflow.collect import measure
 
         again = ("calibrate", "--measure", str(config), "--budget", budget)
-        with goes_on_with(*again), report.Progress(quiet=False) as progress:
+        with goes_on_with(*again), terminal.Progress(quiet=False) as progress:
             fitted = measure(config, budget_s=parse_duration(budget), progress=progress)
-        report.print_refit(fitted)
+        terminal.print_refit(fitted)
     elif ctx.invoked_subcommand is None:
         ctx.invoke(fit, **options, as_json=False)
 
@@ -65,7 +65,7 @@ def fit(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
     Example:
       whichlora calibrate fit --gpu a100-sxm-80gb
     """
-    from whichlora import terminal as report
+    from whichlora import terminal
     from whichlora.calibration import database
 
     refits = database.calibrate_all(gpu, calibration_dir)
@@ -73,7 +73,7 @@ def fit(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
         click.echo(as_json_text("fits", [refit.to_dict() for refit in refits]))
         return
     for refit in refits:
-        report.print_refit(refit)
+        terminal.print_refit(refit)
 
 
 @calibrate.command()
@@ -87,7 +87,7 @@ def show(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
     Example:
       whichlora calibrate show --gpu a100-sxm-80gb
     """
-    from whichlora import terminal as report
+    from whichlora import terminal
     from whichlora.calibration import database
 
     reports = database.calibration_reports(gpu, calibration_dir)
@@ -97,7 +97,7 @@ def show(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
         )
         return
     for device_report in reports:
-        report.print_calibration(device_report)
+        terminal.print_calibration(device_report)
 
 
 @calibrate.command("import")
@@ -113,13 +113,13 @@ def import_(table: Path, skip_bad: bool, calibration_dir: Path | None) -> None:
     Example:
       whichlora calibrate import runs.csv --skip-bad
     """
-    from whichlora import terminal as report
+    from whichlora import terminal
     from whichlora.calibration import database
 
     merged, refused = database.import_table(
         table, skip_bad=skip_bad, calibration_dir=calibration_dir
     )
-    report.print_merged(merged, refused)
+    terminal.print_merged(merged, refused)
 
 
 @calibrate.command()
@@ -149,10 +149,10 @@ def merge(place: Path, calibration_dir: Path | None) -> None:
     Example:
       whichlora calibrate merge ../colleague/calibration
     """
-    from whichlora import terminal as report
+    from whichlora import terminal
     from whichlora.calibration import database
 
-    report.print_merged(database.merge_records(place, calibration_dir=calibration_dir))
+    terminal.print_merged(database.merge_records(place, calibration_dir=calibration_dir))
 
 
 @calibrate.command()
@@ -165,10 +165,10 @@ def pull(url: str, calibration_dir: Path | None) -> None:
     Example:
       whichlora calibrate pull hf://datasets/org/calibration
     """
-    from whichlora import terminal as report
+    from whichlora import terminal
     from whichlora.calibration import database
 
-    report.print_merged(database.pull_records(url, calibration_dir=calibration_dir))
+    terminal.print_merged(database.pull_records(url, calibration_dir=calibration_dir))
 
 
 @calibrate.command()

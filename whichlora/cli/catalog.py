@@ -20,7 +20,7 @@ def gpus(as_json: bool) -> None:
     Example:
       whichlora gpus
     """
-    from whichlora import terminal as report
+    from whichlora import terminal
     from whichlora.store.gpus import find_gpu, list_gpus
 
     catalog = list_gpus()
@@ -34,7 +34,7 @@ def gpus(as_json: bool) -> None:
         here: GpuSpec | str = find_gpu("auto")
     except WhichLoraError as error:  # one that no file describes: the list is what helps
         here = str(error)
-    report.print_gpus(catalog, here=here)
+    terminal.print_gpus(catalog, here=here)
 
 
 @click.command()
@@ -47,7 +47,7 @@ def models(pattern: str, as_json: bool) -> None:
     Example:
       whichlora models qwen
     """
-    from whichlora import terminal as report
+    from whichlora import terminal
     from whichlora.store.models import list_models
 
     wanted = _letters(pattern)
@@ -63,7 +63,7 @@ def models(pattern: str, as_json: bool) -> None:
         click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "models": rows}, indent=1))
         return
     if matching:
-        report.print_models(matching)
+        terminal.print_models(matching)
     else:
         click.echo(f"no model has {pattern!r} in its name; 'whichlora models' lists all")
 

@@ -64,17 +64,17 @@ def plan(config: Path, submit: bool, engine: str, fresh: bool, as_json: bool) ->
     Example:
       whichlora slurm plan examples/slurm.yaml --submit
     """
-    from whichlora import terminal as report
+    from whichlora import terminal
     from whichlora.cluster import rounds, watch
     from whichlora.cluster.engines import ENGINES
 
     if submit:
         require("--submit", "sklearn", extra="profile")
-    with report.SweepProgress(quiet=as_json) as progress:
+    with terminal.SweepProgress(quiet=as_json) as progress:
         runner = ENGINES[engine]()
         sweep = rounds.plan_sweep(config, runner, name=engine, progress=progress, fresh=fresh)
         if not as_json:
-            report.print_sweep(sweep)
+            terminal.print_sweep(sweep)
         if submit:
             with goes_on_with("slurm", "resume", str(sweep.run_dir)):
                 recommendation = watch.follow(sweep, runner, progress)
@@ -91,10 +91,10 @@ def status(run_dir: Path) -> None:
     Example:
       whichlora slurm status runs/slurm
     """
-    from whichlora import terminal as report
+    from whichlora import terminal
     from whichlora.cluster import watch
 
-    report.print_status(watch.status(run_dir))
+    terminal.print_status(watch.status(run_dir))
 
 
 @slurm.command()
@@ -130,25 +130,25 @@ def merge(run_dir: Path, as_json: bool) -> None:
 def _conclude(
     act: Callable[[Path, SweepProgress], Recommendation], run_dir: Path, *, as_json: bool
 ) -> None:
-    from whichlora import terminal as report
+    from whichlora import terminal
 
     require("a sweep's answer", "sklearn", extra="profile")
     with (
         goes_on_with("slurm", "resume", str(run_dir)),
-        report.SweepProgress(quiet=as_json) as progress,
+        terminal.SweepProgress(quiet=as_json) as progress,
     ):
         recommendation = act(run_dir, progress)
     _show(recommendation, as_json=as_json)
 
 
 def _show(recommendation: Recommendation, *, as_json: bool) -> None:
-    from whichlora import terminal as report
+    from whichlora import terminal
     from whichlora.cluster import watch
 
     if as_json:
         click.echo(json.dumps(recommendation.to_dict(), indent=1))
     else:
-        report.print_recommendation(recommendation, watch.dry_run(recommendation))
+        terminal.print_recommendation(recommendation, watch.dry_run(recommendation))
     if recommendation.best is None:
         sys.exit(EXIT_NOTHING_FITS)
 
@@ -168,9 +168,9 @@ def profile_task(tasks: Path, indices: tuple[int, ...], calibration_dir: Path | 
     Example:
       whichlora profile-task runs/slurm/h100/tasks-1.json 0
     """
-    from whichlora import terminal as report
+    from whichlora import terminal
     from whichlora.cluster.tasks import profile_task as profile
 
     for measurement in profile(tasks, indices, calibration_dir=calibration_dir):
-        run, outcome = report.describe(measurement.run), measurement.outcome
+        run, outcome = terminal.describe(measurement.run), measurement.outcome
         click.echo(visible(f"{run}: {outcome} on {measurement.gpu}"))

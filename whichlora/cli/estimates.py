@@ -91,9 +91,9 @@ def estimate(
         }
         click.echo(json.dumps(answer, indent=1))
     else:
-        from whichlora import terminal as report
+        from whichlora import terminal
 
-        report.print_predictions(predictions, predictions.refused)
+        terminal.print_predictions(predictions, predictions.refused)
     if maximise and all(prediction.verdict != "fits" for prediction in predictions):
         sys.exit(EXIT_NOTHING_FITS)
 
@@ -130,12 +130,12 @@ def explain(
     if as_json:
         click.echo(as_json_text("explanation", explanation.to_dict()))
         return
-    from whichlora import terminal as report
+    from whichlora import terminal
 
     if as_markdown:
-        click.echo(visible(report.explanation_markdown(explanation), keep="\n"), nl=False)
+        click.echo(visible(terminal.explanation_markdown(explanation), keep="\n"), nl=False)
     else:
-        report.print_explanation(explanation)
+        terminal.print_explanation(explanation)
 
 
 @click.command()
@@ -157,9 +157,9 @@ def where(model: str, calibration_dir: Path | None, as_json: bool, **options: An
     if as_json:
         click.echo(as_json_text("placements", [placement.to_dict() for placement in placements]))
     else:
-        from whichlora import terminal as report
+        from whichlora import terminal
 
-        report.print_placements(placements)
+        terminal.print_placements(placements)
     if not any(
         placement.prediction and placement.prediction.verdict == "fits" for placement in placements
     ):

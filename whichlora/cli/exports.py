@@ -62,7 +62,7 @@ def export(
     Example:
       whichlora export Qwen/Qwen2.5-7B --to trl --gpu rtx-4090-24gb --method qlora --output job
     """
-    from whichlora import terminal as report
+    from whichlora import terminal
     from whichlora.workflow import combinations, export
 
     folder = Path(source)
@@ -86,7 +86,7 @@ def export(
     if as_json:
         click.echo(json.dumps({"schema_version": SCHEMA_VERSION} | done.to_dict(), indent=1))
         return
-    report.print_export(done)
+    terminal.print_export(done)
 
 
 def _refuse_settings(ctx: click.Context) -> None:

@@ -64,7 +64,7 @@ def guide(
       whichlora guide --models meta-llama/Llama-3.1-8B,Qwen/Qwen2.5-14B \\
           --gpus a100-sxm-80gb,h100-sxm-80gb --batch-size 4,16 --seq-len 1024,4096
     """
-    from whichlora import terminal as report
+    from whichlora import terminal
     from whichlora.workflow import combinations
     from whichlora.workflow.guide import make_guide
 
@@ -83,7 +83,7 @@ def guide(
         }
         click.echo(json.dumps(answer, indent=1))
     elif output is not None:
-        path = report.write_guide(output, rows, rows.refused)
+        path = terminal.write_guide(output, rows, rows.refused)
         click.echo(visible(f"{path}: {len(rows)} rows"))
     else:
-        report.print_guide(rows, rows.refused)
+        terminal.print_guide(rows, rows.refused)

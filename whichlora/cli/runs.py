@@ -39,18 +39,18 @@ def run(config: Path, fresh: bool, prefer: Prefer | None, show_all: bool, as_jso
     Example:
       whichlora run examples/quickstart.yaml
     """
-    from whichlora import terminal as report
+    from whichlora import terminal
     from whichlora.workflow.run import run_plan
 
     again = ["run", str(config), *(["--prefer", prefer] if prefer else [])]
-    with goes_on_with(*again), report.Progress(quiet=as_json) as progress:
+    with goes_on_with(*again), terminal.Progress(quiet=as_json) as progress:
         answer = run_plan(config, fresh=fresh, prefer=prefer, progress=progress)
     if as_json:
         click.echo(json.dumps(answer.to_dict(), indent=1))
     elif show_all:
-        report.print_answer(answer)
+        terminal.print_answer(answer)
     else:
-        report.print_short(answer)
+        terminal.print_short(answer)
     if answer.training is not None and "error" in answer.training:
         raise MeasurementError(answer.training["error"])
     if answer.winner is None:
@@ -62,7 +62,7 @@ def run(config: Path, fresh: bool, prefer: Prefer | None, show_all: bool, as_jso
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The HTML file; default: report.html in RUN_DIR.",
+    help="The HTML file; default: terminal.html in RUN_DIR.",
 )
 @click.option(
     "--static",
@@ -79,11 +79,11 @@ def report(run_dir: Path, output: Path | None, image_format: ImageFormat | None)
     Example:
       whichlora report runs/quickstart
     """
-    from whichlora import html as html_report
+    from whichlora import html
 
     if image_format is not None:
-        html_report.require_images()
-    click.echo(visible(f"report: {html_report.write_report(run_dir, output)}"))
+        html.require_images()
+    click.echo(visible(f"report: {html.write_report(run_dir, output)}"))
     if image_format is not None:
-        for path in html_report.write_images(run_dir, image_format):
+        for path in html.write_images(run_dir, image_format):
             click.echo(visible(f"figure: {path}"))

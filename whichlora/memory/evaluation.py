@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from whichlora.memory import gradients as trained
-from whichlora.memory import loss as logits
-from whichlora.memory import moments, optimizer, step, weights
+from whichlora.memory import gradients, loss, moments, optimizer, step, weights
 from whichlora.memory.training import Ledger
 from whichlora.spec.numeric import Count, largest
 
 _LASTING = (
     *weights.WEIGHTS.values(),
-    trained.ADAPTERS,
-    trained.FROZEN_ADAPTERS,
-    trained.SAVED_MODULES,
+    gradients.ADAPTERS,
+    gradients.FROZEN_ADAPTERS,
+    gradients.SAVED_MODULES,
     optimizer.STATES,
 )
 _OF_A_MOMENT = {
     "layer_forward": (step.INPUTS, moments.LAYER_FORWARD),
-    "loss_forward": (step.INPUTS, logits.LOSS_FORWARD, logits.HEAD_COPY),
+    "loss_forward": (step.INPUTS, loss.LOSS_FORWARD, loss.HEAD_COPY),
 }
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from whichlora.memory import activations, allocator, kv_cache, quantised_cache
-from whichlora.memory import loss as logits
+from whichlora.memory import activations, allocator, kv_cache, loss, quantised_cache
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import adapter_entries
 from whichlora.memory.layer_bytes import forward_bytes
@@ -184,7 +183,7 @@ class Generation:
 
     @cached_property
     def last_logits(self) -> Entry:
-        size = logits.generation_bytes(
+        size = loss.generation_bytes(
             self.model, batch_size=self.batch_size, compute_bytes=self.element_bytes
         )
         return Entry(LAST_LOGITS, size)
@@ -260,7 +259,7 @@ def first_logits(run: Generation) -> Entries:
     scores = run.last_logits.num_bytes
     if run.dtypes.libraries.scores_whole_prompt:
         last_hidden = scored * model.hidden_size * run.element_bytes
-        scores = logits.prompt_bytes(model, run.dtypes, tokens=scored)
+        scores = loss.prompt_bytes(model, run.dtypes, tokens=scored)
     fact = PROMPT_CACHE if run.stored is None else quantised_cache.QUANTISED_CACHE
     return (
         *run.static,
@@ -292,7 +291,7 @@ TWO_CACHES = Fact(
 def second_token(run: Generation) -> Entries:
     """In the second pass of old versions, whose caller still names the first one's output."""
     again = run.max_new_tokens > 1
-    width = logits.logit_width(run.model)
+    width = loss.logit_width(run.model)
     held = 4 * run.batch_size * run.first_tokens * width * again
     num_caches = 1 + run.dtypes.libraries.cache_of_tuples * again
     return (
@@ -375,7 +374,7 @@ def quantised_moments(run: Generation, stored: CacheFormat) -> dict[str, Entries
         max_new_tokens=run.max_new_tokens,
     )
     # the loop of `GenerationMixin._sample` names the scores until it has the next ones
-    scores = Entry(LAST_SCORES, 4 * run.batch_size * logits.logit_width(run.model))
+    scores = Entry(LAST_SCORES, 4 * run.batch_size * loss.logit_width(run.model))
     in_step = (Entry(TOKEN_FORWARD, run.token_forward), scores)
     moments = {name: (*run.static, *cache, *in_step) for name, cache in by_moment.items()}
     cache = [x for x in by_moment["decode"] if x.fact is not quantised_cache.EXPANDED]
@@ -471,9 +470,7 @@ def encoder_moments(run: Generation) -> dict[str, Entries]:
 
 
 def _every_logit(run: Generation) -> Count:
-    return logits.encoder_bytes(
-        run.model, tokens=run.prompt_tokens, compute_bytes=run.element_bytes
-    )
+    return loss.encoder_bytes(run.model, tokens=run.prompt_tokens, compute_bytes=run.element_bytes)
 
 
 # --- the ledger -------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from whichlora.memory import activations, kv_cache, optimizer
-from whichlora.memory import loss as logits
+from whichlora.memory import activations, kv_cache, loss, optimizer
 from whichlora.memory.entries import Entry, Fact, Group, listed
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.worst_layer import after, has_one_order
@@ -66,7 +65,7 @@ def loss_forward(step: TrainingStep) -> Entries:
         step.saved_for_backward,
         step.remainders,
         _decoder_cache(step),
-        Entry(logits.LOSS_FORWARD, step.loss_forward_bytes),
+        Entry(loss.LOSS_FORWARD, step.loss_forward_bytes),
         # `autocast.__exit__` of torch/amp/autocast_mode.py calls `clear_autocast_cache`: the
         # context ends after the loss, which the model's forward computes
         Entry(AUTOCAST_COPIES, step.autocast_copies),
@@ -75,9 +74,7 @@ def loss_forward(step: TrainingStep) -> Entries:
 
 
 def _head_copy(step: TrainingStep) -> Entry:
-    return Entry(
-        logits.HEAD_COPY, logits.head_copy_bytes(step.model, step.dtypes) + 0 * step.tokens
-    )
+    return Entry(loss.HEAD_COPY, loss.head_copy_bytes(step.model, step.dtypes) + 0 * step.tokens)
 
 
 # --- backward ---------------------------------------------------------------------------------
@@ -91,7 +88,7 @@ def loss_backward(step: TrainingStep) -> Entries:
         *step.always,
         step.saved_for_backward,
         step.remainders,
-        Entry(logits.LOSS_BACKWARD, step.loss_backward_bytes),
+        Entry(loss.LOSS_BACKWARD, step.loss_backward_bytes),
         _head_copy(step),
     )
 
@@ -117,7 +114,7 @@ HEAD_GRADIENT = Fact(
 def head_backward(step: TrainingStep) -> Entries:
     """In the backward of a trained head."""
     model, dtypes = step.model, step.dtypes
-    width = logits.logit_width(model) + model.hidden_size
+    width = loss.logit_width(model) + model.hidden_size
     return (
         *step.always,
         step.saved_for_backward,
@@ -130,10 +127,10 @@ def head_backward(step: TrainingStep) -> Entries:
 
 
 def _kept_logits(step: TrainingStep) -> Entry:
-    size = logits.kept_logits_bytes(
+    size = loss.kept_logits_bytes(
         step.model, step.dtypes, tokens=step.tokens, loss_head=step.run.loss_head
     )
-    return Entry(logits.KEPT_LOGITS, size)
+    return Entry(loss.KEPT_LOGITS, size)
 
 
 LAST_LAYERS_GRADIENTS = Fact(

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from whichlora.memory import activations, allocator, optimizer
-from whichlora.memory import loss as logits
+from whichlora.memory import activations, allocator, loss, optimizer
 from whichlora.memory.embeddings import layer_inputs_saved, masked_head_saved, outside_saved
 from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.gradients import (
@@ -298,13 +297,13 @@ class TrainingStep:
 
     @cached_property
     def loss_forward_bytes(self) -> Count:
-        return logits.loss_forward_bytes(
+        return loss.loss_forward_bytes(
             self.model, self.dtypes, tokens=self.tokens, loss_head=self.run.loss_head
         )
 
     @cached_property
     def loss_backward_bytes(self) -> Count:
-        return logits.loss_backward_bytes(
+        return loss.loss_backward_bytes(
             self.model, self.dtypes, tokens=self.tokens, loss_head=self.run.loss_head
         )
 
@@ -327,7 +326,7 @@ class TrainingStep:
         """Elements of the matrix that turns hidden states into logits."""
         head = self.model.masked_head
         width = self.model.embeddings[0].width if head is None else head.width
-        return width * logits.logit_width(self.model)
+        return width * loss.logit_width(self.model)
 
     @property
     def tied_gradients_wait(self) -> bool:

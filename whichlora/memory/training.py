@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from whichlora.memory import allocator
-from whichlora.memory import loss as logits
+from whichlora.memory import allocator, loss
 from whichlora.memory.entries import Entry
 from whichlora.memory.gradients import trained_params
 from whichlora.memory.layer_bytes import forward_bytes
@@ -128,7 +127,7 @@ def _idle_bytes(step: TrainingStep, ledger: Ledger) -> Count:
 
 def _idle_after_layers(step: TrainingStep, in_loss: Count, in_layer: Count) -> Count:
     head = step.run.loss_head
-    vocab = logits.logit_width(step.model) if head in ("hf", "unsloth") else 0
+    vocab = loss.logit_width(step.model) if head in ("hf", "unsloth") else 0
     working = in_layer
     if not step.dtypes.libraries.shifts_logits:
         working = forward_bytes(step.model, step.dtypes, **step.sized)

@@ -28,8 +28,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Answers, Prediction, Refused, TracedPeak
 from whichlora.spec.run import ALL_LINEAR, Engine, RunConfig
 from whichlora.spec.targets import resolve_targets
-from whichlora.store import hub
-from whichlora.store import models as model_store
+from whichlora.store import hub, models
 from whichlora.store.gpus import find_target, list_gpus
 from whichlora.store.hub import load_model
 
@@ -162,7 +161,7 @@ def _load_traceable(name: str) -> ModelSpec:
     try:
         return load_model(name)
     except ConfigError:
-        if model_store.find_model(name) is not None:
+        if models.find_model(name) is not None:
             raise
         config = hub.load_config(name)
     if config.get("model_type") in families.known_types():

@@ -16,17 +16,17 @@ from whichlora.workflow.session import Session
 
 def write_files(session: Session, answer: Answer) -> dict[str, Path]:
     """The table as CSV, the comparison of predictions and measurements, and the job."""
-    from whichlora import terminal as report
+    from whichlora import terminal
 
     folder = session.plan.output_dir
     files = {
-        "table": report.write_candidates(folder / "candidates.csv", answer),
+        "table": terminal.write_candidates(folder / "candidates.csv", answer),
         "answer": folder / "answer.json",
-        "summary": report.write_summary(folder / "answer.md", answer),
+        "summary": terminal.write_summary(folder / "answer.md", answer),
     }
     if answer.compared:
         comparison = folder / "predicted_vs_measured.csv"
-        files["comparison"] = report.write_comparison(comparison, answer)
+        files["comparison"] = terminal.write_comparison(comparison, answer)
         files["measurements"] = session.log.path
     if answer.winner is not None:
         files |= _write_job(session, answer.winner.run)
