@@ -52,7 +52,7 @@ class TaskStatus:
 
 
 class SweepProgress(Progress, Protocol):
-    """What a sweep tells besides; `report.SweepProgress` shows it."""
+    """What a sweep tells while it runs; `terminal.live.SweepProgress` shows it."""
 
     def tasks(self, statuses: Sequence[TaskStatus]) -> None: ...
 

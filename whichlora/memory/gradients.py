@@ -103,7 +103,7 @@ def adapter_entries(
     targets: tuple[str, ...],
     r: Count,
 ) -> list[Entry]:
-    """Weights of the adapters, those that no text passes among them, and of copied modules."""
+    """Weights of adapters, on modules that text never runs (a vision tower) too, and of copies."""
     num_params = trained_params(model, targets, method, r)
     for linear in _idle_adapted(model, run, targets):
         num_params = num_params + method.adapter_params(linear, r)

@@ -40,15 +40,19 @@ def trains_frozen(linear: Linear, dtypes: Dtypes) -> bool:
 
 
 def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
-    """LoRA's, with the norm of the adapted weight and the magnitudes between."""
-    return lora.around(ops, linear, x, _joined)
+    """LoRA's, with the norm of the adapted weight and the magnitudes between (`_dora_result`).
+
+    The magnitudes are parameters: `memory.gradients.adapter_entries` counts them by
+    `adapter_shapes`.
+    """
+    return lora.around(ops, linear, x, _dora_result)
 
 
-def _joined(ops: OpEmitter, linear: Linear, x: Tensor, result: Tensor) -> Tensor:
+def _dora_result(ops: OpEmitter, linear: Linear, x: Tensor, result: Tensor) -> Tensor:
     """Source: peft 0.21.2 `DoraLinearLayer.forward`."""
     tape, dtypes, out = ops.tape, ops.dtypes, linear.out_features
     outputs, dense = ops.constant(out), ops.constant(linear.in_features * out)
-    narrow_eye, lora_weight = _product_of_factors(ops, linear, x.size)
+    autocast_eye, lora_weight = _product_of_factors(ops, linear, x.size)
     weight = _dense_weight(ops, linear, x.size)
     scaled = tape.op([lora_weight], dense, x.size)
     tape.op([weight, scaled], dense, x.size)
@@ -59,14 +63,14 @@ def _joined(ops: OpEmitter, linear: Linear, x: Tensor, result: Tensor) -> Tensor
     ratio = tape.op([magnitude, norm], outputs, max(wide, x.size), saves=[norm])
     lora_result = lora.low_rank(ops, linear, x)
     base = _base_result(ops, linear, x, result, weight)
-    less = tape.op([ratio], outputs, ratio.size, passes=True)
-    of_base = ops.multiply_rows(base, less)
+    ratio_minus_one = tape.op([ratio], outputs, ratio.size, passes=True)
+    of_base = ops.multiply_rows(base, ratio_minus_one)
     of_adapter = ops.multiply_rows(lora_result, ratio)
     scaled_adapter = ops.scale(of_adapter)
     tape.hold(of_adapter)
     both = ops.add(of_base, scaled_adapter)
     if not tape.no_grad:  # the graph behind `lora_weight` reads it in a backward
-        tape.hold(narrow_eye)
+        tape.hold(autocast_eye)
     tape.hold(lora_weight, weight, base, lora_result, ratio, norm, x)
     return ops.add(result, both)
 
@@ -75,10 +79,10 @@ def _product_of_factors(ops: OpEmitter, linear: Linear, size: int) -> tuple[Tens
     """B·A as a dense matrix, and the identity that is sent through both factors for it."""
     width = linear.in_features
     eye = ops.tape.op([], ops.constant(width * width), ops.dtypes.adapter_bytes)
-    narrow_eye = ops.autocast(eye)
-    product = ops.tape.op([], ops.constant(width * linear.out_features), narrow_eye.size)
+    autocast_eye = ops.autocast(eye)
+    product = ops.tape.op([], ops.constant(width * linear.out_features), autocast_eye.size)
     ops.tape.hold(eye)
-    return narrow_eye, ops.cast(product, size)
+    return autocast_eye, ops.cast(product, size)
 
 
 def _dense_weight(ops: OpEmitter, linear: Linear, size: int) -> Tensor:

@@ -71,7 +71,8 @@ def around(
 def _leaves_cast(linear: Linear, dtypes: Dtypes) -> bool:
     """Whether the layer leaves it to autocast to cast its input, as quantised ones do.
 
-    It asks for CUDA's autocast, so that the CPU's is none.
+    PEFT asks `torch.is_autocast_enabled()`, which speaks of CUDA only: under CPU autocast the layer
+    casts its input itself.
     """
     return is_quantised(linear, dtypes) and dtypes.under_autocast and dtypes.device_kind != "cpu"
 

@@ -1,4 +1,4 @@
-"""The judgement: counted bytes and work in the light of a calibration.
+"""From counted bytes and work to calibrated estimates with intervals, and whether a run fits.
 
 A number belongs to one run, or is an array over many runs; arrays broadcast.
 A single prediction passes plain numbers; `predict_block` and `search` pass arrays.

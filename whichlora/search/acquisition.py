@@ -2,8 +2,8 @@
 
 Both are decided on posterior samples: each sample is one joint outcome of all candidates, and has a
 winner. The confidence of the answer is the share of samples in which no candidate beats the best
-measured one. The acquisition value of a run is the share of samples that it wins, per device
-second.
+measured one by more than `WORTHWHILE_GAIN`. The acquisition value of a run is the share of samples
+that it wins, per device second.
 """
 
 from __future__ import annotations
@@ -242,7 +242,11 @@ class Spent:
 
 
 def stop(decision: Decision, spent: Spent, budget: Budget) -> StoppedBy | None:
-    """Why the search ends here, if it does."""
+    """Why the search ends here, if it does: certain enough, nothing left to measure, or no budget.
+
+    `workflow.run` searches again where a shortlist of a large plan has changed; `profile: all` does
+    not ask.
+    """
     if decision.confidence >= budget.confidence:
         return "certain"
     if decision.next_run is None:

@@ -50,7 +50,7 @@ _MOST_UNREAD = 3  # broken records that are told one by one
 
 
 class Progress(Protocol):
-    """What the workflow tells while it works; `report.Progress` shows it."""
+    """What the workflow tells while it works; `terminal.progress.Progress` shows it."""
 
     def say(self, text: str) -> None: ...
 
