@@ -263,7 +263,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
         assert child.poll() is None
         time.sleep(0.05)
     child.send_signal(signal.SIGINT)
-    _, stderr = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=240)
     assert child.returncode == 130
     (line,) = [line for line in stderr.splitlines() if line.startswith("stopped; ")]
     assert line.startswith(f"stopped; go on from {tmp_path / 'output'}/checkpoint-")

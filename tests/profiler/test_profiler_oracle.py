@@ -318,3 +318,18 @@ def test_the_written_job_really_trains(
     assert result["final_loss"] > 0
     assert result["validation_loss"] > 0
     assert (tmp_path / "output" / saved).exists()
+
+
+def test_fake_tensors_hold_no_bytes() -> None:
+    import torch
+    from torch._subclasses import FakeTensorMode
+
+    from whichlora.profiler.cpu_peak import live_tensor_bytes
+
+    before = live_tensor_bytes()
+    with FakeTensorMode():
+        fake = torch.empty(1000)
+    assert live_tensor_bytes() == before
+    real = torch.empty(1000)
+    assert live_tensor_bytes() == before + 4000
+    del fake, real

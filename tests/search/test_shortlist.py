@@ -83,7 +83,7 @@ def test_every_combination_of_the_lists_is_a_candidate(tmp_path: Path) -> None:
         "gradient_checkpointing": "[true, false]",
     }
     one, all_of_them = (
-        session(plan_file(tmp_path / str(i), **more)).asked for i, more in enumerate(({}, lists))
+        session(plan_file(tmp_path / str(i), **more)).space for i, more in enumerate(({}, lists))
     )
     serving, training = one.number()
     assert all_of_them.number() == (2 * serving, 8 * training)
@@ -94,9 +94,9 @@ def test_every_combination_of_the_lists_is_a_candidate(tmp_path: Path) -> None:
 
 
 def test_of_a_list_what_the_device_does_not_run_is_left_out(tmp_path: Path) -> None:
-    both = session(plan_file(tmp_path / "both", attn="[sdpa, flash_attention_2]")).asked
+    both = session(plan_file(tmp_path / "both", attn="[sdpa, flash_attention_2]")).space
     assert {run.attn for run in both.finetune_runs()} == {"sdpa"}
-    alone = session(plan_file(tmp_path / "alone", attn="flash_attention_2")).asked
+    alone = session(plan_file(tmp_path / "alone", attn="flash_attention_2")).space
     with pytest.raises(ConfigError, match="flash_attention_2 does not run on cpu"):
         alone.finetune_runs()
 

@@ -7,14 +7,18 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 
 
 def live_tensor_bytes() -> int:
-    """Bytes of all CPU storages that a Python tensor holds, each counted once."""
+    """Bytes of all CPU storages that Python tensors hold, each once; fake tensors hold none."""
     storages: dict[int, int] = {}
     for candidate in gc.get_objects():
         # `type` rather than isinstance: some objects answer `__class__` with an import.
-        if issubclass(type(candidate), torch.Tensor) and candidate.device.type == "cpu":
+        kind = type(candidate)
+        if not issubclass(kind, torch.Tensor) or issubclass(kind, FakeTensor):
+            continue
+        if candidate.device.type == "cpu":
             storage = candidate.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -49,7 +49,8 @@ def print_short(answer: Answer) -> None:
     say(console, f"basis: {answer.basis}")
     if "report" in answer.files:
         more = len(others) - MAX_OTHERS
-        reasons = f" ({more} more reasons there, or with --all)" if more > 0 else ""
+        noun = "reason" if more == 1 else "reasons"
+        reasons = f" ({more} more {noun} there, or with --all)" if more > 0 else ""
         say(console, f"report: {answer.files['report']}{reasons}", whole=True)
     if answer.training is not None and "error" not in answer.training:
         print_training(console, answer)
