@@ -51,14 +51,14 @@ class Recommendation:
 
     @property
     def open_candidates(self) -> int:
-        return sum(one.open_candidates for one in self.groups)
+        return sum(group_answer.open_candidates for group_answer in self.groups)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of `recommendation.json`."""
         return {
             "schema_version": SCHEMA_VERSION,
             "best": None if self.best is None else self.best.judged.group.name,
-            "groups": [_row(one) for one in self.groups],
+            "groups": [_row(group_answer) for group_answer in self.groups],
         }
 
 
@@ -68,11 +68,11 @@ def merge(plan: Plan, sweep: Sweep, judged: Sequence[Judged]) -> Recommendation:
     Raises:
         DataFileError: a disk that refuses.
     """
-    groups = [_conclude(plan, sweep, one) for one in judged]
+    groups = [_conclude(plan, sweep, judged_group) for judged_group in judged]
     ranked = [
-        (rank_across(plan.objective, one.answer.winner, one.judged.group.gpu), number)
-        for number, one in enumerate(groups)
-        if one.answer.winner is not None
+        (rank_across(plan.objective, winner, group_answer.judged.group.gpu), number)
+        for number, group_answer in enumerate(groups)
+        if (winner := group_answer.answer.winner) is not None
     ]
     best = groups[min(ranked)[1]] if ranked else None
     recommendation = Recommendation(groups=groups, best=best)
@@ -85,9 +85,9 @@ def _conclude(plan: Plan, sweep: Sweep, judged: Judged) -> GroupAnswer:
     session.plan.output_dir.mkdir(parents=True, exist_ok=True)
     decision = judged.decision
     open_candidates = worth_profiling(judged.candidates, decision, plan.profile, plan.budget)
-    asked = sweep.listed_runs(judged.group.name)
+    listed = sweep.listed_runs(judged.group.name)
     search = summary(
-        judged.search_loop, decision, _stopped_by(plan, judged, open_candidates, asked)
+        judged.search_loop, decision, _stopped_by(plan, judged, open_candidates, listed)
     )
     answer = conclude(session, judged.search_loop, search, decision.best)
     files = write_files(session, answer)
@@ -107,13 +107,13 @@ def _conclude(plan: Plan, sweep: Sweep, judged: Judged) -> GroupAnswer:
 
 
 def _stopped_by(
-    plan: Plan, judged: Judged, left: Sequence[Candidate], asked: Collection[RunConfig]
+    plan: Plan, judged: Judged, open_candidates: Sequence[Candidate], listed: Collection[RunConfig]
 ) -> Ending:
     if plan.profile == "none":
         return "not measured"
-    if left:
-        waiting = any(one.run in asked for one in left)
-        spent = plan.profile != "all" and exhausted(spent_on(judged, asked), plan.budget)
+    if open_candidates:
+        waiting = any(candidate.run in listed for candidate in open_candidates)
+        spent = plan.profile != "all" and exhausted(spent_on(judged, listed), plan.budget)
         return "under way" if waiting or not spent else spent
     if plan.profile == "all":
         return "everything measured"
@@ -137,16 +137,17 @@ def _write_training(plan: Plan, sweep: Sweep, judged: Judged, answer: Answer) ->
     return path
 
 
-def _row(one: GroupAnswer) -> dict[str, Any]:
-    group, best = one.judged.group, one.answer.winner
+def _row(group_answer: GroupAnswer) -> dict[str, Any]:
+    group, answer = group_answer.judged.group, group_answer.answer
+    best = answer.winner
     return {
         "group": group.name,
         "gpu": group.gpu,
         "cluster": group.cluster,
         "partitions": list(group.partitions),
-        "measured": len(one.answer.compared),
-        "open_candidates": one.open_candidates,
-        "search": one.answer.search.to_dict(),
+        "measured": len(answer.compared),
+        "open_candidates": group_answer.open_candidates,
+        "search": answer.search.to_dict(),
         "winner": None if best is None else candidate_row(best),
-        "files": {name: str(path) for name, path in one.answer.files.items()},
+        "files": {name: str(path) for name, path in answer.files.items()},
     }

@@ -49,9 +49,9 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
     for group in sweep.groups:
         folder = sweep.run_dir / group.name
         for key in _met(sweep, group) or [group.gpu]:
-            own = replace(plan, output_dir=folder, gpu=key)
+            group_plan = replace(plan, output_dir=folder, gpu=key)
             gpu = find_gpu(key)
-            session = Session(own, gpu, progress, fresh=False, lengths=lengths)
+            session = Session(group_plan, gpu, progress, fresh=False, lengths=lengths)
             try:
                 runs = session.runs()
             except ConfigError as error:  # the other groups may run what this one refuses
@@ -66,7 +66,7 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
                     "measure again with --fresh"
                 )
             if judged and judged[-1].group.name == group.name:  # its files lie beside the first's
-                session.plan = replace(own, output_dir=folder / key)
+                session.plan = replace(group_plan, output_dir=folder / key)
             judged.append(
                 Judged(
                     group=replace(group, gpu=key),
@@ -110,7 +110,11 @@ def worth_profiling(
     if policy == "none":
         return []
     if policy == "all":
-        return [one for one in candidates if not one.measured and not one.failure]
+        return [
+            candidate
+            for candidate in candidates
+            if not candidate.measured and not candidate.failure
+        ]
     doubt, chosen = 1 - decision.confidence, list[Candidate]()
     forms: set[RunConfig | None] = set()
     for position in decision.chance_to_win.argsort()[::-1].tolist():
@@ -127,41 +131,45 @@ def worth_profiling(
     return chosen
 
 
-def affordable(judged: Judged, plan: Plan, asked: Collection[RunConfig]) -> list[Candidate]:
-    """What is worth profiling and was not asked before, as far as the budget reaches.
+def affordable(judged: Judged, plan: Plan, listed: Collection[RunConfig]) -> list[Candidate]:
+    """What is worth profiling and was not listed before, as far as the budget reaches.
 
     The budget is that of one GPU type, and as on one machine the run that uses it up is still
     made. `profile: all` knows none.
     """
     chosen = [
-        one
-        for one in worth_profiling(judged.candidates, judged.decision, plan.profile, plan.budget)
-        if one.run not in asked
+        candidate
+        for candidate in worth_profiling(
+            judged.candidates, judged.decision, plan.profile, plan.budget
+        )
+        if candidate.run not in listed
     ]
     if plan.profile == "all":
         return chosen
-    spent, expected_s = spent_on(judged, asked), _expected_s(judged)
-    for number, one in enumerate(chosen):
+    spent, expected_s = spent_on(judged, listed), _expected_s(judged)
+    for number, candidate in enumerate(chosen):
         if exhausted(spent, plan.budget):
             return chosen[:number]
         spent.runs += 1
-        spent.device_s += expected_s[one.run]
+        spent.device_s += expected_s[candidate.run]
     return chosen
 
 
-def spent_on(judged: Judged, asked: Collection[RunConfig]) -> Spent:
-    """What the runs that were asked of a group cost.
+def spent_on(judged: Judged, listed: Collection[RunConfig]) -> Spent:
+    """What the runs that were listed for a group cost.
 
-    One without a device time of its own counts as expected: it is not back yet, or the cluster
+    A run without a device time of its own counts as expected: it is not back yet, or the cluster
     ended it.
     """
     expected_s = _expected_s(judged)
-    measured = {judged.search_loop.runs[i]: one for i, one in judged.search_loop.measured.items()}
+    measured = {
+        judged.search_loop.runs[i]: result for i, result in judged.search_loop.measured.items()
+    }
     device_s = 0.0
-    for run in asked:
-        told_s = measured[run].device_s if run in measured else 0.0
-        device_s += told_s or expected_s.get(run, 0.0)
-    return Spent(runs=len(asked), device_s=device_s)
+    for run in listed:
+        measured_s = measured[run].device_s if run in measured else 0.0
+        device_s += measured_s or expected_s.get(run, 0.0)
+    return Spent(runs=len(listed), device_s=device_s)
 
 
 def _expected_s(judged: Judged) -> dict[RunConfig, float]:
@@ -177,12 +185,12 @@ def _serving(
     """The shape that surely serves within the limits, or else every one that may."""
     shapes = [
         (float(decision.chance_to_meet[position]), position)
-        for position, one in enumerate(candidates)
-        if one.run.phase == "inference" and one.form == form
+        for position, candidate in enumerate(candidates)
+        if candidate.run.phase == "inference" and candidate.form == form
     ]
     if any(candidates[i].measured and candidates[i].verdict == "meets" for _, i in shapes):
         return []
-    left = [(c, i) for c, i in shapes if c >= MIN_CHANCE and not candidates[i].measured]
-    if left and max(left)[0] >= 1 - MIN_CHANCE:
-        left = [max(left)]
-    return [candidates[position] for _, position in left]
+    open_shapes = [(c, i) for c, i in shapes if c >= MIN_CHANCE and not candidates[i].measured]
+    if open_shapes and max(open_shapes)[0] >= 1 - MIN_CHANCE:
+        open_shapes = [max(open_shapes)]
+    return [candidates[position] for _, position in open_shapes]

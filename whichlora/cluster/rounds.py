@@ -44,10 +44,10 @@ def _plan_sweep(
         )
     groups, unknown = engine.find_groups(plan)
     if not groups:
-        asked = ", ".join(plan.slurm.partitions)
+        partitions = ", ".join(plan.slurm.partitions)
         raise ConfigError(
             "; ".join(unknown)
-            or f"slurm.partition: no GPU is up in {asked or 'any partition'}; "
+            or f"slurm.partition: no GPU is up in {partitions or 'any partition'}; "
             "'sinfo -o \"%R %a %t %G\"' says what the cluster has"
         )
     sweep = Sweep(
@@ -73,13 +73,13 @@ def next_round(plan: Plan, sweep: Sweep, judged: Sequence[Judged], engine: Engin
     """
     number = 1 + max((array.round for array in sweep.arrays), default=0)
     for group in sweep.groups:
-        asked = sweep.listed_runs(group.name)
+        listed = sweep.listed_runs(group.name)
         chosen: list[tuple[Session, Candidate]] = []
-        for one in judged:
-            if one.group.name == group.name:
-                more = affordable(one, plan, asked)
-                chosen += [(one.session, candidate) for candidate in more]
-                asked |= {candidate.run for candidate in more}
+        for judged_group in judged:
+            if judged_group.group.name == group.name:
+                candidates = affordable(judged_group, plan, listed)
+                chosen += [(judged_group.session, candidate) for candidate in candidates]
+                listed |= {candidate.run for candidate in candidates}
         if chosen:
             sweep = sweep.with_array(_write_array(plan, sweep, group.name, number, chosen, engine))
     sweep.save()
