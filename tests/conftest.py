@@ -11,7 +11,7 @@ import pytest
 from fake_profiler import FakeProfiler
 from hypothesis import settings
 
-from whichlora import methods
+from whichlora import methods, trainers
 
 # how long an example takes says more about the machine than about the code
 settings.register_profile("untimed", deadline=None)
@@ -27,9 +27,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the methods of installed packages: a message that names all must not depend on them."""
+    """Hide what installed packages add: a message that names all must not depend on them."""
     patch = pytest.MonkeyPatch()
     patch.setattr(methods, "entry_points", lambda group: ())
+    patch.setattr(trainers, "entry_points", lambda group: ())
     config.add_cleanup(patch.undo)
 
 

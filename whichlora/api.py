@@ -64,10 +64,12 @@ class RunSettings(TypedDict, total=False):
     precision: Precision | Sequence[Precision]
     optimizer: Optimizer | Sequence[Optimizer]
     gradient_checkpointing: bool | Sequence[bool] | None
+    use_reentrant: bool | None
     gradient_accumulation_steps: int | Sequence[int]
     attn: AttentionKernel | Sequence[AttentionKernel]
     padding: Padding | Sequence[Padding]
     loss_head: LossHead | Sequence[LossHead]
+    trainer: str | Sequence[str]
     quant: Quant | Sequence[Quant | None] | None
     quant_group_size: int | Sequence[int]
     prepare_kbit: bool | None

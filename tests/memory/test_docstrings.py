@@ -114,6 +114,7 @@ def test_checkpointed_passes_keep_the_input_and_saved_passes_what_backward_reads
         method=llama.method,
         gpu=CARD,
         targets=llama.targets,
+        trainer=llama.trainer,
         batch_size=1,
         seq_len=128,
         r=8,

@@ -151,7 +151,9 @@ def test_old_models_return_fp32_logits_to_a_loop_with_its_own_loss(
         libraries=(("transformers", transformers),),
     )
     found = job(run)
-    size = logits.loss_backward_bytes(found.model, found.dtypes, tokens=10, loss_head="raw")
+    size = logits.loss_backward_bytes(
+        found.model, found.dtypes, found.trainer, tokens=10, loss_head="raw"
+    )
     assert size == 10 * (128_256 * per_entry + of_head)
 
 
@@ -159,7 +161,7 @@ def test_a_softcap_adds_its_tanh_and_a_gradient_to_the_backward() -> None:
     found = job(RunConfig(model="google/gemma-2-2b", loss_head="raw", precision="bf16-pure"))
     plain = replace(found.model, logit_softcap=None)
     capped, uncapped = (
-        logits.loss_backward_bytes(spec, found.dtypes, tokens=10, loss_head="raw")
+        logits.loss_backward_bytes(spec, found.dtypes, found.trainer, tokens=10, loss_head="raw")
         for spec in (found.model, plain)
     )
     assert capped - uncapped == 10 * 256_000 * (2 + 2)

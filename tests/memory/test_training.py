@@ -205,7 +205,7 @@ def test_arrays_of_candidates_get_what_each_gets_alone_in_training(
     run: RunConfig, gpu: GpuSpec, sizes: list[tuple[int, int, int]]
 ) -> None:
     one = job(run, gpu)
-    common = (one.model, one.run, one.dtypes, one.method, one.gpu, one.targets)
+    common = (one.model, one.run, one.dtypes, one.method, one.gpu, one.targets, one.trainer)
     batch_size, seq_len, r = np.array(sizes).T
     together = training_ledger(*common, batch_size=batch_size, seq_len=seq_len, r=r)
     alone = [training_ledger(*common, batch_size=b, seq_len=s, r=k) for b, s, k in sizes]
@@ -253,6 +253,7 @@ def test_a_million_candidates_are_one_call() -> None:
         one.method,
         one.gpu,
         one.targets,
+        one.trainer,
         batch_size=batch_size,
         seq_len=seq_len,
         r=r,
@@ -636,7 +637,9 @@ def test_a_trained_head_of_the_fused_loss_has_a_gradient_in_fp32(
     found = job(run)
     frozen = replace(found.dtypes, trains_base=False)
     trained, kept = (
-        logits.loss_backward_bytes(found.model, dtypes, tokens=100, loss_head="trl-fused")
+        logits.loss_backward_bytes(
+            found.model, dtypes, found.trainer, tokens=100, loss_head="trl-fused"
+        )
         for dtypes in (found.dtypes, frozen)
     )
     assert trained - kept == per_weight * 128_256 * 4096
@@ -664,7 +667,7 @@ def test_the_fused_loss_holds_one_tile_of_logits_beside_its_hidden_states() -> N
     found = job(RunConfig(model=LLAMA_3_8B, loss_head="trl-fused", precision="bf16-pure"))
     for tokens in (100, 10_000):
         size = logits.loss_forward_bytes(
-            found.model, found.dtypes, tokens=tokens, loss_head="trl-fused"
+            found.model, found.dtypes, found.trainer, tokens=tokens, loss_head="trl-fused"
         )
         assert size == min(tokens, 4096) * 32_768 * 2 + tokens * (2 * 4096 + 40)
 
@@ -768,16 +771,20 @@ def test_backward_runs_in_a_thread_with_a_workspace_of_its_own(phase: Any, threa
 def test_a_loop_with_its_own_loss_keeps_the_logits(
     precision: Any, loss_head: Any, per_entry: int
 ) -> None:
-    found = job(RunConfig(model=LLAMA_3_8B, precision=precision, loss_head=loss_head))
-    size = logits.kept_logits_bytes(found.model, found.dtypes, tokens=10, loss_head=loss_head)
+    found = job(RunConfig(model=LLAMA_3_8B, precision=precision, loss_head=loss_head, seq_len=10))
+    entries = ledger(found).moments["layer_backward"]
+    (size,) = (entry.num_bytes for entry in entries if entry.fact is logits.KEPT_LOGITS)
     assert size == 10 * 128_256 * per_entry
+    if size:
+        what = found.model, found.dtypes, found.trainer
+        assert logits.kept_logits_bytes(*what, tokens=10) == size
 
 
 def test_the_fused_loss_goes_backward_over_a_tile_and_eight_bytes_a_hidden_entry() -> None:
     found = job(RunConfig(model=LLAMA_3_8B, loss_head="trl-fused", precision="bf16-pure"))
     for tokens in (100, 10_000):
         size = logits.loss_backward_bytes(
-            found.model, found.dtypes, tokens=tokens, loss_head="trl-fused"
+            found.model, found.dtypes, found.trainer, tokens=tokens, loss_head="trl-fused"
         )
         assert size == min(tokens, 4096) * 32_768 * 2 + tokens * (8 * 4096 + 12)
 
@@ -795,7 +802,7 @@ def test_the_fused_loss_goes_backward_over_a_tile_and_eight_bytes_a_hidden_entry
 )
 def test_bytes_per_token_of_each_loss(loss_head: Any, forward: int | None, backward: int) -> None:
     found = job(RunConfig(model=LLAMA_3_8B, loss_head=loss_head, precision="bf16-pure"))
-    what = found.model, found.dtypes
+    what = found.model, found.dtypes, found.trainer
     if forward is not None:
         assert logits.loss_forward_bytes(*what, tokens=10, loss_head=loss_head) == 10 * forward
     assert logits.loss_backward_bytes(*what, tokens=10, loss_head=loss_head) == 10 * backward
@@ -804,7 +811,9 @@ def test_bytes_per_token_of_each_loss(loss_head: Any, forward: int | None, backw
 @pytest.mark.parametrize(("name", "per_entry"), [("google/gemma-2-2b", 2 + 2), (LLAMA_3_8B, 2)])
 def test_a_softcap_keeps_its_tanh_beside_the_logits(name: str, per_entry: int) -> None:
     found = job(RunConfig(model=name, loss_head="raw", precision="bf16-pure"))
-    size = logits.loss_forward_bytes(found.model, found.dtypes, tokens=10, loss_head="raw")
+    size = logits.loss_forward_bytes(
+        found.model, found.dtypes, found.trainer, tokens=10, loss_head="raw"
+    )
     assert size == 10 * found.model.vocab_size * per_entry
 
 

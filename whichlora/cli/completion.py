@@ -88,6 +88,12 @@ def _methods() -> Iterable[str]:
     return list_methods()
 
 
+def _trainers() -> Iterable[str]:
+    from whichlora.trainers import list_trainers
+
+    return list_trainers()
+
+
 def _words(choice: object) -> Callable[[], Iterable[str]]:
     return lambda: get_args(choice)
 
@@ -109,6 +115,7 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "attn": _words(specs.AttentionKernel),
     "padding": _words(specs.Padding),
     "loss_head": _words(specs.LossHead),
+    "trainer": _trainers,
     "quant": _words(specs.Quant),
     "kv_cache": _words(specs.KvCache),
     "cache_backend": _words(specs.CacheBackend),

@@ -21,6 +21,7 @@ from whichlora.errors import ConfigError
 from whichlora.methods import BUILT_IN
 from whichlora.spec import run as specs
 from whichlora.spec.run import RunConfig
+from whichlora.trainers import BUILT_IN as TRAINERS
 
 if TYPE_CHECKING:
     from whichlora.predict.largest import Size
@@ -84,6 +85,11 @@ _SETTINGS = (
         default=None,
         help="Recompute activations in the backward pass; default: where the model has that.",
     ),
+    click.option(
+        "--use-reentrant/--no-use-reentrant",
+        default=None,
+        help="Kind of checkpointing; default: what this version of transformers does.",
+    ),
     list_option(
         "gradient-accumulation-steps",
         "1",
@@ -93,6 +99,7 @@ _SETTINGS = (
     choices("attn", "sdpa", "Attention kernel", specs.AttentionKernel),
     choices("padding", "none", "Whether batches carry padding", specs.Padding),
     choices("loss-head", "hf", "Who computes the loss", specs.LossHead),
+    list_option("trainer", "transformers", f"{', '.join(TRAINERS)}.", words("trainer")),
     click.option(
         "--quant",
         default=None,
@@ -170,6 +177,7 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         saved = words("modules-to-save")(None, None, options["modules_to_save"])
     single = (
         "gradient_checkpointing",
+        "use_reentrant",
         "prepare_kbit",
         "libraries",
         "use_rslora",

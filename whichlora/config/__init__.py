@@ -220,9 +220,11 @@ def _finetune(settings: PlanFile, model: str) -> RunConfig:
         loraplus_lr_ratio=settings.loraplus_lr_ratio,
         optimizer=settings.optimizer[0],
         gradient_checkpointing=(settings.gradient_checkpointing or (None,))[0],
+        use_reentrant=settings.use_reentrant,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         padding=settings.padding,
         loss_head=settings.loss_head,
+        trainer=settings.trainer,
     )
 
 

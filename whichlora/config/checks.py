@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from whichlora.methods import list_methods
 from whichlora.spec.plan import DATA_FILE_SUFFIXES, DatasetConfig, DatasetKind
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.models import resolve_name
+from whichlora.trainers import list_trainers
 
 Data = Mapping[Any, Any]
 
@@ -48,7 +49,8 @@ def check(data: Data, folder: Path) -> Iterator[Problem]:
         yield from _check_spellings(_section(data, stage), stage)
     yield from _check_repeats(data)
     yield from _check_models(data, folder)
-    yield from _check_methods(data)
+    yield from _check_names(data, "methods", list_methods)
+    yield from _check_names(data, "trainer", list_trainers)
     yield from _check_gpus(data)
     yield from _check_preference(data)
     yield from _check_budget(data)
@@ -150,16 +152,19 @@ def _check_models(data: Data, folder: Path) -> Iterator[Problem]:
             )
 
 
-def _check_methods(data: Data) -> Iterator[Problem]:
-    names = data.get("methods", [])
-    methods = list_methods() if names else {}
+def _check_names(
+    data: Data, key: str, registered: Callable[[], Mapping[str, Any]]
+) -> Iterator[Problem]:
+    """Names under `key` that neither this package nor an installed one registers."""
+    names = data.get(key, [])
+    accepted = registered() if names else {}
     for index, name in enumerate(names if isinstance(names, list) else [names]):
-        if isinstance(name, str) and name.strip() and name not in methods:
+        if isinstance(name, str) and name.strip() and name not in accepted:
             yield Problem(
-                loc=("methods", index),
+                loc=(key, index) if isinstance(names, list) else (key,),
                 fault="is not known",
-                accepted=", ".join(methods),
-                hint="".join(difflib.get_close_matches(name.lower(), methods, n=1)),
+                accepted=", ".join(accepted),
+                hint="".join(difflib.get_close_matches(name.lower(), accepted, n=1)),
             )
 
 

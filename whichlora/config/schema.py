@@ -331,12 +331,16 @@ class PlanFile(_Section):
     gradient_checkpointing: Switches | None = None
     """Whether activations are computed again in the backward, or both to compare; without it, where
     the model has that."""
+    use_reentrant: bool | None = None
+    """Kind of checkpointing; without it, what this version of transformers does."""
     gradient_accumulation_steps: Count = _RUN.gradient_accumulation_steps
     attn: AttentionKernels = (_RUN.attn,)
     """Attention kernels to compare, in both stages."""
     padding: Padding = "padded"
     """Whether training batches hold padding, as they do where lengths differ."""
     loss_head: LossHead = _RUN.loss_head
+    trainer: Name = _RUN.trainer
+    """Who runs the training steps."""
     quant: Quant | None = None
     """Storage of the base weights in both stages; without it, the method decides."""
     serve: Serve | Quant | None = None

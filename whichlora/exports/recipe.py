@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self, get_args
 
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.exports.train_script import KEEPING, Weights
+from whichlora.exports.train_script import KEEPING, Weights, require_trainer
 from whichlora.methods import get_method
 from whichlora.spec.data_format import TEXT_ROWS, DataFormat
 from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
@@ -210,6 +210,7 @@ def require_plain(
             storage that it doesn't load.
     """
     _require_adapter(recipe.run, tool, adapters)
+    require_trainer(recipe.run, f"--to {tool}")
     if recipe.masked_lm:
         raise ConfigError(
             f"--to {tool}: {recipe.run.model} is an encoder, which {tool} doesn't train; "

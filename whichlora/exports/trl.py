@@ -56,6 +56,12 @@ def export(recipe: Recipe) -> Export:
         "per_device_train_batch_size": run.batch_size,
         "gradient_accumulation_steps": run.gradient_accumulation_steps,
         "gradient_checkpointing": run.gradient_checkpointing,
+        **(
+            {"gradient_checkpointing_kwargs": {"use_reentrant": bool(run.use_reentrant)}}
+            if run.gradient_checkpointing
+            and run.use_reentrant != run.versions.checkpoints_reentrant
+            else {}
+        ),
         "num_train_epochs": recipe.epochs,
         "learning_rate": recipe.learning_rate,
         "optim": run.trainer_optim,

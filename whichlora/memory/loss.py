@@ -6,10 +6,15 @@ peak of training is here, at 12 bytes per token and vocabulary entry.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from whichlora.memory.entries import Fact
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, smallest
+
+if TYPE_CHECKING:  # it is given, and lies above
+    from whichlora.trainers.base import Trainer
 
 FUSED_TILE_TOKENS = 4096
 FUSED_TILE_VOCAB = 32_768
@@ -34,7 +39,9 @@ LOSS_FORWARD = Fact(
 )
 
 
-def loss_forward_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, loss_head: str) -> Count:
+def loss_forward_bytes(
+    model: ModelSpec, dtypes: Dtypes, trainer: Trainer, *, tokens: Count, loss_head: str
+) -> Count:
     """Alive at the end of the loss's forward: logits, their fp32 copy, the log-softmax.
 
     Kind: exact for hf, unsloth and raw; liger as lower bound (its chunk is not counted).
@@ -45,7 +52,7 @@ def loss_forward_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, loss_
     libraries = dtypes.libraries
     widened = model.task == "causal-lm" and libraries.widens_logits_in_place
     if loss_head == "raw":
-        is_copied = widened or _autocast_widens(dtypes)
+        is_copied = widened or _widens_outputs(dtypes, trainer)
         tanh_bytes = dtypes.compute_bytes if model.logit_softcap else 0
         return tokens * vocab * (dtypes.compute_bytes + (4 if is_copied else 0) + tanh_bytes)
     hidden_bytes = 2 * dtypes.stream_bytes * model.hidden_size  # before and after the last norm
@@ -85,24 +92,21 @@ KEPT_LOGITS = Fact(
 )
 
 
-def kept_logits_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, loss_head: str) -> Count:
-    """What a loop with its own loss holds while the layers go backward. Kind: exact.
+def kept_logits_bytes(
+    model: ModelSpec, dtypes: Dtypes, trainer: Trainer, *, tokens: Count
+) -> Count:
+    """Logits as the caller gets them, where a variable of it holds the outputs. Kind: exact.
 
     Source: accelerate 1.15 `ConvertOutputsToFp32`.
     """
-    if loss_head != "raw":
-        return 0 * tokens
     in_place = model.task == "causal-lm" and dtypes.libraries.widens_logits_in_place
-    is_wide = in_place or _autocast_widens(dtypes)
+    is_wide = in_place or _widens_outputs(dtypes, trainer)
     return tokens * logit_width(model) * (4 if is_wide else dtypes.compute_bytes)
 
 
-def _autocast_widens(dtypes: Dtypes) -> bool:
-    """Whether the model returns fp32 copies: accelerate does that to outputs under autocast.
-
-    Source: accelerate 1.15 `ConvertOutputsToFp32`.
-    """
-    return dtypes.compute_bytes == 2 and dtypes.loss_bytes == 4
+def _widens_outputs(dtypes: Dtypes, trainer: Trainer) -> bool:
+    """Whether the caller gets fp32 copies of 16-bit outputs."""
+    return trainer.widens_outputs and dtypes.under_autocast and dtypes.compute_bytes == 2
 
 
 def _fused_temporaries(
@@ -144,7 +148,7 @@ LOSS_BACKWARD = Fact(
 
 
 def loss_backward_bytes(
-    model: ModelSpec, dtypes: Dtypes, *, tokens: Count, loss_head: str
+    model: ModelSpec, dtypes: Dtypes, trainer: Trainer, *, tokens: Count, loss_head: str
 ) -> Count:
     """Alive at the worst point of the loss's backward.
 
@@ -156,7 +160,7 @@ def loss_backward_bytes(
     in_place = model.task == "causal-lm" and dtypes.libraries.widens_logits_in_place
     if loss_head == "raw":
         # the logits stay with the caller; fp32 ones get an fp32 gradient and a 16-bit one
-        is_copied = in_place or _autocast_widens(dtypes)
+        is_copied = in_place or _widens_outputs(dtypes, trainer)
         entry = (8 if is_copied else dtypes.compute_bytes) + dtypes.compute_bytes
         if model.logit_softcap:  # the tanh, and where no cast makes it, a second gradient
             entry += dtypes.compute_bytes * (1 if is_copied else 2)

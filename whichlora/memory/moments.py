@@ -127,9 +127,9 @@ def head_backward(step: TrainingStep) -> Entries:
 
 
 def _kept_logits(step: TrainingStep) -> Entry:
-    size = loss.kept_logits_bytes(
-        step.model, step.dtypes, tokens=step.tokens, loss_head=step.run.loss_head
-    )
+    size = 0 * step.tokens
+    if step.trainer.outputs_held(step.run) != "until_loss":
+        size = loss.kept_logits_bytes(step.model, step.dtypes, step.trainer, tokens=step.tokens)
     return Entry(loss.KEPT_LOGITS, size)
 
 

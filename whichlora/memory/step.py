@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from whichlora.memory import activations, allocator, loss, optimizer
 from whichlora.memory.embeddings import layer_inputs_saved, masked_head_saved, outside_saved
@@ -33,6 +34,9 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, largest
 from whichlora.spec.run import RunConfig
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
+
+if TYPE_CHECKING:  # it is given, and lies above
+    from whichlora.trainers.base import Trainer
 
 INPUTS = Fact(
     part="activations",
@@ -68,6 +72,7 @@ class TrainingStep:
     method: Method
     gpu: GpuSpec
     targets: tuple[str, ...]
+    trainer: Trainer
     batch_size: Count
     seq_len: Count
     r: Count
@@ -298,13 +303,21 @@ class TrainingStep:
     @cached_property
     def loss_forward_bytes(self) -> Count:
         return loss.loss_forward_bytes(
-            self.model, self.dtypes, tokens=self.tokens, loss_head=self.run.loss_head
+            self.model,
+            self.dtypes,
+            self.trainer,
+            tokens=self.tokens,
+            loss_head=self.run.loss_head,
         )
 
     @cached_property
     def loss_backward_bytes(self) -> Count:
         return loss.loss_backward_bytes(
-            self.model, self.dtypes, tokens=self.tokens, loss_head=self.run.loss_head
+            self.model,
+            self.dtypes,
+            self.trainer,
+            tokens=self.tokens,
+            loss_head=self.run.loss_head,
         )
 
     @cached_property

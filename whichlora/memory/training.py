@@ -8,6 +8,7 @@ training are in `memory.moments`, those of inference in `memory.inference`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from whichlora.memory import allocator, loss
 from whichlora.memory.entries import Entry
@@ -21,6 +22,9 @@ from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, largest, smallest
 from whichlora.spec.run import RunConfig
+
+if TYPE_CHECKING:  # it is given, and lies above
+    from whichlora.trainers.base import Trainer
 
 __all__ = ["PARTS", "Ledger", "trained_params", "training_ledger"]
 
@@ -76,6 +80,7 @@ def training_ledger(
     method: Method,
     gpu: GpuSpec,
     targets: tuple[str, ...],
+    trainer: Trainer,
     *,
     batch_size: Count,
     seq_len: Count,
@@ -92,6 +97,7 @@ def training_ledger(
         method=method,
         gpu=gpu,
         targets=targets,
+        trainer=trainer,
         batch_size=batch_size,
         seq_len=seq_len,
         r=r,

@@ -52,7 +52,7 @@ def ledger(job: ResolvedRun, **sizes: Count) -> Ledger:
     parts = (job.model, job.run, job.dtypes, job.method, job.gpu, job.targets)
     if job.run.phase == "inference":
         return inference_ledger(*parts, **_sizes(job, sizes))
-    return training_ledger(*parts, **_sizes(job, sizes))
+    return training_ledger(*parts, job.trainer, **_sizes(job, sizes))
 
 
 def num_trained(job: ResolvedRun, r: Count | None = None) -> Count:

@@ -13,6 +13,7 @@ from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FP32_PRECISIONS, RunConfig
 from whichlora.spec.targets import check_saved_modules, resolve_targets
+from whichlora.trainers import Trainer, get_trainer
 
 FLASH_CAPABILITY = 8.0
 # Setting, value, what computes it, and the least compute capability that has kernels for.
@@ -34,6 +35,7 @@ class ResolvedRun:
     run: RunConfig
     gpu: GpuSpec
     method: Method
+    trainer: Trainer
     dtypes: Dtypes
     targets: tuple[str, ...]
 
@@ -98,7 +100,15 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         check_saved_modules(model, run.modules_to_save)
     dtypes = resolve_dtypes(run, trains_base=training and method.trains_base, device_kind=gpu.kind)
     _check_trained(model, run, dtypes)
-    return ResolvedRun(model=model, run=run, gpu=gpu, method=method, dtypes=dtypes, targets=targets)
+    return ResolvedRun(
+        model=model,
+        run=run,
+        gpu=gpu,
+        method=method,
+        trainer=get_trainer(run.trainer),
+        dtypes=dtypes,
+        targets=targets,
+    )
 
 
 def with_checkpointing(model: ModelSpec, run: RunConfig) -> RunConfig:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TextIO
 
 from whichlora.profiler.installed import installed_versions
@@ -103,9 +104,9 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) ->
     from accelerate.state import AcceleratorState
 
     from whichlora.profiler.build import build_model
-    from whichlora.profiler.finetune import measure_finetune
     from whichlora.profiler.inference import measure_inference
     from whichlora.spec.run import RunConfig
+    from whichlora.trainers import get_trainer
 
     AcceleratorState._reset_state(reset_partial_state=True)  # it remembers the mixed precision
     run = RunConfig.from_dict(request["run"])
@@ -122,7 +123,8 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) ->
         fields = measure_inference(model, run, meter, number, request["decisive_s"], tell=tell)
     else:
         lengths = request["seq_lens"]
-        fields = measure_finetune(model, run, meter, lengths, request["decisive_s"], tell=tell)
+        measure = resolve_name(get_trainer(run.trainer).steps)
+        fields = measure(model, run, meter, lengths, request["decisive_s"], tell=tell)
     return fields
 
 

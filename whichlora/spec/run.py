@@ -118,6 +118,7 @@ class RunConfig:
         expandable_segments: setting of PyTorch's CUDA allocator.
         use_reentrant: kind of checkpointing; None: what this version of transformers does.
         libraries: (library, version) pairs where they are not the current ones.
+        trainer: a name registered in `whichlora.trainers`.
     """
 
     model: str
@@ -156,6 +157,7 @@ class RunConfig:
     loraplus_lr_ratio: float = 1.0
     quant_group_size: int = 128
     expandable_segments: bool = False
+    trainer: str = "transformers"
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -226,6 +228,7 @@ class RunConfig:
         if self.model != "":  # the defaults of all settings are those of a run without one
             require_printable("model", self.model)
         require_printable("method", self.method)
+        require_printable("trainer", self.trainer)
         for name in ("target_modules", "modules_to_save"):
             for module in getattr(self, name):
                 require_printable(name, module)

@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pkgutil import resolve_name
 from typing import Any
 
 from peft import PeftModel
@@ -25,7 +26,6 @@ from whichlora.errors import ConfigError, WhichLoraError
 from whichlora.memory.allocator_simulator import replay
 from whichlora.methods import get_method, with_defaults
 from whichlora.profiler.build import config_object, finished_model, meta_model, stored_dtype
-from whichlora.profiler.finetune import measure_finetune
 from whichlora.profiler.inference import measure_inference
 from whichlora.profiler.meter import Meter
 from whichlora.spec.dtypes import has_master_weights
@@ -44,6 +44,7 @@ from whichlora.tracer.extrapolate import (
 from whichlora.tracer.fake_weights import place_fake
 from whichlora.tracer.like_cuda import like_cuda, with_flash_attention
 from whichlora.tracer.recorder import Recorder
+from whichlora.trainers import get_trainer
 
 _KINDS = (
     "layer_types",
@@ -110,7 +111,8 @@ def trace(
             if run.phase == "inference":
                 measure_inference(model, stand_in, _NoMeter(), 0)
             else:
-                measure_finetune(model, stand_in, _NoMeter(), [run.seq_len])
+                measure = resolve_name(get_trainer(run.trainer).steps)
+                measure(model, stand_in, _NoMeter(), [run.seq_len])
         recorder.close()
     return recorder.events
 

@@ -29,10 +29,12 @@ _FINETUNE_ONLY = (
     "loraplus_lr_ratio",
     "optimizer",
     "gradient_checkpointing",
+    "use_reentrant",
     "gradient_accumulation_steps",
     "padding",
     "loss_head",
     "prepare_kbit",
+    "trainer",
 )
 # Those of them that a generation with an unmerged adapter reads.
 _OF_ADAPTER = ("method", "r", "target_modules", "modules_to_save", "adapter_dtype")

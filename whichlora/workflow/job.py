@@ -39,6 +39,7 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
     """The training script of `best`, the recipe for other tools, and the data that both read."""
     from whichlora.dataset import data_format, write_jsonl
     from whichlora.exports import FORMATS, Recipe
+    from whichlora.exports.train_script import runs_in_trainer
     from whichlora.workflow.export import RECIPE_FILE
 
     plan, model = session.plan, session.models[best.model]
@@ -72,12 +73,16 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
         validation="validation" in data,
     )
     write_object(folder / RECIPE_FILE, recipe.to_dict())
+    job = {f"data_{split}": file for split, file in data.items()}
+    if not runs_in_trainer(run):
+        session.progress.say(f"no train.py: it can't be written for trainer {run.trainer}")
+        return job
     script = FORMATS["transformers"](recipe)
     path = folder / "train.py"
     text = script.files[path.name]
     if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text:
         write_text(path, text)  # else checkpoints newer than the script are its own
-    return {"job": path} | {f"data_{split}": file for split, file in data.items()}
+    return {"job": path} | job
 
 
 def train(session: Session, answer: Answer) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from whichlora.config import load_plan
 from whichlora.errors import ConfigError
+from whichlora.exports.train_script import require_trainer
 from whichlora.html import write_report
 from whichlora.profiler.installed import installed_versions
 from whichlora.search.acquisition import Decision
@@ -53,6 +54,8 @@ def run_plan(
             f"{plan.source}: train: true needs one gpu, got {len(gpus)}; set train: false, and "
             "start the job of the recommended one there"
         )
+    if plan.train:
+        require_trainer(plan.finetune, f"{plan.source}: train: true")
     if plan.profile != "none" or plan.train:
         require_profiler()
     with hold_folder(plan.output_dir):

@@ -28,7 +28,9 @@ from whichlora.methods import get_method, weight_dtype, with_defaults
 from whichlora.spec.data_format import ALPACA_CHAT_TEMPLATE, TEXT_ROWS, DataFormat
 from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
 from whichlora.spec.run import RunConfig
+from whichlora.trainers import get_trainer
 
+TRAINER_CLASS = "transformers.Trainer"  # whose steps the script's are
 Weights = Literal["pretrained", "random"]
 
 KEEPING = Keeping()
@@ -248,9 +250,31 @@ def _head(body: str, constants: Mapping[str, Any], adapter: Mapping[str, Sequenc
     )
 
 
+def runs_in_trainer(run: RunConfig) -> bool:
+    """Whether the steps of `run` are those of `TRAINER_CLASS`."""
+    return get_trainer(run.trainer).library_class == TRAINER_CLASS
+
+
+def require_trainer(run: RunConfig, place: str) -> None:
+    """Refuse a run whose steps are not those of the Trainer of transformers, or a subclass of it.
+
+    Args:
+        place: how the message begins.
+
+    Raises:
+        ConfigError: another trainer.
+    """
+    if not runs_in_trainer(run):
+        raise ConfigError(
+            f"{place}: trainer {run.trainer} can't be written, its steps are those of "
+            f"{TRAINER_CLASS}; use trainer transformers"
+        )
+
+
 def _check(run: RunConfig, weights: Weights, model_config: Mapping[str, Any] | None) -> None:
     if run.phase != "finetune":
         raise ConfigError(f"phase: {run.phase} has nothing to train; a job needs finetune")
+    require_trainer(run, "train.py")
     if run.loss_head not in ("hf", "liger"):
         raise ConfigError(
             f"loss_head: {run.loss_head} can't be trained by the job; accepted are hf and liger"

@@ -156,6 +156,9 @@ def argument_lines(run: RunConfig, keeping: Keeping, *, limited: bool, grouped: 
             '    checkpointing = "gradient_checkpointing"',
         ]
         renamed.append("checkpointing: True")
+        if run.use_reentrant != run.versions.checkpoints_reentrant:
+            kind = f'{{"use_reentrant": {bool(run.use_reentrant)}}}'
+            renamed.append(f'f"{{checkpointing}}_kwargs": {kind}')
     if grouped:
         lines += [
             "# transformers 5 has this option as one of several strategies.",

@@ -1,0 +1,26 @@
+"""transformers' `Trainer`, and what accelerate makes of a model inside it.
+
+Source: transformers 5.23 `Trainer.training_step`, `compute_loss`; accelerate 1.15
+`Accelerator.prepare_model`, `ConvertOutputsToFp32`.
+"""
+
+from __future__ import annotations
+
+from whichlora.spec.run import RunConfig
+from whichlora.trainers.base import OutputsHeld, Trainer
+
+
+def _outputs_held(run: RunConfig) -> OutputsHeld:
+    """`compute_loss` drops the outputs; one that computes its own loss (raw) may hold them."""
+    return "until_backward" if run.loss_head == "raw" else "until_loss"
+
+
+TRAINER = Trainer(
+    name="transformers",
+    summary="the Trainer of transformers",
+    steps="whichlora.profiler.finetune:measure_finetune",
+    library_class="transformers.Trainer",
+    outputs_held=_outputs_held,
+    widens_outputs=True,  # `prepare_model` wraps `forward` in `convert_outputs_to_fp32`
+    clips_gradients=True,  # `max_grad_norm` is 1.0 unless told
+)
