@@ -25,7 +25,12 @@ from whichlora.symbolic.autograd import (
     evaluate,
     maximal,
     most,
+    packed,
+    per_sequence,
     per_token,
+    plus,
+    scaled,
+    unpacked,
     where_many_rows,
 )
 from whichlora.symbolic.layer import LayerPoints
@@ -127,6 +132,16 @@ def test_a_4_bit_product_of_many_rows_expands_its_weight() -> None:
     form = where_many_rows(7)
     few, many = (evaluate(form, tokens=n, span=1, r=1) for n in (FUSED_ROWS, FUSED_ROWS + 1))
     assert (few, many) == (0, 7)
+
+
+def test_sums_and_multiples_of_packed_forms_are_those_of_the_forms() -> None:
+    large = LinearForm(*(10**27 + place for place in range(9)), 64)
+    terms = (large, per_sequence(-3), constant(-(10**27)), per_token(1))
+    form, number = NOTHING, 0
+    for term in terms:
+        form, number = plus(form, scaled(term, 4)), number + 4 * packed(term)
+        assert unpacked(number, 64) == form
+    assert form.constant < form.per_sequence
 
 
 def test_only_points_that_can_be_the_largest_are_kept() -> None:

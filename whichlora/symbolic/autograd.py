@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import ge
+from functools import lru_cache
+from operator import ge, itemgetter
 from typing import NamedTuple
 
 from whichlora.spec.numeric import Count, largest
@@ -18,8 +19,6 @@ from whichlora.spec.numeric import Count, largest
 
 class LinearForm(NamedTuple):
     """Bytes or elements: so many per token, per pair of tokens (tokens times span), and so on.
-
-    A named tuple, since thousands of them are added and compared for each layer.
 
     Args:
         where_many_rows: bytes that are there only above `FUSED_ROWS` tokens.
@@ -109,6 +108,31 @@ def total(forms: Iterable[LinearForm]) -> LinearForm:
     return result
 
 
+_TERM_BITS = 128  # of a packed form; a config's largest size has 30, a product of three 90
+_SHIFTS = tuple(_TERM_BITS * place for place in reversed(range(len(NOTHING) - 1)))
+
+
+@lru_cache(maxsize=4096)
+def packed(form: LinearForm) -> int:
+    """All terms but the size of chunks in one integer.
+
+    A pass over a layer adds up thousands of forms: the sum of packed forms is one sum of integers.
+    """
+    return sum(term << shift for term, shift in zip(form, _SHIFTS, strict=False))
+
+
+_SIGN = 1 << (_TERM_BITS - 1)
+_SIGNS = sum(_SIGN << shift for shift in _SHIFTS)
+
+
+def unpacked(number: int, chunk_size: int) -> LinearForm:
+    """The form that `packed` made a number of."""
+    number += _SIGNS  # so that no term is negative
+    mask = (1 << _TERM_BITS) - 1
+    terms = [(number >> shift & mask) - _SIGN for shift in _SHIFTS]
+    return LinearForm._make([*terms, chunk_size])
+
+
 def without_sequences(form: LinearForm) -> LinearForm:
     """`form` without its terms per chunk and per sequence."""
     return form._replace(per_chunk=0, per_sequence=0, chunk_size=0)
@@ -151,11 +175,17 @@ def maximal(forms: Iterable[LinearForm]) -> tuple[LinearForm, ...]:
     varying = [
         term for term, values in enumerate(zip(*candidates, strict=True)) if len(set(values)) > 1
     ]
+    if len(varying) < 2:
+        return tuple(candidates[:1])
     maxima: list[LinearForm] = []
     terms_of_maxima: list[tuple[int, ...]] = []
+    compared = itemgetter(*varying)
     for form in candidates:  # a loop over 512 experts makes tens of thousands
-        terms = tuple(form[term] for term in varying)
-        if not any(all(map(ge, larger, terms)) for larger in terms_of_maxima):
+        terms = compared(form)
+        for larger in terms_of_maxima:
+            if all(map(ge, larger, terms)):
+                break
+        else:
             maxima.append(form)
             terms_of_maxima.append(terms)
     return tuple(maxima)
@@ -187,6 +217,11 @@ class Tensor:
     def form(self) -> LinearForm:
         return scaled(self.elements, self.size)
 
+    @property
+    def packed(self) -> int:
+        """`form` as one integer."""
+        return packed(self.elements) * self.size
+
 
 @dataclass(slots=True)
 class _Node:
@@ -198,7 +233,7 @@ class _Node:
     saved: Sequence[int]
     packs: bool
     passes: bool
-    inner: LinearForm
+    inner: int
     hidden: bool = False
     reshapes: bool = False
 
@@ -207,7 +242,7 @@ class _Node:
 class _Step:
     reads: Sequence[int]
     makes: Sequence[int]
-    inner: LinearForm
+    inner: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +258,7 @@ class Tape:
     """Operators in the order of the forward, and the autograd graph that they build.
 
     A tensor lives until the last operator that reads it. `hold` marks where a local variable, of
-    the function or of its caller, still refers to it.
+    the function or of its caller, still refers to it. Bytes are added up as `packed` forms.
 
     Args:
         no_grad: nothing gets a gradient, so that operators keep nothing for a backward.
@@ -231,7 +266,8 @@ class Tape:
 
     def __init__(self, *, no_grad: bool = False) -> None:
         self.no_grad = no_grad
-        self._forms: list[LinearForm] = []
+        self._forms: list[int] = []
+        self._chunk_size = 0
         self._steps: list[_Step] = []
         self._nodes: list[_Node] = []
         self._num_edges = 0
@@ -241,9 +277,20 @@ class Tape:
         self._gathered: list[Tensor] = []
         self._held_by_later_layers: list[Tensor] = []
 
-    def _add(self, form: LinearForm, name: str, size: int) -> None:
+    def _add(self, form: int, name: str, size: int) -> None:
         self._forms.append(form)
         self._names.append((name, size))
+
+    def _packed(self, form: LinearForm) -> int:
+        if form is NOTHING:
+            return 0
+        if form.chunk_size:
+            self._chunk_size = form.chunk_size
+        return packed(form)
+
+    def _unpacked(self, points: Sequence[int]) -> list[LinearForm]:
+        forms = {point: unpacked(point, self._chunk_size) for point in set(points)}
+        return [forms[point] for point in points]
 
     def _edge(self) -> int:
         self._num_edges += 1
@@ -256,7 +303,7 @@ class Tape:
 
     def input(self, elements: LinearForm, size: int, *, needs_grad: bool) -> Tensor:
         """An argument of the block; the first, with storage 0, is the hidden state."""
-        self._add(scaled(elements, size), LAYER_INPUT, size)
+        self._add(self._packed(elements) * size, LAYER_INPUT, size)
         return Tensor(len(self._forms) - 1, elements, size, self._edge(), needs_grad)
 
     def shared(self, elements: LinearForm, size: int, *, needs_grad: bool) -> Tensor:
@@ -318,7 +365,7 @@ class Tape:
             what: label of the tensors that it saves.
         """
         result = Tensor(len(self._forms), elements, size, self._edge(), joined=joined)
-        self._add(result.form, what, size)
+        self._add(self._packed(elements) * size, what, size)
         made = [result.storage]
         inputs = () if detached else tuple(tensor for tensor in reads if tensor.needs_grad)
         if inputs:
@@ -329,16 +376,19 @@ class Tape:
             for form in keeps:
                 made.append(len(self._forms))
                 saved.append(len(self._forms))
-                self._add(form, what, 0)
+                self._add(self._packed(form), what, 0)
             packs = bool(saves or saves_result or keeps) and not hidden
             step = len(self._steps)
+            beside = self._packed(inner_backward)
             self._nodes.append(
-                _Node(
-                    step, (result,), inputs, saved, packs, passes, inner_backward, hidden, reshapes
-                )
+                _Node(step, (result,), inputs, saved, packs, passes, beside, hidden, reshapes)
             )
         self._steps.append(
-            _Step([tensor.storage for tensor in reads if tensor.storage >= 0], made, inner)
+            _Step(
+                [tensor.storage for tensor in reads if tensor.storage >= 0],
+                made,
+                self._packed(inner),
+            )
         )
         return result
 
@@ -351,7 +401,7 @@ class Tape:
         if not copies_gradient or not tensor.needs_grad:
             return tensor
         result = replace(tensor, edge=self._edge())
-        self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, False, NOTHING))
+        self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, False, 0))
         return result
 
     def in_place(self, tensor: Tensor, added: Tensor | None = None) -> Tensor:
@@ -364,7 +414,7 @@ class Tape:
             return tensor
         result = replace(tensor, edge=self._edge(), needs_grad=True)
         is_sum = added is not None  # a product's backward reads its factor
-        self._nodes.append(_Node(step, (result,), inputs, (), not is_sum, is_sum, NOTHING))
+        self._nodes.append(_Node(step, (result,), inputs, (), not is_sum, is_sum, 0))
         return result
 
     def parts(
@@ -373,13 +423,14 @@ class Tape:
         """Views of parts of `tensor`; its gradient is assembled from theirs."""
         views = tuple(replace(tensor, elements=part, edge=self._edge()) for part in elements)
         if tensor.needs_grad:
-            self._nodes.append(_Node(len(self._steps), views, (tensor,), (), False, False, inner))
+            beside = self._packed(inner)
+            self._nodes.append(_Node(len(self._steps), views, (tensor,), (), False, False, beside))
         return views
 
     def hold(self, *tensors: Tensor) -> None:
         """A local variable still refers to `tensors` here."""
         self._steps.append(
-            _Step([tensor.storage for tensor in tensors if tensor.storage >= 0], (), NOTHING)
+            _Step([tensor.storage for tensor in tensors if tensor.storage >= 0], (), 0)
         )
 
     def hold_to_end(self, tensor: Tensor, *, name: str = "") -> None:
@@ -391,7 +442,7 @@ class Tape:
         before = self._bound.get(name)
         if before is not None:
             self._returned.discard(before)
-            self._steps.append(_Step([before], (), NOTHING))
+            self._steps.append(_Step([before], (), 0))
         if tensor.storage >= 0:
             self._returned.add(tensor.storage)
             if name:
@@ -405,14 +456,21 @@ class Tape:
         """
         nodes = [node for node in self._nodes if node.hidden or not hidden]
         storages = sorted({storage for node in nodes for storage in node.saved})
+        forms = self._unpacked([self._forms[storage] for storage in storages])
         return tuple(
-            SavedTensor(*self._names[storage], self._forms[storage]) for storage in storages
+            SavedTensor(*self._names[storage], form)
+            for storage, form in zip(storages, forms, strict=True)
         )
 
     @property
     def saved(self) -> LinearForm:
         """Bytes of all saved tensors."""
-        return total(tensor.form for tensor in self.saved_tensors())
+        return unpacked(self._saved_bytes, self._chunk_size)
+
+    @property
+    def _saved_bytes(self) -> int:
+        storages = {storage for node in self._nodes for storage in node.saved}
+        return sum(self._forms[storage] for storage in storages)
 
     def forward(
         self, *, saving: bool, stop: int | None = None
@@ -423,12 +481,17 @@ class Tape:
             saving: tensors saved for backward stay alive.
             stop: the step before which recomputation stops.
         """
+        points, saved = self._forward_points(saving=saving, stop=stop)
+        return self._unpacked(points), unpacked(saved, self._chunk_size)
+
+    def _forward_points(self, *, saving: bool, stop: int | None = None) -> tuple[list[int], int]:
         steps = self._steps if stop is None else self._steps[:stop]
-        last: dict[
-            int, int
-        ] = {}  # local variables hold their tensors, though recomputation ends early
+        last: dict[int, int] = {}
+        # local variables hold their tensors, though recomputation ends early
         for index, step in enumerate(self._steps):
-            for storage in (*step.reads, *step.makes):
+            for storage in step.reads:
+                last[storage] = index
+            for storage in step.makes:
                 last[storage] = index
         last |= dict.fromkeys(self._returned, len(self._steps) - 1)
         ends: dict[int, list[int]] = {}
@@ -442,15 +505,15 @@ class Tape:
                 if not node.hidden:
                     saved.update(node.saved)
         points = []
-        live = NOTHING
+        live = 0
         for index, step in enumerate(steps):
             for storage in step.makes:
-                live = plus(live, self._forms[storage])
-            points.append(plus(live, step.inner))
+                live += self._forms[storage]
+            points.append(live + step.inner)
             for storage in ends.get(index, ()):
                 if storage not in held and storage != 0:
-                    live = minus(live, self._forms[storage])
-        return points, total(self._forms[storage] for storage in saved if storage != 0)
+                    live -= self._forms[storage]
+        return points, sum(self._forms[storage] for storage in saved if storage != 0)
 
     def backward(
         self, *, recomputed: bool, early_stop: bool = True, accumulated: bool = False
@@ -465,10 +528,10 @@ class Tape:
         """
         walk = _Backward(self, accumulated=accumulated)
         if not recomputed:
-            walk.live = plus(walk.live, self.saved)
+            walk.live += self._saved_bytes
         else:
             if not early_stop:  # `CheckpointFunction.backward` runs the whole forward first
-                walk.recompute(*self.forward(saving=True))
+                walk.recompute(*self._forward_points(saving=True))
                 walk.hold_results(self._nodes[-1])
         for node in reversed(self._nodes):
             # `_checkpoint_hook` of torch 2.13: the first unpack runs the forward, which
@@ -476,9 +539,9 @@ class Tape:
             if recomputed and early_stop and node.packs and not walk.is_recomputed:
                 makes = self._steps[node.step].makes  # what it saves of these is there when it ran
                 ran = any(storage in node.saved for storage in makes)
-                walk.recompute(*self.forward(saving=True, stop=node.step + ran))
+                walk.recompute(*self._forward_points(saving=True, stop=node.step + ran))
             walk.run(node, frees_input=not recomputed)
-        return walk.points
+        return self._unpacked(walk.points)
 
 
 class _Backward:
@@ -493,23 +556,23 @@ class _Backward:
                 self._holders[storage] = self._holders.get(storage, 0) + 1
         result = tape._nodes[-1].results[0]
         self._shares: dict[int, int] = {}  # holders of one gradient's storage
-        self._sizes: dict[int, LinearForm] = {}
+        self._sizes: dict[int, int] = {}
         self._views: set[int] = set()
         self._next = 0
-        self._result_gradient = self._new(result.form)
+        self._result_gradient = self._new(result.packed)
         self._buffers: dict[int, int] = {result.edge: self._result_gradient}
-        self.live = result.form
+        self.live = result.packed
         for tensor in tape._gathered:
-            self._buffers[tensor.edge] = self._new(tensor.form)
-            self.live = plus(self.live, tensor.form)
-        self.points: list[LinearForm] = [self.live]
+            self._buffers[tensor.edge] = self._new(tensor.packed)
+            self.live += tensor.packed
+        self.points = [self.live]
         self._held = {0}  # not freed by the backward of a checkpointed block
         for node in tape._nodes:
             if node.hidden:
                 self._held.update(node.saved)
         self.is_recomputed = False
 
-    def _new(self, form: LinearForm) -> int:
+    def _new(self, form: int) -> int:
         self._next += 1
         self._sizes[self._next] = form
         self._shares[self._next] = 1
@@ -518,11 +581,11 @@ class _Backward:
     def _release(self, gradient: int) -> None:
         self._shares[gradient] -= 1
         if not self._shares[gradient]:
-            self.live = minus(self.live, self._sizes[gradient])
+            self.live -= self._sizes[gradient]
 
-    def recompute(self, points: list[LinearForm], saved: LinearForm) -> None:
-        self.points += [plus(self.live, point) for point in points]
-        self.live = plus(self.live, saved)
+    def recompute(self, points: list[int], saved: int) -> None:
+        self.points += [self.live + point for point in points]
+        self.live += saved
         self.is_recomputed = True
 
     def hold_results(self, last: _Node) -> None:
@@ -533,7 +596,7 @@ class _Backward:
         self._shares[self._result_gradient] += 1
         result = last.results[0].storage
         if result >= 0 and not self._holders.get(result):
-            self.live = plus(self.live, self._forms[result])
+            self.live += self._forms[result]
 
     def run(self, node: _Node, *, frees_input: bool) -> None:
         """Pass the gradients of `node`'s results on to its inputs."""
@@ -546,21 +609,22 @@ class _Backward:
             return
         made: list[tuple[Tensor, int]] = []
         for tensor in node.inputs:
-            if node.passes and self._sizes[gradients[0]] == tensor.form:
+            form = tensor.packed
+            if node.passes and self._sizes[gradients[0]] == form:
                 self._shares[gradients[0]] += 1
                 made.append((tensor, gradients[0]))
             else:
-                gradient = self._new(tensor.form)
+                gradient = self._new(form)
                 made.append((tensor, gradient))
-                self.live = plus(self.live, tensor.form)
+                self.live += form
                 if node.reshapes:
                     self._views.add(gradient)
-        self.points.append(plus(self.live, node.inner))
+        self.points.append(self.live + node.inner)
         for storage in set(node.saved):
             self._holders[storage] -= 1
             is_held = storage in self._held if not frees_input else False
             if not self._holders[storage] and not is_held:
-                self.live = minus(self.live, self._forms[storage])
+                self.live -= self._forms[storage]
         for gradient in gradients:
             self._release(gradient)
         for tensor, gradient in made:
@@ -579,9 +643,9 @@ class _Backward:
         if self._shares[before] == 1 and before not in self._views:
             self._release(gradient)
             return
-        form = tensor.form
+        form = tensor.packed
         self._buffers[tensor.edge] = self._new(form)
-        self.live = plus(self.live, form)
+        self.live += form
         self.points.append(self.live)
         self._release(before)
         self._release(gradient)

@@ -5,9 +5,10 @@ Source: transformers 4.36 to 4.57 `MixtralSparseMoeBlock.forward`; 5.23 `DbrxExp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from whichlora.spec.architecture import Linear, Moe
+from whichlora.spec.architecture import Linear, Mlp, Moe
 from whichlora.symbolic.autograd import Tensor, constant, per_token
 from whichlora.symbolic.mlp import activate
 from whichlora.symbolic.operators import OpEmitter, Rows
@@ -21,6 +22,7 @@ def run_each_expert(
     """One expert after the other, added to the rows of its tokens in place."""
     tape, hidden = code.tape, moe.router.in_features
     result = tape.op([], per_token(hidden), x.size)
+    linears = [replace(linear, count=1, active=1) for linear in moe.expert.linears]
     for number in range(moe.num_experts):
         rows = Rows(chosen=moe.experts_per_token, part=number, parts=moe.num_experts)
         part = replace(code, rows=rows)
@@ -28,7 +30,7 @@ def run_each_expert(
         gathered = tape.op(
             [x, readers], rows.of(hidden), x.size, saves=[readers], what="experts: gathered inputs"
         )
-        out = _run(part, moe, gathered)
+        out = _run(part, moe.expert, linears, gathered)
         row_weights = tape.op([weights, readers], rows.of(1), weights.size, saves=[readers])
         weighted = part.multiply_rows(out, row_weights)
         result = tape.in_place(result, part.cast(weighted, x.size))
@@ -37,9 +39,9 @@ def run_each_expert(
     return result
 
 
-def _run(part: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
-    tape, expert = part.tape, moe.expert
-    *into, down = (replace(linear, count=1, active=1) for linear in expert.linears)
+def _run(part: OpEmitter, expert: Mlp, linears: Sequence[Linear], x: Tensor) -> Tensor:
+    tape = part.tape
+    *into, down = linears
     if len(into) == 2:
         active = activate(part, expert.activation, _product(part, into[0], x))
         raised = _product(part, into[1], x)

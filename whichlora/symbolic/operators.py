@@ -46,8 +46,8 @@ class Rows:
 
     def _share(self, width: int) -> int:
         """Shares of all parts add up to the whole."""
-        before, after = (self.chosen * width * i // self.parts for i in (self.part, self.part + 1))
-        return after - before
+        whole = self.chosen * width
+        return whole * (self.part + 1) // self.parts - whole * self.part // self.parts
 
     def of(self, width: int) -> LinearForm:
         if self.number:
