@@ -34,7 +34,10 @@ def timed_parts(one: Observation, gpu: GpuSpec | None = None) -> list[Timed]:
     """The phases whose seconds add up to what was measured, on `gpu` instead of its own."""
     gpu = gpu or gpu_of(one.gpu)
     if one.quantity in ("step_s", "forward_backward_s"):
-        return [("finetune", step_features(resolve(one.model, one.run, gpu)), 1)]
+        step = step_features(resolve(one.model, one.run, gpu))
+        if one.quantity == "forward_backward_s":
+            step["optimizer"] = 0.0
+        return [("finetune", step, 1)]
     run = one.run
     if one.quantity == "forward_s":
         run = replace(run, phase="inference", prompt_len=run.seq_len, max_new_tokens=1)

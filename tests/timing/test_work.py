@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whichlora import families
-from whichlora.memory.training import trained_params
 from whichlora.memory.weights import CODE_TABLE_BYTES
 from whichlora.methods import weight_dtype
+from whichlora.predict.predict import num_trained, update_of
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import Layer, Linear, ModelSpec
 from whichlora.spec.run import Precision, RunConfig
@@ -124,9 +124,9 @@ def job_of(run: RunConfig, config: dict[str, Any] | None = None) -> ResolvedRun:
 def training(job: ResolvedRun, **shape: Any) -> Work:
     run = job.run
     sizes = {"batch_size": run.batch_size, "seq_len": run.seq_len, "r": run.r} | shape
-    num_trained = trained_params(job.model, job.targets, job.method, sizes["r"])
+    update = replace(update_of(job, sizes["r"]), num_micro_batches=run.gradient_accumulation_steps)
     return work.training_work(
-        job.model, run, job.dtypes, job.method, job.targets, num_trained=num_trained, **sizes
+        job.model, run, job.dtypes, job.method, job.targets, update=update, **sizes
     )
 
 
@@ -388,8 +388,10 @@ def test_accumulation_repeats_everything_but_the_update() -> None:
     )
     assert twice.product_flops == 2 * once.product_flops
     assert twice.elementwise_bytes == 2 * once.elementwise_bytes
-    assert twice.optimizer_bytes == once.optimizer_bytes
-    assert once.launches < twice.launches < 2 * once.launches
+    sums = 3 * 4 * num_trained(job_of(RUN))  # read both, write their sum
+    assert twice.optimizer_bytes - once.optimizer_bytes == sums
+    num_adapters = 30 * 7 * 2
+    assert once.launches < twice.launches < 2 * once.launches + num_adapters
 
 
 def test_checkpointing_adds_a_forward_and_saves_no_work() -> None:
@@ -613,11 +615,14 @@ def test_a_full_step_of_a_tiny_llama_by_hand() -> None:
     # backward reads a gradient and what was saved for each that it writes; the loss in fp32
     assert counted.elementwise_bytes == tokens * (6 * LAYER_MOVES * 2.5 + 30 * 320)
     assert counted.attention_bytes == counted.dequant_bytes == counted.engine_steps == 0
-    # parameter read and written, gradient read, two states read and written: in 16 bit
+    # parameter read and written, gradient read, two states read and written: in 16 bit; clipping
+    # reads the gradients, then reads and writes them
     norms = (2 * 6 + 1) * 64
-    assert counted.optimizer_bytes == 7 * 2 * (weights + norms)
+    assert counted.optimizer_bytes == (7 + 3) * 2 * (weights + norms)
     of_layers = 6 * LAYER_KERNELS * (1 + 1.6)
-    assert counted.launches == pytest.approx(of_layers + 22 + 32 + 1 + 20)
+    # of 56 tensors a launch of the fused kernel takes 36, one of a single list takes all
+    of_update = 2 + 1 + (1 + 1 + 8)
+    assert counted.launches == pytest.approx(of_layers + 22 + 32 + of_update)
 
 
 def test_a_step_of_lora_on_a_tiny_llama_by_hand() -> None:
@@ -759,7 +764,7 @@ def test_an_evaluation_is_one_forward_that_scores_every_token() -> None:
         batch_size=3,
         seq_len=48,
         r=8,
-        num_trained=1,
+        update=update_of(job),
     )
     tokens = 3 * 48
     weights = 6 * LAYER_WEIGHTS + HEAD_WEIGHTS
@@ -823,7 +828,7 @@ def test_an_evaluation_unpacks_what_one_forward_does(checkpointing: bool) -> Non
         batch_size=3,
         seq_len=48,
         r=8,
-        num_trained=1,
+        update=update_of(job),
     )
     assert counted.dequant_bytes == 6 * LAYER_WEIGHTS * 4  # written in 16 bit and read back
     assert counted.optimizer_bytes == counted.attention_bytes == 0

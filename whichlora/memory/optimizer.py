@@ -1,8 +1,13 @@
-"""Bytes of optimizer states and of the temporaries of its step."""
+"""What an optimizer keeps, moves and launches: states, passes and temporaries of its step.
+
+An optimizer is one entry of `_OPTIMIZERS`. Passes are counted operator by operator, each reading
+its inputs and writing its result; `tests/memory/test_optimizer.py` traces the real code.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from whichlora.memory.entries import Fact
 from whichlora.memory.gradients import Trained
@@ -11,7 +16,148 @@ from whichlora.spec.numeric import Count, ceil_div, largest
 _MIN_8BIT_PARAMS = 4096  # smaller tensors keep 32-bit states
 _MIN_PAGED_PARAMS = 100_000  # smaller tensors keep their states on the device
 _BLOCK = 256  # 8-bit states that share one fp32 scale
-_STATES = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}  # as wide as the parameter
+
+# Of `torch.nn.utils.clip_grad_norm_`: a gradient is read for its norm, then read and written by the
+# multiplication.
+CLIP_PASSES = 3
+CLIP_LISTS = (1, 1)
+CLIP_LAUNCHES = (
+    8  # the norms: zeroed, summed, stacked; their norm, and four operators of one number
+)
+# Of `GradScaler.unscale_`, a gradient is read and written by one kernel.
+UNSCALE_PASSES = 2
+UNSCALE_LISTS = (1,)
+# Of a further micro-batch, a gradient and the sum are read, and the sum is written.
+ACCUMULATION_PASSES = 3
+
+# `multi_tensor_apply` of torch: elements that one block of threads takes, blocks of one launch, and
+# tensors of one launch by the number of lists.
+_CHUNK = 65536
+_MOST_BLOCKS = 320
+_MOST_TENSORS = (110, 64, 48, 36)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """What one optimizer keeps, moves and launches.
+
+    Args:
+        state_bytes: of the states of one tensor, told whether the device is an accelerator.
+        moved_bytes: read and written by the step of one tensor.
+        lists: of tensors in each `foreach` call on an accelerator; empty: one tensor after the
+            other, as on a CPU.
+        tensor_launches: kernels of one tensor where each is updated on its own.
+        wide_states: states that are a tensor as large as an fp32 parameter, each.
+    """
+
+    state_bytes: Callable[[Trained, bool], Count]
+    moved_bytes: Callable[[Trained], Count]
+    lists: tuple[int, ...] = ()
+    tensor_launches: Callable[[Trained], int]
+    wide_states: int = 0
+
+
+def _as_wide(number: int) -> Callable[[Trained, bool], Count]:
+    """As many states, each as wide as the parameter."""
+    return lambda tensor, accelerated: number * tensor.param_bytes * tensor.num_params
+
+
+def _passes(number: int, other_bytes: int = 0) -> Callable[[Trained], Count]:
+    """As many elements as wide as the parameter, and bytes of states of another width."""
+    return lambda tensor: (number * tensor.param_bytes + other_bytes) * tensor.num_params
+
+
+def _launches(number: int) -> Callable[[Trained], int]:
+    return lambda tensor: number
+
+
+def _is_matrix(tensor: Trained) -> Count:
+    return tensor.rows != 1
+
+
+def _factored_states(tensor: Trained, accelerated: bool) -> Count:
+    return 4 * (tensor.rows * _is_matrix(tensor) + tensor.width)  # sums; all of a vector
+
+
+def _factored_bytes(tensor: Trained) -> Count:
+    """Adafactor's operators in fp32; of a 16-bit parameter two copies are made, and one back."""
+    copies = 0 if tensor.param_bytes == 4 else 18
+    return (100 - 16 * _is_matrix(tensor) + copies) * tensor.num_params
+
+
+def _factored_launches(tensor: Trained) -> Count:
+    return 16 + 8 * _is_matrix(tensor) + (0 if tensor.param_bytes == 4 else 3)
+
+
+def _keeps_8bit(tensor: Trained) -> Count:
+    # `Optimizer2State.init_state` of bitsandbytes makes fp32 states below `min_8bit_size`
+    return (tensor.num_params >= _MIN_8BIT_PARAMS) & (not tensor.is_embedding)
+
+
+def _scale_bytes(tensor: Trained) -> Count:
+    return 2 * 4 * ceil_div(tensor.num_params, _BLOCK) * _keeps_8bit(tensor)
+
+
+def _code_bytes(tensor: Trained) -> Count:
+    return tensor.num_params * (8 - 6 * _keeps_8bit(tensor))
+
+
+def _8bit_states(tensor: Trained, accelerated: bool) -> Count:
+    """Two states of one tensor, with a scale per block of each."""
+    return _code_bytes(tensor) + _scale_bytes(tensor)
+
+
+def _paged_states(tensor: Trained, accelerated: bool) -> Count:
+    """As `_8bit_states`, of which large codes lie outside the allocator; a CPU has no pages."""
+    on_device = (tensor.num_params < _MIN_PAGED_PARAMS) if accelerated else 1
+    return _code_bytes(tensor) * on_device + _scale_bytes(tensor)
+
+
+def _8bit_moved(tensor: Trained) -> Count:
+    """A gradient read, a parameter and both states with their scales read and written."""
+    states = _code_bytes(tensor) + _scale_bytes(tensor)
+    return 3 * tensor.param_bytes * tensor.num_params + 2 * states
+
+
+# Passes of AdamW: lerp of the first state 3, the second decayed 2 and added to 3, its root made 2,
+# divided 2, epsilon added 2, the parameter updated 4. Decoupled decay, which the Trainer leaves at
+# zero, is 2 more. The fused kernels, here and of bitsandbytes, read each tensor once.
+_OPTIMIZERS = {
+    "adamw_torch": Optimizer(
+        state_bytes=_as_wide(2),
+        moved_bytes=_passes(18),
+        lists=(2, 1, 3, 2, 1, 1, 3),
+        tensor_launches=_launches(7),
+        wide_states=2,
+    ),
+    "adamw_torch_fused": Optimizer(
+        state_bytes=_as_wide(2),
+        moved_bytes=_passes(7),
+        lists=(1, 4),  # the first counts steps
+        tensor_launches=_launches(1),
+        wide_states=2,
+    ),
+    "sgd": Optimizer(
+        state_bytes=_as_wide(0), moved_bytes=_passes(3), lists=(2,), tensor_launches=_launches(1)
+    ),
+    "lion": Optimizer(
+        state_bytes=lambda tensor, accelerated: 4 * tensor.num_params,
+        moved_bytes=_passes(3, 8),
+        tensor_launches=_launches(1),
+        wide_states=1,
+    ),
+    "adafactor": Optimizer(
+        state_bytes=_factored_states,
+        moved_bytes=_factored_bytes,
+        tensor_launches=_factored_launches,
+    ),
+    "adamw_8bit": Optimizer(
+        state_bytes=_8bit_states, moved_bytes=_8bit_moved, tensor_launches=_launches(1)
+    ),
+    "paged_adamw_8bit": Optimizer(
+        state_bytes=_paged_states, moved_bytes=_8bit_moved, tensor_launches=_launches(1)
+    ),
+}
 
 
 def num_wide_states(optimizer: str) -> int:
@@ -19,7 +165,7 @@ def num_wide_states(optimizer: str) -> int:
 
     Kind: exact. Source: as of `state_bytes`.
     """
-    return _STATES.get(optimizer, int(optimizer == "lion"))
+    return _OPTIMIZERS[optimizer].wide_states
 
 
 STATES = Fact(
@@ -40,32 +186,78 @@ def state_bytes(tensors: Iterable[Trained], *, optimizer: str, device_kind: str)
     Source: torch 2.13 `optim`; bitsandbytes 0.50.2 `Optimizer2State.init_state` and
     `get_state_buffer`; transformers 5.23 `Adafactor.step`, `Trainer.create_optimizer`.
     """
-    total: Count = 0
-    for tensor in tensors:
-        size = tensor.num_params
-        if optimizer in _STATES:
-            each = _STATES[optimizer] * tensor.param_bytes * size
-        elif optimizer == "lion":
-            each = 4 * size
-        elif optimizer == "adafactor":  # sums over rows and columns; all of a vector
-            each = 4 * (tensor.rows * (tensor.rows != 1) + tensor.width)
-        else:
-            is_paged = optimizer == "paged_adamw_8bit" and device_kind != "cpu"
-            each = _8bit_states(tensor, is_paged=is_paged)
-        total = total + each * tensor.count
-    return total
+    of_tensor = _OPTIMIZERS[optimizer].state_bytes
+    return sum(of_tensor(tensor, device_kind != "cpu") * tensor.count for tensor in tensors)
 
 
-def _8bit_states(tensor: Trained, *, is_paged: bool) -> Count:
-    """Two states of one tensor, with a scale per block of each."""
-    size = tensor.num_params
-    # `Optimizer2State.init_state` of bitsandbytes makes fp32 states below `min_8bit_size`
-    is_wide = (size < _MIN_8BIT_PARAMS) | tensor.is_embedding
-    scales = 2 * 4 * ceil_div(size, _BLOCK) * (1 - is_wide)
-    codes = size * (2 + 6 * is_wide)
-    if is_paged:
-        codes = codes * (size < _MIN_PAGED_PARAMS)
-    return codes + scales
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What happens to the gradients of one optimizer step.
+
+    Args:
+        clips: their norm is computed, and they are scaled by what it allows.
+        unscales: a `GradScaler` multiplied the loss, as under fp16 autocast.
+        num_micro_batches: whose gradients are summed.
+    """
+
+    tensors: tuple[Trained, ...]
+    optimizer: str
+    device_kind: str
+    clips: bool
+    unscales: bool
+    num_micro_batches: int
+
+    @property
+    def num_params(self) -> Count:
+        return sum(tensor.num_params * tensor.count for tensor in self.tensors)
+
+
+def update_bytes(update: Update) -> Count:
+    """Bytes read and written by summing, unscaling and clipping gradients, and by the step.
+
+    Gradients are dropped afterwards, not zeroed: `zero_grad` sets them to None.
+
+    Kind: exact, Adafactor's numbers per row and column left out.
+    Source: torch 2.13 `_multi_tensor_adam`, `_single_tensor_adam`, `fused_adam_utils.cuh`,
+    `_multi_tensor_sgd`, `clip_grad_norm_`, `_amp_foreach_non_finite_check_and_unscale_`,
+    `AccumulateGrad`; bitsandbytes 0.50.2 `kOptimizer32bit1State`,
+    `kOptimizerStatic8bit2StateBlockwise`; transformers 5.23 `Adafactor.step`. All are traced but
+    for the two kernels of bitsandbytes, which were read.
+    """
+    passes = CLIP_PASSES * update.clips + UNSCALE_PASSES * update.unscales
+    passes += ACCUMULATION_PASSES * (update.num_micro_batches - 1)
+    of_tensor = _OPTIMIZERS[update.optimizer].moved_bytes
+    return sum(
+        (of_tensor(tensor) + passes * tensor.param_bytes * tensor.num_params) * tensor.count
+        for tensor in update.tensors
+    )
+
+
+def update_launches(update: Update) -> Count:
+    """Kernels of what `update_bytes` counts.
+
+    Kind: lower bound: launches of a `foreach` call are as full as its tensors allow.
+    Source: as of `update_bytes`; torch 2.13 `MultiTensorApply.cuh`.
+    """
+    called = _OPTIMIZERS[update.optimizer]
+    accelerated = update.device_kind != "cpu"  # `_default_to_fused_or_foreach`
+    together = CLIP_LISTS * update.clips + UNSCALE_LISTS * update.unscales
+    launches: Count = CLIP_LAUNCHES * update.clips
+    num_tensors: Count = 0
+    chunks: Count = 0
+    for tensor in update.tensors:
+        present = tensor.count * (tensor.num_params > 0)
+        num_tensors = num_tensors + present
+        chunks = chunks + ceil_div(tensor.num_params, _CHUNK) * tensor.count
+        if not (accelerated and called.lists):
+            launches = launches + present * called.tensor_launches(tensor)
+    launches = launches + num_tensors * (update.num_micro_batches - 1)
+    if not accelerated:
+        return launches + num_tensors * len(together)
+    for lists in together + called.lists:
+        full = ceil_div(num_tensors, _MOST_TENSORS[lists - 1])
+        launches = launches + largest(full, ceil_div(chunks, _MOST_BLOCKS))
+    return launches
 
 
 TEMPORARIES = Fact(

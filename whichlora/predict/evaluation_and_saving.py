@@ -10,9 +10,8 @@ from typing import Any
 from whichlora.memory.allocator import context_bytes
 from whichlora.memory.checkpoint import CheckpointBytes, checkpoint_bytes
 from whichlora.memory.evaluation import evaluation_bytes
-from whichlora.memory.gradients import trained_tensors
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.predict import ledger, num_trained
+from whichlora.predict.predict import ledger, trained_of, update_of
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.numeric import Real
 from whichlora.spec.plan import SAVED_SHARE, Keeping
@@ -74,7 +73,7 @@ def evaluation_features(job: ResolvedRun, *, width: int) -> dict[str, Real]:
         job.method,
         job.targets,
         **sizes,
-        num_trained=num_trained(job),
+        update=update_of(job),
     )
     return timing.features(done, job.gpu, dtype=job.dtype)
 
@@ -107,18 +106,8 @@ def evaluation_peak_bytes(job: ResolvedRun, calibration: Calibration, *, width: 
 
 def bytes_of_checkpoint(job: ResolvedRun) -> CheckpointBytes:
     """Bytes on disk of one checkpoint of `job`."""
-    run = job.run
-    tensors = trained_tensors(
-        job.model,
-        job.targets,
-        job.method,
-        run.r,
-        dtypes=job.dtypes,
-        modules_to_save=run.modules_to_save,
-        bias=run.bias,
-    )
     return checkpoint_bytes(
-        job.model, job.dtypes, job.method, tensors, optimizer_name=run.optimizer
+        job.model, job.dtypes, job.method, trained_of(job), optimizer_name=job.run.optimizer
     )
 
 

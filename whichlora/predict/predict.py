@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from whichlora.memory import allocator
+from whichlora.memory.gradients import Trained, trained_tensors
 from whichlora.memory.inference import inference_ledger
+from whichlora.memory.optimizer import Update
 from whichlora.memory.training import PARTS, Ledger, trained_params, training_ledger
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import (
@@ -68,6 +70,32 @@ def num_trained(job: ResolvedRun, r: Count | None = None) -> Count:
     )
 
 
+def trained_of(job: ResolvedRun, r: Count | None = None) -> tuple[Trained, ...]:
+    """The tensors that `job` trains, at rank `r` where it is not the run's own."""
+    run = job.run
+    return trained_tensors(
+        job.model,
+        job.targets,
+        job.method,
+        run.r if r is None else r,
+        dtypes=job.dtypes,
+        modules_to_save=run.modules_to_save,
+        bias=run.bias,
+    )
+
+
+def update_of(job: ResolvedRun, r: Count | None = None) -> Update:
+    """What happens to the gradients of one step of `job`, at rank `r` where it is not its own."""
+    return Update(
+        tensors=trained_of(job, r),
+        optimizer=job.run.optimizer,
+        device_kind=job.gpu.kind,
+        clips=job.trainer.clips_gradients,
+        unscales=job.run.precision == "fp16" and job.dtypes.under_autocast,
+        num_micro_batches=job.run.gradient_accumulation_steps,
+    )
+
+
 def part_bytes(job: ResolvedRun, counted: Ledger, moment: str) -> dict[str, Count]:
     """Bytes of every part at `moment`, before any calibration; adds up to the card's use."""
     parts: dict[str, Count] = dict.fromkeys(PARTS, 0)
@@ -109,7 +137,7 @@ def step_features(job: ResolvedRun, **sizes: Count) -> dict[str, Real]:
         job.method,
         job.targets,
         **counts,
-        num_trained=num_trained(job, counts["r"]),
+        update=update_of(job, counts["r"]),
     )
     return timing.features(done, job.gpu, dtype=job.dtype)
 

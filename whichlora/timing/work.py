@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from whichlora.memory import weights
 from whichlora.memory.embeddings import ENCODER_OUT
 from whichlora.memory.layer_bytes import reads_last
+from whichlora.memory.optimizer import Update, update_bytes, update_launches
 from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised
@@ -36,8 +37,6 @@ LOSS_OPS = 32
 BACKWARD_RATIO = 1.6  # 60 of 38
 # Bytes that the loss reads and writes per token and vocabulary entry, forward and backward.
 LOSS_PASSES = {"hf": 30, "unsloth": 30, "raw": 8, "trl-fused": 16, "liger": 16}
-OPTIMIZER_OPS = {"adamw_torch_fused": 1, "adamw_torch": 14}
-
 
 # What a quantised product launches beside its kernel: AWQ sums split results, 8-bit GPTQ widens
 # and narrows, bitsandbytes expands scales and looks up its state in Python. Kind: fitted, whole
@@ -67,7 +66,8 @@ class Work:
         elementwise_bytes: norms, activations, residuals, casts, loss, and the score matrices of
             eager attention: read and written.
         dequant_bytes: quantised weights expanded to 16 bit and read back, all passes.
-        optimizer_bytes: parameters, gradients and states read and written.
+        optimizer_bytes: parameters, gradients and states read and written by the step, by clipping,
+            and by summing the gradients of micro-batches.
         launches: kernels.
         engine_steps: turns of a serving engine's scheduler and sampler on the host, for which the
             device waits.
@@ -375,7 +375,7 @@ def training_work(
     batch_size: Count,
     seq_len: Count,
     r: Count,
-    num_trained: Count,
+    update: Update,
 ) -> Work:
     """One optimizer step: all accumulation micro-steps, then the update.
 
@@ -407,14 +407,12 @@ def training_work(
     product_flops = layers.product_flops + 2 * tokens * (head + around) * passes
     weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
     if not method.trains_base:
-        product_flops = product_flops + (6 + 2 * recompute) * tokens * num_trained
+        product_flops = product_flops + (6 + 2 * recompute) * tokens * update.num_params
     vocab = model.vocab_size if head else 0
     loss_passes = LOSS_PASSES[run.loss_head]
     elementwise = layers.elementwise_bytes + loss_passes * vocab * tokens
 
     steps = run.gradient_accumulation_steps
-    param_bytes = dtypes.base_bytes if method.trains_base else dtypes.adapter_bytes
-    optimizer_ops = OPTIMIZER_OPS.get(run.optimizer, 14) + 20
     return Work(
         product_flops=product_flops * steps,
         weight_read_bytes=weight_read * steps,
@@ -422,8 +420,8 @@ def training_work(
         attention_bytes=0 * tokens,
         elementwise_bytes=elementwise * steps,
         dequant_bytes=layers.dequant_bytes * steps + 0 * tokens,
-        optimizer_bytes=num_trained * 7 * param_bytes,
-        launches=(layers.launches + OUTSIDE_OPS + LOSS_OPS) * steps + optimizer_ops,
+        optimizer_bytes=update_bytes(update) + 0 * tokens,
+        launches=(layers.launches + OUTSIDE_OPS + LOSS_OPS) * steps + update_launches(update),
     )
 
 
@@ -437,7 +435,7 @@ def evaluation_work(
     batch_size: Count,
     seq_len: Count,
     r: Count,
-    num_trained: Count,
+    update: Update,
 ) -> Work:
     """One forward with its loss and without a graph; every token is scored.
 
@@ -455,7 +453,7 @@ def evaluation_work(
             batch_size=batch_size,
             seq_len=seq_len,
             r=r,
-            num_trained=num_trained,
+            update=update,
         )
         for checkpointed in (True, False)
     )
