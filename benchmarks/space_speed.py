@@ -84,8 +84,8 @@ def measure(settings: Mapping[str, Sequence[Any]], gpus: Sequence[GpuSpec], find
     start = time.perf_counter(), time.process_time()
     found = blocks(base, settings, gpus, find_model)
     for judged in judge_blocks(found, lambda gpu: calibrations[gpu.key], limit_bytes=60 * GiB):
-        num_runs += len(judged.possible)
-        num_possible += int(judged.possible.sum())
+        num_runs += judged.size
+        num_possible += len(judged.possible)
         front.add(judged)
     wall, processor = time.perf_counter() - start[0], time.process_time() - start[1]
     return (

@@ -83,7 +83,7 @@ def test_pruning_drops_no_run_whose_true_memory_is_within_the_limit(
     calibration = prior_calibration(gpu)
     found = blocks(BASE, lists, [gpu], load_model, block_runs=8)
     for judged in judge_blocks(found, lambda _: calibration, limit_bytes=num_bytes):
-        for position in np.flatnonzero(~judged.possible).tolist():
+        for position in sorted(set(range(judged.size)) - set(judged.possible.tolist())):
             run = judged.block.run(position)
             one = predict(load_model(run.model), run, gpu, calibration)
             low, high = one.memory.interval_bytes
@@ -99,7 +99,7 @@ def test_a_large_space_needs_the_memory_of_one_block() -> None:
     )
     next(found)
     tracemalloc.start()
-    num_runs = sum(len(judged.possible) for judged in found)
+    num_runs = sum(judged.size for judged in found)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert num_runs > 250_000

@@ -11,9 +11,9 @@ from whichlora.memory.allocator_simulator import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
 )
-from whichlora.memory.entries import Fact, Group, tensor_bytes
+from whichlora.memory.entries import Fact, Group, Tensor, tensor_bytes
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.numeric import Count, largest, round_up
+from whichlora.spec.numeric import Count, added, divides, floor_div, is_plain, largest, round_up
 from whichlora.units import MiB
 
 PAGES_BYTES = (2 + 20) * MiB  # the last page of the small and of the large pool, where expandable
@@ -78,9 +78,9 @@ def expected_remainder(size: Count) -> Count:
     2.13 `c10/cuda/CUDACachingAllocator.cpp`, `should_split`, `kSmallSize`, `kLargeBuffer`,
     `kRoundLarge`; `memory.allocator_simulator` has the rules.
     """
-    divides = (size % (2 * MiB) == 0) | (size % (5 * MiB // 4) == 0)
+    fills = divides(2 * MiB, size) | divides(5 * MiB // 4, size)
     is_shared = (size > SMALL_BYTES) & (size < MIN_OWN_SEGMENT_BYTES)
-    shared = size * SMALL_BYTES // LARGE_SEGMENT_BYTES * (1 - divides)
+    shared = floor_div(size, LARGE_SEGMENT_BYTES // SMALL_BYTES) * (1 - fills)
     remainder = round_up(size, SEGMENT_ROUNDING_BYTES) - size
     unsplit = remainder * (remainder <= SMALL_BYTES)
     return is_shared * shared + (size >= MIN_OWN_SEGMENT_BYTES) * unsplit
@@ -91,12 +91,16 @@ def remainder_bytes(groups: Iterable[Group], *, like: Count) -> Count:
 
     Kind: estimate. Source: `expected_remainder`.
     """
-    total: Count = 0 * like
+    remainders: list[Count] = [0 * like]
     for group in groups:
+        alike: dict[tuple[Count, ...], list[Tensor]] = {}
         for tensor in group.tensors:
-            size = tensor_bytes((tensor,), tokens=group.tokens, span=group.span)
-            total = total + group.count * expected_remainder(size)
-    return total
+            terms = (tensor.per_token, tensor.per_token_pair, tensor.constant)
+            alike.setdefault(terms if is_plain(*terms) else (id(tensor),), []).append(tensor)
+        for tensors in alike.values():
+            size = tensor_bytes(tensors[:1], tokens=group.tokens, span=group.span)
+            remainders.append(group.count * len(tensors) * expected_remainder(size))
+    return added(remainders)
 
 
 IDLE = Fact(

@@ -43,8 +43,8 @@ class LayerBytes:
         gathered: so of gradients that later layers have left when its backward begins.
         copies: those of `tensors` that are autocast's copies of weights.
         forward: bytes at the worst point of a forward that keeps `saved`.
-        backward: so of its backward, with the gradient of its result, `saved` included.
-        recomputed: so of a checkpointed layer, its input left out.
+        backward: so of its backward, with the gradient of its result and `saved`; of a checkpointed
+            layer its input is left out.
         gradients: bytes of its parameters' gradients.
     """
 
@@ -59,7 +59,6 @@ class LayerBytes:
     copies: tuple[Tensor, ...]
     forward: Count
     backward: Count
-    recomputed: Count
     gradients: Count
 
 
@@ -98,7 +97,6 @@ def layer_bytes(
             "gathered",
             "forward",
             "backward",
-            "recomputed",
         ),
         0,
     )
@@ -106,13 +104,13 @@ def layer_bytes(
     for share, points in _points_of(layer, model, targets, dtypes, method, run, span=span):
         tensors.extend(listed_tensors(points.saved_tensors, share, tokens=tokens, span=span, r=r))
         held.extend(listed_tensors(points.held, share, tokens=tokens, span=span, r=r))
-        maxima = _values(points, **sizes)
+        maxima = _values(points, checkpointed=bool(run.gradient_checkpointing), **sizes)
         for name, value in maxima.items():
             values[name] = values[name] + share * value
     if run.gradient_checkpointing:  # else kept anyway
         values["forward"] = values["forward"] + before
         if run.use_reentrant:  # its backward is given zeros for what nobody used of its results
-            values["recomputed"] = values["recomputed"] + before
+            values["backward"] = values["backward"] + before
     return LayerBytes(
         count=count,
         stream_bytes=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
@@ -286,7 +284,9 @@ class _Forward:
             yield share, most(forms, tokens=tokens, span=span, r=r) + states
 
 
-def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dict[str, Count]:
+def _values(
+    points: LayerPoints, *, checkpointed: bool, tokens: Count, span: Count, r: Count
+) -> dict[str, Count]:
     sizes = {"tokens": tokens, "span": span, "r": r}
     return {
         "saved": evaluate(points.saved, **sizes),
@@ -294,8 +294,7 @@ def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dic
         "held_by_later_layers": evaluate(points.held_by_later_layers, **sizes),
         "gathered": evaluate(points.gathered, **sizes),
         "forward": most(points.forward, **sizes),
-        "backward": most(points.backward, **sizes),
-        "recomputed": most(points.recomputed, **sizes),
+        "backward": most(points.recomputed if checkpointed else points.backward, **sizes),
     }
 
 

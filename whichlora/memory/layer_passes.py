@@ -76,7 +76,7 @@ def checkpointed_passes(
     )
     # the recomputed keys replace those that later layers hold: `checkpoint` runs the forward inside
     # the backward, under `torch.enable_grad`, and drops the first results with the arguments
-    backward = tuple(layer.recomputed - layer.held_by_later_layers for layer in layers)
+    backward = tuple(layer.backward - layer.held_by_later_layers for layer in layers)
     saved = tuple(Group(tensors=(stream,), **sized).num_bytes for stream in inputs)
     return LayerPasses(
         fact=CHECKPOINTS,

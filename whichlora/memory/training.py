@@ -20,7 +20,7 @@ from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.numeric import Count, largest, smallest
+from whichlora.spec.numeric import Count, added, largest, smallest
 from whichlora.spec.run import RunConfig
 
 if TYPE_CHECKING:  # it is given, and lies above
@@ -58,10 +58,7 @@ class Ledger:
     workspace_bytes: int
 
     def moment_bytes(self, moment: str) -> Count:
-        total: Count = self.workspace_bytes
-        for entry in self.moments[moment]:
-            total = total + entry.num_bytes
-        return total
+        return self.workspace_bytes + added(entry.num_bytes for entry in self.moments[moment])
 
     @property
     def peak_allocated_bytes(self) -> Count:

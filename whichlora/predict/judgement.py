@@ -17,6 +17,7 @@ from whichlora.spec.numeric import (
     WIDEST,
     Count,
     Real,
+    added,
     any_of,
     exp,
     largest,
@@ -163,7 +164,7 @@ def _largest(
 
 
 def _live_bytes(parts: Mapping[str, Count], model: MemoryModel) -> Real:
-    return sum((parts[name] * model.mean[name] for name in ALLOCATED_PARTS), 0.0)
+    return added(parts[name] * model.mean[name] for name in ALLOCATED_PARTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.predict import BlockPrediction, predict_block
+from whichlora.predict.predict import judged_memory, judged_time, num_tokens
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
@@ -115,17 +115,20 @@ def _split(
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A block with its predictions, flattened.
+    """A block, and the predictions of its runs that are possible.
 
     Args:
-        possible: runs that their lower bounds do not rule out.
-        likely: runs whose predicted memory is within the limit.
+        size: how many runs the block has.
+        possible: positions in the flattened block of the runs that no lower bound rules out.
+        time_per_token_s, memory_bytes: of these.
+        likely: which of these are predicted within the limit.
     """
 
     block: Block
+    size: int
+    possible: NDArray[np.intp]
     time_per_token_s: Array
     memory_bytes: Array
-    possible: NDArray[np.bool_]
     likely: NDArray[np.bool_]
 
 
@@ -137,34 +140,51 @@ def judge_blocks(
 ) -> Iterator[Judged]:
     """Each block against its device; nothing is kept of it afterwards.
 
-    A run is ruled out only by a lower bound: of its live tensors, or of its memory.
+    A run is ruled out only by a lower bound: of its live tensors, or of its memory. What is ruled
+    out is not timed.
 
     Args:
         limit_bytes: of device memory, beside what the device has.
     """
     for block in space:
-        prediction = predict_block(block.job, calibration_of(block.job.gpu), block.mesh)
-        yield _judge(block, prediction, limit_bytes)
+        yield _judge(block, calibration_of(block.job.gpu), limit_bytes)
 
 
-def _judge(block: Block, predicted: BlockPrediction, limit_bytes: float | None) -> Judged:
+def _judge(block: Block, calibration: Calibration, limit_bytes: float | None) -> Judged:
     import numpy as np
 
-    run, device_bytes = block.job.run, block.job.gpu.memory_bytes
-    scale: Any = 1.0
-    if run.phase == "finetune":
-        mesh = block.mesh
-        scale = 1.0 / (mesh["batch_size"] * mesh["seq_len"] * run.gradient_accumulation_steps)
+    job, shape = block.job, block.shape
+    sizes = {name: values.astype(np.float64) for name, values in block.mesh.items()}
+    memory = judged_memory(job, calibration, **sizes)
+    least, low, _ = memory.bounds()
+    device_bytes = job.gpu.memory_bytes
     most = min(device_bytes, limit_bytes or device_bytes)
-    possible = np.minimum(predicted.least_bytes, predicted.low_bytes) <= most
-    likely = predicted.device_used_bytes <= most
+    is_possible = np.broadcast_to(np.minimum(least, low) <= most, shape)
+    possible = np.flatnonzero(is_possible)
+    memory_bytes = np.broadcast_to(memory.device_used_bytes, shape).ravel()[possible]
+    possible_sizes = {
+        name: np.broadcast_to(values, shape).ravel()[possible] for name, values in sizes.items()
+    }
     return Judged(
         block=block,
-        time_per_token_s=(predicted.time_s * scale).ravel(),
-        memory_bytes=predicted.device_used_bytes.ravel(),
-        possible=possible.ravel(),
-        likely=likely.ravel(),
+        size=is_possible.size,
+        possible=possible,
+        time_per_token_s=_time_per_token(job, calibration, possible_sizes),
+        memory_bytes=memory_bytes,
+        likely=memory_bytes <= most,
     )
+
+
+def _time_per_token(
+    job: ResolvedRun, calibration: Calibration, sizes: Mapping[str, Array]
+) -> Array:
+    import numpy as np
+
+    num_runs = len(next(iter(sizes.values())))
+    if not num_runs:
+        return np.zeros(0)
+    seconds = judged_time(job, calibration, **sizes).total_s
+    return np.broadcast_to(seconds / num_tokens(job, **sizes), (num_runs,))
 
 
 @dataclass(slots=True)
@@ -184,7 +204,8 @@ class ParetoFront:
         self.time_s += judged.time_per_token_s[chosen].tolist()
         self.memory_bytes += judged.memory_bytes[chosen].tolist()
         gpu = judged.block.job.gpu.key
-        self.runs += [(judged.block.run(position), gpu) for position in chosen.tolist()]
+        positions = judged.possible[chosen].tolist()
+        self.runs += [(judged.block.run(position), gpu) for position in positions]
         best = pareto(np.array(self.time_s), np.array(self.memory_bytes)).tolist()
         self.time_s = [self.time_s[i] for i in best]
         self.memory_bytes = [self.memory_bytes[i] for i in best]

@@ -14,7 +14,7 @@ from functools import lru_cache
 from operator import ge, itemgetter
 from typing import NamedTuple
 
-from whichlora.spec.numeric import Count, largest
+from whichlora.spec.numeric import Count, ceil_div, floor_div, largest
 
 
 class LinearForm(NamedTuple):
@@ -140,29 +140,27 @@ def without_sequences(form: LinearForm) -> LinearForm:
 
 def evaluate(form: LinearForm, *, tokens: Count, span: Count, r: Count) -> Count:
     """The number, or array of numbers, that `form` stands for."""
-    result: Count = 0 * tokens + form.constant
-    if form.per_token or form.per_pair or form.per_rank_token:
-        slope: Count = form.per_token
-        if form.per_pair:
-            slope = slope + form.per_pair * span
-        if form.per_rank_token:
-            slope = slope + form.per_rank_token * r
-        result = result + tokens * slope
-    if form.per_rank:
-        result = result + form.per_rank * r
+    slope: Count = form.per_token
+    if form.per_pair:
+        slope = slope + form.per_pair * span
+    if form.per_rank_token:
+        slope = slope + form.per_rank_token * r
+    result: Count = tokens * slope
+    if form.constant or form.per_rank:
+        result = result + (form.constant + form.per_rank * r)
     if form.per_span_squared:
         result = result + form.per_span_squared * span * span
     if form.where_many_rows:
         result = result + form.where_many_rows * (tokens > FUSED_ROWS)
     if form.per_chunk or form.per_sequence:
         in_chunks = form.per_chunk * chunks(span, form.chunk_size)
-        result = result + tokens // span * (form.per_sequence + in_chunks)
+        result = result + floor_div(tokens, span) * (form.per_sequence + in_chunks)
     return result
 
 
 def chunks(span: Count, size: int) -> Count:
     """How many chunks of `size` tokens a sequence of `span` has."""
-    return -(-span // max(1, size))
+    return ceil_div(span, max(1, size))
 
 
 def most(forms: Iterable[LinearForm], *, tokens: Count, span: Count, r: Count) -> Count:
