@@ -56,6 +56,7 @@ class FakeProfiler:
         num_batches: int,
         timeout_s: float,
         decisive_s: Sequence[float] = (),
+        predicted_s: Sequence[float] = (),
     ) -> Measurement:
         time.sleep(self.SLEEP_S)
         self.calls.append(run)
@@ -73,7 +74,7 @@ class FakeProfiler:
             job = resolve(model, run, self._gpu)
             steps = [judged_time(job, prior, seq_len=length).total_s for length in seq_lens]
             times = [self.TIME_FACTOR * step for step in steps if step]
-            number = _made("finetune", times, decisive_s)
+            number = _made("finetune", times, decisive_s, predicted_s)
             values = {
                 "step_s": tuple(times[:number]),
                 "batch_seq_len": tuple(seq_lens[:number]),
@@ -84,7 +85,7 @@ class FakeProfiler:
             prefill = self.TIME_FACTOR * (found.prefill_s or 0)
             decode = self.TIME_FACTOR * (found.decode_s_per_token or 0)
             whole = prefill + (run.max_new_tokens - 1) * decode
-            number = _made("inference", [whole] * num_batches, list(decisive_s) * num_batches)
+            number = _made("inference", [whole] * len(seq_lens), decisive_s, predicted_s)
             values = {
                 "prefill_s": (prefill,) * number,
                 "decode_s_per_token": (decode,) * number if decode else (),
@@ -106,7 +107,14 @@ class FakeProfiler:
         )
 
 
-def _made(phase: str, times_s: Sequence[float], decisive_s: Sequence[float]) -> int:
+def _made(
+    phase: str,
+    times_s: Sequence[float],
+    decisive_s: Sequence[float],
+    predicted_s: Sequence[float],
+) -> int:
     """Batches that a profile makes before it ends."""
-    numbers = range(1, len(times_s) + 1)
-    return next((n for n in numbers if is_enough(phase, times_s[:n], decisive_s)), len(times_s))
+    for number in range(1, len(times_s) + 1):
+        if is_enough(phase, times_s[:number], decisive_s, predicted_s):
+            return number
+    return len(times_s)

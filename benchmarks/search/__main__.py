@@ -3,7 +3,7 @@
 python benchmarks/search savings --write           the tables of docs/accuracy/search.md
 python benchmarks/search savings --invented 4      tries devices drawn from the prior: no evidence
 python benchmarks/search shares --replay 100       the shares of `whichlora.search.correlation`
-python benchmarks/search early                     the spread of a batch in `profiler.early_stop`
+python benchmarks/search early                     the spread of a batch in `repeated_times`
 python benchmarks/search measure --only 20         the table, 20 minutes in all on a quiet machine
 """
 

@@ -121,11 +121,15 @@ class Device:
 def ended_early(record: Measurement, decisive_s: float) -> Measurement:
     """`record` as it would be, had its run known that `decisive_s` a batch decides.
 
-    What comes before the timed batches, and on a CPU the one that counts bytes, is as it was.
+    All its batches are of one length. What comes before the timed batches, and on a CPU the one
+    that counts bytes, is as it was.
     """
     times = record.step_s or record.generate_s
     phase, number = record.run.phase, 1
-    while number < len(times) and not is_enough(phase, times[:number], [decisive_s] * number):
+    alike = [1.0] * len(times)
+    while number < len(times) and not is_enough(
+        phase, times[:number], [decisive_s] * number, alike
+    ):
         number += 1
     return replace(
         record,

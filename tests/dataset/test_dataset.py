@@ -513,6 +513,14 @@ def test_counted_lengths_are_what_they_are() -> None:
     assert workload(lengths, batch_size=1, seq_len=99).deviation == 0
 
 
+def test_any_first_few_of_the_further_lengths_share_the_batches() -> None:
+    lengths = TokenLengths(lengths={"train": (10,) * 80 + (1000,) * 20}, max_length=2000, method="")
+    further = workload(lengths, batch_size=1).further_lengths(20)
+    for number in (5, 10, 20):
+        share = sum(length > 500 for length in further[:number]) / number
+        assert share == pytest.approx(0.2, abs=0.1)
+
+
 def test_a_tokenizer_in_a_folder_counts(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(

@@ -59,6 +59,18 @@ def test_without_anything_to_decide_every_batch_is_made(phase: str) -> None:
     assert not any(is_enough(phase, [9.0] * n, []) for n in range(6))
 
 
+def test_a_profile_whose_mean_is_known_ends_without_anything_to_decide() -> None:
+    predicted = [1.0, 2.0, 1.0, 2.0, 1.0]
+    times = [1.5, 3.0, 1.5, 3.0, 1.5]
+    ends = [is_enough("finetune", times[:n], [], predicted) for n in range(1, 6)]
+    assert ends == [False, False, False, True, True]
+
+
+def test_a_profile_whose_steps_scatter_does_not_know_its_mean() -> None:
+    times = [1.0, 1.2] * 5
+    assert not any(is_enough("finetune", times[:n], [], [1.0] * 10) for n in range(1, 11))
+
+
 def test_batches_of_several_lengths_are_each_held_against_their_own_limit() -> None:
     assert is_enough("finetune", [4.0, 1.0], [2.0, 0.5, 1.0])
     assert not is_enough("finetune", [4.0, 1.0], [4.0, 1.0, 2.0])

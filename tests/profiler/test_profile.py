@@ -39,6 +39,8 @@ for line in sys.stdin:
             ok(step_s=[0.5] * len(request["seq_lens"]), batch_seq_len=request["seq_lens"])
         case "repeat":
             ok(detail=json.dumps([request["seq_lens"], request["decisive_s"]]))
+        case "extended":
+            ok(detail=json.dumps([request["seq_lens"], request["predicted_s"]]))
         case "oom":
             say(event="result", outcome="oom", detail="12 GiB", clean=True)
         case "error":
@@ -117,6 +119,16 @@ def test_a_measurement_is_a_complete_record(profiler: Profiler) -> None:
 def test_batches_can_come_in_the_order_of_a_real_run(profiler: Profiler) -> None:
     record = measure(profiler, "ok", seq_lens=[32, 128, 64], num_batches=3, in_order=True)
     assert record.batch_seq_len == (32, 128, 64)
+
+
+def test_batches_beyond_those_wanted_come_last_and_only_where_times_were_predicted(
+    profiler: Profiler,
+) -> None:
+    lengths: dict[str, Any] = {"seq_lens": [64, 128, 32, 96, 48], "num_batches": 3}
+    record = measure(profiler, "extended", predicted_s=[2.0, 4.0, 1.0, 3.0, 1.5], **lengths)
+    assert json.loads(record.detail) == [[128, 32, 64, 96, 48], [4.0, 1.0, 2.0, 3.0, 1.5]]
+    record = measure(profiler, "extended", **lengths)
+    assert json.loads(record.detail) == [[128, 32, 64], []]
 
 
 def test_the_longest_and_the_shortest_batch_come_first_each_with_what_it_may_take(

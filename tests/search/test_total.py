@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from whichlora.predict.repeated_times import BATCH_SPREAD, BATCH_SPREAD_COUNTS, REPEATABILITY
 from whichlora.search.feasibility import Quantity
-from whichlora.search.posterior import EXPECTED_RUNS, REPEATABILITY
 from whichlora.search.total import WARM_UP_REACH, profiled_total
 
 STEPS = {64: 100.0, 128: 50.0, 256: 10.0}
@@ -43,15 +43,15 @@ def test_a_first_step_that_takes_longer_is_paid_once() -> None:
 
 
 def test_an_interval_by_hand() -> None:
-    """Two steps of one width, on a device that repeats to 2 %, which two runs say beforehand.
+    """Two steps of one width, on a device that repeats to 2 %; two batches of 3 % are the prior.
 
-    Errors of +10 % and -10 % in the log scatter by (2 * 0.02² + 2 * 0.1²) / (2 + 2 - 1); their mean
+    Errors of +10 % and -10 % in the log scatter by (2 * 0.03² + 2 * 0.1²) / (2 + 2 - 1); their mean
     is known twice as well, and the width that was not measured is off by as much on its own.
     """
-    assert (EXPECTED_RUNS, REPEATABILITY) == (2, 0.02)
+    assert (BATCH_SPREAD, BATCH_SPREAD_COUNTS, REPEATABILITY) == (0.03, 2, 0.02)
     profile = [(64, math.exp(0.1)), (64, math.exp(-0.1))]
     scale = math.cosh(0.1)
-    scatter = (2 * 0.02**2 + 2 * 0.1**2) / 3
+    scatter = (2 * 0.03**2 + 2 * 0.1**2) / 3
     found = profiled_total({64: 100.0, 128: 50.0}, PREDICTED, profile, deviation=0.2)
     assert found.value == pytest.approx(200 * scale)
     half_of_the_time = 0.5**2
@@ -61,6 +61,14 @@ def test_an_interval_by_hand() -> None:
     )
     assert found.low * found.high == pytest.approx(found.value**2)
     assert found.confidence == 0.9
+
+
+def test_a_device_that_repeats_worse_has_a_wider_interval_about_the_same_total() -> None:
+    profile = [(64, 1.0), (128, 2.0), (256, 4.0)]
+    good, poor = (profiled_total(STEPS, PREDICTED, profile, repeatability=r) for r in (0.0, 0.05))
+    assert good.value == poor.value
+    further = math.log(poor.high / poor.value) ** 2 - math.log(good.high / good.value) ** 2
+    assert math.sqrt(further) == pytest.approx(1.6449 * 0.05, rel=1e-4)
 
 
 def test_evaluations_may_take_twice_or_half_of_what_is_predicted() -> None:

@@ -8,6 +8,7 @@ import pytest
 from candidates import USABLE_BYTES, measurement, prediction
 
 from whichlora.errors import DataFileError
+from whichlora.predict.repeated_times import Repeatability
 from whichlora.search.feasibility import Candidate, Quantity, judge
 from whichlora.spec.plan import DatasetConfig, Limits, Plan
 from whichlora.spec.run import RunConfig
@@ -165,6 +166,29 @@ def test_the_winner_says_how_sure_it_is_and_what_was_preferred() -> None:
         "on the device"
     )
     assert "size alone is not quality" in lines[2]
+
+
+def test_the_winner_says_what_its_profile_knows_and_what_more_batches_cost() -> None:
+    best = candidate(TRAIN)
+    of = Repeatability(
+        run_deviation=0.031,
+        num_repeated=4,
+        num_batches=10,
+        known_to=0.029,
+        more_batches=11,
+        more_s=22.0,
+    )
+    lines = explanation(replace(answer(best, winner=best), repeatability=of))
+    assert lines[2] == (
+        "  its 10 batches tell the mean time to 2.9%; 11 more, about 22 s, would to 2% "
+        "(num_batches: 21); a repeated run differs by 3.1% (4 runs repeated)"
+    )
+    known = replace(of, num_repeated=0, num_batches=4, known_to=0.016, more_batches=0, more_s=0.0)
+    lines = explanation(replace(answer(best, winner=best), repeatability=known))
+    assert lines[2] == (
+        "  its 4 batches tell the mean time to 1.6%; a repeated run differs by 3.1% "
+        "(assumed, none repeated)"
+    )
 
 
 def test_what_posterior_samples_cannot_tell_from_certainty_is_not_called_certain() -> None:

@@ -376,7 +376,7 @@ class PlanFile(_Section):
     profile: ProfilePolicy = "frontier"
     """What to measure: nothing (a dry run), what could change the answer, or every candidate."""
     num_batches: Count = 5
-    """Measured batches per profiled candidate."""
+    """Measured batches per profiled candidate; up to twice as many until their mean is known."""
     profile_timeout: Duration = Field(default="10min", validate_default=True)
     """Device time after which one profile is stopped."""
     weights: Literal["pretrained", "random"] = "pretrained"

@@ -55,17 +55,25 @@ class Workload:
 
     def profile_lengths(self, num_batches: int) -> tuple[int, ...]:
         """Widths to measure: the longest first, then quantiles that share the batches evenly."""
-        ordered = sorted(self.widths)
-        total = sum(self.widths.values())
-        chosen = [self.longest]
-        for i in range(num_batches - 1):
-            wanted, seen = (i + 0.5) / (num_batches - 1) * total, 0.0
-            for width in ordered:
-                seen += self.widths[width]
-                if seen >= wanted:
-                    chosen.append(width)
-                    break
-        return tuple(sorted(chosen, reverse=True))
+        others = (self._width_at((i + 0.5) / (num_batches - 1)) for i in range(num_batches - 1))
+        return tuple(sorted((self.longest, *others), reverse=True))
+
+    def further_lengths(self, num_batches: int) -> tuple[int, ...]:
+        """Widths to measure after `profile_lengths`: any first few of them share the batches.
+
+        They are quantiles at multiples of the golden ratio, modulo one, which lie evenly.
+        """
+        golden = (math.sqrt(5) - 1) / 2
+        return tuple(self._width_at((i + 0.5) * golden % 1) for i in range(num_batches))
+
+    def _width_at(self, quantile: float) -> int:
+        """The width that this share of the batches does not exceed."""
+        wanted, seen = quantile * sum(self.widths.values()), 0.0
+        for width in sorted(self.widths):
+            seen += self.widths[width]
+            if seen >= wanted:
+                break
+        return width
 
 
 def count_steps(num_batches: int, accumulation: int, epochs: float) -> tuple[int, int]:

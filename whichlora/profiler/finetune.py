@@ -13,7 +13,6 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from whichlora.errors import MeasurementError
-from whichlora.profiler.early_stop import is_enough
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import RunConfig
 
@@ -26,7 +25,7 @@ def measure_finetune(
     run: RunConfig,
     meter: Meter,
     seq_lens: Sequence[int],
-    decisive_s: Sequence[float] = (),
+    is_done: Callable[[Sequence[float]], bool] = lambda _: False,
     *,
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -38,8 +37,8 @@ def measure_finetune(
     may end early.
 
     Args:
-        decisive_s: time limit of each step; the run ends once the steps clearly take more. Without
-            it every step is made.
+        is_done: of the times of the steps so far, whether the run ends; without it every step is
+            made.
         tell: takes the current stage, in words.
 
     Raises:
@@ -56,9 +55,7 @@ def measure_finetune(
     lengths = [*untimed, *seq_lens]
     steps = ["warming up", "counting memory"][: len(untimed)]
     steps += [f"in batch {number} of {len(seq_lens)}" for number in range(1, len(seq_lens) + 1)]
-    timer = _StepTimer(
-        meter, num_untimed=len(untimed), decisive_s=decisive_s, steps=steps, tell=tell
-    )
+    timer = _StepTimer(meter, num_untimed=len(untimed), is_done=is_done, steps=steps, tell=tell)
     watch_moments(model, meter)
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = _Trainer(
@@ -107,7 +104,7 @@ class _StepTimer(TrainerCallback):  # type: ignore[misc]
     """Seconds from the end of one optimizer step to the end of the next, fetching included.
 
     Step 1 is the warm-up; where two are untimed, step 2 runs under the memory profiler. Ends the
-    training once the timed steps have decided.
+    training once `is_done` says so of the timed steps.
     """
 
     def __init__(
@@ -115,7 +112,7 @@ class _StepTimer(TrainerCallback):  # type: ignore[misc]
         meter: Meter,
         *,
         num_untimed: int,
-        decisive_s: Sequence[float],
+        is_done: Callable[[Sequence[float]], bool],
         steps: Sequence[str],
         tell: Callable[[str], None],
     ) -> None:
@@ -123,7 +120,7 @@ class _StepTimer(TrainerCallback):  # type: ignore[misc]
         self.warm_up_s = 0.0
         self._meter = meter
         self._num_untimed = num_untimed
-        self._decisive_s = decisive_s
+        self._is_done = is_done
         self._steps, self._tell = steps, tell
         self._end_s = 0.0
 
@@ -147,7 +144,7 @@ class _StepTimer(TrainerCallback):  # type: ignore[misc]
         now = self._meter.now()
         if state.global_step > self._num_untimed:
             self.step_s.append(now - self._end_s)
-            control.should_training_stop |= is_enough("finetune", self.step_s, self._decisive_s)
+            control.should_training_stop |= self._is_done(self.step_s)
         elif state.global_step == 1:
             self.warm_up_s = now - self._end_s
         else:

@@ -10,7 +10,6 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from whichlora.errors import MeasurementError
-from whichlora.profiler.early_stop import is_enough
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import RunConfig
 
@@ -24,7 +23,7 @@ def measure_inference(
     run: RunConfig,
     meter: Meter,
     num_batches: int,
-    decisive_s: Sequence[float] = (),
+    is_done: Callable[[Sequence[float]], bool] = lambda _: False,
     *,
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -38,8 +37,8 @@ def measure_inference(
     token. But its tokens are many timings, so that one generation may settle the run.
 
     Args:
-        decisive_s: time limit of each generation; the run ends once they clearly take more, or
-            less. Without it every generation is made.
+        is_done: of the times of the generations so far, whether the run ends; without it every
+            generation is made.
         tell: takes the current stage, in words.
 
     Raises:
@@ -69,8 +68,7 @@ def measure_inference(
     while len(timings) < num_batches:
         tell(f"in generation {len(timings) + 1} of {num_batches}")
         timings.append(generate())
-        times_s = [timing["generate_s"] for timing in timings]
-        if is_enough("inference", times_s, decisive_s):
+        if is_done([timing["generate_s"] for timing in timings]):
             break
     if meter.needs_extra_run:
         tell("counting memory")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import select
 import signal
@@ -15,7 +14,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from itertools import cycle, islice
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -36,6 +35,9 @@ _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "PYTHONWARNINGS": "ignore",
 }
+
+
+_Batch = tuple[int, float, float]  # length, decisive and predicted seconds
 
 
 class Profiler:
@@ -107,6 +109,7 @@ class Profiler:
         seq_lens: Sequence[int],
         num_batches: int = 5,
         decisive_s: Sequence[float] = (),
+        predicted_s: Sequence[float] = (),
         timeout_s: float,
         in_order: bool = False,
         keeps_history: bool = False,
@@ -117,11 +120,15 @@ class Profiler:
             model_config: the Hugging Face config.
             target_modules: leaf names that get an adapter, or "all-linear".
             seq_lens: padded lengths of the batches (fine-tuning); taken in turn if there are
-                fewer than `num_batches`.
+                fewer than `num_batches`. Those beyond `num_batches` are run only as long as the
+                mean of the batches is not known (`early_stop.KNOWN_TO`).
             decisive_s: time limit of each batch in `seq_lens` (inference: each generation), above
                 which the run is useless. Once that is clear (`early_stop.is_enough`), the run
-                ends; without limits every batch is made.
+                ends.
+            predicted_s: of each batch in `seq_lens`. Once the mean of measured over predicted time
+                is known, the run ends; without predictions `num_batches` are made.
             timeout_s: limit for building and measuring; starting the worker is not part of it.
+                After half of it no batch beyond `num_batches` is begun.
             in_order: batches come as `seq_lens` says, as in a real run; else the longest and the
                 shortest go first, so that an early end has seen both.
             keeps_history: also record the largest blocks that a CUDA allocator handed out.
@@ -129,16 +136,21 @@ class Profiler:
         Raises:
             MeasurementError: the worker can't start.
         """
-        batches = _ordered_batches(seq_lens, decisive_s, num_batches, in_order=in_order)
+        described = list(zip_longest(seq_lens, decisive_s, predicted_s))
+        batches = _ordered_batches(described, num_batches, in_order=in_order)
+        if predicted_s:
+            batches += described[num_batches:]
         request = {
             "run": run.to_dict(),
             "model_config": dict(model_config),
             "target_modules": target_modules
             if isinstance(target_modules, str)
             else list(target_modules),
-            "seq_lens": [length for length, _ in batches],
+            "seq_lens": [length for length, _, _ in batches],
             "num_batches": num_batches,
-            "decisive_s": [limit for _, limit in batches] if decisive_s else [],
+            "decisive_s": [limit for _, limit, _ in batches] if decisive_s else [],
+            "predicted_s": [each for _, _, each in batches] if predicted_s else [],
+            "extra_until_s": timeout_s / 2,
             "memory_limit_bytes": self._memory_limit_bytes,
             "keeps_history": keeps_history,
         }
@@ -179,11 +191,10 @@ class Profiler:
 
 
 def _ordered_batches(
-    seq_lens: Sequence[int], decisive_s: Sequence[float], num_batches: int, *, in_order: bool
-) -> list[tuple[int, float]]:
-    """Length and time limit of each batch, in the order in which they are run."""
-    limits_s = decisive_s or [math.inf] * len(seq_lens)
-    batches = list(islice(cycle(zip(seq_lens, limits_s, strict=True)), num_batches))
+    described: Sequence[_Batch], num_batches: int, *, in_order: bool
+) -> list[_Batch]:
+    """The first `num_batches` in the order in which they are run."""
+    batches = list(islice(cycle(described), num_batches))
     if in_order:
         return batches
     longest, *shorter = sorted(batches, reverse=True)

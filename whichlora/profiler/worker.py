@@ -12,12 +12,14 @@ import resource
 import select
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, TextIO
 
+from whichlora.profiler.early_stop import is_enough
 from whichlora.profiler.installed import installed_versions
 
 Tell = Callable[[str], None]  # takes the worker's current stage, for the message of a timeout
@@ -109,6 +111,7 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) ->
     from whichlora.trainers import get_trainer
 
     AcceleratorState._reset_state(reset_partial_state=True)  # it remembers the mixed precision
+    start_s = time.monotonic()
     run = RunConfig.from_dict(request["run"])
     # set for every run: the setting of the last run must not stay
     torch.set_float32_matmul_precision("high" if run.precision == "tf32" else "highest")
@@ -117,14 +120,20 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) ->
         run, request["model_config"], device=device, target_modules=request["target_modules"]
     )
     meter.forget_peak()
+
+    def is_done(times_s: Sequence[float]) -> bool:
+        is_late = time.monotonic() - start_s > request["extra_until_s"]
+        return is_enough(run.phase, times_s, request["decisive_s"], request["predicted_s"]) or (
+            is_late and len(times_s) >= request["num_batches"]
+        )
+
     fields: dict[str, Any]
     if run.phase == "inference":
-        number = request["num_batches"]
-        fields = measure_inference(model, run, meter, number, request["decisive_s"], tell=tell)
+        number = len(request["seq_lens"])
+        fields = measure_inference(model, run, meter, number, is_done, tell=tell)
     else:
-        lengths = request["seq_lens"]
         measure = resolve_name(get_trainer(run.trainer).steps)
-        fields = measure(model, run, meter, lengths, request["decisive_s"], tell=tell)
+        fields = measure(model, run, meter, request["seq_lens"], is_done, tell=tell)
     return fields
 
 

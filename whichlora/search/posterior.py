@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from whichlora.predict.repeated_times import REPEATABILITY
 from whichlora.search.feasibility import Quantity
 from whichlora.spec.numeric import TWO_SIDED_Z, WIDEST
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 EXPECTED_RUNS = 2.0  # measured runs that the expected size of the residuals counts for
 LARGEST_GAIN = 0.95  # a coefficient may turn out to be so much less than its mean
-REPEATABILITY = 0.02  # run-to-run noise: deviation of the log of a profile that is repeated
 
 
 class Coefficients(NamedTuple):

@@ -8,6 +8,7 @@ from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from whichlora.predict.notes import UNVERIFIED
+from whichlora.predict.repeated_times import KNOWN_TO, Repeatability
 from whichlora.search.feasibility import LIKELY, Candidate, rejected_before, relaxations
 from whichlora.serving.form import form_in_words
 from whichlora.terminal.plane import plane
@@ -155,12 +156,29 @@ def _winner(answer: Answer, best: Candidate) -> list[str]:
         lines.append(f"  served as {form_in_words(best.form)}")
     if best.measured:
         lines.append(f"  {certainty(answer.search, has_winner=True)}")
+    if answer.repeatability is not None:
+        lines.append(f"  {repeated(answer.repeatability)}")
     lines.append(f"  {_PREFERENCE[objective.prefer]}")
     price = objective.price_per_hour.get(answer.gpu.key)
     if price is not None and best.total_s is not None:
         lines.append(f"  costs {best.total_s.value / 3600 * price:.2f} at {price:g} an hour")
     lines.extend(f"  {reason(check)}" for check in best.checks)
     return lines
+
+
+def repeated(of: Repeatability) -> str:
+    """How well the winner's time is known, how alike the device repeats it, and what more costs."""
+    batches = "1 batch" if of.num_batches == 1 else f"{of.num_batches} batches"
+    line = f"its {batches} tell the mean time to {of.known_to:.1%}"
+    if of.more_batches:
+        number = of.num_batches + of.more_batches
+        line += (
+            f"; {of.more_batches} more, about {format_seconds(of.more_s)}, would to {KNOWN_TO:.0%}"
+            f" (num_batches: {number})"
+        )
+    runs = "run" if of.num_repeated == 1 else "runs"
+    basis = f"{of.num_repeated} {runs} repeated" if of.num_repeated else "assumed, none repeated"
+    return f"{line}; a repeated run differs by {of.run_deviation:.1%} ({basis})"
 
 
 _PREFERENCE = {

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.evaluation_and_saving import Besides
+from whichlora.predict.repeated_times import Repeatability
 from whichlora.search.acquisition import StoppedBy
 from whichlora.search.feasibility import (
     Candidate,
@@ -81,6 +82,8 @@ class Answer:
         choice: what every GPU of a list comes to; this is the answer of the recommended one.
         besides: what the winner's evaluations and checkpoints take.
         cautions: what must be known of the data and the winner before either is acted on.
+        repeatability: of the device, and what the winner's profile knows of its time; None where
+            no winner was measured.
         dataset: sequences, tokens and epochs that the total times are for.
         files: what was written, by purpose.
         training: what the winning job reported, where it was run, or the `error` it ended with.
@@ -101,6 +104,7 @@ class Answer:
     may_fit: Sequence[Candidate] = ()
     side_by_side: Sequence[Candidate] = ()
     besides: Besides | None = None
+    repeatability: Repeatability | None = None
     refused: Sequence[Refused] = ()
     choice: GpuChoice | None = None
     dataset: Mapping[str, float] = field(default_factory=dict)
@@ -122,6 +126,7 @@ class Answer:
             "winner": None if self.winner is None else detailed_row(self.winner, self.plan),
             "objective": asdict(self.plan.objective),
             "search": self.search.to_dict(),
+            "repeatability": self.repeatability and self.repeatability.to_dict(),
             "may_fit": [detailed_row(candidate, self.plan) for candidate in self.may_fit],
             "front": [detailed_row(candidate, self.plan) for candidate in self.front],
             "kept_models": list(self.kept),

@@ -10,6 +10,7 @@ from whichlora.calibration.load import refit
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.predict import MEMORY_ONLY, predict
+from whichlora.predict.repeated_times import Repeatability
 from whichlora.search.acquisition import Decision
 from whichlora.search.feasibility import (
     LIKELY,
@@ -97,6 +98,7 @@ def conclude(
         refused=list(session.space.refused.values()),
         side_by_side=[] if shown is None else session.side_by_side(search_loop, shown.run),
         besides=None if best is None else session.besides(best.run),
+        repeatability=_repeatability(session, best),
         dataset={
             "num_sequences": lengths.num_sequences(),
             "tokens_per_epoch": lengths.total_tokens(),
@@ -105,6 +107,12 @@ def conclude(
         },
         calibration=session.calibration,
     )
+
+
+def _repeatability(session: Session, best: Candidate | None) -> Repeatability | None:
+    if best is None or best.measurement is None or best.measurement.outcome != "ok":
+        return None
+    return session.repeatability(best.run, best.measurement)
 
 
 def summary(

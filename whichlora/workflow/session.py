@@ -19,7 +19,9 @@ from whichlora.methods import list_methods
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.evaluation_and_saving import Besides, besides, evaluation_seconds
 from whichlora.predict.predict import num_tokens, predict, step_features
+from whichlora.predict.repeated_times import Repeatability, repeatability, run_deviation
 from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.profiler.early_stop import MOST_TIMES
 from whichlora.search.acquisition import Decision, SearchProblem, tiers
 from whichlora.search.candidate_posterior import CandidatePosterior
 from whichlora.search.candidates import Candidates
@@ -106,6 +108,7 @@ class Session:
         for record in self._records:
             if record.provenance.get("run_id") == self.run_id:
                 self._resumed.setdefault(record.run, []).append(record)
+        self._run_deviation = run_deviation(self._records)
         self._profiler: Profiler | None = None
         self._told_busy = False
 
@@ -313,6 +316,7 @@ class Session:
             warm_up_s=measurement.warm_up_s,
             evaluation_s=evaluation_seconds(self.job(run), self.calibration, evaluated),
             deviation=load.deviation,
+            repeatability=self._run_deviation[0],
         )
 
     def besides(self, run: RunConfig) -> Besides:
@@ -343,10 +347,15 @@ class Session:
         load = self.data.workload(run.model, run.batch_size) if run.phase == "finetune" else None
         circumstances = self._circumstances(run)
         number = circumstances.num_batches
-        lengths = load.profile_lengths(number) if load else (run.prompt_len,)
+        further = 0 if decision is None else (MOST_TIMES - 1) * number
+        lengths = (run.prompt_len,) * (number + further)
+        if load:
+            lengths = load.profile_lengths(number) + load.further_lengths(further)
         decisive_s: Sequence[float] = ()
+        predicted_s: Sequence[float] = ()
         if decision is not None:
             decisive_s = self._per_batch(run, lengths, search_loop.decisive_s(position, decision))
+            predicted_s = [self._batch_s(run, length) for length in lengths]
         measurement = self._device().measure(
             run,
             model_config=circumstances.model_config,
@@ -354,6 +363,7 @@ class Session:
             seq_lens=lengths,
             num_batches=number,
             decisive_s=decisive_s,
+            predicted_s=predicted_s,
             timeout_s=circumstances.timeout_s,
         )
         in_database = is_known_model(run.model)
@@ -368,6 +378,7 @@ class Session:
         )
         self.log.append(measurement)
         self._records.append(measurement)
+        self._run_deviation = run_deviation(self._records)
         return measurement
 
     def _busy(self) -> str:
@@ -378,6 +389,17 @@ class Session:
             self._told_busy = True
         return load_now
 
+    def _batch_s(self, run: RunConfig, length: int) -> float:
+        """Predicted seconds of one batch of a profile; of a generation one for all."""
+        return self._seconds(run, length) if run.phase == "finetune" else 1.0
+
+    def repeatability(self, run: RunConfig, measurement: Measurement) -> Repeatability:
+        """What the profile of `run` knows of its time, and what more batches would cost."""
+        times_s = measurement.step_s or measurement.generate_s
+        lengths = measurement.step_lengths or (run.prompt_len,) * len(times_s)
+        predicted_s = [self._batch_s(run, length) for length in lengths]
+        return repeatability(times_s, predicted_s, *self._run_deviation)
+
     def _per_batch(self, run: RunConfig, lengths: Sequence[int], whole_s: float) -> list[float]:
         """What each batch of a profile takes of a training, or a generation, of `whole_s`.
 
@@ -385,7 +407,7 @@ class Session:
             whole_s: seconds of the whole training, or of one generated token.
         """
         if run.phase == "inference":
-            return [whole_s * num_tokens(self.job(run))]
+            return [whole_s * num_tokens(self.job(run))] * len(lengths)
         widths = self.data.workload(run.model, run.batch_size).widths
         number = {width: n / run.gradient_accumulation_steps for width, n in widths.items()}
         predicted_s = sum(n * self._seconds(run, width) for width, n in number.items())
