@@ -11,7 +11,7 @@ import pytest
 from fake_profiler import FakeProfiler
 from hypothesis import settings
 
-from whichlora import methods, trainers
+from whichlora.spec import members
 
 # how long an example takes says more about the machine than about the code
 settings.register_profile("untimed", deadline=None)
@@ -29,8 +29,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_configure(config: pytest.Config) -> None:
     """Hide what installed packages add: a message that names all must not depend on them."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(methods, "entry_points", lambda group: ())
-    patch.setattr(trainers, "entry_points", lambda group: ())
+    patch.setattr(members, "entry_points", lambda group: ())
     config.add_cleanup(patch.undo)
 
 

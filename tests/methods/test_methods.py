@@ -17,6 +17,7 @@ from whichlora.errors import ConfigError
 from whichlora.methods import Method, get_method, list_methods
 from whichlora.methods.base import Method as BaseMethod
 from whichlora.predict.resolve import resolve
+from whichlora.spec import members
 from whichlora.spec.architecture import Linear
 from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model
@@ -100,7 +101,7 @@ class Point:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
     points: list[Point] = []
-    monkeypatch.setattr(methods, "entry_points", lambda group: points)
+    monkeypatch.setattr(members, "entry_points", lambda group: points)
     return points
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from devices import A100
 
-from whichlora import methods
 from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
@@ -19,6 +18,7 @@ from whichlora.exports.train_script import train_script
 from whichlora.methods import BUILT_IN, get_method, list_methods
 from whichlora.predict.explain import explain
 from whichlora.predict.predict import predict
+from whichlora.spec import members
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import all_linears
 from whichlora.store.models import find_model
@@ -32,7 +32,7 @@ RUN = RunConfig(model="HuggingFaceTB/SmolLM2-135M", method="outside-vera", r=64,
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.syspath_prepend(OUTSIDE)
-        patch.setattr(methods, "entry_points", importlib.metadata.entry_points)  # not hidden here
+        patch.setattr(members, "entry_points", importlib.metadata.entry_points)  # not hidden here
         yield
 
 

@@ -17,10 +17,11 @@ pytest.importorskip("peft")
 
 from traced import live_bytes
 
-from whichlora import families, methods
+from whichlora import families
 from whichlora.exports.train_script import train_script
 from whichlora.predict import predict as prediction
 from whichlora.predict import resolve as resolution
+from whichlora.spec import members
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.tracer.trace import trace
@@ -51,7 +52,7 @@ GPT2 = {
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(OUTSIDE)
-    monkeypatch.setattr(methods, "entry_points", importlib.metadata.entry_points)  # not hidden here
+    monkeypatch.setattr(members, "entry_points", importlib.metadata.entry_points)  # not hidden here
     importlib.invalidate_caches()
 
 

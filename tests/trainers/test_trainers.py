@@ -17,6 +17,7 @@ from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
 from whichlora.exports.train_script import train_script
 from whichlora.predict.predict import predict
+from whichlora.spec import members
 from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model
 from whichlora.trainers import Trainer, get_trainer, list_trainers
@@ -44,7 +45,7 @@ def test_a_trainer_of_another_package_predicts_under_its_own_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(OUTSIDE)
-    monkeypatch.setattr(trainers, "entry_points", importlib.metadata.entry_points)
+    monkeypatch.setattr(members, "entry_points", importlib.metadata.entry_points)
     model = find_model(RUN.model)
     assert model is not None
     calibration = load_calibration(A100)
@@ -63,7 +64,7 @@ def test_a_trainer_of_another_package_predicts_under_its_own_name(
 def test_an_entry_point_that_cannot_be_one_is_refused(
     loaded: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainers, "entry_points", lambda group: (Point(loaded),))
+    monkeypatch.setattr(members, "entry_points", lambda group: (Point(loaded),))
     with pytest.raises(ConfigError, match=message):
         list_trainers()
 

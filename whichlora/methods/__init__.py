@@ -7,57 +7,23 @@ A package adds its own method with an entry point in the group `whichlora.method
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.metadata import entry_points
 from typing import Literal
 
-from whichlora.errors import ConfigError
 from whichlora.methods import dora, full, lora, qdora, qlora
 from whichlora.methods.base import Method
 from whichlora.spec.dtypes import has_master_weights
+from whichlora.spec.members import Members
 from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, RunConfig
 
-ENTRY_POINT_GROUP = "whichlora.methods"
 WeightDtype = Literal["bfloat16", "float16", "float32"]
 
-BUILT_IN: dict[str, Method] = {
-    module.METHOD.name: module.METHOD for module in (full, lora, qlora, dora, qdora)
-}
-
-
-def list_methods() -> dict[str, Method]:
-    """Every method by name: the built-in ones, then those of installed packages.
-
-    Raises:
-        ConfigError: an entry point that does not load a `Method`, or takes a built-in name.
-    """
-    methods = dict(BUILT_IN)
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        method = point.load()
-        if not isinstance(method, Method):
-            raise ConfigError(
-                f"entry point {point.value!r}: is not a whichlora.methods.Method; uninstall it"
-            )
-        if method.name in methods:
-            raise ConfigError(
-                f"entry point {point.value!r}: method {method.name!r} exists already; rename it"
-            )
-        methods[method.name] = method
-    return methods
-
-
-def get_method(name: str) -> Method:
-    """The method called `name`.
-
-    Raises:
-        ConfigError: no such method.
-    """
-    method = BUILT_IN.get(name)
-    if method is None:  # installed packages are asked only now: scanning them takes time
-        methods = list_methods()
-        if name not in methods:
-            raise ConfigError(f"method: {name!r} is not known; accepted are {', '.join(methods)}")
-        method = methods[name]
-    return method
+_METHODS = Members[Method](
+    "method", "methods", Method, (module.METHOD for module in (full, lora, qlora, dora, qdora))
+)
+BUILT_IN = _METHODS.built_in
+ENTRY_POINT_GROUP = _METHODS.group
+list_methods = _METHODS.all
+get_method = _METHODS.get
 
 
 def with_defaults(run: RunConfig) -> RunConfig:

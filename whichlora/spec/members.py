@@ -1,0 +1,77 @@
+"""The members of an axis by name: the built-in ones, and those that installed packages add."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from typing import Generic, Protocol, TypeVar
+
+from whichlora.errors import ConfigError
+
+
+class Named(Protocol):
+    """What a plan, a command line and records know by its name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Member = TypeVar("Member", bound=Named)
+
+
+class Members(Generic[Member]):
+    """Methods or trainers, by name.
+
+    Another package adds a member with an entry point in the group `whichlora.<axis>` that loads a
+    value of `member_type`.
+
+    Args:
+        kind: the word for one of them, as a setting is called.
+        axis: its package within `whichlora`.
+    """
+
+    def __init__(
+        self, kind: str, axis: str, member_type: type[Member], built_in: Iterable[Member]
+    ) -> None:
+        self.built_in: dict[str, Member] = {member.name: member for member in built_in}
+        self.group = f"whichlora.{axis}"
+        self._kind = kind
+        self._type = member_type
+
+    def all(self) -> dict[str, Member]:
+        """The built-in members, then those of installed packages.
+
+        Raises:
+            ConfigError: an entry point that does not load a member, or takes a name that exists.
+        """
+        members = dict(self.built_in)
+        for point in entry_points(group=self.group):
+            member = point.load()
+            if not isinstance(member, self._type):
+                raise ConfigError(
+                    f"entry point {point.value!r}: is not a {self.group}.{self._type.__name__}; "
+                    "uninstall it"
+                )
+            if member.name in members:
+                raise ConfigError(
+                    f"entry point {point.value!r}: {self._kind} {member.name!r} exists already; "
+                    "rename it"
+                )
+            members[member.name] = member
+        return members
+
+    def get(self, name: str) -> Member:
+        """The member called `name`.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        member = self.built_in.get(name)
+        if member is None:  # installed packages are asked only now: scanning them takes time
+            members = self.all()
+            if name not in members:
+                raise ConfigError(
+                    f"{self._kind}: {name!r} is not known; accepted are {', '.join(members)}"
+                )
+            member = members[name]
+        return member
