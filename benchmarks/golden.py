@@ -226,12 +226,17 @@ class Texts:
         return dict(zip(self.shapes[shape], map(self.unpack, values), strict=True))
 
 
-def read_rows(path: Path = PREDICTIONS) -> list[Row]:
-    """The stored rows, whole."""
+def read_lines(path: Path = PREDICTIONS) -> tuple[Texts, list[str]]:
+    """The stored rows as they lie in the file, and the texts that they refer to."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         header = json.loads(next(file))
-        texts = Texts(header["texts"], header["shapes"])
-        return [texts.unpack(json.loads(line)) for line in file]
+        return Texts(header["texts"], header["shapes"]), list(file)
+
+
+def read_rows(path: Path = PREDICTIONS) -> list[Row]:
+    """The stored rows, whole."""
+    texts, lines = read_lines(path)
+    return [texts.unpack(json.loads(line)) for line in lines]
 
 
 def write_rows(rows: Sequence[Row], path: Path = PREDICTIONS) -> None:
