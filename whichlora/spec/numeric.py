@@ -22,8 +22,14 @@ TWO_SIDED_Z = {0.90: 1.644854, 0.95: 1.959964}
 """Normal quantile that bounds a two-sided interval, by its confidence."""
 
 
+_PLAIN = (int, float)  # `int | float` would be made anew in each of many calls
+
+
 def is_plain(*values: Any) -> bool:
-    return all(isinstance(value, int | float) for value in values)
+    for value in values:  # noqa: SIM110 (a generator takes three times as long)
+        if not isinstance(value, _PLAIN):
+            return False
+    return True
 
 
 def largest(*values: Any) -> Any:

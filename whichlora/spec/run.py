@@ -66,6 +66,23 @@ class CacheFormat:
     residual_length: int
 
 
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "phase": get_args(Phase),
+    "precision": get_args(Precision),
+    "optimizer": get_args(Optimizer),
+    "attn": get_args(AttentionKernel),
+    "padding": get_args(Padding),
+    "loss_head": get_args(LossHead),
+    "kv_cache": get_args(KvCache),
+    "serve": get_args(Serve),
+    "cache_backend": get_args(CacheBackend),
+    "quant": get_args(Quant),
+    "bias": get_args(Bias),
+    "base_dtype": get_args(BaseDtype),
+    "adapter_dtype": get_args(AdapterDtype),
+}
+
+
 def _choice(setting: str, value: str, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         raise ConfigError(f"{setting}: {value!r} is not known; accepted are {', '.join(accepted)}")
@@ -161,21 +178,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self._check_names()
-        _choice("phase", self.phase, get_args(Phase))
-        _choice("precision", self.precision, get_args(Precision))
-        _choice("optimizer", self.optimizer, get_args(Optimizer))
-        _choice("attn", self.attn, get_args(AttentionKernel))
-        _choice("padding", self.padding, get_args(Padding))
-        _choice("loss_head", self.loss_head, get_args(LossHead))
-        _choice("kv_cache", self.kv_cache, get_args(KvCache))
-        if self.serve is not None:
-            _choice("serve", self.serve, get_args(Serve))
-        _choice("cache_backend", self.cache_backend, get_args(CacheBackend))
+        for setting, accepted in _CHOICES.items():
+            value = getattr(self, setting)
+            if value is not None or setting not in ("quant", "serve"):
+                _choice(setting, value, accepted)
         self._check_cache()
-        if self.quant is not None:
-            _choice("quant", self.quant, get_args(Quant))
-        _choice("bias", self.bias, get_args(Bias))
-        _choice("base_dtype", self.base_dtype, get_args(BaseDtype))
         if self.base_dtype == "float32" and self.precision not in AUTOCAST_PRECISIONS:
             raise ConfigError(
                 f"base_dtype: float32 weights are for training under autocast, got precision "
@@ -186,7 +193,6 @@ class RunConfig:
                 f"base_dtype: weights stored in {self.quant} are not float32; use quant none, or "
                 "base_dtype auto"
             )
-        _choice("adapter_dtype", self.adapter_dtype, get_args(AdapterDtype))
         if self.adapter_dtype == "bfloat16" and not self.precision.startswith("bf16"):
             raise ConfigError(
                 f"adapter_dtype: bfloat16 adapters need a bf16 precision, got {self.precision}; "
@@ -251,10 +257,12 @@ class RunConfig:
                 f"{CACHE_GROUP_STEP}, such as 64"
             )
         _at_least("cache_residual_length", self.cache_residual_length, 1)
+        if self.cache_backend != "fp8":
+            return
         grouped = ("cache_nbits", "cache_group_size", "cache_residual_length")
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         changed = [name for name in grouped if getattr(self, name) != defaults[name]]
-        if self.cache_backend == "fp8" and changed:
+        if changed:
             raise ConfigError(
                 f"{changed[0]}: is not of cache_backend fp8, which has 8 bits and one scale per "
                 "tensor; leave it out, or use quanto or hqq"
