@@ -33,6 +33,7 @@ from whichlora.errors import WhichLoraError
 CHECKPOINTING: dict[str, Any] = {"gradient_checkpointing": True}
 PADDED: dict[str, Any] = {"padding": "padded"}
 INFERENCE: dict[str, Any] = {"phase": "inference"}
+LOOP: dict[str, Any] = {"trainer": "loop"}
 # The letter is the precision mode of docs/memory.md; I is inference.
 SETTINGS: dict[str, dict[str, Any]] = {
     "F lora": {},
@@ -58,6 +59,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "A full": {"precision": "bf16", "method": "full"},
     "Q qlora": {"precision": "bf16", "method": "qlora"},
     "Q qlora, checkpointing": {"precision": "bf16", "method": "qlora"} | CHECKPOINTING,
+    "loop, F lora": LOOP,
+    "loop, F lora, checkpointing": LOOP | CHECKPOINTING,
+    "loop, F full": LOOP | {"method": "full"},
+    "loop, F qlora, checkpointing": LOOP | {"method": "qlora"} | CHECKPOINTING,
+    "loop, C lora, checkpointing": LOOP | {"precision": "bf16-no-autocast"} | CHECKPOINTING,
+    "loop, A lora": LOOP | {"precision": "bf16"},
     "I fp32": INFERENCE,
     "I fp32, 4 x 24": INFERENCE | {"batch_size": 4, "prompt_len": 24},
     "I bf16": INFERENCE | {"precision": "bf16"},

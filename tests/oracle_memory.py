@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,11 +29,11 @@ from whichlora.memory.layer_bytes import kept_tensors
 from whichlora.predict import predict as prediction
 from whichlora.predict import resolve as resolution
 from whichlora.profiler.build import build_model
-from whichlora.profiler.finetune import measure_finetune
 from whichlora.profiler.inference import measure_inference
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import ALL_LINEAR, RunConfig
 from whichlora.store.models import find_model
+from whichlora.trainers import get_trainer
 
 # Every width differs from every other, so that a formula cannot be right by accident.
 VOCAB = 2048
@@ -206,11 +207,12 @@ def load(one: Case) -> Any:
 
 
 def step_peak(one: Case) -> int:
-    """Peak live bytes of one optimizer step under the real Trainer."""
+    """Peak live bytes of one optimizer step of the run's trainer."""
     model = load(one)
     meter = Meter("cpu")
     with _quiet():
-        found = measure_finetune(model, one.run, meter, [one.run.seq_len])
+        measure = resolve_name(get_trainer(one.run.trainer).steps)
+        found = measure(model, one.run, meter, [one.run.seq_len])
     return int(found["peak_allocated_bytes"])
 
 

@@ -43,6 +43,12 @@ NEAR = {
         "optimizer": (11, 21, 33, 44, 0.011),
         "peak": (10, 27, 41, 59, 0.037),
     },
+    "loop.jsonl": {  # plain loops
+        "forward": (2, 4, 9, 26, None),
+        "backward": (8, 21, 27, 31, 0.0245),
+        "optimizer": (6, 18, 22, 25, 0.0035),
+        "peak": (4, 7, 15, 24, 0.081),
+    },
     "later-types.jsonl": {  # types of models that came after the draws
         "forward": (6, 26, 39, 77, None),
         "backward": (16, 52, 67, 81, 0.012),

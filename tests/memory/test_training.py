@@ -777,7 +777,7 @@ def test_a_loop_with_its_own_loss_keeps_the_logits(
     assert size == 10 * 128_256 * per_entry
     if size:
         what = found.model, found.dtypes, found.trainer
-        assert logits.kept_logits_bytes(*what, tokens=10) == size
+        assert logits.kept_logits_bytes(*what, tokens=10, loss_head=loss_head) == size
 
 
 def test_the_fused_loss_goes_backward_over_a_tile_and_eight_bytes_a_hidden_entry() -> None:
@@ -796,8 +796,8 @@ def test_the_fused_loss_goes_backward_over_a_tile_and_eight_bytes_a_hidden_entry
         ("hf", None, 12 * 128_256),
         ("unsloth", None, 8 * 128_256 + 2 * 4096),
         ("liger", 2 * 4096, 4 * 4096),
-        # logits stay with the loop; its gradient, and the head's input from it
-        ("raw", 2 * 128_256, (2 + 2) * 128_256 + 2 * 4096),
+        # beside the logits, which the loop holds: their gradient, and the head's input from it
+        ("raw", 2 * 128_256, 2 * 128_256 + 2 * 4096),
     ],
 )
 def test_bytes_per_token_of_each_loss(loss_head: Any, forward: int | None, backward: int) -> None:

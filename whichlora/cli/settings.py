@@ -67,7 +67,7 @@ _SETTINGS = (
     choices(
         "adapter-dtype",
         "auto",
-        "Dtype of the adapters; auto: float32, but for bf16-pure",
+        "Dtype of the adapters; auto: float32, but for bf16-pure and fp16-pure",
         specs.AdapterDtype,
     ),
     choices("bias", "none", "Biases of the base trained beside the adapters", specs.Bias),

@@ -20,7 +20,7 @@ from whichlora.exports.simpler import TRAINED, file_names, made_of, simpler_form
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
 from whichlora.spec.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFormat
-from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, RunConfig
+from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, RunConfig, autocast_precision
 
 FILE = "axolotl.yaml"
 _UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "expandable_segments")
@@ -165,9 +165,10 @@ def under_axolotl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     not prepared (`loaders/model.py`, `_configure_embedding_dtypes`).
     """
     notes = []
-    if run.precision in ("bf16-pure", "bf16-no-autocast"):
-        notes.append(f"Axolotl has no {run.precision}: it runs under bf16 autocast")
-        run = replace(run, precision="bf16")
+    precision = autocast_precision(run.precision)
+    if precision != run.precision:
+        notes.append(f"Axolotl has no {run.precision}: it runs under {precision} autocast")
+        run = replace(run, precision=precision)
     if run.loss_head != "hf":
         notes.append(f"the loss head {run.loss_head} is left out: it is a plugin of Axolotl")
     if get_method(run.method).trains_base and run.precision not in FP32_PRECISIONS:

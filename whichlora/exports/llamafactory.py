@@ -23,7 +23,7 @@ from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
 from whichlora.spec.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFormat
 from whichlora.spec.dtypes import has_master_weights
-from whichlora.spec.run import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig
+from whichlora.spec.run import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig, autocast_precision
 
 FILE = "llamafactory.yaml"
 _UNKNOWN: tuple[str, ...] = ("bias", "adapter_dtype", "expandable_segments")
@@ -193,7 +193,7 @@ def under_llamafactory(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     notes = []
     precision = run.precision
     if get_method(run.method).trains_base:
-        if precision == "fp16":
+        if precision.startswith("fp16"):
             raise ConfigError(
                 "--to llamafactory: full fine-tuning in fp16 is not modelled there; use bf16"
             )
@@ -201,9 +201,13 @@ def under_llamafactory(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
         if precision not in (*FP32_PRECISIONS, "bf16-pure") and not widened:
             precision = "bf16-pure"  # else it widens all weights to fp32
             notes.append(f"{run.precision} becomes pure_bf16, or it would widen all weights")
-    elif precision == "bf16-no-autocast":
-        precision = "bf16"
-        notes.append("LLaMA-Factory has no bf16 without autocast: it runs under bf16 autocast")
+    elif precision.startswith("fp16") or precision.endswith("-no-autocast"):
+        precision = autocast_precision(precision)
+        if precision != run.precision:
+            width = run.precision[:4]
+            notes.append(
+                f"LLaMA-Factory has no {width} without autocast: it runs under {width} autocast"
+            )
     if run.loss_head != "hf":
         notes.append(f"the loss head {run.loss_head} is left out")
     changed = replace(run, loss_head="hf", prepare_kbit=False, precision=precision)

@@ -138,9 +138,9 @@ def under_trl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     notes = []
     precision = run.precision
     adapters = not get_method(run.method).trains_base
-    if precision == "bf16-pure" and adapters and (run.quant or "none") == "none":
-        precision = "bf16-no-autocast"
-        notes.append("TRL keeps adapters of a 16-bit base in fp32, so bf16-pure isn't")
+    if precision.endswith("-pure") and adapters and (run.quant or "none") == "none":
+        precision = "fp16-no-autocast" if precision == "fp16-pure" else "bf16-no-autocast"
+        notes.append(f"TRL keeps adapters of a 16-bit base in fp32, so {run.precision} isn't")
     if precision == "fp16" and not adapters:
         raise ConfigError("--to trl: full fine-tuning in fp16 needs fp32 weights; use bf16")
     changed = replace(run, loss_head="trl-fused", prepare_kbit=False, precision=precision)

@@ -29,7 +29,7 @@ from whichlora.spec.data_format import (
     TEXT_PREFERENCES,
     TEXT_ROWS,
 )
-from whichlora.spec.run import FP32_PRECISIONS, RunConfig
+from whichlora.spec.run import FP32_PRECISIONS, RunConfig, autocast_precision
 
 FILE = "train_unsloth.py"
 _OUTPUT = "output-unsloth"
@@ -176,9 +176,8 @@ def under_unsloth(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if run.precision in FP32_PRECISIONS:
         raise ConfigError("--to unsloth: its kernels are 16-bit; set precision bf16 or fp16")
     notes = ["of Unsloth's kernels only the loss is modelled; the others keep less"]
-    precision = run.precision
-    if precision in ("bf16-pure", "bf16-no-autocast"):
-        precision = "bf16"
-        notes.append(f"Unsloth has no {run.precision}: it runs under bf16 autocast")
+    precision = autocast_precision(run.precision)
+    if precision != run.precision:
+        notes.append(f"Unsloth has no {run.precision}: it runs under {precision} autocast")
     changed = replace(run, loss_head="unsloth", prepare_kbit=False, precision=precision)
     return changed, tuple(notes)

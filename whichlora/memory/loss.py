@@ -86,19 +86,22 @@ KEPT_LOGITS = Fact(
     part="logits_and_loss",
     what="logits that a variable of the caller holds",
     shape="[batch_size, seq_len, vocab_size]",
-    dtype="compute_bytes, or fp32 under autocast",
-    why="loss head raw: the loop holds the model's output while it goes backward",
-    source="accelerate ConvertOutputsToFp32",
+    dtype="compute_bytes, or fp32 where accelerate widens them",
+    why="the model's output is held: by a loop until its next output, with loss head raw until "
+    "the backward is done",
+    source="trainers.loop; accelerate ConvertOutputsToFp32",
 )
 
 
 def kept_logits_bytes(
-    model: ModelSpec, dtypes: Dtypes, trainer: Trainer, *, tokens: Count
+    model: ModelSpec, dtypes: Dtypes, trainer: Trainer, *, tokens: Count, loss_head: str
 ) -> Count:
     """Logits as the caller gets them, where a variable of it holds the outputs. Kind: exact.
 
     Source: accelerate 1.15 `ConvertOutputsToFp32`.
     """
+    if loss_head in ("liger", "trl-fused"):  # outputs without logits
+        return 0 * tokens
     in_place = model.task == "causal-lm" and dtypes.libraries.widens_logits_in_place
     is_wide = in_place or _widens_outputs(dtypes, trainer)
     return tokens * logit_width(model) * (4 if is_wide else dtypes.compute_bytes)
@@ -159,9 +162,9 @@ def loss_backward_bytes(
     hidden = model.hidden_size
     in_place = model.task == "causal-lm" and dtypes.libraries.widens_logits_in_place
     if loss_head == "raw":
-        # the logits stay with the caller; fp32 ones get an fp32 gradient and a 16-bit one
+        # beside the logits, which stay with the caller; fp32 ones get an fp32 gradient, too
         is_copied = in_place or _widens_outputs(dtypes, trainer)
-        entry = (8 if is_copied else dtypes.compute_bytes) + dtypes.compute_bytes
+        entry = (4 if is_copied else 0) + dtypes.compute_bytes
         if model.logit_softcap:  # the tanh, and where no cast makes it, a second gradient
             entry += dtypes.compute_bytes * (1 if is_copied else 2)
         elif model.scales_logits and not is_copied:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from whichlora.memory import activations, kv_cache, loss, optimizer
 from whichlora.memory.entries import Entry, Fact, Group, listed
+from whichlora.memory.held import HELD_INPUTS, held_between_steps, held_outputs
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.worst_layer import after, has_one_order
 from whichlora.spec.numeric import largest
@@ -34,6 +35,7 @@ def layer_forward(step: TrainingStep) -> Entries:
     """In the last layer's forward: all layers hold their saved tensors."""
     return (
         *step.always,
+        *held_between_steps(step),
         step.saved_in_layers,
         step.remainders,
         _decoder_cache(step),
@@ -62,6 +64,7 @@ def loss_forward(step: TrainingStep) -> Entries:
     """At the end of the loss's forward: the logits, and the saved tensors of all layers."""
     return (
         *step.always,
+        *held_between_steps(step),
         step.saved_for_backward,
         step.remainders,
         _decoder_cache(step),
@@ -86,6 +89,7 @@ def loss_backward(step: TrainingStep) -> Entries:
     # (`release_variables`), and the layers' nodes come after the head's
     return (
         *step.always,
+        held_outputs(step),
         step.saved_for_backward,
         step.remainders,
         Entry(loss.LOSS_BACKWARD, step.loss_backward_bytes),
@@ -119,18 +123,11 @@ def head_backward(step: TrainingStep) -> Entries:
         *step.always,
         step.saved_for_backward,
         step.remainders,
-        _kept_logits(step),
+        held_outputs(step),
         Entry(LOGITS_GRADIENT, step.tokens * width * dtypes.compute_bytes),
         Entry(HEAD_GRADIENT, step.head_gradient + 0 * step.num_trained),
         _head_copy(step),
     )
-
-
-def _kept_logits(step: TrainingStep) -> Entry:
-    size = 0 * step.tokens
-    if step.trainer.outputs_held(step.run) != "until_loss":
-        size = loss.kept_logits_bytes(step.model, step.dtypes, step.trainer, tokens=step.tokens)
-    return Entry(loss.KEPT_LOGITS, size)
 
 
 LAST_LAYERS_GRADIENTS = Fact(
@@ -155,7 +152,7 @@ def layer_backward(step: TrainingStep) -> Entries:
     """In the backward of the worst layer, with the saved tensors of all layers."""
     return (
         *step.always,
-        _kept_logits(step),
+        held_outputs(step),
         Entry(LAST_LAYERS_GRADIENTS, step.gradients_in_layers),
         step.saved_in_layers,
         step.remainders,
@@ -170,14 +167,6 @@ LATER_LAYERS_GRADIENTS = Fact(
     dtype="of the parameter",
     why="the first layer goes backward last",
     source="torch AccumulateGrad",
-)
-HELD_INPUTS = Fact(
-    part="activations",
-    what="inputs that quantised matrices hold",
-    shape="[batch_size, seq_len, in_features]",
-    dtype="stream_bytes",
-    why="attributes of the graph's nodes: they go with the whole graph, not layer by layer",
-    source="bitsandbytes 0.50.2 MatMul8bitLt.forward",
 )
 AROUND_LAYERS = Fact(
     part="activations",
@@ -194,15 +183,15 @@ def first_layer_backward(step: TrainingStep) -> Entries:
     # `ctx.state` and `ctx.tensors` of `MatMul8bitLt` are plain attributes, which no
     # `release_variables` frees; without checkpointing the first layer's are in its own backward
     num_first = 0 if step.run.gradient_checkpointing else 1
-    held = (
+    inputs = (
         Group(tensors=layer.held, count=layer.count - num_first * (number == 0), **step.sized)
         for number, layer in enumerate(step.layers)
     )
     return (
         *step.always,
-        _kept_logits(step),
+        held_outputs(step),
         Entry(LATER_LAYERS_GRADIENTS, largest(step.late_gradients, 0 * step.late_gradients)),
-        listed(HELD_INPUTS, *held),
+        listed(HELD_INPUTS, *inputs),
         step.late_remainders,
         listed(AROUND_LAYERS, step.outside_in_first_layer, step.shared_masks),
         Entry(LAYER_BACKWARD, largest(*(step.passes.last_backward[i] for i in step.first_kinds))),
@@ -231,7 +220,7 @@ def layers_backward_at_depth(step: TrainingStep) -> Iterator[tuple[str, Entries]
             f"layer_{place}_backward",
             (
                 *step.always,
-                _kept_logits(step),
+                held_outputs(step),
                 Entry(LATER_LAYERS_GRADIENTS, gradients * (not step.accumulates)),
                 listed(passes.fact, *waiting, *shared, step.outside_in_layers),
                 step.late_remainders,
@@ -254,7 +243,7 @@ def first_decoder_layer_backward(step: TrainingStep) -> Entries:
         backward = backward + zeros
     return (
         *step.always,
-        _kept_logits(step),
+        held_outputs(step),
         Entry(LATER_LAYERS_GRADIENTS, gradients),
         step.remainders,
         _kept_by_encoder(step),
@@ -293,7 +282,7 @@ def layer_inputs_backward(step: TrainingStep) -> Entries:
     embeddings = step.tokens * step.model.hidden_size * step.layers[0].stream_bytes
     return (
         *step.always,
-        _kept_logits(step),
+        held_outputs(step),
         Entry(ALL_GRADIENTS, step.late_gradients),
         Entry(LAYER_INPUTS_BACKWARD, making + embeddings),
     )
@@ -323,7 +312,7 @@ def decoder_embedding_backward(step: TrainingStep) -> Entries:
     is_cast = step.dtypes.under_autocast and step.param_bytes == 4
     return (
         *step.always,
-        _kept_logits(step),
+        held_outputs(step),
         Entry(ALL_GRADIENTS, gradients * is_first),
         step.remainders,
         _kept_by_encoder(step),
@@ -339,7 +328,7 @@ def embedding_backward(step: TrainingStep) -> Entries:
     parts = _num_tied_parts(step) - bool(step.second_stack)
     return (
         *step.static,
-        _kept_logits(step),
+        held_outputs(step),
         Entry(ALL_GRADIENTS, step.all_gradients),
         step.late_remainders,
         _tied_gradients(step, parts),
@@ -367,6 +356,7 @@ def optimizer_step(step: TrainingStep) -> Entries:
     )
     return (
         *step.static,
+        *held_between_steps(step),
         Entry(ALL_GRADIENTS, step.all_gradients),
         step.late_remainders,
         Entry(optimizer.TEMPORARIES, temporaries + 0 * step.num_trained),

@@ -7,7 +7,7 @@ its inputs and writing its result; `tests/memory/test_optimizer.py` traces the r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whichlora.memory.entries import Fact
 from whichlora.memory.gradients import Trained
@@ -179,14 +179,21 @@ STATES = Fact(
 )
 
 
-def state_bytes(tensors: Iterable[Trained], *, optimizer: str, device_kind: str) -> Count:
+def state_bytes(
+    tensors: Iterable[Trained], *, optimizer: str, device_kind: str, narrow_embeddings: bool = False
+) -> Count:
     """Bytes of states after the first step, inside the framework's allocator.
+
+    Args:
+        narrow_embeddings: 8-bit states of embeddings have 8 bits, too; the Trainer keeps them wide.
 
     Kind: exact. Paged states live outside the allocator; a CPU has none.
     Source: torch 2.13 `optim`; bitsandbytes 0.50.2 `Optimizer2State.init_state` and
     `get_state_buffer`; transformers 5.23 `Adafactor.step`, `Trainer.create_optimizer`.
     """
     of_tensor = _OPTIMIZERS[optimizer].state_bytes
+    if narrow_embeddings:
+        tensors = [replace(tensor, is_embedding=False) for tensor in tensors]
     return sum(of_tensor(tensor, device_kind != "cpu") * tensor.count for tensor in tensors)
 
 

@@ -129,7 +129,10 @@ class TrainingStep:
                 self.model, self.run, self.dtypes, self.method, self.targets, self.r
             )
         states = optimizer.state_bytes(
-            self.tensors, optimizer=self.run.optimizer, device_kind=self.gpu.kind
+            self.tensors,
+            optimizer=self.run.optimizer,
+            device_kind=self.gpu.kind,
+            narrow_embeddings=self.trainer.narrows_embedding_states,
         )
         entries.append(Entry(optimizer.STATES, states + 0 * self.num_trained))
         return tuple(entries)
@@ -245,6 +248,18 @@ class TrainingStep:
         trains_embedding = any(tensor.is_embedding for tensor in self.saved_modules)
         return self.method.trains_base or self.run.gradient_checkpointing or trains_embedding
 
+    @property
+    def leaf_embedding_bytes(self) -> int:
+        """Bytes per token of looked-up embeddings that are a leaf of the graph; 0 where none is.
+
+        They are where the table is frozen and a hook on it asks for a gradient.
+        """
+        if not self.run.gradient_checkpointing or self.method.trains_base:
+            return 0
+        if any(tensor.is_embedding for tensor in self.saved_modules):
+            return 0
+        return self.model.embeddings[0].width * self.dtypes.embedding_bytes
+
     @cached_property
     def layer_inputs(self) -> LayerInputPoints | None:
         """The second embedding that every layer reads a part of, where the model has one."""
@@ -313,6 +328,19 @@ class TrainingStep:
     @cached_property
     def loss_backward_bytes(self) -> Count:
         return loss.loss_backward_bytes(
+            self.model,
+            self.dtypes,
+            self.trainer,
+            tokens=self.tokens,
+            loss_head=self.run.loss_head,
+        )
+
+    @cached_property
+    def kept_logits_bytes(self) -> Count:
+        """Logits that the caller holds while the model goes backward."""
+        if self.trainer.outputs_held(self.run) == "until_loss":
+            return 0 * self.tokens
+        return loss.kept_logits_bytes(
             self.model,
             self.dtypes,
             self.trainer,

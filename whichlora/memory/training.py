@@ -113,7 +113,7 @@ def _idle_bytes(step: TrainingStep, ledger: Ledger) -> Count:
     Kind: estimate. Source: `allocator.idle_after_step_bytes`.
     """
     peak = ledger.peak_allocated_bytes
-    in_loss = largest(step.loss_forward_bytes, step.loss_backward_bytes)
+    in_loss = largest(step.loss_forward_bytes, step.loss_backward_bytes + step.kept_logits_bytes)
     in_layer = step.layer_backward_bytes
     idle = _idle_after_layers(step, in_loss, in_layer)
     # these segments are idle while layers run; a later peak is cut from what they left

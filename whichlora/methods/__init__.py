@@ -64,7 +64,7 @@ def weight_dtype(run: RunConfig) -> WeightDtype:
     trains_base = get_method(run.method).trains_base
     if run.precision in FP32_PRECISIONS or has_master_weights(run, trains_base=trains_base):
         return "float32"
-    return "float16" if run.precision == "fp16" else "bfloat16"
+    return "float16" if run.precision.startswith("fp16") else "bfloat16"
 
 
 __all__ = [

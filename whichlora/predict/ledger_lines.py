@@ -316,7 +316,7 @@ def _dtype(job: ResolvedRun, dtype: str) -> str:
 
 
 def _width_name(job: ResolvedRun, width: int) -> str:
-    if width == 2 and job.run.precision == "fp16":
+    if width == 2 and job.run.precision.startswith("fp16"):
         return "fp16"
     return _DTYPES.get(width, f"{width} B")
 

@@ -63,6 +63,8 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
             f"gradient_checkpointing is off: the {job.model.model_type} of transformers has none"
         )
     notes += job.method.notes(run, adapted_experts)
+    if run.phase == "finetune":
+        notes += job.trainer.notes(run)
     if job.model.task == "seq2seq-lm" and run.phase == "finetune":
         notes.append("encoder and decoder are both taken at seq_len tokens")
     return tuple(notes)

@@ -240,9 +240,10 @@ def _with_adapters(
     model = get_peft_model(model, config, autocast_adapter_dtype=not narrow)
     if narrow and run.quant != "none":
         # PEFT gives adapters the dtype of the base weight, which 4 and 8 bits don't have. As in
-        # TRL, they become bf16, but for DoRA's magnitudes.
+        # TRL, they become 16 bit, but for DoRA's magnitudes.
+        narrowed = torch.float16 if run.precision.startswith("fp16") else torch.bfloat16
         for name, parameter in model.named_parameters():
             wide = method.stays_wide and method.stays_wide in name
             if parameter.requires_grad and not wide:
-                parameter.data = parameter.data.to(torch.bfloat16)
+                parameter.data = parameter.data.to(narrowed)
     return model

@@ -50,20 +50,22 @@ def measure_finetune(
             f"loss_head: {run.loss_head} runs inside {maker}'s own "
             "trainer and can't be profiled; profile hf, liger or raw instead"
         )
-    longest = max(seq_lens)
-    untimed = [longest] * (2 if meter.needs_extra_run else 1)
-    lengths = [*untimed, *seq_lens]
-    steps = ["warming up", "counting memory"][: len(untimed)]
-    steps += [f"in batch {number} of {len(seq_lens)}" for number in range(1, len(seq_lens) + 1)]
-    timer = _StepTimer(meter, num_untimed=len(untimed), is_done=is_done, steps=steps, tell=tell)
+    lengths, steps = stages(meter, seq_lens)
+    timer = _StepTimer(
+        meter,
+        num_untimed=len(lengths) - len(seq_lens),
+        is_done=is_done,
+        steps=steps,
+        tell=tell,
+    )
     watch_moments(model, meter)
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = _Trainer(
             run=run,
             model=model,
             args=_training_arguments(run, meter, output_dir, max_steps=len(lengths)),
-            train_dataset=_random_rows(model.config, run, lengths),
-            data_collator=_collate,
+            train_dataset=random_rows(model.config, run, lengths),
+            data_collator=collate,
             callbacks=[timer],
         )
         trainer.train()
@@ -71,6 +73,20 @@ def measure_finetune(
     trainer.accelerator.free_memory()
     timed = {"step_s": timer.step_s, "batch_seq_len": list(seq_lens[: len(timer.step_s)])}
     return timed | {"warm_up_s": timer.warm_up_s} | peaks
+
+
+def stages(
+    meter: Meter, seq_lens: Sequence[int], *, num_counted: int = 1
+) -> tuple[list[int], list[str]]:
+    """Length of every step, those that are not timed first, and what each is for, in words.
+
+    Args:
+        num_counted: steps under the memory profiler of a device without counters.
+    """
+    steps = ["warming up", *["counting memory"] * (num_counted * meter.needs_extra_run)]
+    untimed = [max(seq_lens)] * len(steps)
+    steps += [f"in batch {number} of {len(seq_lens)}" for number in range(1, len(seq_lens) + 1)]
+    return [*untimed, *seq_lens], steps
 
 
 class _Trainer(Trainer):  # type: ignore[misc]
@@ -207,7 +223,7 @@ def _training_arguments(
     )
 
 
-def _random_rows(config: Any, run: RunConfig, lengths: Sequence[int]) -> list[dict[str, Any]]:
+def random_rows(config: Any, run: RunConfig, lengths: Sequence[int]) -> list[dict[str, Any]]:
     """The rows of all batches in order; each knows the padded length of its batch."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = config.get_text_config().vocab_size
@@ -225,7 +241,7 @@ def _random_rows(config: Any, run: RunConfig, lengths: Sequence[int]) -> list[di
     return rows
 
 
-def _collate(rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+def collate(rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     """Tensors of shape [batch_size, seq_len], padded on the right."""
     # A row of the full length, dropped again, makes `pad_sequence` pad to it.
     ruler = torch.empty(rows[0]["seq_len"], dtype=torch.long)

@@ -12,7 +12,16 @@ from whichlora.spec.versions import Libraries
 from whichlora.text import require_printable
 
 Phase = Literal["finetune", "inference"]
-Precision = Literal["bf16", "bf16-pure", "bf16-no-autocast", "fp16", "tf32", "fp32"]
+Precision = Literal[
+    "bf16",
+    "bf16-pure",
+    "bf16-no-autocast",
+    "fp16",
+    "fp16-pure",
+    "fp16-no-autocast",
+    "tf32",
+    "fp32",
+]
 Optimizer = Literal[
     "adamw_torch",
     "adamw_torch_fused",
@@ -46,6 +55,16 @@ MOST_COUNT = 10**9
 MOST_RATIO = 10**12
 ALL_LINEAR = "all-linear"
 ATTENTION = "attention"
+
+
+def autocast_precision(precision: Precision) -> Precision:
+    """`precision`, of which a tool has no form without autocast."""
+    without: dict[str, Precision] = {
+        f"{autocast}-{kind}": autocast
+        for autocast in ("bf16", "fp16")
+        for kind in ("pure", "no-autocast")
+    }
+    return without.get(precision, precision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +146,8 @@ class RunConfig:
             `cache_config` of transformers.
         base_dtype: of the weights that are not quantised; auto: what the precision implies;
             float32: fp32 master weights under bf16 or fp16 autocast.
-        adapter_dtype: of the trained adapters; auto: fp32 as PEFT makes them, but for bf16-pure.
+        adapter_dtype: of the trained adapters; auto: fp32 as PEFT makes them, but for
+            bf16-pure and fp16-pure.
         bias: which biases of the base PEFT trains beside the adapters.
         use_rslora: scale adapters by the root of the rank; the bytes and the time are LoRA's.
         loraplus_lr_ratio: learning rate of B over that of A (LoRA+); so are they.
@@ -296,7 +316,7 @@ class RunConfig:
     def narrows_adapters(self) -> bool:
         """Whether adapters have the base's 16 bits: PEFT's `autocast_adapter_dtype=False`."""
         if self.adapter_dtype == "auto":
-            return self.precision == "bf16-pure"
+            return self.precision.endswith("-pure")
         return self.adapter_dtype == "bfloat16"
 
     def chosen(self) -> dict[str, Any]:

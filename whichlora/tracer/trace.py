@@ -51,7 +51,12 @@ _KINDS = (
     "mlp_layer_types",
     "no_rope_layers",
 )  # may differ from layer to layer
-_STAND_INS: dict[str, Precision] = {"fp16": "bf16", "tf32": "fp32"}  # of equal bytes, on a CPU
+_STAND_INS: dict[str, Precision] = {  # of equal bytes, on a CPU
+    "fp16": "bf16",
+    "fp16-pure": "bf16-pure",
+    "fp16-no-autocast": "bf16-no-autocast",
+    "tf32": "fp32",
+}
 
 
 def trace(

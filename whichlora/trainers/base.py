@@ -32,6 +32,7 @@ class Trainer:
             it): until there is a loss, until its backward is done, or until the outputs of the
             next step take their place.
         widens_outputs: under autocast the caller gets fp32 copies of the outputs.
+        narrows_embedding_states: an 8-bit optimizer has 8-bit states of embeddings, too.
         clips_gradients: their norm is computed and cut before each optimizer step.
         notes: what a user must know of a run.
     """
@@ -42,5 +43,6 @@ class Trainer:
     library_class: str = ""
     outputs_held: Callable[[RunConfig], OutputsHeld] = _drops_outputs
     widens_outputs: bool = False
+    narrows_embedding_states: bool = False
     clips_gradients: bool = False
     notes: Callable[[RunConfig], tuple[str, ...]] = _no_notes

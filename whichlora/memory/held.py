@@ -1,0 +1,55 @@
+"""What variables of whoever runs the steps hold, beside what autograd keeps."""
+
+from __future__ import annotations
+
+from whichlora.memory import loss
+from whichlora.memory.entries import Entry, Fact, Group, listed
+from whichlora.memory.step import TrainingStep
+
+ENCODER_STATES = Fact(
+    part="activations",
+    what="the encoder's output, which the model's output holds",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="stream_bytes",
+    why="a variable of the caller holds `encoder_last_hidden_state`",
+    source="transformers 5.23 Seq2SeqLMOutput",
+)
+GRAPH_LEAVES = Fact(
+    part="activations",
+    what="embeddings and their gradient",
+    shape="[2, batch_size, seq_len, hidden_size]",
+    dtype="of the embedding",
+    why="a variable of the caller holds the graph, whose leaf they are",
+    source="transformers 5.23 enable_input_require_grads; torch AccumulateGrad",
+)
+HELD_INPUTS = Fact(
+    part="activations",
+    what="inputs that quantised matrices hold",
+    shape="[batch_size, seq_len, in_features]",
+    dtype="stream_bytes",
+    why="attributes of the graph's nodes: they go with the whole graph, not layer by layer",
+    source="bitsandbytes 0.50.2 MatMul8bitLt.forward",
+)
+
+
+def held_outputs(step: TrainingStep) -> Entry:
+    """Outputs of the model from the end of its forward on, where the caller holds them."""
+    return Entry(loss.KEPT_LOGITS, step.kept_logits_bytes)
+
+
+def held_between_steps(step: TrainingStep) -> tuple[Entry, ...]:
+    """What is left of a step in its update, and in the forward of the next one.
+
+    Outputs and the graph that they belong to: its nodes, not what they saved for the backward.
+    """
+    if step.trainer.outputs_held(step.run) != "until_next_outputs":
+        return ()
+    # a decoder's cross attention saves them too, until its backward is done
+    states = step.model.hidden_size * step.dtypes.stream_bytes if step.second_stack else 0
+    held = (Group(tensors=layer.held, count=layer.count, **step.sized) for layer in step.layers)
+    return (
+        held_outputs(step),
+        Entry(ENCODER_STATES, step.tokens * states),
+        Entry(GRAPH_LEAVES, 2 * step.tokens * step.leaf_embedding_bytes),
+        listed(HELD_INPUTS, *held),
+    )

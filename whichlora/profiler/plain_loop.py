@@ -1,0 +1,112 @@
+"""A few optimizer steps of a loop that a script writes out, timed one by one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from whichlora.errors import MeasurementError
+from whichlora.profiler.finetune import collate, random_rows, stages, watch_moments
+from whichlora.profiler.meter import Meter
+from whichlora.spec.run import AUTOCAST_PRECISIONS, RunConfig
+
+_HEADS = ("hf", "raw")
+
+
+def measure_loop(
+    model: Any,
+    run: RunConfig,
+    meter: Meter,
+    seq_lens: Sequence[int],
+    is_done: Callable[[Sequence[float]], bool] = lambda _: False,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """As `finetune.measure_finetune`, of the loop that the body of this function spells out.
+
+    `outputs` and `loss` are local variables, as in a script: what they hold lives until the next
+    step gives them another value.
+
+    Raises:
+        MeasurementError: a loss head that is not the model's own, nor that of the loop.
+    """
+    if run.loss_head not in _HEADS:
+        raise MeasurementError(
+            f"loss_head: {run.loss_head} is not in the plain loop; profile {' or '.join(_HEADS)}"
+        )
+    # two are counted: what a step leaves behind is in the second alone
+    lengths, steps = stages(meter, seq_lens, num_counted=2)
+    num_untimed = len(lengths) - len(seq_lens)
+    watch_moments(model, meter)
+    model.config.use_cache = False  # else the outputs hold keys and values, too
+    _enable_checkpointing(model, run)
+    optimizer = _optimizer(model, run)
+    device = next(model.parameters()).device
+    scaler = torch.amp.GradScaler(device.type, enabled=run.precision == "fp16" and meter.is_cuda)
+    rows = iter(random_rows(model.config, run, lengths))
+    step_s: list[float] = []
+    warm_up_s = 0.0
+    end_s = meter.now()
+    for number, stage in enumerate(steps):
+        tell(stage)
+        if number == 1 < num_untimed:
+            outputs = loss = None  # a profiler does not see the release of what was there before
+            meter.start_extra_run()
+        for _ in range(run.gradient_accumulation_steps):
+            meter.enter("layer_forward")
+            batch = collate([next(rows) for _ in range(run.batch_size)])
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            with _autocast(run, device.type):
+                if run.loss_head == "raw":
+                    del batch["labels"]
+                    outputs = model(**batch)
+                    loss = outputs.logits.mean()
+                else:
+                    outputs = model(**batch)
+                    loss = outputs.loss
+            scaler.scale(loss / run.gradient_accumulation_steps).backward()
+        meter.enter("optimizer_step")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        meter.enter("")
+        now = meter.now()
+        if number == 0:
+            warm_up_s = now - end_s
+        elif number == num_untimed - 1:
+            meter.stop_extra_run()
+            now = meter.now()  # reading the profile takes a while
+        elif number >= num_untimed:
+            step_s.append(now - end_s)
+            if is_done(step_s):
+                break
+        end_s = now
+    timed = {"step_s": step_s, "batch_seq_len": list(seq_lens[: len(step_s)])}
+    return timed | {"warm_up_s": warm_up_s} | meter.peaks()
+
+
+def _autocast(run: RunConfig, device_type: str) -> AbstractContextManager[Any]:
+    if run.precision not in AUTOCAST_PRECISIONS:
+        return nullcontext()
+    dtype = torch.float16 if run.precision == "fp16" else torch.bfloat16
+    context: AbstractContextManager[Any] = torch.autocast(device_type, dtype=dtype)
+    return context
+
+
+def _enable_checkpointing(model: Any, run: RunConfig) -> None:
+    if run.gradient_checkpointing:
+        kind = {} if run.use_reentrant is None else {"use_reentrant": run.use_reentrant}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)
+
+
+def _optimizer(model: Any, run: RunConfig) -> Any:
+    """The class that the Trainer makes of the name, over one group of parameters."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(folder, optim=run.trainer_optim, report_to=[])
+        made, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    return made([p for p in model.parameters() if p.requires_grad], **options)
