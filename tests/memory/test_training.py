@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from devices import A100, CPU
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from strategies import DEVICES, finetune_runs, inference_runs
 
@@ -29,7 +29,6 @@ from whichlora.memory import (
 from whichlora.memory import (
     loss as logits,
 )
-from whichlora.memory.allocator_simulator import MIN_BLOCK_BYTES
 from whichlora.memory.entries import Kind
 from whichlora.memory.gradients import Trained, trained_biases, trained_tensors
 from whichlora.memory.inference import inference_ledger
@@ -284,11 +283,23 @@ def test_the_fused_optimizer_never_needs_more(run: RunConfig, gpu: GpuSpec) -> N
     assert peak(replace(run, optimizer="adamw_torch_fused"), gpu) <= peak(run, gpu)
 
 
+# T5's cross attention adds zeros where there is no mask: the decoder's, gone in the encoder's
+# backward, where the peak of so few tokens is
+SHORT_T5 = RunConfig(
+    model="google-t5/t5-small",
+    method="lora",
+    precision="fp32",
+    r=9,
+    seq_len=5,
+    gradient_checkpointing=False,
+)
+
+
 @given(run=finetune_runs(method="lora", precision="fp32", padding="none", attn="sdpa"), gpu=DEVICES)
+@example(run=SHORT_T5, gpu=A100)
 def test_a_mask_never_makes_a_step_smaller(run: RunConfig, gpu: GpuSpec) -> None:
     assume(run.seq_len > 1)  # one token has nothing beside it to mask
-    # T5 keeps zeros where it has no mask to add: 128 bytes of two tokens
-    assert peak(replace(run, padding="padded"), gpu) + MIN_BLOCK_BYTES >= peak(run, gpu)
+    assert peak(replace(run, padding="padded"), gpu) >= peak(run, gpu)
 
 
 # --- single formulas ------------------------------------------------------------------------

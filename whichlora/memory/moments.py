@@ -193,7 +193,7 @@ def first_layer_backward(step: TrainingStep) -> Entries:
         Entry(LATER_LAYERS_GRADIENTS, largest(step.late_gradients, 0 * step.late_gradients)),
         listed(HELD_INPUTS, *inputs),
         step.late_remainders,
-        listed(AROUND_LAYERS, step.outside_in_first_layer, step.shared_masks),
+        listed(AROUND_LAYERS, step.outside_in_first_layer, step.masks_in_first_layer),
         Entry(LAYER_BACKWARD, largest(*(step.passes.last_backward[i] for i in step.first_kinds))),
     )
 

@@ -216,9 +216,9 @@ class TrainingStep:
         """Groups that the layer whose backward comes last may be of."""
         return self.first_stack[:1] if has_one_order(self.model) else self.first_stack
 
-    def _mask_bytes(self, *, checkpointed: bool) -> Count:
+    def _mask_bytes(self, *, checkpointed: bool, side: str = "") -> Count:
         return activations.kept_mask_bytes(
-            self.model, self.dtypes, checkpointed=checkpointed, **self.sized
+            self.model, self.dtypes, checkpointed=checkpointed, side=side, **self.sized
         )
 
     @cached_property
@@ -228,9 +228,19 @@ class TrainingStep:
     @cached_property
     def shared_masks(self) -> Group:
         """Masks and biases that every layer reads: one tensor, made before the first layer."""
+        return self._mask_group(self.kept_mask_bytes)
+
+    @cached_property
+    def masks_in_first_layer(self) -> Group:
+        """The same in the last layer of the backward: a decoder's went with its layers."""
+        checkpointed = bool(self.run.gradient_checkpointing)
+        first_stack = self.model.groups[0].stack
+        return self._mask_group(self._mask_bytes(checkpointed=checkpointed, side=first_stack))
+
+    def _mask_group(self, num_bytes: Count) -> Group:
         masks = Tensor(
             "masks and biases that layers share",
-            constant=self.kept_mask_bytes,
+            constant=num_bytes,
             dims="batch_size, seq_len, seq_len",
         )
         return Group(tensors=(masks,), **self.sized)
