@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from written_layers import points_of_layer
 
 from whichlora.memory import inference
@@ -26,6 +29,7 @@ from whichlora.symbolic.autograd import (
     maximal,
     most,
     packed,
+    per_rank,
     per_sequence,
     per_token,
     plus,
@@ -148,6 +152,36 @@ def test_only_points_that_can_be_the_largest_are_kept() -> None:
     low, high, other = per_token(1), per_token(2), constant(5)
     assert set(maximal([low, high, other, high])) == {high, other}
     assert most([low, other], tokens=3, span=1, r=1) == 5
+
+
+FORMS = st.builds(
+    LinearForm,
+    per_token=st.integers(0, 9),
+    constant=st.integers(0, 9),
+    per_rank_token=st.integers(0, 1),
+    per_rank=st.integers(0, 9),
+)
+
+
+@given(
+    forms=st.lists(FORMS, min_size=1),
+    span=st.integers(1, 50),
+    batch_size=st.integers(1, 4),
+    r=st.integers(1, 9),
+)
+def test_forms_left_out_are_the_largest_of_no_sizes(
+    forms: list[LinearForm], span: int, batch_size: int, r: int
+) -> None:
+    sizes = {"tokens": batch_size * span, "span": span, "r": r}
+    assert most(maximal(forms), **sizes) == most(forms, **sizes)
+
+
+@pytest.mark.parametrize("gradient", [per_rank, constant])
+def test_of_forms_on_a_line_its_ends_are_kept(gradient: Callable[[int], LinearForm]) -> None:
+    line = [plus(per_token(3 * step), gradient(7 * (100 - step))) for step in range(101)]
+    assert set(maximal(line)) == {line[0], line[-1]}
+    bulge = plus(per_token(3 * 50), gradient(7 * 50 + 1))
+    assert set(maximal([*line, bulge])) == {line[0], bulge, line[-1]}
 
 
 def test_a_llama_layer_under_autocast_keeps_and_needs_the_closed_form() -> None:

@@ -8,7 +8,7 @@ batch size, length and rank, as numbers or as arrays of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import ge, itemgetter
@@ -168,8 +168,17 @@ def most(forms: Iterable[LinearForm], *, tokens: Count, span: Count, r: Count) -
 
 
 def maximal(forms: Iterable[LinearForm]) -> tuple[LinearForm, ...]:
-    """The forms that no other form dominates, that is, reaches in every term."""
-    candidates = sorted(set(forms), reverse=True)
+    """Forms of which one is the largest whatever the sizes are.
+
+    Left out are those that another form reaches in every term, and those between two forms: bytes
+    are linear in each term, so that one of the two has as many.
+    """
+    # backward, a layer after another frees what it saved per token and leaves its gradients: a
+    # loop over 512 experts makes tens of thousands of forms, most of them on such lines
+    ends: Iterable[LinearForm] = set(forms)
+    for gradients in ("per_rank", "constant"):
+        ends = _upper_hulls(ends, LinearForm._fields.index(gradients))
+    candidates = sorted(ends, reverse=True)
     varying = [
         term for term, values in enumerate(zip(*candidates, strict=True)) if len(set(values)) > 1
     ]
@@ -178,7 +187,7 @@ def maximal(forms: Iterable[LinearForm]) -> tuple[LinearForm, ...]:
     maxima: list[LinearForm] = []
     terms_of_maxima: list[tuple[int, ...]] = []
     compared = itemgetter(*varying)
-    for form in candidates:  # a loop over 512 experts makes tens of thousands
+    for form in candidates:
         terms = compared(form)
         for larger in terms_of_maxima:
             if all(map(ge, larger, terms)):
@@ -187,6 +196,29 @@ def maximal(forms: Iterable[LinearForm]) -> tuple[LinearForm, ...]:
             maxima.append(form)
             terms_of_maxima.append(terms)
     return tuple(maxima)
+
+
+def _upper_hulls(forms: Iterable[LinearForm], term: int) -> Iterator[LinearForm]:
+    """Of forms that differ in `per_token` and `term` alone, those that can be the largest.
+
+    Source: Andrew 1979, doi:10.1016/0020-0190(79)90072-3: the upper hull of points in a plane.
+    """
+    planes: dict[tuple[int, ...], list[tuple[int, int, LinearForm]]] = {}
+    for form in forms:
+        planes.setdefault(form[1:term] + form[term + 1 :], []).append((form[0], form[term], form))
+    for points in planes.values():
+        hull: list[tuple[int, int, LinearForm]] = []
+        for point in sorted(points, reverse=True):
+            x, y, _ = point
+            if hull and y <= hull[-1][1]:
+                continue
+            while len(hull) > 1:
+                (x1, y1, _), (x2, y2, _) = hull[-2:]
+                if (x1 - x2) * (y - y2) < (y2 - y1) * (x2 - x):
+                    break
+                hull.pop()
+            hull.append(point)
+        yield from (form for *_, form in hull)
 
 
 @dataclass(eq=False, slots=True)
