@@ -50,6 +50,30 @@ def test_dora_trains_one_magnitude_per_output_more(
     assert dora - lora == out_features
 
 
+@pytest.mark.parametrize(
+    ("settings", "magnitude_bytes"),
+    [
+        ({"adapter_dtype": "bfloat16"}, 2),  # PEFT reads it off the state of the 4-bit weight
+        ({"adapter_dtype": "bfloat16", "quant": "int8"}, 4),
+        ({"adapter_dtype": "bfloat16", "quant": "none"}, 2),
+        ({"loss_head": "trl-fused", "prepare_kbit": False}, 4),  # TRL casts the factors alone
+        ({}, 4),
+    ],
+)
+def test_magnitudes_stay_wide_where_fp32_adapters_are_narrowed_later(
+    settings: dict[str, Any], magnitude_bytes: int
+) -> None:
+    run = RunConfig(model="Qwen/Qwen2.5-0.5B", method="qdora", **settings)
+    model = find_model(run.model)
+    assert model is not None
+    job = resolve(model, run, A100)
+    factor = job.dtypes.adapter_bytes
+    q_proj = linear()
+    assert tuple(job.method.adapter_widths(q_proj, job.dtypes)) == (factor, factor, magnitude_bytes)
+    added = job.method.adapter_bytes(q_proj, job.dtypes, 8)
+    assert added == factor * 8 * (64 + 96) + magnitude_bytes * 96
+
+
 @pytest.mark.parametrize(("quantised", "plain"), [("qlora", "lora"), ("qdora", "dora")])
 def test_a_quantised_method_differs_only_in_what_it_stores(quantised: str, plain: str) -> None:
     ours, other = get_method(quantised), get_method(plain)

@@ -46,6 +46,17 @@ def config_of(name: str) -> dict[str, Any]:
     return dict(model.config)
 
 
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+def test_narrow_adapters_of_a_quantised_base_have_the_bytes_of_the_ledger(quant: str) -> None:
+    run = RunConfig(model="x", method="qdora", quant=quant, adapter_dtype="bfloat16", seq_len=16)
+    job = resolve.resolve(families.build(TINY, name="x"), run, GPU)
+    events = trace(job.run, TINY, target_modules="all-linear", num_layers=4)
+    traced = sum(event.num_bytes or 0 for event in events if event.moment == "adapters")
+    entries = predict.ledger(job).moments["optimizer_step"]
+    (adapters,) = (entry for entry in entries if entry.what == "adapter weights")
+    assert traced * 7 == adapters.num_bytes * 4  # of its seven layers four are traced
+
+
 def traced_activations(config: dict[str, Any], run: RunConfig) -> float:
     """GiB at the peak that are neither weights, adapters nor optimizer states."""
     events = trace(run, config, target_modules="all-linear", num_layers=4)

@@ -104,13 +104,13 @@ def adapter_entries(
     r: Count,
 ) -> list[Entry]:
     """Weights of adapters, on modules that text never runs (a vision tower) too, and of copies."""
-    num_params = trained_params(model, targets, method, r)
+    num_bytes = gradient_bytes(_of_adapters(model, targets, method, r, dtypes)) + 0 * r
     for linear in _idle_adapted(model, run, targets):
-        num_params = num_params + method.adapter_params(linear, r)
+        num_bytes = num_bytes + method.adapter_bytes(linear, dtypes, r)
     copied = gradient_bytes(saved_modules(model, run.modules_to_save, dtypes.embedding_bytes))
     frozen = method.frozen_tensors(adapted_linears(model, targets), r)
     return [
-        Entry(ADAPTERS, num_params * dtypes.adapter_bytes),
+        Entry(ADAPTERS, num_bytes),
         listed(FROZEN_ADAPTERS, *(_frozen_group(tensor, dtypes) for tensor in frozen)),
         Entry(SAVED_MODULES, copied + 0 * r),
     ]
@@ -146,7 +146,7 @@ def trained_tensors(
     if method.trains_base:
         return tuple(_of_base(model, dtypes.base_bytes))
     return (
-        *_of_adapters(model, targets, method, r, dtypes.adapter_bytes),
+        *_of_adapters(model, targets, method, r, dtypes),
         *saved_modules(model, modules_to_save, dtypes.embedding_bytes),
         *trained_biases(model, targets, bias, dtypes.base_bytes),
     )
@@ -225,10 +225,13 @@ def unwanted_gradient_bytes(
 
 
 def _of_adapters(
-    model: ModelSpec, targets: tuple[str, ...], method: Method, r: Count, param_bytes: int
+    model: ModelSpec, targets: tuple[str, ...], method: Method, r: Count, dtypes: Dtypes
 ) -> Iterator[Trained]:
     for linear, count in adapted_linears(model, targets):
-        for rows, width in method.adapter_shapes(linear, r):
+        widths = method.adapter_widths(linear, dtypes)
+        for (rows, width), param_bytes in zip(
+            method.adapter_shapes(linear, r), widths, strict=False
+        ):
             yield Trained(
                 rows=rows, width=width, count=count * linear.count, param_bytes=param_bytes
             )

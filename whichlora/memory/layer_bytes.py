@@ -79,13 +79,9 @@ def layer_bytes(
 
     Kind: exact. Source: `layer_code.layer_points`.
     """
-    trained: Count = 0 * r
-    if method.trains_base:
-        trained = layer.num_params + 0 * r
-    else:
-        for linear in adapted(layer, targets):
-            trained = trained + method.adapter_params(linear, r)
-    gradients = trained * (dtypes.base_bytes if method.trains_base else dtypes.adapter_bytes)
+    gradients: Count = layer.num_params * dtypes.base_bytes * method.trains_base + 0 * r
+    for linear in adapted(layer, targets):
+        gradients = gradients + method.adapter_bytes(linear, dtypes, r)
     sizes = {"tokens": tokens, "span": span, "r": r}
     tensors: list[Tensor] = []
     held: list[Tensor] = []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from whichlora.spec.architecture import Linear
@@ -72,6 +73,10 @@ def _no_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
     return ()
 
 
+def _as_wide_as_adapters(linear: Linear, dtypes: Dtypes) -> Iterator[int]:
+    return repeat(dtypes.adapter_bytes)
+
+
 def _nothing_frozen(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[FrozenTensor, ...]:
     return ()
 
@@ -106,6 +111,7 @@ class Method:
         base_quant: storage of the base weights where the user does not say.
         serve: how its model is served where the user does not say.
         adapter_shapes: (rows, width) of the trained tensors that one of the `count` matrices gets.
+        adapter_widths: bytes of one element of each of them.
         frozen_tensors: matrices of the adapters that are not trained, of all adapted matrices of a
             model, each given with the number of layers that have it.
         forward: the operators of one adapted module, the base's product (`ops.base`) among them.
@@ -128,6 +134,7 @@ class Method:
     base_quant: Quant = "none"
     serve: Serve = "merged"
     adapter_shapes: Callable[[Linear, Count], tuple[tuple[Count, Count], ...]] = _no_shapes
+    adapter_widths: Callable[[Linear, Dtypes], Iterable[int]] = _as_wide_as_adapters
     frozen_tensors: Callable[[Sequence[tuple[Linear, int]], Count], tuple[FrozenTensor, ...]] = (
         _nothing_frozen
     )
@@ -142,6 +149,16 @@ class Method:
         total: Count = 0 * r
         for rows, width in self.adapter_shapes(linear, r):
             total = total + rows * width
+        return total * linear.count
+
+    def adapter_bytes(self, linear: Linear, dtypes: Dtypes, r: Count) -> Count:
+        """Bytes of these parameters, and of their gradients. Kind: exact."""
+        total: Count = 0 * r
+        widths = self.adapter_widths(linear, dtypes)
+        for (rows, width), element_bytes in zip(
+            self.adapter_shapes(linear, r), widths, strict=False
+        ):
+            total = total + rows * width * element_bytes
         return total * linear.count
 
 

@@ -239,8 +239,8 @@ def _with_adapters(
     narrow = run.narrows_adapters
     model = get_peft_model(model, config, autocast_adapter_dtype=not narrow)
     if narrow and run.quant != "none":
-        # PEFT gives adapters the dtype of the base weight, which 4 and 8 bits don't have. As in
-        # TRL, they become 16 bit, but for DoRA's magnitudes.
+        # PEFT gives adapters the dtype of the base weight, which 8 bits don't have. As in TRL, they
+        # become 16 bit, but for DoRA's magnitudes.
         narrowed = torch.float16 if run.precision.startswith("fp16") else torch.bfloat16
         for name, parameter in model.named_parameters():
             wide = method.stays_wide and method.stays_wide in name

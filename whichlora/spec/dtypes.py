@@ -20,6 +20,7 @@ from whichlora.spec.architecture import Linear
 from whichlora.spec.run import (
     AUTOCAST_PRECISIONS,
     BNB_QUANTS,
+    FOUR_BIT_BNB,
     FP32_PRECISIONS,
     CacheFormat,
     RunConfig,
@@ -48,6 +49,7 @@ class Dtypes:
         loss_bytes: a loss that does not widen its logits by itself.
         adapter_bytes: trained adapter weights, their gradients and optimizer states.
         adapter_product_bytes: what A and B return.
+        narrows_adapters_later: PEFT made the adapters in fp32, and they were cast by name then.
         autocast: it copies what is trained, or what is read, to 16 bit.
         under_autocast: the step runs in an autocast region.
         shared_inputs: adapted projections that read one tensor keep one input between them.
@@ -72,6 +74,7 @@ class Dtypes:
     loss_bytes: int
     adapter_bytes: int
     adapter_product_bytes: int
+    narrows_adapters_later: bool
     autocast: bool
     under_autocast: bool
     shared_inputs: bool
@@ -151,6 +154,8 @@ def resolve_dtypes(run: RunConfig, *, trains_base: bool, device_kind: str) -> Dt
         adapter_bytes=4 if fp32_adapters else 2,
         autocast=autocast and (mode in ("A", "Q") or (mode == "P" and fp32_adapters)),
         under_autocast=autocast,
+        # PEFT asks the base's weight for the adapters' dtype: only a 4-bit one's state tells it
+        narrows_adapters_later=not (fp32_adapters or (narrow and quant in ("none", *FOUR_BIT_BNB))),
         adapter_product_bytes=4 if mode in ("C", "F") and fp32_adapters else 2,
         shared_inputs=mode in ("P", "F") and not narrow_adapters,
         input_bytes=4 if mode in ("C", "F") and not narrow_adapters else 2,
