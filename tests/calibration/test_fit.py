@@ -410,6 +410,43 @@ def test_runs_on_other_versions_teach_the_device() -> None:
     assert "48 of other library versions" in found.basis(memory_runs=0, time_runs=48)
 
 
+def test_records_of_another_engine_are_left_out_and_say_so() -> None:
+    truth = true_calibration(products=1.2)
+    own = [measured(run, truth) for run in runs()[:4]]
+    serving = RunConfig(model=MODELS[0], phase="inference", kv_cache="vllm", max_new_tokens=8)
+    fields = own[0].to_dict() | {"id": "served", "config": serving.to_dict(), "step_s": ()}
+    del fields["schema_version"]
+    other = Measurement(**fields | {"generate_s": (1.0,)})
+    found = fit([*own, other], GPU, model_of)
+    assert found.left_out == {"served": "runs on vllm, and this calibration is of transformers"}
+    assert found.time == fit(own, GPU, model_of).time
+
+
+def test_older_runs_of_several_stacks_are_held_out_by_stack() -> None:
+    samples = [
+        Sample(f"model {i}", {}, 1.0, f"record {i}", stack=f"stack {i % 3}") for i in range(9)
+    ]
+    assert groups_of(samples) == [f"stack {i % 3}" for i in range(9)]
+
+
+def test_another_engine_takes_the_rates_of_the_device_and_the_prior_for_the_rest() -> None:
+    start = prior_calibration(GPU)
+    slow = {name: 3.0 * value for name, value in start.time["decode"].mean.items()}
+    decode = replace(start.time["decode"], mean=slow, num_runs=50, noise=0.02)
+    found = replace(start, time={**start.time, "decode": decode}, num_records=50)
+    other = found.for_engine("vllm", GPU)
+    mean, prior = other.time["decode"].mean, start.time["decode"].mean
+    assert {name for name in FEATURES if mean[name] != prior[name]} == {"products", "weights"}
+    assert mean["weights"] == slow["weights"]
+    assert other.time["decode"].noise == start.time["decode"].noise
+    assert other.time["finetune"] == found.time["finetune"]
+    assert found.for_engine("transformers", GPU) is found
+    assert other.for_engine("vllm", GPU) is other
+    run = RunConfig(model=MODELS[0], phase="inference", kv_cache="vllm")
+    basis = predict(load_model(MODELS[0]), run, GPU, found).basis
+    assert "its times are not of vllm: arithmetic and bandwidth are from transformers" in basis
+
+
 def test_a_run_on_the_current_versions_outweighs_any_number_of_older_ones() -> None:
     before, now = true_calibration(products=1.0), true_calibration(products=1.5)
     older = [measured(replace(run, libraries=OLDER), before) for run in runs()]

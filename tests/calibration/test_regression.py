@@ -1,5 +1,7 @@
 """The two estimators: scikit-learn's conventions, and what no check of its own asks for."""
 
+import math
+
 import numpy as np
 import pytest
 from sklearn.base import clone
@@ -51,6 +53,24 @@ def test_few_runs_correct_any_number_of_older_ones() -> None:
     assert clone(TIME).fit(rows, seconds).predict(rows[older]) == pytest.approx(
         seconds[older], rel=0.08
     )
+
+
+def test_what_one_software_costs_is_not_what_the_next_is_taken_to_cost() -> None:
+    """Three stacks agree on one column, and take 2.5, 1 and 0.5 times as long for the other."""
+    rng = np.random.default_rng(0)
+    rows = rng.uniform(0.1, 1.0, (90, 2))
+    stack = np.repeat(["a", "b", "c"], 30)
+    dear = np.repeat([2.5, 1.0, 0.5], 30)
+    seconds = 2.0 * rows[:, 0] + dear * rows[:, 1]
+    older = np.ones(90, bool)
+    regressor = TimeRegressor(of_stack=[1])
+    apart = clone(regressor).fit(rows, seconds, older=older, stack=stack)
+    together = clone(regressor).set_params(of_stack=[]).fit(rows, seconds, older=older)
+    assert apart.coef_[0] == pytest.approx(2.0, rel=0.05)
+    assert apart.noise_[0] < 0.05 < together.noise_[0]
+    assert 0.7 < apart.coef_[1] < 1.5
+    # the next stack may differ as much as the prior says
+    assert math.sqrt(apart.covariance_[1, 1]) / apart.coef_[1] == pytest.approx(0.5, rel=0.1)
 
 
 def test_columns_must_make_equal_blocks() -> None:

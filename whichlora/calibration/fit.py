@@ -159,6 +159,11 @@ def _gather(
         if fault := _implausible(samples, start):
             left_out[measurement.id] = fault
             continue
+        if job.run.engine != start.engine:
+            left_out[measurement.id] = (
+                f"runs on {job.run.engine}, and this calibration is of {start.engine}"
+            )
+            continue
         is_disturbed = bool(measurement.provenance.get("busy"))
         for phase, of_phase in samples.items():
             target = disturbed if is_disturbed and phase in disturbed else by_phase
@@ -240,4 +245,7 @@ def fit(
         formulas=formulas_digest(),
         num_older=sum(bool(record.config.get("libraries")) for record in measurements),
         by_datasheet=tuple(by_datasheet),
+        stacks=tuple(
+            sorted({s.stack for of_phase in by_phase.values() for s in of_phase if s.stack})
+        ),
     )

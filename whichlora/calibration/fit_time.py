@@ -23,10 +23,11 @@ from whichlora.predict.coefficients import TIME_PHASES
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.spec.gpu import GpuSpec
 from whichlora.timing import model as timing
-from whichlora.timing.model import FEATURES, TimeModel, prior, prior_model
+from whichlora.timing.model import FEATURES, STACK_FEATURES, TimeModel, prior, prior_model
 
-# Relative standard deviation of a coefficient between library versions. Kind: fitted, to the
-# published rows of A100: sources of 2023 and 2024 predicting each other (`docs/time.md`).
+# Relative standard deviation of a coefficient between library versions, but of `STACK_FEATURES`,
+# which differ as far as their prior says. Kind: fitted, to the published rows of A100: sources of
+# 2023 and 2024 predicting each other (`docs/time.md`).
 STACK_SPREAD = 0.15
 ENOUGH_HELD_OUT = 20  # errors whose quantile stands for that of the device
 
@@ -82,7 +83,7 @@ def regress(
     if not len(rows.seconds):
         return dict(starts)
     regressor = _regressor(starts, spreads)
-    regressor.fit(rows.features, rows.seconds, older=rows.older)
+    regressor.fit(rows.features, rows.seconds, older=rows.older, stack=rows.stack)
     size = len(FEATURES)
     updated = {}
     for number, (phase, start) in enumerate(starts.items()):
@@ -113,6 +114,7 @@ def _regressor(starts: Mapping[str, TimeModel], spreads: Mapping[str, Spread]) -
         resources=[[FEATURES.index(name) for name in names] for names in RESOURCES.values()],
         deciding=_Deciding(first),
         drift=STACK_SPREAD,
+        of_stack=[FEATURES.index(name) for name in STACK_FEATURES],
     )
 
 
@@ -123,7 +125,7 @@ class _Deciding:
     model: TimeModel
 
     def __call__(self, coefficients: Array, rows: Array) -> Array:
-        mean = dict(zip(FEATURES, coefficients.tolist(), strict=True))
+        mean = dict(zip(FEATURES, coefficients.T, strict=True))
         columns = dict(zip(FEATURES, rows.T, strict=True))
         counted = timing.deciding(replace(self.model, mean=mean), columns)
         return np.column_stack([counted[name] for name in FEATURES])
@@ -136,7 +138,7 @@ class _Rows:
     Args:
         features: shape [num_samples, num_phases * num_features], zero in other phases' columns.
         phase: position of each sample's phase.
-        record: id of the measurement that each sample is from.
+        record: id of the measurement that each sample is from; `stack`: its software.
     """
 
     features: Array
@@ -144,6 +146,7 @@ class _Rows:
     older: NDArray[np.bool_]
     phase: NDArray[np.intp]
     record: NDArray[np.str_]
+    stack: NDArray[np.str_]
 
     @classmethod
     def of(cls, samples: Samples, phases: Sequence[str]) -> Self:
@@ -159,6 +162,7 @@ class _Rows:
             np.array([sample.older for sample in flat], dtype=bool),
             phase,
             np.array([sample.record for sample in flat], dtype=str),
+            np.array([sample.stack for sample in flat], dtype=str),
         )
 
 
@@ -180,7 +184,10 @@ def _held_out_time(samples: Samples, gpu: GpuSpec, phase: str) -> tuple[Array, A
         learned = in_phase | ~np.isin(rows.record, rows.record[held])
         learned[held] = False
         fitted = clone(regressor).fit(
-            rows.features[learned], rows.seconds[learned], older=rows.older[learned]
+            rows.features[learned],
+            rows.seconds[learned],
+            older=rows.older[learned],
+            stack=rows.stack[learned],
         )
         errors[test] = np.log(rows.seconds[held] / fitted.predict(rows.features[held]))
         deviations[test] = fitted.log_deviations(rows.features[held])

@@ -178,6 +178,7 @@ class TimeRegressor(_PositiveRegressor):
         resources: Sequence[Sequence[int]] = (),
         deciding: Callable[[Array, Array], Array] | None = None,
         drift: float = 0.15,
+        of_stack: Sequence[int] = (),
     ) -> None:
         self.prior = prior
         self.spread = spread
@@ -186,6 +187,7 @@ class TimeRegressor(_PositiveRegressor):
         self.resources = resources
         self.deciding = deciding
         self.drift = drift
+        self.of_stack = of_stack
 
     def fit(
         self,
@@ -193,12 +195,15 @@ class TimeRegressor(_PositiveRegressor):
         y: ArrayLike,
         sample_weight: ArrayLike | None = None,
         older: ArrayLike | None = None,
+        stack: ArrayLike | None = None,
     ) -> Self:
         """Learn from runs.
 
         Args:
             older: runs that teach only what the prior of the others is. However many they are, few
                 of the others correct them.
+            stack: name of the software of each run. Of the older runs each has factors of its own
+                on the columns `of_stack`; the others are of one stack, which is that of the answer.
         """
         X, y, weights = self._checked(X, y, sample_weight)
         is_older = np.zeros(len(y), bool) if older is None else np.asarray(older, bool)
@@ -210,37 +215,68 @@ class TimeRegressor(_PositiveRegressor):
         self.covariance_ = np.diag((spread * self.coef_) ** 2)
         self.noise_ = np.full(self.num_phases, self.noise, dtype=np.float64)
         if is_older.any():
-            self._update(X[is_older], y[is_older], weights[is_older], spread)
+            names = np.zeros(len(y), int) if stack is None else np.asarray(stack)
+            numbers = np.unique(names[is_older], return_inverse=True)[1]
+            between = np.full(count, self.drift)
+            width = count // self.num_phases
+            for position in self.of_stack:
+                between[position::width] = spread[position::width]
+            self._update(X[is_older], y[is_older], weights[is_older], spread, numbers)
             deviations = np.sqrt(np.diag(self.covariance_)) / self.coef_
-            spread = np.minimum(spread, np.hypot(deviations, self.drift))
+            spread = np.minimum(spread, np.hypot(deviations, between))
             self.covariance_ = np.diag((spread * self.coef_) ** 2)
         if not is_older.all():
             self._update(X[~is_older], y[~is_older], weights[~is_older], spread)
         return self
 
-    def _update(self, X: Array, y: Array, weights: Array, spread: Array) -> None:
-        """Move the coefficients, whose relative deviations are `spread`, to what the runs say."""
+    def _update(
+        self,
+        X: Array,
+        y: Array,
+        weights: Array,
+        spread: Array,
+        stacks: NDArray[np.intp] | None = None,
+    ) -> None:
+        """Move the coefficients, whose relative deviations are `spread`, to what the runs say.
+
+        Args:
+            stacks: number of each run's stack, which then has factors of its own.
+        """
         by_phase = spread.reshape(self.num_phases, -1)
         loads, factor_spread, num_shared = _factors(by_phase, self.resources)
+        num_factors = len(factor_spread)
+        of_stack = np.array(self.of_stack if stacks is not None else (), dtype=np.intp)
+        numbers = np.zeros(len(y), np.intp) if stacks is None else stacks
+        # a stack's factors, in all phases, deviate as the least prior of their columns says
+        between = np.sqrt(np.log1p(by_phase[:, of_stack].min(axis=0, initial=np.inf) ** 2))
+        factor_spread = np.concatenate([factor_spread, np.tile(between, numbers.max() + 1)])
+        first = num_factors + numbers * len(of_stack)  # of each run's stack
         blocks = self._blocks(X)
         start = self.coef_
 
         def explain(logs: Array) -> tuple[Array, Array]:
-            coefficients = start * np.exp(np.clip(loads @ logs, -MOST_LOG, MOST_LOG))
-            errors, slopes = np.empty(len(y)), np.empty((len(y), len(logs)))
+            of_all = loads @ logs[:num_factors]
+            errors, slopes = np.empty(len(y)), np.zeros((len(y), len(logs)))
             for _, columns, rows, features in blocks:
-                parts = self._parts(coefficients[columns], features)
+                places = first[rows, None] + np.arange(len(of_stack))
+                exponents = np.tile(of_all[columns], (len(rows), 1))
+                exponents[:, of_stack] += logs[places]
+                coefficients = start[columns] * np.exp(np.clip(exponents, -MOST_LOG, MOST_LOG))
+                parts = self._parts(coefficients, features)
                 predicted = np.maximum(parts.sum(axis=1), _LEAST)
+                shares = parts / predicted[:, None]
                 errors[rows] = np.log(y[rows] / predicted)
-                slopes[rows] = parts / predicted[:, None] @ loads[columns]
+                slopes[rows, :num_factors] = shares @ loads[columns]
+                slopes[rows[:, None], places] = shares[:, of_stack]
             return errors, slopes
 
         seen = [phase for phase, *_ in blocks]
         groups = [rows for _, _, rows, _ in blocks]
         evidence = Evidence(explain, groups, factor_spread, self.noise_[seen], weights)
         effects = fit_effects(evidence, _starts(len(factor_spread), num_shared))
-        self.coef_ = start * np.exp(loads @ effects.logs)
-        self.covariance_ = loads @ effects.covariance @ loads.T * np.outer(self.coef_, self.coef_)
+        of_any = effects.covariance[:num_factors, :num_factors]
+        self.coef_ = start * np.exp(loads @ effects.logs[:num_factors])
+        self.covariance_ = loads @ of_any @ loads.T * np.outer(self.coef_, self.coef_)
         self.noise_[seen] = effects.noise
 
     def _blocks(self, X: Array) -> list[tuple[int, slice, NDArray[np.intp], Array]]:

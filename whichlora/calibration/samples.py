@@ -38,7 +38,8 @@ class Sample:
     Args:
         record: id of the measurement it is from.
         shape: the settings whose range bounds where the fit is valid.
-        older: measured on other library versions than the current ones.
+        older: measured on other library versions than the current ones; `stack` names these, and
+            who measured.
     """
 
     group: str
@@ -47,6 +48,7 @@ class Sample:
     record: str = ""
     shape: Mapping[str, float] = field(default_factory=dict)
     older: bool = False
+    stack: str = ""
 
 
 def matrix(samples: Sequence[Sample], names: Sequence[str]) -> tuple[Array, Array]:
@@ -65,11 +67,16 @@ def judged(samples: Sequence[Sample]) -> list[int]:
 
 
 def groups_of(samples: Sequence[Sample]) -> list[str]:
-    """Groups of a cross-validation: by model where there are three or more, else by run.
+    """Groups of a cross-validation: by software, by model, or by run: the first with three or more.
 
-    Where there are fewer than three runs, each sample is a group.
+    Older runs are of software that the next prediction is not of. Where there are fewer than three
+    runs, each sample is a group.
     """
-    for labels in ([sample.group for sample in samples], [sample.record for sample in samples]):
+    for labels in (
+        [sample.stack for sample in samples],
+        [sample.group for sample in samples],
+        [sample.record for sample in samples],
+    ):
         if len(set(labels)) >= _LEAST_GROUPS:
             return labels
     return [str(number) for number in range(len(samples))]
@@ -122,7 +129,15 @@ def _sample(
 ) -> Sample:
     shape = {"batch_size": job.run.batch_size, "tokens": length}
     older = bool(job.run.libraries)  # a run names its versions where they are not the current ones
-    return Sample(job.run.model, features, value, measurement.id, shape, older)
+    stack = stack_of(measurement) if older else ""
+    return Sample(job.run.model, features, value, measurement.id, shape, older, stack)
+
+
+def stack_of(measurement: Measurement) -> str:
+    """The software of a run on older versions: the libraries that it names, and who ran it."""
+    who = measurement.provenance.get("publisher") or measurement.environment.get("platform", "")
+    libraries = (f"{name} {version}" for name, version in measurement.run.libraries)
+    return ", ".join(filter(None, (str(who), *libraries)))
 
 
 def memory_samples(job: ResolvedRun, measurement: Measurement) -> list[Sample]:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from whichlora.errors import DataFileError
 from whichlora.memory.training import PARTS
 from whichlora.spec.gpu import GpuSpec
-from whichlora.timing.model import FEATURES, TimeModel, prior_model
+from whichlora.spec.run import TRANSFORMERS
+from whichlora.timing.model import (
+    DEVICE_RATES,
+    FEATURES,
+    STACK_FEATURES,
+    TimeModel,
+    of_another_engine,
+    prior_model,
+)
 
 TIME_PHASES = ("finetune", "prefill", "decode")
 
@@ -118,6 +126,8 @@ class Calibration:
         num_older: of the records, those measured on other library versions.
         by_datasheet: phases ("memory" is one) whose fit was worse on left-out runs than datasheet
             and priors alone, which then stayed.
+        engine: whose runs its times are of; `stacks` are the publishers and versions of older ones.
+        asked_engine: of `for_engine`: another one, that it is asked about; never stored itself.
         fallback: why stored coefficients are not used; never stored itself.
     """
 
@@ -134,7 +144,27 @@ class Calibration:
     formulas: str = ""
     num_older: int = 0
     by_datasheet: tuple[str, ...] = ()
+    engine: str = TRANSFORMERS
+    stacks: tuple[str, ...] = ()
+    asked_engine: str = ""
     fallback: str = ""
+
+    def for_engine(self, engine: str, gpu: GpuSpec) -> Self:
+        """The same for serving by `engine`: of another one it knows the device's rates alone.
+
+        Launches, overheads and other kernels are then the prior's. Training stays as it is.
+        """
+        if engine == (self.asked_engine or self.engine):
+            return self
+        inference = [phase for phase in self.time if phase != "finetune"]
+        others = {
+            phase: of_another_engine(self.time[phase], prior_model(gpu, phase))
+            for phase in inference
+            if self.time[phase].num_runs
+        }
+        if not others:
+            return self
+        return replace(self, time={**self.time, **others}, asked_engine=engine)
 
     def basis(self, *, memory_runs: int, time_runs: int, phases: Sequence[str] = ()) -> str:
         """One line that names the runs behind a prediction.
@@ -143,13 +173,20 @@ class Calibration:
             phases: whose coefficients its time is made of.
         """
         other_runs = sum(model.num_runs for name, model in self.time.items() if name not in phases)
-        if not memory_runs and not time_runs and not (phases and other_runs):
+        taught = time_runs or self.asked_engine or (phases and other_runs)
+        if not memory_runs and not taught:
             return "ledger + datasheet priors (no run on this device yet)"
         runs = f"{memory_runs} memory and {time_runs} time runs of {self.num_records} records"
         older = f", {self.num_older} of other library versions" if self.num_older else ""
         learned = ""
-        if phases and not time_runs and other_runs:
+        if phases and not time_runs and other_runs and not self.asked_engine:
             learned = f"; the speed is from {other_runs} runs of other phases"
+        if self.asked_engine and "decode" in phases:
+            learned += (
+                f"; its times are not of {self.asked_engine}: arithmetic and bandwidth are from "
+                f"{self.engine} on this device, all else from priors"
+            )
+            phases = ()
         for phase in phases:
             if phase in self.by_datasheet:
                 learned += f"; {phase} by datasheet and priors, which are better on left-out runs"
@@ -161,8 +198,9 @@ class Calibration:
     def to_dict(self) -> dict[str, Any]:
         """The content of `coefficients.json`, without its schema version."""
         values = dataclasses.asdict(self)
-        del values["fallback"]
-        return values
+        for name in ("asked_engine", "fallback"):
+            del values[name]
+        return values | {"device_rates": DEVICE_RATES, "stack_features": STACK_FEATURES}
 
     @classmethod
     def from_dict(cls, payload: Mapping[str, Any], *, source: str) -> Self:
@@ -215,6 +253,8 @@ class Calibration:
                 formulas=str(payload.get("formulas", "")),
                 num_older=int(payload.get("num_older", 0)),
                 by_datasheet=tuple(str(phase) for phase in payload.get("by_datasheet", ())),
+                engine=str(payload.get("engine", TRANSFORMERS)),
+                stacks=tuple(str(stack) for stack in payload.get("stacks", ())),
             )
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise DataFileError(

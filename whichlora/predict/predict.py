@@ -237,6 +237,7 @@ def judged_time(job: ResolvedRun, calibration: Calibration, **sizes: Count) -> T
     Args:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
+    calibration = calibration.for_engine(job.run.engine, job.gpu)
     return judge_time(passes(job, **sizes), calibration.time)
 
 
@@ -348,6 +349,7 @@ def predict(
         ConfigError: settings that exclude each other.
     """
     job = resolve(model, run, gpu)
+    calibration = calibration.for_engine(job.run.engine, gpu)
     memory, least = predict_memory(job, calibration)
     traced_basis = ""
     if traced is not None:

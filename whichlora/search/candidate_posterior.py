@@ -64,6 +64,8 @@ class CandidatePosterior:
         """
         import numpy as np
 
+        calibration = self._for_engine(calibration)
+        before = None if before is None else self._for_engine(before)
         by_phase = self._passes.by_phase(calibration)
         seconds = [
             summed @ np.array([calibration.time[phase].mean[name] for name in FEATURES])
@@ -99,10 +101,16 @@ class CandidatePosterior:
             joint=True,
         )
 
+    def _for_engine(self, calibration: Calibration) -> Calibration:
+        """`calibration` for the engine that serves; all inferences of a plan share theirs."""
+        serving = next((job for job in self.jobs if job.run.phase == "inference"), self.jobs[0])
+        return calibration.for_engine(serving.run.engine, serving.gpu)
+
     def run_s(self, calibration: Calibration) -> Array:
         """Device seconds that profiling each candidate is expected to take."""
         import numpy as np
 
+        calibration = self._for_engine(calibration)
         steps_s = sum(
             summed @ np.array([calibration.time[phase].mean[name] for name in FEATURES])
             for phase, summed in self._trials.by_phase(calibration).items()

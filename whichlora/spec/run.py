@@ -40,6 +40,7 @@ BaseDtype = Literal["auto", "float32"]
 AdapterDtype = Literal["auto", "float32", "bfloat16"]
 Engine = Literal["ledger", "trace"]
 Serve = Literal["as-trained", "merged"]
+TRANSFORMERS = "transformers"  # the engine that profiles run
 KvCache = Literal["dynamic", "static", "quantized", "paged", "vllm"]
 CacheBackend = Literal["quanto", "hqq", "fp8"]
 
@@ -306,6 +307,11 @@ class RunConfig:
     def versions(self) -> Libraries:
         """Every library's version, the current one where the run names none."""
         return Libraries.of(self.libraries)
+
+    @property
+    def engine(self) -> str:
+        """Whose forward serves it: that of transformers, or of an engine with its own kernels."""
+        return "vllm" if self.kv_cache == "vllm" else TRANSFORMERS
 
     @property
     def trainer_optim(self) -> str:

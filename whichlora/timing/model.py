@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Real, quadratic_form, sqrt, where
@@ -22,6 +22,12 @@ DEVICE_FEATURES = (
 ROOFS = (("products", "weights"), ("attention", "cache"))
 FEATURES = (*DEVICE_FEATURES, "launch", "constant", "engine")
 PER_COUNT = ("launch", "constant", "engine")  # whose coefficient is in seconds
+# Whose coefficient is the device's, whatever runs on it: the rates of arithmetic and of memory.
+# Those of the other kernels belong to the engine, whose kernels they are.
+DEVICE_RATES = ("products", "weights")
+# Of these, the ones that change between versions and hosts of one engine: what a host takes to
+# launch and prepare, and the kernels of a quantisation library.
+STACK_FEATURES = ("dequant", *PER_COUNT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,23 @@ class TimeModel:
     num_runs: int
     overlaps: bool
     interval_scale: float = 1.0
+
+
+def of_another_engine(model: TimeModel, start: TimeModel) -> TimeModel:
+    """`start`, the prior of the device, with what `model` learned of it under another engine.
+
+    Kind: fitted. Source: `DEVICE_RATES` of `model`.
+    """
+    own = [name in DEVICE_RATES for name in FEATURES]
+    covariance = tuple(
+        tuple(
+            (model if own[i] and own[j] else start).covariance[i][j] if own[i] == own[j] else 0.0
+            for j in range(len(FEATURES))
+        )
+        for i in range(len(FEATURES))
+    )
+    rates = {name: model.mean[name] for name in DEVICE_RATES}
+    return replace(start, mean={**start.mean, **rates}, covariance=covariance)
 
 
 # Watts per TFLOP/s of peak from which a board's power no longer limits its products, and the share

@@ -655,7 +655,7 @@ def inference_work(
         if not (decoding and model.task == "seq2seq-lm" and group.stack == "encoder")
     )
     launches = layers.launches + OUTSIDE_OPS + 0 * tokens
-    serving = run.kv_cache == "vllm"
+    serving = run.engine == "vllm"
     if decoding and serving:
         by_layer = VLLM_LAYER_OPS * model.num_hidden_layers + OUTSIDE_OPS
         eager = (context > VLLM_CAPTURED_TOKENS) * dtypes.libraries.graphs_end_early
