@@ -2,11 +2,15 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 # before torch is imported: each worker has a core, and two threads on it are slower than one
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# hundreds of tests start a child, which else compiles the package anew
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import pytest
 from fake_profiler import FakeProfiler
