@@ -234,8 +234,14 @@ class TrainingStep:
     def masks_in_first_layer(self) -> Group:
         """The same in the last layer of the backward: a decoder's went with its layers."""
         checkpointed = bool(self.run.gradient_checkpointing)
-        first_stack = self.model.groups[0].stack
-        return self._mask_group(self._mask_bytes(checkpointed=checkpointed, side=first_stack))
+        num_bytes = self._mask_bytes(checkpointed=checkpointed, side=self.model.groups[0].stack)
+        if checkpointed and self.second_stack:
+            # `T5Attention.forward` makes the zeros a leaf, `position_bias.requires_grad = True`:
+            # `AccumulateGrad` holds it and its gradient as long as the graph
+            first = self.model.groups[self.second_stack[0]].layer
+            zeros = activations.remade_zeros_bytes(first, self.dtypes, span=self.seq_len)
+            num_bytes = num_bytes + 2 * zeros
+        return self._mask_group(num_bytes)
 
     def _mask_group(self, num_bytes: Count) -> Group:
         masks = Tensor(
