@@ -330,6 +330,8 @@ def predicted(run: RunConfig) -> dict[str, Any]:
     """
     job = resolution.resolve(model_of(run.model), run, replace(GPU, memory_bytes=ENDLESS))
     found = prediction.ledger(job)
+    # a trace places finished weights: what loading needs besides is not in it
+    found = replace(found, moments={k: v for k, v in found.moments.items() if k != "loading"})
     memory, _ = prediction.predict_memory(job, prior_calibration(GPU))
     peaks: dict[str, int] = {}
     for moment in found.moments:

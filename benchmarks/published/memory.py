@@ -73,10 +73,6 @@ EXPLANATIONS: tuple[tuple[Callable[[Observation], bool], str], ...] = (
         "exllamav2 keeps 0.75 GiB of scratch: a matrix in fp16, and fp32 outputs of 16,384 rows",
     ),
     (
-        lambda one: one.source == "qwen25_speed" and one.run.quant == "awq-int4",
-        "the peak is while loading: the AWQ checkpoint holds the tied head a second time",
-    ),
-    (
         lambda one: (
             one.source == "optimum_benchmark"
             and dict(one.run.libraries)["transformers"] == "4.34.1"

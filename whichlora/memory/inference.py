@@ -12,6 +12,7 @@ from whichlora.memory import activations, allocator, kv_cache, loss, quantised_c
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import adapter_entries
 from whichlora.memory.layer_bytes import forward_bytes
+from whichlora.memory.loading import loading_moment
 from whichlora.memory.training import Ledger
 from whichlora.memory.weights import weight_entries
 from whichlora.methods.base import Method
@@ -508,7 +509,8 @@ def inference_ledger(
     )
     is_encoder = model.task == "encoder"
     ledger = Ledger(
-        moments=(encoder_moments if is_encoder else generation_moments)(generation),
+        moments=(encoder_moments if is_encoder else generation_moments)(generation)
+        | loading_moment(model, dtypes, like=batch_size),
         idle_bytes=0,
         workspace_bytes=allocator.workspace_bytes(gpu, training=False),
     )

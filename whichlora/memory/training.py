@@ -14,6 +14,7 @@ from whichlora.memory import allocator, loss
 from whichlora.memory.entries import Entry
 from whichlora.memory.gradients import trained_params
 from whichlora.memory.layer_bytes import forward_bytes
+from whichlora.memory.loading import loading_moment
 from whichlora.memory.moments import training_moments
 from whichlora.memory.step import TrainingStep
 from whichlora.methods.base import Method
@@ -40,7 +41,7 @@ PARTS = (
     "allocator",
     "context",
 )
-_AFTER_LAYERS = ("embedding_backward", "optimizer_step")
+_OUTSIDE_LAYERS = ("loading", "embedding_backward", "optimizer_step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class Ledger:
     Args:
         moments: entries by moment, in the order they happen.
         idle_bytes: the allocator's cached but unusable bytes at the peak.
-        workspace_bytes: library workspaces, inside the allocator's pool.
+        workspace_bytes: library workspaces, inside the allocator's pool, from the first product on.
     """
 
     moments: dict[str, tuple[Entry, ...]]
@@ -58,7 +59,10 @@ class Ledger:
     workspace_bytes: int
 
     def moment_bytes(self, moment: str) -> Count:
-        return self.workspace_bytes + added(entry.num_bytes for entry in self.moments[moment])
+        return self.workspace_in(moment) + added(entry.num_bytes for entry in self.moments[moment])
+
+    def workspace_in(self, moment: str) -> int:
+        return 0 if moment == "loading" else self.workspace_bytes
 
     @property
     def peak_allocated_bytes(self) -> Count:
@@ -100,7 +104,7 @@ def training_ledger(
         r=r,
     )
     ledger = Ledger(
-        moments=training_moments(step),
+        moments=training_moments(step) | loading_moment(model, dtypes, like=batch_size),
         idle_bytes=0,
         workspace_bytes=allocator.workspace_bytes(gpu, training=True),
     )
@@ -117,7 +121,9 @@ def _idle_bytes(step: TrainingStep, ledger: Ledger) -> Count:
     in_layer = step.layer_backward_bytes
     idle = _idle_after_layers(step, in_loss, in_layer)
     # these segments are idle while layers run; a later peak is cut from what they left
-    in_layers = [ledger.moment_bytes(name) for name in ledger.moments if name not in _AFTER_LAYERS]
+    in_layers = [
+        ledger.moment_bytes(name) for name in ledger.moments if name not in _OUTSIDE_LAYERS
+    ]
     later = largest(*in_layers) + idle - peak
     idle = largest(later, smallest(idle, allocator.PAGES_BYTES))
     if step.gpu.kind == "cpu" or step.run.expandable_segments:

@@ -58,7 +58,7 @@ def lines_at(
     """
     sizes = _sizes(job)
     lines = [_line(job, entry, sizes) for entry in counted_ledger.moments[memory.moment]]
-    lines.append(_bare(allocator.WORKSPACE, counted_ledger.workspace_bytes))
+    lines.append(_bare(allocator.WORKSPACE, counted_ledger.workspace_in(memory.moment)))
     factors = calibration.memory.mean
     for part in ALLOCATED_PARTS:
         counted = sum(line.num_bytes for line in lines if line.part == part)

@@ -101,7 +101,7 @@ def part_bytes(job: ResolvedRun, counted: Ledger, moment: str) -> dict[str, Coun
     parts: dict[str, Count] = dict.fromkeys(PARTS, 0)
     for entry in counted.moments[moment]:
         parts[entry.part] = parts[entry.part] + entry.num_bytes
-    parts["temporary"] = parts["temporary"] + counted.workspace_bytes
+    parts["temporary"] = parts["temporary"] + counted.workspace_in(moment)
     parts["allocator"] = counted.idle_bytes
     parts["context"] = allocator.context_bytes(job.gpu)
     return parts

@@ -1,0 +1,69 @@
+"""The end of loading: what is on the device beside the weights that stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from devices import A100
+
+from whichlora.memory.allocator import OLDER_WORKSPACE_BYTES
+from whichlora.memory.loading import loading_moment, tied_table_bytes, unquantised_matrix_bytes
+from whichlora.memory.weights import weight_bytes
+from whichlora.predict.predict import ledger
+from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.spec.run import Quant, RunConfig
+from whichlora.store.models import find_model
+from whichlora.units import GiB
+
+SHORT = RunConfig(
+    model="Qwen/Qwen2.5-0.5B",
+    phase="inference",
+    prompt_len=1,
+    max_new_tokens=16,
+    precision="fp16",
+)
+
+
+def job(run: RunConfig) -> ResolvedRun:
+    model = find_model(run.model)
+    assert model is not None
+    return resolve(model, run, A100)
+
+
+# qwen25_speed of transformers 4.46: 2,048 new tokens, which need less than loading
+@pytest.mark.parametrize(
+    ("name", "published_gib"), [("Qwen/Qwen2.5-0.5B", 0.68), ("Qwen/Qwen2.5-3B", 2.50)]
+)
+def test_an_awq_checkpoint_holds_the_tied_head_twice(name: str, published_gib: float) -> None:
+    run = replace(SHORT, model=name, quant="awq-int4", max_new_tokens=2048)
+    counted = ledger(job(run))
+    assert counted.peak_moment == "loading"
+    assert counted.peak_allocated_bytes / GiB == pytest.approx(published_gib, abs=0.005)
+
+
+def test_a_head_of_its_own_is_loaded_once() -> None:
+    untied = job(replace(SHORT, model="Qwen/Qwen2.5-7B", quant="awq-int4"))
+    assert tied_table_bytes(untied.model, untied.dtypes) == 0
+    assert "loading" not in ledger(untied).moments
+
+
+@pytest.mark.parametrize(
+    ("quant", "is_wide"), [("nf4", True), ("int8", True), ("gptq-int4", False)]
+)
+def test_bitsandbytes_reads_a_matrix_in_16_bit(quant: Quant, is_wide: bool) -> None:
+    loaded = job(replace(SHORT, quant=quant))
+    assert unquantised_matrix_bytes(loaded.model, loaded.dtypes) == 2 * 896 * 4864 * is_wide
+
+
+def test_nothing_has_run_a_product_and_no_buffer_is_there_while_loading() -> None:
+    run = replace(SHORT, quant="nf4", libraries=(("transformers", "4.38.2"),))
+    older = job(run)
+    weights = weight_bytes(older.model, older.dtypes)
+    assert weights["buffers"] > 0  # rotary tables
+    (entries,) = loading_moment(older.model, older.dtypes, like=1).values()
+    on_device = sum(entry.num_bytes for entry in entries)
+    assert on_device == sum(weights.values()) - weights["buffers"] + 2 * 896 * 4864
+    counted = ledger(older)
+    assert counted.moment_bytes("loading") == on_device
+    assert counted.workspace_in("decode") == OLDER_WORKSPACE_BYTES

@@ -1,0 +1,78 @@
+"""What is on the device while a model is loaded, beyond what loading leaves."""
+
+from __future__ import annotations
+
+from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.weights import BUFFERS, weight_entries
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.numeric import Count
+from whichlora.spec.run import BNB_QUANTS
+
+TIED_TABLE = Fact(
+    part="temporary",
+    what="second copy of the tied head",
+    shape="[vocab_size, hidden_size]",
+    dtype="embedding_bytes",
+    why="the AWQ checkpoint holds both; they are tied when all tensors are loaded",
+    source="AutoAWQ before 0.2.7, save_quantized; transformers PreTrainedModel.tie_weights",
+    kind="upper bound",
+)
+UNQUANTISED_MATRIX = Fact(
+    part="temporary",
+    what="the matrix that is being quantised, in 16 bit",
+    shape="[out_features, in_features]",
+    dtype="four_bit_bytes",
+    why="it is copied to the device before it is quantised there, one after the other",
+    source="transformers Bnb4bitQuantize.convert; bitsandbytes Params4bit._quantize",
+    kind="upper bound",
+)
+
+
+def tied_table_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+    """The tied head of an AWQ checkpoint, which is loaded apart from the embedding.
+
+    AutoAWQ before 0.2.7 writes a clone of every name in `state_dict()`; later ones, GPTQ's tools
+    and `save_pretrained` write a tied table once. Kind: upper bound, exact for those checkpoints.
+    Source: AutoAWQ 0.2.6 `save_quantized`; transformers 4.46 `_load_pretrained_model` and 5.23
+    `convert_and_load_state_dict_in_model` place each tensor, and `tie_weights` comes after.
+    """
+    if dtypes.quant != "awq-int4" or model.head is None or not model.head_tied:
+        return 0
+    return model.head.num_weights * dtypes.embedding_bytes
+
+
+def unquantised_matrix_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+    """The largest matrix as bitsandbytes reads it on the device, before it is quantised.
+
+    Matrices of the last layer that come after it are counted although they are not there yet.
+    Kind: upper bound. Source: transformers 5.23 `core_model_loading.py`, which loads one tensor
+    after another where it quantises (`has_on_the_fly_quantization`); `Bnb4bitQuantize.convert`.
+    """
+    if dtypes.quant not in BNB_QUANTS:
+        return 0
+    sizes = (
+        linear.in_features * linear.out_features
+        for layer, _ in model.layers()
+        for linear in layer.linears
+        if is_quantised(linear, dtypes)
+    )
+    return max(sizes, default=0) * dtypes.four_bit_bytes
+
+
+def loading_moment(
+    model: ModelSpec, dtypes: Dtypes, *, like: Count
+) -> dict[str, tuple[Entry, ...]]:
+    """At the end of loading, where more is there than what stays.
+
+    Buffers are not there yet: transformers 4.38 `from_pretrained` moves them in `dispatch_model`,
+    5.23 in `_move_missing_keys_from_meta_to_device`.
+    """
+    extra = {
+        TIED_TABLE: tied_table_bytes(model, dtypes),
+        UNQUANTISED_MATRIX: unquantised_matrix_bytes(model, dtypes),
+    }
+    if not any(extra.values()):
+        return {}
+    loaded = [x for x in weight_entries(model, dtypes, like=like) if x.fact is not BUFFERS]
+    return {"loading": (*loaded, *(Entry(fact, size + 0 * like) for fact, size in extra.items()))}
