@@ -15,6 +15,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 
 import published
 from markdown_tables import markdown_table, percent, summary
@@ -28,6 +29,7 @@ from published.times import (
     cold_runs,
     held_out,
     is_inside,
+    kernel_seconds,
     shipped,
 )
 
@@ -120,6 +122,18 @@ def cold_section() -> str:
         rows.append((quantity, source, *cells, f"{100 * covered:.0f} %"))
     head = ("what", "source", "n", "median", "p90", "worst", "inside the 90 % interval")
     return f"{markdown_table(head, rows)}\n\n{_never_measured()}"
+
+
+def host_section() -> str:
+    rows = []
+    for (source, gpu), found in sorted(kernel_seconds().items()):
+        micros = sorted(1e6 * one for one in found)
+        rows.append((source, gpu, len(found), *(f"{one:.1f} µs" for one in _spread(micros))))
+    return markdown_table(("source", "beside", "n", "median", "least", "greatest"), rows)
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    return median(values), min(values), max(values)
 
 
 def _never_measured() -> str:
@@ -226,6 +240,8 @@ def document() -> str:
         "Repeated runs of one configuration differ by 3 % in the median and 10 % at most "
         "(`fms_acceleration_bench`), by 35 % between machines.",
         f"### Cold: datasheet and priors, no run on any device\n\n{cold_section()}",
+        "### What a kernel costs the host\n\nUnquantised decoding steps in which the device waits "
+        f"for the host: seconds over launches.\n\n{host_section()}",
         *(held_out_section(title) for title in HELD_OUT),
         never_measured_line(),
         f"### The shipped calibration of A100, to runs it has not seen\n\n{shipped_section()}",

@@ -27,6 +27,7 @@ from whichlora.spec.results import Measurement
 from whichlora.timing import model as timing
 from whichlora.timing.model import TimeModel
 
+MOST_DEVICE = 0.6
 Timed = tuple[str, dict[str, float], int]  # phase, features, how often it runs
 
 
@@ -79,6 +80,27 @@ def cold_runs() -> tuple[Cold, ...]:
             total += seconds
         found.append(Cold(one, phase, math.log(total / one.value), spread / total))
     return tuple(found)
+
+
+def kernel_seconds() -> dict[tuple[str, str], list[float]]:
+    """Seconds per launch of decoding steps in which the host decides, by source and GPU.
+
+    Unquantised ones, whose kernels are the traced ones; the device as the priors have it takes at
+    most `MOST_DEVICE` of the host's time.
+    """
+    found: dict[tuple[str, str], list[float]] = {}
+    for one in timed_observations():
+        if one.quantity != "generate_s" or one.run.kv_cache == "vllm" or one.run.quant != "none":
+            continue
+        gpu = gpu_of(one.gpu)
+        phase, features, times = timed_parts(one)[-1]
+        model = timing.prior_model(gpu, phase)
+        host_s = model.mean["launch"] * features["launch"]
+        alone = timing.seconds(model, features | {"launch": 0.0})[0]
+        if phase == "decode" and float(alone) < MOST_DEVICE * host_s:
+            by_source = found.setdefault((one.source, one.gpu), [])
+            by_source.append(one.value / times / features["launch"])
+    return found
 
 
 def _scale(errors: Sequence[float], deviations: Sequence[float]) -> float:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from devices import A100, CPU
 
+from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.notes import notes_on
+from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
@@ -66,3 +68,19 @@ def test_the_new_tokens_of_an_encoder_are_none() -> None:
     settings = {"phase": "inference", "prompt_len": 512, "max_new_tokens": 128}
     assert "exceed" not in notes("google-bert/bert-base-uncased", **settings)
     assert "1025 tokens exceed" in notes("gpt2", **settings | {"prompt_len": 897})
+
+
+def test_a_prediction_says_where_the_device_waits_for_the_host() -> None:
+    model = load_model(LLAMA)
+
+    def said(gpu: GpuSpec = A100, **settings: Any) -> list[str]:
+        run = RunConfig(model=LLAMA, **settings)
+        notes = predict(model, run, gpu, prior_calibration(gpu)).notes
+        return [note for note in notes if note.startswith("bound by the host")]
+
+    served = said(phase="inference", batch_size=1, prompt_len=64)
+    assert "kernels of the prompt pass and of a decoding step takes" in served[0]
+    assert "a decoding step takes" in said(phase="inference", prompt_len=8192)[0]
+    assert "kernels of an optimizer step takes" in said(batch_size=1, seq_len=64)[0]
+    assert not said(batch_size=32, seq_len=2048)
+    assert not said(gpu=CPU, precision="fp32", phase="inference")

@@ -290,6 +290,7 @@ def test_a_generation_is_its_prompt_and_its_later_tokens() -> None:
 
 def test_tf32_products_run_at_their_own_rate_on_the_bytes_of_fp32() -> None:
     gpu, model = find_gpu("a100-sxm-80gb"), load_model("llama-3.1-8b")
+    gpu = replace(gpu, num_multiprocessors=None)  # whose waves are counted for matrix units alone
     plain, tf32 = (
         step_features(resolve(model, RunConfig(model=model.name, precision=precision), gpu))
         for precision in ("fp32", "tf32")

@@ -41,6 +41,7 @@ _DEVICE = GpuSpec(
     memory_bytes=2**36,
     bandwidth_bytes_per_s=1e12,
     peak_flops_per_s={"bf16": 1e14, "fp16": 1e14, "fp32": 1e13},
+    num_multiprocessors=108,
     compute_capability="8.0",
 )
 _RUNS = (

@@ -74,6 +74,7 @@ def evaluation_features(job: ResolvedRun, *, width: int) -> dict[str, Real]:
         job.targets,
         **sizes,
         update=update_of(job),
+        num_multiprocessors=timing.tiled_multiprocessors(job.gpu, job.dtype),
     )
     return timing.features(done, job.gpu, dtype=job.dtype)
 

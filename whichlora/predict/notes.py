@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from whichlora.predict.resolve import ResolvedRun
+from whichlora.spec.numeric import Real
 from whichlora.spec.run import BNB_QUANTS
 from whichlora.spec.targets import all_linears
 
@@ -13,6 +14,28 @@ from whichlora.spec.targets import all_linears
 # which version. Source: release notes of 2.8; github.com/pytorch/pytorch, issue 172352.
 _DROPPED = ((7.0, "2.8"), (7.5, "2.11"))
 UNVERIFIED = "datasheet facts"  # how the note on facts that nobody confirmed begins
+
+
+_PASS_NAMES = {
+    "finetune": "an optimizer step",
+    "prefill": "the prompt pass",
+    "decode": "a decoding step",
+}
+
+
+def host_notes(job: ResolvedRun, pass_parts: Mapping[str, Mapping[str, Real]]) -> tuple[str, ...]:
+    """A note where the device waits for the host; on a CPU both are the same cores.
+
+    Args:
+        pass_parts: seconds of one pass by feature, by phase; the side that waits counts zero.
+    """
+    bound = [_PASS_NAMES[phase] for phase, parts in pass_parts.items() if parts["launch"] > 0]
+    if job.gpu.kind == "cpu" or not bound:
+        return ()
+    return (
+        f"bound by the host: launching the kernels of {' and of '.join(bound)} takes longer than "
+        "running them",
+    )
 
 
 def notes_on(job: ResolvedRun) -> tuple[str, ...]:

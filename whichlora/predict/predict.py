@@ -22,7 +22,7 @@ from whichlora.predict.judgement import (
     judge_memory,
     judge_time,
 )
-from whichlora.predict.notes import notes_on
+from whichlora.predict.notes import host_notes, notes_on
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
@@ -138,6 +138,7 @@ def step_features(job: ResolvedRun, **sizes: Count) -> dict[str, Real]:
         job.targets,
         **counts,
         update=update_of(job, counts["r"]),
+        num_multiprocessors=timing.tiled_multiprocessors(job.gpu, job.dtype),
     )
     return timing.features(done, job.gpu, dtype=job.dtype)
 
@@ -165,6 +166,7 @@ def forward_features(
         r=job.run.r if r is None else r,
         context=context,
         decoding=decoding,
+        num_multiprocessors=timing.tiled_multiprocessors(job.gpu, job.dtype),
     )
     return timing.features(done, job.gpu, dtype=job.dtype)
 
@@ -383,7 +385,7 @@ def predict(
             phases=phases,
         )
         + ("" if gpu.is_timed else MEMORY_ONLY),
-        notes=notes_on(job),
+        notes=(*notes_on(job), *(host_notes(job, timed.pass_parts) if timed else ())),
     )
 
 

@@ -80,9 +80,14 @@ _FULL_POWER = {"bf16": (2.5, 1.05), "fp16": (2.5, 1.05), "tf32": (5.0, 1.05), "f
 # mean of A100, H100 and A40.
 _USUAL_SHARE = 0.83
 
+# What a kernel that Python launches costs the host: geometric mean and deviation of eight hosts
+# under eager PyTorch. Five of published decoding speeds on A100 (20, 21, 22, 23 and 26
+# microseconds; `docs/accuracy/published.md`), measured ones of H20 (12), H100 (20) and T4 (28).
+LAUNCH_S, LAUNCH_SPREAD = 21e-6, 0.27
+
 # Mean and relative standard deviation of every coefficient before any run on the device.
 # Products, bytes: 72 % and 80 % efficiency, refitted from public operator profiles of three
-# GPUs (`docs/time.md`). Launch: eager PyTorch on current hosts. CPU: libraries reach about half
+# GPUs (`docs/time.md`). CPU: libraries reach about half
 # of the peak that the core count promises, with a wide spread. Engine: the published speeds of
 # small models under vLLM 0.4.2 and 0.6.3 are 2 to 3.5 ms per token above their graph's kernels.
 _ACCELERATOR_PRIOR = {
@@ -93,7 +98,7 @@ _ACCELERATOR_PRIOR = {
     "elementwise": (1.0 / 0.8, 0.4),
     "dequant": (1.0 / 0.5, 0.6),
     "optimizer": (1.0 / 0.8, 0.5),
-    "launch": (14e-6, 0.5),
+    "launch": (LAUNCH_S, LAUNCH_SPREAD),
     "constant": (3e-3, 1.0),
     "engine": (2.5e-3, 0.4),
 }
@@ -105,14 +110,10 @@ _CPU_PRIOR = {
     "elementwise": (1.0 / 0.4, 0.8),
     "dequant": (1.0 / 0.2, 2.0),
     "optimizer": (1.0 / 0.4, 1.0),
-    "launch": (10e-6, 0.8),
+    "launch": (16e-6, 0.8),
     "constant": (10e-3, 1.0),
     "engine": (2.5e-3, 0.8),
 }
-# A forward launches every kernel from Python: the published A100 speeds of Qwen2.5 and Qwen2 at
-# four sizes from 0.5B to 7B give 21.8 to 22.6 microseconds a kernel. Of a training step, half the
-# kernels are launched by autograd, which takes 6 to 8.
-_FORWARD_LAUNCH_S = 22e-6
 _STEADY_CONSTANT = {"finetune": 1.0, "prefill": 0.3, "decode": 0.03}
 PRIOR_NOISE = {"accelerator": 0.2, "cpu": 0.35}
 
@@ -126,8 +127,6 @@ def prior(gpu: GpuSpec, phase: str) -> tuple[dict[str, float], dict[str, float]]
     table = _CPU_PRIOR if gpu.kind == "cpu" else _ACCELERATOR_PRIOR
     mean = {name: value for name, (value, _) in table.items()}
     mean["constant"] *= _STEADY_CONSTANT[phase]
-    if phase != "finetune" and gpu.kind != "cpu":
-        mean["launch"] = _FORWARD_LAUNCH_S
     spread = {name: mean[name] * relative for name, (_, relative) in table.items()}
     return mean, spread
 
@@ -174,6 +173,17 @@ def power_factor(gpu: GpuSpec, dtype: str) -> float:
     return share / _USUAL_SHARE * min(1.0, math.cbrt(watts / full_watts))
 
 
+def tiled_multiprocessors(gpu: GpuSpec, dtype: str) -> int | None:
+    """Multiprocessors that products in `dtype` fill tile by tile; None where nothing is known.
+
+    Products in fp32 lose nothing of their last wave, and little at edges: their tiles are small.
+
+    Kind: exact. Source: the datasheet, `gpu.json`; `docs/accuracy/product_tiles.md`.
+    """
+    by_matrix_units = dtype != "fp32" and dtype in gpu.peak_flops_per_s
+    return gpu.num_multiprocessors if gpu.kind in ("cuda", "rocm") and by_matrix_units else None
+
+
 def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
     """Datasheet seconds by kind of work; "launch" is a count and "constant" is one.
 
@@ -188,7 +198,7 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
     sustained = rate * power_factor(gpu, dtype)
     bandwidth = gpu.bandwidth_bytes_per_s
     return {
-        "products": work.product_flops / sustained,
+        "products": (work.product_flops + work.idle_flops) / sustained,
         "weights": work.weight_read_bytes / bandwidth,
         "attention": work.attention_flops / rate,
         "cache": work.attention_bytes / bandwidth,

@@ -6,6 +6,7 @@ functions serve training, the prompt pass and decoding.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
@@ -16,12 +17,13 @@ from whichlora.memory.optimizer import Update, update_bytes, update_launches
 from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised
-from whichlora.spec.numeric import Count, smallest
+from whichlora.spec.numeric import Count, Real, smallest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
 from whichlora.symbolic.kernels import attention_kernel
 from whichlora.timing.cache_work import Conversion, expanding, storing
 from whichlora.timing.mamba_work import SCAN_OPS, scan_bytes, scan_flops_per_token
+from whichlora.timing.products import idle_flops
 
 # Kernels of one layer's forward, traced on transformers 5.23 (Llama: 38 in all, backward 60).
 NORM_OPS = 6
@@ -35,6 +37,10 @@ VLLM_CAPTURED_TOKENS = 8192  # longest sequence of its captured graphs, by defau
 OUTSIDE_OPS = 22  # embedding, final norm, head, sampling
 LOSS_OPS = 32
 BACKWARD_RATIO = 1.6  # 60 of 38
+# Of what a kernel costs the host in a forward, which Python launches, the share that one of a
+# backward costs, which autograd's C++ does. Kind: estimate. A small Llama with LoRA on a CPU, whose
+# kernels take nearly no time, has 0.5; launches on A100 of published steps have 0.3.
+AUTOGRAD_LAUNCH = 0.5
 # Bytes that the loss reads and writes per token and vocabulary entry, forward and backward.
 LOSS_PASSES = {"hf": 30, "unsloth": 30, "raw": 8, "trl-fused": 16, "liger": 16}
 
@@ -60,6 +66,7 @@ class Work:
 
     Args:
         product_flops: matrix products, adapters included (multiply and add are two).
+        idle_flops: what the device could do while products do not fill it.
         weight_read_bytes: stored weights read by all passes.
         attention_flops: scores and weighted values.
         attention_bytes: the cache, read and written while decoding.
@@ -68,12 +75,13 @@ class Work:
         dequant_bytes: quantised weights expanded to 16 bit and read back, all passes.
         optimizer_bytes: parameters, gradients and states read and written by the step, by clipping,
             and by summing the gradients of micro-batches.
-        launches: kernels.
+        launches: kernels launched from Python; one that autograd launches is `AUTOGRAD_LAUNCH`.
         engine_steps: turns of a serving engine's scheduler and sampler on the host, for which the
             device waits.
     """
 
     product_flops: Count = 0
+    idle_flops: Count = 0
     weight_read_bytes: Count = 0
     attention_flops: Count = 0
     attention_bytes: Count = 0
@@ -295,6 +303,7 @@ def _trained_layers(
     tokens: Count,
     seq_len: Count,
     r: Count,
+    num_multiprocessors: int | None,
 ) -> Work:
     """One micro-step of `count` equal layers."""
     recompute = 1 if run.gradient_checkpointing else 0
@@ -330,10 +339,11 @@ def _trained_layers(
     expanded = sum(linear.num_weights for linear in quantised)
     dequant = count * expanded * 2 * 2 * (2 + recompute)
     base_ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + expert_ops(layer, tokens)
-    launches = count * base_ops * (1 + recompute)
-    launches = launches + (count * base_ops * BACKWARD_RATIO)
+    launches = count * base_ops * (1 + recompute + BACKWARD_RATIO * AUTOGRAD_LAUNCH)
     layers = Work(
         product_flops=product_flops,
+        idle_flops=count
+        * _trained_idle_flops(layer, tokens, method, recompute, num_multiprocessors),
         weight_read_bytes=weight_read,
         attention_flops=attention_flops,
         elementwise_bytes=elementwise,
@@ -342,6 +352,35 @@ def _trained_layers(
     )
     in_step = (_trained_adapter(x, recompute, count, tokens) for _, x in adapters)
     return _sum_of((layers, *in_step))
+
+
+def _by_shape(layer: Layer) -> Iterable[tuple[Linear, int]]:
+    """One matrix of each shape, and how many of the layer's have it."""
+    shapes = [
+        (linear.in_features, linear.out_features, linear.active, linear.count)
+        for linear in layer.linears
+    ]
+    first = dict(zip(reversed(shapes), reversed(layer.linears), strict=True))
+    return [(first[shape], number) for shape, number in Counter(shapes).items()]
+
+
+def _trained_idle_flops(
+    layer: Layer, tokens: Count, method: Method, recompute: int, num_multiprocessors: int | None
+) -> Real:
+    """`idle_flops` of the products of one layer: forward, input's gradient, trained weight's."""
+    total = 0.0 * tokens
+    for linear, number in _by_shape(layer):
+        inputs, outputs = linear.in_features, linear.out_features
+        visited = visited_matrices(linear, tokens)
+        rows = tokens * linear.active / visited
+        forward = idle_flops(rows, outputs, inputs, num_multiprocessors, count=visited)
+        idle = (1 + recompute) * forward + idle_flops(
+            rows, inputs, outputs, num_multiprocessors, count=visited
+        )
+        if method.trains_base:
+            idle = idle + idle_flops(outputs, inputs, rows, num_multiprocessors, count=visited)
+        total = total + number * idle
+    return total
 
 
 def _trained_adapter(adapter: AdapterWork, recompute: int, count: int, tokens: Count) -> Work:
@@ -353,7 +392,10 @@ def _trained_adapter(adapter: AdapterWork, recompute: int, count: int, tokens: C
         product_flops=count * (adapter.weight_flops * (1 + recompute) + token_flops),
         elementwise_bytes=count * (tokens * moved + adapter.weight_bytes * (1 + recompute)),
         dequant_bytes=count * adapter.dequant_bytes * (1 + recompute),
-        launches=count * (adapter.forward_launches * (1 + recompute) + adapter.backward_launches),
+        launches=count
+        * (
+            adapter.forward_launches * (1 + recompute) + adapter.backward_launches * AUTOGRAD_LAUNCH
+        ),
     )
 
 
@@ -376,6 +418,7 @@ def training_work(
     seq_len: Count,
     r: Count,
     update: Update,
+    num_multiprocessors: int | None = None,
 ) -> Work:
     """One optimizer step: all accumulation micro-steps, then the update.
 
@@ -401,6 +444,7 @@ def training_work(
             tokens=tokens,
             seq_len=seq_len,
             r=r,
+            num_multiprocessors=num_multiprocessors,
         )
         for layer, count in model.layers()
     )
@@ -415,6 +459,7 @@ def training_work(
     steps = run.gradient_accumulation_steps
     return Work(
         product_flops=product_flops * steps,
+        idle_flops=layers.idle_flops * steps,
         weight_read_bytes=weight_read * steps,
         attention_flops=layers.attention_flops * steps,
         attention_bytes=0 * tokens,
@@ -436,6 +481,7 @@ def evaluation_work(
     seq_len: Count,
     r: Count,
     update: Update,
+    num_multiprocessors: int | None = None,
 ) -> Work:
     """One forward with its loss and without a graph; every token is scored.
 
@@ -454,6 +500,7 @@ def evaluation_work(
             seq_len=seq_len,
             r=r,
             update=update,
+            num_multiprocessors=num_multiprocessors,
         )
         for checkpointed in (True, False)
     )
@@ -462,6 +509,7 @@ def evaluation_work(
     vocab = model.vocab_size if head else 0
     return Work(
         product_flops=again.product_flops - once.product_flops + 2 * tokens * (head + around),
+        idle_flops=again.idle_flops - once.idle_flops,
         weight_read_bytes=again.weight_read_bytes
         - once.weight_read_bytes
         + head * dtypes.embedding_bytes,
@@ -546,6 +594,22 @@ def _cache_bytes(
     return cached * dtypes.compute_bytes * passes
 
 
+def _served_idle_flops(layer: Layer, rows: Count, num_multiprocessors: int | None) -> Real:
+    """`idle_flops` of the products of one layer's forward."""
+    total = 0.0 * rows
+    for linear, number in _by_shape(layer):
+        visited = visited_matrices(linear, rows)
+        idle = idle_flops(
+            rows * linear.active / visited,
+            linear.out_features,
+            linear.in_features,
+            num_multiprocessors,
+            count=visited,
+        )
+        total = total + number * idle
+    return total
+
+
 def _served_layers(
     group: LayerGroup,
     model: ModelSpec,
@@ -558,6 +622,7 @@ def _served_layers(
     context: Count,
     decoding: bool,
     r: Count,
+    num_multiprocessors: int | None,
 ) -> Work:
     """One forward through the equal layers of `group`."""
     tokens = batch_size if decoding else batch_size * context
@@ -596,6 +661,7 @@ def _served_layers(
     launches = launches + count * (ops + expert_ops(layer, rows))
     layers = Work(
         product_flops=product_flops,
+        idle_flops=count * _served_idle_flops(layer, rows, num_multiprocessors),
         weight_read_bytes=weight_read,
         attention_flops=attention_flops,
         attention_bytes=attention_bytes,
@@ -621,6 +687,7 @@ def inference_work(
     method: Method = NO_ADAPTERS,
     targets: tuple[str, ...] = (),
     r: Count = 0,
+    num_multiprocessors: int | None = None,
 ) -> Work:
     """One forward: the prompt pass over `context` tokens, or one decoding step that sees them.
 
@@ -650,6 +717,7 @@ def inference_work(
             context=context,
             decoding=decoding,
             r=r,
+            num_multiprocessors=num_multiprocessors,
         )
         for group in model.groups
         if not (decoding and model.task == "seq2seq-lm" and group.stack == "encoder")
@@ -662,6 +730,7 @@ def inference_work(
         launches = 1 + eager * by_layer + 0 * tokens  # a captured graph is one launch
     return Work(
         product_flops=layers.product_flops + 2 * scored * head,
+        idle_flops=layers.idle_flops,
         weight_read_bytes=layers.weight_read_bytes + head * dtypes.embedding_bytes + 0 * tokens,
         attention_flops=layers.attention_flops,
         attention_bytes=layers.attention_bytes,
