@@ -323,12 +323,18 @@ _MOMENTS = {"layer_forward": "forward", "loss_forward": "forward", "optimizer_st
 
 
 def predicted(run: RunConfig) -> dict[str, Any]:
-    """What the ledger says of `run`, in the words of a line; workspaces, which no trace sees, off.
+    """What the ledger says of `run`, in the words of a line; what no trace sees is off.
+
+    That are workspaces and buffers of kernels.
 
     Raises:
         WhichLoraError: settings that exclude each other.
     """
     job = resolution.resolve(model_of(run.model), run, replace(GPU, memory_bytes=ENDLESS))
+    seen = replace(
+        job.dtypes, kernel_buffers=False, fused_fp16_softmax=False
+    )  # fp16 is traced bf16
+    job = replace(job, dtypes=seen)
     found = prediction.ledger(job)
     # a trace places finished weights: what loading needs besides is not in it
     found = replace(found, moments={k: v for k, v in found.moments.items() if k != "loading"})

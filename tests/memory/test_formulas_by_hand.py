@@ -171,6 +171,31 @@ def test_a_softcap_adds_its_tanh_and_a_gradient_to_the_backward() -> None:
     assert capped - uncapped == 10 * 256_000 * (2 + 2)
 
 
+# --- eager attention on a GPU
+
+
+@pytest.mark.parametrize("precision", ["bf16-no-autocast", "fp16-no-autocast", "fp32"])
+def test_an_eager_softmax_on_a_gpu_multiplies_its_result_and_gradient_first(precision: Any) -> None:
+    run = RunConfig(model=LLAMA_3_8B, attn="eager", precision=precision, seq_len=4096)
+    found = job(run)
+    seen = replace(found.dtypes, kernel_buffers=False)
+    with_product, without = (
+        int(ledger(replace(found, dtypes=dtypes)).moment_bytes("layer_backward"))
+        for dtypes in (found.dtypes, seen)
+    )
+    assert found.dtypes.kernel_buffers
+    assert with_product - without == 32 * 4096**2 * 4
+
+
+def test_fp16_scores_are_widened_inside_the_softmax_and_bf16_ones_before_it() -> None:
+    fp16, bf16 = (
+        job(RunConfig(model=LLAMA_3_8B, attn="eager", precision=precision, seq_len=4096))
+        for precision in ("fp16-no-autocast", "bf16-no-autocast")
+    )
+    sizes = [int(ledger(found).moment_bytes("layer_backward")) for found in (fp16, bf16)]
+    assert sizes[1] - sizes[0] == 32 * 4096**2 * 2  # the gradient of the copy, not of the scores
+
+
 # --- caches
 
 

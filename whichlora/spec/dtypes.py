@@ -57,6 +57,8 @@ class Dtypes:
         dropped_bytes: one element of what adapter dropout is applied to.
         training: dropout is on and tensors are kept for backward.
         device_kind: "cuda", "cpu", …: CPU kernels keep other things.
+        kernel_buffers: what a GPU's kernels allocate for themselves counts; no trace sees it.
+        fused_fp16_softmax: a softmax in fp32 of fp16 scores makes no copy of them first.
         libraries: their versions; older ones keep other things.
         stores: the format that a layer's keys and values are quantised to in this forward, if any.
     """
@@ -86,6 +88,8 @@ class Dtypes:
     padded: bool
     trains_base: bool
     device_kind: str
+    kernel_buffers: bool
+    fused_fp16_softmax: bool
     libraries: Libraries
     stores: CacheFormat | None = None
 
@@ -167,6 +171,8 @@ def resolve_dtypes(run: RunConfig, *, trains_base: bool, device_kind: str) -> Dt
         padded=run.padding == "padded",
         trains_base=trains_base,
         device_kind=device_kind,
+        kernel_buffers=device_kind in ("cuda", "rocm"),
+        fused_fp16_softmax=precision.startswith("fp16") and device_kind in ("cuda", "rocm"),
         libraries=run.versions,
     )
 

@@ -484,8 +484,10 @@ def _softmax(code: OpEmitter, attention: Attention, scores: Tensor, size: int) -
     widened = attention.wide_softmax or (dtypes.under_autocast and dtypes.device_kind != "cpu")
     # `F.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)`: the backward of
     # `_softmax` reads its result, in fp32
-    wide = code.cast(scores, 4) if widened else scores
-    softmax = code.tape.op([wide], scores.elements, wide.size, saves_result=True, what="softmax")
+    # `softmax` of torch 2.13 has a kernel from fp16 to fp32, and none from bf16
+    is_fused = dtypes.fused_fp16_softmax and scores.size == 2
+    wide = code.cast(scores, 4) if widened and not is_fused else scores
+    softmax = code.softmax(wide, size=4 if widened else None)
     return code.cast(softmax, size, "probabilities") if attention.wide_softmax else softmax
 
 
@@ -495,7 +497,7 @@ def _softmax_with_sinks(code: OpEmitter, attention: Attention, scores: Tensor) -
     shape = plus(per_pair(heads), per_token(heads))
     combined = tape.op([scores], shape, scores.size)
     lowered = tape.op([combined], shape, scores.size, passes=True)
-    softmax = tape.op([lowered], shape, scores.size, saves_result=True, what="softmax")
+    softmax = code.softmax(lowered)
     tape.hold(lowered)
     (probabilities,) = tape.parts(softmax, (per_pair(heads),))
     return probabilities

@@ -38,7 +38,7 @@ def attend_disentangled(code: OpEmitter, attention: Attention, x: Tensor) -> Ten
     masked = tape.op([scores, negated], scores.elements, scores.size, saves=[negated])
     widened = dtypes.under_autocast and dtypes.device_kind != "cpu"
     wide = code.cast(masked, 4) if widened else masked
-    probabilities = tape.op([wide], wide.elements, wide.size, saves_result=True, what="softmax")
+    probabilities = code.softmax(wide)
     if attention.dropout and dtypes.training:
         mask_bytes = probabilities.size if dtypes.device_kind == "cpu" else 1
         probabilities = code.dropout(probabilities, mask_bytes=mask_bytes)

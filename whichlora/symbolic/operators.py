@@ -140,6 +140,17 @@ class OpEmitter:
         """`contiguous()` of another layout."""
         return self.tape.op([x], x.elements, x.size, passes=True, what="copy")
 
+    def softmax(self, x: Tensor, *, size: int | None = None) -> Tensor:
+        """Its backward reads its result, of `size` bytes each where the kernel widens.
+
+        CUDA's `softmax_backward_cuda_out` first makes `grad * output`, a tensor as large.
+        """
+        size = size or x.size
+        product = scaled(x.elements, size) if self.dtypes.kernel_buffers else NOTHING
+        return self.tape.op(
+            [x], x.elements, size, saves_result=True, inner_backward=product, what="softmax"
+        )
+
     def dropout(self, x: Tensor, *, mask_bytes: int) -> Tensor:
         # `native_dropout_backward` reads the mask alone, not the input
         mask = scaled(x.elements, mask_bytes)
