@@ -28,6 +28,7 @@ ANSWERS = Path(__file__).with_name("peer_answers.jsonl")
 ADAPTERS = Path(__file__).with_name("peer_adapters.py")
 OURS = "WhichLoRA"
 QUANTITIES: tuple[Quantity, ...] = ("peak_allocated", "device_used", "perhaps_device_used")
+UNASKED = {"fitcheck_t4"}  # sources that came after the tools were asked
 CARDS = {"fsdp_qlora": "t4-16gb"}  # a 16 GB card that is not named; one tool reserves a share of it
 
 # --- asking --------------------------------------------------------------------------------------
@@ -42,6 +43,7 @@ def rows() -> tuple[Observation, ...]:
         if isinstance(one, Observation)
         and one.run.phase == "finetune"
         and one.quantity in QUANTITIES
+        and one.source not in UNASKED
     )
 
 

@@ -48,6 +48,10 @@ COUNTERS: dict[Quantity, str] = {
     "device_used": "Used on the device (nvidia-smi, NVML)",
     "allocated_between_steps": "Allocated between steps: weights, adapters, optimizer states",
     "allocated_after_forward": "Allocated after the forward: what autograd keeps",
+    "allocated_after_load": "Allocated after loading: weights and adapters",
+    "peak_in_forward": "Peak allocated in the forward, loss included",
+    "peak_in_backward": "Peak allocated in the backward",
+    "peak_in_optimizer": "Peak allocated in the optimizer's step",
     "perhaps_allocated": "Counter not stated, compared with peak allocated",
     "perhaps_device_used": "Counter not stated, compared with used on the device",
 }

@@ -14,6 +14,7 @@ from pathlib import Path
 from published.cells import MEMORY, Found, LeftOut, Line, Observation, Quantity
 from published.models import model_of
 from published.sources import (
+    fitcheck,
     fms,
     fsdp_qlora,
     glm4,
@@ -36,6 +37,7 @@ SOURCES: dict[str, Callable[[Line], Iterator[Found]]] = {
     "axolotl_examples": not_ours("counter and GPU not stated, printed as approximate"),
     "chatglm2_readme": not_ours("counter not stated, remote code"),
     "chatglm_finetuning_readme": not_ours("counter not stated, rounded to whole G, DeepSpeed"),
+    "fitcheck_t4": fitcheck,
     "fms_acceleration_bench": fms,
     "fsdp_qlora": fsdp_qlora,
     "github_issues": not_ours("targets and quantisation not stated, or a loss kernel alone"),

@@ -22,6 +22,10 @@ MemoryQuantity = Literal[
     "perhaps_device_used",
     "allocated_between_steps",
     "allocated_after_forward",
+    "allocated_after_load",
+    "peak_in_forward",
+    "peak_in_backward",
+    "peak_in_optimizer",
 ]
 Quantity = (
     MemoryQuantity | Literal["step_s", "forward_s", "forward_backward_s", "prefill_s", "generate_s"]

@@ -38,6 +38,7 @@ _QWEN1 = {  # hidden, layers, heads, half of the remote code's intermediate_size
     "72B": (8192, 80, 64, 24576, 152064),
 }
 _ELSEWHERE = {
+    "Qwen/Qwen2.5-1.5B-Instruct": "Qwen/Qwen2.5-1.5B",
     "TheBloke/Mistral-7B-v0.1-GPTQ": "mistralai/Mistral-7B-v0.1",
     "ybelkada/test-mistral-7b-v0.1-awq": "mistralai/Mistral-7B-v0.1",
     "TheBloke/Mixtral-8x7B-Instruct-v0.1-GPTQ": "mistralai/Mixtral-8x7B-v0.1",

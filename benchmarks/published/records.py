@@ -45,6 +45,7 @@ RELEASED = {
     "qwen2_speed": "2024-06-06",
     "qwen25_speed": "2024-09-19",
 }
+JUDGES = {"fitcheck_t4"}
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 _VERSION = re.compile(r"([a-z][a-z0-9-]*) (\d+\.[\w.+]*)")
 
@@ -59,6 +60,8 @@ def rows_of(source: str) -> list[dict[str, str]]:
 
 def _refusal(one: Observation) -> str:
     """Why `one` can't be a record; empty where it can."""
+    if one.source in JUDGES:
+        return "kept apart to judge predictions on"
     if one.quantity not in FIELDS:
         return f"{one.quantity}: no field of a record means that"
     if one.run.kv_cache == "vllm":

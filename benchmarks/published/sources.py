@@ -27,6 +27,57 @@ from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.units import GiB
 
+# --- fitcheck: a plain loop over an fp16 base on a T4, without autocast --------------------------
+
+
+_FITCHECK_COUNTERS: dict[str, Quantity] = {
+    "peak_allocated_gib": "peak_allocated",
+    "peak_reserved_gib": "peak_reserved",
+    "after_load_allocated_gib": "allocated_after_load",
+    "peak_forward_gib": "peak_in_forward",
+    "peak_backward_gib": "peak_in_backward",
+    "peak_optimizer_gib": "peak_in_optimizer",
+}
+
+
+def fitcheck(line: Line) -> Iterator[Found]:
+    row = line.row
+    spec = model_of(row["model_id"])
+    assert spec is not None
+    versions = {"torch": row["torch"].partition("+")[0], "transformers": row["transformers"]}
+    run = RunConfig(
+        model=spec.name,
+        trainer="loop",
+        method=row["method"],
+        r=whole(row["r"]),
+        lora_alpha=whole(row["lora_alpha"]),
+        target_modules=tuple(row["targets"].split("+")),
+        quant=QUANT[row["quant"]],  # type: ignore[arg-type]
+        prepare_kbit=row["quant"] != "none",
+        precision="fp16-no-autocast",
+        optimizer="adamw_torch",
+        gradient_checkpointing=row["gradient_checkpointing"] == "True",
+        use_reentrant=row["use_reentrant"] == "True",
+        attn=row["attn"],  # type: ignore[arg-type]
+        batch_size=whole(row["batch_size"]),
+        seq_len=whole(row["seq_len"]),
+        libraries=tuple(sorted(versions.items())),
+    )
+    for column, quantity in _FITCHECK_COUNTERS.items():
+        if row[column]:
+            yield line.observed(
+                spec,
+                run,
+                "t4-16gb",
+                quantity,
+                float(row[column]) * GiB,
+                stack=row["attn"],
+                rounding=rounding_of(row[column]) * GiB,
+            )
+    if row["step_s"]:
+        yield line.left_out("time", "a single step, kept apart to judge times on")
+
+
 # --- fms-acceleration: TRL's trainer on an A100, by framework configuration -----------------------
 
 
@@ -177,6 +228,7 @@ def neusight(line: Line) -> Iterator[Found]:
         attn="eager",
         gradient_checkpointing=False,
         optimizer="sgd",
+        trainer="loop",
         loss_head="raw",
     )
     quantity: Quantity = "forward_s" if row["phase"] == "forward" else "forward_backward_s"
@@ -372,6 +424,7 @@ def fsdp_qlora(line: Line) -> Iterator[Found]:
         gradient_checkpointing=row["grad_ckpt"] == "True",
         use_reentrant=False,
         optimizer="sgd",  # none runs
+        trainer="loop",
         loss_head="raw",
         libraries=(("bitsandbytes", "0.42.0"), ("torch", "2.1.2"), ("transformers", "4.37.2")),
     )

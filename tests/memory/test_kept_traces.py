@@ -47,7 +47,7 @@ NEAR = {
         "forward": (2, 4, 9, 26, None),
         "backward": (8, 21, 27, 31, 0.0245),
         "optimizer": (6, 18, 22, 25, 0.0035),
-        "peak": (4, 7, 15, 24, 0.081),
+        "peak": (4, 7, 14, 24, 0.081),
     },
     "later-types.jsonl": {  # types of models that came after the draws
         "forward": (6, 26, 39, 77, None),
