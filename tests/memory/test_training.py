@@ -347,10 +347,30 @@ def test_a_sliding_layer_keeps_its_window() -> None:
     assert kv_cache.kept_tokens(sliding, 8192, kv_cache="static") == 4096
 
 
-def test_the_reports_chunk_is_two_logits_tensors_of_32_positions() -> None:
-    vocab = model("google/gemma-2b").vocab_size
-    for batch_size, mib in ((1, 62.5), (32, 2000.0)):
-        assert 2 * batch_size * 32 * vocab * 4 == mib * 2**20
+@pytest.mark.parametrize("batch_size", [1, 32])
+def test_a_forward_beside_the_last_output_needs_the_logits_of_the_report_and_its_caches(
+    batch_size: int,
+) -> None:
+    """Gemma-2B loaded in fp32, a prompt of 32, as the code of early 2024 runs it."""
+    run = RunConfig(
+        model="google/gemma-2b",
+        phase="inference",
+        precision="fp32",
+        batch_size=batch_size,
+        prompt_len=32,
+        max_new_tokens=2,
+        libraries=(("transformers", "4.40.2"),),
+    )
+    moments = ledger(job(run)).moments
+    forward = [entry for entry in moments["first_logits"] if entry.part != "weights"]
+    last_output = [
+        *(entry for entry in forward if entry.fact is generation.PROMPT_CACHE),
+        *(entry for entry in moments["second_token"] if entry.fact is generation.HELD_LOGITS),
+    ]
+    alive = [*forward, *last_output]
+    scores = sum(entry.num_bytes for entry in alive if entry.part == "logits_and_loss")
+    assert scores == batch_size * 62.5 * MiB  # what the report's figure shows
+    assert sum(entry.num_bytes for entry in alive) == batch_size * 65 * MiB
 
 
 def test_generation_keeps_logits_of_one_position() -> None:

@@ -15,15 +15,19 @@ from traced import live_bytes
 from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.memory.allocator_simulator import replay
+from whichlora.methods import with_defaults
 from whichlora.predict import predict, resolve
+from whichlora.profiler.build import finished_model, meta_model
 from whichlora.spec.run import RunConfig
 from whichlora.store import models
 from whichlora.store.gpus import find_gpu
 from whichlora.tracer.client import trace_peaks
 from whichlora.tracer.extrapolate import stretch, with_warm_up
+from whichlora.tracer.fake_weights import place_fake
+from whichlora.tracer.like_cuda import like_cuda
 from whichlora.tracer.recorder import Recorder
 from whichlora.tracer.trace import trace
-from whichlora.units import GiB
+from whichlora.units import GiB, MiB
 from whichlora.workflow import estimates
 
 pytestmark = pytest.mark.oracle
@@ -316,3 +320,32 @@ def test_a_quantiser_that_looks_at_values_is_not_traced() -> None:
     run = RunConfig(model="tiny", phase="inference", kv_cache="quantized", cache_backend="hqq")
     with pytest.raises(ConfigError, match="cache_backend: hqq can't be traced"):
         trace(run, TINY, target_modules="all-linear")
+
+
+@pytest.mark.parametrize(("caches", "mib"), [(True, 65.0), (False, 62.75)])
+def test_a_forward_beside_the_last_output_of_gemma_2b(caches: bool, mib: float) -> None:
+    """The stack behind the report's 62.5 MB per sequence: fp32, a prompt of 32, a held output."""
+    run = with_defaults(RunConfig(model="google/gemma-2b", phase="inference", precision="fp32"))
+    model = meta_model(run, config_of(run.model), device="cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True), like_cuda(), torch.no_grad():
+        place_fake(model, torch.float32)
+        model = finished_model(model, run, "all-linear")
+        model.config.use_cache = caches
+        recorder = Recorder([], run)
+        recorder.note_loaded(model)
+        loaded = sum(event.num_bytes or 0 for event in recorder.events)
+        recorder.watch(model)
+        with recorder:
+            for _ in range(2):
+                outputs = model(input_ids=torch.zeros(1, 32, dtype=torch.long))
+        recorder.close()
+    sizes: dict[int, int] = {}
+    peak = 0
+    for event in recorder.events:  # live bytes: blocks that are not split would count whole
+        if event.num_bytes is None:
+            del sizes[event.storage]
+            continue
+        sizes[event.storage] = event.num_bytes
+        peak = max(peak, sum(sizes.values()))
+    assert outputs.logits.shape == (1, 32, 256_000)
+    assert (peak - loaded) / MiB == pytest.approx(mib, abs=0.01)
