@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from devices import A100, CPU
 
+from whichlora.memory.weights import weight_bytes
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.notes import notes_on
 from whichlora.predict.predict import predict
@@ -53,6 +54,18 @@ def test_experts_that_are_bare_parameters_stay_16_bit_and_refuse_dora() -> None:
     assert "bitsandbytes" not in notes(MIXTRAL, method="lora")
     assert "PEFT 0.21 refuses DoRA and dropout on experts" in notes(MIXTRAL, method="dora")
     assert "refuses" not in notes(MIXTRAL, method="dora", target_modules=("attention",))
+
+
+def test_falcon_is_quantised_under_transformers_4_alone() -> None:
+    run = RunConfig(model="tiiuae/falcon-7b", method="qlora")
+    older = replace(run, libraries=(("transformers", "4.57.0"),))
+    weights = {}
+    for each in (run, older):
+        job = resolve(load_model(run.model), each, A100)
+        weights[each] = sum(weight_bytes(job.model, job.dtypes).values())
+        said = "; ".join(notes_on(job))
+        assert ("transformers 5 quantises nothing of falcon" in said) == (each is run)
+    assert weights[older] < 0.4 * weights[run]
 
 
 def test_both_stacks_of_an_encoder_decoder_have_the_length_asked() -> None:

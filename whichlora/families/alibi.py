@@ -146,8 +146,8 @@ def _falcon(c: Fields) -> ModelSpec:
         reads="attn_in" if len(names) == 1 else "mlp_in",
     )
     layer = Layer(
-        attentions=(replace(attention, linears=_unquantised(attention.linears)),),
-        mlp=replace(block, linears=_unquantised(block.linears)),
+        attentions=(replace(attention, linears=_of_falcon(attention.linears)),),
+        mlp=replace(block, linears=_of_falcon(block.linears)),
         norms=norms(names, width=hidden, kind="layer", bias=True),
         parallel=parallel,
         dropouts=(hidden,) * (1 if parallel else 2) if c.probability("hidden_dropout") else (),
@@ -161,9 +161,9 @@ def _falcon(c: Fields) -> ModelSpec:
     )
 
 
-def _unquantised(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:
-    """Falcon's own `FalconLinear`: transformers 5.23 converts `nn.Linear` itself only."""
-    return tuple(replace(linear, quantisable=False) for linear in linears)
+def _of_falcon(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:
+    """Falcon's own `FalconLinear`."""
+    return tuple(replace(linear, is_subclass=True) for linear in linears)
 
 
 def _mpt(c: Fields) -> ModelSpec:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from whichlora.predict.resolve import ResolvedRun
+from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Real
 from whichlora.spec.run import BNB_QUANTS
 from whichlora.spec.targets import all_linears
@@ -76,6 +77,15 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     if experts_are_parameters and job.dtypes.quant in BNB_QUANTS:
         notes.append(
             "experts are 3-D parameters in transformers 5: bitsandbytes leaves them 16-bit"
+        )
+    left_wide = any(
+        linear.is_subclass and not is_quantised(linear, job.dtypes)
+        for linear in all_linears(job.model)
+    )
+    if left_wide and job.dtypes.quant in BNB_QUANTS:
+        notes.append(
+            f"transformers 5 quantises nothing of {job.model.model_type}, whose matrices are of a "
+            "class of their own; with libraries transformers 4.57.0 it does"
         )
     adapted_experts = any(
         linear.rank_multiple and not linear.is_module and linear.name in job.targets

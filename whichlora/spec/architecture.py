@@ -58,8 +58,10 @@ class Linear:
         active: how many of them each token passes through.
         is_module: an `nn.Linear` or `Conv1D`, so that it can take an adapter and be quantised;
             False for a slice of a 3-D expert parameter or of any other bare parameter.
-        quantisable: bitsandbytes converts it; False for a subclass of `nn.Linear` (Falcon) and
-            for what transformers keeps in fp32 (T5's `wo`).
+        quantisable: bitsandbytes converts it; False for what transformers keeps in fp32 (T5's
+            `wo`).
+        is_subclass: of a class derived from `nn.Linear` (Falcon's), which transformers 5 does not
+            convert.
         transposed: a `Conv1D`, whose weight is [in, out] (GPT-2).
         adapter_rank: how many times the asked rank its adapter gets from PEFT, 0 for none; None
             for the rule: 1 for a module, 0 for a bare parameter.
@@ -76,6 +78,7 @@ class Linear:
     transposed: bool = False
     adapter_rank: int | None = None
     quantisable: bool = True
+    is_subclass: bool = False
 
     @property
     def rank_multiple(self) -> int:

@@ -179,4 +179,6 @@ def resolve_dtypes(run: RunConfig, *, trains_base: bool, device_kind: str) -> Dt
 
 def is_quantised(linear: Linear, dtypes: Dtypes) -> bool:
     """Whether `linear` is stored in few bits: experts kept as 3-D parameters never are."""
+    if linear.is_subclass and not dtypes.libraries.quantises_subclasses:
+        return False
     return dtypes.quant != "none" and linear.is_module and linear.quantisable

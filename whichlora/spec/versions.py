@@ -115,6 +115,14 @@ class Libraries:
         return self.older("transformers", "5")
 
     @property
+    def quantises_subclasses(self) -> bool:
+        """Classes derived from `nn.Linear` are quantised, as Falcon's.
+
+        Read: `replace_with_bnb_linear` asks `isinstance(module, nn.Linear)`, 5 for the type itself.
+        """
+        return self.older("transformers", "5")
+
+    @property
     def experts_are_modules(self) -> bool:
         """Each expert's matrices are linears: quantised, adapted, run in a Python loop. Read."""
         return self.older("transformers", "5")
