@@ -8,15 +8,18 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from whichlora.families import build
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import judged_time, predict
+from whichlora.predict.predict import forward_features, judged_time, mean_context, predict
 from whichlora.predict.resolve import resolve
 from whichlora.profiler.early_stop import is_enough
 from whichlora.profiler.installed import installed_versions
+from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Measurement, Outcome
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
+from whichlora.workflow import launch
 
 DATE = "2026-11-21T00:00:00+00:00"
 
@@ -58,6 +61,8 @@ class FakeProfiler:
         decisive_s: Sequence[float] = (),
         predicted_s: Sequence[float] = (),
     ) -> Measurement:
+        if run.model == launch.RUN.model:
+            return _launches(self._gpu, self.TIME_FACTOR, self._provenance)
         time.sleep(self.SLEEP_S)
         self.calls.append(run)
         with open(os.environ.get("WHICHLORA_TEST_CALLS", os.devnull), "a") as calls:
@@ -105,6 +110,29 @@ class FakeProfiler:
             provenance=self._provenance,
             **values,
         )
+
+
+def _launches(gpu: GpuSpec, factor: float, provenance: Mapping[str, Any]) -> Measurement:
+    """What the small model that decodes at the pace of the host measures."""
+    context = mean_context(launch.RUN.prompt_len, launch.RUN.max_new_tokens)
+    job = resolve(build(launch.MODEL_CONFIG, name=launch.RUN.model), launch.RUN, gpu)
+    kernels = forward_features(job, context=context, decoding=True)["launch"]
+    launch_s = prior_calibration(gpu).time["decode"].mean["launch"]
+    return Measurement(
+        id=uuid.uuid4().hex,
+        gpu=gpu.key,
+        date=DATE,
+        config=launch.RUN.to_dict(),
+        model_config=launch.MODEL_CONFIG,
+        outcome="ok",
+        detail="",
+        generate_s=(1.0,),
+        prefill_s=(0.1,),
+        decode_s_per_token=(factor * launch_s * kernels,),
+        device_s=1.0,
+        environment={"device": "formulas", "libraries": installed_versions()},
+        provenance=provenance,
+    )
 
 
 def _made(

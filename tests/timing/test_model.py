@@ -298,3 +298,18 @@ def test_tf32_products_run_at_their_own_rate_on_the_bytes_of_fp32() -> None:
     sustained = timing.power_factor(gpu, "tf32") / timing.power_factor(gpu, "fp32")
     assert plain["products"] / tf32["products"] == pytest.approx(156 / 19.5 * sustained)
     assert tf32["elementwise"] == plain["elementwise"]
+
+
+def test_a_known_launch_moves_the_coefficient_as_far_as_the_other_is_unsure() -> None:
+    model, row = timing.prior_model(GPU, "decode"), FEATURES.index("launch")
+    known = timing.with_launch(model, 12e-6, other_host=True)
+    assert known.mean["launch"] == pytest.approx(12e-6, rel=0.03)
+    assert math.sqrt(known.covariance[row][row]) < 0.06 * 12e-6
+    assert known.mean["weights"] == model.mean["weights"]
+    sure = [list(values) for values in model.covariance]
+    sure[row][row] = (0.001 * model.mean["launch"]) ** 2
+    fitted = replace(model, covariance=tuple(map(tuple, sure)))
+    here = timing.with_launch(fitted, 12e-6, other_host=False)
+    assert here.mean["launch"] == pytest.approx(model.mean["launch"], rel=0.01)
+    beside = timing.with_launch(fitted, 12e-6, other_host=True)
+    assert beside.mean["launch"] == pytest.approx(12e-6, rel=0.03)

@@ -10,6 +10,8 @@ from fake_profiler import FakeProfiler
 from plan_runs import Silent, write_config
 
 from whichlora.cli import main
+from whichlora.config import load_plan
+from whichlora.store.host import read_host
 from whichlora.workflow import collect
 
 pytestmark = pytest.mark.usefixtures("fake_device")
@@ -28,6 +30,24 @@ def test_few_runs_halve_the_error_of_all_candidates(
     assert found.time["finetune"].num_runs > 0
     assert found.held_out["finetune"].median < found.cold["finetune"].median / 2
     assert "no run tells more" in progress.said[-1]
+
+
+def test_the_launches_of_this_host_are_measured_once_and_kept(
+    tmp_path: Path,
+    fake_device: type[FakeProfiler],
+) -> None:
+    first, second = Silent(), Silent()
+    config = write_config(tmp_path)
+    collect.measure(config, budget_s=600.0, progress=first)
+    assert "a launch takes 20.8 µs on this host" in first.said
+    folder = load_plan(config).calibration_dir
+    assert folder is not None
+    (key,) = (path.parent.name for path in folder.glob("*/host.json"))
+    host = read_host(folder, key)
+    assert host is not None
+    assert host.launch_s == pytest.approx(1.3 * 16e-6)
+    collect.measure(config, budget_s=600.0, progress=second)
+    assert not any("a launch takes" in line for line in second.said)
 
 
 def test_the_budget_ends_the_measuring(

@@ -27,6 +27,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Measurement
 from whichlora.store.coefficients import read_coefficients
 from whichlora.store.gpus import find_gpu
+from whichlora.store.host import Host, now, write_host
 from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import write_bytes
 from whichlora.store.measurements import read_measurements, read_records, record_files
@@ -111,6 +112,16 @@ def calibrate(gpu: GpuSpec, calibration_dir: Path | None = None) -> Refit:
             f"records are there for {', '.join(calibrated_gpus(calibration_dir))}"
         )
     return Refit(before=before, after=after)
+
+
+def state_launch(gpu: str, launch_us: float, calibration_dir: Path | None = None) -> Path:
+    """Keep what a launch takes on this host beside `gpu`; returns the file.
+
+    Raises:
+        ConfigError: an unknown accelerator, or no time that a launch can take.
+    """
+    host = Host(launch_s=launch_us * 1e-6, date=now())
+    return write_host(calibration_roots(calibration_dir)[0], find_gpu(gpu).key, host)
 
 
 def calibrate_all(gpu: str | None = None, calibration_dir: Path | None = None) -> list[Refit]:

@@ -15,6 +15,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Measurement
 from whichlora.store import models
 from whichlora.store.coefficients import coefficients_file, read_coefficients, write_coefficients
+from whichlora.store.host import read_host
 from whichlora.store.measurements import read_measurements, record_ids
 from whichlora.store.paths import data_folder, user_calibration_folder
 
@@ -38,12 +39,27 @@ def calibration_roots(calibration_dir: Path | None = None) -> tuple[Path, ...]:
 
 
 def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:
-    """What runs on `gpu` taught so far; datasheet priors where there were none.
+    """What runs on `gpu` taught so far, and what is known of this host; else datasheet priors.
+
+    Raises:
+        DataFileError: the file on the host is broken.
+    """
+    roots = calibration_roots(calibration_dir)
+    calibration = _stored(gpu, roots)
+    host = read_host(roots[0], gpu.key)
+    if host is None:
+        return calibration
+    path = coefficients_file(roots, gpu.key)
+    other_host = path is None or path.parent.parent != roots[0]
+    return calibration.with_launch(host.launch_s, other_host=other_host)
+
+
+def _stored(gpu: GpuSpec, roots: Sequence[Path]) -> Calibration:
+    """What `coefficients.json` says, or datasheet and priors.
 
     Coefficients of other formulas than today's are not used, nor a broken file: the records are
     fitted anew, and `fallback` says of a broken file what is wrong with it.
     """
-    roots = calibration_roots(calibration_dir)
     fallback = ""
     try:
         payload = read_coefficients(roots, gpu.key)

@@ -24,6 +24,11 @@ gpu_option = click.option("--gpu", help="One accelerator; default: every one wit
     help="First measure, on this machine, the runs that tell most about CONFIG's candidates.",
 )
 @click.option("--budget", default="10min", show_default=True, help="Device time for --measure.")
+@click.option(
+    "--launch-us",
+    type=float,
+    help="Microseconds that this host takes to launch a kernel; kept for --gpu.",
+)
 @click.pass_context
 def calibrate(
     ctx: click.Context,
@@ -31,6 +36,7 @@ def calibrate(
     calibration_dir: Path | None,
     config: Path | None,
     budget: str,
+    launch_us: float | None,
 ) -> None:
     """Fit predictors to recorded runs; share and merge records. Alone: fit.
 
@@ -38,10 +44,17 @@ def calibrate(
     Examples:
       whichlora calibrate --gpu a100-sxm-80gb
       whichlora calibrate --measure plan.yaml --budget 10min
+      whichlora calibrate --gpu t4 --launch-us 28
     """
     options = {"gpu": gpu, "calibration_dir": calibration_dir}
     ctx.default_map = dict.fromkeys(calibrate.commands, options)
-    if config is not None:
+    if launch_us is not None:
+        if gpu is None:
+            raise click.UsageError("--launch-us needs --gpu: beside which accelerator?")
+        from whichlora.calibration.database import state_launch
+
+        click.echo(f"kept in {state_launch(gpu, launch_us, calibration_dir)}")
+    elif config is not None:
         from whichlora import terminal
         from whichlora.config import parse_duration
         from whichlora.workflow.collect import measure

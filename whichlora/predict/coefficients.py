@@ -19,6 +19,7 @@ from whichlora.timing.model import (
     TimeModel,
     of_another_engine,
     prior_model,
+    with_launch,
 )
 
 TIME_PHASES = ("finetune", "prefill", "decode")
@@ -127,6 +128,7 @@ class Calibration:
         by_datasheet: phases ("memory" is one) whose fit was worse on left-out runs than datasheet
             and priors alone, which then stayed.
         engine: whose runs its times are of; `stacks` are the publishers and versions of older ones.
+        launch_s: what a launch takes on this host, as measured or stated; never stored itself.
         asked_engine: of `for_engine`: another one, that it is asked about; never stored itself.
         fallback: why stored coefficients are not used; never stored itself.
     """
@@ -147,6 +149,7 @@ class Calibration:
     engine: str = TRANSFORMERS
     stacks: tuple[str, ...] = ()
     asked_engine: str = ""
+    launch_s: float | None = None
     fallback: str = ""
 
     def for_engine(self, engine: str, gpu: GpuSpec) -> Self:
@@ -166,12 +169,30 @@ class Calibration:
             return self
         return replace(self, time={**self.time, **others}, asked_engine=engine)
 
+    def with_launch(self, launch_s: float, *, other_host: bool) -> Self:
+        """The same where a launch is known to take `launch_s` on this host.
+
+        Args:
+            other_host: the coefficients are of runs beside other hosts.
+        """
+        times = {
+            phase: with_launch(model, launch_s, other_host=other_host)
+            for phase, model in self.time.items()
+        }
+        return replace(self, time=times, launch_s=launch_s)
+
     def basis(self, *, memory_runs: int, time_runs: int, phases: Sequence[str] = ()) -> str:
         """One line that names the runs behind a prediction.
 
         Args:
             phases: whose coefficients its time is made of.
         """
+        known = self._known_of_runs(memory_runs, time_runs, phases)
+        if self.launch_s is None or not phases:
+            return known
+        return f"{known}; a launch takes {1e6 * self.launch_s:.3g} µs on this host"
+
+    def _known_of_runs(self, memory_runs: int, time_runs: int, phases: Sequence[str]) -> str:
         other_runs = sum(model.num_runs for name, model in self.time.items() if name not in phases)
         taught = time_runs or self.asked_engine or (phases and other_runs)
         if not memory_runs and not taught:
@@ -198,7 +219,7 @@ class Calibration:
     def to_dict(self) -> dict[str, Any]:
         """The content of `coefficients.json`, without its schema version."""
         values = dataclasses.asdict(self)
-        for name in ("asked_engine", "fallback"):
+        for name in ("asked_engine", "fallback", "launch_s"):
             del values[name]
         return values | {"device_rates": DEVICE_RATES, "stack_features": STACK_FEATURES}
 

@@ -84,6 +84,9 @@ _USUAL_SHARE = 0.83
 # under eager PyTorch. Five of published decoding speeds on A100 (20, 21, 22, 23 and 26
 # microseconds; `docs/accuracy/published.md`), measured ones of H20 (12), H100 (20) and T4 (28).
 LAUNCH_S, LAUNCH_SPREAD = 21e-6, 0.27
+# Relative deviation of a model's launches from another's on the same host. Kind: fitted, to the
+# models of three published tables: 18.9 to 21.5, 21.1 to 24.3 and 22.4 to 23.4 microseconds.
+LAUNCH_KNOWN = 0.06
 
 # Mean and relative standard deviation of every coefficient before any run on the device.
 # Products, bytes: 72 % and 80 % efficiency, refitted from public operator profiles of three
@@ -145,6 +148,41 @@ def prior_model(gpu: GpuSpec, phase: str) -> TimeModel:
         noise=PRIOR_NOISE[kind],
         num_runs=0,
         overlaps=gpu.kind != "cpu",
+    )
+
+
+def with_launch(model: TimeModel, launch_s: float, *, other_host: bool) -> TimeModel:
+    """`model` with what was measured of this host: seconds of a launch, to `LAUNCH_KNOWN`.
+
+    What other coefficients share with a launch moves with it.
+
+    Args:
+        other_host: the coefficient is of runs beside other hosts: here it is as uncertain as the
+            prior is, whatever the others are.
+
+    Kind: exact. Source: the update of a normal distribution by one observed coordinate.
+    """
+    row, noise = FEATURES.index("launch"), (LAUNCH_KNOWN * launch_s) ** 2
+    covariance = [list(values) for values in model.covariance]
+    if other_host:
+        for column in range(len(FEATURES)):
+            covariance[row][column] = covariance[column][row] = 0.0
+        unsure = (LAUNCH_SPREAD * model.mean["launch"]) ** 2
+        covariance[row][row] = max(model.covariance[row][row], unsure)
+    gains = [values[row] / (covariance[row][row] + noise) for values in covariance]
+    error_s = launch_s - model.mean["launch"]
+    return replace(
+        model,
+        mean={
+            name: max(0.0, model.mean[name] + gain * error_s)
+            for name, gain in zip(FEATURES, gains, strict=True)
+        },
+        covariance=tuple(
+            tuple(
+                value - gain * shared for value, shared in zip(values, covariance[row], strict=True)
+            )
+            for values, gain in zip(covariance, gains, strict=True)
+        ),
     )
 
 

@@ -8,12 +8,15 @@ from statistics import mean
 
 from whichlora.calibration.database import Refit, calibrate
 from whichlora.calibration.design import Option, PredictedTime, choose
+from whichlora.calibration.load import load_calibration
 from whichlora.config import load_plan
 from whichlora.predict.predict import forward_features, mean_context, predict, step_features
 from whichlora.spec.results import Measurement
 from whichlora.spec.run import RunConfig
+from whichlora.store.host import read_host, write_host
 from whichlora.store.locks import hold_folder
 from whichlora.timing.model import seconds
+from whichlora.workflow.launch import measure_launch
 from whichlora.workflow.profiling import device_of, gpu_of, require_profiler
 from whichlora.workflow.session import Progress, Session
 
@@ -42,10 +45,25 @@ def measure(config: Path, *, budget_s: float, progress: Progress) -> Refit:
     with hold_folder(plan.output_dir):
         session = Session(plan, gpu, progress, fresh=True)
         try:
+            _learn_launch(session)
             _spend(session, budget_s)
         finally:
             session.close()
     return calibrate(gpu, plan.calibration_dir)
+
+
+def _learn_launch(session: Session) -> None:
+    """Keep what a launch takes on this host, which no folder says yet."""
+    root, key = session.roots[0], session.gpu.key
+    if read_host(root, key) is not None:
+        return
+    host = measure_launch(session.profiler(), session.gpu)
+    if host is None:
+        session.progress.say("a launch could not be measured: it stays that of the calibration")
+        return
+    write_host(root, key, host)
+    session.calibration = load_calibration(session.gpu, session.plan.calibration_dir)
+    session.progress.say(f"a launch takes {1e6 * host.launch_s:.3g} µs on this host")
 
 
 def _spend(session: Session, budget_s: float) -> None:

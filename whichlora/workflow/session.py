@@ -356,7 +356,7 @@ class Session:
         if decision is not None:
             decisive_s = self._per_batch(run, lengths, search_loop.decisive_s(position, decision))
             predicted_s = [self._batch_s(run, length) for length in lengths]
-        measurement = self._device().measure(
+        measurement = self.profiler().measure(
             run,
             model_config=circumstances.model_config,
             target_modules=self.job(run).peft_targets,
@@ -462,10 +462,14 @@ class Session:
         before = predict(self.models[run.model], run, self.gpu, self.calibration)
         self.compared.append((measurement, run, before))
         self.progress.learned(measurement, before)
-        self.calibration = fit(self._records, self.gpu, model_of, held_out=False)
+        launch_s = self.calibration.launch_s
+        fitted = fit(self._records, self.gpu, model_of, held_out=False)
+        if launch_s is not None:
+            fitted = fitted.with_launch(launch_s, other_host=False)
+        self.calibration = fitted
         return self.calibration
 
-    def _device(self) -> Profiler:
+    def profiler(self) -> Profiler:
         if self._profiler is None:
             self.log.prepare()
             self._profiler = open_profiler(self.plan, self.gpu, self.run_id)
