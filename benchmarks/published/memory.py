@@ -20,7 +20,7 @@ FORWARD = ("layer_forward", "loss_forward")
 PHASES: dict[str, Callable[[str], bool]] = {
     "peak_allocated": lambda moment: True,
     "peak_in_forward": lambda moment: moment in FORWARD,
-    "peak_in_backward": lambda moment: moment not in (*FORWARD, "optimizer_step"),
+    "peak_in_backward": lambda moment: moment not in (*FORWARD, "optimizer_step", "loading"),
     "peak_in_optimizer": lambda moment: moment == "optimizer_step",
 }
 # What the step before has left. The published loops are one step, or a function that is called for

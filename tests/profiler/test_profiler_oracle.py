@@ -88,6 +88,8 @@ def measure(
         {"method": "dora", "lora_dropout": 0.1, "attn": "eager"},
         {"method": "qdora"},
         {"method": "full", "optimizer": "adamw_torch", "loss_head": "raw"},
+        {"trainer": "loop", "precision": "bf16", "gradient_accumulation_steps": 2},
+        {"trainer": "loop", "method": "qlora", "optimizer": "adamw_8bit", "loss_head": "raw"},
     ],
     ids=lambda settings: "-".join(str(value) for value in settings.values()),
 )

@@ -629,6 +629,22 @@ def test_a_training_that_fails_costs_nobody_the_answer(
     )
 
 
+def test_a_plan_of_a_plain_loop_has_an_answer_and_no_train_py(tmp_path: Path) -> None:
+    config = write_config(tmp_path, profile="none")
+    config.write_text(config.read_text() + "trainer: loop\n")
+    result = CliRunner().invoke(main, ["run", str(config)])
+    assert result.exit_code == 0
+    assert "no train.py: it can't be written for trainer loop" in result.stderr
+    assert "start the fine-tuning with" not in result.stdout
+    assert not (tmp_path / "out" / "train.py").exists()
+    with pytest.raises(ConfigError, match=r"train\.py: trainer loop can't be written"):
+        write_export(read_recipe(tmp_path / "out"), "transformers", tmp_path / "out")
+    config.write_text(config.read_text() + "train: true\n")
+    refused = CliRunner().invoke(main, ["run", str(config)])
+    assert refused.exit_code == 2
+    assert "train: true: trainer loop can't be written" in refused.stderr
+
+
 def test_a_record_that_could_not_be_kept_is_not_measured(
     tmp_path: Path, fake_device: type[FakeProfiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
