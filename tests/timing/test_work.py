@@ -776,6 +776,16 @@ def test_an_evaluation_is_one_forward_that_scores_every_token() -> None:
     assert counted.optimizer_bytes == counted.attention_bytes == 0
 
 
+def test_a_loop_over_experts_asks_each_for_its_rows() -> None:
+    name = "Qwen/Qwen1.5-MoE-A2.7B"
+    grouped = RunConfig(model=name, phase="inference")
+    looped = replace(grouped, libraries=(("transformers", "4.38.2"),))
+    layers = [job_of(run).model.groups[-1].layer for run in (grouped, looped)]
+    assert [work.loop_ops(layer) for layer in layers] == [0, 60 * work.LOOP_OPS]
+    few, many = (inference(run, context=1, decoding=True).launches for run in (grouped, looped))
+    assert many - few >= 24 * 60 * work.LOOP_OPS
+
+
 def test_a_token_of_a_mixture_visits_its_experts_alone() -> None:
     config = {
         "model_type": "mixtral",

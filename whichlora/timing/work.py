@@ -32,6 +32,9 @@ ATTENTION_OPS = 4
 EAGER_OPS = 8
 RESIDUAL_OPS = 2
 EXPERT_OPS = 8  # per expert that a batch visits
+# `torch.where` of one expert's mask, whether a token chose it or not: a sum, and two kernels that
+# select; the host waits for the sum. What is run on no rows launches nothing.
+LOOP_OPS = 3
 VLLM_LAYER_OPS = 12  # its kernels join norm and residual, queries and keys, gate and product
 VLLM_CAPTURED_TOKENS = 8192  # longest sequence of its captured graphs, by default
 OUTSIDE_OPS = 22  # embedding, final norm, head, sampling
@@ -291,6 +294,16 @@ def expert_ops(layer: Layer, tokens: Count) -> Count:
     return EXPERT_OPS * visited
 
 
+def loop_ops(layer: Layer) -> int:
+    """Kernels that find the rows of each expert, where experts run in a Python loop.
+
+    Kind: exact. Source: transformers 4.38 `Qwen2MoeSparseMoeBlock.forward`, which loops over all
+    experts; torch 2.1 `Nonzero.cu`, `nonzero_cuda_out_impl`.
+    """
+    moe = layer.moe
+    return LOOP_OPS * moe.num_experts if moe is not None and moe.one_by_one else 0
+
+
 def _trained_layers(
     layer: Layer,
     count: int,
@@ -340,6 +353,7 @@ def _trained_layers(
     dequant = count * expanded * 2 * 2 * (2 + recompute)
     base_ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + expert_ops(layer, tokens)
     launches = count * base_ops * (1 + recompute + BACKWARD_RATIO * AUTOGRAD_LAUNCH)
+    launches = launches + count * loop_ops(layer) * (1 + recompute)
     layers = Work(
         product_flops=product_flops,
         idle_flops=count
@@ -657,7 +671,7 @@ def _served_layers(
     moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
     elementwise = elementwise + count * rows * moved
     dequant = count * unpacking_bytes(layer, dtypes, rows)
-    ops = layer_ops(layer, run) + quant_ops(layer, dtypes)
+    ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + loop_ops(layer)
     launches = launches + count * (ops + expert_ops(layer, rows))
     layers = Work(
         product_flops=product_flops,
