@@ -728,6 +728,29 @@ def test_training_unpacks_four_bits_in_every_pass(checkpointing: bool, passes: i
     assert training(job).dequant_bytes == passes * 6 * LAYER_WEIGHTS * 4
 
 
+def test_eight_bits_are_expanded_for_the_backward_alone() -> None:
+    def expanded(gpu: str, **keys: Any) -> float:
+        job = resolve(
+            families.build(TINY_LLAMA, name="tiny"),
+            RunConfig(model="tiny", precision="bf16-pure", quant="int8", **keys),
+            find_gpu(gpu),
+        )
+        if job.run.phase == "finetune":
+            return float(training(job).dequant_bytes)
+        return float(
+            work.inference_work(
+                job.model, job.run, job.dtypes, batch_size=9, context=8, decoding=True
+            ).dequant_bytes
+        )
+
+    weights = 6 * LAYER_WEIGHTS
+    assert expanded("h100-sxm-80gb", phase="inference") == 0
+    # copied to 16 bits, scaled in place, and read by the product
+    trained: dict[str, Any] = {"method": "qlora", "gradient_checkpointing": True}
+    assert expanded("h100-sxm-80gb", **trained) == 8 * weights
+    assert expanded("cpu", **trained) == 3 * 8 * weights
+
+
 @pytest.mark.parametrize(
     ("precision", "moved"),
     [("fp32", (32, 36)), ("bf16-pure", (24, 28))],  # as PyTorch moved them (the oracle above)

@@ -63,6 +63,19 @@ FUSED_ROWS = {
 }
 
 
+# Bytes of a weight that is expanded to 16 bit and read back; bitsandbytes copies 8 bits to 16 and
+# scales the copy in place. Source: bitsandbytes 0.50.2 `MatMul8bitLt.backward`.
+EXPANSION_BYTES = {"int8": 4 * 2}
+
+
+def _multiplies_stored(dtypes: Dtypes) -> bool:
+    """Whether a forward multiplies stored weights, which are then expanded for a backward alone.
+
+    Source: bitsandbytes 0.50.2 `matmul`: `MatMul8bitLt`, and `MatMul8bitFp` for training on a CPU.
+    """
+    return dtypes.quant == "int8" and not (dtypes.training and dtypes.device_kind == "cpu")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Counts of one optimizer step, one prompt pass or one decoding step.
@@ -135,6 +148,8 @@ def unpacking_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> Count:
     Kind: estimate. Source: bitsandbytes 0.50 `matmul_4bit`; `FUSED_ROWS`.
     """
     moved = 0 * rows
+    if _multiplies_stored(dtypes):
+        return moved
     for linear in layer.linears:
         if not is_quantised(linear, dtypes):
             continue
@@ -350,7 +365,8 @@ def _trained_layers(
         elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
     quantised = [linear for linear in layer.linears if is_quantised(linear, dtypes)]
     expanded = sum(linear.num_weights for linear in quantised)
-    dequant = count * expanded * 2 * 2 * (2 + recompute)
+    expansions = 1 if _multiplies_stored(dtypes) else 2 + recompute
+    dequant = count * expanded * EXPANSION_BYTES.get(dtypes.quant, 2 * 2) * expansions
     base_ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + expert_ops(layer, tokens)
     launches = count * base_ops * (1 + recompute + BACKWARD_RATIO * AUTOGRAD_LAUNCH)
     launches = launches + count * loop_ops(layer) * (1 + recompute)
