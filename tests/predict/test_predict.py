@@ -19,7 +19,7 @@ from strategies import (
 from whichlora.errors import ConfigError
 from whichlora.memory.training import PARTS
 from whichlora.predict.coefficients import Calibration, prior_calibration
-from whichlora.predict.predict import predict, predict_block
+from whichlora.predict.predict import judged_memory, judged_run, predict, predict_block
 from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
@@ -73,11 +73,14 @@ def assert_alike(
     mesh = dict(zip(axes, np.ix_(*axes.values()), strict=True))
     block = predict_block(job, calibration, mesh)
     shape = tuple(len(values) for values in axes.values())
-    for index in np.ndindex(shape):
+    corners = ((0,) * len(shape), tuple(size - 1 for size in shape))  # each takes a replay
+    for index in corners:
         chosen = {name: values[i] for (name, values), i in zip(axes.items(), index, strict=True)}
         one = predict(model, replace(run, **chosen), gpu, calibration)
-        memory, time = one.memory, one.time
-        low, high = memory.interval_bytes
+        # a block has the estimate of what the allocator keeps, a run its own replay
+        memory, time = judged_memory(job, calibration, **chosen), one.time
+        _, low, high = memory.bounds()
+        assert memory.peak_allocated_bytes == one.memory.peak_allocated_bytes
         for found, wanted in (
             (block.peak_allocated_bytes, memory.peak_allocated_bytes),
             (block.device_used_bytes, memory.device_used_bytes),
@@ -92,6 +95,8 @@ def assert_alike(
         assert block.high_s[index] == pytest.approx(time.interval_s[1], rel=1e-9)
         surely_fails = block.least_bytes[index] > one.usable_bytes and not one.fits
         assert (one.verdict == "fails") == surely_fails
+        if one.fits:  # then no search prunes it, which looks at the least it needs
+            assert block.least_bytes[index] <= one.usable_bytes
 
 
 @settings(max_examples=150, deadline=None)
@@ -115,3 +120,21 @@ def test_a_block_of_inference_says_what_each_run_says(data: st.DataObject) -> No
         "r": data.draw(SIZES),
     }
     assert_alike(run, gpu, data.draw(calibrations(gpu)), axes)
+
+
+def test_a_replay_of_the_run_narrows_what_the_allocator_may_take() -> None:
+    job = resolve(
+        load_model("meta-llama/Llama-3.1-8B"),
+        RunConfig(model="meta-llama/Llama-3.1-8B", method="qlora", batch_size=4),
+        find_gpu("h100-sxm-80gb"),
+    )
+    calibration = prior_calibration(job.gpu)
+    estimate, replayed = judged_memory(job, calibration), judged_run(job, calibration)
+    assert (estimate.is_replayed, replayed.is_replayed) == (False, True)
+    assert replayed.peak_allocated_bytes == estimate.peak_allocated_bytes
+    widths = [
+        high - low for low, high in (estimate.reserved_interval(), replayed.reserved_interval())
+    ]
+    assert widths[1] < widths[0] / 2
+    # the requests of the real code reserve 30,182 MiB, and two workspaces of 32 MiB come to it
+    assert replayed.peak_reserved_bytes / 2**20 == pytest.approx(30_182 + 64, rel=0.01)

@@ -37,7 +37,7 @@ from whichlora.symbolic.autograd import (
     unpacked,
     where_many_rows,
 )
-from whichlora.symbolic.layer import LayerPoints
+from whichlora.symbolic.layer import LayerPoints, block_events
 
 GPU = GpuSpec(
     key="a",
@@ -61,12 +61,11 @@ def test_a_tensor_lives_until_its_last_reader_unless_a_name_holds_it() -> None:
     wide = tape.op([x], per_token(100), 2)
     narrow = tape.op([wide], per_token(1), 2)
     tape.op([narrow], per_token(10), 2)
-    points, kept = tape.forward(saving=False)
+    points = tape.forward(saving=False)
     assert [bytes_of(one) for one in points] == [200, 202, 22]
     tape.hold(wide)
-    points, _ = tape.forward(saving=False)
+    points = tape.forward(saving=False)
     assert [bytes_of(one) for one in points] == [200, 202, 222, 200]
-    assert kept == NOTHING
 
 
 def test_what_needs_no_gradient_is_not_kept() -> None:
@@ -112,7 +111,7 @@ def test_what_is_written_over_takes_no_room_but_a_gradient_of_its_own() -> None:
     x = tape.input(per_token(10), 2, needs_grad=True)
     y = tape.op([x], per_token(10), 2)
     tape.in_place(y)
-    points, _ = tape.forward(saving=True)
+    points = tape.forward(saving=True)
     assert [bytes_of(one) for one in points] == [20, 20]
     assert max(bytes_of(one) for one in tape.backward(recomputed=False)) == 20 + 20
 
@@ -355,7 +354,7 @@ def test_what_a_caller_holds_lives_to_the_end_of_a_forward() -> None:
         if held:
             tape.hold_to_end(wide)
         tape.op([narrow], per_token(5), 2)
-        found, _ = tape.forward(saving=False)
+        found = tape.forward(saving=False)
         points.append(found[-1])
     assert points == [per_token(2 + 10), per_token(2 + 10 + 20)]
 
@@ -368,7 +367,7 @@ def test_a_name_that_is_bound_again_lets_go_of_what_it_held() -> None:
         tape.op([weights], per_token(5), 2)
         tape.hold_to_end(weights, name="attention weights")
     tape.op([x], per_token(10), 2)
-    points, _ = tape.forward(saving=False)
+    points = tape.forward(saving=False)
     # 200 wait for the second 100, which live to the end
     assert [bytes_of(one) for one in points] == [200, 210, 300, 310, 300, 120]
 
@@ -415,3 +414,23 @@ def test_a_gelu_keeps_what_its_python_code_multiplies(activation: str, kept: int
         for one in points_of_layer(layer, job, masked=False).saved_tensors
     )
     assert found == kept
+
+
+def test_events_free_what_they_make_but_for_what_outlives_the_block() -> None:
+    tape = Tape()
+    x = tape.input(per_token(10), 2, needs_grad=True)
+    weight = tape.weight(constant(500), 2, trained=True)
+    y = tape.op([x], per_token(20), 2, inner=[per_token(1), per_token(2)])
+    z = tape.op([y, weight], per_token(30), 2, saves=[y])
+    tape.returns(z)
+    events = block_events(tape)
+    alive: set[int] = set()
+    for tensor, form in events.forward:
+        alive.add(tensor) if form is not None else alive.remove(tensor)
+    assert alive == {y.storage, events.result}
+    assert events.saved == {y.storage}
+    alive |= {events.result_gradient}
+    for tensor, form in events.backward:
+        alive.add(tensor) if form is not None else alive.remove(tensor)
+    assert alive == {events.result, events.input_gradient, *events.parameters}
+    assert len(events.parameters) == 1

@@ -148,7 +148,7 @@ def _points_of(
     span: Count,
 ) -> Iterator[tuple[Count, LayerPoints]]:
     """The points with and without a mask: each with 1 where they hold, 0 elsewhere."""
-    for share, masked, ragged in _cases(layer, dtypes, span):
+    for share, masked, ragged in layer_cases(layer, dtypes, span):
         yield (
             share,
             layer_points(
@@ -264,7 +264,7 @@ class _Forward:
         states: Count = 0
         if self.decoding:
             states = _STEP_STATES * 4 * self.state_elements * tokens
-        for share, masked, ragged in _cases(layer, dtypes, span):
+        for share, masked, ragged in layer_cases(layer, dtypes, span):
             forms = working_points(
                 layer,
                 model.hidden_size,
@@ -294,7 +294,7 @@ def _values(
     }
 
 
-def _cases(layer: Layer, dtypes: Dtypes, span: Count) -> Iterator[tuple[Count, bool, bool]]:
+def layer_cases(layer: Layer, dtypes: Dtypes, span: Count) -> Iterator[tuple[Count, bool, bool]]:
     """Whether SDPA gets a mask, and a scan fills up a chunk: each with 1 where it holds."""
     attention = layer.attentions[0]
     if attention.kind in ("linear", "mamba2"):

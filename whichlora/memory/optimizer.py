@@ -6,7 +6,7 @@ its inputs and writing its result; `tests/memory/test_optimizer.py` traces the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from whichlora.memory.entries import Fact
@@ -197,6 +197,17 @@ def state_bytes(
     return sum(of_tensor(tensor, device_kind != "cpu") * tensor.count for tensor in tensors)
 
 
+def state_blocks(tensor: Trained, *, optimizer: str, device_kind: str) -> list[int]:
+    """Bytes of each tensor that the optimizer keeps of one trained tensor, in the order made.
+
+    Kind: exact where states are as wide as fp32 parameters; of others, which have two and their
+    scales, each is half. Source: as of `state_bytes`.
+    """
+    rule = _OPTIMIZERS[optimizer]
+    number = rule.wide_states or 2
+    return [rule.state_bytes(tensor, device_kind != "cpu") // number] * number
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """What happens to the gradients of one optimizer step.
@@ -287,12 +298,7 @@ def step_temporary_bytes(tensors: Sequence[Trained], *, optimizer: str, device_k
     Kind: exact. Source: torch 2.13 `_multi_tensor_adamw`; transformers 5.23 `Adafactor.step`.
     """
     if optimizer == "adafactor":
-        return largest(
-            *(
-                (8 if tensor.param_bytes == 4 else 16) * tensor.num_params * (tensor.count > 0)
-                for tensor in tensors
-            )
-        )
+        return largest(*(_factored_update(tensor) * (tensor.count > 0) for tensor in tensors))
     # `_multi_tensor_adam` of torch 2.13: `torch._foreach_sqrt` allocates `exp_avg_sq_sqrt`, the
     # other foreach calls work in place; one list per dtype, one after the other
     lists: dict[int, Count] = {}
@@ -301,3 +307,26 @@ def step_temporary_bytes(tensors: Sequence[Trained], *, optimizer: str, device_k
         lists[tensor.param_bytes] = lists.get(tensor.param_bytes, 0) + size
     of_all = largest(*lists.values())
     return of_all if optimizer == "adamw_torch" and device_kind != "cpu" else 0 * of_all
+
+
+def _factored_update(tensor: Trained) -> Count:
+    return (8 if tensor.param_bytes == 4 else 16) * tensor.num_params
+
+
+def temporary_blocks(
+    tensors: Sequence[Trained], *, optimizer: str, device_kind: str
+) -> Iterator[list[int]]:
+    """Temporaries of the step in order, those that are alive together in one list.
+
+    Kind: exact. Source: as of `step_temporary_bytes`.
+    """
+    if optimizer == "adafactor":
+        for tensor in tensors:
+            wide = 4 * tensor.num_params
+            yield [wide] * (_factored_update(tensor) // max(1, wide))
+    elif optimizer == "adamw_torch" and device_kind != "cpu":
+        lists: dict[int, list[int]] = {}
+        for tensor in tensors:
+            size = tensor.param_bytes * tensor.num_params
+            lists.setdefault(tensor.param_bytes, []).append(size)
+        yield from lists.values()

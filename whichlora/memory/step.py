@@ -189,11 +189,16 @@ class TrainingStep:
             self.model,
             self.layers,
             self.dtypes,
-            freezes_input=not self.needs_grad and not self._trains_norms,
-            unnamed_mask_bytes=self._mask_bytes(checkpointed=True) - self.kept_mask_bytes,
+            freezes_input=not self.gives_input_gradient,
+            unnamed_mask_bytes=self.unnamed_mask_bytes,
             masks=self.shared_masks,
             sized=self.sized,
         )
+
+    @property
+    def gives_input_gradient(self) -> bool:
+        """Whether a gradient flows through all of the first layer."""
+        return self.needs_grad or self._trains_norms
 
     @property
     def _trains_norms(self) -> bool:
@@ -250,6 +255,11 @@ class TrainingStep:
             dims="batch_size, seq_len, seq_len",
         )
         return Group(tensors=(masks,), **self.sized)
+
+    @property
+    def unnamed_mask_bytes(self) -> Count:
+        """Masks that only the model's loop holds, until its forward is done."""
+        return self._mask_bytes(checkpointed=True) - self.kept_mask_bytes
 
     # --- around the layers ----------------------------------------------------------------------
 

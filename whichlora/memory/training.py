@@ -27,7 +27,7 @@ from whichlora.spec.run import RunConfig
 if TYPE_CHECKING:  # it is given, and lies above
     from whichlora.trainers.base import Trainer
 
-__all__ = ["PARTS", "Ledger", "trained_params", "training_ledger"]
+__all__ = ["PARTS", "Ledger", "trained_params", "training_ledger", "training_step"]
 
 PARTS = (
     "weights",
@@ -74,7 +74,7 @@ class Ledger:
         return max(self.moments, key=self.moment_bytes)
 
 
-def training_ledger(
+def training_step(
     model: ModelSpec,
     run: RunConfig,
     dtypes: Dtypes,
@@ -86,12 +86,12 @@ def training_ledger(
     batch_size: Count,
     seq_len: Count,
     r: Count,
-) -> Ledger:
-    """Moments of one steady optimizer step (the second or later: optimizer states exist).
+) -> TrainingStep:
+    """One steady optimizer step: the second or later, so that optimizer states exist.
 
     `batch_size`, `seq_len` and `r` may be arrays; everything else is one setting.
     """
-    step = TrainingStep(
+    return TrainingStep(
         model=model,
         run=run,
         dtypes=dtypes,
@@ -103,8 +103,22 @@ def training_ledger(
         seq_len=seq_len,
         r=r,
     )
+
+
+def training_ledger(
+    model: ModelSpec,
+    run: RunConfig,
+    dtypes: Dtypes,
+    method: Method,
+    gpu: GpuSpec,
+    targets: tuple[str, ...],
+    trainer: Trainer,
+    **sizes: Count,
+) -> Ledger:
+    """Moments of the step; args as of `training_step`."""
+    step = training_step(model, run, dtypes, method, gpu, targets, trainer, **sizes)
     ledger = Ledger(
-        moments=training_moments(step) | loading_moment(model, dtypes, like=batch_size),
+        moments=training_moments(step) | loading_moment(model, dtypes, like=step.batch_size),
         idle_bytes=0,
         workspace_bytes=allocator.workspace_bytes(gpu, training=True),
     )

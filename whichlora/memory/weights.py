@@ -22,6 +22,24 @@ def quantised_bytes(
         group_size: weights that share a scale in GPTQ and AWQ.
 
     Kind: exact; for GPTQ and AWQ where groups divide the rows.
+    Source: `quantised_parts`.
+
+    Raises:
+        ConfigError: an unknown format.
+    """
+    return sum(
+        quantised_parts(num_weights, quant, out_features=out_features, group_size=group_size)
+    )
+
+
+def quantised_parts(
+    num_weights: int, quant: str, *, out_features: int, group_size: int = 128
+) -> tuple[int, ...]:
+    """Bytes of each tensor that stores one matrix: codes, then scales and tables.
+
+    Args: as of `quantised_bytes`.
+
+    Kind: exact; for GPTQ and AWQ where groups divide the rows.
     Source: Dettmers et al. 2023, arXiv:2305.14314, section 3; bitsandbytes 0.50.2
     `functional.quantize_4bit`; AutoGPTQ and AutoAWQ packed layouts.
 
@@ -33,17 +51,16 @@ def quantised_bytes(
         num_scales = ceil_div(num_weights, BNB_BLOCK)
         if quant == "nf4-dq":
             # 8-bit scale, and one fp32 per 256 scales: 8/64 + 32/(64*256) = 0.127 bit per weight
-            scale_bytes: int = num_scales + 4 * ceil_div(num_scales, NESTED_BLOCK)
-        else:
-            scale_bytes = 4 * num_scales  # fp32 scale: 32/64 = 0.5 bit per weight
-        return code_bytes + scale_bytes + CODE_TABLE_BYTES
+            return code_bytes, num_scales, 4 * ceil_div(num_scales, NESTED_BLOCK), CODE_TABLE_BYTES
+        # fp32 scale: 32/64 = 0.5 bit per weight
+        return code_bytes, 4 * num_scales, CODE_TABLE_BYTES
     if quant == "int8":
-        return num_weights + 4 * out_features  # one fp32 scale per row
+        return num_weights, 4 * out_features  # one fp32 scale per row
     if quant in ("gptq-int4", "gptq-int8", "awq-int4"):
         groups: int = ceil_div(num_weights, group_size)
         bits = 8 if quant == "gptq-int8" else 4
         packed: int = ceil_div(bits * (num_weights + groups), 8)  # codes, and a zero per group
-        return packed + 2 * groups  # fp16 scale
+        return packed, 2 * groups  # fp16 scale
     raise ConfigError(f"quant: {quant!r} has no storage formula")
 
 

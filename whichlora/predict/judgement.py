@@ -35,6 +35,9 @@ TIME_CONFIDENCE = 0.90
 ALLOCATED_PARTS = tuple(part for part in PARTS if part not in ("allocator", "context"))
 _LIVE_PARTS = (*ALLOCATED_PARTS, "context")
 
+# What a replay leaves of the spread of the allocator's part: published reserved peaks against it
+REPLAYED_SPREAD = 0.3
+
 Pass: TypeAlias = tuple[str, Count, Mapping[str, Real]]
 """Phase, how many such passes there are, and the time features of one."""
 
@@ -58,6 +61,7 @@ class MemoryJudgement:
         breakdown: the same as the device has them; adds up to `device_used_bytes`.
         moments: their names; `position` is that of the largest.
         pool_bytes: of an engine that takes its memory at once, else 0.
+        is_replayed: the allocator's part is of the run's own requests, not an estimate.
     """
 
     model: MemoryModel
@@ -66,6 +70,7 @@ class MemoryJudgement:
     moments: tuple[str, ...]
     position: Count
     pool_bytes: Count
+    is_replayed: bool
     peak_allocated_bytes: Count
     peak_reserved_bytes: Count
     device_used_bytes: Count
@@ -98,11 +103,16 @@ class MemoryJudgement:
         """Whether a pool holds everything: it is as large as it is."""
         return where(self.pool_bytes > 0, self.device_used_bytes <= self.pool_bytes, False)
 
+    def _knows(self, name: str) -> bool:
+        return self.is_replayed and name == "allocator"
+
     def _width(self, names: Sequence[str]) -> Real:
         """Half the interval of the sum of `names`."""
         index = [PARTS.index(name) for name in names]
         covariance = [[self.model.covariance[i][j] for j in index] for i in index]
-        variance = quadratic_form([self.counted[name] for name in names], covariance)
+        shares = [REPLAYED_SPREAD if self._knows(name) else 1.0 for name in names]
+        counted = [share * self.counted[name] for share, name in zip(shares, names, strict=True)]
+        variance = quadratic_form(counted, covariance)
         total = sum(self.counted[name] * self.model.mean[name] for name in names)
         deviation = sqrt(variance + (self.model.noise * total) ** 2)
         return TWO_SIDED_Z[MEMORY_CONFIDENCE] * deviation
@@ -114,6 +124,7 @@ def judge_memory(
     *,
     device_bytes: Count,
     pool_bytes: Count,
+    idle_bytes: int | None = None,
 ) -> MemoryJudgement:
     """What is in use at the largest of `moments`.
 
@@ -121,8 +132,12 @@ def judge_memory(
         moments: bytes by part at each, before the calibration.
         device_bytes: memory of the device.
         pool_bytes: what an engine takes at once, 0 where it takes what it needs.
+        idle_bytes: the allocator's, where the run was replayed; else the moments' estimate stands.
     """
     counted, position = _largest(tuple(moments.values()), model)
+    is_replayed = idle_bytes is not None
+    if is_replayed:
+        counted["allocator"] = idle_bytes
     breakdown = corrected(counted, model)
     allocated = allocated_bytes(breakdown)
     live = allocated + breakdown["context"]
@@ -137,6 +152,7 @@ def judge_memory(
         moments=tuple(moments),
         position=position,
         pool_bytes=pool_bytes,
+        is_replayed=is_replayed,
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         device_used_bytes=reserved + breakdown["context"],

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.predict import judged_memory, predict, verdict
+from whichlora.predict.predict import judged_memory, judged_run, predict
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.results import Prediction, Verdict
+from whichlora.spec.results import Prediction
 from whichlora.spec.run import MOST_COUNT, RunConfig
 from whichlora.units import format_bytes
 
@@ -87,9 +87,9 @@ def place(model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibrati
     except ConfigError as error:
         return Placement(gpu=gpu, prediction=None, refusal=str(error))
     job = resolve(model, run, gpu)
-    batch_size = last_that(
-        lambda size: _outcome(job, "batch_size", size, calibration) == "fits", MAX_SIZE
-    )
+    batch_size = last_that(lambda size: _fits_by_estimate(job, size, calibration), MAX_SIZE)
+    if prediction.fits:  # by a replay, which the estimate may be above
+        batch_size = max(batch_size, run.batch_size)
     return Placement(gpu=gpu, prediction=prediction, batch_size=batch_size)
 
 
@@ -121,11 +121,11 @@ def largest_that_fits(
         positions = model.max_position_embeddings
     job = resolve(model, with_size(run, setting, 1), gpu)
     most = positions or MAX_SIZE
-    value = last_that(lambda size: _outcome(job, setting, size, calibration) == "fits", most)
-    possible = last_that(lambda size: _outcome(job, setting, size, calibration) != "fails", most)
+    value = last_that(lambda size: _fits(job, setting, size, calibration), most)
+    possible = last_that(lambda size: _may_fit(job, setting, size, calibration), most)
     lacks = 0
     if not value:
-        _, _, high = judged_memory(job, calibration).bounds()
+        _, _, high = judged_run(job, calibration).bounds()
         lacks = high - gpu.memory_bytes
     return Largest(
         setting=setting,
@@ -143,9 +143,25 @@ def with_size(run: RunConfig, setting: Size, value: int) -> RunConfig:
     return replace(run, seq_len=value)
 
 
-def _outcome(job: ResolvedRun, setting: Size, value: int, calibration: Calibration) -> Verdict:
-    least, _, high = judged_memory(job, calibration, **{setting: value}).bounds()
-    return verdict(least, high, job.gpu.memory_bytes)
+def _may_fit(job: ResolvedRun, setting: Size, value: int, calibration: Calibration) -> bool:
+    """Whether not even live tensors rule the size out, which needs no replay."""
+    least, _, _ = judged_memory(job, calibration, **{setting: value}).bounds()
+    return bool(least <= job.gpu.memory_bytes)
+
+
+def _fits(job: ResolvedRun, setting: Size, value: int, calibration: Calibration) -> bool:
+    """Whether a prediction of the run with that size says that it fits."""
+    if not _may_fit(job, setting, value, calibration):
+        return False
+    sized = replace(job, run=with_size(job.run, setting, value))
+    _, _, high = judged_run(sized, calibration).bounds()
+    return bool(high <= job.gpu.memory_bytes)
+
+
+def _fits_by_estimate(job: ResolvedRun, batch_size: int, calibration: Calibration) -> bool:
+    """The same by the estimate of what the allocator keeps: dozens of cards are asked at once."""
+    _, _, high = judged_memory(job, calibration, batch_size=batch_size).bounds()
+    return bool(high <= job.gpu.memory_bytes)
 
 
 def last_that(holds: Callable[[int], bool], most: int) -> int:

@@ -11,7 +11,8 @@ from whichlora.memory import allocator
 from whichlora.memory.gradients import Trained, trained_tensors
 from whichlora.memory.inference import inference_ledger
 from whichlora.memory.optimizer import Update
-from whichlora.memory.training import PARTS, Ledger, trained_params, training_ledger
+from whichlora.memory.reserved import replayed_idle_bytes
+from whichlora.memory.training import PARTS, Ledger, trained_params, training_ledger, training_step
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import (
     MEMORY_CONFIDENCE,
@@ -219,8 +220,30 @@ def num_tokens(job: ResolvedRun, **sizes: Count) -> Count:
     return counts["batch_size"] * counts["prompt_len" if encoder else "max_new_tokens"]
 
 
+def replayed_idle(job: ResolvedRun, counted: Ledger) -> int | None:
+    """The allocator's idle bytes by a replay of the run's requests; None where that cannot be.
+
+    Kind: exact as far as the events are. Source: `memory.reserved`.
+    """
+    if job.run.phase == "inference":
+        return None
+    step = training_step(
+        job.model,
+        job.run,
+        job.dtypes,
+        job.method,
+        job.gpu,
+        job.targets,
+        job.trainer,
+        **_sizes(job, {}),
+    )
+    return replayed_idle_bytes(
+        step, live_bytes=counted.peak_allocated_bytes - counted.workspace_bytes
+    )
+
+
 def judged_memory(job: ResolvedRun, calibration: Calibration, **sizes: Count) -> MemoryJudgement:
-    """Peak memory of `job`.
+    """Peak memory of `job`, with the estimate of what the allocator keeps.
 
     Args:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
@@ -230,6 +253,18 @@ def judged_memory(job: ResolvedRun, calibration: Calibration, **sizes: Count) ->
         calibration.memory,
         device_bytes=job.gpu.memory_bytes,
         pool_bytes=pool_bytes(job),
+    )
+
+
+def judged_run(job: ResolvedRun, calibration: Calibration) -> MemoryJudgement:
+    """Peak memory of `job`; what the allocator keeps is replayed where its events are known."""
+    counted = ledger(job)
+    return judge_memory(
+        {moment: part_bytes(job, counted, moment) for moment in counted.moments},
+        calibration.memory,
+        device_bytes=job.gpu.memory_bytes,
+        pool_bytes=pool_bytes(job),
+        idle_bytes=replayed_idle(job, counted),
     )
 
 
@@ -245,7 +280,7 @@ def judged_time(job: ResolvedRun, calibration: Calibration, **sizes: Count) -> T
 
 def predict_memory(job: ResolvedRun, calibration: Calibration) -> tuple[MemoryPrediction, int]:
     """Peak memory of `job`, and the least it can be at the stated confidence."""
-    judged = judged_memory(job, calibration)
+    judged = judged_run(job, calibration)
     least, low, high = judged.bounds()
     return (
         MemoryPrediction(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import ge, itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from whichlora.spec.numeric import Count, ceil_div, floor_div, largest
 
@@ -38,6 +38,8 @@ class LinearForm(NamedTuple):
 
 
 NOTHING = LinearForm()
+Temporaries: TypeAlias = LinearForm | Sequence[LinearForm]
+"""One tensor that an operator makes and drops, or several in the order in which it makes them."""
 LAYER_INPUT = "layer input"
 CHUNK = 64  # tokens that a gated delta net takes at once, the last ones padded
 FUSED_ROWS = 1536  # of a 4-bit product; bitsandbytes 0.50 expands the weight first for more
@@ -221,6 +223,20 @@ def _upper_hulls(forms: Iterable[LinearForm], term: int) -> Iterator[LinearForm]
         yield from (form for *_, form in hull)
 
 
+class TapeEvent(NamedTuple):
+    """A tensor of the tape is born with `form` bytes, or dies (`form` is None).
+
+    Storages of the forward have their number on the tape, gradients and temporaries negative ones.
+    While a tape is walked, forms are `packed`.
+    """
+
+    tensor: int
+    form: LinearForm | None
+
+
+_PackedEvent: TypeAlias = tuple[int, int | None]
+
+
 @dataclass(eq=False, slots=True)
 class Tensor:
     """Elements of one dtype; several tensors may share one storage.
@@ -263,7 +279,7 @@ class _Node:
     saved: Sequence[int]
     packs: bool
     passes: bool
-    inner: int
+    inner: Sequence[int]
     hidden: bool = False
     reshapes: bool = False
 
@@ -272,7 +288,7 @@ class _Node:
 class _Step:
     reads: Sequence[int]
     makes: Sequence[int]
-    inner: int
+    inner: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +317,9 @@ class Tape:
         self._steps: list[_Step] = []
         self._nodes: list[_Node] = []
         self._num_edges = 0
+        self.input_edge = 0
+        self.result = 0  # storage that a caller takes over
+        self.cached_copies: list[int] = []  # of trained weights, in autocast's cache
         self._returned: set[int] = set()
         self._bound: dict[str, int] = {}
         self._names: list[tuple[str, int]] = []
@@ -318,6 +337,14 @@ class Tape:
             self._chunk_size = form.chunk_size
         return packed(form)
 
+    def _blocks(self, temporaries: Temporaries) -> tuple[int, ...]:
+        """The tensors among `temporaries`."""
+        if temporaries is NOTHING:
+            return ()
+        if isinstance(temporaries, LinearForm):
+            temporaries = (temporaries,)
+        return tuple(self._packed(form) for form in temporaries if any(form))
+
     def _unpacked(self, points: Sequence[int]) -> list[LinearForm]:
         forms = {point: unpacked(point, self._chunk_size) for point in set(points)}
         return [forms[point] for point in points]
@@ -334,7 +361,8 @@ class Tape:
     def input(self, elements: LinearForm, size: int, *, needs_grad: bool) -> Tensor:
         """An argument of the block; the first, with storage 0, is the hidden state."""
         self._add(self._packed(elements) * size, LAYER_INPUT, size)
-        return Tensor(len(self._forms) - 1, elements, size, self._edge(), needs_grad)
+        self.input_edge = self._edge()
+        return Tensor(len(self._forms) - 1, elements, size, self.input_edge, needs_grad)
 
     def shared(self, elements: LinearForm, size: int, *, needs_grad: bool) -> Tensor:
         """A tensor that all layers read, and the gradient that later layers have summed for it."""
@@ -351,6 +379,12 @@ class Tape:
     @property
     def held_by_later_layers(self) -> LinearForm:
         return total(tensor.form for tensor in self._held_by_later_layers)
+
+    def keep_copy(self, copy: Tensor) -> Tensor:
+        """Autocast's cache has `copy`, of a trained weight, until the forward is done."""
+        if copy.storage >= 0:
+            self.cached_copies.append(copy.storage)
+        return copy
 
     def cached(self, tensor: Tensor) -> Tensor:
         """Its copy in a cache that is counted elsewhere, laid out head by head."""
@@ -371,8 +405,8 @@ class Tape:
         saves_result: bool = False,
         keeps: Sequence[LinearForm] = (),
         passes: bool = False,
-        inner: LinearForm = NOTHING,
-        inner_backward: LinearForm = NOTHING,
+        inner: Temporaries = NOTHING,
+        inner_backward: Temporaries = NOTHING,
         detached: bool = False,
         hidden: bool = False,
         reshapes: bool = False,
@@ -386,8 +420,8 @@ class Tape:
             saves_result: so is the result.
             keeps: further tensors that it makes and keeps for backward.
             passes: the input gets the same gradient tensor, where the dtype is the same.
-            inner: temporary bytes of the forward beside the result.
-            inner_backward: temporary bytes of the backward beside the gradients that it returns.
+            inner: temporaries of the forward beside the result.
+            inner_backward: temporaries of the backward beside the gradients that it returns.
             detached: no gradient flows.
             hidden: its tensors bypass the saved-tensor hooks, so checkpointing does not free them.
             reshapes: the gradients it returns are views, as those of a product of matrices are that
@@ -409,7 +443,7 @@ class Tape:
                 self._add(self._packed(form), what, 0)
             packs = bool(saves or saves_result or keeps) and not hidden
             step = len(self._steps)
-            beside = self._packed(inner_backward)
+            beside = self._blocks(inner_backward)
             self._nodes.append(
                 _Node(step, (result,), inputs, saved, packs, passes, beside, hidden, reshapes)
             )
@@ -417,7 +451,7 @@ class Tape:
             _Step(
                 [tensor.storage for tensor in reads if tensor.storage >= 0],
                 made,
-                self._packed(inner),
+                self._blocks(inner),
             )
         )
         return result
@@ -431,7 +465,7 @@ class Tape:
         if not copies_gradient or not tensor.needs_grad:
             return tensor
         result = replace(tensor, edge=self._edge())
-        self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, False, 0))
+        self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, False, ()))
         return result
 
     def in_place(self, tensor: Tensor, added: Tensor | None = None) -> Tensor:
@@ -444,24 +478,29 @@ class Tape:
             return tensor
         result = replace(tensor, edge=self._edge(), needs_grad=True)
         is_sum = added is not None  # a product's backward reads its factor
-        self._nodes.append(_Node(step, (result,), inputs, (), not is_sum, is_sum, 0))
+        self._nodes.append(_Node(step, (result,), inputs, (), not is_sum, is_sum, ()))
         return result
 
     def parts(
-        self, tensor: Tensor, elements: Sequence[LinearForm], *, inner: LinearForm = NOTHING
+        self, tensor: Tensor, elements: Sequence[LinearForm], *, inner: Temporaries = NOTHING
     ) -> tuple[Tensor, ...]:
         """Views of parts of `tensor`; its gradient is assembled from theirs."""
         views = tuple(replace(tensor, elements=part, edge=self._edge()) for part in elements)
         if tensor.needs_grad:
-            beside = self._packed(inner)
+            beside = self._blocks(inner)
             self._nodes.append(_Node(len(self._steps), views, (tensor,), (), False, False, beside))
         return views
 
     def hold(self, *tensors: Tensor) -> None:
         """A local variable still refers to `tensors` here."""
         self._steps.append(
-            _Step([tensor.storage for tensor in tensors if tensor.storage >= 0], (), 0)
+            _Step([tensor.storage for tensor in tensors if tensor.storage >= 0], (), ())
         )
+
+    def returns(self, tensor: Tensor) -> None:
+        """The caller takes `tensor` over, so that no step of the block frees it."""
+        self.hold(tensor)
+        self.result = max(0, tensor.storage)
 
     def hold_to_end(self, tensor: Tensor, *, name: str = "") -> None:
         """A local variable of the block or of its caller holds `tensor` until the block returns.
@@ -472,7 +511,7 @@ class Tape:
         before = self._bound.get(name)
         if before is not None:
             self._returned.discard(before)
-            self._steps.append(_Step([before], (), 0))
+            self._steps.append(_Step([before], (), ()))
         if tensor.storage >= 0:
             self._returned.add(tensor.storage)
             if name:
@@ -484,13 +523,37 @@ class Tape:
         Args:
             hidden: only tensors that checkpointing does not free.
         """
-        nodes = [node for node in self._nodes if node.hidden or not hidden]
-        storages = sorted({storage for node in nodes for storage in node.saved})
+        storages = sorted(self.saved_storages(hidden=hidden))
         forms = self._unpacked([self._forms[storage] for storage in storages])
         return tuple(
             SavedTensor(*self._names[storage], form)
             for storage, form in zip(storages, forms, strict=True)
         )
+
+    def saved_storages(self, *, hidden: bool = False) -> frozenset[int]:
+        """What is saved for backward, or the part of it that checkpointing does not free."""
+        nodes = [node for node in self._nodes if node.hidden or not hidden]
+        return frozenset(storage for node in nodes for storage in node.saved)
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a gradient flows through any of it."""
+        return bool(self._nodes)
+
+    @property
+    def num_storages(self) -> int:
+        return len(self._forms)
+
+    def unpacked_events(self, events: Iterable[_PackedEvent]) -> list[TapeEvent]:
+        """`events` with their forms."""
+        forms: dict[int | None, LinearForm | None] = {None: None}
+        result = []
+        for tensor, number in events:
+            if number not in forms:
+                assert number is not None
+                forms[number] = unpacked(number, self._chunk_size)
+            result.append(TapeEvent(tensor, forms[number]))
+        return result
 
     @property
     def saved(self) -> LinearForm:
@@ -499,23 +562,77 @@ class Tape:
 
     @property
     def _saved_bytes(self) -> int:
-        storages = {storage for node in self._nodes for storage in node.saved}
-        return sum(self._forms[storage] for storage in storages)
+        return sum(self._forms[storage] for storage in self.saved_storages())
 
-    def forward(
-        self, *, saving: bool, stop: int | None = None
-    ) -> tuple[list[LinearForm], LinearForm]:
-        """Points of the forward, and what is saved at its end, the input counted in neither.
+    def forward(self, *, saving: bool) -> list[LinearForm]:
+        """Points of the forward, the input left out.
 
         Args:
             saving: tensors saved for backward stay alive.
-            stop: the step before which recomputation stops.
         """
-        points, saved = self._forward_points(saving=saving, stop=stop)
-        return self._unpacked(points), unpacked(saved, self._chunk_size)
+        return self._unpacked(self.forward_points(saving=saving))
 
-    def _forward_points(self, *, saving: bool, stop: int | None = None) -> tuple[list[int], int]:
-        steps = self._steps if stop is None else self._steps[:stop]
+    def forward_points(self, *, saving: bool, stop: int | None = None) -> list[int]:
+        """Bytes alive at each step of a forward that is not the first."""
+        forms = self._forms
+        held = self._outliving(saving=saving, again=True, hides=False)
+        ends = self._ends()
+        points = []
+        live = 0
+        for index, step in enumerate(self._steps if stop is None else self._steps[:stop]):
+            for storage in step.makes:
+                live += forms[storage]
+            points.append(live + sum(step.inner))
+            for storage in ends.get(index, ()):
+                if storage not in held:
+                    live -= forms[storage]
+        return points
+
+    def forward_events(
+        self,
+        *,
+        saving: bool,
+        again: bool = False,
+        hides: bool = True,
+        frees_input: bool = False,
+        stop: int | None = None,
+    ) -> list[_PackedEvent]:
+        """Births and deaths of the forward in order.
+
+        Args:
+            saving: tensors saved for backward stay alive.
+            again: it is a recomputation; of the first forward what autocast's cache has stays.
+            hides: what bypasses the saved-tensor hooks stays: the first forward builds a graph.
+            frees_input: nobody else holds the input.
+            stop: the step before which recomputation stops; what is not saved dies there.
+        """
+        held = self._outliving(saving=saving, again=again, hides=hides)
+        if frees_input and not (saving and 0 in self.saved_storages()):
+            held.remove(0)
+        ends = self._ends()
+        events: list[_PackedEvent] = []
+        for index, step in enumerate(self._steps if stop is None else self._steps[:stop]):
+            temporaries = range(-1, -1 - len(step.inner), -1)
+            events += zip(temporaries, step.inner, strict=True)
+            events += [(storage, self._forms[storage]) for storage in step.makes]
+            events += [(number, None) for number in temporaries]
+            events += [(tensor, None) for tensor in ends.get(index, ()) if tensor not in held]
+        if stop is None:
+            return events
+        alive = dict.fromkeys(tensor for tensor, _ in events if tensor not in held)
+        for tensor, form in events:
+            if form is None:
+                alive.pop(tensor, None)
+        return events + [(tensor, None) for tensor in alive]
+
+    def _outliving(self, *, saving: bool, again: bool, hides: bool) -> set[int]:
+        """Storages that outlive the forward, the input among them."""
+        nodes = [node for node in self._nodes if saving or (node.hidden and hides)]
+        cached = () if again else self.cached_copies
+        return {0, self.result, *cached, *(storage for node in nodes for storage in node.saved)}
+
+    def _ends(self) -> dict[int, list[int]]:
+        """Storages by the step after which nobody reads or names them."""
         last: dict[int, int] = {}
         # local variables hold their tensors, though recomputation ends early
         for index, step in enumerate(self._steps):
@@ -527,23 +644,7 @@ class Tape:
         ends: dict[int, list[int]] = {}
         for storage, index in last.items():
             ends.setdefault(index, []).append(storage)
-        held: set[int] = set()
-        saved: set[int] = set()
-        if saving:
-            for node in self._nodes:
-                held.update(node.saved)
-                if not node.hidden:
-                    saved.update(node.saved)
-        points = []
-        live = 0
-        for index, step in enumerate(steps):
-            for storage in step.makes:
-                live += self._forms[storage]
-            points.append(live + step.inner)
-            for storage in ends.get(index, ()):
-                if storage not in held and storage != 0:
-                    live -= self._forms[storage]
-        return points, sum(self._forms[storage] for storage in saved if storage != 0)
+        return ends
 
     def backward(
         self, *, recomputed: bool, early_stop: bool = True, accumulated: bool = False
@@ -556,28 +657,46 @@ class Tape:
             early_stop: recomputation ends with the last tensor that backward needs.
             accumulated: gradients of parameters exist already and are added to.
         """
-        walk = _Backward(self, accumulated=accumulated)
+        walk = self.backward_walk(
+            recomputed=recomputed, early_stop=early_stop, accumulated=accumulated
+        )
+        return self._unpacked(walk.points)
+
+    def backward_walk(
+        self, *, recomputed: bool, early_stop: bool = True, accumulated: bool = False
+    ) -> Backward:
+        """The backward in order. Args: as of `backward`."""
+        walk = Backward(self, recomputed=recomputed, accumulated=accumulated)
         if not recomputed:
             walk.live += self._saved_bytes
-        else:
-            if not early_stop:  # `CheckpointFunction.backward` runs the whole forward first
-                walk.recompute(*self._forward_points(saving=True))
-                walk.hold_results(self._nodes[-1])
+        elif not early_stop:  # `CheckpointFunction.backward` runs the whole forward first
+            walk.recompute(None)
+            walk.hold_results(self._nodes[-1])
         for node in reversed(self._nodes):
             # `_checkpoint_hook` of torch 2.13: the first unpack runs the forward, which
             # `_StopRecomputationError` ends with the last saved tensor
             if recomputed and early_stop and node.packs and not walk.is_recomputed:
                 makes = self._steps[node.step].makes  # what it saves of these is there when it ran
                 ran = any(storage in node.saved for storage in makes)
-                walk.recompute(*self._forward_points(saving=True, stop=node.step + ran))
-            walk.run(node, frees_input=not recomputed)
-        return self._unpacked(walk.points)
+                walk.recompute(node.step + ran)
+            walk.run(node)
+        walk.drop_hidden()
+        return walk
 
 
-class _Backward:
-    """One pass from the result to the input."""
+class Backward:
+    """One pass from the result to the input.
 
-    def __init__(self, tape: Tape, *, accumulated: bool) -> None:
+    Attributes:
+        points: bytes alive at the points that can be the largest.
+        events: births and deaths in order. The gradient of the result and those that later blocks
+            have gathered are there before, with what is saved unless it is recomputed; what
+            `parameters` and `input_gradient` name stays alive.
+        result_gradient, gathered, input_gradient, parameters: numbers of gradients in `events`.
+    """
+
+    def __init__(self, tape: Tape, *, recomputed: bool, accumulated: bool) -> None:
+        self._tape = tape
         self._forms = tape._forms
         self._accumulated = accumulated
         self._holders: dict[int, int] = {}  # nodes that keep a storage
@@ -589,46 +708,87 @@ class _Backward:
         self._sizes: dict[int, int] = {}
         self._views: set[int] = set()
         self._next = 0
-        self._result_gradient = self._new(result.packed)
-        self._buffers: dict[int, int] = {result.edge: self._result_gradient}
+        self.events: list[_PackedEvent] = []
+        self.parameters: list[int] = []
+        self.result_gradient = self._new(result.packed)
+        self._buffers: dict[int, int] = {result.edge: self.result_gradient}
         self.live = result.packed
+        self.gathered: list[int] = []
         for tensor in tape._gathered:
             self._buffers[tensor.edge] = self._new(tensor.packed)
+            self.gathered.append(self._buffers[tensor.edge])
             self.live += tensor.packed
         self.points = [self.live]
-        self._held = {0}  # not freed by the backward of a checkpointed block
-        for node in tape._nodes:
-            if node.hidden:
-                self._held.update(node.saved)
+        self._held: set[int] = set()  # not freed by the backward of a checkpointed block
+        if recomputed:
+            self._held = {0, *tape.saved_storages(hidden=True)}
+        self._num_packed = sum(bool(node.saved) and not node.hidden for node in tape._nodes)
+        self._hidden_again: list[int] = []
         self.is_recomputed = False
 
+    @property
+    def num_made(self) -> int:
+        """Gradients and temporaries."""
+        return -self._next
+
+    @property
+    def input_gradient(self) -> int | None:
+        """None where the input needs no gradient."""
+        return self._buffers.get(self._tape.input_edge)
+
     def _new(self, form: int) -> int:
-        self._next += 1
+        self._next -= 1
         self._sizes[self._next] = form
         self._shares[self._next] = 1
         return self._next
+
+    def _born(self, form: int) -> int:
+        gradient = self._new(form)
+        self.live += form
+        self.events.append((gradient, form))
+        return gradient
 
     def _release(self, gradient: int) -> None:
         self._shares[gradient] -= 1
         if not self._shares[gradient]:
             self.live -= self._sizes[gradient]
+            self.events.append((gradient, None))
 
-    def recompute(self, points: list[int], saved: int) -> None:
-        self.points += [self.live + point for point in points]
-        self.live += saved
+    def recompute(self, stop: int | None) -> None:
+        """Run the forward again until `stop`."""
+        tape = self._tape
+        self.points += [self.live + point for point in tape.forward_points(saving=True, stop=stop)]
+        nodes = [node for node in tape._nodes if not node.hidden]
+        saved = {storage for node in nodes for storage in node.saved} - {0}
+        self.live += sum(self._forms[storage] for storage in saved)
+        renamed: dict[int, int] = {}  # temporaries, and copies of what the first forward hid
+        for tensor, form in tape.forward_events(saving=True, again=True, stop=stop):
+            if tensor < 0 or tensor in self._held:
+                renamed[tensor] = renamed[tensor] if form is None else self._new(form)
+            self.events.append((renamed.get(tensor, tensor), form))
+        self._hidden_again = [
+            renamed[storage] for storage in sorted(self._held) if storage in renamed
+        ]
+        if stop is not None:  # nobody goes back through these nodes
+            self.drop_hidden()
         self.is_recomputed = True
+
+    def drop_hidden(self) -> None:
+        """The recomputed graph goes, with what bypasses the saved-tensor hooks."""
+        self.events += [(number, None) for number in self._hidden_again]
+        self._hidden_again = []
 
     def hold_results(self, last: _Node) -> None:
         """Local variables of a reentrant checkpoint hold results and gradients to the end.
 
         Source: torch 2.13 `CheckpointFunction.backward`: `outputs`, `args`.
         """
-        self._shares[self._result_gradient] += 1
+        self._shares[self.result_gradient] += 1
         result = last.results[0].storage
         if result >= 0 and not self._holders.get(result):
             self.live += self._forms[result]
 
-    def run(self, node: _Node, *, frees_input: bool) -> None:
+    def run(self, node: _Node) -> None:
         """Pass the gradients of `node`'s results on to its inputs."""
         gradients = [
             self._buffers.pop(tensor.edge)
@@ -637,6 +797,8 @@ class _Backward:
         ]
         if not gradients:
             return
+        temporaries = [self._new(form) for form in node.inner]
+        self.events += zip(temporaries, node.inner, strict=True)
         made: list[tuple[Tensor, int]] = []
         for tensor in node.inputs:
             form = tensor.packed
@@ -644,17 +806,21 @@ class _Backward:
                 self._shares[gradients[0]] += 1
                 made.append((tensor, gradients[0]))
             else:
-                gradient = self._new(form)
+                gradient = self._born(form)
                 made.append((tensor, gradient))
-                self.live += form
                 if node.reshapes:
                     self._views.add(gradient)
-        self.points.append(self.live + node.inner)
-        for storage in set(node.saved):
+        self.points.append(self.live + sum(node.inner))
+        self.events += [(number, None) for number in temporaries]
+        for storage in sorted(set(node.saved)):
             self._holders[storage] -= 1
-            is_held = storage in self._held if not frees_input else False
-            if not self._holders[storage] and not is_held:
+            if not self._holders[storage] and storage not in self._held:
                 self.live -= self._forms[storage]
+                self.events.append((storage, None))
+        if node.saved and not node.hidden:
+            self._num_packed -= 1
+            if self.is_recomputed and not self._num_packed:
+                self.events.append((0, None))  # the frame of the checkpoint goes
         for gradient in gradients:
             self._release(gradient)
         for tensor, gradient in made:
@@ -664,6 +830,8 @@ class _Backward:
         if tensor.is_leaf:
             if self._accumulated:
                 self._release(gradient)
+            else:
+                self.parameters.append(gradient)
             return
         before = self._buffers.get(tensor.edge)
         if before is None:
@@ -673,9 +841,7 @@ class _Backward:
         if self._shares[before] == 1 and before not in self._views:
             self._release(gradient)
             return
-        form = tensor.packed
-        self._buffers[tensor.edge] = self._new(form)
-        self.live += form
+        self._buffers[tensor.edge] = self._born(tensor.packed)
         self.points.append(self.live)
         self._release(before)
         self._release(gradient)

@@ -141,5 +141,5 @@ def quantising_points(width: int, element_bytes: int, dtypes: Dtypes) -> tuple[L
     code = OpEmitter(tape, dtypes, (), NO_ADAPTERS)
     store(code, tape.weight(per_token(width), element_bytes), num_heads=1)
     tape.hold(tape.op([], constant(0), 1))
-    points, _ = tape.forward(saving=False)
+    points = tape.forward(saving=False)
     return maximal(points)

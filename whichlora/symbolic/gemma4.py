@@ -162,7 +162,7 @@ def _points(
     x = tape.input(per_token(projection.in_features), dtypes.stream_bytes, needs_grad=needs_grad)
     result = embed_layer_inputs(code, projection, norm, x)
     tape.hold(result)
-    forward, _ = tape.forward(saving=result.needs_grad)
+    forward = tape.forward(saving=result.needs_grad)
     backward = tape.backward(recomputed=False, accumulated=accumulated) if result.needs_grad else ()
     return LayerInputPoints(
         result.form.per_token, tape.saved_tensors(), maximal(forward), maximal(backward)

@@ -14,6 +14,7 @@ from whichlora.symbolic.autograd import (
     LinearForm,
     SavedTensor,
     Tape,
+    TapeEvent,
     Tensor,
     maximal,
     minus,
@@ -223,10 +224,10 @@ def layer_points(
         tape = Tape()
         code = OpEmitter(tape, dtypes, targets, method, masked, stream, checkpointed, ragged=ragged)
         x = tape.input(per_token(hidden_size), stream, needs_grad=needs_grad)
-        tape.hold(run_layer(code, layer, x))
+        tape.returns(run_layer(code, layer, x))
         tapes.append(tape)
     tape, first = tapes
-    forward, _ = tape.forward(saving=not checkpointed)
+    forward = tape.forward(saving=not checkpointed)
     recomputed = tape.backward(recomputed=True, early_stop=not reentrant, accumulated=accumulated)
     return LayerPoints(
         tape.saved_tensors(),
@@ -238,6 +239,122 @@ def layer_points(
         maximal(forward),
         maximal(tape.backward(recomputed=False, accumulated=accumulated)),
         maximal(recomputed),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvents:
+    """Births and deaths of one block in a step, in order; its tensors have numbers of their own.
+
+    Number 0 is its input. What `result`, `input_gradient`, `parameters` and `hidden` name outlives
+    the block.
+
+    Args:
+        num_tensors: one more than the largest number.
+        forward: of the first forward; `copies` stay until the model's forward is done.
+        backward: a repeated forward included.
+        saved: what the backward reads, `hidden` what nobody frees before the graph is gone.
+        backward: none where no gradient flows.
+        result_gradient, gathered: there before the backward.
+        input_gradient: None where the input needs none.
+        parameters: gradients of trained parameters.
+    """
+
+    num_tensors: int
+    forward: tuple[TapeEvent, ...]
+    result: int
+    backward: tuple[TapeEvent, ...] = ()
+    saved: frozenset[int] = frozenset()
+    hidden: frozenset[int] = frozenset()
+    copies: tuple[int, ...] = ()
+    result_gradient: int = -1
+    gathered: tuple[int, ...] = ()
+    input_gradient: int | None = None
+    parameters: tuple[int, ...] = ()
+
+
+def block_events(
+    tape: Tape,
+    *,
+    checkpointed: bool = False,
+    reentrant: bool = False,
+    accumulated: bool = False,
+    frees_input: bool = False,
+) -> BlockEvents:
+    """What the block on `tape` makes and frees. Kind: exact, as the tape is.
+
+    Args:
+        frees_input: nobody else holds the input until the block returns.
+
+    Source: torch 2.13 `Engine::evaluate_function`; `torch/utils/checkpoint.py`.
+    """
+    without_graph = checkpointed and reentrant
+    first = tape.forward_events(
+        saving=not checkpointed, hides=not without_graph, frees_input=frees_input
+    )
+    walk = None
+    last = tape.num_storages
+    if tape.has_graph:
+        walk = tape.backward_walk(
+            recomputed=checkpointed, early_stop=not reentrant, accumulated=accumulated
+        )
+        last += walk.num_made
+
+    def number(tensor: int) -> int:
+        return tensor if tensor >= 0 else tape.num_storages - tensor - 1
+
+    # temporaries of the forward come after all gradients
+    forward = tuple(
+        TapeEvent(tensor if tensor >= 0 else last - tensor - 1, form)
+        for tensor, form in tape.unpacked_events(first)
+    )
+    num_tensors = last + max((-tensor for tensor, _ in first), default=0)
+    if walk is None:
+        return BlockEvents(num_tensors=num_tensors, forward=forward, result=tape.result)
+    gradient = walk.input_gradient
+    return BlockEvents(
+        num_tensors=num_tensors,
+        forward=forward,
+        backward=tuple(
+            TapeEvent(number(tensor), form) for tensor, form in tape.unpacked_events(walk.events)
+        ),
+        result=tape.result,
+        saved=frozenset() if checkpointed else tape.saved_storages(),
+        hidden=frozenset() if without_graph else tape.saved_storages(hidden=True),
+        copies=tuple(tape.cached_copies),
+        result_gradient=number(walk.result_gradient),
+        gathered=tuple(map(number, walk.gathered)),
+        input_gradient=None if gradient is None else number(gradient),
+        parameters=tuple(map(number, walk.parameters)),
+    )
+
+
+@lru_cache(maxsize=512)
+def layer_events(
+    layer: Layer,
+    hidden_size: int,
+    targets: tuple[str, ...],
+    dtypes: Dtypes,
+    method: Method,
+    *,
+    masked: bool,
+    accumulated: bool,
+    reentrant: bool,
+    checkpointed: bool,
+    stream: int,
+    ragged: bool = False,
+    needs_grad: bool = True,
+) -> BlockEvents:
+    """Args as of `layer_points`; `needs_grad`: the input needs a gradient. Kind: exact.
+
+    Source: as of `layer_points`.
+    """
+    tape = Tape()
+    code = OpEmitter(tape, dtypes, targets, method, masked, stream, checkpointed, ragged=ragged)
+    x = tape.input(per_token(hidden_size), stream, needs_grad=needs_grad)
+    tape.returns(run_layer(code, layer, x))
+    return block_events(
+        tape, checkpointed=checkpointed, reentrant=reentrant, accumulated=accumulated
     )
 
 
@@ -261,6 +378,6 @@ def working_points(
     tape = Tape(no_grad=True)
     code = OpEmitter(tape, dtypes, targets, method, masked, stream, ragged=ragged)
     x = tape.input(per_token(hidden_size), stream, needs_grad=False)
-    tape.hold(run_layer(code, layer, x))
-    points, _ = tape.forward(saving=False)
+    tape.returns(run_layer(code, layer, x))
+    points = tape.forward(saving=False)
     return maximal(points)

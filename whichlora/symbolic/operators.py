@@ -105,7 +105,10 @@ class OpEmitter:
 
     def autocast(self, x: Tensor, what: str = "") -> Tensor:
         """`x` as a matrix product reads it: autocast casts it to 16 bits."""
-        return self.cast(x, self.dtypes.compute_bytes, what) if self.dtypes.under_autocast else x
+        if not self.dtypes.under_autocast:
+            return x
+        narrow = self.cast(x, self.dtypes.compute_bytes, what)
+        return self.tape.keep_copy(narrow) if x.is_leaf else narrow
 
     def scale(self, x: Tensor) -> Tensor:
         """Times a Python number."""
@@ -227,7 +230,8 @@ class OpEmitter:
 
     def _square(self, x: Tensor) -> Tensor:
         # its backward: x to a power, that times two, and the product with the gradient
-        return self.tape.op([x], x.elements, 4, saves=[x], inner_backward=scaled(x.elements, 8))
+        factors = (scaled(x.elements, 4), scaled(x.elements, 4))
+        return self.tape.op([x], x.elements, 4, saves=[x], inner_backward=factors)
 
     def _deviation(self, squares: Tensor, rows: LinearForm, *, is_power: bool = False) -> Tensor:
         saves = [squares] if self.dtypes.libraries.mean_keeps_input else []
@@ -240,7 +244,7 @@ class OpEmitter:
             4,
             saves=[shifted] if is_power else [],
             saves_result=not is_power,
-            inner_backward=scaled(rows, 8),
+            inner_backward=(scaled(rows, 4), scaled(rows, 4)),
             what="norm: reciprocal deviation",
         )
 
@@ -268,13 +272,13 @@ class OpEmitter:
             narrow = self.cast(x, dtypes.four_bit_bytes)
             dense = scaled(weights, dtypes.four_bit_bytes)
             # expanded for many rows, and its scales to fp32, without their offset and with it
-            scales = weights.constant // BNB_BLOCK * 8 if dtypes.quant == "nf4-dq" else 0
+            scales = weights.constant // BNB_BLOCK * 4 if dtypes.quant == "nf4-dq" else 0
             out = tape.op(
                 [narrow],
                 elements,
                 narrow.size,
                 saves=[narrow] if dtypes.libraries.linear4bit_keeps_input else [],
-                inner=self.rows.where_many(dense.constant + scales),
+                inner=[self.rows.where_many(size) for size in (scales, scales, dense.constant)],
                 inner_backward=dense,
                 hidden=True,
                 what=f"{linear.name}: result",

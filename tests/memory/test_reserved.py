@@ -1,0 +1,92 @@
+"""Reserved bytes by a replay of the run's own requests, against replays of real ones."""
+
+import json
+import statistics
+from dataclasses import replace
+
+import memory_samples as samples
+import pytest
+
+from whichlora.memory.reserved import replayed_idle_bytes
+from whichlora.memory.step import TrainingStep
+from whichlora.memory.training import training_ledger, training_step
+from whichlora.predict.resolve import resolve
+from whichlora.spec.run import RunConfig
+from whichlora.units import GiB
+
+MODEL = "Qwen/Qwen2.5-0.5B"
+
+
+def reserved(run: RunConfig) -> int | None:
+    """Predicted without a limit of memory and without workspaces."""
+    job = resolve(samples.model_of(run.model), run, replace(samples.GPU, memory_bytes=2**60))
+    parts = (job.model, job.run, job.dtypes, job.method, job.gpu, job.targets, job.trainer)
+    sizes = {"batch_size": run.batch_size, "seq_len": run.seq_len, "r": run.r}
+    counted = training_ledger(*parts, **sizes)
+    live = counted.peak_allocated_bytes - counted.workspace_bytes
+    idle = replayed_idle_bytes(training_step(*parts, **sizes), live_bytes=live)
+    return None if idle is None else live + idle
+
+
+def step_of(run: RunConfig) -> TrainingStep:
+    job = resolve(samples.model_of(run.model), run, samples.GPU)
+    return training_step(
+        job.model,
+        job.run,
+        job.dtypes,
+        job.method,
+        job.gpu,
+        job.targets,
+        job.trainer,
+        batch_size=run.batch_size,
+        seq_len=run.seq_len,
+        r=run.r,
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "traced"),
+    [  # MiB that the requests of the real code reserve; `benchmarks/memory_samples._peaks`
+        ({}, 9820),
+        ({"gradient_checkpointing": False}, 15576),
+        ({"method": "qlora"}, 10152),
+        ({"method": "dora"}, 10046),
+        ({"method": "dora", "gradient_checkpointing": False}, 20546),
+        ({"method": "full"}, 11992),
+        ({"method": "full", "optimizer": "adamw_torch", "gradient_checkpointing": False}, 17260),
+    ],
+)
+def test_what_is_reserved_is_what_the_real_requests_reserve(
+    settings: dict[str, object], traced: int
+) -> None:
+    found = reserved(RunConfig(model=MODEL, batch_size=4, seq_len=1024, **settings))
+    assert found is not None
+    assert found / 2**20 == pytest.approx(traced, rel=0.01)
+
+
+def test_kept_traces_reserve_what_the_replay_says() -> None:
+    lines = [line for line in samples.read_lines() if "refused" not in line]
+    lines = [line for line in lines if line["run"].get("phase") != "inference"][::18]
+    errors = []
+    for line in lines:
+        found = reserved(RunConfig.from_dict(line["run"]))
+        if found is not None:
+            errors.append(abs(found / line["peak_reserved_bytes"] - 1))
+    assert len(errors) >= len(lines) // 2, json.dumps([line["run"] for line in lines])
+    assert statistics.median(errors) < 0.01
+
+
+def test_no_replay_says_what_its_events_do_not_know() -> None:
+    run = RunConfig(model="google-t5/t5-base", seq_len=128)  # two stacks
+    assert reserved(run) is None
+    step = step_of(RunConfig(model=MODEL, seq_len=128))
+    assert replayed_idle_bytes(step, live_bytes=100 * GiB) is None  # another run's ledger
+    on_cpu = replace(step, gpu=replace(step.gpu, kind="cpu"))
+    assert replayed_idle_bytes(on_cpu, live_bytes=GiB) is None
+
+
+def test_expandable_segments_reserve_less() -> None:
+    plain = RunConfig(model=MODEL, batch_size=4, seq_len=1024)
+    by_pages = reserved(replace(plain, expandable_segments=True))
+    assert by_pages is not None
+    assert by_pages < (reserved(plain) or 0)

@@ -1,0 +1,76 @@
+"""The requests of a training run: each is freed once, and they add up to the ledger."""
+
+import pytest
+
+from tests.memory.test_reserved import MODEL, step_of
+from whichlora.memory.optimizer import state_blocks, state_bytes, temporary_blocks
+from whichlora.memory.step_events import EventList, has_events, training_events
+from whichlora.memory.weights import quantised_bytes, quantised_parts
+from whichlora.spec.run import RunConfig
+from whichlora.units import MiB
+
+RUNS = [
+    {},
+    {"gradient_checkpointing": False},
+    {"method": "qlora", "gradient_accumulation_steps": 4},
+    {"method": "full", "gradient_accumulation_steps": 2},
+    {"method": "full", "precision": "bf16-pure", "optimizer": "adafactor"},
+    {"method": "dora", "use_reentrant": True, "loss_head": "raw"},
+    {"quant": "int8", "gradient_checkpointing": False},
+    {"trainer": "loop", "precision": "bf16-no-autocast"},
+]
+
+
+@pytest.mark.parametrize("settings", RUNS)
+def test_every_storage_dies_once_after_its_birth_and_weights_stay(
+    settings: dict[str, object],
+) -> None:
+    step = step_of(RunConfig(model=MODEL, batch_size=2, seq_len=1024, **settings))
+    alive: dict[int, int] = {}
+    for number, size in training_events(step).events:
+        if size is None:
+            del alive[number]
+        else:
+            assert number not in alive
+            assert size > MiB
+            alive[number] = size
+    # what is left is loaded, or an optimizer's state
+    left = sum(alive.values())
+    static = sum(entry.num_bytes for entry in step.static)
+    held = sum(size for size in alive.values() if size > 100 * MiB)
+    assert left <= static + held
+    assert left > 0.7 * static
+
+
+def test_small_requests_are_added_up_and_large_ones_listed() -> None:
+    requests = EventList()
+    large, small = requests.born(2 * MiB), requests.born(1000)
+    assert requests.events == [(large, 2 * MiB)]
+    assert (requests.small_bytes, requests.small_peak_bytes) == (1024, 1024)
+    assert requests.live_peaks()[0] == 2 * MiB
+    requests.die(small, large)
+    assert requests.events[-1] == (large, None)
+    assert (requests.small_bytes, requests.small_peak_bytes) == (0, 1024)
+
+
+def test_models_whose_layers_stand_in_two_stacks_have_no_events() -> None:
+    assert has_events(step_of(RunConfig(model=MODEL)))
+    assert not has_events(step_of(RunConfig(model="google-t5/t5-base", seq_len=128)))
+    assert not has_events(step_of(RunConfig(model=MODEL, loss_head="liger")))
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "sgd", "lion", "adamw_8bit", "adafactor"])
+def test_blocks_of_states_and_temporaries_add_up(name: str) -> None:
+    (tensor, *_) = step_of(RunConfig(model=MODEL)).tensors
+    blocks = state_blocks(tensor, optimizer=name, device_kind="cuda")
+    whole = state_bytes([tensor], optimizer=name, device_kind="cuda") // tensor.count
+    assert sum(blocks) == pytest.approx(whole, abs=2)
+    lists = list(temporary_blocks([tensor], optimizer=name, device_kind="cuda"))
+    assert bool(lists) == (name in ("adamw_torch", "adafactor"))
+
+
+@pytest.mark.parametrize("quant", ["nf4", "nf4-dq", "int8", "gptq-int4"])
+def test_parts_of_a_quantised_matrix_add_up_to_it(quant: str) -> None:
+    parts = quantised_parts(2**20, quant, out_features=1024)
+    assert sum(parts) == quantised_bytes(2**20, quant, out_features=1024)
+    assert max(parts) == parts[0]

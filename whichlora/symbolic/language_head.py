@@ -1,0 +1,105 @@
+"""The last norm, the head and the loss of a language model on a tape, and their backward."""
+
+from __future__ import annotations
+
+from whichlora.methods.base import Method
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Dtypes
+from whichlora.symbolic.autograd import Tape, Tensor, constant, per_token
+from whichlora.symbolic.layer import BlockEvents, block_events
+from whichlora.symbolic.masked_lm_head import run_masked_head
+from whichlora.symbolic.operators import OpEmitter
+
+
+def logits_of(code: OpEmitter, model: ModelSpec, x: Tensor, *, trained: bool) -> Tensor:
+    """The last norm of `x`, and the product with the head.
+
+    Source: transformers 5.23 `LlamaModel.forward`, `LlamaForCausalLM.forward`.
+    """
+    tape, dtypes = code.tape, code.dtypes
+    y = x
+    for norm in model.final_norms:
+        y = code.norm(norm, y)
+    for _ in model.final_dropouts:
+        y = code.dropout(y, mask_bytes=y.size if dtypes.device_kind == "cpu" else 1)
+    if model.masked_head is not None:
+        return run_masked_head(code, model.masked_head, y, vocab_size=model.vocab_size)
+    if model.head is None:
+        return y
+    tape.hold(x)
+    width = model.head.in_features
+    narrow = code.autocast(y)
+    weight = tape.weight(
+        constant(width * model.head.out_features), dtypes.embedding_bytes, trained=trained
+    )
+    used = code.autocast(weight)
+    saves = [used, narrow] if trained else [used]
+    logits = tape.op(
+        [narrow, used], per_token(model.head.out_features), narrow.size, saves=saves, reshapes=True
+    )
+    tape.hold_to_end(y)
+    if model.logit_softcap:
+        capped = tape.op([code.scale(logits)], logits.elements, logits.size, saves_result=True)
+        return code.scale(capped)
+    return code.scale(logits) if model.scales_logits else logits
+
+
+def cross_entropy(code: OpEmitter, logits: Tensor, *, width: int) -> Tensor:
+    """The loss of `logits`, which the caller still names, in `width` bytes per entry.
+
+    Source: transformers 5.23 `ForCausalLMLoss`; torch 2.13 `cross_entropy_loss`: a log-softmax
+    that it saves, and `nll_loss`, which reads it again in its backward.
+    """
+    tape = code.tape
+    wide = code.cast(logits, width)
+    shifted = code.copy(wide) if code.dtypes.libraries.shifts_logits else wide
+    scores = tape.op([shifted], wide.elements, width, saves_result=True)
+    loss = tape.op([scores], constant(1), 4, saves=[scores])
+    tape.hold(wide, shifted)
+    tape.hold(logits)
+    return loss
+
+
+def head_events(
+    model: ModelSpec,
+    dtypes: Dtypes,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    stream: int,
+    loss_bytes: int,
+    trains_head: bool,
+    loss_head: str,
+    holds_outputs: bool,
+    widens_outputs: bool,
+    accumulated: bool,
+) -> BlockEvents:
+    """What the head and the loss make and free in one step.
+
+    Args:
+        stream: one element of the last layer's result.
+        loss_bytes: one entry of the loss.
+        loss_head: "hf", or "raw" for a caller that reads the logits.
+        holds_outputs: the caller holds them when it goes backward: they are among `copies`.
+        widens_outputs: under autocast it gets fp32 copies of them.
+
+    Kind: exact, as the tape is. Source: the functions above.
+    """
+    tape = Tape()
+    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
+    x = tape.input(per_token(model.hidden_size), stream, needs_grad=True)
+    logits = logits_of(code, model, x, trained=trains_head)
+    # accelerate 1.15 `ConvertOutputsToFp32`: the model of a Trainer returns its logits in fp32
+    widens = widens_outputs and dtypes.under_autocast
+    if loss_head == "raw":
+        outputs = code.cast(logits, 4) if widens else logits
+        loss = tape.op([outputs], constant(1), 4)  # one that keeps nothing
+    else:
+        loss = cross_entropy(code, logits, width=loss_bytes)
+        outputs = logits
+        if widens and logits.size < 4:
+            outputs = tape.op([logits], logits.elements, 4, detached=True)
+    if holds_outputs:
+        tape.keep_copy(outputs)
+    tape.returns(loss)
+    return block_events(tape, frees_input=True, accumulated=accumulated)

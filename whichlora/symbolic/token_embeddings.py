@@ -1,0 +1,62 @@
+"""What a model makes of the looked-up rows before its first layer, on a tape."""
+
+from __future__ import annotations
+
+from whichlora.methods.base import Method
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Dtypes
+from whichlora.symbolic.autograd import Tape, Tensor, per_token
+from whichlora.symbolic.layer import BlockEvents, block_events
+from whichlora.symbolic.operators import OpEmitter
+
+
+def embed(code: OpEmitter, model: ModelSpec, rows: Tensor) -> Tensor:
+    """Positions, factors, norms and dropouts between the looked-up rows and the first layer.
+
+    Source: transformers 5.23 `GPT2Model.forward`, `BertEmbeddings.forward`, `OPTDecoder.forward`,
+    `BloomModel.forward`, `GemmaTextScaledWordEmbedding.forward`.
+    """
+    tape, dtypes = code.tape, code.dtypes
+    x = rows
+    if model.embeds_in_steps:
+        x = code.scale(x)
+    if model.head_linears:
+        x = code.linear(model.head_linears[0], x)
+    for table in model.embeddings[1:]:
+        weight = tape.weight(
+            per_token(0), dtypes.embedding_bytes, trained=dtypes.trains_base and table.trains
+        )
+        looked_up = tape.op([weight], per_token(table.width * table.per_sequence), x.size)
+        x = code.add(x, looked_up)
+        tape.hold(looked_up)
+    for norm in model.embedding_norms:
+        x = code.norm(norm, x)
+    for _ in model.embedding_dropouts:
+        x = code.dropout(x, mask_bytes=x.size if dtypes.device_kind == "cpu" else 1)
+    return x
+
+
+def embedding_events(
+    model: ModelSpec,
+    dtypes: Dtypes,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    needs_grad: bool,
+) -> BlockEvents | None:
+    """What happens to the looked-up rows; None where the first layer reads them as they are.
+
+    Args:
+        needs_grad: the rows do.
+
+    Kind: exact, as the tape is. Source: `embed`.
+    """
+    tape = Tape()
+    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=dtypes.stream_bytes)
+    width = model.embeddings[0].width
+    rows = tape.input(per_token(width), dtypes.embedding_bytes, needs_grad=needs_grad)
+    result = embed(code, model, rows)
+    if result.storage == rows.storage:
+        return None
+    tape.returns(result)
+    return block_events(tape)
