@@ -116,6 +116,25 @@ def test_what_is_written_over_takes_no_room_but_a_gradient_of_its_own() -> None:
     assert max(bytes_of(one) for one in tape.backward(recomputed=False)) == 20 + 20
 
 
+@pytest.mark.parametrize(("recomputed", "before_cast"), [(False, 20), (True, 0)])
+def test_a_checkpoint_frees_what_a_product_saved_before_its_gradient_is_cast(
+    recomputed: bool, before_cast: int
+) -> None:
+    tape = Tape()
+    x = tape.input(per_token(10), 2, needs_grad=True)
+    wide, narrow = (tape.op([x], per_token(10), size) for size in (4, 2))
+    tape.op(
+        [narrow, wide],
+        per_token(10),
+        4,
+        saves=[wide, narrow],
+        inner_backward=per_token(40),
+        casts_gradients=per_token(20),
+    )
+    peak = max(bytes_of(one) for one in tape.backward(recomputed=recomputed))
+    assert peak == 40 + 20 + 40 + (40 + 40) + before_cast  # saved, the result's, two in fp32
+
+
 @pytest.mark.parametrize(("accumulated", "left"), [(False, 1000), (True, 0)])
 def test_gradients_of_parameters_stay_unless_they_are_added_to_earlier_ones(
     accumulated: bool, left: int

@@ -282,6 +282,7 @@ class _Node:
     inner: Sequence[int]
     hidden: bool = False
     reshapes: bool = False
+    casts: int = 0
 
 
 @dataclass(slots=True)
@@ -407,6 +408,7 @@ class Tape:
         passes: bool = False,
         inner: Temporaries = NOTHING,
         inner_backward: Temporaries = NOTHING,
+        casts_gradients: LinearForm = NOTHING,
         detached: bool = False,
         hidden: bool = False,
         reshapes: bool = False,
@@ -422,6 +424,8 @@ class Tape:
             passes: the input gets the same gradient tensor, where the dtype is the same.
             inner: temporaries of the forward beside the result.
             inner_backward: temporaries of the backward beside the gradients that it returns.
+            casts_gradients: bytes of those gradients that are cast when the backward has returned,
+                the wide ones being among `inner_backward`.
             detached: no gradient flows.
             hidden: its tensors bypass the saved-tensor hooks, so checkpointing does not free them.
             reshapes: the gradients it returns are views, as those of a product of matrices are that
@@ -445,7 +449,18 @@ class Tape:
             step = len(self._steps)
             beside = self._blocks(inner_backward)
             self._nodes.append(
-                _Node(step, (result,), inputs, saved, packs, passes, beside, hidden, reshapes)
+                _Node(
+                    step,
+                    (result,),
+                    inputs,
+                    saved,
+                    packs,
+                    passes,
+                    beside,
+                    hidden,
+                    reshapes,
+                    self._packed(casts_gradients),
+                )
             )
         self._steps.append(
             _Step(
@@ -679,7 +694,7 @@ class Tape:
                 makes = self._steps[node.step].makes  # what it saves of these is there when it ran
                 ran = any(storage in node.saved for storage in makes)
                 walk.recompute(node.step + ran)
-            walk.run(node)
+            walk.run(node, unpacks_once=recomputed and early_stop)
         walk.drop_hidden()
         return walk
 
@@ -788,8 +803,14 @@ class Backward:
         if result >= 0 and not self._holders.get(result):
             self.live += self._forms[result]
 
-    def run(self, node: _Node) -> None:
-        """Pass the gradients of `node`'s results on to its inputs."""
+    def run(self, node: _Node, *, unpacks_once: bool) -> None:
+        """Pass the gradients of `node`'s results on to its inputs.
+
+        Args:
+            unpacks_once: what it saved goes when its backward has returned, since a checkpoint's
+                hooks hand a tensor out once; else `release_variables` comes after the casts of
+                `validate_outputs`.
+        """
         gradients = [
             self._buffers.pop(tensor.edge)
             for tensor in node.results
@@ -810,13 +831,16 @@ class Backward:
                 made.append((tensor, gradient))
                 if node.reshapes:
                     self._views.add(gradient)
-        self.points.append(self.live + sum(node.inner))
+        casts_late = node.casts if unpacks_once else 0
+        self.points.append(self.live + sum(node.inner) - casts_late)
         self.events += [(number, None) for number in temporaries]
         for storage in sorted(set(node.saved)):
             self._holders[storage] -= 1
             if not self._holders[storage] and storage not in self._held:
                 self.live -= self._forms[storage]
                 self.events.append((storage, None))
+        if casts_late:
+            self.points.append(self.live + sum(node.inner))
         if node.saved and not node.hidden:
             self._num_packed -= 1
             if self.is_recomputed and not self._num_packed:

@@ -30,6 +30,11 @@ def _before_cast(x: Tensor, size: int) -> LinearForm:
     return scaled(x.elements, size) if x.needs_grad and x.size < size else NOTHING
 
 
+def _after_cast(x: Tensor, size: int) -> LinearForm:
+    """The same as `x` gets it. Source: torch 2.13 `engine.cpp`, `validate_outputs`."""
+    return x.form if x.needs_grad and x.size < size else NOTHING
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """How many rows a matrix reads: one of each token, or a number, or a share of the chosen.
@@ -125,7 +130,13 @@ class OpEmitter:
         size = max(x.size, y.size)
         inner = plus(_before_cast(x, size), _before_cast(y, size))
         return self.tape.op(
-            [x, y], x.elements, size, saves=saves, inner_backward=inner, what="product"
+            [x, y],
+            x.elements,
+            size,
+            saves=saves,
+            inner_backward=inner,
+            casts_gradients=plus(_after_cast(x, size), _after_cast(y, size)),
+            what="product",
         )
 
     def multiply_rows(self, x: Tensor, row: Tensor) -> Tensor:
