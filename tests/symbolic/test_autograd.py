@@ -172,12 +172,11 @@ def test_only_points_that_can_be_the_largest_are_kept() -> None:
     assert most([low, other], tokens=3, span=1, r=1) == 5
 
 
-FORMS = st.builds(
-    LinearForm,
-    per_token=st.integers(0, 9),
-    constant=st.integers(0, 9),
-    per_rank_token=st.integers(0, 1),
-    per_rank=st.integers(0, 9),
+# the four terms in which the forms of a loop differ; chunks of one layer are all of one size
+FORMS = st.tuples(*(st.integers(0, largest) for largest in (9, 9, 1, 9))).map(
+    lambda terms: LinearForm(
+        per_token=terms[0], constant=terms[1], per_rank_token=terms[2], per_rank=terms[3]
+    )
 )
 
 
