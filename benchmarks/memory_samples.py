@@ -287,6 +287,8 @@ def _peaks(run: RunConfig) -> dict[str, Any]:
         job.run,
         job.model.config,
         target_modules=job.peft_targets,
+        device_kind=GPU.kind,
+        compute_capability=GPU.compute_capability,
         layers="4" if alike else "all",
     )
     found = replay(one.event for one in events)

@@ -58,7 +58,8 @@ def fitcheck(line: Line) -> Iterator[Found]:
         optimizer="adamw_torch",
         gradient_checkpointing=row["gradient_checkpointing"] == "True",
         use_reentrant=row["use_reentrant"] == "True",
-        attn=row["attn"],  # type: ignore[arg-type]
+        # "sdpa" is pinned to the memory-efficient kernel, with expanded keys
+        attn="sdpa-efficient" if row["attn"] == "sdpa" else row["attn"],  # type: ignore[arg-type]
         batch_size=whole(row["batch_size"]),
         seq_len=whole(row["seq_len"]),
         libraries=tuple(sorted(versions.items())),

@@ -2,6 +2,7 @@
 
 import ast
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,12 @@ from whichlora.cli import exports as command
 from whichlora.cli import main
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.exports import FORMATS, Recipe
+from whichlora.exports.axolotl import under_axolotl
 from whichlora.exports.installation import Installation
+from whichlora.exports.llamafactory import under_llamafactory
 from whichlora.exports.skypilot import ACCELERATORS
+from whichlora.exports.trl import under_trl
+from whichlora.exports.unsloth import under_unsloth
 from whichlora.exports.yaml import yaml_text
 from whichlora.spec.data_format import DataFormat
 from whichlora.spec.plan import Keeping
@@ -443,3 +448,13 @@ def test_a_bad_export_gets_one_clear_line(args: tuple[str, ...], message: str) -
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize("under", [under_trl, under_axolotl, under_llamafactory, under_unsloth])
+def test_a_tool_that_pins_no_attention_kernel_runs_with_sdpa_and_says_so(
+    under: Callable[[RunConfig], tuple[RunConfig, tuple[str, ...]]],
+) -> None:
+    changed, notes = under(replace(RUN, attn="sdpa-efficient"))
+    assert changed.attn == "sdpa"
+    assert any("pins no kernel of SDPA" in note for note in notes)
+    assert not any("kernel of SDPA" in note for note in under(RUN)[1])

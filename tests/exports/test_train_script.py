@@ -175,3 +175,12 @@ def test_a_run_that_no_script_can_perform_is_refused(
 
 def test_the_command_uses_this_interpreter() -> None:
     assert train_command(Path("out/train.py")) == [sys.executable, "out/train.py"]
+
+
+def test_a_pinned_attention_kernel_is_pinned_in_the_script() -> None:
+    text = script(attn="sdpa-efficient")
+    assert "from transformers.integrations import sdpa_attention" in text
+    assert "sdpa_attention.use_gqa_in_sdpa = lambda *_: False" in text
+    assert 'for name in ("flash", "cudnn", "math"):' in text
+    assert "attn_implementation" not in text
+    assert "sdpa_attention" not in script()

@@ -299,6 +299,8 @@ SHORT_T5 = RunConfig(
 @example(run=SHORT_T5, gpu=A100)
 def test_a_mask_never_makes_a_step_smaller(run: RunConfig, gpu: GpuSpec) -> None:
     assume(run.seq_len > 1)  # one token has nothing beside it to mask
+    # before torch 2.14 a mask spares grouped keys in fp32 the math kernel
+    run = replace(run, libraries=(("torch", "2.14.0"),))
     assert peak(replace(run, padding="padded"), gpu) >= peak(run, gpu)
 
 
@@ -574,8 +576,8 @@ def test_dropout_of_attention_costs_a_cpu_its_fused_kernel() -> None:
     run = RunConfig(model="openai-community/gpt2", precision="fp32")
     attention = model(run.model).groups[0].layer.attentions[0]
     assert attention.dropout == 0.1
-    assert kernels.attention_kernel(attention, job(run, CPU).dtypes) == "math"
-    assert kernels.attention_kernel(attention, job(run, A100).dtypes) == "fused"
+    assert kernels.attention_kernel(attention, job(run, CPU).dtypes, masked=False) == "math"
+    assert kernels.attention_kernel(attention, job(run, A100).dtypes, masked=False) == "efficient"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from whichlora.spec.architecture import Layer, Linear, ModelSpec
 from whichlora.spec.run import Precision, RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
+from whichlora.symbolic.kernels import Kernel
 from whichlora.timing import work
 from whichlora.timing.cache_work import expanding
 from whichlora.timing.work import Work
@@ -275,7 +276,7 @@ def test_score_matrices_move_the_bytes_that_pytorch_moves(precision: Precision, 
         out.backward(gradient)
     layer, _ = next(iter(job.model.layers()))
     (attention,) = layer.attentions
-    counted_bytes = work.score_bytes(attention, job.dtypes)
+    counted_bytes = work.score_bytes(attention, job.dtypes, "eager")
     per_head = [each / attention.num_attention_heads for each in counted_bytes]
     assert [forward.moved - fused, backward.moved - fused] == per_head
 
@@ -290,8 +291,10 @@ def test_only_attention_that_writes_its_scores_moves_them() -> None:
         assert (forward > 1.05) == (step > 1.05)
         return float(forward)
 
-    assert growth(replace(RUN, attn="sdpa")) == pytest.approx(1, abs=0.01)
+    assert growth(replace(RUN, attn="sdpa", precision="bf16")) == pytest.approx(1, abs=0.01)
+    assert growth(replace(RUN, attn="sdpa-efficient")) == pytest.approx(1, abs=0.01)
     assert growth(replace(RUN, attn="eager")) > 1.5
+    assert growth(replace(RUN, attn="sdpa")) > 1.5  # grouped keys in fp32: the math kernel
 
 
 def moved_bytes(job: ResolvedRun, *, use_dora: bool, num_rows: int) -> tuple[int, int]:
@@ -481,7 +484,7 @@ def test_a_decoding_step_reads_every_weight_for_one_token() -> None:
     step = inference(RUN, context=128, decoding=True)
     assert step.weight_read_bytes == prompt.weight_read_bytes
     assert step.product_flops < prompt.product_flops / 32
-    assert step.launches == prompt.launches
+    assert prompt.launches - step.launches == 30 * (work.MATH_OPS - work.MATH_STEP_OPS)
 
 
 def test_a_longer_context_makes_decoding_read_more_cache() -> None:
@@ -544,20 +547,24 @@ def test_layers_that_borrow_keys_read_the_last_position_of_a_prompt_alone() -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "attn", "halved"),
+    ("name", "kernel", "halved"),
     [
-        ("Qwen/Qwen2.5-0.5B", "sdpa", True),  # the kernel skips what the mask hides
+        ("Qwen/Qwen2.5-0.5B", "flash", True),  # the kernel skips what the mask hides
         ("Qwen/Qwen2.5-0.5B", "eager", False),
-        ("google-bert/bert-base-uncased", "sdpa", False),  # every token sees every other
+        ("Qwen/Qwen2.5-0.5B", "math", False),
+        ("google-bert/bert-base-uncased", "flash", False),  # every token sees every other
     ],
 )
-def test_only_a_causal_kernel_spares_half_of_the_scores(name: str, attn: str, halved: bool) -> None:
+def test_only_a_causal_kernel_spares_half_of_the_scores(
+    name: str, kernel: Kernel, halved: bool
+) -> None:
     layer = next(iter(load_model(name).layers()))[0]
     (attention,) = layer.attentions
     per_key = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
-    counted = work.attention_flops_per_token(layer, 1000, attn, triangular=True)
+    counted = work.attention_flops_per_token(attention, 1000, kernel, triangular=True)
     assert counted == 1000 * per_key * (1 if halved else 2)
-    assert work.attention_flops_per_token(layer, 1000, attn, triangular=False) == 2000 * per_key
+    counted = work.attention_flops_per_token(attention, 1000, kernel, triangular=False)
+    assert counted == 2000 * per_key
 
 
 def test_a_decoder_reads_all_of_the_encoder_s_output() -> None:
@@ -566,8 +573,11 @@ def test_a_decoder_reads_all_of_the_encoder_s_output() -> None:
     itself, cross = decoder.attentions
     assert cross.cross
     per_key = itself.num_attention_heads * (itself.head_dim + itself.v_head_dim)
-    counted = work.attention_flops_per_token(decoder, 10, "sdpa", triangular=True)
-    assert counted == 10 * per_key * (1 + 2)
+    counted = [
+        work.attention_flops_per_token(attention, 10, "efficient", triangular=True)
+        for attention in decoder.attentions
+    ]
+    assert counted == [10 * per_key, 10 * per_key * 2]
 
 
 def test_a_decoding_step_reads_the_states_of_a_recurrent_layer() -> None:
@@ -758,7 +768,35 @@ def test_eight_bits_are_expanded_for_the_backward_alone() -> None:
 def test_score_matrices_move_so_many_bytes_per_head(precision: str, moved: tuple[int, int]) -> None:
     job = tiny_job(method="full", attn="eager", precision=precision)
     (attention,) = next(iter(job.model.layers()))[0].attentions
-    assert work.score_bytes(attention, job.dtypes) == (4 * moved[0], 4 * moved[1])
+    assert work.score_bytes(attention, job.dtypes, "eager") == (4 * moved[0], 4 * moved[1])
+
+
+def test_the_math_kernel_computes_16_bit_attention_in_fp32() -> None:
+    job = tiny_job(method="full", precision="bf16-pure")
+    on_t4 = resolve(job.model, replace(job.run, precision="bf16-pure"), find_gpu("t4-16gb"))
+    fused, plain = training(job), training(on_t4)
+    assert plain.attention_flops == 0
+    assert fused.wide_attention_flops == 0
+    # the whole square, and nothing computed again: 6 halves of twice the scores against 7
+    assert plain.wide_attention_flops == fused.attention_flops * 2 * 6 / 7
+    (attention,) = next(iter(job.model.layers()))[0].attentions
+    kernels = list(work.kernels_of(attention, on_t4.dtypes, 100))
+    assert kernels == [(1, "math")]
+    # scores written, masked, through softmax, looked through for -inf, narrowed, multiplied
+    assert work.score_bytes(attention, on_t4.dtypes, "math")[0] == 4 * (4 + 8 + 8 + 6 + 6 + 4)
+
+
+def test_the_math_kernel_reads_and_writes_every_key_per_query_head() -> None:
+    config = TINY_LLAMA | {"num_key_value_heads": 2}
+    job = job_of(RunConfig(model="tiny", precision="fp32"), config)
+    (attention,) = next(iter(job.model.layers()))[0].attentions
+    widths = attention.k_width + attention.v_width
+    moved = work.math_key_bytes(attention, job.dtypes, masked=False, decoding=True)
+    # repeated twice, the keys scaled, then read by both products
+    assert moved == 4 * widths + 4 * 2 * widths + 8 * widths + 4 * 2 * widths
+    assert work.math_ops(job.dtypes, decoding=True) == work.MATH_STEP_OPS
+    half = resolve(job.model, replace(job.run, precision="bf16-pure"), find_gpu("t4-16gb"))
+    assert work.math_ops(half.dtypes, decoding=False) == work.MATH_OPS + work.MATH_CASTS
 
 
 @pytest.mark.parametrize(

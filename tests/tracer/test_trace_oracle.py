@@ -21,6 +21,7 @@ from whichlora.profiler.build import finished_model, meta_model
 from whichlora.spec.run import RunConfig
 from whichlora.store import models
 from whichlora.store.gpus import find_gpu
+from whichlora.symbolic.kernels import attention_kernel
 from whichlora.tracer.client import trace_peaks
 from whichlora.tracer.extrapolate import stretch, with_warm_up
 from whichlora.tracer.fake_weights import place_fake
@@ -273,6 +274,41 @@ def test_a_tied_embedding_waits_for_the_sum_of_its_gradients() -> None:
     assert live == pytest.approx(expected, rel=0.005)
     embedding = 4 * 32_000 * 512
     assert live > 4 * embedding  # itself, both parts of its gradient and their sum
+
+
+@pytest.mark.parametrize(
+    ("gpu", "settings", "kernel"),
+    [
+        ("a100-sxm-80gb", {"precision": "fp32"}, "math"),
+        ("a100-sxm-80gb", {"precision": "fp32", "padding": "padded"}, "efficient"),
+        ("t4-16gb", {"precision": "fp16"}, "math"),
+        ("t4-16gb", {"precision": "bf16-pure"}, "math"),
+        ("t4-16gb", {"precision": "fp16", "attn": "sdpa-efficient"}, "efficient"),
+        ("t4-16gb", {"precision": "fp16", "gradient_checkpointing": False}, "math"),
+        ("t4-16gb", {"precision": "fp16", "phase": "inference", "prompt_len": 1024}, "math"),
+    ],
+)
+def test_grouped_keys_have_the_kernel_of_the_card_in_trace_and_ledger(
+    gpu: str, settings: dict[str, Any], kernel: str
+) -> None:
+    grouped = TINY | {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1024}
+    usual = {"model": "tiny", "batch_size": 2, "seq_len": 1024, "max_new_tokens": 2}
+    device = find_gpu(gpu)
+    job = resolve.resolve(
+        families.build(grouped, name="tiny"), RunConfig(**usual | settings), device
+    )
+    (attention,) = job.model.groups[0].layer.attentions
+    assert attention_kernel(attention, job.dtypes, masked=job.dtypes.padded) == kernel
+    events = trace(
+        job.run,
+        grouped,
+        target_modules=job.peft_targets,
+        device_kind=device.kind,
+        compute_capability=device.compute_capability,
+    )
+    ledger = predict.ledger(job)
+    live = max(num_bytes for _, num_bytes in live_bytes(events))
+    assert ledger.peak_allocated_bytes - ledger.workspace_bytes == pytest.approx(live, rel=0.01)
 
 
 def test_a_family_that_the_ledger_does_not_know_is_traced_and_says_so(tmp_path: Any) -> None:

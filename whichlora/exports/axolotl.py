@@ -15,6 +15,7 @@ from whichlora.exports.recipe import (
     require_plain,
     saving,
     without,
+    without_pinned_kernel,
 )
 from whichlora.exports.simpler import TRAINED, file_names, made_of, simpler_format
 from whichlora.exports.yaml import yaml_text
@@ -164,7 +165,8 @@ def under_axolotl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     It prepares a 4-bit base, then narrows the norms and embeddings again: in effect, the base is
     not prepared (`loaders/model.py`, `_configure_embedding_dtypes`).
     """
-    notes = []
+    run, pinned = without_pinned_kernel(run, "Axolotl")
+    notes = [*pinned]
     precision = autocast_precision(run.precision)
     if precision != run.precision:
         notes.append(f"Axolotl has no {run.precision}: it runs under {precision} autocast")

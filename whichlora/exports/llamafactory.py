@@ -17,6 +17,7 @@ from whichlora.exports.recipe import (
     require_plain,
     saving,
     without,
+    without_pinned_kernel,
 )
 from whichlora.exports.simpler import file_names, made_of, simpler_format
 from whichlora.exports.yaml import yaml_text
@@ -190,7 +191,8 @@ def under_llamafactory(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     Raises:
         ConfigError: full fine-tuning in fp16.
     """
-    notes = []
+    run, pinned = without_pinned_kernel(run, "LLaMA-Factory")
+    notes = [*pinned]
     precision = run.precision
     if get_method(run.method).trains_base:
         if precision.startswith("fp16"):

@@ -38,6 +38,13 @@ LORA_KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
+def without_pinned_kernel(run: RunConfig, tool: str) -> tuple[RunConfig, tuple[str, ...]]:
+    """`run` as a tool runs it that lets SDPA choose its kernel, and what to say of that."""
+    if run.attn != "sdpa-efficient":
+        return run, ()
+    return replace(run, attn="sdpa"), (f"{tool} pins no kernel of SDPA: it runs with sdpa",)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """The winning fine-tuning, with all that a job needs: the content of `recipe.json`.

@@ -15,6 +15,7 @@ from whichlora.exports.recipe import (
     require_plain,
     saving,
     without,
+    without_pinned_kernel,
 )
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method, weight_dtype
@@ -135,7 +136,8 @@ def under_trl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     Raises:
         ConfigError: a precision that TRL lacks.
     """
-    notes = []
+    run, pinned = without_pinned_kernel(run, "TRL")
+    notes = [*pinned]
     precision = run.precision
     adapters = not get_method(run.method).trains_base
     if precision.endswith("-pure") and adapters and (run.quant or "none") == "none":

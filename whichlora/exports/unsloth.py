@@ -17,6 +17,7 @@ from whichlora.exports.recipe import (
     require_plain,
     saving,
     without,
+    without_pinned_kernel,
 )
 from whichlora.exports.train_script import chat_template, templates
 from whichlora.exports.train_script.rows import row_functions
@@ -175,7 +176,8 @@ def under_unsloth(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """
     if run.precision in FP32_PRECISIONS:
         raise ConfigError("--to unsloth: its kernels are 16-bit; set precision bf16 or fp16")
-    notes = ["of Unsloth's kernels only the loss is modelled; the others keep less"]
+    run, pinned = without_pinned_kernel(run, "Unsloth")
+    notes = [*pinned, "of Unsloth's kernels only the loss is modelled; the others keep less"]
     precision = autocast_precision(run.precision)
     if precision != run.precision:
         notes.append(f"Unsloth has no {run.precision}: it runs under {precision} autocast")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from whichlora.spec.architecture import Layer, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
-from whichlora.symbolic.kernels import attention_kernel, has_mask_per_head, is_masked
+from whichlora.symbolic.kernels import FUSED, attention_kernel, has_mask_per_head, is_masked
 
 _INDEX_BYTES = 8  # torch indexes with int64
 
@@ -34,13 +34,13 @@ def kept_mask_bytes(
     biases: dict[tuple[str, bool], int] = {}
     for group in (group for group in model.groups if side in ("", group.stack)):
         for attention in group.layer.attentions:
-            eager = attention_kernel(attention, dtypes) == "eager"
+            kernel = attention_kernel(attention, dtypes, masked=attention.position == "relative")
             decodes = len(group.layer.attentions) > 1 and not attention.cross  # never padded
             masked = 0 * span if decodes else is_masked(attention, dtypes, span)
             key = (group.stack, attention.cross, attention.sliding_window)
-            if eager:
+            if kernel == "eager":
                 masks[key] = dtypes.stream_bytes * (1 if attention.causal else masked)
-            elif dtypes.attn == "sdpa":
+            elif dtypes.uses_sdpa:
                 masks[key] = masked
             if has_mask_per_head(attention) and key in masks:
                 masks[key] = dtypes.stream_bytes * attention.num_attention_heads * (1 + 0 * span)
@@ -51,8 +51,7 @@ def kept_mask_bytes(
                 continue
             elif attention.position == "relative" and not attention.biases_each_layer:
                 size = dtypes.linear_out_bytes if attention.cross else dtypes.base_bytes
-                fused = attention_kernel(attention, dtypes) == "fused"
-                if checkpointed or (attention.cross and fused and not dtypes.padded):
+                if checkpointed or (attention.cross and kernel in FUSED and not dtypes.padded):
                     biases[key[:2]] = size * attention.num_attention_heads
     total = sum(biases.values()) * span * span
     if checkpointed:

@@ -274,6 +274,7 @@ class _Forward:
                 masked=masked,
                 stream=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
                 ragged=ragged,
+                decoding=self.decoding,
             )
             if self.decoding:
                 forms = tuple(without_sequences(form) for form in forms)
@@ -305,7 +306,7 @@ def layer_cases(layer: Layer, dtypes: Dtypes, span: Count) -> Iterator[tuple[Cou
         yield 1 - filled, dtypes.padded, False
         yield filled, dtypes.padded, True
         return
-    always = dtypes.padded or (attention.always_masked and dtypes.attn == "sdpa")
+    always = dtypes.padded or (attention.always_masked and dtypes.uses_sdpa)
     if always or attention.sliding_window is None:
         yield 1, always, False
         return

@@ -23,7 +23,7 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import round_up
 from whichlora.spec.results import Prediction
-from whichlora.spec.run import ATTENTION, BNB_QUANTS, KvCache, Quant, RunConfig
+from whichlora.spec.run import ATTENTION, BNB_QUANTS, AttentionKernel, KvCache, Quant, RunConfig
 
 RANKS = (4, 8, 16, 32, 64)
 STORAGES: tuple[Quant, ...] = ("none", "int8", "nf4-dq")
@@ -261,7 +261,7 @@ def _changes(run: RunConfig, model: ModelSpec) -> Iterator[tuple[str, dict[str, 
         yield "half the batch", {"batch_size": run.batch_size // 2}
     if not trains_base:
         yield from _storage_changes(run)
-    for attn in ("sdpa", "flash_attention_2", "eager"):
+    for attn in get_args(AttentionKernel):
         if attn != run.attn:
             yield f"{attn} attention", {"attn": attn}
     if not training:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from whichlora.predict.resolve import ResolvedRun
+from whichlora.spec.architecture import Attention
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Real
 from whichlora.spec.run import BNB_QUANTS
 from whichlora.spec.targets import all_linears
+from whichlora.symbolic.kernels import attention_kernel, runs_efficient
 
 # Compute capability below which PyTorch's wheels for CUDA 12.8 and later have no kernels, since
 # which version. Source: release notes of 2.8; github.com/pytorch/pytorch, issue 172352.
@@ -64,6 +66,11 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
                 f"PyTorch has kernels for compute capability {gpu.compute_capability} in its "
                 "CUDA 12.6 wheels only"
             )
+    if _writes_scores(job):
+        notes.append(
+            "SDPA has no fused kernel for this attention: its math kernel writes every score in "
+            "fp32" + ("; attn sdpa-efficient doesn't" if _has_efficient(job) else "")
+        )
     if stored := _stored(job):
         notes.append(stored)
     if gpu.unverified:
@@ -101,6 +108,32 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     if job.model.task == "seq2seq-lm" and run.phase == "finetune":
         notes.append("encoder and decoder are both taken at seq_len tokens")
     return tuple(notes)
+
+
+def _attentions(job: ResolvedRun) -> list[Attention]:
+    return [
+        attention
+        for layer, _ in job.model.layers()
+        for attention in layer.attentions
+        if attention.kind == "softmax"
+    ]
+
+
+def _writes_scores(job: ResolvedRun) -> bool:
+    """Whether a GPU's SDPA falls back to plain operators in some layer."""
+    dtypes = job.dtypes
+    return dtypes.device_kind in ("cuda", "rocm") and "math" in (
+        attention_kernel(
+            attention,
+            dtypes,
+            masked=dtypes.padded or attention.always_masked or attention.position == "relative",
+        )
+        for attention in _attentions(job)
+    )
+
+
+def _has_efficient(job: ResolvedRun) -> bool:
+    return all(runs_efficient(attention, job.dtypes) for attention in _attentions(job))
 
 
 def _stored(job: ResolvedRun) -> str:

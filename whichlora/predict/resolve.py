@@ -13,9 +13,9 @@ from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FP32_PRECISIONS, RunConfig
 from whichlora.spec.targets import check_saved_modules, resolve_targets
+from whichlora.symbolic.kernels import FLASH_CAPABILITY, runs_efficient
 from whichlora.trainers import Trainer, get_trainer
 
-FLASH_CAPABILITY = 8.0
 # Setting, value, what computes it, and the least compute capability that has kernels for.
 # Source: installation pages of bitsandbytes 0.50 and vLLM; README of Triton, the language of
 # Liger's and unsloth's kernels.
@@ -98,7 +98,13 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     if not method.trains_base and (training or run.serve == "as-trained"):
         targets = resolve_targets(model, run.target_modules, modules_only=method.folded is None)
         check_saved_modules(model, run.modules_to_save)
-    dtypes = resolve_dtypes(run, trains_base=training and method.trains_base, device_kind=gpu.kind)
+    dtypes = resolve_dtypes(
+        run,
+        trains_base=training and method.trains_base,
+        device_kind=gpu.kind,
+        compute_capability=gpu.compute_capability,
+    )
+    _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)
     return ResolvedRun(
         model=model,
@@ -137,6 +143,28 @@ def _check_attention(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
     if run.precision in FP32_PRECISIONS:
         raise ConfigError(
             f"attn: flash_attention_2 needs 16-bit precision; use sdpa with {run.precision}"
+        )
+
+
+def _check_efficient(model: ModelSpec, run: RunConfig, gpu: GpuSpec, dtypes: Dtypes) -> None:
+    """Refuse SDPA's memory-efficient kernel where the device or the architecture has none."""
+    if run.attn != "sdpa-efficient":
+        return
+    attentions = [
+        attention
+        for layer, _ in model.layers()
+        for attention in layer.attentions
+        if attention.kind == "softmax"
+    ]
+    if not all(attention.sdpa == "fused" for attention in attentions):
+        raise ConfigError(
+            f"attn: sdpa-efficient is not in the {model.model_type} of transformers, whose "
+            "attention is written out; use sdpa, which takes what there is"
+        )
+    if not all(runs_efficient(attention, dtypes) for attention in attentions):
+        raise ConfigError(
+            f"attn: sdpa-efficient has no kernel on {gpu.key} for these heads in {run.precision}; "
+            "use sdpa, or another precision"
         )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.initialization import no_init_weights
+from transformers.integrations import sdpa_attention
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -77,7 +79,7 @@ def meta_model(run: RunConfig, model_config: Mapping[str, Any], *, device: str) 
     config = config_object(model_config)
     auto_class = auto_class_of(config)
     # transformers selects SDPA by itself, wherever the architecture has it.
-    attn = None if run.attn == "sdpa" else run.attn
+    attn = None if run.attn.startswith("sdpa") else run.attn
     with torch.device("meta"), no_init_weights():
         model = auto_class.from_config(config, dtype=dtype, attn_implementation=attn)
     model.tie_weights()
@@ -87,6 +89,24 @@ def meta_model(run: RunConfig, model_config: Mapping[str, Any], *, device: str) 
         quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
         model.hf_quantizer = quantizer
     return model
+
+
+@contextmanager
+def with_efficient_attention() -> Iterator[None]:
+    """SDPA has its memory-efficient kernel alone, and gets grouped keys once per query head."""
+    backends = torch.backends.cuda
+    others = ("flash", "cudnn", "math")
+    before = [getattr(backends, f"{name}_sdp_enabled")() for name in others]
+    decides = sdpa_attention.use_gqa_in_sdpa
+    sdpa_attention.use_gqa_in_sdpa = lambda *_: False
+    try:
+        for name in others:
+            getattr(backends, f"enable_{name}_sdp")(False)
+        yield
+    finally:
+        sdpa_attention.use_gqa_in_sdpa = decides
+        for name, enabled in zip(others, before, strict=True):
+            getattr(backends, f"enable_{name}_sdp")(enabled)
 
 
 def stored_dtype(run: RunConfig) -> torch.dtype:

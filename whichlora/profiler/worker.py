@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, TextIO
@@ -105,7 +105,7 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) ->
     import torch
     from accelerate.state import AcceleratorState
 
-    from whichlora.profiler.build import build_model
+    from whichlora.profiler.build import build_model, with_efficient_attention
     from whichlora.profiler.inference import measure_inference
     from whichlora.spec.run import RunConfig
     from whichlora.trainers import get_trainer
@@ -128,12 +128,13 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) ->
         )
 
     fields: dict[str, Any]
-    if run.phase == "inference":
-        number = len(request["seq_lens"])
-        fields = measure_inference(model, run, meter, number, is_done, tell=tell)
-    else:
-        measure = resolve_name(get_trainer(run.trainer).steps)
-        fields = measure(model, run, meter, request["seq_lens"], is_done, tell=tell)
+    with with_efficient_attention() if run.attn == "sdpa-efficient" else nullcontext():
+        if run.phase == "inference":
+            number = len(request["seq_lens"])
+            fields = measure_inference(model, run, meter, number, is_done, tell=tell)
+        else:
+            measure = resolve_name(get_trainer(run.trainer).steps)
+            fields = measure(model, run, meter, request["seq_lens"], is_done, tell=tell)
     return fields
 
 

@@ -56,9 +56,11 @@ class Dtypes:
         input_bytes: the copy of the input that an adapted projection keeps.
         dropped_bytes: one element of what adapter dropout is applied to.
         training: dropout is on and tensors are kept for backward.
+        half: which of the 16-bit dtypes, "bf16" or "fp16": older devices lack kernels for one.
         device_kind: "cuda", "cpu", …: CPU kernels keep other things.
         kernel_buffers: what a GPU's kernels allocate for themselves counts; no trace sees it.
         fused_fp16_softmax: a softmax in fp32 of fp16 scores makes no copy of them first.
+        compute_capability: of the device, as its datasheet facts state it; None where unknown.
         libraries: their versions; older ones keep other things.
         stores: the format that a layer's keys and values are quantised to in this forward, if any.
     """
@@ -87,11 +89,18 @@ class Dtypes:
     attn: str
     padded: bool
     trains_base: bool
+    half: str
     device_kind: str
     kernel_buffers: bool
     fused_fp16_softmax: bool
+    compute_capability: str | None
     libraries: Libraries
     stores: CacheFormat | None = None
+
+    @property
+    def uses_sdpa(self) -> bool:
+        """Whether torch's SDPA was asked for, whatever kernel of it."""
+        return self.attn.startswith("sdpa")
 
 
 def has_master_weights(run: RunConfig, *, trains_base: bool) -> bool:
@@ -104,7 +113,9 @@ def has_master_weights(run: RunConfig, *, trains_base: bool) -> bool:
     return run.base_dtype == "float32" or (run.precision == "fp16" and trains_base)
 
 
-def resolve_dtypes(run: RunConfig, *, trains_base: bool, device_kind: str) -> Dtypes:
+def resolve_dtypes(
+    run: RunConfig, *, trains_base: bool, device_kind: str, compute_capability: str | None = None
+) -> Dtypes:
     """The stack that `run`, its defaults filled in, gets from transformers, PEFT, bitsandbytes.
 
     Source: MODES of `docs/memory.md`, read and traced on transformers 5.23, peft 0.21.2.
@@ -170,9 +181,11 @@ def resolve_dtypes(run: RunConfig, *, trains_base: bool, device_kind: str) -> Dt
         attn=run.attn,
         padded=run.padding == "padded",
         trains_base=trains_base,
+        half="fp16" if precision.startswith("fp16") else "bf16",
         device_kind=device_kind,
         kernel_buffers=device_kind in ("cuda", "rocm"),
         fused_fp16_softmax=precision.startswith("fp16") and device_kind in ("cuda", "rocm"),
+        compute_capability=compute_capability,
         libraries=run.versions,
     )
 

@@ -31,7 +31,7 @@ Optimizer = Literal[
     "sgd",
     "lion",
 ]
-AttentionKernel = Literal["sdpa", "eager", "flash_attention_2"]
+AttentionKernel = Literal["sdpa", "sdpa-efficient", "eager", "flash_attention_2"]
 Padding = Literal["none", "padded"]
 LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "raw"]
 Quant = Literal["none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4"]

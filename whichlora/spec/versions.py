@@ -84,8 +84,23 @@ class Libraries:
 
     @property
     def repeats_keys(self) -> bool:
-        """Attention copies grouped keys and values once per query head, while decoding too."""
-        return self.older("transformers", "4.48")
+        """Every SDPA gets grouped keys and values once per query head; later `enable_gqa`. Read."""
+        return self.older("transformers", "4.54") or self.older("torch", "2.5")
+
+    @property
+    def repeats_wide_keys(self) -> bool:
+        """So do heads that no flash kernel takes: above 256, or values of another width. Read."""
+        return not self.older("transformers", "5.13")
+
+    @property
+    def packs_queries(self) -> bool:
+        """Where keys would be repeated, a single query's heads are packed per key head. Read."""
+        return not self.older("transformers", "5.23")
+
+    @property
+    def efficient_takes_groups(self) -> bool:
+        """The memory-efficient kernel reads grouped keys. Read: pytorch/pytorch pull 191085."""
+        return not self.older("torch", "2.14")
 
     @property
     def cache_of_tuples(self) -> bool:

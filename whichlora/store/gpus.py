@@ -18,6 +18,7 @@ from whichlora.store.detect import DetectedDevice, detect_cpu, detect_gpus
 from whichlora.store.gpu_file import SCHEMA_VERSION, read_gpu
 from whichlora.store.jsonfiles import is_slug, read_object
 from whichlora.store.paths import data_folder, user_calibration_folder
+from whichlora.symbolic.kernels import ASSUMED_CAPABILITY
 from whichlora.units import GiB, format_bytes
 
 # Driver totals of a board differ by ECC (7 %) and driver; the next size is 20 % away.
@@ -165,7 +166,7 @@ def _any_card(name: str) -> GpuSpec | None:
         bandwidth_bytes_per_s=0.0,
         peak_flops_per_s={},
         notes=(
-            note,
+            f"{note}; compute capability {ASSUMED_CAPABILITY} or newer is assumed",
             "an amount of memory has no time: name a card for it; 'whichlora where' lists them",
         ),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from whichlora.spec.architecture import Attention, EagerScores, Projection
 from whichlora.symbolic.autograd import (
     NOTHING,
+    LinearForm,
     Tensor,
     constant,
     per_pair,
@@ -20,7 +21,14 @@ from whichlora.symbolic.cache import store
 from whichlora.symbolic.deberta import attend_disentangled
 from whichlora.symbolic.delta_net import mix_recurrently
 from whichlora.symbolic.gemma4 import project_in_turn
-from whichlora.symbolic.kernels import attention_kernel, fused_qkv, has_mask_per_head
+from whichlora.symbolic.kernels import (
+    FUSED,
+    Kernel,
+    attention_kernel,
+    fused_qkv,
+    has_mask_per_head,
+    repeats_keys,
+)
 from whichlora.symbolic.mla import latent_projections
 from whichlora.symbolic.operators import OpEmitter
 
@@ -175,7 +183,7 @@ def _project_latent(code: OpEmitter, attention: Attention, x: Tensor, read: Tens
 def _project_one_by_one(
     code: OpEmitter, attention: Attention, x: Tensor, read: Tensor
 ) -> Projected:
-    copies = attention_kernel(attention, code.dtypes) != "fused"
+    copies = _kernel_of(code, attention) not in FUSED
     q, k, v = project_in_turn(code, attention, x, rotate, copies_gradient=copies)
     return Projected(attention=attention, q=q, k=k, v=v, is_turned=True)
 
@@ -221,8 +229,8 @@ def attend(
     bias = None
     if attention.position == "relative":
         bias = _position_bias(code, attention, size=q.size)
-    kernel = _KERNELS[attention_kernel(attention, code.dtypes)]
-    out, weights, steps = kernel(code, attention, q, k, v, bias)
+    function = _KERNELS[_kernel_of(code, attention, biased=bias is not None)]
+    out, weights, steps = function(code, attention, q, k, v, bias)
     tape.hold(q, k, v, *([] if bias is None else [bias]))
     if out.joined:
         out = code.copy(out)
@@ -238,6 +246,11 @@ def attend(
     if weights is not None:
         tape.hold_to_end(weights, name="attention weights")
     return result
+
+
+def _kernel_of(code: OpEmitter, attention: Attention, *, biased: bool = False) -> Kernel:
+    masked = code.masked or biased
+    return attention_kernel(attention, code.dtypes, masked=masked, decoding=code.decoding)
 
 
 def _turned(
@@ -274,8 +287,16 @@ def _through_cache(
     if hands_out and not code.dtypes.training:
         code.tape.hold(k, v)  # until the cache has copied them, and hands out its own
         k, v = (code.tape.cached(state) for state in (k, v))
+        if code.decoding and not attention.cross:  # of every token so far
+            k = replace(k, elements=_of_keys(code, attention.k_width))
+            v = replace(v, elements=_of_keys(code, attention.v_width))
     store(code, k, v, num_heads=attention.num_key_value_heads)
     return k, v
+
+
+def _of_keys(code: OpEmitter, width: int) -> LinearForm:
+    """Elements of a tensor that has `width` for every key."""
+    return per_pair(width) if code.decoding else per_token(width)
 
 
 Attended = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
@@ -329,7 +350,8 @@ def _fused_kernel(
     heads = attention.num_attention_heads
     inputs = [q, k, v]
     summed = NOTHING
-    if code.masked and attention.num_key_value_heads < heads and dtypes.attn == "sdpa":
+    masked = code.masked or bias is not None
+    if repeats_keys(attention, dtypes, masked=masked, decoding=code.decoding):
         if attention.num_key_value_heads > 1:
             inputs = [q, *_repeated(code, attention, k, v)]
         else:  # one head is repeated by a view; its gradient comes back for every head
@@ -341,7 +363,7 @@ def _fused_kernel(
     keeps = [per_token(4 * heads)]
     if bias is not None:
         inputs.append(code.cast(_biased_mask(code, attention, bias), size))
-    elif code.masked and dtypes.attn == "sdpa" and not has_mask_per_head(attention):
+    elif code.masked and dtypes.uses_sdpa and not has_mask_per_head(attention):
         keeps.append(per_pair(size))
     out = tape.op(
         inputs,
@@ -365,21 +387,31 @@ def _repeated(code: OpEmitter, attention: Attention, k: Tensor, v: Tensor) -> tu
         return k, v
     tape = code.tape
     if attention.num_key_value_heads == 1:
-        (k,) = tape.parts(k, (per_token(heads * attention.head_dim),))
-        (v,) = tape.parts(v, (per_token(heads * attention.v_head_dim),))
+        (k,) = tape.parts(k, (_of_keys(code, heads * attention.head_dim),))
+        (v,) = tape.parts(v, (_of_keys(code, heads * attention.v_head_dim),))
         return replace(k, joined=False), replace(v, joined=False)
-    return (
-        tape.op(
-            [k], per_token(heads * attention.head_dim), k.size, joined=True, what="keys, repeated"
-        ),
-        tape.op(
-            [v],
-            per_token(heads * attention.v_head_dim),
-            v.size,
+    return _written_out(code, attention, k, v)
+
+
+def _written_out(
+    code: OpEmitter, attention: Attention, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Copies of keys and values, one per query head, laid out head by head."""
+    heads = attention.num_attention_heads
+    keys, values = (
+        code.tape.op(
+            [state],
+            _of_keys(code, heads * width),
+            state.size,
             joined=True,
-            what="values, repeated",
-        ),
+            what=f"{name}, repeated",
+        )
+        for name, state, width in (
+            ("keys", k, attention.head_dim),
+            ("values", v, attention.v_head_dim),
+        )
     )
+    return keys, values
 
 
 def _eager_kernel(
@@ -517,8 +549,11 @@ def _math_kernel(
     """
     tape, dtypes = code.tape, code.dtypes
     heads = attention.num_attention_heads
+    grouped = attention.num_key_value_heads < heads
     broadcasts = attention.sdpa == "math"  # one key for all heads, repeated by the products
-    if not broadcasts:
+    masked = code.masked or bias is not None
+    is_repeated = repeats_keys(attention, dtypes, masked=masked, decoding=code.decoding)
+    if is_repeated:
         k, v = _repeated(code, attention, k, v)
     named = k, v
     if dtypes.under_autocast:
@@ -529,18 +564,20 @@ def _math_kernel(
     mask = None
     if code.masked:
         mask = tape.op([], per_pair(1), size)
-    elif attention.causal:
+    elif attention.causal and not code.decoding:
         boolean = tape.op([], per_span_squared(1), 1)
         mask = tape.op([boolean], per_span_squared(1), 4)
-    scaled_k, value = code.scale(wide[1]), wide[2]
-    if (
-        attention.num_key_value_heads == 1 and not broadcasts
-    ):  # an operator wrote what was looked at
+    key, value = wide[1], wide[2]
+    expanded: tuple[Tensor, ...] = ()
+    if grouped and not (broadcasts or is_repeated or masked):  # `enable_gqa`
+        expanded = key, value = _written_out(code, attention, key, value)
+    scaled_k = code.scale(key)
+    if attention.num_key_value_heads == 1 and is_repeated:  # an operator wrote what was looked at
         scaled_k = replace(scaled_k, joined=True)
         value = replace(value, joined=size != 4)
     factors = [_by_head(code, scaled_q), scaled_k]
     if broadcasts:
-        factors[1] = tape.op([scaled_k], per_token(heads * attention.head_dim), 4)
+        factors[1] = tape.op([scaled_k], _of_keys(code, heads * attention.head_dim), 4)
     else:
         factors[1] = _by_head(code, scaled_k)
     shape = per_pair(heads)
@@ -549,20 +586,37 @@ def _math_kernel(
         scores = code.add(scores, bias)
     elif mask is not None:
         scores = code.add(scores, tape.weight(shape, 4))
-    softmax = tape.op([scores], shape, 4, saves_result=True, what="softmax")
+    # `_safe_softmax` looks for -inf in the scores; `softmax_backward_cuda_out` multiplies gradient
+    # and result before it reduces the product
+    product = NOTHING if dtypes.device_kind == "cpu" else scaled(shape, 4)
+    softmax = tape.op(
+        [scores],
+        shape,
+        4,
+        saves_result=True,
+        inner=shape,
+        inner_backward=product,
+        what="softmax",
+    )
     if attention.dropout and dtypes.training:
         softmax = code.dropout(softmax, mask_bytes=4 if dtypes.device_kind == "cpu" else 1)
     returned = tape.op([softmax], shape, size, detached=True) if size != 4 else softmax
     if broadcasts:
-        value = tape.op([value], per_token(attention.out_width), 4)
+        value = tape.op([value], _of_keys(code, attention.out_width), 4)
     else:
         value = _by_head(code, value)
     out = tape.op([softmax, value], per_token(attention.out_width), 4, saves=[softmax, value])
     out = code.cast(out, size)
-    tape.hold(q, k, v, *wide, scaled_q, softmax, returned, *([] if mask is None else [mask]))
+    in_kernel = (*wide, *expanded, scaled_q, softmax, returned)
+    tape.hold(q, k, v, *in_kernel, *([] if mask is None else [mask]))
     result = code.copy(out)
     tape.hold(*named)
     return result, None, ()
 
 
-_KERNELS = {"fused": _fused_kernel, "eager": _eager_kernel, "math": _math_kernel}
+_KERNELS: dict[Kernel, Callable[..., Attended]] = {
+    "flash": _fused_kernel,
+    "efficient": _fused_kernel,
+    "eager": _eager_kernel,
+    "math": _math_kernel,
+}

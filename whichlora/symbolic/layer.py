@@ -155,7 +155,8 @@ def returned_probabilities(layer: Layer, dtypes: Dtypes) -> LinearForm:
     Source: transformers 5.23 `GPTJModel.forward`: `outputs = block(...)`.
     """
     attention = layer.attentions[0]
-    if not layer.returns_probabilities or attention_kernel(attention, dtypes) != "eager":
+    eager = attention_kernel(attention, dtypes, masked=True) == "eager"  # whatever the mask
+    if not layer.returns_probabilities or not eager:
         return NOTHING
     return per_pair(attention.num_attention_heads * dtypes.linear_out_bytes)
 
@@ -369,14 +370,18 @@ def working_points(
     masked: bool,
     stream: int,
     ragged: bool = False,
+    decoding: bool = False,
 ) -> tuple[LinearForm, ...]:
     """Points of a forward without gradients, the layer's input left out.
 
     Args:
         targets: names of the matrices with an adapter; none of a merged model.
+        decoding: one token of each sequence runs, and sees those in the cache.
     """
     tape = Tape(no_grad=True)
-    code = OpEmitter(tape, dtypes, targets, method, masked, stream, ragged=ragged)
+    code = OpEmitter(
+        tape, dtypes, targets, method, masked, stream, ragged=ragged, decoding=decoding
+    )
     x = tape.input(per_token(hidden_size), stream, needs_grad=False)
     tape.returns(run_layer(code, layer, x))
     points = tape.forward(saving=False)

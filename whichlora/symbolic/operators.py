@@ -83,6 +83,7 @@ class OpEmitter:
         checkpointed: the layer is run again in its backward.
         rows: how many rows matrices read.
         ragged: the last chunk of a scan is filled up.
+        decoding: one token of each sequence runs, and sees those in the cache.
     """
 
     tape: Tape
@@ -94,6 +95,7 @@ class OpEmitter:
     checkpointed: bool = False
     rows: Rows = Rows()
     ragged: bool = False
+    decoding: bool = False
 
     constant = staticmethod(constant)
     per_rank = staticmethod(per_rank)

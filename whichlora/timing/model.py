@@ -233,12 +233,13 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
     if not gpu.is_timed:
         return dict.fromkeys(FEATURES, 0.0 * once) | {"constant": once}
     rate = product_rate(gpu, dtype)
+    wide_rate = gpu.peak_flops_per_s.get("fp32", rate)
     sustained = rate * power_factor(gpu, dtype)
     bandwidth = gpu.bandwidth_bytes_per_s
     return {
         "products": (work.product_flops + work.idle_flops) / sustained,
         "weights": work.weight_read_bytes / bandwidth,
-        "attention": work.attention_flops / rate,
+        "attention": work.attention_flops / rate + work.wide_attention_flops / wide_rate,
         "cache": work.attention_bytes / bandwidth,
         "elementwise": work.elementwise_bytes / bandwidth,
         "dequant": work.dequant_bytes / bandwidth,

@@ -7,7 +7,7 @@ functions serve training, the prompt pass and decoding.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from whichlora.memory import weights
@@ -17,10 +17,16 @@ from whichlora.memory.optimizer import Update, update_bytes, update_launches
 from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised
-from whichlora.spec.numeric import Count, Real, smallest
+from whichlora.spec.numeric import Count, Real, is_plain, smallest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
-from whichlora.symbolic.kernels import attention_kernel
+from whichlora.symbolic.kernels import (
+    FUSED,
+    Kernel,
+    attention_kernel,
+    is_masked,
+    repeats_keys,
+)
 from whichlora.timing.cache_work import Conversion, expanding, storing
 from whichlora.timing.mamba_work import SCAN_OPS, scan_bytes, scan_flops_per_token
 from whichlora.timing.products import idle_flops
@@ -30,6 +36,9 @@ NORM_OPS = 6
 ROPE_OPS = 11
 ATTENTION_OPS = 4
 EAGER_OPS = 8
+MATH_OPS = 16  # traced on torch 2.13: casts, scaled and laid out operands, mask, products, softmax
+MATH_STEP_OPS = 9  # of one query, which has no mask
+MATH_CASTS = 5  # more in 16 bit
 RESIDUAL_OPS = 2
 EXPERT_OPS = 8  # per expert that a batch visits
 # `torch.where` of one expert's mask, whether a token chose it or not: a sum, and two kernels that
@@ -85,6 +94,7 @@ class Work:
         idle_flops: what the device could do while products do not fill it.
         weight_read_bytes: stored weights read by all passes.
         attention_flops: scores and weighted values.
+        wide_attention_flops: those that are computed in fp32 whatever the dtype of the run.
         attention_bytes: the cache, read and written while decoding.
         elementwise_bytes: norms, activations, residuals, casts, loss, and the score matrices of
             eager attention: read and written.
@@ -100,6 +110,7 @@ class Work:
     idle_flops: Count = 0
     weight_read_bytes: Count = 0
     attention_flops: Count = 0
+    wide_attention_flops: Count = 0
     attention_bytes: Count = 0
     elementwise_bytes: Count = 0
     dequant_bytes: Count = 0
@@ -185,40 +196,67 @@ def encoder_reading_weights(layer: Layer) -> int:
     return sum(linear.num_weights for linear in layer.linears if linear.reads == ENCODER_OUT)
 
 
+def kernels_of(
+    attention: Attention, dtypes: Dtypes, keys: Count, *, decoding: bool = False
+) -> Iterator[tuple[Count, Kernel]]:
+    """The kernels that run on so many keys, each with 1 where it does and 0 elsewhere.
+
+    Kind: exact. Source: `symbolic.kernels.attention_kernel`.
+    """
+    if attention.kind != "softmax":
+        return
+    biased = attention.position == "relative"
+    plain, masked = (
+        attention_kernel(attention, dtypes, masked=masked, decoding=decoding)
+        for masked in (biased, True)
+    )
+    with_mask = is_masked(attention, dtypes, keys)
+    if plain == masked:
+        yield 1, plain
+    elif is_plain(with_mask):
+        yield 1, masked if with_mask else plain
+    else:
+        yield 1 - with_mask, plain
+        yield with_mask, masked
+
+
 def attention_flops_per_token(
-    layer: Layer, context: Count, attn: str, *, triangular: bool
+    attention: Attention, context: Count, kernel: Kernel, *, triangular: bool
 ) -> Count:
     """Scores and weighted values of one query: 2 (head_dim + v_head_dim) per head and key.
 
     Args:
         context: keys there are.
-        triangular: queries and keys are the same tokens, so that a causal kernel skips the
-            masked half; eager attention computes it.
+        triangular: queries and keys are the same tokens, so that a fused causal kernel skips the
+            masked half; the others compute it.
 
     Kind: exact. Source: two products of every query with the keys that it sees.
     """
-    flops = 0 * context
-    for attention in layer.attentions:
-        if attention.kind != "softmax":
-            continue
-        seen = context
-        if attention.sliding_window is not None and attn != "eager":
-            seen = smallest(context, attention.sliding_window)
-        half = triangular and attention.causal and not attention.cross and attn != "eager"
-        per_key = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
-        flops = flops + per_key * seen * (1 if half else 2)
-    return flops
+    seen = context
+    if attention.sliding_window is not None and kernel in FUSED:
+        seen = smallest(context, attention.sliding_window)
+    half = triangular and attention.causal and not attention.cross and kernel in FUSED
+    per_key = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
+    return per_key * seen * (1 if half else 2)
 
 
-def score_bytes(attention: Attention, dtypes: Dtypes) -> tuple[int, int]:
+def score_bytes(attention: Attention, dtypes: Dtypes, kernel: Kernel) -> tuple[int, int]:
     """Bytes per query and key of matrices of scores, read and written: forward and backward.
 
     Kind: exact, counted per operator; masks of few bytes left out.
     Source: transformers 5.23 `eager_attention_forward`: the scores' product, scaling, mask,
-    softmax (in fp32), narrowing, the values' product, and the backward of each.
+    softmax (in fp32), narrowing, the values' product, and the backward of each; torch 2.13
+    `_scaled_dot_product_attention_math`, all in fp32, with `_safe_softmax`'s look for -inf and
+    probabilities that it narrows to return them.
     """
-    if attention.kind != "softmax" or attention_kernel(attention, dtypes) == "fused":
+    if attention.kind != "softmax" or kernel in FUSED:
         return 0, 0
+    if kernel == "math":
+        narrowed = 4 + 2 if dtypes.compute_bytes == 2 else 0
+        forward = 4 + 2 * 4 + 2 * 4 + (4 + 1 + 1) + narrowed + 4
+        backward = 2 * 4 + 3 * 4 + 2 * 4
+        heads = attention.num_attention_heads
+        return heads * forward, heads * backward
     narrow = dtypes.compute_bytes
     wide = 4 if attention.wide_softmax else narrow
     casts = wide + narrow if wide > narrow else 0
@@ -227,6 +265,78 @@ def score_bytes(attention: Attention, dtypes: Dtypes) -> tuple[int, int]:
     backward = 2 * narrow + casts + (2 * wide + narrow) + 2 * narrow + 2 * narrow
     heads = attention.num_attention_heads
     return heads * forward, heads * backward
+
+
+def math_key_bytes(attention: Attention, dtypes: Dtypes, *, masked: bool, decoding: bool) -> int:
+    """Bytes per key and value that the math kernel moves before its products.
+
+    They are widened, repeated per query head, the keys scaled, and read by the products.
+
+    Kind: exact, counted per operator. Source: torch 2.13 `_scaled_dot_product_attention_math`.
+    """
+    narrow = attention.k_width + attention.v_width
+    heads = attention.num_attention_heads
+    wide = heads * (attention.head_dim + attention.v_head_dim)
+    moved = (2 + 4) * narrow if dtypes.compute_bytes == 2 else 0
+    if narrow < wide and not repeats_keys(attention, dtypes, masked=masked, decoding=decoding):
+        moved += 4 * narrow + 4 * wide
+    return moved + 2 * 4 * heads * attention.head_dim + 4 * wide
+
+
+def math_ops(dtypes: Dtypes, *, decoding: bool) -> int:
+    """Kernels that the math kernel of one attention launches in a forward.
+
+    Kind: exact. Source: a trace of torch 2.13 `_scaled_dot_product_attention_math`.
+    """
+    casts = MATH_CASTS if dtypes.compute_bytes == 2 else 0
+    return (MATH_STEP_OPS if decoding else MATH_OPS) + casts
+
+
+def _attention_work(
+    attention: Attention,
+    dtypes: Dtypes,
+    *,
+    batch_size: Count,
+    queries: Count,
+    keys: Count,
+    triangular: bool,
+    forwards: int,
+    backward: bool,
+) -> Work:
+    """Products of queries and keys, matrices of scores, and what the math kernel launches.
+
+    Args:
+        queries: of one sequence.
+        forwards: how often the layer runs forward.
+        backward: and whether it runs backward.
+    """
+    flops = wide_flops = moved = launches = 0 * (batch_size * queries * keys)
+    decoding = not triangular and not backward
+    rows = batch_size * queries
+    for share, kernel in kernels_of(attention, dtypes, keys, decoding=decoding):
+        per_token = attention_flops_per_token(attention, keys, kernel, triangular=triangular)
+        # backward is two forwards, and half of one more where the kernel computes scores again
+        halves = 2 * forwards + (5 if kernel in FUSED else 4) * backward
+        products = share * rows * per_token * halves // 2
+        in_fp32 = kernel == "math" and dtypes.compute_bytes == 2
+        flops, wide_flops = (
+            (flops, wide_flops + products) if in_fp32 else (flops + products, wide_flops)
+        )
+        forward_scores, backward_scores = score_bytes(attention, dtypes, kernel)
+        per_pair = forward_scores * forwards + backward_scores * backward
+        moved = moved + share * rows * keys * per_pair
+        if kernel == "math":
+            passes = forwards + 2 * backward
+            of_keys = math_key_bytes(attention, dtypes, masked=False, decoding=decoding)
+            moved = moved + share * batch_size * keys * of_keys * passes
+            ops = math_ops(dtypes, decoding=decoding) - ATTENTION_OPS
+            launches = launches + share * ops * (forwards + BACKWARD_RATIO * backward)
+    return Work(
+        attention_flops=flops,
+        wide_attention_flops=wide_flops,
+        elementwise_bytes=moved,
+        launches=launches,
+    )
 
 
 def layer_ops(layer: Layer, run: RunConfig) -> int:
@@ -340,14 +450,21 @@ def _trained_layers(
     product_flops = count * 2 * tokens * weights_active * (passes + recompute)
     stored = sum(weights.linear_bytes(linear, dtypes) for linear in layer.linears)
     weight_read = count * stored * (passes + recompute)
-    forward_attention = tokens * attention_flops_per_token(
-        layer, seq_len, run.attn, triangular=True
-    )
-    # backward is two forwards, and half of one more where the kernel recomputes the scores
-    halves = (6 if run.attn == "eager" else 7) + 2 * recompute
-    attention_flops = count * forward_attention * halves // 2
     scanned = tokens * scan_flops_per_token(layer, seq_len, decoding=False)
-    attention_flops = attention_flops + count * scanned * (3 + recompute)
+    attention_flops = count * scanned * (3 + recompute)
+    attentions = [
+        _attention_work(
+            attention,
+            dtypes,
+            batch_size=tokens // seq_len,
+            queries=seq_len,
+            keys=seq_len,
+            triangular=True,
+            forwards=1 + recompute,
+            backward=True,
+        )
+        for attention in layer.attentions
+    ]
     adapters = [
         (linear, method.work(linear, dtypes, r))
         for linear in (adapted(layer, targets) if not method.trains_base else ())
@@ -356,10 +473,6 @@ def _trained_layers(
     moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
     # backward reads a gradient and what was saved for each that it writes
     elementwise = count * tokens * moved * (5 + 2 * recompute) // 2
-    for attention in layer.attentions:
-        forward_scores, backward_scores = score_bytes(attention, dtypes)
-        per_pair = forward_scores * (1 + recompute) + backward_scores
-        elementwise = elementwise + count * tokens * seq_len * per_pair
     if dtypes.under_autocast and dtypes.base_bytes == 4 and dtypes.quant == "none":
         matrices = sum(linear.num_weights for linear in layer.linears)
         elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
@@ -381,7 +494,7 @@ def _trained_layers(
         launches=launches,
     )
     in_step = (_trained_adapter(x, recompute, count, tokens) for _, x in adapters)
-    return _sum_of((layers, *in_step))
+    return _sum_of((layers, _times(count, _sum_of(attentions)), *in_step))
 
 
 def _by_shape(layer: Layer) -> Iterable[tuple[Linear, int]]:
@@ -435,6 +548,11 @@ def _sum_of(works: Iterable[Work]) -> Work:
     for work in works:
         totals = {name: total + getattr(work, name) for name, total in totals.items()}
     return Work(**totals)
+
+
+def _times(count: int, work: Work) -> Work:
+    """`work` in each of `count` layers."""
+    return Work(**{name: count * getattr(work, name) for name in _WORK_FIELDS})
 
 
 def training_work(
@@ -492,6 +610,7 @@ def training_work(
         idle_flops=layers.idle_flops * steps,
         weight_read_bytes=weight_read * steps,
         attention_flops=layers.attention_flops * steps,
+        wide_attention_flops=layers.wide_attention_flops * steps,
         attention_bytes=0 * tokens,
         elementwise_bytes=elementwise * steps,
         dequant_bytes=layers.dequant_bytes * steps + 0 * tokens,
@@ -544,6 +663,7 @@ def evaluation_work(
         - once.weight_read_bytes
         + head * dtypes.embedding_bytes,
         attention_flops=again.attention_flops - once.attention_flops,
+        wide_attention_flops=again.wide_attention_flops - once.wide_attention_flops,
         attention_bytes=0 * tokens,
         elementwise_bytes=again.elementwise_bytes - once.elementwise_bytes + 12 * tokens * vocab,
         dequant_bytes=again.dequant_bytes - once.dequant_bytes,
@@ -670,16 +790,26 @@ def _served_layers(
     stored = sum(weights.linear_bytes(linear, dtypes) for linear in layer.linears)
     all_weights = max(1, sum(linear.num_weights for linear in layer.linears))
     weight_read = count * (visited * stored / all_weights)
-    per_token = attention_flops_per_token(layer, context, run.attn, triangular=not alone)
-    per_token = per_token + scan_flops_per_token(layer, context, decoding=alone)
-    attention_flops = count * rows * per_token
+    attention_flops = count * rows * scan_flops_per_token(layer, context, decoding=alone)
+    attentions = [
+        _attention_work(
+            attention,
+            dtypes,
+            batch_size=batch_size,
+            queries=1 if alone else context,
+            keys=context,
+            triangular=not alone,
+            forwards=1,
+            backward=False,
+        )
+        for attention in layer.attentions
+    ]
     attention_bytes = elementwise = 0 * tokens
     converted = conversion(run, dtypes, decoding=decoding)
     launches = count * len(layer.attentions) * converted.launches
     for attention in layer.attentions:
         read = _cache_bytes(attention, run, dtypes, context=context, decoding=decoding)
         attention_bytes = attention_bytes + count * batch_size * read
-        elementwise = elementwise + count * rows * context * score_bytes(attention, dtypes)[0]
         of_sequence = converted.element_bytes * attention.cache_elements * context
         elementwise = elementwise + count * batch_size * of_sequence
     adapters = [(linear, method.work(linear, dtypes, r)) for linear in adapted(layer, targets)]
@@ -703,7 +833,7 @@ def _served_layers(
         _served_adapter(linear, adapter, count, method, dtypes, rows=rows, r=r)
         for linear, adapter in adapters
     )
-    return _sum_of((layers, *of_adapters))
+    return _sum_of((layers, _times(count, _sum_of(attentions)), *of_adapters))
 
 
 def inference_work(
@@ -763,6 +893,7 @@ def inference_work(
         idle_flops=layers.idle_flops,
         weight_read_bytes=layers.weight_read_bytes + head * dtypes.embedding_bytes + 0 * tokens,
         attention_flops=layers.attention_flops,
+        wide_attention_flops=layers.wide_attention_flops,
         attention_bytes=layers.attention_bytes,
         elementwise_bytes=layers.elementwise_bytes + 12 * scored * model.vocab_size,
         dequant_bytes=layers.dequant_bytes + 0 * tokens,

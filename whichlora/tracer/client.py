@@ -31,6 +31,8 @@ def trace_peaks(
     *,
     model_config: Mapping[str, Any],
     target_modules: Sequence[str] | str,
+    device_kind: str = "cuda",
+    compute_capability: str | None = None,
     layers: str = "2,4",
 ) -> TracedPeak:
     """Peaks of `run`, traced on fake tensors: no weights, no GPU.
@@ -38,6 +40,7 @@ def trace_peaks(
     Args:
         model_config: the Hugging Face config.
         target_modules: leaf names that get an adapter, or "all-linear".
+        device_kind, compute_capability: of the GPU; they decide which attention kernel runs.
         layers: "all", or "2,4" for four layers stretched to all.
 
     Raises:
@@ -49,6 +52,8 @@ def trace_peaks(
         "run": run.to_dict(),
         "model_config": dict(model_config),
         "target_modules": targets,
+        "device_kind": device_kind,
+        "compute_capability": compute_capability,
         "layers": layers,
     }
     package_parent = str(Path(whichlora.__file__).parent.parent)

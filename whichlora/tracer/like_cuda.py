@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -19,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils import _pytree
 
-MAX_FLASH_HEAD_DIM = 256
+from whichlora.spec.versions import Libraries
+from whichlora.symbolic.kernels import SdpaKernel, sdpa_kernel
 
 # Operators that autocast runs in fp32 on CUDA and not on a CPU. Source: torch 2.13
 # `aten/src/ATen/autocast_mode.h`, AT_FORALL_FP32; only those that language models use.
@@ -33,13 +35,57 @@ _FP32 = (
 _FP32_RESULT = "softmax.int log_softmax.int cumsum cumprod prod prod.dim_int sum sum.dim_IntList"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What the choice of an attention kernel asks of the device, and of the run on it.
+
+    Args:
+        kind: "cuda" or "rocm".
+        compute_capability: None where it is not known.
+        half: the 16-bit dtype of the run, whatever stands in for it here.
+        pinned: the only kernel that is allowed, if there is one.
+    """
+
+    kind: str = "cuda"
+    compute_capability: str | None = None
+    half: str = "bf16"
+    pinned: SdpaKernel | None = None
+
+    def kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        enable_gqa: bool,
+    ) -> SdpaKernel:
+        """What SDPA dispatches this call to."""
+        if self.pinned is not None:
+            return self.pinned
+        grouped = key.shape[1] != query.shape[1]
+        inputs = (query, key, value)
+        return sdpa_kernel(
+            device_kind=self.kind,
+            compute_capability=self.compute_capability,
+            libraries=Libraries(),
+            dtype="fp32" if query.dtype == torch.float32 else self.half,
+            head_dim=query.shape[-1],
+            v_head_dim=value.shape[-1],
+            groups="none" if not grouped else "enabled" if enable_gqa else "broadcast",
+            masked=attn_mask is not None,
+            dropout=dropout_p > 0.0,
+            needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in inputs),
+        )
+
+
 @contextmanager
-def like_cuda() -> Iterator[None]:
+def like_cuda(device: Device) -> Iterator[None]:
     """Attention, autocast, dropout, optimizers and HF's masks as on CUDA, inside this context."""
     _patch_autocast()
     with ExitStack() as stack:
         for target, name, value in (
-            (F, "scaled_dot_product_attention", attention),
+            (F, "scaled_dot_product_attention", partial(attention, device)),
             (F, "dropout", _dropout),
             (F, "grouped_mm", _grouped_mm),
             # HF takes fake tensors for a compiler at work, and materialises every causal mask.
@@ -251,6 +297,7 @@ class _GroupedProduct(torch.autograd.Function):  # type: ignore[misc]
 
 
 def attention(
+    device: Device,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -260,22 +307,15 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """SDPA with the kernel that CUDA selects; grouped keys are never expanded.
+    """SDPA with the kernel that the device selects; the math kernel runs its own operators.
 
-    Source: torch 2.13 `sdp_utils.cpp`. The flash, memory-efficient and cuDNN kernels keep the
-    same tensors: their inputs, the output and a log-sum-exp.
+    Source: torch 2.13 `scaled_dot_product_attention`. The flash, memory-efficient and cuDNN
+    kernels keep the same tensors: their inputs, the output and a log-sum-exp.
     """
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    broadcast = key.shape[1] != query.shape[1] and not enable_gqa  # no fused kernel repeats heads
-    if broadcast or max(query.shape[-1], value.shape[-1]) > MAX_FLASH_HEAD_DIM:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # autocast does not see its products
-            expanded: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-                enable_gqa=enable_gqa,
-            )[0]  # fmt: skip
-        return expanded
+    kernel = device.kernel(query, key, value, attn_mask, dropout_p, enable_gqa)
     if attn_mask is not None and attn_mask.dtype != query.dtype:
         # `convert_boolean_attn_mask`: an additive mask in the dtype of the query, in every layer
         if attn_mask.dtype == torch.bool:
@@ -283,6 +323,18 @@ def attention(
             attn_mask = zeros.masked_fill_(attn_mask.logical_not(), float("-inf"))
         else:
             attn_mask = attn_mask.to(query.dtype)
+    if kernel == "math":
+        with (
+            torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),  # autocast does not see its products
+            torch.library._scoped_library("aten", "IMPL") as library,
+        ):
+            if dropout_p:
+                library.impl("dropout", _dropout, "AutogradCPU")
+            expanded: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            )[0]  # fmt: skip
+        return expanded
     out: torch.Tensor = _Fused.apply(query, key, value, attn_mask)
     return out
 

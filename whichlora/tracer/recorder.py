@@ -272,8 +272,16 @@ def _temporary_bytes(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
 
     Source: bitsandbytes 0.50.2 `_dequant_linear_fallback`: above a number of rows that depends on
     the GPU, a 4-bit product expands its weight to the dtype of the input first, and scales that
-    are quantised themselves to fp32, without their offset and with it.
+    are quantised themselves to fp32, without their offset and with it. torch 2.13 `_safe_softmax`:
+    a byte for each score that is -inf or not; its backward on CUDA, `softmax_backward_cuda_out`:
+    the product of gradient and result.
     """
+    if func is torch.ops.aten._safe_softmax.default:
+        return int(args[0].numel())
+    if func is torch.ops.aten._softmax_backward_data.default:
+        node = torch._C._current_autograd_node()
+        in_math_kernel = node is not None and node.name() == "SafeSoftmaxBackward0"
+        return int(args[0].numel() * args[0].element_size()) if in_math_kernel else 0
     if str(func) != "bitsandbytes.gemm_4bit.default":
         return 0
     rows = args[0].numel() // args[0].shape[-1]

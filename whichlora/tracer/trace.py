@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -25,7 +26,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from whichlora.errors import ConfigError, WhichLoraError
 from whichlora.memory.allocator_simulator import replay
 from whichlora.methods import get_method, with_defaults
-from whichlora.profiler.build import config_object, finished_model, meta_model, stored_dtype
+from whichlora.profiler.build import (
+    config_object,
+    finished_model,
+    meta_model,
+    stored_dtype,
+    with_efficient_attention,
+)
 from whichlora.profiler.inference import measure_inference
 from whichlora.profiler.meter import Meter
 from whichlora.spec.dtypes import has_master_weights
@@ -42,7 +49,7 @@ from whichlora.tracer.extrapolate import (
     with_warm_up,
 )
 from whichlora.tracer.fake_weights import place_fake
-from whichlora.tracer.like_cuda import like_cuda, with_flash_attention
+from whichlora.tracer.like_cuda import Device, like_cuda, with_flash_attention
 from whichlora.tracer.recorder import Recorder
 from whichlora.trainers import get_trainer
 
@@ -64,11 +71,14 @@ def trace(
     model_config: Mapping[str, Any],
     *,
     target_modules: Sequence[str] | str,
+    device_kind: str = "cuda",
+    compute_capability: str | None = None,
     num_layers: int | None = None,
 ) -> list[TracedEvent]:
     """Storages of `run`, from loading to the end of the second step or of one generation.
 
     Args:
+        device_kind, compute_capability: of the GPU; they decide which attention kernel runs.
         num_layers: how many layers the traced model has; None for all.
 
     Raises:
@@ -91,12 +101,21 @@ def trace(
     stand_in = dataclasses.replace(run, precision=_STAND_INS.get(run.precision, run.precision))
     trains_base = get_method(run.method).trains_base
     weights = run if has_master_weights(run, trains_base=trains_base) else stand_in
+    efficient = run.attn == "sdpa-efficient"
+    device = Device(
+        kind="rocm" if device_kind == "rocm" else "cuda",  # of others the kernels are as fused
+        compute_capability=compute_capability,
+        half="fp16" if run.precision.startswith("fp16") else "bf16",
+        pinned="efficient" if efficient else None,
+    )
     with ExitStack() as patches:
+        if efficient:
+            patches.enter_context(with_efficient_attention())
         if run.attn == "flash_attention_2":
             patches.enter_context(with_flash_attention())
         model = meta_model(weights, config, device="cpu")
         patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        patches.enter_context(like_cuda())
+        patches.enter_context(like_cuda(device))
         place_fake(model, stored_dtype(weights))
         model = finished_model(model, stand_in, target_modules)
         for module in model.modules():
@@ -154,6 +173,8 @@ def whole_trace(
     model_config: Mapping[str, Any],
     *,
     target_modules: Sequence[str] | str,
+    device_kind: str = "cuda",
+    compute_capability: str | None = None,
     layers: str = "2,4",
 ) -> tuple[list[TracedEvent], str]:
     """Storages of `run` at its full depth, after the warm-up block of loading, and a note.
@@ -162,25 +183,31 @@ def whole_trace(
     is "4"; "all" traces every layer. Where the layers do not repeat, all are traced, and the note
     says so.
     """
+    traced = partial(
+        trace,
+        run,
+        model_config,
+        target_modules=target_modules,
+        device_kind=device_kind,
+        compute_capability=compute_capability,
+    )
     note = "every layer traced"
     if layers != "all":
         try:
             depth = _depth(model_config)
-            some = trace(run, model_config, target_modules=target_modules, num_layers=TRACED_LAYERS)
+            some = traced(num_layers=TRACED_LAYERS)
             if not any(event.inside for event in some):  # ALBERT repeats one set of weights
                 raise DoesNotRepeatError("no list of layers is in the model")
             stretched = stretch(some, num_layers=depth)
             if layers == "2,4":
-                few = trace(
-                    run, model_config, target_modules=target_modules, num_layers=TRACED_LAYERS - 2
-                )
+                few = traced(num_layers=TRACED_LAYERS - 2)
                 check_growth(few, some, stretched, num_layers=depth)
             return with_warm_up(
                 stretched
             ), f"{TRACED_LAYERS} of {depth} layers traced and stretched"
         except (DoesNotRepeatError, StopIteration, ValueError) as error:
             note = f"every layer traced: {error or 'no depth in the config'}"
-    return with_warm_up(trace(run, model_config, target_modules=target_modules)), note
+    return with_warm_up(traced()), note
 
 
 def peaks(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +215,12 @@ def peaks(request: Mapping[str, Any]) -> dict[str, Any]:
     run = RunConfig.from_dict(request["run"])
     config = request["model_config"]
     events, note = whole_trace(
-        run, config, target_modules=request["target_modules"], layers=request["layers"]
+        run,
+        config,
+        target_modules=request["target_modules"],
+        device_kind=request["device_kind"],
+        compute_capability=request["compute_capability"],
+        layers=request["layers"],
     )
     allocator = replay(
         (traced.event for traced in events), expandable_segments=run.expandable_segments

@@ -76,11 +76,15 @@ def estimate(
             models[run.model] = load(run.model)
         model = models[run.model]
         run = with_checkpointing(model, replace(run, model=model.name))
-        traced = None
+        traces: dict[tuple[str, str | None], TracedPeak] = {}  # by what chooses the kernels
         for gpu, calibration, note in zip(devices, calibrations, stale, strict=True):
             try:
-                if engine == "trace" and traced is None:
-                    traced = _trace(model, run, trace_layers)
+                traced = None
+                if engine == "trace":
+                    device = gpu.kind, gpu.compute_capability
+                    if device not in traces:
+                        traces[device] = _trace(model, run, gpu, trace_layers)
+                    traced = traces[device]
                 prediction = _estimate(
                     model, run, gpu, calibration, traced=traced, maximise=maximise
                 )
@@ -174,7 +178,7 @@ def _load_traceable(name: str) -> ModelSpec:
     return replace(as_llama, config=config, notes=(*as_llama.notes, note))
 
 
-def _trace(model: ModelSpec, run: RunConfig, layers: str) -> TracedPeak:
+def _trace(model: ModelSpec, run: RunConfig, gpu: GpuSpec, layers: str) -> TracedPeak:
     from whichlora.tracer.client import trace_peaks
 
     targets: tuple[str, ...] = ()
@@ -184,5 +188,7 @@ def _trace(model: ModelSpec, run: RunConfig, layers: str) -> TracedPeak:
         run,
         model_config=model.config,
         target_modules=ALL_LINEAR if run.target_modules == (ALL_LINEAR,) else targets,
+        device_kind=gpu.kind,
+        compute_capability=gpu.compute_capability,
         layers=layers,
     )

@@ -17,6 +17,7 @@ from whichlora.exports.train_script.lines import (
     adapter_lines,
     allocator_lines,
     argument_lines,
+    attention_lines,
     is_loraplus,
     model_lines,
     optimizer_lines,
@@ -53,6 +54,7 @@ _IMPORTABLE = {
         "TrainingArguments",
         "set_seed",
     ),
+    "transformers.integrations": ("sdpa_attention",),
 }
 
 
@@ -131,6 +133,7 @@ def train_script(
         *templates.VALIDATION_LINES * keeping.evaluates,
         *RANDOM_CHECKPOINT_LINES * (random_config is not None),
         "set_seed(SEED)",
+        *attention_lines(run),
         *model_lines(run, model_class, hub),
         *adapter_lines(run, target_modules),
         *argument_lines(run, keeping, limited=max_steps is not None, grouped=reader == "grouped"),

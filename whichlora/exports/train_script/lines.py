@@ -65,9 +65,22 @@ def tokenizer_lines(tokenizer: str | None, takes_bytes: bool, hub: Mapping[str, 
     ]
 
 
+def attention_lines(run: RunConfig) -> list[str]:
+    if run.attn != "sdpa-efficient":
+        return []
+    return [
+        "# SDPA's memory-efficient kernel alone, which gets keys once per query head.",
+        "sdpa_attention.use_gqa_in_sdpa = lambda *_: False",
+        'for name in ("flash", "cudnn", "math"):',
+        '    getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)',
+    ]
+
+
 def model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> list[str]:
     options: dict[str, Any] = {"dtype": Code(f"torch.{weight_dtype(run)}")}
-    if run.attn != "sdpa":  # the default of transformers, where the architecture has it
+    if not run.attn.startswith(
+        "sdpa"
+    ):  # the default of transformers, where the architecture has it
         options["attn_implementation"] = run.attn
     quant = run.quant or "none"
     if quant in FOUR_BIT_BNB:
