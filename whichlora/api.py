@@ -45,7 +45,10 @@ AnyPath = str | Path
 
 
 class RunSettings(TypedDict, total=False):
-    """Settings of a run; a list of values makes a grid. Defaults are those of `RunConfig`."""
+    """Settings of a run; a list of values makes a grid.
+
+    Defaults are those of `RunConfig`; precision is bf16 where the device has it, else fp16.
+    """
 
     phase: Phase | Sequence[Phase]
     method: str | Sequence[str]
@@ -287,7 +290,11 @@ def _runs(
     models: str | Sequence[str], settings: Mapping[str, Any]
 ) -> Iterator[RunConfig | Refused]:
     accepted = RunSettings.__annotations__
-    grid: dict[str, list[Any]] = {"model": _listed(models), "gradient_checkpointing": [None]}
+    grid: dict[str, list[Any]] = {
+        "model": _listed(models),
+        "gradient_checkpointing": [None],
+        "precision": ["auto"],
+    }
     for name, value in settings.items():
         if name not in accepted:
             raise ConfigError(f"{name}: is not a setting; accepted are {', '.join(accepted)}")

@@ -220,8 +220,15 @@ def test_a_prediction_of_inference_says_what_one_sequence_waits_for() -> None:
 
 
 def test_a_card_without_bf16_units_is_told_with_the_precision_that_has_some() -> None:
-    (one,) = predictions(LLAMA, "--gpu", "t4-16gb")
+    (one,) = predictions(LLAMA, "--gpu", "t4-16gb", "--precision", "bf16")
     assert one["notes"][0].endswith("from its fp32 rate; precision fp16 uses its fp16 units")
+
+
+def test_without_a_precision_a_card_without_bf16_runs_in_fp16_and_says_so() -> None:
+    old, new = predictions(LLAMA, "--gpu", "t4-16gb,a100-sxm-80gb")
+    assert [one["config"]["precision"] for one in (old, new)] == ["fp16", "bf16"]
+    assert "precision fp16: t4-16gb has no bf16" in old["notes"]
+    assert not any("precision" in note for note in new["notes"])
 
 
 # --- the largest that fits, and where
@@ -271,7 +278,7 @@ def test_where_lists_every_accelerator_the_smallest_that_fits_first() -> None:
 def test_where_says_which_cards_lack_units_and_what_has_some() -> None:
     notes = [one for one in whichlora("where", MODEL).stdout.splitlines() if one[:5] == "note:"]
     (slow,) = [one for one in notes if "t4-16gb" in one and "bf16" in one]
-    assert slow.endswith("precision fp16 uses its fp16 units")
+    assert slow.endswith("precision fp16: it has no bf16")
     assert "rtx-4090-24gb" not in slow
 
 
@@ -385,7 +392,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--lora-dropout", "0.1,much"), "--lora-dropout: 'much' is not"),
     (("--method", "lorax"), "method: 'lorax' is not known; accepted are full, lora, qlora"),
     (("--method", "lora,"), "--method: has an empty name in 'lora,'"),
-    (("--precision", "int4"), "--precision: 'int4' is not known; accepted are bf16"),
+    (("--precision", "int4"), "--precision: 'int4' is not known; accepted are auto"),
     (("--optimizer", "adam"), "--optimizer: 'adam' is not known; accepted are adamw_torch"),
     (("--attn", "flash"), "--attn: 'flash' is not known; accepted are sdpa"),
     (("--padding", "left"), "--padding: 'left' is not known; accepted are none, padded"),

@@ -9,9 +9,10 @@ import pytest
 from devices import A100, CPU
 
 from whichlora.errors import ConfigError
-from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.predict.resolve import ResolvedRun, has_bf16, resolve, with_precision
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 
 LLAMA = "HuggingFaceTB/SmolLM2-135M"
@@ -104,3 +105,32 @@ def test_settings_that_exclude_each_other_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         job(gpu, model, **settings)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision"),
+    [
+        ("t4-16gb", "fp16"),
+        ("v100-sxm2-16gb", "fp16"),
+        ("p40-24gb", "fp16"),
+        ("a100-sxm-80gb", "bf16"),
+        ("mi300x-192gb", "bf16"),
+        ("gaudi2-96gb", "bf16"),
+        ("cpu", "bf16"),
+    ],
+)
+def test_a_run_without_a_precision_takes_the_16_bit_that_the_device_has(
+    gpu: str, precision: str
+) -> None:
+    device = find_gpu(gpu)
+    assert has_bf16(device) == (precision == "bf16")
+    assert with_precision(RunConfig(model="any", precision="auto"), device).precision == precision
+    assert with_precision(RunConfig(model="any", precision="fp32"), device).precision == "fp32"
+
+
+def test_what_bf16_alone_can_do_is_refused_where_auto_means_fp16() -> None:
+    run = RunConfig(model="Qwen/Qwen2.5-0.5B", precision="auto", adapter_dtype="bfloat16")
+    model = load_model(run.model)
+    assert resolve(model, run, A100).run.precision == "bf16"
+    with pytest.raises(ConfigError, match="adapter_dtype: bfloat16 adapters need a bf16"):
+        resolve(model, run, find_gpu("t4-16gb"))

@@ -878,3 +878,14 @@ def test_a_time_per_token_times_the_tokens_it_is_of_is_the_total_beside_it(tmp_p
     for row in alone:  # a batch of one carries no padding
         of_total = float(row["total_time_s"]) / float(row["time_per_token_s"])
         assert of_total == pytest.approx(tokens, rel=1e-6)
+
+
+def test_a_plan_without_a_precision_is_in_fp16_on_a_card_without_bf16(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none")
+    text = re.sub("(?m)^gpu: .*", "gpu: t4-16gb", path.read_text(encoding="utf-8"))
+    path.write_text(re.sub("(?m)^precision: .*\n", "", text), encoding="utf-8")
+    answer = run_plan(path, progress=Silent())
+    assert answer.plan.finetune.precision == answer.plan.inference.precision == "fp16"
+    script = (answer.plan.output_dir / "train.py").read_text(encoding="utf-8")
+    assert "fp16=True" in script
+    assert "bf16" not in script

@@ -57,7 +57,12 @@ _SETTINGS = (
         "--modules-to-save",
         help="Modules trained as a whole beside the adapters, such as embed_tokens,lm_head.",
     ),
-    choices("precision", "bf16", "Base weights, adapters and autocast", specs.Precision),
+    choices(
+        "precision",
+        "auto",
+        "Base weights, adapters and autocast; auto: bf16, or fp16 where the GPU has no bf16",
+        specs.Precision,
+    ),
     choices(
         "base-dtype",
         "auto",

@@ -325,7 +325,8 @@ class PlanFile(_Section):
     lora_alpha: Count | None = None
     """Scale of the adapters; without it, twice the rank."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = _RUN.lora_dropout
-    precision: Precision = _RUN.precision
+    precision: Precision = "auto"
+    """Base weights, adapters and autocast; auto: bf16, or fp16 where the GPU has no bf16."""
     optimizer: Optimizers = (_RUN.optimizer,)
     """Optimizers to compare."""
     gradient_checkpointing: Switches | None = None

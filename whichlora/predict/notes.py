@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from whichlora.predict.resolve import ResolvedRun
+from whichlora.predict.resolve import ResolvedRun, has_bf16
 from whichlora.spec.architecture import Attention
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Real
@@ -58,6 +58,8 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
             f"{gpu.key} has no {job.dtype} matrix units: time is taken from its fp32 rate"
             + ("; precision fp16 uses its fp16 units" if "fp16" in gpu.peak_flops_per_s else "")
         )
+    if run.precision == "fp16" and not has_bf16(gpu):
+        notes.append(f"precision fp16: {gpu.key} has no bf16")
     if gpu.kind == "cuda" and gpu.compute_capability is not None:
         capability = float(gpu.compute_capability)
         since = next((torch for least, torch in _DROPPED if capability < least), None)

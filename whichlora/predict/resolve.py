@@ -13,7 +13,7 @@ from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FP32_PRECISIONS, RunConfig
 from whichlora.spec.targets import check_saved_modules, resolve_targets
-from whichlora.symbolic.kernels import FLASH_CAPABILITY, runs_efficient
+from whichlora.symbolic.kernels import ASSUMED_CAPABILITY, FLASH_CAPABILITY, runs_efficient
 from whichlora.trainers import Trainer, get_trainer
 
 # Setting, value, what computes it, and the least compute capability that has kernels for.
@@ -69,7 +69,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         ConfigError: settings that exclude each other.
     """
     method = get_method(run.method)
-    run = with_checkpointing(model, with_defaults(run))
+    run = with_precision(with_checkpointing(model, with_defaults(run)), gpu)
     training = run.phase == "finetune"
     if training and method.trains_base and run.quant != "none":
         quantised = [
@@ -115,6 +115,20 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         dtypes=dtypes,
         targets=targets,
     )
+
+
+def has_bf16(gpu: GpuSpec) -> bool:
+    """Whether `gpu` multiplies in bf16: all do but NVIDIA's before compute capability 8.0."""
+    return gpu.kind != "cuda" or (
+        float(gpu.compute_capability or ASSUMED_CAPABILITY) >= FLASH_CAPABILITY
+    )
+
+
+def with_precision(run: RunConfig, gpu: GpuSpec) -> RunConfig:
+    """`run` in fp16 where it names no precision and the GPU has no bf16, else in bf16."""
+    if run.precision != "auto":
+        return run
+    return replace(run, precision="bf16" if has_bf16(gpu) else "fp16")
 
 
 def with_checkpointing(model: ModelSpec, run: RunConfig) -> RunConfig:

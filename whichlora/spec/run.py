@@ -13,6 +13,7 @@ from whichlora.text import require_printable
 
 Phase = Literal["finetune", "inference"]
 Precision = Literal[
+    "auto",
     "bf16",
     "bf16-pure",
     "bf16-no-autocast",
@@ -133,6 +134,7 @@ class RunConfig:
         batch_size: sequences per device per micro-step.
         seq_len: tokens per sequence in fine-tuning, padding included.
         target_modules: leaf names of the adapted layers, or ("all-linear",) or ("attention",).
+        precision: "auto" until `resolve.with_precision` asks the device: bf16 where it has that.
         modules_to_save: leaf names of modules that PEFT copies and trains as a whole beside the
             adapters: the token embedding, the output head.
         quant: how the base weights are stored; None until `methods.with_defaults` asks the method.
@@ -204,7 +206,8 @@ class RunConfig:
             if value is not None or setting not in ("quant", "serve"):
                 _choice(setting, value, accepted)
         self._check_cache()
-        if self.base_dtype == "float32" and self.precision not in AUTOCAST_PRECISIONS:
+        # what "auto" becomes is checked again
+        if self.base_dtype == "float32" and self.precision not in {"auto", *AUTOCAST_PRECISIONS}:
             raise ConfigError(
                 f"base_dtype: float32 weights are for training under autocast, got precision "
                 f"{self.precision}; use precision bf16 or fp16, or base_dtype auto"
@@ -214,7 +217,7 @@ class RunConfig:
                 f"base_dtype: weights stored in {self.quant} are not float32; use quant none, or "
                 "base_dtype auto"
             )
-        if self.adapter_dtype == "bfloat16" and not self.precision.startswith("bf16"):
+        if self.adapter_dtype == "bfloat16" and not self.precision.startswith(("bf16", "auto")):
             raise ConfigError(
                 f"adapter_dtype: bfloat16 adapters need a bf16 precision, got {self.precision}; "
                 "use precision bf16 or adapter_dtype float32"

@@ -22,7 +22,7 @@ from whichlora.predict.largest import (
     with_size,
 )
 from whichlora.predict.predict import predict
-from whichlora.predict.resolve import with_checkpointing
+from whichlora.predict.resolve import with_checkpointing, with_precision
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Answers, Prediction, Refused, TracedPeak
@@ -76,12 +76,14 @@ def estimate(
             models[run.model] = load(run.model)
         model = models[run.model]
         run = with_checkpointing(model, replace(run, model=model.name))
-        traces: dict[tuple[str, str | None], TracedPeak] = {}  # by what chooses the kernels
+        as_requested = run
+        traces: dict[tuple[str, str, str | None], TracedPeak] = {}  # by what chooses the kernels
         for gpu, calibration, note in zip(devices, calibrations, stale, strict=True):
+            run = with_precision(as_requested, gpu)
             try:
                 traced = None
                 if engine == "trace":
-                    device = gpu.kind, gpu.compute_capability
+                    device = run.precision, gpu.kind, gpu.compute_capability
                     if device not in traces:
                         traces[device] = _trace(model, run, gpu, trace_layers)
                     traced = traces[device]
@@ -133,7 +135,7 @@ def explain(
     device = find_target(gpu)
     calibration = load_calibration(device, calibration_dir)
     model = load_model(run.model)
-    run = replace(run, model=model.name)
+    run = with_precision(replace(run, model=model.name), device)
     explained = explanation.explain(model, run, device, calibration)
     prediction = explained.prediction
     basis = prediction.basis + stale_note(calibration, calibration_dir)

@@ -20,7 +20,7 @@ from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.evaluation_and_saving import Besides, besides, evaluation_seconds
 from whichlora.predict.predict import num_tokens, predict, step_features
 from whichlora.predict.repeated_times import Repeatability, repeatability, run_deviation
-from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve, with_precision
 from whichlora.profiler.early_stop import MOST_TIMES
 from whichlora.search.acquisition import Decision, SearchProblem, tiers
 from whichlora.search.candidate_posterior import CandidatePosterior
@@ -80,6 +80,11 @@ class Session:
             raise ConfigError(
                 f"prefer: price needs the price of an hour on {gpu.key}; add it to gpu_prices"
             )
+        plan = replace(
+            plan,
+            inference=with_precision(plan.inference, gpu),
+            finetune=with_precision(plan.finetune, gpu),
+        )
         self.plan = plan
         self.gpu = gpu
         self.limits = plan.limits_on(gpu.key)
