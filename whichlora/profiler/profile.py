@@ -140,12 +140,11 @@ class Profiler:
         batches = _ordered_batches(described, num_batches, in_order=in_order)
         if predicted_s:
             batches += described[num_batches:]
+        by_name = isinstance(target_modules, str)
         request = {
             "run": run.to_dict(),
             "model_config": dict(model_config),
-            "target_modules": target_modules
-            if isinstance(target_modules, str)
-            else list(target_modules),
+            "target_modules": target_modules if by_name else list(target_modules),
             "seq_lens": [length for length, _, _ in batches],
             "num_batches": num_batches,
             "decisive_s": [limit for _, limit, _ in batches] if decisive_s else [],
@@ -155,16 +154,7 @@ class Profiler:
             "keeps_history": keeps_history,
         }
         try:
-            if self._worker is not None and self._worker.expandable != run.expandable_segments:
-                self.close()  # the allocator reads its settings once
-            if self._worker is None:
-                self._worker = _Worker(
-                    self._python,
-                    self._device,
-                    self._log_path,
-                    expandable=run.expandable_segments,
-                )
-            worker = self._worker
+            worker = self._worker_for(run)
             start_s = time.perf_counter()
             answer = worker.ask(request, timeout_s=timeout_s)
             device_s = time.perf_counter() - start_s
@@ -188,6 +178,16 @@ class Profiler:
             provenance=self._provenance,
             **fields,
         )
+
+    def _worker_for(self, run: RunConfig) -> _Worker:
+        """The worker, started anew where its allocator has other settings: it reads them once."""
+        if self._worker is not None and self._worker.expandable != run.expandable_segments:
+            self.close()
+        if self._worker is None:
+            self._worker = _Worker(
+                self._python, self._device, self._log_path, expandable=run.expandable_segments
+            )
+        return self._worker
 
 
 def _ordered_batches(
