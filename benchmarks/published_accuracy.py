@@ -25,12 +25,16 @@ from published.records import write_records
 from published.times import (
     HELD_OUT,
     SHIPPED,
+    Cold,
     HeldOut,
+    Regime,
     cold_runs,
     held_out,
     is_inside,
     kernel_seconds,
+    regime_of,
     shipped,
+    sources_left_out,
 )
 
 from whichlora.predict.coefficients import TIME_PHASES, prior_calibration
@@ -210,6 +214,51 @@ def shipped_section() -> str:
     )
 
 
+def regime_section() -> str:
+    """Errors and intervals by regime: of sources that no fit saw, and of GPUs never measured."""
+    rows = []
+    by_regime: dict[tuple[str, str], list[Regime]] = defaultdict(list)
+    for row in sources_left_out():
+        by_regime[row.phase, "**all**"].append(row)
+        by_regime[row.phase, row.name].append(row)
+    for (phase, name), found in sorted(by_regime.items()):
+        num_sources = len({row.observation.source for row in found})
+        inside = sum(row.is_inside for row in found)
+        reach = math.exp(median(row.half_width for row in found))
+        rows.append(
+            (
+                phase,
+                name,
+                str(num_sources),
+                *summary(math.expm1(row.cold) for row in found).cells()[:2],
+                *summary(math.expm1(row.error) for row in found).cells()[1:],
+                f"{reach:.2f} times",
+                f"{inside} ({100 * inside / len(found):.0f} %)",
+            )
+        )
+    head = ("phase", "regime", "sources", "n", "median cold", "median", "p90", "worst")
+    of_sources = markdown_table((*head, "median reach", "inside the 90 % interval"), rows)
+    cold: dict[tuple[str, str], list[Cold]] = defaultdict(list)
+    for one in cold_runs():
+        if not one.observation.gpu.startswith("a100-sxm"):
+            cold[one.phase, regime_of(one.observation)].append(one)
+    rows = []
+    for (phase, name), runs in sorted(cold.items()):
+        num_gpus = len({one.observation.gpu for one in runs})
+        inside = sum(map(is_inside, runs))
+        cells = summary(math.expm1(one.error) for one in runs).cells()
+        held = f"{inside} ({100 * inside / len(runs):.0f} %)"
+        rows.append((phase, name, str(num_gpus), *cells, held))
+    head = ("phase", "regime", "GPUs", "n", "median", "p90", "worst")
+    of_gpus = markdown_table((*head, "inside the 90 % interval"), rows)
+    return (
+        "The A100-SXM's runs under transformers, each source by a fit to all others, phases "
+        "together. A regime is the first that holds: the host's launches decide, weights are "
+        "quantised, a batch has fewer tokens than a large product needs, or it has as many.\n\n"
+        f"{of_sources}\n\nOther GPUs, none of which a fit or a scale has seen:\n\n{of_gpus}"
+    )
+
+
 def left_out_section() -> str:
     reasons = Counter(
         (one.source, one.what, one.reason)
@@ -249,6 +298,7 @@ def document() -> str:
         *(held_out_section(title) for title in HELD_OUT),
         never_measured_line(),
         f"### The shipped calibration of A100, to runs it has not seen\n\n{shipped_section()}",
+        f"### Intervals by regime, sources and GPUs left out\n\n{regime_section()}",
         "## Left out",
         left_out_section(),
     ]

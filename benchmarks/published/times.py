@@ -6,7 +6,7 @@ No fit sees the group that it predicts, nor does the scale of its interval.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -14,16 +14,18 @@ import numpy as np
 
 import published
 from published import MEMORY, Observation, Quantity, gpu_of, records
-from whichlora.calibration.fit_time import fit_time
+from whichlora.calibration.fit_time import fit_phases, fit_time, sharpened
 from whichlora.calibration.load import model_of
 from whichlora.calibration.regression import conformal_scale
 from whichlora.calibration.samples import Sample, time_samples
+from whichlora.predict.coefficients import TIME_PHASES
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.predict import forward_features, step_features
 from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.results import Measurement
+from whichlora.spec.run import TRANSFORMERS
 from whichlora.timing import model as timing
 from whichlora.timing.model import TimeModel
 
@@ -233,6 +235,86 @@ def time_rows(title: str) -> list[TimeSample]:
 def held_out(title: str) -> tuple[HeldOut, ...]:
     """The rows of one table of `HELD_OUT`."""
     return tuple(leave_one_out(time_rows(title), HELD_OUT[title][2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """A published run beside a fit to all other sources: log error, half width of its interval.
+
+    Args:
+        name: what decides its time, and how much work it is.
+        cold: log error of datasheet and priors.
+    """
+
+    observation: Observation
+    phase: str
+    name: str
+    cold: float
+    error: float
+    half_width: float
+
+    @property
+    def is_inside(self) -> bool:
+        return abs(self.error) <= self.half_width
+
+
+SHORT_TOKENS = 4096  # of a batch, below which products are small
+
+
+def regime_of(one: Observation) -> str:
+    """The first of these that holds: bound by launches, quantised, few tokens, many."""
+    phase, features, _ = timed_parts(one)[-1]
+    if timing.deciding(timing.prior_model(gpu_of(one.gpu), phase), features)["launch"] > 0:
+        return "launch-bound"
+    if one.run.quant not in ("none", None):
+        return "quantised"
+    if phase == "decode":
+        return "16 or 32 bit"
+    reads = phase == "prefill" and one.quantity != "forward_s"
+    tokens = one.run.batch_size * (one.run.prompt_len if reads else one.run.seq_len)
+    return f"{'below' if tokens < SHORT_TOKENS else 'from'} {SHORT_TOKENS} tokens"
+
+
+def _whole(one: Observation, models: Mapping[str, TimeModel]) -> tuple[float, float]:
+    """Log error of the whole of `one`, and its stated deviation."""
+    total = spread = 0.0
+    for phase, features, times in timed_parts(one):
+        seconds, _, deviation = timing.pass_time(models[phase], features)
+        total += times * float(seconds)
+        spread += times * float(seconds) * float(deviation)
+    return math.log(total / one.value), spread / total
+
+
+@cache
+def sources_left_out(key: str = "a100-sxm-80gb") -> tuple[Regime, ...]:
+    """Every published time under transformers on one GPU, by the runs of all other sources."""
+    gpu = gpu_of(key)
+    rows = []
+    for one in timed_observations():
+        if one.gpu == key and one.run.engine == TRANSFORMERS:
+            phase, features, times = timed_parts(one)[-1]
+            stack = f"{one.source} {one.run.libraries}"
+            name = f"{one.source}:{one.line}"
+            sample = Sample(one.model.name, features, one.value / times, name, {}, True, stack)
+            rows.append((one, phase, sample))
+    priors = {phase: timing.prior_model(gpu, phase) for phase in TIME_PHASES}
+    found = []
+    for source in sorted({one.source for one, _, _ in rows}):
+        kept: dict[str, list[Sample]] = {phase: [] for phase in TIME_PHASES}
+        for one, phase, sample in rows:
+            if one.source != source:
+                kept[phase].append(sample)
+        models = {
+            phase: sharpened(model, kept, gpu, phase)[0] if len(kept[phase]) >= 3 else model
+            for phase, model in fit_phases(kept, gpu).items()
+        }
+        for one, phase, _ in rows:
+            if one.source == source:
+                cold, _ = _whole(one, priors)
+                error, deviation = _whole(one, models)
+                half_width = TWO_SIDED_Z[TIME_CONFIDENCE] * deviation
+                found.append(Regime(one, phase, regime_of(one), cold, error, half_width))
+    return tuple(found)
 
 
 def _versions(measurement: Measurement) -> str:

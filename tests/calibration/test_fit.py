@@ -422,6 +422,18 @@ def test_records_of_another_engine_are_left_out_and_say_so() -> None:
     assert found.time == fit(own, GPU, model_of).time
 
 
+def test_runs_of_other_software_never_narrow_the_interval() -> None:
+    """They agree to the digit, which says nothing of the next software."""
+    truth = true_calibration(products=1.2, launch=1.1)
+    versions = [(("transformers", f"4.{minor}.0"),) for minor in (38, 41, 44, 47)]
+    older = [
+        measured(replace(run, libraries=versions[i % 4]), truth) for i, run in enumerate(runs())
+    ]
+    current = [measured(run, truth) for run in runs()]
+    assert fit(older, GPU, model_of).time["finetune"].interval_scale == 1.0
+    assert fit(current, GPU, model_of).time["finetune"].interval_scale < 1.0
+
+
 def test_older_runs_of_several_stacks_are_held_out_by_stack() -> None:
     samples = [
         Sample(f"model {i}", {}, 1.0, f"record {i}", stack=f"stack {i % 3}") for i in range(9)
