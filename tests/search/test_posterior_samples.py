@@ -11,7 +11,7 @@ import pytest
 
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
-from whichlora.predict.predict import predict, step_features
+from whichlora.predict.predict import judged_memory, predict, step_features
 from whichlora.predict.resolve import resolve
 from whichlora.search.shortlist import Group, Requirements, _PosteriorSamples, shortlist
 from whichlora.spec.numeric import TWO_SIDED_Z
@@ -62,9 +62,9 @@ def test_a_training_errs_as_its_prediction_does(monkeypatch: pytest.MonkeyPatch)
     # runs of one model and method mostly err together, and not wholly
     together = np.corrcoef(np.log(seconds[1:, :2]).T)[0, 1]
     assert 0.7 < together < 0.9999
-    found = predict(SPEC, TRAIN, GPU, prior_calibration(GPU)).memory
-    assert num_bytes[0][0] == pytest.approx(found.device_used_bytes)
-    above = found.interval_bytes[1] - found.device_used_bytes
+    estimate = judged_memory(job, prior_calibration(GPU))  # samples of many runs replay none
+    assert num_bytes[0][0] == pytest.approx(estimate.device_used_bytes)
+    above = estimate.bounds()[2] - estimate.device_used_bytes
     spread = num_bytes[1:, 0].std()
     assert spread == pytest.approx(above / TWO_SIDED_Z[MEMORY_CONFIDENCE], rel=0.03)
 

@@ -507,6 +507,7 @@ def test_the_short_answer_keeps_what_must_be_known_before_the_winner_is_trained(
         "dataset": "pairs.jsonl",
         "sequence_length": 16,
         "profile": "none",
+        "precision": "bf16",
     }
     (tmp_path / "plan.yaml").write_text(json.dumps(keys))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -61,7 +61,8 @@ class MemoryJudgement:
         breakdown: the same as the device has them; adds up to `device_used_bytes`.
         moments: their names; `position` is that of the largest.
         pool_bytes: of an engine that takes its memory at once, else 0.
-        is_replayed: the allocator's part is of the run's own requests, not an estimate.
+        is_replayed: the allocator's part is of the run's own requests, not an estimate; of many
+            runs an array.
     """
 
     model: MemoryModel
@@ -70,7 +71,7 @@ class MemoryJudgement:
     moments: tuple[str, ...]
     position: Count
     pool_bytes: Count
-    is_replayed: bool
+    is_replayed: Count
     peak_allocated_bytes: Count
     peak_reserved_bytes: Count
     device_used_bytes: Count
@@ -99,20 +100,22 @@ class MemoryJudgement:
         low = where(self.pool_bytes > 0, reserved, largest(least, rounded(reserved - width)))
         return low, rounded(reserved + width)
 
+    @property
+    def uncertain(self) -> dict[str, Count]:
+        """`counted`, of the allocator's part only what a replay leaves open."""
+        share = where(self.is_replayed, REPLAYED_SPREAD, 1.0)
+        return {**self.counted, "allocator": share * self.counted["allocator"]}
+
     def _is_fixed(self) -> Count:
         """Whether a pool holds everything: it is as large as it is."""
         return where(self.pool_bytes > 0, self.device_used_bytes <= self.pool_bytes, False)
-
-    def _knows(self, name: str) -> bool:
-        return self.is_replayed and name == "allocator"
 
     def _width(self, names: Sequence[str]) -> Real:
         """Half the interval of the sum of `names`."""
         index = [PARTS.index(name) for name in names]
         covariance = [[self.model.covariance[i][j] for j in index] for i in index]
-        shares = [REPLAYED_SPREAD if self._knows(name) else 1.0 for name in names]
-        counted = [share * self.counted[name] for share, name in zip(shares, names, strict=True)]
-        variance = quadratic_form(counted, covariance)
+        uncertain = self.uncertain
+        variance = quadratic_form([uncertain[name] for name in names], covariance)
         total = sum(self.counted[name] * self.model.mean[name] for name in names)
         deviation = sqrt(variance + (self.model.noise * total) ** 2)
         return TWO_SIDED_Z[MEMORY_CONFIDENCE] * deviation
@@ -124,7 +127,7 @@ def judge_memory(
     *,
     device_bytes: Count,
     pool_bytes: Count,
-    idle_bytes: int | None = None,
+    is_replayed: Count = False,
 ) -> MemoryJudgement:
     """What is in use at the largest of `moments`.
 
@@ -132,12 +135,9 @@ def judge_memory(
         moments: bytes by part at each, before the calibration.
         device_bytes: memory of the device.
         pool_bytes: what an engine takes at once, 0 where it takes what it needs.
-        idle_bytes: the allocator's, where the run was replayed; else the moments' estimate stands.
+        is_replayed: whether the allocator's part comes from a replay of the run.
     """
     counted, position = _largest(tuple(moments.values()), model)
-    is_replayed = idle_bytes is not None
-    if is_replayed:
-        counted["allocator"] = idle_bytes
     breakdown = corrected(counted, model)
     allocated = allocated_bytes(breakdown)
     live = allocated + breakdown["context"]

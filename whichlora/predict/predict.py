@@ -242,6 +242,16 @@ def replayed_idle(job: ResolvedRun, counted: Ledger) -> int | None:
     )
 
 
+def run_moments(job: ResolvedRun) -> tuple[dict[str, dict[str, Count]], bool]:
+    """Bytes by part at each moment, and whether the allocator's part comes from a replay."""
+    counted = ledger(job)
+    moments = {moment: part_bytes(job, counted, moment) for moment in counted.moments}
+    idle_bytes = replayed_idle(job, counted)
+    if idle_bytes is not None:
+        moments = {name: parts | {"allocator": idle_bytes} for name, parts in moments.items()}
+    return moments, idle_bytes is not None
+
+
 def judged_memory(job: ResolvedRun, calibration: Calibration, **sizes: Count) -> MemoryJudgement:
     """Peak memory of `job`, with the estimate of what the allocator keeps.
 
@@ -258,13 +268,13 @@ def judged_memory(job: ResolvedRun, calibration: Calibration, **sizes: Count) ->
 
 def judged_run(job: ResolvedRun, calibration: Calibration) -> MemoryJudgement:
     """Peak memory of `job`; what the allocator keeps is replayed where its events are known."""
-    counted = ledger(job)
+    moments, is_replayed = run_moments(job)
     return judge_memory(
-        {moment: part_bytes(job, counted, moment) for moment in counted.moments},
+        moments,
         calibration.memory,
         device_bytes=job.gpu.memory_bytes,
         pool_bytes=pool_bytes(job),
-        idle_bytes=replayed_idle(job, counted),
+        is_replayed=is_replayed,
     )
 
 

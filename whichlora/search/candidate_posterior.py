@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from whichlora.memory.training import PARTS
 from whichlora.predict.coefficients import TIME_PHASES, Calibration, MemoryModel
-from whichlora.predict.judgement import judge_memory
+from whichlora.predict.judgement import MemoryJudgement, judge_memory
 from whichlora.predict.predict import num_tokens, pool_bytes, step_features
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.search.correlation import residual_correlation
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Array = NDArray[np.float64]
+    Flags = NDArray[np.bool_]
 
 # Device seconds of a profile before its first step: building, and what the weights' bytes add.
 BUILD_S, LOAD_BYTES_PER_S = 1.0, 1e9
@@ -43,6 +44,7 @@ class CandidatePosterior:
         self._moments = np.zeros((len(candidates), num_moments, len(PARTS)))
         for i, candidate in enumerate(candidates):
             self._moments[i, : len(candidate.moments)] = candidate.moments
+        self._is_replayed = np.array([candidate.is_replayed for candidate in candidates])
         self._passes = _Passes.of([candidate.passes for candidate in candidates])
         self._trials = _Passes.of([candidate.trial for candidate in candidates])
         self._correlation = residual_correlation(self.jobs)
@@ -137,14 +139,13 @@ class CandidatePosterior:
 
     def memory_error(self, position: int, measured: Measurement, calibration: Calibration) -> float:
         """Log of measured over predicted bytes of one candidate."""
-        _, used = _at_peak(
-            self._moments[position : position + 1],
-            self.jobs[position : position + 1],
-            calibration.memory,
+        here = slice(position, position + 1)
+        judged = _at_peak(
+            self._moments[here], self.jobs[here], self._is_replayed[here], calibration.memory
         )
         peak = measured.closest_peak_bytes
         assert peak is not None, "a run that ended well has a peak"
-        return math.log(peak / float(used[0]))
+        return math.log(peak / float(judged.device_used_bytes[0]))
 
     def memory(
         self, calibration: Calibration, errors: Mapping[int, float] | None = None
@@ -160,14 +161,16 @@ class CandidatePosterior:
         import numpy as np
 
         model = calibration.memory
-        parts, used = _at_peak(self._moments, self.jobs, model)
+        judged = _at_peak(self._moments, self.jobs, self._is_replayed, model)
+        used = judged.device_used_bytes
+        uncertain = np.stack([judged.uncertain[name] for name in PARTS], axis=1)
         coefficients = Coefficients(
             np.array([model.mean[name] for name in PARTS]), square_root(np.array(model.covariance))
         )
         noise = np.full(len(used), model.noise)
         return condition(
             np.log(used),
-            parts / used[:, None],
+            uncertain / used[:, None],
             noise,
             self._correlation,
             coefficients,
@@ -250,12 +253,12 @@ def _deciding(model: TimeModel, features: Array) -> Array:
 
 
 def _at_peak(
-    moments: Array, jobs: Sequence[ResolvedRun], model: MemoryModel
-) -> tuple[Array, Array]:
-    """Bytes by part at the peak of every candidate, and the device memory that it uses."""
+    moments: Array, jobs: Sequence[ResolvedRun], is_replayed: Flags, model: MemoryModel
+) -> MemoryJudgement:
+    """Memory at the peak of every candidate."""
     import numpy as np
 
-    judged = judge_memory(
+    return judge_memory(
         {
             str(number): {name: moments[:, number, part] for part, name in enumerate(PARTS)}
             for number in range(moments.shape[1])
@@ -263,5 +266,5 @@ def _at_peak(
         model,
         device_bytes=np.array([float(job.gpu.memory_bytes) for job in jobs]),
         pool_bytes=np.array([float(pool_bytes(job)) for job in jobs]),
+        is_replayed=is_replayed,
     )
-    return np.stack([judged.counted[name] for name in PARTS], axis=1), judged.device_used_bytes

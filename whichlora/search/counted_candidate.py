@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from whichlora.memory.training import PARTS
 from whichlora.predict.evaluation_and_saving import evaluation_features
-from whichlora.predict.predict import moment_parts, num_tokens, passes, step_features
+from whichlora.predict.predict import num_tokens, passes, run_moments, step_features
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.timing.model import FEATURES
 
@@ -27,12 +27,14 @@ class CountedCandidate:
 
     Args:
         moments: bytes by part at each moment that can be the peak.
+        is_replayed: whether the allocator's part of them comes from a replay.
         passes: they add up to the whole fine-tuning, or to one generated token.
         trial: the passes of one profile, which give its cost.
     """
 
     job: ResolvedRun
     moments: tuple[tuple[float, ...], ...]
+    is_replayed: bool
     passes: tuple[PassRow, ...]
     trial: tuple[PassRow, ...]
 
@@ -60,7 +62,7 @@ def count_training(
     )
     longest = _row(step_features(job))
     trial = ("finetune", float(num_batches + UNTIMED_STEPS), longest)
-    return CountedCandidate(job, _moments(job), passes, (trial,))
+    return CountedCandidate(job, *_moments(job), passes, (trial,))
 
 
 def count_inference(job: ResolvedRun, *, num_runs: int) -> CountedCandidate:
@@ -74,7 +76,7 @@ def count_inference(job: ResolvedRun, *, num_runs: int) -> CountedCandidate:
     )
     return CountedCandidate(
         job,
-        _moments(job),
+        *_moments(job),
         _scaled(generation, 1.0 / num_tokens(job)),
         _scaled(generation, float(num_runs + UNTIMED_STEPS)),
     )
@@ -88,7 +90,7 @@ def _row(features: Mapping[str, float]) -> tuple[float, ...]:
     return tuple(float(features[name]) for name in FEATURES)
 
 
-def _moments(job: ResolvedRun) -> tuple[tuple[float, ...], ...]:
-    return tuple(
-        tuple(float(parts[name]) for name in PARTS) for parts in moment_parts(job).values()
-    )
+def _moments(job: ResolvedRun) -> tuple[tuple[tuple[float, ...], ...], bool]:
+    moments, is_replayed = run_moments(job)
+    rows = (tuple(float(parts[name]) for name in PARTS) for parts in moments.values())
+    return tuple(rows), is_replayed
