@@ -240,7 +240,7 @@ def update_bytes(update: Update) -> Count:
     `_multi_tensor_sgd`, `clip_grad_norm_`, `_amp_foreach_non_finite_check_and_unscale_`,
     `AccumulateGrad`; bitsandbytes 0.50.2 `kOptimizer32bit1State`,
     `kOptimizerStatic8bit2StateBlockwise`; transformers 5.23 `Adafactor.step`. All are traced but
-    for the two kernels of bitsandbytes, which were read.
+    for the two kernels of bitsandbytes: lion's was read, the 8-bit one follows its states.
     """
     passes = CLIP_PASSES * update.clips + UNSCALE_PASSES * update.unscales
     passes += ACCUMULATION_PASSES * (update.num_micro_batches - 1)

@@ -422,8 +422,8 @@ def expert_ops(layer: Layer, tokens: Count) -> Count:
 def loop_ops(layer: Layer) -> int:
     """Kernels that find the rows of each expert, where experts run in a Python loop.
 
-    Kind: exact. Source: transformers 4.38 `Qwen2MoeSparseMoeBlock.forward`, which loops over all
-    experts; torch 2.1 `Nonzero.cu`, `nonzero_cuda_out_impl`.
+    Kind: estimate: the kernels of one `torch.where` were not counted on a device.
+    Source: transformers 4.38 `Qwen2MoeSparseMoeBlock.forward`, which loops over all experts.
     """
     moe = layer.moe
     return LOOP_OPS * moe.num_experts if moe is not None and moe.one_by_one else 0
