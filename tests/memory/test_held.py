@@ -11,7 +11,7 @@ from devices import A100
 from whichlora.memory import held, loss
 from whichlora.memory.entries import Entry
 from whichlora.memory.step import TrainingStep
-from whichlora.predict.predict import ledger
+from whichlora.predict.predict import ledger, training_step
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model
@@ -23,19 +23,7 @@ LOGITS = 1000 * 128_256
 def step_of(run: RunConfig) -> TrainingStep:
     model = find_model(run.model)
     assert model is not None
-    job = resolve(model, run, A100)
-    return TrainingStep(
-        model=job.model,
-        run=job.run,
-        dtypes=job.dtypes,
-        method=job.method,
-        gpu=job.gpu,
-        targets=job.targets,
-        trainer=job.trainer,
-        batch_size=run.batch_size,
-        seq_len=run.seq_len,
-        r=run.r,
-    )
+    return training_step(resolve(model, run, A100))
 
 
 def moments(run: RunConfig) -> dict[str, tuple[Entry, ...]]:

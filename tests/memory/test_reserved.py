@@ -9,7 +9,8 @@ import pytest
 
 from whichlora.memory.reserved import replayed_idle_bytes
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.training import training_ledger, training_step
+from whichlora.memory.training import training_ledger
+from whichlora.predict.predict import training_step
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.units import GiB
@@ -19,29 +20,15 @@ MODEL = "Qwen/Qwen2.5-0.5B"
 
 def reserved(run: RunConfig) -> int | None:
     """Predicted without a limit of memory and without workspaces."""
-    job = resolve(samples.model_of(run.model), run, replace(samples.GPU, memory_bytes=2**60))
-    parts = (job.model, job.run, job.dtypes, job.method, job.gpu, job.targets, job.trainer)
-    sizes = {"batch_size": run.batch_size, "seq_len": run.seq_len, "r": run.r}
-    counted = training_ledger(*parts, **sizes)
+    step = step_of(run, memory_bytes=2**60)
+    counted = training_ledger(step)
     live = counted.peak_allocated_bytes - counted.workspace_bytes
-    idle = replayed_idle_bytes(training_step(*parts, **sizes), live_bytes=live)
+    idle = replayed_idle_bytes(step, live_bytes=live)
     return None if idle is None else live + idle
 
 
-def step_of(run: RunConfig) -> TrainingStep:
-    job = resolve(samples.model_of(run.model), run, samples.GPU)
-    return training_step(
-        job.model,
-        job.run,
-        job.dtypes,
-        job.method,
-        job.gpu,
-        job.targets,
-        job.trainer,
-        batch_size=run.batch_size,
-        seq_len=run.seq_len,
-        r=run.r,
-    )
+def step_of(run: RunConfig, **gpu: int) -> TrainingStep:
+    return training_step(resolve(samples.model_of(run.model), run, replace(samples.GPU, **gpu)))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from tests.memory.test_reserved import MODEL, step_of
 from whichlora.memory.optimizer import state_blocks, state_bytes, temporary_blocks
-from whichlora.memory.step_events import EventList, has_events, training_events
+from whichlora.memory.step_events import Chunk, EventList, has_events, training_events
 from whichlora.memory.weights import quantised_bytes, quantised_parts
 from whichlora.spec.run import RunConfig
 from whichlora.units import MiB
@@ -46,11 +46,22 @@ def test_small_requests_are_added_up_and_large_ones_listed() -> None:
     requests = EventList()
     large, small = requests.born(2 * MiB), requests.born(1000)
     assert requests.events == [(large, 2 * MiB)]
-    assert (requests.small_bytes, requests.small_peak_bytes) == (1024, 1024)
-    assert requests.live_peaks()[0] == 2 * MiB
     requests.die(small, large)
-    assert requests.events[-1] == (large, None)
-    assert (requests.small_bytes, requests.small_peak_bytes) == (0, 1024)
+    requests.pass_by([512, 512])
+    requests.stay([3 * MiB, 1])
+    assert [size for _, size in requests.events] == [2 * MiB, None, 3 * MiB]
+    assert requests.events[1][0] == large
+    assert requests.small_peak_bytes == 1024
+    assert requests.large_peak_bytes == 3 * MiB
+    assert requests.peak_bytes == 3 * MiB + 512
+
+
+def test_a_chunk_knows_the_most_that_is_alive_inside_it() -> None:
+    chunk = Chunk([(0, 2 * MiB), (1, 1024), (0, -2 * MiB), (2, MiB), (1, -1024)])
+    assert chunk.large == [(0, 2 * MiB), (0, None)]
+    assert (chunk.change, chunk.small_change) == (MiB, MiB)
+    assert (chunk.most, chunk.large_most) == (2 * MiB + 1024, 2 * MiB)
+    assert chunk.small_most == MiB + 1024
 
 
 def test_models_whose_layers_stand_in_two_stacks_have_no_events() -> None:

@@ -31,8 +31,7 @@ from whichlora.memory import (
 )
 from whichlora.memory.entries import Kind
 from whichlora.memory.gradients import Trained, trained_biases, trained_tensors
-from whichlora.memory.inference import inference_ledger
-from whichlora.memory.training import PARTS, Ledger, trained_params, training_ledger
+from whichlora.memory.training import PARTS, Ledger, trained_params
 from whichlora.memory.worst_layer import after
 from whichlora.predict.notes import notes_on
 from whichlora.predict.predict import ledger, part_bytes
@@ -204,10 +203,9 @@ def test_arrays_of_candidates_get_what_each_gets_alone_in_training(
     run: RunConfig, gpu: GpuSpec, sizes: list[tuple[int, int, int]]
 ) -> None:
     one = job(run, gpu)
-    common = (one.model, one.run, one.dtypes, one.method, one.gpu, one.targets, one.trainer)
     batch_size, seq_len, r = np.array(sizes).T
-    together = training_ledger(*common, batch_size=batch_size, seq_len=seq_len, r=r)
-    alone = [training_ledger(*common, batch_size=b, seq_len=s, r=k) for b, s, k in sizes]
+    together = ledger(one, batch_size=batch_size, seq_len=seq_len, r=r)
+    alone = [ledger(one, batch_size=b, seq_len=s, r=k) for b, s, k in sizes]
     assert together.peak_allocated_bytes.tolist() == [x.peak_allocated_bytes for x in alone]
     idle = np.broadcast_to(together.idle_bytes, batch_size.shape)
     assert idle.tolist() == [x.idle_bytes for x in alone]
@@ -228,15 +226,9 @@ def test_arrays_of_candidates_get_what_each_gets_alone_in_inference(
     run: RunConfig, gpu: GpuSpec, sizes: list[tuple[int, int, int]]
 ) -> None:
     one = job(run, gpu)
-    common = (one.model, one.run, one.dtypes, one.method, one.gpu, one.targets)
     batch_size, prompt_len, new, r = np.array(sizes).T
-    together = inference_ledger(
-        *common, batch_size=batch_size, prompt_len=prompt_len, max_new_tokens=new, r=r
-    )
-    alone = [
-        inference_ledger(*common, batch_size=b, prompt_len=p, max_new_tokens=n, r=k)
-        for b, p, n, k in sizes
-    ]
+    together = ledger(one, batch_size=batch_size, prompt_len=prompt_len, max_new_tokens=new, r=r)
+    alone = [ledger(one, batch_size=b, prompt_len=p, max_new_tokens=n, r=k) for b, p, n, k in sizes]
     assert together.peak_allocated_bytes.tolist() == [x.peak_allocated_bytes for x in alone]
 
 
@@ -245,19 +237,7 @@ def test_a_million_candidates_are_one_call() -> None:
     batch_size, seq_len, r = np.meshgrid(
         np.arange(1, 101), np.arange(32, 32 * 101, 32), np.arange(1, 101), indexing="ij"
     )
-    found = training_ledger(
-        one.model,
-        one.run,
-        one.dtypes,
-        one.method,
-        one.gpu,
-        one.targets,
-        one.trainer,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        r=r,
-    )
-    peaks = found.peak_allocated_bytes
+    peaks = ledger(one, batch_size=batch_size, seq_len=seq_len, r=r).peak_allocated_bytes
     assert peaks.shape == (100, 100, 100)
     assert peaks.dtype == np.int64
     assert (np.diff(peaks, axis=0) >= 0).all()

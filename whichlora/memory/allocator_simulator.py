@@ -3,6 +3,7 @@
 The rules are those of torch 2.13, `c10/cuda/CUDACachingAllocator.cpp`; streams are left out, since
 training and generation of one model use one. Addresses are simulated: a segment is what
 `cudaMalloc` returned, a block is a piece of it, and a freed block joins its free neighbours.
+A replay has ten thousands of events: blocks are addresses and sizes in dictionaries, not objects.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from whichlora.spec.numeric import round_up
 from whichlora.units import MiB
@@ -21,6 +22,9 @@ SMALL_SEGMENT_BYTES = 2 * MiB
 LARGE_SEGMENT_BYTES = 20 * MiB  # serves requests below 10 MiB
 MIN_OWN_SEGMENT_BYTES = 10 * MiB  # from here on a request gets a segment of its own size
 SEGMENT_ROUNDING_BYTES = 2 * MiB
+_SPAN_BYTES = LARGE_SEGMENT_BYTES << 32  # address space of an expandable pool: whole pages
+_ADDRESS_BITS = 64
+_ADDRESS = (1 << _ADDRESS_BITS) - 1
 
 
 class Event(NamedTuple):
@@ -56,44 +60,67 @@ class Replay:
     reserved_bytes: int
 
 
+Block: TypeAlias = tuple[int, int]
+"""A piece of memory in use: where it starts, and its bytes."""
+
+
 class OutOfMemoryError(Exception):
     """A request does not fit into the capacity."""
 
 
-class Block:
-    """A contiguous piece of a segment; `start` is a global address, so no two blocks share one."""
-
-    __slots__ = ("free", "mapped", "next", "pool", "prev", "size", "start")
-
-    def __init__(self, start: int, size: int, pool: Pool, *, mapped: bool = True) -> None:
-        self.start, self.size, self.pool = start, size, pool
-        self.free, self.mapped = True, mapped
-        self.prev: Block | None = None
-        self.next: Block | None = None
-
-
 class Pool:
-    """Free blocks of one kind, smallest first, then by address."""
+    """Free blocks of one kind: ranges of addresses, neighbours joined.
 
-    def __init__(self, *, is_small: bool) -> None:
-        self.is_small = is_small
-        self.keys: list[tuple[int, int]] = []
-        self.blocks: dict[int, Block] = {}  # by start
+    Args:
+        most_kept: a request keeps the rest of its block where that has no more bytes.
+    """
 
-    def add(self, block: Block) -> None:
-        insort(self.keys, (block.size, block.start))
-        self.blocks[block.start] = block
+    def __init__(self, *, most_kept: int = 0) -> None:
+        self.most_kept = most_kept
+        self.size_at: dict[int, int] = {}  # by start
+        self._start_before: dict[int, int] = {}  # by end
+        self._keys: list[int] = []  # sorted; size and start in one number
 
-    def remove(self, block: Block) -> None:
-        del self.keys[bisect_left(self.keys, (block.size, block.start))]
-        del self.blocks[block.start]
+    def add(self, start: int, size: int) -> None:
+        """Add a range, joined with its neighbours."""
+        end = start + size
+        if end in self.size_at:
+            end += self.take(end)
+        if start in self._start_before:
+            start = self._start_before[start]
+            self.take(start)
+        insort(self._keys, end - start << _ADDRESS_BITS | start)
+        self.size_at[start] = end - start
+        self._start_before[end] = start
 
-    def best_fit(self, size: int) -> Block | None:
-        """The smallest free block of at least `size` bytes, taken out of the pool."""
-        index = bisect_left(self.keys, (size, 0))
-        if index == len(self.keys):
+    def take(self, start: int) -> int:
+        """Take out the range at `start`; its size."""
+        size = self.size_at.pop(start)
+        del self._start_before[start + size]
+        keys = self._keys
+        del keys[bisect_left(keys, size << _ADDRESS_BITS | start)]
+        return size
+
+    def size_before(self, end: int) -> int:
+        """Bytes of the range that ends at `end`; 0 where there is none."""
+        start = self._start_before.get(end)
+        return 0 if start is None else self.size_at[start]
+
+    def serve(self, size: int) -> Block | None:
+        """Take a block out of the smallest range, then the first, that has `size` bytes."""
+        keys = self._keys
+        index = bisect_left(keys, size << _ADDRESS_BITS)
+        if index == len(keys):
             return None
-        return self.blocks.pop(self.keys.pop(index)[1])
+        start = keys.pop(index) & _ADDRESS
+        block = self.size_at.pop(start)
+        if block - size <= self.most_kept:
+            del self._start_before[start + block]
+            return start, block
+        insort(keys, block - size << _ADDRESS_BITS | start + size)
+        self.size_at[start + size] = block - size
+        self._start_before[start + block] = start + size
+        return start, size
 
 
 def rounded(num_bytes: int) -> int:
@@ -101,8 +128,9 @@ def rounded(num_bytes: int) -> int:
 
     Kind: exact. Source: torch 2.13 `CUDACachingAllocator.cpp`, `round_size`.
     """
-    blocks = -(-num_bytes // MIN_BLOCK_BYTES)  # a replay asks ten thousands of times
-    return max(blocks, 1) * MIN_BLOCK_BYTES
+    if num_bytes <= MIN_BLOCK_BYTES:
+        return MIN_BLOCK_BYTES
+    return -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
 def segment_bytes(size: int) -> int:
@@ -119,14 +147,21 @@ def segment_bytes(size: int) -> int:
 
 
 class Allocator:
-    """The caching allocator with segments of fixed size, the default."""
+    """The caching allocator with segments of fixed size, the default.
+
+    Args:
+        capacity_bytes: what it may reserve; None for no limit.
+    """
+
+    _most_kept = SMALL_BYTES  # of a large block; a small one is always split
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.reserved_bytes = 0
         self.num_retries = 0
-        self._small, self._large = Pool(is_small=True), Pool(is_small=False)
-        self._next_address = 0
+        self._small, self._large = Pool(), Pool(most_kept=self._most_kept)
+        self._segments: dict[int, int] = {}  # sizes, by start
+        self._next_start = 0
 
     def allocate(self, num_bytes: int) -> Block:
         """A block in use.
@@ -136,53 +171,48 @@ class Allocator:
         """
         size = rounded(num_bytes)
         pool = self._small if size <= SMALL_BYTES else self._large
-        block = pool.best_fit(size) or self._new_segment(size, pool)
+        block = pool.serve(size)
         if block is None:
-            self.num_retries += 1
-            self._release_idle()
-            block = self._new_segment(size, pool)
-        if block is None:
-            raise OutOfMemoryError
-        if self._is_split(block.size - size, pool):
-            pool.add(_cut(block, size))
-        block.free = False
-        self.allocated_bytes += block.size
+            if not self._grow(pool, size):
+                self.num_retries += 1
+                self._release_idle()
+                if not self._grow(pool, size):
+                    raise OutOfMemoryError
+            block = pool.serve(size)
+            assert block is not None
+        self.allocated_bytes += block[1]
         return block
 
     def free(self, block: Block) -> None:
-        """Give `block` back to its pool, joined with free neighbours of its segment."""
-        self.allocated_bytes -= block.size
-        block.free = True
-        for neighbour in (block.prev, block.next):
-            if neighbour is not None and neighbour.free and neighbour.mapped:
-                neighbour.pool.remove(neighbour)
-                block = _joined(block, neighbour)
-        block.pool.add(block)
-
-    def _is_split(self, remainder: int, pool: Pool) -> bool:
-        return remainder >= MIN_BLOCK_BYTES if pool.is_small else remainder > SMALL_BYTES
+        """Give `block` back to its pool."""
+        start, size = block
+        self.allocated_bytes -= size
+        pool = self._small if size <= SMALL_BYTES else self._large
+        pool.add(start, size)
 
     def _has_room(self, num_bytes: int) -> bool:
         limit = self.capacity_bytes
         return limit is None or self.reserved_bytes + num_bytes <= limit
 
-    def _new_segment(self, size: int, pool: Pool) -> Block | None:
-        """A new segment as one block, in no pool; None where the device has no room."""
+    def _grow(self, pool: Pool, size: int) -> bool:
+        """Whether `pool` could be given a new segment for a block of `size`."""
         num_bytes = segment_bytes(size)
         if not self._has_room(num_bytes):
-            return None
-        block = Block(self._next_address, num_bytes, pool)
-        self._next_address += num_bytes
+            return False
+        pool.add(self._next_start, num_bytes)
+        self._segments[self._next_start] = num_bytes
+        self._next_start += num_bytes + MIN_BLOCK_BYTES  # a gap, so that segments are never joined
         self.reserved_bytes += num_bytes
-        return block
+        return True
 
     def _release_idle(self) -> None:
         """Give every segment back that is one free block."""
         for pool in (self._small, self._large):
-            for block in list(pool.blocks.values()):
-                if block.prev is None and block.next is None:
-                    pool.remove(block)
-                    self.reserved_bytes -= block.size
+            for start, size in list(pool.size_at.items()):
+                if self._segments.get(start) == size:
+                    pool.take(start)
+                    del self._segments[start]
+                    self.reserved_bytes -= size
 
 
 class ExpandableAllocator(Allocator):
@@ -192,102 +222,51 @@ class ExpandableAllocator(Allocator):
     unmapped again only when the device is full.
     """
 
+    _most_kept = 0
+
     def __init__(self, capacity_bytes: int | None = None) -> None:
         super().__init__(capacity_bytes)
         # Address space without pages, inside a segment or at its endless end.
-        self._holes = [
-            Block(number * _SPAN_BYTES, _SPAN_BYTES, pool, mapped=False)
-            for number, pool in enumerate((self._small, self._large))
-        ]
+        self._holes = {self._small: Pool(), self._large: Pool()}
+        for number, holes in enumerate(self._holes.values()):
+            holes.add(number * _SPAN_BYTES, _SPAN_BYTES)
 
-    def _is_split(self, remainder: int, pool: Pool) -> bool:
-        return remainder >= MIN_BLOCK_BYTES
+    def _page_bytes(self, pool: Pool) -> int:
+        return SMALL_SEGMENT_BYTES if pool is self._small else LARGE_SEGMENT_BYTES
 
-    def _new_segment(self, size: int, pool: Pool) -> Block | None:
-        """Map pages behind a free block until it holds `size`; None where there is no room."""
-        for hole in sorted(self._holes, key=lambda hole: hole.start):
-            if hole.pool is not pool:
+    def _grow(self, pool: Pool, size: int) -> bool:
+        """Whether pages could be mapped behind a free block until it holds `size`."""
+        holes = self._holes[pool]
+        for start, hole_bytes in sorted(holes.size_at.items()):
+            missing = size - pool.size_before(start)
+            if hole_bytes < missing:
                 continue
-            before = hole.prev if hole.prev is not None and hole.prev.free else None
-            needed = size - (before.size if before is not None else 0)
-            if hole.size < needed:
-                continue
-            num_bytes = min(hole.size, round_up(needed, _page_bytes(pool)))
+            num_bytes = min(hole_bytes, round_up(missing, self._page_bytes(pool)))
             if not self._has_room(num_bytes):
-                return None
-            block = self._map(hole, num_bytes)
-            if before is not None:
-                pool.remove(before)
-                block = _joined(before, block)
-            if block.next is not None and block.next.free and block.next.mapped:
-                pool.remove(block.next)
-                block = _joined(block, block.next)
-            return block
-        return None
-
-    def _map(self, hole: Block, num_bytes: int) -> Block:
-        """The first `num_bytes` of `hole` with pages, in no pool."""
-        if num_bytes < hole.size:
-            self._holes.append(_cut(hole, num_bytes))
-        self._holes.remove(hole)
-        hole.mapped = True
-        self.reserved_bytes += num_bytes
-        return hole
+                return False
+            holes.take(start)
+            if num_bytes < hole_bytes:
+                holes.add(start + num_bytes, hole_bytes - num_bytes)
+            pool.add(start, num_bytes)
+            self.reserved_bytes += num_bytes
+            return True
+        return False
 
     def _release_idle(self) -> None:
         """Unmap every page that lies in a free block as a whole."""
-        for pool in (self._small, self._large):
-            page = _page_bytes(pool)
-            for block in list(pool.blocks.values()):
-                first = round_up(block.start, page)
-                last = (block.start + block.size) // page * page
+        for pool, holes in self._holes.items():
+            page = self._page_bytes(pool)
+            for start, size in list(pool.size_at.items()):
+                first, last = round_up(start, page), (start + size) // page * page
                 if first >= last:
                     continue
-                pool.remove(block)
-                hole = block
-                if first > block.start:
-                    hole = _cut(block, first - block.start)
-                    pool.add(block)
-                if last < hole.start + hole.size:
-                    pool.add(_cut(hole, last - hole.start))
-                self.reserved_bytes -= hole.size
-                self._unmap(hole)
-
-    def _unmap(self, hole: Block) -> None:
-        hole.mapped = False
-        for neighbour in (hole.prev, hole.next):
-            if neighbour is not None and not neighbour.mapped:
-                self._holes.remove(neighbour)
-                hole = _joined(hole, neighbour)
-        self._holes.append(hole)
-
-
-_SPAN_BYTES = LARGE_SEGMENT_BYTES << 32  # address space of one pool, a multiple of its pages
-
-
-def _page_bytes(pool: Pool) -> int:
-    return SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
-
-
-def _cut(block: Block, size: int) -> Block:
-    """Shorten `block` to `size`; the new block behind it, in no pool."""
-    remainder = Block(block.start + size, block.size - size, block.pool, mapped=block.mapped)
-    remainder.prev, remainder.next = block, block.next
-    if remainder.next is not None:
-        remainder.next.prev = remainder
-    block.next = remainder
-    block.size = size
-    return remainder
-
-
-def _joined(block: Block, neighbour: Block) -> Block:
-    """Two neighbours as one block; neither may be in a pool."""
-    first, second = (block, neighbour) if block.start < neighbour.start else (neighbour, block)
-    first.size += second.size
-    first.next = second.next
-    if first.next is not None:
-        first.next.prev = first
-    return first
+                pool.take(start)
+                if start < first:
+                    pool.add(start, first - start)
+                if last < start + size:
+                    pool.add(last, start + size - last)
+                holes.add(first, last - first)
+                self.reserved_bytes -= last - first
 
 
 def replay(
@@ -301,25 +280,24 @@ def replay(
     Args:
         capacity_bytes: what the allocator may reserve; None for no limit.
     """
-    kind = ExpandableAllocator if expandable_segments else Allocator
-    allocator = kind(capacity_bytes)
+    allocator = (ExpandableAllocator if expandable_segments else Allocator)(capacity_bytes)
     live: dict[int, Block] = {}
     peak = at_peak = reserved = peak_event = num_done = 0
     ran_out = False
-    for index, (storage, num_bytes) in enumerate(events):
+    for num_done, (storage, num_bytes) in enumerate(events, start=1):
         if num_bytes is None:
             allocator.free(live.pop(storage))
         elif num_bytes > 0:  # an empty tensor takes nothing
             try:
                 live[storage] = allocator.allocate(num_bytes)
             except OutOfMemoryError:
-                ran_out = True
+                ran_out, num_done = True, num_done - 1
                 break
             if allocator.allocated_bytes > peak:
-                peak, peak_event = allocator.allocated_bytes, index
+                peak, peak_event = allocator.allocated_bytes, num_done - 1
                 at_peak = allocator.reserved_bytes
-            reserved = max(reserved, allocator.reserved_bytes)
-        num_done = index + 1
+            if allocator.reserved_bytes > reserved:
+                reserved = allocator.reserved_bytes
     return Replay(
         peak_allocated_bytes=peak,
         peak_reserved_bytes=reserved,

@@ -30,8 +30,8 @@ def replayed_idle_bytes(step: TrainingStep, *, live_bytes: int) -> int | None:
     requests = training_events(step)
     is_expandable = bool(step.run.expandable_segments)
     found = replay(requests.events, expandable_segments=is_expandable)
-    large, live = requests.live_peaks()
-    live += found.peak_allocated_bytes - large  # what blocks are larger than their tensors
+    # what blocks are larger than their tensors is no idle memory
+    live = requests.peak_bytes + found.peak_allocated_bytes - requests.large_peak_bytes
     if abs(live / live_bytes - 1) > _AGREES:
         return None
     small: int = round_up(requests.small_peak_bytes, SMALL_SEGMENT_BYTES)

@@ -7,8 +7,9 @@ the caching allocator reserves.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from whichlora.memory import activations, loss, optimizer
@@ -29,16 +30,55 @@ from whichlora.symbolic.token_embeddings import embedding_events
 _STEPS = 2  # the optimizer's states are there from the second on
 
 
-@dataclass(slots=True)
-class EventList:
-    """Large requests in order; small ones, which have a pool of their own, as a running sum."""
+def _block_bytes(num_bytes: int) -> int:
+    return rounded(num_bytes) if num_bytes > 0 else 0  # an empty tensor takes nothing
 
-    events: list[tuple[int, int | None]] = field(default_factory=list)
-    small_bytes: int = 0
-    small_peak_bytes: int = 0
-    _next: int = 0
-    _small: dict[int, int] = field(default_factory=dict)
-    _marks: list[tuple[int, int]] = field(default_factory=list)
+
+class Chunk:
+    """Births and deaths of one block in a row, and what they change.
+
+    Args:
+        changes: tensors, and their bytes: positive at the birth, negative at the death.
+
+    Attributes:
+        large: those that are no small requests: tensor and bytes, or None where it dies.
+        change, small_change: bytes alive at the end, beyond those at the start.
+        most, large_most, small_most: the most bytes alive, beyond those at the start.
+    """
+
+    __slots__ = ("change", "large", "large_most", "most", "small_change", "small_most")
+
+    def __init__(self, changes: Iterable[tuple[int, int]]) -> None:
+        self.large: list[tuple[int, int | None]] = []
+        self.change = self.small_change = self.most = self.large_most = self.small_most = 0
+        for tensor, change in changes:
+            self.change += change
+            if abs(change) > SMALL_BYTES:
+                self.large.append((tensor, change if change > 0 else None))
+            else:
+                self.small_change += change
+            if self.change > self.most:
+                self.most = self.change
+            if self.small_change > self.small_most:
+                self.small_most = self.small_change
+            if self.change - self.small_change > self.large_most:
+                self.large_most = self.change - self.small_change
+
+
+class EventList:
+    """Large requests in order; small ones, which have a pool of their own, as a running sum.
+
+    Attributes:
+        peak_bytes, large_peak_bytes, small_peak_bytes: the most bytes alive at once, of all
+            tensors, of large ones, of small ones.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, int | None]] = []
+        self.peak_bytes = self.large_peak_bytes = self.small_peak_bytes = 0
+        self._live_bytes = self._small_bytes = 0
+        self._next = 0
+        self._sizes: dict[int, int] = {}
 
     def numbers(self, count: int) -> int:
         """The first of `count` numbers that nobody has."""
@@ -47,43 +87,38 @@ class EventList:
         return first
 
     def born(self, num_bytes: int) -> int:
+        """The number of a new tensor."""
         number = self.numbers(1)
-        size = rounded(num_bytes) if num_bytes > 0 else 0
-        if size > SMALL_BYTES:
-            self.events.append((number, size))
-        else:
-            self._small[number] = size
-            self.small(size, size)
+        self.start(number, _block_bytes(num_bytes))
         return number
 
+    def start(self, number: int, size: int) -> None:
+        self._sizes[number] = size
+        self.play(Chunk([(0, size)]), number)
+
     def die(self, *numbers: int) -> None:
-        for number in numbers:
-            if number in self._small:
-                self.small(-self._small.pop(number), 0)
-            else:
-                self.events.append((number, None))
+        self.play(Chunk([(number, -self._sizes.pop(number)) for number in numbers]), 0)
 
-    def small(self, change: int, most: int) -> None:
-        """Small requests that change what is alive by `change` bytes, and by `most` meanwhile."""
-        self.small_peak_bytes = max(self.small_peak_bytes, self.small_bytes + most)
-        self._marks.append((len(self.events), self.small_bytes + most))
-        self.small_bytes += change
+    def stay(self, sizes: Iterable[int]) -> None:
+        """Births of tensors that live to the end."""
+        blocks = [_block_bytes(size) for size in sizes]
+        self.play(Chunk(enumerate(blocks)), self.numbers(len(blocks)))
 
-    def live_peaks(self) -> tuple[int, int]:
-        """Most bytes alive at once: of large requests, and of all, small ones at their most."""
-        sizes: dict[int, int] = {}
-        marks = dict(self._marks)  # of several at one event the last, which the event follows
-        small = live = large_peak = peak = 0
-        for index, (number, size) in enumerate(self.events):
-            small = marks.get(index, small)
-            if size is None:
-                live -= sizes.pop(number)
-                continue
-            sizes[number] = size
-            live += size
-            large_peak = max(large_peak, live)
-            peak = max(peak, live + small)
-        return large_peak, peak
+    def pass_by(self, sizes: Iterable[int]) -> None:
+        """Births of tensors, then their deaths."""
+        blocks = list(enumerate(_block_bytes(size) for size in sizes))
+        deaths = [(tensor, -size) for tensor, size in blocks]
+        self.play(Chunk(blocks + deaths), self.numbers(len(blocks)))
+
+    def play(self, chunk: Chunk, first: int) -> None:
+        """Add the events of `chunk`, whose tensors are numbered from `first` on."""
+        self.events.extend([(first + tensor, size) for tensor, size in chunk.large])
+        live, small = self._live_bytes, self._small_bytes
+        self.peak_bytes = max(self.peak_bytes, live + chunk.most)
+        self.large_peak_bytes = max(self.large_peak_bytes, live - small + chunk.large_most)
+        self.small_peak_bytes = max(self.small_peak_bytes, small + chunk.small_most)
+        self._live_bytes += chunk.change
+        self._small_bytes += chunk.small_change
 
 
 class Sizes:
@@ -97,24 +132,19 @@ class Sizes:
     def note(self, tensor: int, form: LinearForm) -> None:
         if form not in self._by_form:
             num_bytes = evaluate(form, **self._sizes)
-            self._by_form[form] = rounded(num_bytes) if num_bytes > 0 else 0
+            self._by_form[form] = _block_bytes(num_bytes)
         self.by_tensor[tensor] = self._by_form[form]
-
-    def small(self, tensors: Iterable[int]) -> int:
-        """Bytes of the small ones among `tensors`."""
-        found = (self.by_tensor[tensor] for tensor in tensors)
-        return sum(size for size in found if size <= SMALL_BYTES)
-
-    def large(self, tensors: Iterable[int]) -> list[int]:
-        return [tensor for tensor in tensors if self.by_tensor[tensor] > SMALL_BYTES]
 
 
 class Pass:
-    """The large events of a forward or a backward of one block.
+    """A forward or a backward of one block.
 
     Args:
-        streams: tensors that other blocks hold, too; their events are large whatever their size.
+        streams: tensors that other blocks hold, too.
         kept: tensors that die later than the block says.
+
+    Attributes:
+        parts: changes of the block's own tensors in chunks, and of streams between them.
     """
 
     def __init__(
@@ -125,19 +155,21 @@ class Pass:
         streams: frozenset[int],
         kept: frozenset[int],
     ) -> None:
-        self.large: list[tuple[int, int | None]] = []
-        self.small_change = self.small_most = 0
+        self.parts: list[Chunk | tuple[int, int]] = []
+        inside: list[tuple[int, int]] = []
         for tensor, form in events:
             if form is not None:
                 sizes.note(tensor, form)
             elif tensor in kept:
                 continue
             size = sizes.by_tensor[tensor]
-            if size > SMALL_BYTES or tensor in streams:
-                self.large.append((tensor, None if form is None else size))
-                continue
-            self.small_change += size if form is not None else -size
-            self.small_most = max(self.small_most, self.small_change)
+            change = tensor, -size if form is None else size
+            if tensor in streams:
+                self.parts += [Chunk(inside), change]
+                inside = []
+            else:
+                inside.append(change)
+        self.parts.append(Chunk(inside))
 
 
 class Block:
@@ -170,47 +202,38 @@ class StepEvents:
         self.step = step
         self.list = EventList()
         self._holders: dict[int, int] = {}  # of tensors that several blocks share
-        self._stream_sizes: dict[int, int] = {}
         self._parameters: list[tuple[_Instance, tuple[int, ...]]] = []  # with gradients
         self._table_gradients: list[int] = []
         self._named: _Instance | None = None  # the head whose outputs the caller still names
 
     # --- one block ------------------------------------------------------------------------------
 
-    def _start(self, number: int, size: int, holders: int = 1) -> None:
-        self._holders[number] = holders
-        self._stream_sizes[number] = size
-        if size > SMALL_BYTES:
-            self.list.events.append((number, size))
-        else:
-            self.list.small(size, size)
+    def _start(self, number: int, size: int) -> None:
+        self._holders[number] = 1
+        self.list.start(number, size)
 
     def _let_go(self, number: int) -> None:
         self._holders[number] -= 1
         if self._holders[number] == 0:
-            size = self._stream_sizes[number]
-            if size > SMALL_BYTES:
-                self.list.events.append((number, None))
-            else:
-                self.list.small(-size, 0)
+            self.list.die(number)
 
     def _play(self, done: Pass, instance: _Instance) -> None:
-        first, streams, events = instance.first, instance.streams, self.list.events
-        self.list.small(done.small_change, done.small_most)
-        for tensor, size in done.large:
-            number = streams.get(tensor)
-            if number is None:
-                events.append((first + tensor, size))
-            elif size is None:
+        for part in done.parts:
+            if isinstance(part, Chunk):
+                self.list.play(part, instance.first)
+                continue
+            tensor, change = part
+            number = instance.streams[tensor]
+            if change < 0:
                 self._let_go(number)
-            else:
-                self._start(number, size)
+                continue
+            if self._holders.get(number):  # a checkpoint repeats what is still held
+                number = instance.streams[tensor] = self.list.numbers(1)
+            self._start(number, change)
 
     def _kill(self, instance: _Instance, tensors: Iterable[int]) -> None:
-        listed = tuple(tensors)
-        sizes = instance.block.sizes
-        self.list.small(-sizes.small(listed), 0)
-        self.list.die(*(instance.first + tensor for tensor in sizes.large(listed)))
+        sizes = instance.block.sizes.by_tensor
+        self.list.play(Chunk((tensor, -sizes[tensor]) for tensor in tensors), instance.first)
 
     def _forward(self, block: Block, stream: int) -> tuple[_Instance, int]:
         """Run `block` on `stream`; its result's number."""
@@ -245,29 +268,34 @@ class StepEvents:
         asked for, and freed, before them.
         """
         blocks = list(self._loaded())
-        warm_up = self.list.born(sum(size for size, _ in blocks))
-        self.list.die(warm_up)
-        for size, wide in blocks:
+        self.list.pass_by([sum(size for size, _ in blocks)])
+        changes: list[tuple[int, int]] = []
+        for number, (size, wide) in enumerate(blocks):
             if wide:
-                self.list.die(self.list.born(wide))
-            self.list.born(size)
+                changes += [(number, wide), (number, -wide)]
+            changes.append((number, size))
+        self.list.play(Chunk(changes), self.list.numbers(len(blocks)))
         if not self.step.method.trains_base:
-            for tensor in self.trained:
-                self.list.born(tensor.num_params * tensor.param_bytes)
+            self.list.stay(tensor.num_params * tensor.param_bytes for tensor in self.trained)
 
     def _loaded(self) -> Iterator[tuple[int, int]]:
         """Bytes of each tensor that stays, and of the wide one that it is quantised from."""
-        step, model, dtypes = self.step, self.step.model, self.step.dtypes
+        model, dtypes = self.step.model, self.step.dtypes
         for embedding in model.embeddings:
-            yield embedding.num_elements * dtypes.embedding_bytes, 0
+            yield _block_bytes(embedding.num_elements * dtypes.embedding_bytes), 0
+        weights = {layer: list(self._layer_weights(layer)) for layer in set(self.layers)}
         for layer in self.layers:
-            for linear in layer.linears:
-                yield from _stored(linear, step)
-            in_linears = sum(linear.num_weights for linear in layer.linears)
-            yield (layer.num_params - in_linears) * dtypes.base_bytes, 0
+            yield from weights[layer]
         if model.head is not None and not model.head_tied:
-            yield model.head.num_weights * dtypes.embedding_bytes, 0
-        yield model.other_params * dtypes.base_bytes, 0
+            yield _block_bytes(model.head.num_weights * dtypes.embedding_bytes), 0
+        yield _block_bytes(model.other_params * dtypes.base_bytes), 0
+
+    def _layer_weights(self, layer: Layer) -> Iterator[tuple[int, int]]:
+        for linear in layer.linears:
+            for size, wide in _stored(linear, self.step):
+                yield _block_bytes(size), _block_bytes(wide)
+        in_linears = sum(linear.num_weights for linear in layer.linears)
+        yield _block_bytes((layer.num_params - in_linears) * self.step.dtypes.base_bytes), 0
 
     # --- what a step is made of -----------------------------------------------------------------
 
@@ -284,32 +312,42 @@ class StepEvents:
     def trained(self) -> tuple[Trained, ...]:
         """Trained tensors one by one, in the order of the modules."""
         step = self.step
-        found: list[Trained] = []
         if step.method.trains_base:
             return tuple(self._trained_base())
-        for layer in self.layers:
-            for linear in adapted(layer, step.targets):
-                for _ in range(linear.count):
-                    for rows, width in step.method.adapter_shapes(linear, step.r):
-                        found.append(
-                            Trained(rows=rows, width=width, param_bytes=step.dtypes.adapter_bytes)
-                        )
-        return (*found, *step.saved_modules)
+        adapters = {layer: self._adapters(layer) for layer in set(self.layers)}
+        of_layers = itertools.chain.from_iterable(adapters[layer] for layer in self.layers)
+        return (*of_layers, *step.saved_modules)
+
+    def _adapters(self, layer: Layer) -> list[Trained]:
+        step = self.step
+        tensors: list[Trained] = []
+        for linear in adapted(layer, step.targets):
+            shapes = step.method.adapter_shapes(linear, step.r)
+            size = step.dtypes.adapter_bytes
+            tensors += [
+                Trained(rows=rows, width=width, param_bytes=size) for rows, width in shapes
+            ] * linear.count
+        return tensors
 
     def _trained_base(self) -> Iterator[Trained]:
         model, size = self.step.model, self.step.param_bytes
         for table in self._trained_tables():
             yield Trained(rows=table.rows, width=table.width, param_bytes=size, is_embedding=True)
+        weights = {layer: list(self._trained_weights(layer)) for layer in set(self.layers)}
         for layer in self.layers:
-            for linear in layer.linears:
-                for rows in _rows_of_modules(linear):
-                    yield Trained(rows=rows, width=linear.in_features, param_bytes=size)
-            in_linears = sum(linear.num_weights for linear in layer.linears)
-            yield Trained(rows=1, width=layer.num_params - in_linears, param_bytes=size)
+            yield from weights[layer]
         if model.head is not None and not model.head_tied:
             yield Trained(
                 rows=model.head.out_features, width=model.head.in_features, param_bytes=size
             )
+
+    def _trained_weights(self, layer: Layer) -> Iterator[Trained]:
+        size = self.step.param_bytes
+        for linear in layer.linears:
+            for rows in _rows_of_modules(linear):
+                yield Trained(rows=rows, width=linear.in_features, param_bytes=size)
+        in_linears = sum(linear.num_weights for linear in layer.linears)
+        yield Trained(rows=1, width=layer.num_params - in_linears, param_bytes=size)
 
     def _trained_tables(self) -> tuple[Embedding, ...]:
         step = self.step
@@ -520,13 +558,15 @@ class StepEvents:
         step = self.step
         kind, name = step.gpu.kind, step.run.optimizer
         if first:
-            for tensor in self.trained:
-                for size in optimizer.state_blocks(tensor, optimizer=name, device_kind=kind):
-                    self.list.born(size)
+            states = {
+                tensor: optimizer.state_blocks(tensor, optimizer=name, device_kind=kind)
+                for tensor in set(self.trained)
+            }
+            self.list.stay(itertools.chain.from_iterable(states[tensor] for tensor in self.trained))
         for temporaries in optimizer.temporary_blocks(
             self.trained, optimizer=name, device_kind=kind
         ):
-            self.list.die(*[self.list.born(size) for size in temporaries])
+            self.list.pass_by(temporaries)
         for instance, parameters in self._parameters:
             self._kill(instance, parameters)
         self._parameters.clear()

@@ -8,7 +8,6 @@ training are in `memory.moments`, those of inference in `memory.inference`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from whichlora.memory import allocator, loss
 from whichlora.memory.entries import Entry
@@ -17,17 +16,9 @@ from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.loading import loading_moment
 from whichlora.memory.moments import training_moments
 from whichlora.memory.step import TrainingStep
-from whichlora.methods.base import Method
-from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.dtypes import Dtypes
-from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, added, largest, smallest
-from whichlora.spec.run import RunConfig
 
-if TYPE_CHECKING:  # it is given, and lies above
-    from whichlora.trainers.base import Trainer
-
-__all__ = ["PARTS", "Ledger", "trained_params", "training_ledger", "training_step"]
+__all__ = ["PARTS", "Ledger", "trained_params", "training_ledger"]
 
 PARTS = (
     "weights",
@@ -74,53 +65,13 @@ class Ledger:
         return max(self.moments, key=self.moment_bytes)
 
 
-def training_step(
-    model: ModelSpec,
-    run: RunConfig,
-    dtypes: Dtypes,
-    method: Method,
-    gpu: GpuSpec,
-    targets: tuple[str, ...],
-    trainer: Trainer,
-    *,
-    batch_size: Count,
-    seq_len: Count,
-    r: Count,
-) -> TrainingStep:
-    """One steady optimizer step: the second or later, so that optimizer states exist.
-
-    `batch_size`, `seq_len` and `r` may be arrays; everything else is one setting.
-    """
-    return TrainingStep(
-        model=model,
-        run=run,
-        dtypes=dtypes,
-        method=method,
-        gpu=gpu,
-        targets=targets,
-        trainer=trainer,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        r=r,
-    )
-
-
-def training_ledger(
-    model: ModelSpec,
-    run: RunConfig,
-    dtypes: Dtypes,
-    method: Method,
-    gpu: GpuSpec,
-    targets: tuple[str, ...],
-    trainer: Trainer,
-    **sizes: Count,
-) -> Ledger:
-    """Moments of the step; args as of `training_step`."""
-    step = training_step(model, run, dtypes, method, gpu, targets, trainer, **sizes)
+def training_ledger(step: TrainingStep) -> Ledger:
+    """Moments of loading and of `step`."""
     ledger = Ledger(
-        moments=training_moments(step) | loading_moment(model, dtypes, like=step.batch_size),
+        moments=training_moments(step)
+        | loading_moment(step.model, step.dtypes, like=step.batch_size),
         idle_bytes=0,
-        workspace_bytes=allocator.workspace_bytes(gpu, training=True),
+        workspace_bytes=allocator.workspace_bytes(step.gpu, training=True),
     )
     return replace(ledger, idle_bytes=_idle_bytes(step, ledger))
 

@@ -12,7 +12,8 @@ from whichlora.memory.gradients import Trained, trained_tensors
 from whichlora.memory.inference import inference_ledger
 from whichlora.memory.optimizer import Update
 from whichlora.memory.reserved import replayed_idle_bytes
-from whichlora.memory.training import PARTS, Ledger, trained_params, training_ledger, training_step
+from whichlora.memory.step import TrainingStep
+from whichlora.memory.training import PARTS, Ledger, trained_params, training_ledger
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import (
     MEMORY_CONFIDENCE,
@@ -52,10 +53,24 @@ def ledger(job: ResolvedRun, **sizes: Count) -> Ledger:
     Args:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
-    parts = (job.model, job.run, job.dtypes, job.method, job.gpu, job.targets)
     if job.run.phase == "inference":
+        parts = (job.model, job.run, job.dtypes, job.method, job.gpu, job.targets)
         return inference_ledger(*parts, **_sizes(job, sizes))
-    return training_ledger(*parts, job.trainer, **_sizes(job, sizes))
+    return training_ledger(training_step(job, **sizes))
+
+
+def training_step(job: ResolvedRun, **sizes: Count) -> TrainingStep:
+    """One optimizer step of `job`; args as of `ledger`."""
+    return TrainingStep(
+        model=job.model,
+        run=job.run,
+        dtypes=job.dtypes,
+        method=job.method,
+        gpu=job.gpu,
+        targets=job.targets,
+        trainer=job.trainer,
+        **_sizes(job, sizes),
+    )
 
 
 def num_trained(job: ResolvedRun, r: Count | None = None) -> Count:
@@ -220,33 +235,20 @@ def num_tokens(job: ResolvedRun, **sizes: Count) -> Count:
     return counts["batch_size"] * counts["prompt_len" if encoder else "max_new_tokens"]
 
 
-def replayed_idle(job: ResolvedRun, counted: Ledger) -> int | None:
-    """The allocator's idle bytes by a replay of the run's requests; None where that cannot be.
-
-    Kind: exact as far as the events are. Source: `memory.reserved`.
-    """
-    if job.run.phase == "inference":
-        return None
-    step = training_step(
-        job.model,
-        job.run,
-        job.dtypes,
-        job.method,
-        job.gpu,
-        job.targets,
-        job.trainer,
-        **_sizes(job, {}),
-    )
-    return replayed_idle_bytes(
-        step, live_bytes=counted.peak_allocated_bytes - counted.workspace_bytes
-    )
-
-
 def run_moments(job: ResolvedRun) -> tuple[dict[str, dict[str, Count]], bool]:
-    """Bytes by part at each moment, and whether the allocator's part comes from a replay."""
-    counted = ledger(job)
+    """Bytes by part at each moment, and whether the allocator's part comes from a replay.
+
+    Source: `memory.reserved`, where the events of the run are known.
+    """
+    idle_bytes = None
+    if job.run.phase == "inference":
+        counted = ledger(job)
+    else:
+        step = training_step(job)
+        counted = training_ledger(step)
+        live_bytes = counted.peak_allocated_bytes - counted.workspace_bytes
+        idle_bytes = replayed_idle_bytes(step, live_bytes=live_bytes)
     moments = {moment: part_bytes(job, counted, moment) for moment in counted.moments}
-    idle_bytes = replayed_idle(job, counted)
     if idle_bytes is not None:
         moments = {name: parts | {"allocator": idle_bytes} for name, parts in moments.items()}
     return moments, idle_bytes is not None

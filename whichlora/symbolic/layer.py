@@ -301,27 +301,32 @@ def block_events(
         )
         last += walk.num_made
 
-    def number(tensor: int) -> int:
-        return tensor if tensor >= 0 else tape.num_storages - tensor - 1
-
     # temporaries of the forward come after all gradients
     forward = tuple(
         TapeEvent(tensor if tensor >= 0 else last - tensor - 1, form)
         for tensor, form in tape.unpacked_events(first)
     )
-    num_tensors = last + max((-tensor for tensor, _ in first), default=0)
+    num_tensors = 1 + max(last - 1, tape.result, *(event.tensor for event in forward))
     if walk is None:
         return BlockEvents(num_tensors=num_tensors, forward=forward, result=tape.result)
     gradient = walk.input_gradient
+    hidden = frozenset() if without_graph else tape.saved_storages(hidden=True)
+    # a checkpoint repeats them, too, while those of the first forward are still there
+    repeated = sorted(hidden - {0}) if checkpointed else []
+    again = {tensor: num_tensors + place for place, tensor in enumerate(repeated)}
+
+    def number(tensor: int) -> int:
+        return again.get(tensor, tensor) if tensor >= 0 else tape.num_storages - tensor - 1
+
     return BlockEvents(
-        num_tensors=num_tensors,
+        num_tensors=num_tensors + len(again),
         forward=forward,
         backward=tuple(
             TapeEvent(number(tensor), form) for tensor, form in tape.unpacked_events(walk.events)
         ),
         result=tape.result,
         saved=frozenset() if checkpointed else tape.saved_storages(),
-        hidden=frozenset() if without_graph else tape.saved_storages(hidden=True),
+        hidden=hidden,
         copies=tuple(tape.cached_copies),
         result_gradient=number(walk.result_gradient),
         gathered=tuple(map(number, walk.gathered)),
