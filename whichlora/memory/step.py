@@ -6,7 +6,7 @@ here, once, when it is first asked for. All sizes may be arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -341,9 +341,9 @@ class TrainingStep:
 
     # --- the worst points -----------------------------------------------------------------------
 
-    @cached_property
-    def loss_forward_bytes(self) -> Count:
-        return loss.loss_forward_bytes(
+    def _in_loss(self, formula: Callable[..., Count]) -> Count:
+        """A formula of `memory.loss` for this step."""
+        return formula(
             self.model,
             self.dtypes,
             self.trainer,
@@ -352,27 +352,19 @@ class TrainingStep:
         )
 
     @cached_property
+    def loss_forward_bytes(self) -> Count:
+        return self._in_loss(loss.loss_forward_bytes)
+
+    @cached_property
     def loss_backward_bytes(self) -> Count:
-        return loss.loss_backward_bytes(
-            self.model,
-            self.dtypes,
-            self.trainer,
-            tokens=self.tokens,
-            loss_head=self.run.loss_head,
-        )
+        return self._in_loss(loss.loss_backward_bytes)
 
     @cached_property
     def kept_logits_bytes(self) -> Count:
         """Logits that the caller holds while the model goes backward."""
         if self.trainer.outputs_held(self.run) == "until_loss":
             return 0 * self.tokens
-        return loss.kept_logits_bytes(
-            self.model,
-            self.dtypes,
-            self.trainer,
-            tokens=self.tokens,
-            loss_head=self.run.loss_head,
-        )
+        return self._in_loss(loss.kept_logits_bytes)
 
     @cached_property
     def layer_backward_bytes(self) -> Count:

@@ -11,7 +11,7 @@ from whichlora.memory.allocator import context_bytes
 from whichlora.memory.checkpoint import CheckpointBytes, checkpoint_bytes
 from whichlora.memory.evaluation import evaluation_bytes
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.predict import ledger, trained_of, update_of
+from whichlora.predict.predict import ledger, training_step, update_of
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.numeric import Real
 from whichlora.spec.plan import SAVED_SHARE, Keeping
@@ -108,7 +108,11 @@ def evaluation_peak_bytes(job: ResolvedRun, calibration: Calibration, *, width: 
 def bytes_of_checkpoint(job: ResolvedRun) -> CheckpointBytes:
     """Bytes on disk of one checkpoint of `job`."""
     return checkpoint_bytes(
-        job.model, job.dtypes, job.method, trained_of(job), optimizer_name=job.run.optimizer
+        job.model,
+        job.dtypes,
+        job.method,
+        training_step(job).tensors,
+        optimizer_name=job.run.optimizer,
     )
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from whichlora.memory import allocator
-from whichlora.memory.gradients import Trained, trained_tensors
 from whichlora.memory.inference import inference_ledger
 from whichlora.memory.optimizer import Update
 from whichlora.memory.reserved import replayed_idle_bytes
@@ -86,24 +85,10 @@ def num_trained(job: ResolvedRun, r: Count | None = None) -> Count:
     )
 
 
-def trained_of(job: ResolvedRun, r: Count | None = None) -> tuple[Trained, ...]:
-    """The tensors that `job` trains, at rank `r` where it is not the run's own."""
-    run = job.run
-    return trained_tensors(
-        job.model,
-        job.targets,
-        job.method,
-        run.r if r is None else r,
-        dtypes=job.dtypes,
-        modules_to_save=run.modules_to_save,
-        bias=run.bias,
-    )
-
-
 def update_of(job: ResolvedRun, r: Count | None = None) -> Update:
     """What happens to the gradients of one step of `job`, at rank `r` where it is not its own."""
     return Update(
-        tensors=trained_of(job, r),
+        tensors=training_step(job, r=job.run.r if r is None else r).tensors,
         optimizer=job.run.optimizer,
         device_kind=job.gpu.kind,
         clips=job.trainer.clips_gradients,

@@ -201,6 +201,13 @@ class LayerPoints:
     recomputed: tuple[LinearForm, ...]
 
 
+def _tape_of(layer: Layer, hidden_size: int, code: OpEmitter, *, needs_grad: bool) -> Tape:
+    """The tape of `code` after one layer has run on it."""
+    x = code.tape.input(per_token(hidden_size), code.stream_bytes, needs_grad=needs_grad)
+    code.tape.returns(run_layer(code, layer, x))
+    return code.tape
+
+
 @lru_cache(maxsize=512)
 def layer_points(
     layer: Layer,
@@ -220,14 +227,11 @@ def layer_points(
 
     Kind: exact. Source: the code of transformers, peft, bitsandbytes and torch named above.
     """
-    tapes = []
-    for needs_grad in (True, False):
-        tape = Tape()
-        code = OpEmitter(tape, dtypes, targets, method, masked, stream, checkpointed, ragged=ragged)
-        x = tape.input(per_token(hidden_size), stream, needs_grad=needs_grad)
-        tape.returns(run_layer(code, layer, x))
-        tapes.append(tape)
-    tape, first = tapes
+    settings = (dtypes, targets, method, masked, stream, checkpointed)
+    tape, first = (
+        _tape_of(layer, hidden_size, OpEmitter(Tape(), *settings, ragged=ragged), needs_grad=needed)
+        for needed in (True, False)
+    )
     forward = tape.forward(saving=not checkpointed)
     recomputed = tape.backward(recomputed=True, early_stop=not reentrant, accumulated=accumulated)
     return LayerPoints(
@@ -355,12 +359,13 @@ def layer_events(
 
     Source: as of `layer_points`.
     """
-    tape = Tape()
-    code = OpEmitter(tape, dtypes, targets, method, masked, stream, checkpointed, ragged=ragged)
-    x = tape.input(per_token(hidden_size), stream, needs_grad=needs_grad)
-    tape.returns(run_layer(code, layer, x))
+    settings = (dtypes, targets, method, masked, stream, checkpointed)
+    code = OpEmitter(Tape(), *settings, ragged=ragged)
     return block_events(
-        tape, checkpointed=checkpointed, reentrant=reentrant, accumulated=accumulated
+        _tape_of(layer, hidden_size, code, needs_grad=needs_grad),
+        checkpointed=checkpointed,
+        reentrant=reentrant,
+        accumulated=accumulated,
     )
 
 
@@ -383,11 +388,7 @@ def working_points(
         targets: names of the matrices with an adapter; none of a merged model.
         decoding: one token of each sequence runs, and sees those in the cache.
     """
-    tape = Tape(no_grad=True)
-    code = OpEmitter(
-        tape, dtypes, targets, method, masked, stream, ragged=ragged, decoding=decoding
-    )
-    x = tape.input(per_token(hidden_size), stream, needs_grad=False)
-    tape.returns(run_layer(code, layer, x))
-    points = tape.forward(saving=False)
-    return maximal(points)
+    settings = (dtypes, targets, method, masked, stream)
+    code = OpEmitter(Tape(no_grad=True), *settings, ragged=ragged, decoding=decoding)
+    tape = _tape_of(layer, hidden_size, code, needs_grad=False)
+    return maximal(tape.forward(saving=False))
