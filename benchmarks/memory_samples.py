@@ -24,6 +24,7 @@ from whichlora.memory.allocator_simulator import replay, rounded
 from whichlora.predict import predict as prediction
 from whichlora.predict import resolve as resolution
 from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.run import ALL_LINEAR, ATTENTION, RunConfig
 from whichlora.store import models as model_store
@@ -321,6 +322,11 @@ def read_lines(path: Path = FIRST_TRACES) -> Iterator[dict[str, Any]]:
             yield from map(json.loads, file)
 
 
+def as_traced(job: ResolvedRun) -> ResolvedRun:
+    """`job` without what no trace sees: buffers inside kernels; fp16 is traced as bf16 is."""
+    return replace(job, dtypes=replace(job.dtypes, kernel_buffers=False, fused_fp16_softmax=False))
+
+
 _MOMENTS = {"layer_forward": "forward", "loss_forward": "forward", "optimizer_step": "optimizer"}
 
 
@@ -332,11 +338,9 @@ def predicted(run: RunConfig) -> dict[str, Any]:
     Raises:
         WhichLoraError: settings that exclude each other.
     """
-    job = resolution.resolve(model_of(run.model), run, replace(GPU, memory_bytes=ENDLESS))
-    seen = replace(
-        job.dtypes, kernel_buffers=False, fused_fp16_softmax=False
-    )  # fp16 is traced bf16
-    job = replace(job, dtypes=seen)
+    job = as_traced(
+        resolution.resolve(model_of(run.model), run, replace(GPU, memory_bytes=ENDLESS))
+    )
     found = prediction.ledger(job)
     # a trace places finished weights: what loading needs besides is not in it
     found = replace(found, moments={k: v for k, v in found.moments.items() if k != "loading"})

@@ -55,7 +55,7 @@ class Compared:
 def compared(run: RunConfig, traced: int) -> Compared:
     """`run` against `traced` bytes, without a limit of memory and without workspaces."""
     gpu = replace(samples.GPU, memory_bytes=samples.ENDLESS)
-    job = resolution.resolve(samples.model_of(run.model), run, gpu)
+    job = samples.as_traced(resolution.resolve(samples.model_of(run.model), run, gpu))
     counted = prediction.ledger(job)
     workspace = counted.workspace_bytes
     judged = prediction.judged_run(job, prior_calibration(gpu))
