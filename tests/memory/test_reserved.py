@@ -63,6 +63,25 @@ def test_kept_traces_reserve_what_the_replay_says() -> None:
     assert statistics.median(errors) < 0.01
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # layers that end in a norm, a masked head that autocast copies
+        {"model": "google-bert/bert-base-uncased", "method": "qlora", "use_reentrant": False},
+        {"model": "google-bert/bert-base-uncased", "method": "full", "precision": "bf16-pure"},
+        # inputs that 8-bit matrices hold, of layers without a norm before them
+        {"model": "allenai/OLMo-2-1124-7B", "quant": "int8"},
+        # the last norm keeps the stream
+        {"model": "allenai/Olmo-3-1025-7B", "precision": "fp32", "loss_head": "raw"},
+        # a tower that takes no part
+        {"model": "Qwen/Qwen3.5-9B", "method": "qlora"},
+    ],
+)
+def test_events_add_up_to_the_ledger_in_every_micro_step(settings: dict[str, object]) -> None:
+    run = RunConfig(batch_size=8, seq_len=512, gradient_accumulation_steps=3, **settings)
+    assert reserved(run) is not None
+
+
 def test_no_replay_says_what_its_events_do_not_know() -> None:
     run = RunConfig(model="google-t5/t5-base", seq_len=128)  # two stacks
     assert reserved(run) is None

@@ -17,7 +17,7 @@ from whichlora.memory.allocator_simulator import SMALL_BYTES, rounded
 from whichlora.memory.gradients import Trained
 from whichlora.memory.layer_bytes import layer_cases
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.weights import quantised_parts
+from whichlora.memory.weights import quantised_parts, weight_bytes
 from whichlora.spec.architecture import Embedding, Layer, Linear
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.run import FOUR_BIT_BNB
@@ -183,7 +183,9 @@ class Block:
         ends = (0, events.result, events.result_gradient, *([] if gradient is None else [gradient]))
         streams = frozenset(ends)
         self.forward = Pass(events.forward, self.sizes, streams=streams, kept=frozenset())
-        self.backward = Pass(events.backward, self.sizes, streams=streams, kept=events.hidden)
+        # the death of a checkpointed block's input is that of the checkpoint's frame
+        kept = events.hidden - ({0} - events.saved)
+        self.backward = Pass(events.backward, self.sizes, streams=streams, kept=kept)
 
 
 @dataclass(slots=True)
@@ -241,7 +243,7 @@ class StepEvents:
         first = self.list.numbers(events.num_tensors)
         result = first + events.result
         instance = _Instance(block, first, {0: stream, events.result: result})
-        self._holders[stream] += (0 in events.saved) + (0 in events.hidden)
+        self._holders[stream] += 0 in events.saved | events.hidden
         self._play(block.forward, instance)
         if events.result == 0:
             return instance, stream
@@ -288,7 +290,9 @@ class StepEvents:
             yield from weights[layer]
         if model.head is not None and not model.head_tied:
             yield _block_bytes(model.head.num_weights * dtypes.embedding_bytes), 0
-        yield _block_bytes(model.other_params * dtypes.base_bytes), 0
+        stored = weight_bytes(model, dtypes)
+        yield _block_bytes(stored["other"]), 0
+        yield _block_bytes(stored["buffers"]), 0
 
     def _layer_weights(self, layer: Layer) -> Iterator[tuple[int, int]]:
         for linear in layer.linears:
@@ -436,6 +440,8 @@ class StepEvents:
         self.list.die(unnamed)
         self._let_go(rows)
         head, loss_number = self._forward(self._head_block(accumulated=accumulated), stream)
+        if 0 in head.block.events.saved:
+            self._let_go(stream)
         if self._named is not None:
             self._drop_outputs(self._named)
         for instance in instances:

@@ -624,6 +624,8 @@ class Tape:
         held = self._outliving(saving=saving, again=again, hides=hides)
         if frees_input and not (saving and 0 in self.saved_storages()):
             held.remove(0)
+        if stop is not None and self.result not in (0, *self.saved_storages()):
+            held.discard(self.result)  # nobody takes over what the recomputation makes last
         ends = self._ends()
         events: list[_PackedEvent] = []
         for index, step in enumerate(self._steps if stop is None else self._steps[:stop]):
@@ -776,9 +778,12 @@ class Backward:
         nodes = [node for node in tape._nodes if not node.hidden]
         saved = {storage for node in nodes for storage in node.saved} - {0}
         self.live += sum(self._forms[storage] for storage in saved)
+        events = tape.forward_events(saving=True, again=True, stop=stop)
         renamed: dict[int, int] = {}  # temporaries, and copies of what the first forward hid
-        for tensor, form in tape.forward_events(saving=True, again=True, stop=stop):
-            if tensor < 0 or tensor in self._held:
+        dies_again = {tensor for tensor, form in events if form is None}
+        again = self._held | (dies_again & {tape.result})  # the caller has the first result
+        for tensor, form in events:
+            if tensor < 0 or tensor in again:
                 renamed[tensor] = renamed[tensor] if form is None else self._new(form)
             self.events.append((renamed.get(tensor, tensor), form))
         self._hidden_again = [

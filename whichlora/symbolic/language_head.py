@@ -23,15 +23,15 @@ def logits_of(code: OpEmitter, model: ModelSpec, x: Tensor, *, trained: bool) ->
     for _ in model.final_dropouts:
         y = code.dropout(y, mask_bytes=y.size if dtypes.device_kind == "cpu" else 1)
     if model.masked_head is not None:
-        return run_masked_head(code, model.masked_head, y, vocab_size=model.vocab_size)
+        elements = constant(model.vocab_size * model.masked_head.width)
+        words = tape.weight(elements, dtypes.embedding_bytes, trained=trained)
+        return run_masked_head(code, model.masked_head, y, words, vocab_size=model.vocab_size)
     if model.head is None:
         return y
     tape.hold(x)
-    width = model.head.in_features
     narrow = code.autocast(y)
-    weight = tape.weight(
-        constant(width * model.head.out_features), dtypes.embedding_bytes, trained=trained
-    )
+    elements = constant(model.head.in_features * model.head.out_features)
+    weight = tape.weight(elements, dtypes.embedding_bytes, trained=trained)
     used = code.autocast(weight)
     saves = [used, narrow] if trained else [used]
     logits = tape.op(
