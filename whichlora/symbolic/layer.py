@@ -7,7 +7,8 @@ from functools import lru_cache
 
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import Layer, Norm
-from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.run import BNB_QUANTS
 from whichlora.symbolic.attention import attend
 from whichlora.symbolic.autograd import (
     NOTHING,
@@ -164,15 +165,28 @@ def returned_probabilities(layer: Layer, dtypes: Dtypes) -> LinearForm:
 def stream_bytes(layer: Layer, dtypes: Dtypes, *, after_norm: bool) -> int:
     """One element of the layer's input: CUDA's autocast returns fp32 from a LayerNorm.
 
+    So do matrices of bitsandbytes that read it, and the MLP's result makes the sum fp32, too.
+
     Args:
         after_norm: a LayerNorm stands between the embeddings and the first layer.
 
-    Kind: exact. Source: torch 2.13 `autocast_mode.h`: `layer_norm` is in its fp32 list.
+    Kind: exact; upper bound where the matrices widen it: the first layer's input is narrower.
+    Source: torch 2.13 `autocast_mode.h`: `layer_norm` is in its fp32 list; bitsandbytes 0.50.2
+    `Linear4bit.forward`: `.to(inp_dtype)`.
     """
-    ends_in_norm = layer.post_norm and bool(layer.norms) and layer.norms[-1].kind == "layer"
-    if (ends_in_norm or after_norm) and dtypes.under_autocast and dtypes.device_kind != "cpu":
+    if not dtypes.under_autocast or dtypes.device_kind == "cpu":
+        return dtypes.stream_bytes
+    is_last_wide = bool(layer.norms) and layer.norms[-1].kind == "layer"
+    if after_norm or (is_last_wide and (layer.post_norm or _keeps_wide(layer, dtypes))):
         return 4
     return dtypes.stream_bytes
+
+
+def _keeps_wide(layer: Layer, dtypes: Dtypes) -> bool:
+    """Whether the MLP gives back the dtype that it is given."""
+    if layer.mlp is None or dtypes.quant not in BNB_QUANTS:
+        return False
+    return all(is_quantised(linear, dtypes) for linear in layer.mlp.linears)
 
 
 @dataclass(frozen=True, slots=True)
