@@ -98,11 +98,6 @@ def _is_near_the_card(one: Observation) -> bool:
 # What is different in a run that is far off: the first that applies.
 EXPLANATIONS: tuple[tuple[Callable[[Observation], bool], str], ...] = (
     (
-        lambda one: "santacoder" in one.label,
-        "GPTBigCode leaves its logits in 16 bit and the Trainer widens its outputs: measured are "
-        "6, 11 and 15 bytes per entry, by precision, where our unsloth head has 8",
-    ),
-    (
         lambda one: "exllamav2" in one.stack,
         "exllamav2 keeps 0.75 GiB of scratch: a matrix in fp16, and fp32 outputs of 16,384 rows",
     ),

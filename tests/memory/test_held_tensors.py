@@ -29,6 +29,7 @@ from whichlora.predict.predict import ledger
 from whichlora.predict.resolve import resolve
 from whichlora.search.grid import blocks
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.run import RunConfig
 from whichlora.symbolic.autograd import Tape, per_token
 from whichlora.symbolic.kernels import fused_qkv
@@ -482,3 +483,83 @@ def test_bloom_holds_its_first_scores_beside_the_masked_ones() -> None:
     # the scores and the masked ones in 16 bit, in fp32 before and after softmax, and the weights
     # of the layer before
     assert prefill > (2 + 2 + 4 + 4 + 2) * scores
+
+
+BIGCODE = {
+    "model_type": "gpt_bigcode",
+    "n_embd": 512,
+    "n_head": 8,
+    "n_layer": 6,
+    "vocab_size": 49_280,
+    "n_positions": 512,
+}
+OLD = {"transformers": "4.48.1"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "head", "in_loss", "copies"),
+    [
+        ("bf16-pure", "hf", 2 + 2 + 2, 0),  # logits, their shifted copy, log-softmax
+        ("bf16", "hf", 2 + 2 + 4 + 4, 0),
+        ("bf16-pure", "unsloth", 2 + 2, 0),
+        ("bf16", "unsloth", 2 + 2 + 4, 6 * 4 * 2 * 64),  # as the caller gets logits and cache
+    ],
+)
+def test_old_gpt_bigcode_leaves_its_logits_in_16_bit(
+    precision: str, head: str, in_loss: int, copies: int
+) -> None:
+    settings = {"method": "full", "precision": precision, "loss_head": head, "libraries": OLD}
+    named = 4 * 512 if (precision, head) == ("bf16", "hf") else 0  # the last norm's output
+    logits_bytes = part(ledger_of(BIGCODE, **settings), "loss_forward", logits.LOSS_FORWARD)
+    assert logits_bytes == 512 * (49_280 * in_loss + named + copies)
+
+
+def bigcode_dtypes(version: str, method: str) -> Dtypes:
+    libraries = (("transformers", version),)
+    run = RunConfig(
+        model="m", method=method, precision="bf16", prepare_kbit=False, libraries=libraries
+    )
+    return resolve(model_of(BIGCODE), run, A100).dtypes
+
+
+@pytest.mark.parametrize("version", ["4.48.1", "4.49.0"])
+def test_gpt_bigcode_has_the_common_loss_from_4_49_on(version: str) -> None:
+    dtypes = bigcode_dtypes(version, method="full")
+    assert logits.has_narrow_loss(model_of(BIGCODE), dtypes) == (version == "4.48.1")
+
+
+def test_old_gpt_bigcode_caches_its_fused_projections_with_checkpointing() -> None:
+    def cached(method: str, version: str) -> int:
+        settings = {"method": method, "precision": "bf16", "prepare_kbit": False}
+        found = ledger_of(BIGCODE, **settings, libraries={"transformers": version})
+        return part(found, "loss_forward", kv_cache.CHECKPOINTED_CACHE)
+
+    assert cached("full", "4.52.4") == 6 * 512 * (512 + 2 * 64) * 2
+    assert cached("qlora", "4.52.4") == 2 * cached("full", "4.52.4")  # behind an fp32 LayerNorm
+    assert cached("full", "4.53.3") == 0
+
+
+def test_cached_projections_in_fp32_are_not_copied() -> None:
+    model = model_of(BIGCODE)
+    narrow, wide = (bigcode_dtypes("4.48.1", method=method) for method in ("full", "qlora"))
+    assert kv_cache.checkpointed_cache_copy_bytes(model, narrow) == 6 * 4 * 2 * 64
+    assert kv_cache.checkpointed_cache_copy_bytes(model, wide) == 0
+    assert kv_cache.checkpointed_cache_bytes(model, bigcode_dtypes("5.23.0", method="full")) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "method", "precision", "size"),
+    [
+        (BIGCODE, "qlora", "bf16", 4),  # LayerNorm, 4-bit MLP, sum
+        (BIGCODE, "lora", "bf16", 2),  # autocast narrows what the MLP reads
+        (BIGCODE, "qlora", "bf16-no-autocast", 2),
+        ({"model_type": "llama", "num_hidden_layers": 2}, "qlora", "bf16", 2),
+    ],
+)
+def test_a_4_bit_mlp_behind_a_layer_norm_makes_the_stream_fp32(
+    config: dict[str, object], method: str, precision: str, size: int
+) -> None:
+    found = ledger_of(config, method=method, precision=precision, prepare_kbit=False)
+    entry = next(one for one in found.moments["layer_forward"] if one.what == "checkpoints")
+    inputs = [tensor for group in entry.groups for tensor in group.tensors]
+    assert {tensor.element_bytes for tensor in inputs if "input" in tensor.what} == {size}

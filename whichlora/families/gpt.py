@@ -118,9 +118,15 @@ def _gpt2(c: Fields) -> ModelSpec:
         dropouts=(hidden,) * 2 if c.probability("resid_pdrop") else (),
         names_attention=True,
     )
-    # GPTBigCodeModel keeps a boolean causal mask of the full length
-    mask_bytes = c.size("max_position_embeddings") ** 2 if "multi_query" in c.defaults else 0
-    return _absolute(c, [layer] * c.layers(), buffer_bytes=mask_bytes)
+    if c.text("model_type") == "gpt2":
+        return _absolute(c, [layer] * c.layers())
+    return _absolute(
+        c,
+        [layer] * c.layers(),
+        buffer_bytes=c.size("max_position_embeddings") ** 2,  # a boolean causal mask
+        narrow_loss_before="4.49",
+        caches_checkpointed_before="4.53",
+    )
 
 
 def _gpt_neo(c: Fields) -> ModelSpec:

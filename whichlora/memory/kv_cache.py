@@ -9,10 +9,10 @@ from __future__ import annotations
 from whichlora.memory.allocator_simulator import MIN_OWN_SEGMENT_BYTES as OWN_SEGMENT
 from whichlora.memory.allocator_simulator import SEGMENT_ROUNDING_BYTES as SEGMENT_ROUNDING
 from whichlora.memory.entries import Fact
-from whichlora.spec.architecture import Layer, ModelSpec
-from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.architecture import Layer, Linear, ModelSpec
+from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count, ceil_div, largest, round_up, smallest
-from whichlora.spec.run import CacheFormat
+from whichlora.spec.run import BNB_QUANTS, CacheFormat
 
 BLOCK_TOKENS = {"dynamic": 1, "static": 1, "quantized": 1, "paged": 256, "vllm": 16}
 """Tokens per block: transformers 5.23 continuous batching 256, vLLM 16."""
@@ -157,3 +157,63 @@ def trained_cache_elements(model: ModelSpec, dtypes: Dtypes) -> int:
         for attention in layer.attentions
         if attention.position == "relative"
     )
+
+
+CHECKPOINTED_CACHE = Fact(
+    part="kv_cache",
+    what="projections whose keys and values the model's output holds",
+    shape="[num_hidden_layers, batch_size, seq_len, out_features]",
+    dtype="compute_bytes; fp32 behind a quantised matrix under autocast",
+    why="the class leaves its cache on with checkpointing; what it caches is a view of these",
+    source="transformers 4.48.1 GPTBigCodeModel.forward, GPTBigCodeAttention.forward",
+)
+
+
+def caches_checkpointed(model: ModelSpec, dtypes: Dtypes) -> bool:
+    """Whether a training with checkpointing caches keys and values. Kind: exact.
+
+    Source: transformers 4.52.4 `GPTBigCodeModel.forward`; 4.53.3 sets `use_cache = False`.
+    """
+    until = model.caches_checkpointed_before
+    return bool(until) and dtypes.libraries.older("transformers", until)
+
+
+def checkpointed_cache_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+    """Bytes per token of the fused projections that cached keys and values are views of.
+
+    Autocast makes the output of a LayerNorm fp32, and bitsandbytes returns what it was given.
+
+    Kind: exact. Source: `CHECKPOINTED_CACHE`; bitsandbytes 0.43.3 `Linear4bit.forward`.
+    """
+    if not caches_checkpointed(model, dtypes):
+        return 0
+    return sum(
+        count * linear.out_features * _projected_bytes(linear, dtypes)
+        for layer, count in model.layers()
+        for linear in _fused_projections(layer)
+    )
+
+
+def checkpointed_cache_copy_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+    """Bytes per token of fp32 copies of the same keys and values, as the caller gets them.
+
+    Kind: exact. Source: accelerate 1.0.1 `ConvertOutputsToFp32`.
+    """
+    if not caches_checkpointed(model, dtypes):
+        return 0
+    return sum(
+        4 * count * attention.cache_elements
+        for layer, count in model.layers()
+        for attention in layer.attentions
+        if all(_projected_bytes(linear, dtypes) < 4 for linear in _fused_projections(layer))
+    )
+
+
+def _fused_projections(layer: Layer) -> tuple[Linear, ...]:
+    """The matrix of each attention that makes queries, keys and values at once."""
+    return tuple(attention.linears[0] for attention in layer.attentions)
+
+
+def _projected_bytes(linear: Linear, dtypes: Dtypes) -> int:
+    quantised = is_quantised(linear, dtypes) and dtypes.quant in BNB_QUANTS
+    return 4 if quantised and dtypes.under_autocast else dtypes.linear_out_bytes

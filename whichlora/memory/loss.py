@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from whichlora.memory.entries import Fact
+from whichlora.memory.kv_cache import checkpointed_cache_copy_bytes
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
-from whichlora.spec.numeric import Count, smallest
+from whichlora.spec.numeric import Count, largest, smallest
 
 if TYPE_CHECKING:  # it is given, and lies above
     from whichlora.trainers.base import Trainer
@@ -27,6 +28,22 @@ def logit_width(model: ModelSpec) -> int:
     """
     has_logits = model.head is not None or model.task == "encoder"
     return model.vocab_size if has_logits else 0
+
+
+def has_narrow_loss(model: ModelSpec, dtypes: Dtypes) -> bool:
+    """Whether the class shifts a copy of its logits as they are and calls `CrossEntropyLoss`.
+
+    Kind: exact. Source: transformers 4.48.1 `GPTBigCodeForCausalLM.forward`; 4.49.0 calls
+    `ForCausalLMLoss`.
+    """
+    until = model.narrow_loss_before
+    return bool(until) and dtypes.libraries.older("transformers", until)
+
+
+def _widens_in_place(model: ModelSpec, dtypes: Dtypes) -> bool:
+    """Whether the model returns fp32 logits in place of the 16-bit ones."""
+    widens = model.task == "causal-lm" and dtypes.libraries.widens_logits_in_place
+    return widens and not has_narrow_loss(model, dtypes)
 
 
 LOSS_FORWARD = Fact(
@@ -50,12 +67,14 @@ def loss_forward_bytes(
     """
     vocab = logit_width(model)
     libraries = dtypes.libraries
-    widened = model.task == "causal-lm" and libraries.widens_logits_in_place
+    widened = _widens_in_place(model, dtypes)
     if loss_head == "raw":
         is_copied = widened or _widens_outputs(dtypes, trainer)
         tanh_bytes = dtypes.compute_bytes if model.logit_softcap else 0
         return tokens * vocab * (dtypes.compute_bytes + (4 if is_copied else 0) + tanh_bytes)
     hidden_bytes = 2 * dtypes.stream_bytes * model.hidden_size  # before and after the last norm
+    if loss_head in ("hf", "unsloth") and has_narrow_loss(model, dtypes):
+        return tokens * _narrow_loss_bytes(model, dtypes, trainer, loss_head=loss_head)
     if loss_head == "unsloth":
         # its kernel turns the shifted copy of the fp32 logits into their gradient
         return tokens * (vocab * (8 if widened else 10) + hidden_bytes // 2)
@@ -82,6 +101,27 @@ def loss_forward_bytes(
     return tokens * vocab * entry
 
 
+def _narrow_loss_bytes(
+    model: ModelSpec, dtypes: Dtypes, trainer: Trainer, *, loss_head: str
+) -> Count:
+    """Per token: in the loss of logits that nobody widened, or when outputs are then widened.
+
+    The kernel of unsloth's head turns the shifted copy into its gradient. `ConvertOutputsToFp32`
+    widens logits and cached keys while the graph holds that copy, or the log-softmax.
+    """
+    narrow, loss_bytes = dtypes.compute_bytes, dtypes.loss_bytes
+    in_kernel = loss_head == "unsloth"
+    upcast_bytes = 0 if narrow == loss_bytes else loss_bytes
+    vocab = logit_width(model)
+    in_loss = vocab * (2 * narrow + (0 if in_kernel else upcast_bytes + loss_bytes))
+    if dtypes.under_autocast:  # it makes the last norm's output fp32, which `forward` names
+        in_loss += 4 * model.hidden_size
+    if not _widens_outputs(dtypes, trainer):
+        return in_loss
+    widened = vocab * (narrow + (narrow if in_kernel else loss_bytes) + 4)
+    return largest(in_loss, widened + checkpointed_cache_copy_bytes(model, dtypes))
+
+
 KEPT_LOGITS = Fact(
     part="logits_and_loss",
     what="logits that a variable of the caller holds",
@@ -102,7 +142,7 @@ def kept_logits_bytes(
     """
     if loss_head in ("liger", "trl-fused"):  # outputs without logits
         return 0 * tokens
-    in_place = model.task == "causal-lm" and dtypes.libraries.widens_logits_in_place
+    in_place = _widens_in_place(model, dtypes)
     is_wide = in_place or _widens_outputs(dtypes, trainer)
     return tokens * logit_width(model) * (4 if is_wide else dtypes.compute_bytes)
 
@@ -134,7 +174,8 @@ def loss_element_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     Kind: exact. Source: transformers 5.23 `ForCausalLMLoss`; torch 2.13 `autocast_mode.h`.
     """
     masked = model.masked_head
-    widens = model.task == "causal-lm" or model.widens_logits
+    widens = model.task == "causal-lm" and not has_narrow_loss(model, dtypes)
+    widens = widens or model.widens_logits
     widens = widens or (masked is not None and masked.widens_logits)
     return 4 if widens else dtypes.loss_bytes
 
@@ -160,7 +201,7 @@ def loss_backward_bytes(
     """
     vocab = logit_width(model)
     hidden = model.hidden_size
-    in_place = model.task == "causal-lm" and dtypes.libraries.widens_logits_in_place
+    in_place = _widens_in_place(model, dtypes)
     if loss_head == "raw":
         # beside the logits, which stay with the caller; fp32 ones get an fp32 gradient, too
         is_copied = in_place or _widens_outputs(dtypes, trainer)
@@ -174,7 +215,8 @@ def loss_backward_bytes(
         return tokens * (vocab * entry + of_head)
     if loss_head == "unsloth":
         # the gradient of the shifted logits, and the same with the last position again
-        return tokens * (8 * vocab + dtypes.stream_bytes * hidden)
+        logits_bytes = dtypes.compute_bytes if has_narrow_loss(model, dtypes) else 4
+        return tokens * (2 * logits_bytes * vocab + dtypes.stream_bytes * hidden)
     if loss_head == "trl-fused":
         tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * dtypes.compute_bytes
         is_cast = dtypes.embedding_bytes != dtypes.compute_bytes

@@ -44,8 +44,12 @@ def layer_forward(step: TrainingStep) -> Entries:
 
 
 def _decoder_cache(step: TrainingStep) -> Entry:
+    checkpointed = bool(step.run.gradient_checkpointing)
+    if checkpointed and kv_cache.caches_checkpointed(step.model, step.dtypes):
+        per_token = kv_cache.checkpointed_cache_bytes(step.model, step.dtypes)
+        return Entry(kv_cache.CHECKPOINTED_CACHE, step.tokens * per_token)
     elements = kv_cache.trained_cache_elements(step.model, step.dtypes)
-    if step.run.gradient_checkpointing:  # transformers switches the cache off
+    if checkpointed:  # transformers switches the cache off
         elements = 0
     return Entry(kv_cache.DECODER_CACHE, step.tokens * elements * 4)
 

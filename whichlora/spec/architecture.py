@@ -488,6 +488,10 @@ class ModelSpec:
         splits_embeddings: each of two stacks has a table of tokens of its own (T5Gemma).
         embeds_in_steps: looked-up rows are multiplied by something before they are the stream.
         widens_logits: the loss of an encoder-decoder casts its logits to fp32 itself (T5Gemma).
+        narrow_loss_before: release of transformers up to which the class computes its own loss, of
+            shifted logits that it does not widen (GPT-BigCode); empty where none does.
+        caches_checkpointed_before: release up to which the class caches keys and values in training
+            with checkpointing, too.
         supports_checkpointing: the class has gradient checkpointing; the Trainer refuses one that
             has not.
         scales_logits: the model multiplies its logits by a number (Cohere, Granite).
@@ -523,6 +527,8 @@ class ModelSpec:
     splits_embeddings: bool = False
     embeds_in_steps: bool = False
     widens_logits: bool = False
+    narrow_loss_before: str = ""
+    caches_checkpointed_before: str = ""
     supports_checkpointing: bool = True
     other_params: int = 0
     idle_params: int = 0
