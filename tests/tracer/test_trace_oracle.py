@@ -25,7 +25,7 @@ from whichlora.symbolic.kernels import attention_kernel
 from whichlora.tracer.client import trace_peaks
 from whichlora.tracer.extrapolate import stretch, with_warm_up
 from whichlora.tracer.fake_weights import place_fake
-from whichlora.tracer.like_cuda import like_cuda
+from whichlora.tracer.like_cuda import Device, like_cuda
 from whichlora.tracer.recorder import Recorder
 from whichlora.tracer.trace import trace
 from whichlora.units import GiB, MiB
@@ -363,7 +363,7 @@ def test_a_forward_beside_the_last_output_of_gemma_2b(caches: bool, mib: float) 
     """The stack behind the report's 62.5 MB per sequence: fp32, a prompt of 32, a held output."""
     run = with_defaults(RunConfig(model="google/gemma-2b", phase="inference", precision="fp32"))
     model = meta_model(run, config_of(run.model), device="cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True), like_cuda(), torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), like_cuda(Device()), torch.no_grad():
         place_fake(model, torch.float32)
         model = finished_model(model, run, "all-linear")
         model.config.use_cache = caches
