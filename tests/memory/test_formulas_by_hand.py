@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from devices import A100
 
+from whichlora import families
 from whichlora.memory import (
     activations,
     kv_cache,
@@ -22,7 +23,7 @@ from whichlora.memory import (
     loss as logits,
 )
 from whichlora.memory.entries import Fact
-from whichlora.memory.layer_bytes import layer_bytes
+from whichlora.memory.layer_bytes import LayerBytes, layer_bytes
 from whichlora.memory.worst_layer import has_one_order, worst_backward
 from whichlora.predict.predict import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
@@ -243,6 +244,80 @@ def test_a_layer_goes_backward_under_what_earlier_ones_keep_and_later_ones_left(
     assert worst(0, 1000, (0, 0), (5, 11)) == 1000 + 7 * 5 + 11
     # the last layer of all goes backward before anybody has gathered anything
     assert worst(1000, 0, (30, 70), (0, 0)) == 1000 - 1
+
+
+GEMMA_4 = {  # the second half borrows the keys of the first
+    "model_type": "gemma4_text",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "head_dim": 64,
+    "global_head_dim": 512,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 16,
+}
+
+
+def gemma_4_layers(**settings: Any) -> tuple[ResolvedRun, list[LayerBytes]]:
+    run = RunConfig(model="x", batch_size=1, seq_len=10, **settings)
+    found = resolve(families.build(GEMMA_4, name="x"), run, A100)
+    model, method, sizes = found.model, found.method, {"r": 16, "tokens": 10, "span": 10}
+    return found, [
+        layer_bytes(
+            layer, count, model, found.targets, found.dtypes, method, run=found.run, **sizes
+        )
+        for layer, count in model.layers()
+    ]
+
+
+def test_gradients_of_shared_keys_wait_for_the_layers_that_made_them() -> None:
+    found, layers = gemma_4_layers()
+    assert [group.positions for group in found.model.groups] == [(0,), (1,), (2,), (3,)]
+    first = 10 * 2 * (4 * 64 + 4 * 64)  # keys and values of the first layer, in 16 bit
+    nothing, size = [0] * 4, 10**6
+    for place, waiting in ((0, 0), (1, first), (2, 0)):
+        backward = [size * (number == place) for number in range(4)]
+        worst = worst_backward(found.model, layers, backward, nothing, nothing)
+        assert worst == size + waiting
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_keys_made_again_hold_their_graph_until_the_first_layer_is_done(
+    use_reentrant: bool,
+) -> None:
+    found, layers = gemma_4_layers(use_reentrant=use_reentrant)
+    _, full, *borrowing = layers
+    # what the norms of keys and values have read, in fp32
+    normed = 10 * 4 * (4 * 512 + 4 * 512)
+    assert (full.graph_behind_held > normed) is not use_reentrant
+    assert all(layer.graph_behind_held == layer.held_by_later_layers == 0 for layer in borrowing)
+    keys = sum(layer.held_by_later_layers for layer in layers)
+    entries = ledger(found).moments["first_layer_backward"]
+    held = [int(entry.num_bytes) for entry in entries if entry.fact is moments.SHARED_KEYS]
+    assert held == [keys + full.graph_behind_held]
+
+
+def test_sdpa_holds_repeated_keys_while_the_kernel_reads_their_copies() -> None:
+    config = {
+        "model_type": "llama",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 512,
+    }
+    run = RunConfig(model="x", method="qlora", padding="padded", batch_size=4, seq_len=512)
+    padded = ledger(resolve(families.build(config, name="x"), run, A100))
+    width = 8 * 512
+    # in fp32 queries, keys and values, and both once per head; in 16 bit what the kernel has
+    in_fp32, in_16_bit = 4 * (width + width // 2 * 2 + 2 * width), 2 * 4 * width
+    assert padded.moment_bytes("layer_forward") > 4 * 512 * (in_fp32 + in_16_bit)
 
 
 @pytest.mark.parametrize(

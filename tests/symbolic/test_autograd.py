@@ -106,6 +106,27 @@ def test_recomputation_stops_at_the_last_tensor_that_is_asked_for_with_its_names
     assert max(full) == 20 + bytes_of(last.form) + 60 + 20
 
 
+@pytest.mark.parametrize(("early_stop", "left"), [(True, 1000 + 30), (False, 1000)])
+def test_keys_that_later_layers_hold_keep_the_graph_that_made_them_again(
+    early_stop: bool, left: int
+) -> None:
+    tape = Tape()
+    x = tape.input(per_token(1), 1, needs_grad=True)
+    query = tape.op([x], per_token(5), 1, saves_result=True)
+    normed = tape.op([x], per_token(30), 1, saves_result=True)
+    key = tape.op([normed], per_token(1000), 1)
+    tape.hold_for_later_layers(key)
+    tape.op([query, key], per_token(7), 1, saves_result=True)
+    assert bytes_of(tape.held_by_later_layers) == 1000
+    assert bytes_of(tape.graph_behind_held) == 30  # not what the query's node saved
+    walk = tape.backward_walk(recomputed=True, early_stop=early_stop)
+    # the gradient of the input, and what a reentrant checkpoint holds of its result
+    assert bytes_of(unpacked(walk.live, 0)) == left + (1 if early_stop else 1 + 7)
+    alive = {tensor for tensor, form in walk.events if form is not None}
+    alive -= {tensor for tensor, form in walk.events if form is None}
+    assert alive == {walk.input_gradient}
+
+
 def test_what_is_written_over_takes_no_room_but_a_gradient_of_its_own() -> None:
     tape = Tape()
     x = tape.input(per_token(10), 2, needs_grad=True)

@@ -40,6 +40,7 @@ class LayerBytes:
         unsaved: bytes that the first layer of a stack keeps less, its input being frozen.
         held: what checkpointing does not free.
         held_by_later_layers: bytes of keys and values that checkpointed later layers hold.
+        graph_behind_held: bytes that the recomputed graph of those holds from its backward on.
         gathered: so of gradients that later layers have left when its backward begins.
         copies: those of `tensors` that are autocast's copies of weights.
         forward: bytes at the worst point of a forward that keeps `saved`.
@@ -55,6 +56,7 @@ class LayerBytes:
     unsaved: Count
     held: tuple[Tensor, ...]
     held_by_later_layers: Count
+    graph_behind_held: Count
     gathered: Count
     copies: tuple[Tensor, ...]
     forward: Count
@@ -90,6 +92,7 @@ def layer_bytes(
             "saved",
             "unsaved",
             "held_by_later_layers",
+            "graph_behind_held",
             "gathered",
             "forward",
             "backward",
@@ -107,6 +110,8 @@ def layer_bytes(
         values["forward"] = values["forward"] + before
         if run.use_reentrant:  # its backward is given zeros for what nobody used of its results
             values["backward"] = values["backward"] + before
+    if not run.gradient_checkpointing or run.use_reentrant:  # its backward frees that graph
+        values["graph_behind_held"] = 0
     return LayerBytes(
         count=count,
         stream_bytes=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
@@ -289,6 +294,7 @@ def _values(
         "saved": evaluate(points.saved, **sizes),
         "unsaved": evaluate(points.unsaved, **sizes),
         "held_by_later_layers": evaluate(points.held_by_later_layers, **sizes),
+        "graph_behind_held": evaluate(points.graph_behind_held, **sizes),
         "gathered": evaluate(points.gathered, **sizes),
         "forward": most(points.forward, **sizes),
         "backward": most(points.recomputed if checkpointed else points.backward, **sizes),

@@ -182,6 +182,16 @@ AROUND_LAYERS = Fact(
 )
 
 
+SHARED_KEYS = Fact(
+    part="activations",
+    what="keys and values that later layers read, made again, and what their graph saved",
+    shape="[batch_size, seq_len, num_key_value_heads, head_dim]",
+    dtype="compute_bytes",
+    why="a dict that is an argument of every checkpoint holds them until the first layer is done",
+    source="transformers Gemma4TextAttention.forward; torch.utils.checkpoint",
+)
+
+
 def first_layer_backward(step: TrainingStep) -> Entries:
     """In the backward of the first layer, an encoder's where there is one: the last layer to go."""
     # `ctx.state` and `ctx.tensors` of `MatMul8bitLt` are plain attributes, which no
@@ -198,6 +208,7 @@ def first_layer_backward(step: TrainingStep) -> Entries:
         listed(HELD_INPUTS, *inputs),
         step.late_remainders,
         listed(AROUND_LAYERS, step.outside_in_first_layer, step.masks_in_first_layer),
+        *([Entry(SHARED_KEYS, step.keys_in_first_layer)] if step.shares_keys else []),
         Entry(LAYER_BACKWARD, largest(*(step.passes.last_backward[i] for i in step.first_kinds))),
     )
 

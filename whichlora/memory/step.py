@@ -26,7 +26,7 @@ from whichlora.memory.gradients import (
 from whichlora.memory.layer_bytes import LayerBytes, layer_bytes
 from whichlora.memory.layer_passes import LayerPasses, checkpointed_passes, saved_passes
 from whichlora.memory.weights import weight_entries
-from whichlora.memory.worst_layer import has_one_order, worst_backward
+from whichlora.memory.worst_layer import after, has_one_order, keeps_keys, worst_backward
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
@@ -370,9 +370,28 @@ class TrainingStep:
     def layer_backward_bytes(self) -> Count:
         """Worst backward of a layer, beside what all layers keep."""
         # with accumulation no layer leaves new gradients: `AccumulateGrad` adds to those there are
-        gradients = [0 if self.accumulates else layer.gradients for layer in self.layers]
+        left = [
+            layer.graph_behind_held + (0 if self.accumulates else layer.gradients)
+            for layer in self.layers
+        ]
         passes = self.passes
-        return worst_backward(self.model, self.layers, passes.backward, passes.saved, gradients)
+        return worst_backward(self.model, self.layers, passes.backward, passes.saved, left)
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether checkpoints hold keys and values that one layer makes for later ones."""
+        checkpointed = bool(self.run.gradient_checkpointing)
+        return checkpointed and any(keeps_keys(layer) for layer, _ in self.model.layers())
+
+    @cached_property
+    def keys_in_first_layer(self) -> Count:
+        """Keys and values that later layers have read, and their graphs, in the first's backward.
+
+        Kind: exact. Source: transformers 5.23 `Gemma4TextModel.forward`: one dict of them is an
+        argument of every layer's checkpoint.
+        """
+        held: Count = sum(layer.count * layer.held_by_later_layers for layer in self.layers)
+        return held + after(self.model, [layer.graph_behind_held for layer in self.layers], 0)
 
     # --- gradients ------------------------------------------------------------------------------
 

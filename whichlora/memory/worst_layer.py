@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from whichlora.memory.layer_bytes import LayerBytes
-from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.architecture import Layer, ModelSpec
 from whichlora.spec.numeric import Count, largest
 
 
@@ -23,14 +23,14 @@ def worst_backward(
     layers: Sequence[LayerBytes],
     backward: Sequence[Count],
     saved: Sequence[Count],
-    gradients: Sequence[Count],
+    left: Sequence[Count],
 ) -> Count:
     """Bytes of the worst backward beside what all layers keep.
 
     Args:
         backward: of one layer of each kind, the gradients that later layers gathered included.
         saved: what autograd saves of one layer of each kind until its backward is done.
-        gradients: of its parameters, which its backward makes.
+        left: what its backward leaves: gradients of its parameters, the graph of shared keys.
 
     Kind: exact. Source: torch 2.13 `Engine::evaluate_function`: nodes go backward in reverse order.
     """
@@ -44,9 +44,33 @@ def worst_backward(
                 candidates.append(layer_backward - layer.gathered)
             else:
                 candidates.append(
-                    layer_backward - after(model, saved, place) + after(model, gradients, place)
+                    layer_backward
+                    - after(model, saved, place)
+                    + after(model, left, place)
+                    + _waiting(model, layers, place)
                 )
     return largest(*candidates)
+
+
+def keeps_keys(layer: Layer) -> bool:
+    """Whether later layers read the keys and values that `layer` makes."""
+    return any(attention.keeps_keys for attention in layer.attentions)
+
+
+def _waiting(model: ModelSpec, layers: Sequence[LayerBytes], place: int) -> Count:
+    """Gradients that earlier layers wait for, of keys and values that only later ones have read.
+
+    Where no such layer is at `place` or after it, later layers have still to add to them.
+    """
+    kept = [
+        (position, layer.held_by_later_layers)
+        for group, layer in zip(model.groups, layers, strict=True)
+        if keeps_keys(group.layer)
+        for position in group.positions
+    ]
+    if all(position < place for position, _ in kept):
+        return 0
+    return sum(num_bytes for position, num_bytes in kept if position < place)
 
 
 def after(model: ModelSpec, num_bytes_by_kind: Sequence[Count], place: int) -> Count:

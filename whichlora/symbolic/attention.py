@@ -349,11 +349,13 @@ def _fused_kernel(
     size = 2 if flash else dtypes.compute_bytes
     heads = attention.num_attention_heads
     inputs = [q, k, v]
+    written: tuple[Tensor, ...] = ()
     summed = NOTHING
     masked = code.masked or bias is not None
     if repeats_keys(attention, dtypes, masked=masked, decoding=code.decoding):
         if attention.num_key_value_heads > 1:
-            inputs = [q, *_repeated(code, attention, k, v)]
+            written = _repeated(code, attention, k, v)
+            inputs = [q, *written]
         else:  # one head is repeated by a view; its gradient comes back for every head
             summed = per_token(heads * (attention.head_dim + attention.v_head_dim) * size)
     if flash or dtypes.under_autocast:
@@ -377,6 +379,7 @@ def _fused_kernel(
         joined=q.joined and attention.v_head_dim == attention.head_dim,
         what="attention: output, log-sum-exp, additive mask",
     )
+    tape.hold(*written)  # by local variables of `sdpa_attention_forward`, cast or not
     return out, None, ()
 
 

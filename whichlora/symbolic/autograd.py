@@ -381,6 +381,29 @@ class Tape:
     def held_by_later_layers(self) -> LinearForm:
         return total(tensor.form for tensor in self._held_by_later_layers)
 
+    @property
+    def graph_behind_held(self) -> LinearForm:
+        """Bytes that nodes behind the tensors held by later layers have saved."""
+        storages = self.storages_held(graph=True) - self.storages_held(graph=False)
+        return unpacked(sum(self._forms[storage] for storage in storages), self._chunk_size)
+
+    def storages_held(self, *, graph: bool) -> frozenset[int]:
+        """Tensors held by later layers, with `graph` also what nodes that lead to them have saved.
+
+        What a checkpoint recomputes has a graph of its own, which lives as long as one of its
+        tensors does. Source: torch 2.13 `torch/utils/checkpoint.py`, `_recomputation_hook`: what
+        its hook packs is held by the recomputed node, too. Reentrant, backward frees that node's.
+        """
+        storages = {tensor.storage for tensor in self._held_by_later_layers}
+        if not graph:
+            return frozenset(storages)
+        edges = {tensor.edge for tensor in self._held_by_later_layers}
+        for node in reversed(self._nodes):
+            if any(result.edge in edges for result in node.results):
+                edges.update(tensor.edge for tensor in node.inputs)
+                storages.update(() if node.hidden else node.saved)
+        return frozenset(storages - {0})
+
     def keep_copy(self, copy: Tensor) -> Tensor:
         """Autocast's cache has `copy`, of a trained weight, until the forward is done."""
         if copy.storage >= 0:
@@ -645,8 +668,10 @@ class Tape:
     def _outliving(self, *, saving: bool, again: bool, hides: bool) -> set[int]:
         """Storages that outlive the forward, the input among them."""
         nodes = [node for node in self._nodes if saving or (node.hidden and hides)]
-        cached = () if again else self.cached_copies
-        return {0, self.result, *cached, *(storage for node in nodes for storage in node.saved)}
+        held = set(() if again else self.cached_copies)
+        if saving and again:
+            held |= {tensor.storage for tensor in self._held_by_later_layers}
+        return {0, self.result, *held, *(storage for node in nodes for storage in node.saved)}
 
     def _ends(self) -> dict[int, list[int]]:
         """Storages by the step after which nobody reads or names them."""
@@ -683,7 +708,7 @@ class Tape:
         self, *, recomputed: bool, early_stop: bool = True, accumulated: bool = False
     ) -> Backward:
         """The backward in order. Args: as of `backward`."""
-        walk = Backward(self, recomputed=recomputed, accumulated=accumulated)
+        walk = Backward(self, recomputed=recomputed, early_stop=early_stop, accumulated=accumulated)
         if not recomputed:
             walk.live += self._saved_bytes
         elif not early_stop:  # `CheckpointFunction.backward` runs the whole forward first
@@ -698,6 +723,7 @@ class Tape:
                 walk.recompute(node.step + ran)
             walk.run(node, unpacks_once=recomputed and early_stop)
         walk.drop_hidden()
+        walk.drop_held_again()
         return walk
 
 
@@ -712,7 +738,9 @@ class Backward:
         result_gradient, gathered, input_gradient, parameters: numbers of gradients in `events`.
     """
 
-    def __init__(self, tape: Tape, *, recomputed: bool, accumulated: bool) -> None:
+    def __init__(
+        self, tape: Tape, *, recomputed: bool, early_stop: bool, accumulated: bool
+    ) -> None:
         self._tape = tape
         self._forms = tape._forms
         self._accumulated = accumulated
@@ -739,6 +767,9 @@ class Backward:
         self._held: set[int] = set()  # not freed by the backward of a checkpointed block
         if recomputed:
             self._held = {0, *tape.saved_storages(hidden=True)}
+        self._held_again: frozenset[int] = frozenset()  # by later layers, since it was made again
+        if recomputed:
+            self._held_again = tape.storages_held(graph=early_stop)
         self._num_packed = sum(bool(node.saved) and not node.hidden for node in tape._nodes)
         self._hidden_again: list[int] = []
         self.is_recomputed = False
@@ -776,7 +807,7 @@ class Backward:
         tape = self._tape
         self.points += [self.live + point for point in tape.forward_points(saving=True, stop=stop)]
         nodes = [node for node in tape._nodes if not node.hidden]
-        saved = {storage for node in nodes for storage in node.saved} - {0}
+        saved = {storage for node in nodes for storage in node.saved} - {0} | self._held_again
         self.live += sum(self._forms[storage] for storage in saved)
         events = tape.forward_events(saving=True, again=True, stop=stop)
         renamed: dict[int, int] = {}  # temporaries, and copies of what the first forward hid
@@ -797,6 +828,10 @@ class Backward:
         """The recomputed graph goes, with what bypasses the saved-tensor hooks."""
         self.events += [(number, None) for number in self._hidden_again]
         self._hidden_again = []
+
+    def drop_held_again(self) -> None:
+        """Later layers' arguments go, which end with the backward of the first layer."""
+        self.events += [(storage, None) for storage in sorted(self._held_again)]
 
     def hold_results(self, last: _Node) -> None:
         """Local variables of a reentrant checkpoint hold results and gradients to the end.
@@ -841,7 +876,7 @@ class Backward:
         self.events += [(number, None) for number in temporaries]
         for storage in sorted(set(node.saved)):
             self._holders[storage] -= 1
-            if not self._holders[storage] and storage not in self._held:
+            if not self._holders[storage] and storage not in self._held | self._held_again:
                 self.live -= self._forms[storage]
                 self.events.append((storage, None))
         if casts_late:

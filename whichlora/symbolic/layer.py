@@ -198,6 +198,7 @@ class LayerPoints:
         unsaved: bytes that the first layer saves less, since its input needs no gradient.
         held: saved tensors that checkpointing does not free.
         held_by_later_layers: keys and values that checkpointed later layers hold.
+        graph_behind_held: what the recomputed nodes behind those have saved.
         gathered: gradients that later layers have summed when its backward begins.
         forward: alive in a forward that saves `saved`.
         backward: alive in its backward, `saved` and the gradient of its result included.
@@ -209,6 +210,7 @@ class LayerPoints:
     unsaved: LinearForm
     held: tuple[SavedTensor, ...]
     held_by_later_layers: LinearForm
+    graph_behind_held: LinearForm
     gathered: LinearForm
     forward: tuple[LinearForm, ...]
     backward: tuple[LinearForm, ...]
@@ -254,6 +256,7 @@ def layer_points(
         minus(tape.saved, first.saved),
         tape.saved_tensors(hidden=True),
         tape.held_by_later_layers,
+        tape.graph_behind_held,
         tape.gathered,
         maximal(forward),
         maximal(tape.backward(recomputed=False, accumulated=accumulated)),
