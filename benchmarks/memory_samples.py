@@ -21,6 +21,7 @@ from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
 from whichlora.memory.allocator_simulator import replay, rounded
+from whichlora.memory.training import Ledger
 from whichlora.predict import predict as prediction
 from whichlora.predict import resolve as resolution
 from whichlora.predict.coefficients import prior_calibration
@@ -330,10 +331,8 @@ def as_traced(job: ResolvedRun) -> ResolvedRun:
 _MOMENTS = {"layer_forward": "forward", "loss_forward": "forward", "optimizer_step": "optimizer"}
 
 
-def predicted(run: RunConfig) -> dict[str, Any]:
-    """What the ledger says of `run`, in the words of a line; what no trace sees is off.
-
-    That are workspaces and buffers of kernels.
+def without_workspaces(run: RunConfig) -> tuple[resolution.ResolvedRun, Ledger]:
+    """`run` and its ledger as a trace sees them: without workspaces and buffers of kernels.
 
     Raises:
         WhichLoraError: settings that exclude each other.
@@ -343,8 +342,13 @@ def predicted(run: RunConfig) -> dict[str, Any]:
     )
     found = prediction.ledger(job)
     # a trace places finished weights: what loading needs besides is not in it
-    found = replace(found, moments={k: v for k, v in found.moments.items() if k != "loading"})
-    memory, _ = prediction.predict_memory(job, prior_calibration(GPU))
+    moments = {name: entries for name, entries in found.moments.items() if name != "loading"}
+    return job, replace(found, moments=moments)
+
+
+def predicted_allocated(run: RunConfig) -> dict[str, Any]:
+    """What the ledger says of the live bytes of `run`, in the words of a line."""
+    _, found = without_workspaces(run)
     peaks: dict[str, int] = {}
     for moment in found.moments:
         name = _MOMENTS.get(moment, "backward") if run.phase == "finetune" else "forward"
@@ -355,11 +359,28 @@ def predicted(run: RunConfig) -> dict[str, Any]:
         peaks[name] = max(peaks.get(name, 0), size)
     return {
         "peak_allocated_bytes": int(found.peak_allocated_bytes) - found.workspace_bytes,
-        "peak_reserved_bytes": memory.peak_reserved_bytes - found.workspace_bytes,
-        "reserved_bound_bytes": memory.reserved_interval_bytes[1] - found.workspace_bytes,
         "moment": found.peak_moment,
         "moments": peaks,
     }
+
+
+def predicted_reserved(run: RunConfig) -> dict[str, int]:
+    """What the replay says that the allocator reserves for `run`, in the words of a line."""
+    job, found = without_workspaces(run)
+    memory, _ = prediction.predict_memory(job, prior_calibration(GPU))
+    return {
+        "peak_reserved_bytes": memory.peak_reserved_bytes - found.workspace_bytes,
+        "reserved_bound_bytes": memory.reserved_interval_bytes[1] - found.workspace_bytes,
+    }
+
+
+def predicted(run: RunConfig) -> dict[str, Any]:
+    """What is predicted of `run`, in the words of a line.
+
+    Raises:
+        WhichLoraError: settings that exclude each other.
+    """
+    return predicted_allocated(run) | predicted_reserved(run)
 
 
 def model_type(run: RunConfig) -> str:
