@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import published
 from published import MEMORY, Observation, gpu_of
@@ -78,13 +79,14 @@ def _moment_bytes(found: Ledger, moment: str) -> float:
     return float(sum(entry.num_bytes for entry in kept) + found.workspace_bytes)
 
 
-def compared_memory() -> list[Compared]:
+@cache
+def compared_memory() -> tuple[Compared, ...]:
     """Every published memory figure beside ours."""
-    return [
+    return tuple(
         Compared(one, predicted_bytes(one))
         for one in published.read_all()
         if isinstance(one, Observation) and one.quantity in MEMORY
-    ]
+    )
 
 
 def _is_forward_alone(one: Observation) -> bool:

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,24 @@ import sweep
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.predict import ledger, predict
 from whichlora.predict.resolve import resolve
-from whichlora.spec.results import Measurement
+from whichlora.spec.results import Measurement, Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
-from whichlora.store.models import find_model
 
 H100 = find_gpu("h100-sxm-80gb")
+
+
+@cache
+def predicted(run: RunConfig) -> Prediction:
+    """The prediction of `run`, which the tests of this file ask for up to four times."""
+    return predict(designs.model_of(run), run, H100, prior_calibration(H100))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_run_predicted_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(designs, "predict", lambda model, run, gpu, calibration: predicted(run))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +61,7 @@ def test_every_run_but_those_at_the_boundary_fits_by_prediction(
     planned: list[designs.Planned],
 ) -> None:
     for one in planned:
-        model = find_model(one.run.model)
-        assert model is not None
-        verdict = predict(model, one.run, H100, prior_calibration(H100)).verdict
-        assert verdict == (one.expected or "fits"), sweep.name(one)
+        assert predicted(one.run).verdict == (one.expected or "fits"), sweep.name(one)
 
 
 def test_the_same_command_plans_the_same_runs(planned: list[designs.Planned]) -> None:
@@ -78,9 +88,7 @@ class PredictedDevice:
 
     def measure(self, run: RunConfig, **keywords: Any) -> Measurement:
         self.measured.append(run)
-        model = find_model(run.model)
-        assert model is not None
-        found = predict(model, run, H100, prior_calibration(H100))
+        found = predicted(run)
         number = keywords["num_batches"]
         lengths = tuple(keywords["seq_lens"] * number)[:number]
         step_s = found.time.step_s
@@ -89,8 +97,7 @@ class PredictedDevice:
             time = {"step_s": (step_s,) * number, "batch_seq_len": lengths}
         elif found.time.decode_s_per_token is not None:
             time["decode_s_per_token"] = (found.time.decode_s_per_token,) * number
-        job = resolve(model, run, H100)
-        moments = ledger(job)
+        moments = ledger(resolve(designs.model_of(run), run, H100))
         return Measurement(
             id=f"{len(self.measured)}-{run.model}-{hash((run, number))}",
             gpu=H100.key,
