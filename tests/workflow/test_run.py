@@ -835,9 +835,8 @@ def test_a_second_start_in_the_same_folder_is_refused_before_it_measures(
     assert not fake_device.calls
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_killing_the_run_loses_no_finished_measurement(tmp_path: Path, seed: int) -> None:
-    path = write_config(tmp_path, profile="all")
+def test_killing_the_run_again_and_again_loses_no_finished_measurement(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="all", models=MODELS[0])
     calls = tmp_path / "calls"
     environment = os.environ | {
         "WHICHLORA_TEST_CALLS": str(calls),
@@ -850,23 +849,25 @@ def test_killing_the_run_loses_no_finished_measurement(tmp_path: Path, seed: int
         files = (tmp_path / "calibration").rglob("*.jsonl")
         return sum(file.read_bytes().count(b"\n") for file in files)
 
-    killed = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    wanted = 1 + 3 * seed
-    deadline = time.monotonic() + 60
-    while records() < wanted and time.monotonic() < deadline and killed.poll() is None:
-        time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    finished = records()
-    assert finished >= wanted
+    kills = 0
+    while records() < 7:
+        wanted = 1 + max(records(), 3 * kills)
+        killed = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 60
+        while records() < wanted and time.monotonic() < deadline and killed.poll() is None:
+            time.sleep(0.01)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        kills += 1
+        assert records() >= wanted
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "resumed:" in done.stderr
-    # at most the one measurement that was under way when the process died ran twice
-    assert calls.read_text().count("\n") <= records() + 1
-    assert records() == 2 * 6 + 18  # two forms in which each model is served
+    # at most the one measurement that was under way when a process died ran twice
+    assert calls.read_text().count("\n") <= records() + kills
+    assert records() == 2 * 2 + 6  # two forms in which the model is served
 
 
 def test_a_time_per_token_times_the_tokens_it_is_of_is_the_total_beside_it(tmp_path: Path) -> None:
