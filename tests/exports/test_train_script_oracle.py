@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from train_runs import run_script
 from written_job import script_of
 
 from whichlora.exports.train_script import train_script
@@ -57,11 +58,6 @@ def write(folder: Path, rows: list[dict[str, Any]], run: RunConfig = RUN, **job:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text)
     return path
-
-
-def run_script(path: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(path), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def result_of(path: Path) -> dict[str, Any]:
@@ -270,19 +266,14 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
     assert line.endswith(f"with: python {path} --resume")
 
 
-def test_other_versions_than_those_predicted_are_said(tmp_path: Path) -> None:
+def test_other_versions_than_those_predicted_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = replace(RUN, libraries=(("peft", "0.10.0"),))
-    path = write(tmp_path, TEXTS, run)
-    script = script_of(path)
+    script = script_of(write(tmp_path, TEXTS, run))
     assert script.PREDICTED_WITH["peft"] == "0.10.0"
-    done = subprocess.run(
-        [sys.executable, "-c", "import train; train.compare_versions()"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0
-    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
-    (line,) = notes  # beside what libraries say as they are imported
+    capsys.readouterr()
+    script.compare_versions()
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: memory and time may differ: ")
     assert line.endswith(", predicted 0.10.0")

@@ -2,14 +2,14 @@
 
 import gc
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from train_runs import run_script
 
-from whichlora.exports.train_script import train_command, train_script
+from whichlora.exports.train_script import train_script
 from whichlora.profiler.profile import Profiler
 from whichlora.spec.results import Measurement
 from whichlora.spec.run import RunConfig
@@ -313,7 +313,7 @@ def test_the_written_job_really_trains(
     rows = [json.dumps({"text": "to be or not to be, " * n}) for n in (1, 2, 3, 4)]
     for name in ("train", "validation"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
-    done = subprocess.run(train_command(path), capture_output=True, text=True)
+    done = run_script(path)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "output" / "result.json").read_text())
     assert result["num_steps"] == 3
