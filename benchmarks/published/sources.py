@@ -220,6 +220,10 @@ def neusight(line: Line) -> Iterator[Found]:
         return
     sizes = (whole(row[key]) for key in ("hidden", "layers", "heads", "ffn", "vocab"))
     spec = _neusight_model(row["model"], row["model_type"], *sizes)
+    if row["model_type"] == "bert" and row["phase"] == "forward":
+        # `get_model` of NeuSight's trace.py: AutoModelForSequenceClassification where it does not
+        # train, AutoModelForPreTraining where it does
+        spec = replace(spec, masked_head=None)
     run = RunConfig(
         model=spec.name,
         method="full",

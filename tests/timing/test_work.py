@@ -927,3 +927,16 @@ def test_a_step_launches_what_expands_each_layers_cache(backend: Any) -> None:
     assert launches[0] - launches[1] == 6 * converted.launches > 6 * 9
     if backend == "fp8":  # nothing gathers, so that no step quantises all tokens anew
         assert converted == expanding(job.run.cache_format, 2)  # type: ignore[arg-type]
+
+
+def test_an_encoder_that_classifies_makes_no_logits_of_words() -> None:
+    spec = families.build({"model_type": "bert", "num_hidden_layers": 2}, name="m")
+    run = RunConfig(model="m", method="full", precision="fp32", phase="inference")
+    resolved = resolve(spec, run, find_gpu("a100-sxm-80gb"))
+    fills, classifies = (
+        work.inference_work(model, run, resolved.dtypes, batch_size=4, context=64, decoding=False)
+        for model in (spec, replace(spec, masked_head=None))
+    )
+    words, transform = work.head_weights(spec)
+    assert fills.product_flops - classifies.product_flops == 2 * 4 * 64 * (words + transform)
+    assert fills.elementwise_bytes - classifies.elementwise_bytes == 12 * 4 * 64 * spec.vocab_size

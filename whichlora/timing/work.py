@@ -176,7 +176,8 @@ def unpacking_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> Count:
 def head_weights(model: ModelSpec) -> tuple[int, int]:
     """Elements of the projection to the words, and of other matrices around the layers.
 
-    An encoder is trained, and asked, to fill masked words.
+    An encoder is trained, and asked, to fill masked words. One without that head classifies: its
+    few labels, of one position, are not counted.
 
     Kind: exact. Source: the architecture.
     """
@@ -861,6 +862,7 @@ def inference_work(
     """
     tokens = batch_size if decoding else batch_size * context
     head, around = head_weights(model)
+    vocab = model.vocab_size if head else 0
     scores_all = dtypes.libraries.scores_whole_prompt or model.task == "encoder"
     scored = tokens if scores_all else batch_size
     if model.task == "encoder":
@@ -895,7 +897,7 @@ def inference_work(
         attention_flops=layers.attention_flops,
         wide_attention_flops=layers.wide_attention_flops,
         attention_bytes=layers.attention_bytes,
-        elementwise_bytes=layers.elementwise_bytes + 12 * scored * model.vocab_size,
+        elementwise_bytes=layers.elementwise_bytes + 12 * scored * vocab,
         dequant_bytes=layers.dequant_bytes + 0 * tokens,
         optimizer_bytes=0 * tokens,
         launches=launches,
