@@ -147,7 +147,7 @@ def document(found: Sequence[Compared]) -> str:
         "either.\n\n"
         "*Estimate* is what millions of runs at once are judged by. *Answer* is what a prediction "
         "of one run says: the replay, or the estimate where a tensor that matters is missing "
-        "among the events (two stacks, shared layers, Gemma 4; else where live bytes differ by "
+        "among the events (shared layers, Gemma 4; else where live bytes differ by "
         "more than 1 % from the ledger's).\n\n"
         f"{table(found)}\n\n"
         f"{sum(one.is_replayed for one in found)} of {len(found)} runs are replayed. {above} lie "

@@ -73,6 +73,10 @@ def test_kept_traces_reserve_what_the_replay_says() -> None:
         {"model": "allenai/OLMo-2-1124-7B", "quant": "int8"},
         # the last norm keeps the stream
         {"model": "allenai/Olmo-3-1025-7B", "precision": "fp32", "loss_head": "raw"},
+        # an encoder and its decoder, with one table of tokens and a tied head
+        {"model": "google-t5/t5-base", "method": "full", "precision": "bf16-pure"},
+        {"model": "facebook/bart-base", "gradient_checkpointing": False},
+        {"model": "t5gemma", "quant": "int8"},
         # a tower that takes no part
         {"model": "Qwen/Qwen3.5-9B", "method": "qlora"},
     ],
@@ -83,7 +87,8 @@ def test_events_add_up_to_the_ledger_in_every_micro_step(settings: dict[str, obj
 
 
 def test_no_replay_says_what_its_events_do_not_know() -> None:
-    run = RunConfig(model="google-t5/t5-base", seq_len=128)  # two stacks
+    # one layer, run twelve times
+    run = RunConfig(model="albert/albert-base-v2", seq_len=128, gradient_checkpointing=False)
     assert reserved(run) is None
     step = step_of(RunConfig(model=MODEL, seq_len=128))
     assert replayed_idle_bytes(step, live_bytes=100 * GiB) is None  # another run's ledger

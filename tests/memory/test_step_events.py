@@ -64,9 +64,11 @@ def test_a_chunk_knows_the_most_that_is_alive_inside_it() -> None:
     assert chunk.small_most == MiB + 1024
 
 
-def test_models_whose_layers_stand_in_two_stacks_have_no_events() -> None:
+def test_layers_that_share_tensors_and_fused_losses_have_no_events() -> None:
     assert has_events(step_of(RunConfig(model=MODEL)))
-    assert not has_events(step_of(RunConfig(model="google-t5/t5-base", seq_len=128)))
+    assert has_events(step_of(RunConfig(model="google-t5/t5-base", seq_len=128)))
+    shared = RunConfig(model="albert/albert-base-v2", seq_len=128, gradient_checkpointing=False)
+    assert not has_events(step_of(shared))
     assert not has_events(step_of(RunConfig(model=MODEL, loss_head="liger")))
 
 

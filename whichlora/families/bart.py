@@ -22,6 +22,7 @@ class _Kind:
         offset: rows that a table of positions has beside the positions themselves.
         per_sequence: they are looked up for every sequence, not once for all.
         own_attention: written out in the class, which has neither SDPA nor flash-attention.
+        biases_logits: `final_logits_bias`.
     """
 
     post_norm: bool = True
@@ -30,6 +31,7 @@ class _Kind:
     offset: int = 2
     per_sequence: bool = True
     own_attention: bool = False
+    biases_logits: bool = True
 
 
 _KINDS = {
@@ -37,7 +39,9 @@ _KINDS = {
     "mbart": _Kind(post_norm=False),
     "plbart": _Kind(),
     "mvp": _Kind(own_attention=True),
-    "m2m_100": _Kind(post_norm=False, embedding_norms=False, positions="buffer"),
+    "m2m_100": _Kind(
+        post_norm=False, embedding_norms=False, positions="buffer", biases_logits=False
+    ),
     "pegasus": _Kind(
         post_norm=False, embedding_norms=False, positions="frozen", offset=0, per_sequence=False
     ),
@@ -190,6 +194,7 @@ def _bart(c: Fields) -> ModelSpec:
         embeddings=(Embedding(name="shared", rows=vocab, width=hidden), table, table),
         embedding_norms=each if kind.embedding_norms else (),
         final_norms=() if kind.post_norm else last,
+        biases_logits=kind.biases_logits,
         embedding_dropouts=(hidden,) * 2 if c.probability("dropout") else (),
         max_position_embeddings=positions,
         notes=("training skips layers by chance (layerdrop); counted with none skipped",)

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whichlora.memory import activations, loss, optimizer
 from whichlora.memory.allocator_simulator import SMALL_BYTES, rounded
+from whichlora.memory.embeddings import ENCODER_OUT
 from whichlora.memory.gradients import Trained
 from whichlora.memory.layer_bytes import layer_cases
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import quantised_parts, weight_bytes
-from whichlora.spec.architecture import Embedding, Layer, Linear
+from whichlora.spec.architecture import Embedding, Layer, Linear, ModelSpec
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.spec.targets import adapted
 from whichlora.symbolic.autograd import LinearForm, TapeEvent, evaluate
-from whichlora.symbolic.language_head import head_events
+from whichlora.symbolic.language_head import head_events, stack_end_events
 from whichlora.symbolic.layer import BlockEvents, layer_events, stream_bytes
 from whichlora.symbolic.token_embeddings import embedding_events
 
@@ -197,6 +198,26 @@ class _Instance:
     streams: dict[int, int]
 
 
+@dataclass(slots=True)
+class _Stack:
+    """The forward of an encoder or a decoder in one micro-step.
+
+    Args:
+        step: that of its part of the model.
+        embedded, end: blocks before and after the layers.
+        around: rotary tables and masks.
+        result: number of what it hands on, of `result_bytes`.
+    """
+
+    step: TrainingStep
+    embedded: _Instance | None
+    instances: list[_Instance]
+    end: _Instance | None
+    around: list[int]
+    result: int
+    result_bytes: int
+
+
 class StepEvents:
     """The events of loading and of `_STEPS` optimizer steps."""
 
@@ -206,6 +227,7 @@ class StepEvents:
         self._holders: dict[int, int] = {}  # of tensors that several blocks share
         self._parameters: list[tuple[_Instance, tuple[int, ...]]] = []  # with gradients
         self._table_gradients: list[int] = []
+        self._waiting_gradient: int | None = None  # of a table that two stacks look up
         self._named: _Instance | None = None  # the head whose outputs the caller still names
 
     # --- one block ------------------------------------------------------------------------------
@@ -304,13 +326,21 @@ class StepEvents:
     # --- what a step is made of -----------------------------------------------------------------
 
     @cached_property
+    def stacks(self) -> tuple[TrainingStep, ...]:
+        """The step of an encoder and of its decoder, or of all layers."""
+        model = self.step.model
+        names = list(dict.fromkeys(group.stack for group in model.groups))
+        if len(names) == 1:
+            return (self.step,)
+        return tuple(
+            replace(self.step, model=_part(model, name, number))
+            for number, name in enumerate(names)
+        )
+
+    @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """Every layer in the order of the forward."""
-        groups = self.step.model.groups
-        if not all(group.positions for group in groups):
-            return tuple(group.layer for group in groups for _ in range(group.count))
-        placed = {place: group.layer for group in groups for place in group.positions}
-        return tuple(placed[place] for place in sorted(placed))
+        return tuple(layer for stack in self.stacks for layer in _layers(stack.model))
 
     @cached_property
     def trained(self) -> tuple[Trained, ...]:
@@ -335,7 +365,7 @@ class StepEvents:
 
     def _trained_base(self) -> Iterator[Trained]:
         model, size = self.step.model, self.step.param_bytes
-        for table in self._trained_tables():
+        for table in self._trained_tables(model):
             yield Trained(rows=table.rows, width=table.width, param_bytes=size, is_embedding=True)
         weights = {layer: list(self._trained_weights(layer)) for layer in set(self.layers)}
         for layer in self.layers:
@@ -353,9 +383,8 @@ class StepEvents:
         in_linears = sum(linear.num_weights for linear in layer.linears)
         yield Trained(rows=1, width=layer.num_params - in_linears, param_bytes=size)
 
-    def _trained_tables(self) -> tuple[Embedding, ...]:
-        step = self.step
-        tables = step.model.embeddings
+    def _trained_tables(self, model: ModelSpec) -> tuple[Embedding, ...]:
+        step, tables = self.step, model.embeddings
         if step.method.trains_base:
             return tuple(table for table in tables if table.trains)
         return tuple(table for table in tables if table.name in step.run.modules_to_save)
@@ -364,13 +393,13 @@ class StepEvents:
     def _sized(self) -> dict[str, int]:
         return {**self.step.sized, "r": self.step.r}
 
-    def _stream_bytes(self, layer: Layer) -> int:
-        model, dtypes = self.step.model, self.step.dtypes
-        width = stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm)
-        return int(width * model.hidden_size * self.step.tokens)
+    def _stream_bytes(self, step: TrainingStep, layer: Layer) -> int:
+        width = stream_bytes(layer, step.dtypes, after_norm=step.model.starts_in_layer_norm)
+        return rounded(width * step.model.hidden_size * step.tokens)
 
-    def _layer_block(self, layer: Layer, *, needs_grad: bool, accumulated: bool) -> Block:
-        step = self.step
+    def _layer_block(
+        self, step: TrainingStep, layer: Layer, *, needs_grad: bool, accumulated: bool
+    ) -> Block:
         run, model = step.run, step.model
         ((_, masked, ragged),) = layer_cases(layer, step.dtypes, step.seq_len)
         events = layer_events(
@@ -387,21 +416,23 @@ class StepEvents:
             stream=stream_bytes(layer, step.dtypes, after_norm=model.starts_in_layer_norm),
             needs_grad=needs_grad,
         )
-        size = rounded(self._stream_bytes(layer))
+        size = self._stream_bytes(step, layer)
         return Block(events, input_bytes=size, result_bytes=size, **self._sized)
 
-    def _blocks(self, *, accumulated: bool) -> list[Block]:
+    def _blocks(self, step: TrainingStep, *, accumulated: bool) -> list[Block]:
         kinds: dict[tuple[Layer, bool], Block] = {}
         blocks = []
-        for place, layer in enumerate(self.layers):
-            key = layer, place > 0 or self.step.gives_input_gradient
-            if key not in kinds:
-                kinds[key] = self._layer_block(layer, needs_grad=key[1], accumulated=accumulated)
-            blocks.append(kinds[key])
+        for place, layer in enumerate(_layers(step.model)):
+            needs_grad = place > 0 or step.gives_input_gradient
+            if (layer, needs_grad) not in kinds:
+                kinds[layer, needs_grad] = self._layer_block(
+                    step, layer, needs_grad=needs_grad, accumulated=accumulated
+                )
+            blocks.append(kinds[layer, needs_grad])
         return blocks
 
     def _head_block(self, *, accumulated: bool) -> Block:
-        step = self.step
+        step = self.stacks[-1]
         last = self.layers[-1]
         events = head_events(
             step.model,
@@ -416,9 +447,8 @@ class StepEvents:
             widens_outputs=step.trainer.widens_outputs,
             accumulated=accumulated and not step.tied_gradients_wait,
         )
-        return Block(
-            events, input_bytes=rounded(self._stream_bytes(last)), result_bytes=512, **self._sized
-        )
+        size = self._stream_bytes(step, last)
+        return Block(events, input_bytes=size, result_bytes=512, **self._sized)
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -426,11 +456,62 @@ class StepEvents:
         """A forward and a backward."""
         step = self.step
         batch = [self.list.born(8 * step.tokens) for _ in range(3)]
-        rows, stream, embedded = self._embed()
-        around = self._shared()
+        stacks = [self._stack_forward(stack, accumulated=accumulated) for stack in self.stacks]
+        stream = stacks[-1].result
+        head, loss_number = self._forward(self._head_block(accumulated=accumulated), stream)
+        if 0 in head.block.events.saved:
+            self._let_go(stream)
+        if not self._keeps_encoder_out:
+            for encoder in stacks[:-1]:
+                self._let_go(encoder.result)
+        if self._named is not None:
+            self._drop_outputs(self._named)
+        for instance in _instances(stacks):
+            events = instance.block.events
+            self._kill(instance, [copy for copy in events.copies if copy not in events.saved])
+        gradient = self.list.numbers(1)
+        self._start(gradient, 512)
+        gradient = self._backward(head, gradient)
+        self._let_go(loss_number)
+        for number, stack in reversed(list(enumerate(stacks))):
+            of_encoder = self.list.numbers(1)
+            if number:  # cross attention adds to its gradient, layer by layer
+                self._start(of_encoder, stacks[number - 1].result_bytes)
+            self._stack_backward(stack, gradient)
+            gradient = of_encoder
+            if number == 0:
+                self._free_hidden(stacks)
+            elif self._keeps_encoder_out:
+                self._let_go(stacks[number - 1].result)
+            self._embedding_backward(stack.step.model, head, accumulated=accumulated)
+            if stack.embedded is not None and step.needs_grad:
+                self._let_go(stack.embedded.streams[0])
+            self.list.die(*stack.around)
+        if step.trainer.outputs_held(step.run) == "until_next_outputs":
+            self._named = head
+        else:
+            self._drop_outputs(head)
+        self.list.die(*batch)
+
+    @cached_property
+    def _keeps_encoder_out(self) -> bool:
+        """Whether an encoder's result lives while its decoder goes backward.
+
+        It is an argument of checkpointed layers, and what trained cross attention saves.
+        """
+        step = self.step
+        return bool(step.run.gradient_checkpointing) or any(
+            linear.reads == ENCODER_OUT and (step.method.trains_base or linear.name in step.targets)
+            for linear in self.layers[-1].linears
+        )
+
+    def _stack_forward(self, step: TrainingStep, *, accumulated: bool) -> _Stack:
+        """Embeddings, layers and, of an encoder, what ends it."""
+        rows, stream, embedded = self._embed(step)
+        around = self._shared(step)
         unnamed = self.list.born(step.unnamed_mask_bytes)
         instances: list[_Instance] = []
-        for block in self._blocks(accumulated=accumulated):
+        for block in self._blocks(step, accumulated=accumulated):
             if step.run.gradient_checkpointing:
                 self._holders[stream] += 1
             instance, result = self._forward(block, stream)
@@ -439,50 +520,56 @@ class StepEvents:
             stream = result
         self.list.die(unnamed)
         self._let_go(rows)
-        head, loss_number = self._forward(self._head_block(accumulated=accumulated), stream)
-        if 0 in head.block.events.saved:
-            self._let_go(stream)
-        if self._named is not None:
-            self._drop_outputs(self._named)
-        for instance in instances:
-            events = instance.block.events
-            self._kill(instance, [copy for copy in events.copies if copy not in events.saved])
-        gradient = self.list.numbers(1)
-        self._start(gradient, 512)
-        gradient = self._backward(head, gradient)
-        self._let_go(loss_number)
-        for instance in reversed(instances):
+        last = _layers(step.model)[-1]
+        size, end = self._stream_bytes(step, last), None
+        if step is not self.stacks[-1]:
+            events = stack_end_events(
+                step.model,
+                step.dtypes,
+                step.method,
+                step.targets,
+                stream=stream_bytes(last, step.dtypes, after_norm=step.model.starts_in_layer_norm),
+                accumulated=accumulated,
+            )
+            if events is not None:
+                block = Block(events, input_bytes=size, result_bytes=size, **self._sized)
+                end, result = self._forward(block, stream)
+                self._let_go(stream)
+                stream, size = result, block.sizes.by_tensor[events.result]
+                block.sizes.by_tensor[events.result_gradient] = size
+        return _Stack(step, embedded, instances, end, around, stream, size)
+
+    def _stack_backward(self, stack: _Stack, gradient: int) -> None:
+        """From the `gradient` of its result to that of the looked-up rows."""
+        if stack.end is not None:
+            gradient = self._backward(stack.end, gradient)
+        for instance in reversed(stack.instances):
             gradient = self._backward(instance, gradient)
             self._after_layer(instance)
-        if embedded is not None and embedded.block.events.backward:
-            gradient = self._backward(embedded, gradient)
+        if stack.embedded is not None and stack.embedded.block.events.backward:
+            gradient = self._backward(stack.embedded, gradient)
         if self._holders.get(gradient):
             self._let_go(gradient)
-        for instance in instances:
+
+    def _free_hidden(self, stacks: list[_Stack]) -> None:
+        """The graph goes, with what bypasses the saved-tensor hooks."""
+        for instance in _instances(stacks):
             hidden = instance.block.events.hidden
             if 0 in hidden:
                 self._let_go(instance.streams[0])
             self._kill(instance, hidden - {0})
-        self._embedding_backward(head, accumulated=accumulated)
-        if embedded is not None and step.needs_grad:
-            self._let_go(embedded.streams[0])
-        if step.trainer.outputs_held(step.run) == "until_next_outputs":
-            self._named = head
-        else:
-            self._drop_outputs(head)
-        self.list.die(*around, *batch)
 
     def _drop_outputs(self, head: _Instance) -> None:
         """A caller's variable lets go of the logits."""
         events = head.block.events
         self._kill(head, [copy for copy in events.copies if copy not in events.saved])
 
-    def _embed(self) -> tuple[int, int, _Instance | None]:
+    def _embed(self, step: TrainingStep) -> tuple[int, int, _Instance | None]:
         """Look the tokens up: a number that the model holds to the end of its forward, the stream.
 
         Source: transformers 5.23 `LlamaModel.forward`, `GPT2Model.forward`: `inputs_embeds`.
         """
-        step, model = self.step, self.step.model
+        model = step.model
         table = model.embeddings[0]
         rows = self.list.numbers(1)
         size = rounded(step.tokens * table.width * step.dtypes.embedding_bytes)
@@ -493,7 +580,7 @@ class StepEvents:
         if events is None:
             self._holders[rows] += 1
             return rows, rows, None
-        result_bytes = rounded(self._stream_bytes(self.layers[0]))
+        result_bytes = self._stream_bytes(step, _layers(model)[0])
         block = Block(events, input_bytes=size, result_bytes=result_bytes, **self._sized)
         if step.needs_grad:  # a leaf, or what the table's gradient is made for
             self._holders[rows] += 1
@@ -513,17 +600,25 @@ class StepEvents:
         if events.input_gradient != events.result_gradient:
             self._let_go(instance.streams[events.result_gradient])
 
-    def _embedding_backward(self, head: _Instance, *, accumulated: bool) -> None:
-        """Gradients of the looked-up tables, and the sum with that of a tied head.
+    def _embedding_backward(self, model: ModelSpec, head: _Instance, *, accumulated: bool) -> None:
+        """Gradients of a stack's tables, and the sum with that of a tied head, then an encoder's.
 
         Source: torch 2.13 `InputBuffer::accumulate`: in place, unless the head's is a view.
         """
-        step = self.step
-        for table in self._trained_tables():
+        step, is_last = self.step, model is self.stacks[-1].model
+        is_shared = len(self.stacks) > 1 and not model.splits_embeddings
+        for table in self._trained_tables(model):
             size = table.num_elements * step.param_bytes
             gradient = self.list.born(size)
-            if step.tied_gradients_wait and table is step.model.embeddings[0]:
-                gradient = self._sum_of_tied(head, gradient, size, accumulated=accumulated)
+            if table is model.embeddings[0]:
+                if is_last and step.tied_gradients_wait:
+                    gradient = self._sum_of_tied(head, gradient, size, accumulated=accumulated)
+                if is_last and is_shared:
+                    self._waiting_gradient = gradient
+                    continue
+                if self._waiting_gradient is not None:
+                    self.list.die(gradient)
+                    gradient, self._waiting_gradient = self._waiting_gradient, None
             if accumulated:
                 self.list.die(gradient)
             else:
@@ -539,12 +634,11 @@ class StepEvents:
             self.list.die(gradient)
         return result
 
-    def _shared(self) -> list[int]:
+    def _shared(self, step: TrainingStep) -> list[int]:
         """Rotary tables and masks, which live to the end of the backward.
 
         Source: transformers 5.23 `LlamaRotaryEmbedding.forward`: in fp32, then in the stream's.
         """
-        step = self.step
         narrow = activations.rotary_bytes(step.model, step.dtypes, span=step.seq_len) // 2
         wide = narrow * 4 // step.dtypes.stream_bytes
         angles = [self.list.born(wide // 2), self.list.born(wide)]
@@ -589,6 +683,35 @@ class StepEvents:
         return self.list
 
 
+def _part(model: ModelSpec, stack: str, number: int) -> ModelSpec:
+    """One of two stacks as a model of its own: tables, norms and dropouts stand in pairs."""
+    pairs = model.embeddings if model.splits_embeddings else model.embeddings[1:]
+    shared = () if model.splits_embeddings else model.embeddings[:1]
+    return replace(
+        model,
+        groups=tuple(group for group in model.groups if group.stack == stack),
+        embeddings=(*shared, *pairs[number::2]),
+        embedding_norms=model.embedding_norms[number::2],
+        embedding_dropouts=model.embedding_dropouts[number::2],
+        final_norms=model.final_norms[number::2],
+        final_dropouts=model.final_dropouts[number::2],
+    )
+
+
+def _layers(model: ModelSpec) -> tuple[Layer, ...]:
+    """The layers of one stack in the order of its forward."""
+    groups = model.groups
+    if not all(group.positions for group in groups):
+        return tuple(group.layer for group in groups for _ in range(group.count))
+    placed = {place: group.layer for group in groups for place in group.positions}
+    return tuple(placed[place] for place in sorted(placed))
+
+
+def _instances(stacks: list[_Stack]) -> list[_Instance]:
+    """Every layer of a micro-step."""
+    return [instance for stack in stacks for instance in stack.instances]
+
+
 def _rows_of_modules(linear: Linear) -> list[int]:
     """Rows of each weight tensor of this name: experts in one parameter are one."""
     if linear.is_module:
@@ -618,15 +741,14 @@ def _stored(linear: Linear, step: TrainingStep) -> Iterator[tuple[int, int]]:
 
 
 def has_events(step: TrainingStep) -> bool:
-    """Whether all of a step is written as events: one stack of layers that share nothing.
+    """Whether all of a step is written as events: layers that share nothing.
 
     Kind: exact. Source: what `StepEvents` leaves out.
     """
     model = step.model
     attentions = (attention for layer, _ in model.layers() for attention in layer.attentions)
     return (
-        len({group.stack for group in model.groups}) == 1
-        and not any(attention.keeps_keys for attention in attentions)
+        not any(attention.keeps_keys for attention in attentions)
         and not any(group.shared for group in model.groups)
         and model.layer_input_norm is None
         and step.run.loss_head in ("hf", "raw")

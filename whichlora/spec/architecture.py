@@ -495,6 +495,7 @@ class ModelSpec:
         supports_checkpointing: the class has gradient checkpointing; the Trainer refuses one that
             has not.
         scales_logits: the model multiplies its logits by a number (Cohere, Granite).
+        biases_logits: it adds a buffer to them (BART).
         other_params: parameters outside all of the above (a vision tower, a pooler).
         idle_params: those among them that no text passes: fully trained, they get no gradient and
             the optimizer keeps no states of them.
@@ -523,6 +524,7 @@ class ModelSpec:
     masked_head: MaskedHead | None = None
     logit_softcap: float | None = None
     scales_logits: bool = False
+    biases_logits: bool = False
     rotates_each_kind: bool = False
     splits_embeddings: bool = False
     embeds_in_steps: bool = False

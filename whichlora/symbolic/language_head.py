@@ -11,17 +11,51 @@ from whichlora.symbolic.masked_lm_head import run_masked_head
 from whichlora.symbolic.operators import OpEmitter
 
 
+def end_of_stack(code: OpEmitter, model: ModelSpec, x: Tensor) -> Tensor:
+    """The norms and dropouts after the last layer.
+
+    Source: transformers 5.23 `LlamaModel.forward`, `T5Stack.forward`.
+    """
+    for norm in model.final_norms:
+        x = code.norm(norm, x)
+    for _ in model.final_dropouts:
+        x = code.dropout(x, mask_bytes=x.size if code.dtypes.device_kind == "cpu" else 1)
+    return x
+
+
+def stack_end_events(
+    model: ModelSpec,
+    dtypes: Dtypes,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    stream: int,
+    accumulated: bool,
+) -> BlockEvents | None:
+    """What ends an encoder before its decoder; None where its last layer does. Kind: exact.
+
+    Args:
+        stream: one element of the last layer's result.
+
+    Source: `end_of_stack`.
+    """
+    tape = Tape()
+    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
+    x = tape.input(per_token(model.hidden_size), stream, needs_grad=True)
+    result = end_of_stack(code, model, x)
+    if result.storage == x.storage:
+        return None
+    tape.returns(result)
+    return block_events(tape, accumulated=accumulated)
+
+
 def logits_of(code: OpEmitter, model: ModelSpec, x: Tensor, *, trained: bool) -> Tensor:
     """The last norm of `x`, and the product with the head.
 
     Source: transformers 5.23 `LlamaModel.forward`, `LlamaForCausalLM.forward`.
     """
     tape, dtypes = code.tape, code.dtypes
-    y = x
-    for norm in model.final_norms:
-        y = code.norm(norm, y)
-    for _ in model.final_dropouts:
-        y = code.dropout(y, mask_bytes=y.size if dtypes.device_kind == "cpu" else 1)
+    y = end_of_stack(code, model, x)
     if model.masked_head is not None:
         elements = constant(model.vocab_size * model.masked_head.width)
         words = tape.weight(elements, dtypes.embedding_bytes, trained=trained)
@@ -41,6 +75,8 @@ def logits_of(code: OpEmitter, model: ModelSpec, x: Tensor, *, trained: bool) ->
     if model.logit_softcap:
         capped = tape.op([code.scale(logits)], logits.elements, logits.size, saves_result=True)
         return code.scale(capped)
+    if model.biases_logits:  # `lm_logits` of `BartForConditionalGeneration.forward`
+        return tape.op([logits], logits.elements, logits.size, passes=True)
     return code.scale(logits) if model.scales_logits else logits
 
 
