@@ -399,6 +399,23 @@ def test_what_a_caller_holds_lives_to_the_end_of_a_forward() -> None:
     assert points == [per_token(2 + 10), per_token(2 + 10 + 20)]
 
 
+def test_a_cache_that_a_block_fills_lacks_its_keys_until_they_are_made() -> None:
+    tape = Tape(no_grad=True)
+    x = tape.input(per_token(1), 1, needs_grad=False)
+    normed = tape.op([x], per_token(50), 1)
+    keys = tape.op([normed], per_token(8), 1)
+    tape.hold(keys)
+    tape.cached(keys, written=True)
+    tape.cached(keys, written=False)  # read by a later layer
+    tape.op([keys], per_token(4), 1)
+    filled, filling = (
+        [bytes_of(point) for point in tape.forward(saving=False, fills_cache=fills)]
+        for fills in (False, True)
+    )
+    # while it is made, it is not there; as it is copied, both are
+    assert [full - less for full, less in zip(filled, filling, strict=True)] == [8, 8, 0, 0]
+
+
 def test_a_name_that_is_bound_again_lets_go_of_what_it_held() -> None:
     tape = Tape()
     x = tape.input(per_token(1), 2, needs_grad=False)

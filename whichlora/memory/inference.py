@@ -152,6 +152,7 @@ class Generation:
             side="encoder" if self.has_encoder else "",
             prompt=True,
             queries=self.prompt_len,
+            fills_cache=self.run.kv_cache == "dynamic",
             targets=self.targets,
             method=self.method,
             r=self.r,

@@ -194,6 +194,7 @@ def forward_bytes(
     prompt: bool = False,
     queries: Count | None = None,
     decoding: bool = False,
+    fills_cache: bool = False,
 ) -> Count:
     """Alive while a forward without gradients is in the layer that needs most.
 
@@ -204,6 +205,7 @@ def forward_bytes(
         prompt: of `generate`, of which the last position alone is scored.
         queries: tokens of each sequence, where a preallocated cache makes more keys than these.
         decoding: one token of each sequence, so that a recurrent layer has no chunks.
+        fills_cache: a layer's keys and values, counted elsewhere, are there once it has made them.
 
     With the looked-up embeddings and the layer's input, which the model's loop holds.
     Kind: exact.
@@ -222,7 +224,7 @@ def forward_bytes(
         if prompt and reads_last(layer, dtypes):
             continue
         around = beside + _streams(layer, model, dtypes, **sizes)
-        run = _Forward(layer, model, targets, dtypes, method, decoding)
+        run = _Forward(layer, model, targets, dtypes, method, decoding, fills_cache)
         # chunks of a recurrent layer are made of the tokens that run, not of all keys
         length = span if queries is None or not run.state_elements else queries
         for share, in_layer in run.points(tokens=tokens, span=length, r=r):
@@ -250,6 +252,7 @@ class _Forward:
 
     Args:
         decoding: of one token of each sequence.
+        fills_cache: as of `forward_bytes`.
     """
 
     layer: Layer
@@ -258,6 +261,7 @@ class _Forward:
     dtypes: Dtypes
     method: Method
     decoding: bool
+    fills_cache: bool
 
     @property
     def state_elements(self) -> int:
@@ -280,6 +284,7 @@ class _Forward:
                 stream=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
                 ragged=ragged,
                 decoding=self.decoding,
+                fills_cache=self.fills_cache,
             )
             if self.decoding:
                 forms = tuple(without_sequences(form) for form in forms)

@@ -286,7 +286,8 @@ def _through_cache(
     )
     if hands_out and not code.dtypes.training:
         code.tape.hold(k, v)  # until the cache has copied them, and hands out its own
-        k, v = (code.tape.cached(state) for state in (k, v))
+        written = bool(attention.cache_elements)
+        k, v = (code.tape.cached(state, written=written) for state in (k, v))
         if code.decoding and not attention.cross:  # of every token so far
             k = replace(k, elements=_of_keys(code, attention.k_width))
             v = replace(v, elements=_of_keys(code, attention.v_width))

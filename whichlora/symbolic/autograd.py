@@ -326,6 +326,7 @@ class Tape:
         self._names: list[tuple[str, int]] = []
         self._gathered: list[Tensor] = []
         self._held_by_later_layers: list[Tensor] = []
+        self._cache_writes: list[tuple[int, int]] = []  # steps, and what they put there
 
     def _add(self, form: int, name: str, size: int) -> None:
         self._forms.append(form)
@@ -410,8 +411,14 @@ class Tape:
             self.cached_copies.append(copy.storage)
         return copy
 
-    def cached(self, tensor: Tensor) -> Tensor:
-        """Its copy in a cache that is counted elsewhere, laid out head by head."""
+    def cached(self, tensor: Tensor, *, written: bool) -> Tensor:
+        """Its copy in a cache that is counted elsewhere, laid out head by head.
+
+        Args:
+            written: the last step has put it there.
+        """
+        if written:
+            self._cache_writes.append((len(self._steps) - 1, tensor.packed))
         return replace(tensor, storage=-1, edge=self._edge(), joined=True)
 
     @property
@@ -602,13 +609,18 @@ class Tape:
     def _saved_bytes(self) -> int:
         return sum(self._forms[storage] for storage in self.saved_storages())
 
-    def forward(self, *, saving: bool) -> list[LinearForm]:
+    def forward(self, *, saving: bool, fills_cache: bool = False) -> list[LinearForm]:
         """Points of the forward, the input left out.
 
         Args:
             saving: tensors saved for backward stay alive.
+            fills_cache: what the block puts into a cache is not there before; elsewhere the cache
+                is counted with it.
         """
-        return self._unpacked(self.forward_points(saving=saving))
+        points = self.forward_points(saving=saving)
+        for write, form in self._cache_writes if fills_cache else ():
+            points[:write] = [point - form for point in points[:write]]
+        return self._unpacked(points)
 
     def forward_points(self, *, saving: bool, stop: int | None = None) -> list[int]:
         """Bytes alive at each step of a forward that is not the first."""

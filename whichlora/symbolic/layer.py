@@ -398,14 +398,16 @@ def working_points(
     stream: int,
     ragged: bool = False,
     decoding: bool = False,
+    fills_cache: bool = False,
 ) -> tuple[LinearForm, ...]:
     """Points of a forward without gradients, the layer's input left out.
 
     Args:
+        fills_cache: as of `Tape.forward`.
         targets: names of the matrices with an adapter; none of a merged model.
         decoding: one token of each sequence runs, and sees those in the cache.
     """
     settings = (dtypes, targets, method, masked, stream)
     code = OpEmitter(Tape(no_grad=True), *settings, ragged=ragged, decoding=decoding)
     tape = _tape_of(layer, hidden_size, code, needs_grad=False)
-    return maximal(tape.forward(saving=False))
+    return maximal(tape.forward(saving=False, fills_cache=fills_cache))
