@@ -84,8 +84,10 @@ def test_a_shown_size_reads_back_within_one_percent(size: int) -> None:
         (1.0, "1 s"),
         (45.67, "45.7 s"),
         (200.0, "3 min 20 s"),
-        (3599.6, "60 min 00 s"),
+        (3599.4, "59 min 59 s"),
+        (3599.6, "1 h 00 min"),
         (2 * 3600 + 5 * 60, "2 h 05 min"),
+        (76 * 3600, "3 d 04 h"),
     ],
 )
 def test_seconds_are_shown_in_the_unit_people_think_in(seconds: float, text: str) -> None:

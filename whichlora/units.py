@@ -57,7 +57,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` as people read it: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min; - for NaN."""
+    """`seconds` as people read it: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min, 3 d 04 h; - for NaN."""
     if math.isnan(seconds):
         return "-"
     if seconds < _ROUNDS_UP * 1e-3:
@@ -67,10 +67,12 @@ def format_seconds(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
     minutes, whole_seconds = divmod(round(seconds), 60)
-    if minutes < 120:
+    if minutes < 60:
         return f"{minutes} min {whole_seconds:02d} s"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min"
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    return f"{hours // 24} d {hours % 24:02d} h"
 
 
 def format_count(count: float) -> str:

@@ -118,7 +118,9 @@ def test_without_measurements_the_priors_stand_alone() -> None:
     assert found.time == start.time
     assert found.memory == start.memory
     assert found.num_records == 0
-    assert "no run on this device yet" in found.basis(memory_runs=0, time_runs=0)
+    assert "no run on this device yet" in found.basis(
+        memory_runs=0, time_runs=0, phases=("finetune",)
+    )
 
 
 def test_known_coefficients_are_recovered_from_noisy_runs() -> None:
@@ -156,16 +158,18 @@ def test_the_fit_explains_the_next_prediction() -> None:
     found = fit(records, GPU, model_of)
     basis = predict(load_model(MODELS[0]), runs()[0], GPU, found).basis
     assert basis.startswith(
-        f"ledger + calibration {GPU.key}: 5 memory and 5 time runs of 5 records; finetune "
+        "memory counted from the model's config, corrected by 5 runs; times fitted to 5 of 5 "
+        f"recorded runs on {GPU.key}; finetune "
     )
-    assert basis.endswith("% off on 5 left-out runs")
+    assert basis.endswith("% off on 5 runs left out of the fit")
 
 
 def test_a_stage_without_runs_says_whose_speed_it_has() -> None:
     found = fit([measured(run, slower(3.0)) for run in runs()[:5]], GPU, model_of)
     run = RunConfig(model=MODELS[0], phase="inference")
     basis = predict(load_model(MODELS[0]), run, GPU, found).basis
-    assert "5 memory and 0 time runs of 5 records; the speed is from 5 runs of other" in basis
+    assert "times fitted to 0 of 5 recorded runs" in basis
+    assert "the speed is from 5 runs of other phases" in basis
 
 
 def test_a_fit_that_is_worse_on_left_out_runs_gives_way_to_the_datasheet() -> None:
@@ -180,8 +184,8 @@ def test_a_fit_that_is_worse_on_left_out_runs_gives_way_to_the_datasheet() -> No
     assert found.time["finetune"].noise > cold.time["finetune"].noise
     assert found.time["finetune"].num_runs == 0
     basis = predict(load_model(MODELS[0]), runs()[0], GPU, found).basis
-    assert "0 time runs" in basis
-    assert "finetune by datasheet and priors, which are better on left-out runs" in basis
+    assert "times fitted to 0 of " in basis
+    assert "finetune by the datasheet, which is better on runs left out of a fit" in basis
     assert Calibration.from_dict(found.to_dict(), source="coefficients.json") == found
 
 
@@ -407,7 +411,9 @@ def test_runs_on_other_versions_teach_the_device() -> None:
     run = RunConfig(model=MODELS[1], batch_size=8, seq_len=1024)
     cold = prior_calibration(GPU)
     assert error_of(found, truth, run) < error_of(cold, truth, run) / 4
-    assert "48 of other library versions" in found.basis(memory_runs=0, time_runs=48)
+    assert "48 with other library versions" in found.basis(
+        memory_runs=0, time_runs=48, phases=("finetune",)
+    )
 
 
 def test_records_of_another_engine_are_left_out_and_say_so() -> None:

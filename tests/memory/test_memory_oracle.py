@@ -1,5 +1,7 @@
 """The ledger against autograd and the real Trainer, on CPU with models of a few hundred kilobytes.
 
+`oracle.peak` runs `whichlora/profiler/finetune.py`: steps of the real Trainer on PEFT's real model.
+
 Tolerances are relative to the whole peak and cover what the formulas leave out on purpose: random
 generator states of checkpoints, tables of a few kilobytes, the names that Python code holds.
 """

@@ -20,6 +20,7 @@ from whichlora.terminal.live import SweepProgress
 from whichlora.terminal.progress import Progress
 from whichlora.terminal.sheet import as_csv
 from whichlora.terminal.tables import new_table, open_console, print_table, say
+from whichlora.terminal.words import variants
 from whichlora.text import from_csv_cell
 
 MODELS = ("HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.1-8B")
@@ -213,3 +214,22 @@ def test_a_cell_that_starts_a_formula_is_text_and_comes_back(text: str) -> None:
 @pytest.mark.parametrize("cell", [-1.5, "-1.5", "+2e-3", "text", "a=b", "'tis"[1:]])
 def test_numbers_and_plain_texts_of_a_table_stay_as_they_are(cell: object) -> None:
     assert as_csv([{"a": cell}]) == f"a\n{cell}\n"
+
+
+def test_rows_that_would_look_alike_name_what_differs() -> None:
+    runs = [
+        RunConfig(model="m", trainer=trainer, precision=precision, method=method)
+        for trainer, precision, method in (
+            ("transformers", "bf16", "lora"),
+            ("loop", "bf16", "lora"),
+            ("loop", "fp32", "qlora"),
+        )
+    ]
+    names = variants(runs, ["t4-16gb"] * 3)
+    assert names == [
+        "lora r=16, trainer transformers",
+        "lora r=16, trainer loop",
+        "qlora r=16, trainer loop",
+    ]
+    # on devices of their own the rows differ
+    assert variants(runs[:2], ["t4-16gb", "l4-24gb"]) == ["lora r=16"] * 2

@@ -178,13 +178,29 @@ def test_four_layers_stretched_agree_with_all_layers(settings: dict[str, Any]) -
     ids=str,
 )
 def test_the_ledger_agrees_with_the_trace(settings: dict[str, Any]) -> None:
+    predicted, traced = peaks_of_tinyllama(RunConfig(model="x", **settings))
+    assert predicted == pytest.approx(traced, rel=0.015)
+
+
+def peaks_of_tinyllama(run: RunConfig) -> tuple[int, int]:
+    """Predicted and traced, without workspaces."""
     config = config_of("TinyLlama/TinyLlama-1.1B-Chat-v1.0")
-    job = resolve.resolve(families.build(config, name="x"), RunConfig(model="x", **settings), GPU)
+    job = resolve.resolve(families.build(config, name="x"), run, GPU)
     ledger = predict.ledger(job)
     events = trace(job.run, config, target_modules="all-linear", num_layers=4)
     traced = replay(event.event for event in stretch(events, num_layers=22)).peak_allocated_bytes
-    predicted = int(ledger.peak_allocated_bytes) - ledger.workspace_bytes
-    assert predicted == pytest.approx(traced, rel=0.015)
+    return int(ledger.peak_allocated_bytes) - ledger.workspace_bytes, traced
+
+
+@pytest.mark.parametrize(("checkpointing", "seq_len"), [(True, 1024), (False, 2048)])
+def test_dora_costs_beside_lora_what_the_trace_says(checkpointing: bool, seq_len: int) -> None:
+    run = RunConfig(model="x", seq_len=seq_len, gradient_checkpointing=checkpointing)
+    lora, dora = (peaks_of_tinyllama(replace(run, method=name)) for name in ("lora", "dora"))
+    predicted, traced = (
+        with_magnitudes - plain for plain, with_magnitudes in zip(lora, dora, strict=True)
+    )
+    assert traced > 50 * MiB
+    assert predicted == pytest.approx(traced, rel=0.03)
 
 
 GEMMA_4 = {

@@ -194,13 +194,17 @@ class Calibration:
 
     def _known_of_runs(self, memory_runs: int, time_runs: int, phases: Sequence[str]) -> str:
         other_runs = sum(model.num_runs for name, model in self.time.items() if name not in phases)
-        taught = time_runs or self.asked_engine or (phases and other_runs)
-        if not memory_runs and not taught:
-            return "ledger + datasheet priors (no run on this device yet)"
-        runs = f"{memory_runs} memory and {time_runs} time runs of {self.num_records} records"
-        older = f", {self.num_older} of other library versions" if self.num_older else ""
+        memory = "memory counted from the model's config"
+        if memory_runs:
+            memory += f", corrected by {memory_runs} runs"
+        if not phases:
+            return memory
+        if not (memory_runs or time_runs or self.asked_engine or other_runs):
+            return f"{memory}; times from the datasheet (no run on this device yet)"
+        runs = f"{time_runs} of {self.num_records} recorded runs on {self.gpu}"
+        older = f", {self.num_older} with other library versions" if self.num_older else ""
         learned = ""
-        if phases and not time_runs and other_runs and not self.asked_engine:
+        if not time_runs and other_runs and not self.asked_engine:
             learned = f"; the speed is from {other_runs} runs of other phases"
         if self.asked_engine and "decode" in phases:
             learned += (
@@ -210,11 +214,13 @@ class Calibration:
             phases = ()
         for phase in phases:
             if phase in self.by_datasheet:
-                learned += f"; {phase} by datasheet and priors, which are better on left-out runs"
+                learned += f"; {phase} by the datasheet, which is better on runs left out of a fit"
             elif phase in self.held_out:
                 error = self.held_out[phase]
-                learned += f"; {phase} {error.median:.0%} off on {error.num_runs} left-out runs"
-        return f"ledger + calibration {self.gpu}: {runs}{older}{learned}"
+                learned += (
+                    f"; {phase} {error.median:.0%} off on {error.num_runs} runs left out of the fit"
+                )
+        return f"{memory}; times fitted to {runs}{older}{learned}"
 
     def to_dict(self) -> dict[str, Any]:
         """The content of `coefficients.json`, without its schema version."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from whichlora.spec.results import MemoryPrediction, Prediction, Refused
 from whichlora.terminal.tables import new_table, open_console, print_table, say
-from whichlora.terminal.words import VERDICTS, refusals, variant
+from whichlora.terminal.words import VERDICTS, refusals, variants
 from whichlora.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refus
     console = open_console()
     numbers = ("batch", "tokens", "peak", "95 % interval", "of the device", "time", "tokens/s")
     rows = []
-    for prediction in predictions:
+    names = variants([p.run for p in predictions], [p.gpu for p in predictions])
+    for prediction, name in zip(predictions, names, strict=True):
         memory, time = prediction.memory, prediction.time
         low, high = memory.interval_bytes
         run = prediction.run
@@ -32,7 +33,7 @@ def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refus
         rows.append(
             (
                 run.model,
-                variant(run),
+                name,
                 str(run.batch_size),
                 tokens,
                 format_bytes(memory.device_used_bytes),

@@ -69,7 +69,7 @@ def placements_sheet(placements: Sequence[Placement], *, wide: bool) -> Sheet:
         )
     needs = ("memory", "need", "at most") if wide else ("memory", "need")
     return Sheet(
-        title="where it fits, the smallest card first",
+        title="cards that fit, the smallest first; then the others",
         columns=("accelerator", *needs, "fits", "largest batch", time_column),
         right=(*needs, "largest batch", time_column),
         rows=rows,

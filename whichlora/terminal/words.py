@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from whichlora.methods import get_method
 from whichlora.search.feasibility import Candidate, Check, Relaxation
@@ -42,6 +42,35 @@ def variant(run: RunConfig, plan: Plan | None = None) -> str:
     if training and len(plan.gradient_checkpointing) > 1 and not run.gradient_checkpointing:
         words.append("no checkpointing")
     return ", ".join(words)
+
+
+def variants(runs: Sequence[RunConfig], devices: Sequence[str]) -> list[str]:
+    """`variant` of each run, with the settings in which runs differ whose rows would look alike.
+
+    Args:
+        devices: the device of each.
+    """
+    alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    for run, device in zip(runs, devices, strict=True):
+        sizes = (run.batch_size, run.seq_len, run.prompt_len, run.max_new_tokens)
+        alike.setdefault((device, run.model, variant(run), *sizes), []).append(run.to_dict())
+    differing = [
+        name
+        for name in runs[0].to_dict()
+        if any(settings[name] != group[0][name] for group in alike.values() for settings in group)
+    ]
+    return [
+        ", ".join([variant(run), *(_in_words(name, run.to_dict()[name]) for name in differing)])
+        for run in runs
+    ]
+
+
+def _in_words(setting: str, value: Any) -> str:
+    texts = {True: "yes", False: "no", None: "none"}
+    text = texts[value] if value is None or isinstance(value, bool) else value
+    if isinstance(text, list):
+        text = "+".join(map(str, text)) or "none"
+    return f"{setting.replace('_', ' ')} {text}"
 
 
 def method_in_words(run: RunConfig) -> str:
