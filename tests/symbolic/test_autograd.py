@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -212,6 +213,38 @@ def test_forms_left_out_are_the_largest_of_no_sizes(
 ) -> None:
     sizes = {"tokens": batch_size * span, "span": span, "r": r}
     assert most(maximal(forms), **sizes) == most(forms, **sizes)
+
+
+EVERY_TERM = st.builds(
+    LinearForm,
+    per_token=st.integers(-9, 9),
+    per_pair=st.integers(0, 2),
+    constant=st.integers(0, 9999),
+    per_rank_token=st.integers(0, 3),
+    per_rank=st.integers(-99, 999),
+    per_span_squared=st.integers(0, 2),
+    where_many_rows=st.integers(0, 9999),
+    per_chunk=st.just(0),
+    per_sequence=st.just(0),
+    chunk_size=st.just(0),
+)
+AXIS = st.lists(st.integers(1, 99), min_size=1, max_size=4, unique=True)
+
+
+@given(forms=st.lists(EVERY_TERM, min_size=3, max_size=9), spans=AXIS, batch_sizes=AXIS, ranks=AXIS)
+def test_of_many_sizes_at_once_the_largest_forms_are_those_of_each(
+    forms: list[LinearForm], spans: list[int], batch_sizes: list[int], ranks: list[int]
+) -> None:
+    batch_size, span, r = np.ix_(batch_sizes, spans, ranks)
+    together = most(forms, tokens=batch_size * span, span=span, r=r)
+    alone = [
+        most(forms, tokens=sequences * length, span=length, r=rank)
+        for sequences in batch_sizes
+        for length in spans
+        for rank in ranks
+    ]
+    shape = len(batch_sizes), len(spans), len(ranks)
+    assert np.broadcast_to(together, shape).ravel().tolist() == alone
 
 
 @pytest.mark.parametrize("gradient", [per_rank, constant])

@@ -93,14 +93,19 @@ def remainder_bytes(groups: Iterable[Group], *, like: Count) -> Count:
     """
     remainders: list[Count] = [0 * like]
     for group in groups:
-        alike: dict[tuple[Count, ...], list[Tensor]] = {}
+        alike: dict[tuple[object, ...], list[Tensor]] = {}
         for tensor in group.tensors:
             terms = (tensor.per_token, tensor.per_token_pair, tensor.constant)
-            alike.setdefault(terms if is_plain(*terms) else (id(tensor),), []).append(tensor)
+            alike.setdefault(tuple(map(_hashable, terms)), []).append(tensor)
         for tensors in alike.values():
             size = tensor_bytes(tensors[:1], tokens=group.tokens, span=group.span)
             remainders.append(group.count * len(tensors) * expected_remainder(size))
     return added(remainders)
+
+
+def _hashable(term: Count) -> object:
+    """Equal for equal terms, numbers or arrays."""
+    return term if is_plain(term) else (term.shape, term.tobytes())
 
 
 IDLE = Fact(

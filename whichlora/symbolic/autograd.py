@@ -14,7 +14,7 @@ from functools import lru_cache
 from operator import ge, itemgetter
 from typing import NamedTuple, TypeAlias
 
-from whichlora.spec.numeric import Count, ceil_div, floor_div, largest
+from whichlora.spec.numeric import Count, ceil_div, floor_div, is_plain, largest
 
 
 class LinearForm(NamedTuple):
@@ -166,7 +166,41 @@ def chunks(span: Count, size: int) -> Count:
 
 
 def most(forms: Iterable[LinearForm], *, tokens: Count, span: Count, r: Count) -> Count:
+    forms = tuple(forms)
+    if len(forms) > 2 and not is_plain(tokens, span, r):
+        forms = _largest_somewhere(forms, tokens=tokens, span=span, r=r)
     return largest(*(evaluate(form, tokens=tokens, span=span, r=r) for form in forms), 0 * tokens)
+
+
+def _largest_somewhere(
+    forms: tuple[LinearForm, ...], *, tokens: Count, span: Count, r: Count
+) -> tuple[LinearForm, ...]:
+    """Those of `forms` that another does not reach for all sizes of these arrays.
+
+    A difference of two forms is linear in each of tokens, span, rank, the span's square and the
+    switch at many rows. So it is negative nowhere if it is not at the ends of their ranges.
+    """
+    import numpy as np
+
+    if any(form.per_chunk or form.per_sequence for form in forms):
+        return forms
+    few, many = np.min(tokens), np.max(tokens)
+    short, long = np.min(span), np.max(span)
+    ends = np.meshgrid(
+        (few, many),
+        (short, long),
+        (np.min(r), np.max(r)),
+        (short**2, long**2),
+        (few > FUSED_ROWS, many > FUSED_ROWS),
+    )
+    n, length, rank, squared, is_many = (np.ravel(values).astype(np.float64) for values in ends)
+    terms = np.stack([n, n * length, np.ones_like(n), n * rank, rank, squared, is_many])
+    num_bytes = np.array([form[: len(terms)] for form in forms], dtype=np.float64) @ terms
+    order = np.argsort(-num_bytes.sum(axis=1), kind="stable")
+    num_bytes = num_bytes[order]
+    reaches = (num_bytes[:, None] >= num_bytes).all(axis=-1)
+    is_reached = np.triu(reaches, 1).any(axis=0)
+    return tuple(forms[position] for position in order[~is_reached].tolist())
 
 
 def maximal(forms: Iterable[LinearForm]) -> tuple[LinearForm, ...]:
