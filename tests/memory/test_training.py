@@ -31,10 +31,10 @@ from whichlora.memory import (
 )
 from whichlora.memory.entries import Kind
 from whichlora.memory.gradients import Trained, trained_biases, trained_tensors
-from whichlora.memory.training import PARTS, Ledger, trained_params
+from whichlora.memory.training import PARTS, Ledger, least_parts, trained_params
 from whichlora.memory.worst_layer import after
 from whichlora.predict.notes import notes_on
-from whichlora.predict.predict import ledger, part_bytes
+from whichlora.predict.predict import ledger, part_bytes, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
@@ -65,6 +65,17 @@ def job(run: RunConfig, gpu: GpuSpec = A100, spec: ModelSpec | None = None) -> R
 
 def peak(run: RunConfig, gpu: GpuSpec = A100) -> int:
     return int(ledger(job(run, gpu)).peak_allocated_bytes)
+
+
+def test_least_parts_are_alive_together_at_the_loss() -> None:
+    llama = job(RunConfig(model=LLAMA_3_8B, method="qlora", gradient_checkpointing=False, r=64))
+    step = training_step(llama, batch_size=4, seq_len=512, r=8)
+    least, moments = least_parts(step), ledger(llama, batch_size=4, seq_len=512).moments
+    entries = (*moments["loss_forward"], *moments["loss_backward"])
+    for part, num_bytes in least.items():
+        alive = {entry.what: entry.num_bytes for entry in entries if entry.part == part}
+        assert 0.9 * sum(alive.values()) < 2 * num_bytes
+        assert num_bytes <= sum(alive.values())
 
 
 # --- golden values --------------------------------------------------------------------------

@@ -19,7 +19,13 @@ from strategies import (
 from whichlora.errors import ConfigError
 from whichlora.memory.training import PARTS
 from whichlora.predict.coefficients import Calibration, prior_calibration
-from whichlora.predict.predict import judged_memory, judged_run, predict, predict_block
+from whichlora.predict.predict import (
+    judged_memory,
+    judged_run,
+    least_training_bytes,
+    predict,
+    predict_block,
+)
 from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
@@ -120,6 +126,37 @@ def test_a_block_of_inference_says_what_each_run_says(data: st.DataObject) -> No
         "r": data.draw(SIZES),
     }
     assert_alike(run, gpu, data.draw(calibrations(gpu)), axes)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_batch_is_ruled_out_by_no_more_than_what_each_rank_needs(data: st.DataObject) -> None:
+    gpu = data.draw(DEVICES)
+    run = data.draw(st.one_of(finetune_runs(), every_finetune_run()))
+    calibration = data.draw(calibrations(gpu))
+    try:
+        job = resolve(load_model(run.model), run, gpu)
+    except ConfigError:
+        return
+    ranks = data.draw(SIZES)
+    batch_size, seq_len, r = np.ix_(data.draw(SIZES), data.draw(LENGTHS), ranks)
+    least = least_training_bytes(
+        job, calibration, batch_size=batch_size, seq_len=seq_len, least_r=min(ranks)
+    )
+    judged = judged_memory(job, calibration, batch_size=batch_size, seq_len=seq_len, r=r)
+    assert np.all(least <= judged.least())
+    _, low, _ = judged.bounds()
+    assert np.all(judged.least() <= low)
+
+
+def test_a_batch_too_large_for_the_device_is_ruled_out() -> None:
+    gpu = find_gpu("a100-sxm-80gb")
+    run = RunConfig(model="meta-llama/Llama-3.1-8B")
+    job = resolve(load_model(run.model), run, gpu)
+    least = least_training_bytes(
+        job, prior_calibration(gpu), batch_size=64, seq_len=4096, least_r=8
+    )
+    assert least > gpu.memory_bytes
 
 
 def test_a_replay_of_the_run_narrows_what_the_allocator_may_take() -> None:

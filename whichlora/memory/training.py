@@ -16,9 +16,10 @@ from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.loading import loading_moment
 from whichlora.memory.moments import training_moments
 from whichlora.memory.step import TrainingStep
+from whichlora.memory.weights import weight_entries
 from whichlora.spec.numeric import Count, added, largest, smallest
 
-__all__ = ["PARTS", "Ledger", "trained_params", "training_ledger"]
+__all__ = ["PARTS", "Ledger", "least_parts", "trained_params", "training_ledger"]
 
 PARTS = (
     "weights",
@@ -74,6 +75,21 @@ def training_ledger(step: TrainingStep) -> Ledger:
         workspace_bytes=allocator.workspace_bytes(step.gpu, training=True),
     )
     return replace(ledger, idle_bytes=_idle_bytes(step, ledger))
+
+
+def least_parts(step: TrainingStep) -> dict[str, Count]:
+    """Bytes by part that are alive together at the loss, at the rank of `step` or any larger one.
+
+    Kind: lower bound, for a larger rank saves more tensors, not fewer. Left out are adapters and
+    states: those of 8 bits take less where a tensor has grown past their threshold.
+    Source: `moments.loss_forward` and `moments.loss_backward`, which have these entries and more.
+    """
+    weights = weight_entries(step.model, step.dtypes, like=step.tokens)
+    return {
+        "weights": added(entry.num_bytes for entry in weights),
+        "activations": step.saved_for_backward.num_bytes,
+        "logits_and_loss": largest(step.loss_forward_bytes, step.loss_backward_bytes),
+    }
 
 
 def _idle_bytes(step: TrainingStep, ledger: Ledger) -> Count:

@@ -6,6 +6,7 @@ A single prediction passes plain numbers; `predict_block` and `search` pass arra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -76,15 +77,19 @@ class MemoryJudgement:
     peak_reserved_bytes: Count
     device_used_bytes: Count
 
-    def bounds(self) -> tuple[Count, Count, Count]:
-        """The least that the run can do without, and bounds of `device_used_bytes`.
+    def least(self) -> Count:
+        """What the run cannot do without; never more than a bound of `device_used_bytes`.
 
-        The first is of live tensors and context alone: when a request fails, the allocator drops
-        its idle cache first, so only live tensors make a run fail.
+        It is of live tensors and context alone: when a request fails, the allocator drops its idle
+        cache first, so only live tensors make a run fail.
         """
-        used, pooled = self.device_used_bytes, self.pool_bytes > 0
         live = self.peak_allocated_bytes + self.breakdown["context"]
-        least = rounded(live - self._width(_LIVE_PARTS))
+        return rounded(live - self._width(_LIVE_PARTS))
+
+    def bounds(self) -> tuple[Count, Count, Count]:
+        """`least`, and bounds of `device_used_bytes`."""
+        used, pooled = self.device_used_bytes, self.pool_bytes > 0
+        least = self.least()
         width = where(self._is_fixed(), 0.0, self._width(PARTS))
         low = where(pooled, used, smallest(used, largest(least, rounded(used - width))))
         return least, low, rounded(used + width)
@@ -119,6 +124,24 @@ class MemoryJudgement:
         total = sum(self.counted[name] * self.model.mean[name] for name in names)
         deviation = sqrt(variance + (self.model.noise * total) ** 2)
         return TWO_SIDED_Z[MEMORY_CONFIDENCE] * deviation
+
+
+def least_bytes(parts: Mapping[str, Count], model: MemoryModel) -> Real:
+    """What a run cannot do without that at some moment has `parts` at least.
+
+    The width of a sum is at most the sum of the widths, so it is no larger a share of the live
+    tensors than that of the widest part. `MemoryJudgement.least` is no less than this.
+    """
+    deviations = [
+        math.hypot(math.sqrt(model.covariance[i][i]) / model.mean[name], model.noise)
+        if model.mean[name]
+        else math.inf
+        for i, name in enumerate(PARTS)
+        if name in ALLOCATED_PARTS
+    ]
+    share = TWO_SIDED_Z[MEMORY_CONFIDENCE] * max(deviations)
+    live = added(model.mean[name] * num_bytes for name, num_bytes in parts.items())
+    return max(0.0, 1 - share) * live - len(PARTS)  # each part is rounded
 
 
 def judge_memory(

@@ -12,7 +12,13 @@ from whichlora.memory.inference import inference_ledger
 from whichlora.memory.optimizer import Update
 from whichlora.memory.reserved import replayed_idle_bytes
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.training import PARTS, Ledger, trained_params, training_ledger
+from whichlora.memory.training import (
+    PARTS,
+    Ledger,
+    least_parts,
+    trained_params,
+    training_ledger,
+)
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import (
     MEMORY_CONFIDENCE,
@@ -22,6 +28,7 @@ from whichlora.predict.judgement import (
     TimeJudgement,
     judge_memory,
     judge_time,
+    least_bytes,
 )
 from whichlora.predict.notes import host_notes, notes_on
 from whichlora.predict.resolve import ResolvedRun, resolve
@@ -251,6 +258,14 @@ def judged_memory(job: ResolvedRun, calibration: Calibration, **sizes: Count) ->
         device_bytes=job.gpu.memory_bytes,
         pool_bytes=pool_bytes(job),
     )
+
+
+def least_training_bytes(
+    job: ResolvedRun, calibration: Calibration, *, batch_size: Count, seq_len: Count, least_r: Count
+) -> Real:
+    """Device memory that fine-tuning takes at least, whatever its rank is from `least_r` on."""
+    step = training_step(job, batch_size=batch_size, seq_len=seq_len, r=least_r)
+    return least_bytes(least_parts(step), calibration.memory)
 
 
 def judged_run(job: ResolvedRun, calibration: Calibration) -> MemoryJudgement:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.predict import judged_memory, judged_time, num_tokens
+from whichlora.predict.predict import (
+    judged_memory,
+    judged_time,
+    least_training_bytes,
+    num_tokens,
+)
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
@@ -153,26 +159,53 @@ def judge_blocks(
 def _judge(block: Block, calibration: Calibration, limit_bytes: float | None) -> Judged:
     import numpy as np
 
-    job, shape = block.job, block.shape
-    sizes = {name: values.astype(np.float64) for name, values in block.mesh.items()}
+    job = block.job
+    most = min(job.gpu.memory_bytes, limit_bytes or job.gpu.memory_bytes)
+    size = math.prod(block.shape)
+    positions, sizes = _opened(block, calibration, most)
+    if not positions.size:
+        empty = np.zeros(0)
+        return Judged(block, size, positions.ravel(), empty, empty, empty.astype(np.bool_))
     memory = judged_memory(job, calibration, **sizes)
-    least, low, _ = memory.bounds()
-    device_bytes = job.gpu.memory_bytes
-    most = min(device_bytes, limit_bytes or device_bytes)
-    is_possible = np.broadcast_to(np.minimum(least, low) <= most, shape)
-    possible = np.flatnonzero(is_possible)
-    memory_bytes = np.broadcast_to(memory.device_used_bytes, shape).ravel()[possible]
-    possible_sizes = {
-        name: np.broadcast_to(values, shape).ravel()[possible] for name, values in sizes.items()
-    }
+    is_possible = np.broadcast_to(memory.least() <= most, positions.shape)
+
+    def of_possible(values: Any) -> Array:
+        return np.asarray(np.broadcast_to(values, positions.shape)[is_possible])
+
+    memory_bytes = of_possible(memory.device_used_bytes)
+    possible_sizes = {name: of_possible(values) for name, values in sizes.items()}
     return Judged(
         block=block,
-        size=is_possible.size,
-        possible=possible,
+        size=size,
+        possible=positions[is_possible],
         time_per_token_s=_time_per_token(job, calibration, possible_sizes),
         memory_bytes=memory_bytes,
         likely=memory_bytes <= most,
     )
+
+
+def _opened(
+    block: Block, calibration: Calibration, most: float
+) -> tuple[NDArray[np.intp], dict[str, Array]]:
+    """Positions of the runs worth a ledger, and their sizes, which broadcast to them.
+
+    Left out are batches that hold more than `most` bytes at their loss, whatever the rank is.
+    """
+    import numpy as np
+
+    job, shape = block.job, block.shape
+    sizes = {name: values.astype(np.float64) for name, values in block.mesh.items()}
+    positions = np.arange(math.prod(shape)).reshape(shape)
+    if job.run.phase != "finetune":
+        return positions, sizes
+    ranks = sizes.pop("r")
+    least = least_training_bytes(job, calibration, **sizes, least_r=ranks.min())
+    is_open = np.broadcast_to(least <= most, (*shape[:-1], 1))[..., 0]
+    opened = {
+        name: np.broadcast_to(values[..., 0], is_open.shape)[is_open][:, None]
+        for name, values in sizes.items()
+    }
+    return positions[is_open], opened | {"r": ranks.reshape(1, -1)}
 
 
 def _time_per_token(
@@ -201,15 +234,18 @@ class ParetoFront:
 
         chosen = np.flatnonzero(judged.likely)
         chosen = chosen[pareto(judged.time_per_token_s[chosen], judged.memory_bytes[chosen])]
-        self.time_s += judged.time_per_token_s[chosen].tolist()
-        self.memory_bytes += judged.memory_bytes[chosen].tolist()
+        time_s = [*self.time_s, *judged.time_per_token_s[chosen].tolist()]
+        memory_bytes = [*self.memory_bytes, *judged.memory_bytes[chosen].tolist()]
+        best = pareto(np.array(time_s), np.array(memory_bytes)).tolist()
         gpu = judged.block.job.gpu.key
         positions = judged.possible[chosen].tolist()
-        self.runs += [(judged.block.run(position), gpu) for position in positions]
-        best = pareto(np.array(self.time_s), np.array(self.memory_bytes)).tolist()
-        self.time_s = [self.time_s[i] for i in best]
-        self.memory_bytes = [self.memory_bytes[i] for i in best]
-        self.runs = [self.runs[i] for i in best]
+        num_before = len(self.runs)
+        self.time_s = [time_s[i] for i in best]
+        self.memory_bytes = [memory_bytes[i] for i in best]
+        self.runs = [
+            self.runs[i] if i < num_before else (judged.block.run(positions[i - num_before]), gpu)
+            for i in best
+        ]
 
 
 def pareto(time_s: Array, memory_bytes: Array) -> NDArray[np.intp]:
