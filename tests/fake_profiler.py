@@ -10,7 +10,13 @@ from typing import Any
 
 from whichlora.families import build
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import forward_features, judged_time, mean_context, predict
+from whichlora.predict.predict import (
+    forward_features,
+    judged_memory,
+    judged_time,
+    mean_context,
+    predict,
+)
 from whichlora.predict.resolve import resolve
 from whichlora.profiler.early_stop import is_enough
 from whichlora.profiler.installed import installed_versions
@@ -69,14 +75,14 @@ class FakeProfiler:
             calls.write(f"{run}\n")
         model = load_model(run.model)
         prior = prior_calibration(self._gpu)
-        predicted = predict(model, run, self._gpu, prior)
-        peak = round(predicted.memory.peak_allocated_bytes * self.MEMORY_FACTOR)
+        job = resolve(model, run, self._gpu)
+        # without the replay, which moves the reserve alone
+        peak = round(judged_memory(job, prior).peak_allocated_bytes * self.MEMORY_FACTOR)
         outcome = self.OUTCOMES.get(run.method, "ok") if run.phase == "finetune" else "ok"
         if peak > self.OUT_OF_MEMORY_BYTES:
             outcome = "oom"
         values: dict[str, Any] = {}
         if outcome == "ok" and run.phase == "finetune":
-            job = resolve(model, run, self._gpu)
             steps = [judged_time(job, prior, seq_len=length).total_s for length in seq_lens]
             times = [self.TIME_FACTOR * step for step in steps if step]
             number = _made("finetune", times, decisive_s, predicted_s)
@@ -86,7 +92,7 @@ class FakeProfiler:
                 "peak_allocated_bytes": peak,
             }
         elif outcome == "ok":
-            found = predicted.time
+            found = predict(model, run, self._gpu, prior).time
             prefill = self.TIME_FACTOR * (found.prefill_s or 0)
             decode = self.TIME_FACTOR * (found.decode_s_per_token or 0)
             whole = prefill + (run.max_new_tokens - 1) * decode

@@ -19,7 +19,13 @@ from whichlora.calibration.samples import Sample, groups_of, time_samples
 from whichlora.errors import ConfigError
 from whichlora.memory.training import PARTS
 from whichlora.predict.coefficients import Calibration, prior_calibration
-from whichlora.predict.predict import judged_time, predict, predict_memory, step_features
+from whichlora.predict.predict import (
+    judged_memory,
+    judged_time,
+    predict,
+    predict_memory,
+    step_features,
+)
 from whichlora.predict.resolve import resolve
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.results import Measurement
@@ -70,7 +76,7 @@ def measured(
     job = resolve(load_model(run.model), run, GPU)
     step_s = judged_time(job, truth).total_s
     assert step_s is not None
-    memory, _ = predict_memory(job, truth)
+    memory = judged_memory(job, truth)  # a replay would move the reserve alone
     fields: dict[str, Any] = {
         "id": f"{run.model}-{run.method}-{run.batch_size}-{run.seq_len}",
         "gpu": GPU.key,
