@@ -39,14 +39,20 @@ def answered(folder: Path, **keys: Any) -> Answer:
     return run_plan(plan_file(folder, **keys), progress=Silent())
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Answer:
+    """The answer to the plan as it is, which no test changes."""
+    return answered(tmp_path_factory.mktemp("plain"))
+
+
 def rows_in(folder: Path) -> dict[str, str]:
     rows = [{"prompt": "How?", "completion": "So, and " + "so. " * n} for n in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"path": "./rows.jsonl"}
 
 
-def test_the_largest_model_wins_with_the_largest_batch_that_surely_fits(tmp_path: Path) -> None:
-    found = answered(tmp_path)
+def test_the_largest_model_wins_with_the_largest_batch_that_surely_fits(plain: Answer) -> None:
+    found = plain
     assert found.winner is not None
     assert found.winner.run.model == MODELS[1]
     own = [one for one in found.finetune if one.run.model == MODELS[1]]
@@ -83,14 +89,13 @@ def test_no_time_is_written_anywhere(tmp_path: Path) -> None:
 
 
 def test_a_shortlist_of_many_candidates_has_the_same_winner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, plain: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = answered(tmp_path, output_dir="whole")
     monkeypatch.setattr("whichlora.workflow.session.MANY", 0)
-    short = answered(tmp_path, output_dir="short")
-    assert whole.winner is not None
+    short = answered(tmp_path)
+    assert plain.winner is not None
     assert short.winner is not None
-    assert short.winner.run == whole.winner.run
+    assert short.winner.run == plain.winner.run
 
 
 def test_of_several_amounts_the_first_on_which_the_most_fits_is_recommended(tmp_path: Path) -> None:
