@@ -278,7 +278,7 @@ def test_where_lists_every_accelerator_the_smallest_that_fits_first() -> None:
 def test_where_says_which_cards_lack_units_and_what_has_some() -> None:
     notes = [one for one in whichlora("where", MODEL).stdout.splitlines() if one[:5] == "note:"]
     (slow,) = [one for one in notes if "t4-16gb" in one and "bf16" in one]
-    assert slow.endswith("precision fp16: it has no bf16")
+    assert slow.startswith("note: precision fp16: it has no bf16 (")
     assert "rtx-4090-24gb" not in slow
 
 

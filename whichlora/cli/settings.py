@@ -104,7 +104,9 @@ _SETTINGS = (
     choices("attn", "sdpa", "Attention kernel", specs.AttentionKernel),
     choices("padding", "none", "Whether batches carry padding", specs.Padding),
     choices("loss-head", "hf", "Who computes the loss", specs.LossHead),
-    list_option("trainer", "transformers", f"{', '.join(TRAINERS)}.", words("trainer")),
+    list_option(
+        "trainer", "transformers", f"Who runs the steps: {', '.join(TRAINERS)}.", words("trainer")
+    ),
     click.option(
         "--quant",
         default=None,

@@ -71,7 +71,7 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     if _writes_scores(job):
         notes.append(
             "SDPA has no fused kernel for this attention: its math kernel writes every score in "
-            "fp32" + ("; attn sdpa-efficient doesn't" if _has_efficient(job) else "")
+            "fp32" + ("; `--attn sdpa-efficient` avoids that" if _has_efficient(job) else "")
         )
     if stored := _stored(job):
         notes.append(stored)

@@ -258,7 +258,7 @@ def methods_sheet(explanation: Explanation, title: str) -> Sheet:
     )
     rows.append(("fits", *(VERDICTS[prediction.verdict] for prediction in predictions)))
     rows.append((_time_name(explanation), *(_time(prediction) for prediction in predictions)))
-    return Sheet(title=f"{title} (* as asked)", columns=("", *names), right=names, rows=rows)
+    return Sheet(title=f"{title} (* your choice)", columns=("", *names), right=names, rows=rows)
 
 
 def _is_requested(explanation: Explanation, alternative: Alternative) -> bool:
@@ -313,7 +313,7 @@ def ranks_sheet(explanation: Explanation) -> Sheet:
         for alternative in explanation.ranks
     ]
     return Sheet(
-        title="the same job by rank (* as asked)",
+        title="the same job by rank (* your choice)",
         columns=("rank", *numbers, "fits"),
         right=numbers,
         rows=rows,
@@ -337,7 +337,7 @@ def caches_sheet(explanation: Explanation) -> Sheet:
         for cache in explanation.caches
     ]
     return Sheet(
-        title="key-value cache by engine; block and kept in tokens of one sequence (* as asked)",
+        title="key-value cache by engine; block and kept in tokens of one sequence (* your choice)",
         columns=("cache", *numbers, "fits"),
         right=tuple(numbers),
         rows=rows,

@@ -37,9 +37,10 @@ def print_placements(placements: Sequence[Placement]) -> None:
                 )
     for text, keys in notes.items():
         of_all = len(keys) == len(judged)
-        say(console, f"note: {text}" if of_all else f"note: {', '.join(keys)}: {text}")
+        say(console, f"note: {text}" if of_all else f"note: {text} ({', '.join(keys)})")
     if any(placement.gpu.unverified for placement in judged):
-        say(console, "* a fact of its datasheet is not verified: whichlora gpus")
+        say(console, "* a fact of its datasheet is not confirmed; `whichlora gpus` says which")
+    say(console, "a nearly full card needs less: PyTorch gives idle memory back before it fails")
     bases = {placement.prediction.basis for placement in judged if placement.prediction is not None}
     for text in sorted(bases):
         say(console, f"basis: {text}")
