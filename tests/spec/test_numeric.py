@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whichlora.spec.numeric import added, ceil_div, divides, floor_div, round_up
+from whichlora.spec.numeric import added, ceil_div, divides, floor_div, num_combinations, round_up
 
 BYTES = st.integers(0, 2**52)
 DIVISORS = st.integers(1, 2**32)
@@ -27,3 +27,8 @@ def test_a_sum_by_shapes_is_the_sum(terms: list[tuple[tuple[int, ...], int]]) ->
     total = sum(values)
     assert np.array_equal(added(values), total)
     assert np.shape(added(values)) == np.shape(total)
+
+
+def test_sizes_that_broadcast_make_every_combination() -> None:
+    assert num_combinations(3, 1) == 1
+    assert num_combinations(np.ones((2, 1)), np.ones((1, 5)), 7) == 10

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
-from whichlora.predict.predict import predict_block, step_features
+from whichlora.predict.predict import judged_memory, predict_block, step_features
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.search.correlation import METHOD_SHARE, MODEL_SHARE, VARIANT_SHARE
 from whichlora.spec.numeric import TWO_SIDED_Z
@@ -178,7 +178,6 @@ class _PosteriorSamples:
         """Seconds of the whole training and bytes, shape [num_samples, num_candidates]."""
         import numpy as np
 
-        predicted = predict_block(group.job, self._calibration, group.axes)
         model = self._calibration.time["finetune"]
         work = _whole_training(group, self._calibration)
         total = work @ np.array([model.mean[name] for name in FEATURES])
@@ -193,7 +192,14 @@ class _PosteriorSamples:
         )
         error = model.interval_scale * (self._coefficients @ effect.T + model.noise * residual)
         seconds = total * np.exp(error)
-        return seconds, self._bytes(predicted.device_used_bytes, predicted.high_bytes)
+        axes = {name: sizes.astype(np.float64) for name, sizes in group.axes.items()}
+        memory = judged_memory(group.job, self._calibration, **axes)
+        _, _, high = memory.bounds()
+        used, high = (
+            np.broadcast_to(num_bytes, group.shape)
+            for num_bytes in (memory.device_used_bytes, high)
+        )
+        return seconds, self._bytes(used, high)
 
     def _bytes(self, used: Array, high: Array) -> Array:
         import numpy as np

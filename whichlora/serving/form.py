@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import TypeAlias
 
 from whichlora.methods import get_method, with_defaults
@@ -34,6 +35,7 @@ def serving_run(inference: RunConfig, trained: RunConfig, serve: ServeAs | None)
     return replace(inference, model=trained.model, serve="merged", quant=quant)
 
 
+@lru_cache(maxsize=1024)  # a large plan asks for each form of each of its groups
 def serving_form(inference: RunConfig) -> RunConfig:
     """What all shapes of `inference` have in common: equal for what is served in one form."""
     any_shape = RunConfig(model=inference.model)

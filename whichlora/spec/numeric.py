@@ -32,6 +32,15 @@ def is_plain(*values: Any) -> bool:
     return True
 
 
+def num_combinations(*values: Any) -> int:
+    """How many elements an array has that `values` broadcast to; 1 of plain numbers."""
+    if is_plain(*values):
+        return 1
+    import numpy as np
+
+    return np.broadcast(*values).size
+
+
 def largest(*values: Any) -> Any:
     """Elementwise maximum."""
     if is_plain(*values):

@@ -14,7 +14,7 @@ from functools import lru_cache
 from operator import ge, itemgetter
 from typing import NamedTuple, TypeAlias
 
-from whichlora.spec.numeric import Count, ceil_div, floor_div, is_plain, largest
+from whichlora.spec.numeric import Count, ceil_div, floor_div, largest, num_combinations
 
 
 class LinearForm(NamedTuple):
@@ -42,6 +42,7 @@ Temporaries: TypeAlias = LinearForm | Sequence[LinearForm]
 """One tensor that an operator makes and drops, or several in the order in which it makes them."""
 LAYER_INPUT = "layer input"
 CHUNK = 64  # tokens that a gated delta net takes at once, the last ones padded
+COMPARED_FROM = 1 << 13  # combinations of sizes; of fewer, evaluating forms takes less time
 FUSED_ROWS = 1536  # of a 4-bit product; bitsandbytes 0.50 expands the weight first for more
 
 
@@ -167,7 +168,7 @@ def chunks(span: Count, size: int) -> Count:
 
 def most(forms: Iterable[LinearForm], *, tokens: Count, span: Count, r: Count) -> Count:
     forms = tuple(forms)
-    if len(forms) > 2 and not is_plain(tokens, span, r):
+    if num_combinations(tokens, span, r) > COMPARED_FROM:
         forms = _largest_somewhere(forms, tokens=tokens, span=span, r=r)
     return largest(*(evaluate(form, tokens=tokens, span=span, r=r) for form in forms), 0 * tokens)
 
