@@ -71,6 +71,16 @@ def test_a_tensor_lives_until_its_last_reader_unless_a_name_holds_it() -> None:
     assert [bytes_of(one) for one in points] == [200, 202, 222, 200]
 
 
+@pytest.mark.parametrize(("saving", "peak"), [(True, 12 + 2), (False, 12)])
+def test_a_graph_holds_what_it_saved_where_anything_is_saved(saving: bool, peak: int) -> None:
+    tape = Tape()
+    identity = tape.op([], per_token(5), 1)
+    product = tape.op([identity], per_token(7), 1)
+    tape.op([product], per_token(2), 1)
+    tape.hold(identity, by_graph=True)
+    assert max(bytes_of(point) for point in tape.forward(saving=saving)) == peak
+
+
 def test_what_needs_no_gradient_is_not_kept() -> None:
     for needs_grad, kept in ((False, 0), (True, 20)):
         tape = Tape()

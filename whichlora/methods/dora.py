@@ -79,8 +79,8 @@ def _dora_result(ops: OpEmitter, linear: Linear, x: Tensor, result: Tensor) -> T
     scaled_adapter = ops.scale(of_adapter)
     tape.hold(of_adapter)
     both = ops.add(of_base, scaled_adapter)
-    if not tape.no_grad:  # the graph behind `lora_weight` reads it in a backward
-        tape.hold(autocast_eye)
+    # the graph behind `lora_weight` saved it; of a checkpoint's first forward nothing is saved
+    tape.hold(autocast_eye, by_graph=True)
     tape.hold(lora_weight, weight, base, lora_result, ratio, norm, x)
     return ops.add(result, both)
 

@@ -325,6 +325,7 @@ class _Step:
     reads: Sequence[int]
     makes: Sequence[int]
     inner: Sequence[int]
+    by_graph: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -571,11 +572,14 @@ class Tape:
             self._nodes.append(_Node(len(self._steps), views, (tensor,), (), False, False, beside))
         return views
 
-    def hold(self, *tensors: Tensor) -> None:
-        """A local variable still refers to `tensors` here."""
-        self._steps.append(
-            _Step([tensor.storage for tensor in tensors if tensor.storage >= 0], (), ())
-        )
+    def hold(self, *tensors: Tensor, by_graph: bool = False) -> None:
+        """A local variable still refers to `tensors` here.
+
+        Args:
+            by_graph: nodes that nobody goes back through do, where the forward saves anything.
+        """
+        storages = [tensor.storage for tensor in tensors if tensor.storage >= 0]
+        self._steps.append(_Step(storages, (), (), by_graph))
 
     def returns(self, tensor: Tensor) -> None:
         """The caller takes `tensor` over, so that no step of the block frees it."""
@@ -661,7 +665,7 @@ class Tape:
         """Bytes alive at each step of a forward that is not the first."""
         forms = self._forms
         held = self._outliving(saving=saving, again=True, hides=False)
-        ends = self._ends()
+        ends = self._ends(saving=saving)
         points = []
         live = 0
         for index, step in enumerate(self._steps if stop is None else self._steps[:stop]):
@@ -696,7 +700,7 @@ class Tape:
             held.remove(0)
         if stop is not None and self.result not in (0, *self.saved_storages()):
             held.discard(self.result)  # nobody takes over what the recomputation makes last
-        ends = self._ends()
+        ends = self._ends(saving=saving)
         events: list[_PackedEvent] = []
         for index, step in enumerate(self._steps if stop is None else self._steps[:stop]):
             temporaries = range(-1, -1 - len(step.inner), -1)
@@ -720,12 +724,12 @@ class Tape:
             held |= {tensor.storage for tensor in self._held_by_later_layers}
         return {0, self.result, *held, *(storage for node in nodes for storage in node.saved)}
 
-    def _ends(self) -> dict[int, list[int]]:
+    def _ends(self, *, saving: bool) -> dict[int, list[int]]:
         """Storages by the step after which nobody reads or names them."""
         last: dict[int, int] = {}
         # local variables hold their tensors, though recomputation ends early
         for index, step in enumerate(self._steps):
-            for storage in step.reads:
+            for storage in step.reads if saving or not step.by_graph else ():
                 last[storage] = index
             for storage in step.makes:
                 last[storage] = index
