@@ -372,6 +372,11 @@ def qwen1_finetune(line: Line) -> Iterator[Found]:
     if "LoRA (emb)" in row["notes"] or "embeddings+lm_head trained" in row["notes"]:
         yield line.left_out("run", "embeddings and head trained beside the adapters")
         return
+    if row["method"] == "full":
+        # QwenLM/Qwen finetune/finetune_ds.sh, the only script for it, has --deepspeed with ZeRO-2,
+        # whose fp32 copies and buckets are 24 bytes per parameter whatever the length
+        yield line.left_out("run", "the source's script trains all weights under DeepSpeed ZeRO-2")
+        return
     spec = model_of(row["model_id"])
     assert spec is not None
     run = RunConfig(

@@ -40,7 +40,7 @@ CELLS = {
     "qwen1_inference": (54, 66),
     "qwen25_speed": (145, 60),
     "qwen2_speed": (126, 48),
-    "qwen_readme_finetune": (80, 16),
+    "qwen_readme_finetune": (68, 22),
     "torchtune_docs": (0, 16),
 }
 
