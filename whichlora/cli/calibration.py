@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from whichlora.cli.faults import goes_on_with
-from whichlora.cli.options import as_json_text, calibration_option, json_option
+from whichlora.cli.options import calibration_option, json_option, print_json
 from whichlora.text import visible
 
 gpu_option = click.option("--gpu", help="One accelerator; default: every one with records.")
@@ -83,7 +83,7 @@ def fit(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
 
     refits = database.calibrate_all(gpu, calibration_dir)
     if as_json:
-        click.echo(as_json_text("fits", [refit.to_dict() for refit in refits]))
+        print_json({"fits": [refit.to_dict() for refit in refits]})
         return
     for refit in refits:
         terminal.print_refit(refit)
@@ -105,9 +105,7 @@ def show(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
 
     reports = database.calibration_reports(gpu, calibration_dir)
     if as_json:
-        click.echo(
-            as_json_text("calibrations", [device_report.to_dict() for device_report in reports])
-        )
+        print_json({"calibrations": [device_report.to_dict() for device_report in reports]})
         return
     for device_report in reports:
         terminal.print_calibration(device_report)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
+from whichlora.cli.options import print_json
 from whichlora.errors import WhichLoraError
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.results import SCHEMA_VERSION
 
 
 @click.command()
@@ -27,8 +25,7 @@ def gpus(as_json: bool) -> None:
     if as_json:
         import dataclasses
 
-        rows = [dataclasses.asdict(gpu) for gpu in catalog]
-        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "gpus": rows}, indent=1))
+        print_json({"gpus": [dataclasses.asdict(gpu) for gpu in catalog]})
         return
     try:
         here: GpuSpec | str = find_gpu("auto")
@@ -59,8 +56,7 @@ def models(pattern: str, as_json: bool) -> None:
     if as_json:
         import dataclasses
 
-        rows = [dataclasses.asdict(model) for model in matching]
-        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "models": rows}, indent=1))
+        print_json({"models": [dataclasses.asdict(model) for model in matching]})
         return
     if matching:
         terminal.print_models(matching)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -11,16 +10,15 @@ import click
 
 from whichlora.cli.faults import EXIT_NOTHING_FITS
 from whichlora.cli.options import (
-    as_json_text,
     calibration_option,
     list_option,
+    print_json,
     split_models,
     words,
 )
 from whichlora.cli.settings import maximised, one_run, run_options, run_settings
 from whichlora.errors import ConfigError
 from whichlora.spec import run as specs
-from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.text import visible
 
 
@@ -84,12 +82,12 @@ def estimate(
         maximise=maximise,
     )
     if as_json:
-        answer = {
-            "schema_version": SCHEMA_VERSION,
-            "predictions": [prediction.to_dict() for prediction in predictions],
-            "refused": [combination.to_dict() for combination in predictions.refused],
-        }
-        click.echo(json.dumps(answer, indent=1))
+        print_json(
+            {
+                "predictions": [prediction.to_dict() for prediction in predictions],
+                "refused": [combination.to_dict() for combination in predictions.refused],
+            }
+        )
     else:
         from whichlora import terminal
 
@@ -128,7 +126,7 @@ def explain(
         raise ConfigError(f"--gpu: explain takes one, got {gpu}; 'whichlora where' takes all")
     explanation = estimates.explain(run, gpu, calibration_dir=calibration_dir)
     if as_json:
-        click.echo(as_json_text("explanation", explanation.to_dict()))
+        print_json({"explanation": explanation.to_dict()})
         return
     from whichlora import terminal
 
@@ -155,7 +153,7 @@ def where(model: str, calibration_dir: Path | None, as_json: bool, **options: An
     run = one_run([model], options, command="where")
     placements = estimates.where(run, calibration_dir=calibration_dir)
     if as_json:
-        click.echo(as_json_text("placements", [placement.to_dict() for placement in placements]))
+        print_json({"placements": [placement.to_dict() for placement in placements]})
     else:
         from whichlora import terminal
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import click
 
-from whichlora.cli.options import Positive, calibration_option, json_option
+from whichlora.cli.options import Positive, calibration_option, json_option, print_json
 from whichlora.cli.settings import plain_settings, run_options
 from whichlora.errors import ConfigError
-from whichlora.spec.results import SCHEMA_VERSION
 
 _TOOLS = ("transformers", "trl", "axolotl", "llamafactory", "unsloth", "skypilot")
 
@@ -84,7 +82,7 @@ def export(
         recipe, to, output or folder, data=folder, calibration_dir=calibration_dir
     )
     if as_json:
-        click.echo(json.dumps({"schema_version": SCHEMA_VERSION} | done.to_dict(), indent=1))
+        print_json(done.to_dict())
         return
     terminal.print_export(done)
 

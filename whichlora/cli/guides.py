@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from whichlora.cli.options import (
     calibration_option,
     json_option,
     list_option,
+    print_json,
     words,
 )
 from whichlora.cli.settings import plain_settings, run_options
-from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.text import visible
 
 
@@ -76,12 +75,12 @@ def guide(
         calibration_dir=calibration_dir,
     )
     if as_json:
-        answer = {
-            "schema_version": SCHEMA_VERSION,
-            "guide": [row.to_row() for row in rows],
-            "refused": [combination.to_dict() for combination in rows.refused],
-        }
-        click.echo(json.dumps(answer, indent=1))
+        print_json(
+            {
+                "guide": [row.to_row() for row in rows],
+                "refused": [combination.to_dict() for combination in rows.refused],
+            }
+        )
     elif output is not None:
         path = terminal.write_guide(output, rows, rows.refused)
         click.echo(visible(f"{path}: {len(rows)} rows"))

@@ -141,5 +141,6 @@ def choices(flag: str, default: str, help_text: str, choice: Any) -> Callable[[A
     )
 
 
-def as_json_text(name: str, rows: list[dict[str, Any]] | dict[str, Any]) -> str:
-    return json.dumps({"schema_version": SCHEMA_VERSION, name: rows}, indent=1)
+def print_json(answer: dict[str, Any]) -> None:
+    """A command's answer, headed by the version of its form."""
+    click.echo(json.dumps({"schema_version": SCHEMA_VERSION} | answer, indent=1))
