@@ -67,8 +67,6 @@ def _bloom(c: Fields) -> ModelSpec:
     attention = softmax_attention(
         hidden=hidden,
         heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
         names=("query_key_value",),
         out_name="dense",
         qkv_bias=True,
@@ -174,8 +172,6 @@ def _mpt(c: Fields) -> ModelSpec:
     attention = softmax_attention(
         hidden=hidden,
         heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
         names=("Wqkv",),
         out_name="out_proj",
         position="alibi",

@@ -135,8 +135,6 @@ def _attention(c: Fields, kind: _Kind, side: _Side, *, cross: bool = False) -> A
     return softmax_attention(
         hidden=hidden,
         heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
         out_name="out_proj",
         qkv_bias=True,
         out_bias=True,

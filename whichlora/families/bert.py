@@ -108,11 +108,9 @@ def self_attention(
     out: str = "dense",
     **overrides: Any,
 ) -> Attention:
-    """Attention over a whole text; `rest` are further fields of `Attention`, or its widths."""
+    """Attention over a whole text; `overrides` are further fields of `Attention`, or its widths."""
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
     fields: dict[str, Any] = {
-        "kv_heads": heads,
-        "head_dim": hidden // heads,
         "position": "none",
         "qkv_bias": True,
         "out_bias": True,

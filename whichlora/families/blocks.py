@@ -45,8 +45,8 @@ def softmax_attention(
     *,
     hidden: int,
     heads: int,
-    kv_heads: int,
-    head_dim: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
     names: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
     out_name: str = "o_proj",
     qkv_bias: bool = False,
@@ -55,7 +55,13 @@ def softmax_attention(
     cross: bool = False,
     **overrides: Any,
 ) -> Attention:
-    """Softmax attention with plain projections; `rest` are further fields of `Attention`."""
+    """Softmax attention with plain projections; `overrides` are further fields of `Attention`.
+
+    Args:
+        kv_heads: without it, each head has keys and values of its own.
+        head_dim: without it, the heads split the hidden state.
+    """
+    kv_heads, head_dim = kv_heads or heads, head_dim or hidden // heads
     q_width, kv_width = heads * head_dim, kv_heads * head_dim
     linears = qkv_linears(
         hidden=hidden, q_width=q_width, kv_width=kv_width, names=names, bias=qkv_bias
@@ -137,7 +143,7 @@ def moe(
     """Routed experts as transformers 5 stores them: two 3-D parameters, not modules.
 
     bitsandbytes passes them by, and so does PEFT but for the types in `experts`; the router is a
-    bare parameter too unless `router` says otherwise. `rest` are further fields of `Moe`.
+    bare parameter too unless `router` says otherwise. `overrides` are further fields of `Moe`.
     """
     shape: dict[str, Any] = {"count": num_experts, "active": experts_per_token, "is_module": False}
     expert = Mlp(
@@ -219,7 +225,7 @@ def causal_lm(
     head_bias: bool = False,
     **overrides: Any,
 ) -> ModelSpec:
-    """A decoder with one token embedding and a head; `rest` are further fields of `ModelSpec`."""
+    """A decoder with a token embedding and a head; `overrides`: further fields of `ModelSpec`."""
     hidden, vocab = c.size("hidden_size"), c.size("vocab_size")
     token = Embedding(name=embedding_name, rows=vocab, width=hidden)
     head = Linear(
@@ -249,7 +255,7 @@ def causal_lm(
 def encoder_decoder(
     c: Fields, encoder: Sequence[Layer], decoder: Sequence[Layer], *, tied: bool, **overrides: Any
 ) -> ModelSpec:
-    """Two stacks with one head; `rest` are further fields of `ModelSpec`."""
+    """Two stacks with one head; `overrides` are further fields of `ModelSpec`."""
     hidden, vocab = c.size("hidden_size"), c.size("vocab_size")
     spec: dict[str, Any] = {
         "head": Linear(name="lm_head", in_features=hidden, out_features=vocab, reads="head_in"),

@@ -93,7 +93,6 @@ def _gpt2(c: Fields) -> ModelSpec:
         hidden=hidden,
         heads=heads,
         kv_heads=1 if one_kv_head else heads,
-        head_dim=hidden // heads,
         names=("c_attn",),
         out_name="c_proj",
         qkv_bias=True,
@@ -144,8 +143,6 @@ def _gpt_neo(c: Fields) -> ModelSpec:
         attention = softmax_attention(
             hidden=hidden,
             heads=heads,
-            kv_heads=heads,
-            head_dim=hidden // heads,
             out_name="out_proj",
             out_bias=True,
             position="none",
@@ -188,8 +185,6 @@ def _gptj(c: Fields) -> ModelSpec:
     attention = softmax_attention(
         hidden=hidden,
         heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
         names=("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj"),
         out_name="out_proj",
         rotary_dim=c.size("rotary_dim", fallback=hidden // heads),
@@ -231,8 +226,6 @@ def _gpt_neox(c: Fields) -> ModelSpec:
     attention = softmax_attention(
         hidden=hidden,
         heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
         names=("query_key_value",),
         out_name="dense",
         qkv_bias=bias,

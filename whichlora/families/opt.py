@@ -36,8 +36,6 @@ def _opt(c: Fields) -> ModelSpec:
     attention = softmax_attention(
         hidden=hidden,
         heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
         out_name="out_proj",
         qkv_bias=bias,
         out_bias=bias,

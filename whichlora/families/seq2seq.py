@@ -70,7 +70,6 @@ def _t5(c: Fields) -> ModelSpec:
         return softmax_attention(
             hidden=hidden,
             heads=heads,
-            kv_heads=heads,
             head_dim=head_dim,
             names=("q", "k", "v"),
             out_name="o",
