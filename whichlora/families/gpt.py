@@ -9,7 +9,7 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Embedding, Layer, Linear, ModelSpec
+from whichlora.spec.architecture import Embedding, Layer, Linear, Mlp, ModelSpec
 
 _GPT2 = {
     "vocab_size": 50257,
@@ -100,13 +100,7 @@ def _gpt2(c: Fields) -> ModelSpec:
         position="none",
         dropout=c.probability("attn_pdrop"),
     )
-    block = mlp(
-        hidden=hidden,
-        width=c.size("intermediate_size", fallback=4 * hidden),
-        activation=c.text("activation_function"),
-        names=("c_fc", "c_proj"),
-        bias=True,
-    )
+    block = _mlp(c, names=("c_fc", "c_proj"))
     if c.text("model_type") == "gpt2":
         attention = replace(attention, linears=_transposed(attention.linears))
         block = replace(block, linears=_transposed(block.linears))
@@ -130,13 +124,7 @@ def _gpt2(c: Fields) -> ModelSpec:
 
 def _gpt_neo(c: Fields) -> ModelSpec:
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
-    block = mlp(
-        hidden=hidden,
-        width=c.size("intermediate_size", fallback=4 * hidden),
-        activation=c.text("activation_function"),
-        names=("c_fc", "c_proj"),
-        bias=True,
-    )
+    block = _mlp(c, names=("c_fc", "c_proj"))
     kinds = _attention_kinds(c)
     layers = []
     for number in range(c.layers()):
@@ -196,14 +184,7 @@ def _gptj(c: Fields) -> ModelSpec:
         eager="fp32",
         dropout=c.probability("attn_pdrop"),
     )
-    block = mlp(
-        hidden=hidden,
-        width=c.size("intermediate_size", fallback=4 * hidden),
-        activation=c.text("activation_function"),
-        names=("fc_in", "fc_out"),
-        bias=True,
-        reads="attn_in",  # one norm feeds both
-    )
+    block = _mlp(c, names=("fc_in", "fc_out"), reads="attn_in")  # one norm feeds both
     layer = Layer(
         attentions=(attention,),
         mlp=block,
@@ -253,6 +234,19 @@ def _gpt_neox(c: Fields) -> ModelSpec:
         [layer] * c.layers(),
         final_norms=_layer_norms(("final_layer_norm",), hidden),
         embedding_name="embed_in",
+    )
+
+
+def _mlp(c: Fields, *, names: Sequence[str], reads: str = "mlp_in") -> Mlp:
+    """The MLP of OpenAI's GPT: four times as wide as the hidden state unless the config says."""
+    hidden = c.size("hidden_size")
+    return mlp(
+        hidden=hidden,
+        width=c.size("intermediate_size", fallback=4 * hidden),
+        activation=c.text("activation_function"),
+        names=names,
+        bias=True,
+        reads=reads,
     )
 
 
