@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from whichlora.families.fields import Fields
@@ -18,6 +18,9 @@ from whichlora.spec.architecture import (
     Norm,
     NormKind,
 )
+
+FeedForward = Callable[[int], tuple[Mlp | None, Moe | None]]
+"""The number of a layer -> its MLP or its mixture of experts."""
 
 
 def qkv_linears(
@@ -199,6 +202,31 @@ def norms(
     return tuple(
         Norm(name=name, kind=kind, width=width, weight=weight, bias=bias) for name in names
     )
+
+
+def mlp_in_every_layer(c: Fields) -> FeedForward:
+    """A gated MLP of the config's width, the same in every layer."""
+    block = mlp(
+        hidden=c.size("hidden_size"),
+        width=c.size("intermediate_size"),
+        activation=c.text("hidden_act"),
+    )
+    return lambda _: (block, None)
+
+
+def numbered_layers(
+    c: Fields, attention: Callable[[int], Attention], feed_forward: FeedForward, **fields: Any
+) -> list[Layer]:
+    """The layers of a decoder, each with the attention and the MLP or experts of its number.
+
+    Args:
+        fields: further fields of every `Layer`.
+    """
+    layers = []
+    for number in range(c.layers()):
+        block, experts = feed_forward(number)
+        layers.append(Layer(attentions=(attention(number),), mlp=block, moe=experts, **fields))
+    return layers
 
 
 def group(

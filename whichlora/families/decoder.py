@@ -6,9 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
+from whichlora.families.blocks import (
+    FeedForward,
+    causal_lm,
+    mlp,
+    norms,
+    numbered_layers,
+    softmax_attention,
+)
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Attention, Layer, Mlp, ModelSpec, Moe, Norm, NormKind
+from whichlora.spec.architecture import Attention, ModelSpec, Norm, NormKind
 
 PRE_NORM = ("input_layernorm", "post_attention_layernorm")
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -60,7 +67,7 @@ def decoder(
     style: Style = Style(),
     *,
     layer_types: list[str] | None = None,
-    feed_forward: Callable[[int], tuple[Mlp | None, Moe | None]] | None = None,
+    feed_forward: FeedForward | None = None,
     has_rope: Callable[[int], bool] = lambda _: True,
     layer_fields: dict[str, Any] | None = None,
     sinks: bool = False,
@@ -100,24 +107,20 @@ def decoder(
 
     drops = c.probability("resid_pdrop", "residual_dropout", "hidden_dropout") > 0
 
-    layers = []
-    for number in range(c.layers()):
+    def attention(number: int) -> Attention:
         slides = layer_types is None or layer_types[number] == SLIDING
-        block, experts = feed_forward(number) if feed_forward else (dense, None)
-        layers.append(
-            Layer(
-                attentions=(
-                    _attention(c, style, slides=slides, rotates=has_rope(number), sinks=sinks),
-                ),
-                mlp=block,
-                moe=experts,
-                norms=layer_norms,
-                parallel=style.parallel,
-                post_norm=style.post_norm,
-                dropouts=(hidden,) * 2 if drops else (),
-                **(layer_fields or {}),
-            )
-        )
+        return _attention(c, style, slides=slides, rotates=has_rope(number), sinks=sinks)
+
+    layers = numbered_layers(
+        c,
+        attention,
+        feed_forward or (lambda _: (dense, None)),
+        norms=layer_norms,
+        parallel=style.parallel,
+        post_norm=style.post_norm,
+        dropouts=(hidden,) * 2 if drops else (),
+        **(layer_fields or {}),
+    )
     final = norms(
         (style.final_norm,),
         width=hidden,

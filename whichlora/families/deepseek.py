@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from whichlora.families.blocks import causal_lm, mlp, norms
+from whichlora.families.blocks import (
+    FeedForward,
+    causal_lm,
+    mlp_in_every_layer,
+    norms,
+    numbered_layers,
+)
 from whichlora.families.decoder import PRE_NORM
 from whichlora.families.fields import Fields
 from whichlora.families.llama import LLAMA
-from whichlora.families.moe import FeedForward, deepseek_feed_forward
-from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec, Norm, Routing
+from whichlora.families.moe import deepseek_feed_forward
+from whichlora.spec.architecture import Attention, Linear, ModelSpec, Norm, Routing
 
 MLA = LLAMA | {
     "kv_lora_rank": 512,
@@ -134,17 +140,9 @@ def latent_attention(c: Fields) -> Attention:
 
 def _model(c: Fields, feed_forward: FeedForward) -> ModelSpec:
     attention, hidden = latent_attention(c), c.size("hidden_size")
-    layers = []
-    for number in range(c.layers()):
-        block, experts = feed_forward(number)
-        layers.append(
-            Layer(
-                attentions=(attention,),
-                mlp=block,
-                moe=experts,
-                norms=norms(PRE_NORM, width=hidden, kind="rms"),
-            )
-        )
+    layers = numbered_layers(
+        c, lambda _: attention, feed_forward, norms=norms(PRE_NORM, width=hidden, kind="rms")
+    )
     final = norms(("norm",), width=hidden, kind="rms")
     return causal_lm(c, layers, final_norms=final)
 
@@ -155,12 +153,7 @@ def _deepseek(c: Fields) -> ModelSpec:
 
 
 def _dense(c: Fields) -> ModelSpec:
-    block = mlp(
-        hidden=c.size("hidden_size"),
-        width=c.size("intermediate_size"),
-        activation=c.text("hidden_act"),
-    )
-    return _model(c, lambda _: (block, None))
+    return _model(c, mlp_in_every_layer(c))
 
 
 BUILDERS = {

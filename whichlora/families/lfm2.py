@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from whichlora.families.blocks import causal_lm, mlp, moe, norms, softmax_attention
+from whichlora.families.blocks import (
+    FeedForward,
+    causal_lm,
+    mlp,
+    moe,
+    norms,
+    numbered_layers,
+    softmax_attention,
+)
 from whichlora.families.fields import Fields
-from whichlora.families.moe import FeedForward
-from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec, Norm
+from whichlora.spec.architecture import Attention, Linear, ModelSpec, Norm
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "lfm2": {
@@ -126,23 +133,17 @@ def _lfm2(c: Fields) -> ModelSpec:
         rotary_dim=head_dim,
     )
     convolution = _convolution(c)
-    feed_forward = _feed_forward(c)
     count = c.layers()
     types = c.items("layer_types", length=count)
     if types is None:
         full = c.indices("full_attn_idxs") if c.get("full_attn_idxs") is not None else range(count)
         types = ["full_attention" if i in full else "conv" for i in range(count)]
-    layers = []
-    for number, kind in enumerate(types):
-        block, experts = feed_forward(number)
-        layers.append(
-            Layer(
-                attentions=(attention if kind == "full_attention" else convolution,),
-                mlp=block,
-                moe=experts,
-                norms=norms(("operator_norm", "ffn_norm"), width=hidden, kind="rms"),
-            )
-        )
+    layers = numbered_layers(
+        c,
+        lambda number: attention if types[number] == "full_attention" else convolution,
+        _feed_forward(c),
+        norms=norms(("operator_norm", "ffn_norm"), width=hidden, kind="rms"),
+    )
     return causal_lm(c, layers, final_norms=norms(("embedding_norm",), width=hidden, kind="rms"))
 
 

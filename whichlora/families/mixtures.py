@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from whichlora.families.blocks import mlp, moe
+from whichlora.families.blocks import FeedForward, mlp, moe
 from whichlora.families.decoder import FULL, SLIDING, Style, decoder, every_nth_full
 from whichlora.families.fields import Fields
 from whichlora.families.layernorm import COHERE
 from whichlora.families.llama import LLAMA
-from whichlora.families.moe import FeedForward, deepseek_feed_forward, experts_in_every_layer
+from whichlora.families.moe import deepseek_feed_forward, experts_in_every_layer
 from whichlora.spec.architecture import Linear, Mlp, ModelSpec, Moe, Routing
 
 _ROUTED = {"num_experts_per_tok": 8, "first_k_dense_replace": 0}

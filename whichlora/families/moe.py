@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from whichlora.families.blocks import mlp, moe
+from whichlora.families.blocks import FeedForward, mlp, moe
 from whichlora.families.decoder import Style, decoder, every_nth_full, late_sliding
 from whichlora.families.fields import Fields
 from whichlora.families.llama import GRANITE, LLAMA, MISTRAL, QWEN2
@@ -100,8 +98,6 @@ SYNONYMS = {
         "num_experts_per_tok": ("experts_per_token",),
     },
 }
-
-FeedForward = Callable[[int], tuple[Mlp | None, Moe | None]]
 
 
 def experts_in_every_layer(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from whichlora.families.blocks import causal_lm, mlp, norms
+from whichlora.families.blocks import causal_lm, mlp_in_every_layer, norms, numbered_layers
 from whichlora.families.decoder import PRE_NORM
 from whichlora.families.fields import Fields
 from whichlora.families.moe import qwen_feed_forward
-from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec, Moe, Norm
+from whichlora.spec.architecture import Attention, Linear, ModelSpec, Norm
 
 _COMMON: dict[str, Any] = {
     "hidden_act": "silu",
@@ -154,27 +154,12 @@ def _hybrid(c: Fields, *, fused: bool, experts: bool) -> ModelSpec:
         "linear_attention" if (i + 1) % every else "full_attention" for i in range(count)
     ]
     full, linear = _gated_attention(c), _delta_net(c, fused=fused)
-    if experts:
-        feed_forward = qwen_feed_forward(c, shared_expert=True)
-    else:
-        dense = mlp(
-            hidden=hidden, width=c.size("intermediate_size"), activation=c.text("hidden_act")
-        )
-
-        def feed_forward(_: int) -> tuple[Mlp | None, Moe | None]:
-            return dense, None
-
-    layers = []
-    for number, kind in enumerate(types):
-        block, sparse = feed_forward(number)
-        layers.append(
-            Layer(
-                attentions=(full if kind == "full_attention" else linear,),
-                mlp=block,
-                moe=sparse,
-                norms=norms(PRE_NORM, width=hidden, kind="rms_offset"),
-            )
-        )
+    layers = numbered_layers(
+        c,
+        lambda number: full if types[number] == "full_attention" else linear,
+        qwen_feed_forward(c, shared_expert=True) if experts else mlp_in_every_layer(c),
+        norms=norms(PRE_NORM, width=hidden, kind="rms_offset"),
+    )
     return causal_lm(c, layers, final_norms=norms(("norm",), width=hidden, kind="rms_offset"))
 
 
