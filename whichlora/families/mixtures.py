@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from whichlora.families.blocks import FeedForward, mlp, moe
+from whichlora.families.blocks import mlp
 from whichlora.families.decoder import FULL, SLIDING, Style, decoder, every_nth_full
 from whichlora.families.fields import Fields
 from whichlora.families.layernorm import COHERE
 from whichlora.families.llama import LLAMA
-from whichlora.families.moe import deepseek_feed_forward, experts_in_every_layer
-from whichlora.spec.architecture import Linear, Mlp, ModelSpec, Moe, Routing
+from whichlora.families.moe import (
+    deepseek_feed_forward,
+    dense_layers,
+    experts_in_every_layer,
+    routed_experts,
+    sparse_or_dense,
+)
+from whichlora.spec.architecture import Linear, Mlp, ModelSpec, Moe
 
 _ROUTED = {"num_experts_per_tok": 8, "first_k_dense_replace": 0}
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -135,47 +141,6 @@ SYNONYMS = {
 }
 
 
-def _sparse_or_dense(c: Fields, sparse: Moe, dense_width: int, first: int) -> FeedForward:
-    """Experts where `mlp_layer_types` says "sparse", by default from layer `first` on."""
-    kinds = c.items("mlp_layer_types", length=c.layers())
-    dense = mlp(hidden=c.size("hidden_size"), width=dense_width, activation=c.text("hidden_act"))
-
-    def choose(number: int) -> tuple[Mlp | None, Moe | None]:
-        is_sparse = number >= first if kinds is None else kinds[number] == "sparse"
-        return (None, sparse) if is_sparse else (dense, None)
-
-    return choose
-
-
-def _experts(
-    c: Fields,
-    *,
-    width: int,
-    num_experts: int,
-    experts_per_token: int,
-    num_shared: int = 0,
-    routing: Routing,
-    **overrides: Any,
-) -> Moe:
-    """Routed experts, and shared ones as one MLP of their widths together."""
-    hidden, activation = c.size("hidden_size"), c.text("hidden_act")
-    shared = None
-    if num_shared:
-        shared = mlp(
-            hidden=hidden, width=num_shared * width, activation=activation, act="shared_act"
-        )
-    return moe(
-        hidden=hidden,
-        width=width,
-        activation=activation,
-        num_experts=num_experts,
-        experts_per_token=experts_per_token,
-        shared=shared,
-        routing=routing,
-        **overrides,
-    )
-
-
 def _dots1(c: Fields) -> ModelSpec:
     count, bias = c.layers(), c.flag("attention_bias")
     types = c.items("layer_types", length=count)
@@ -194,7 +159,7 @@ def _dots1(c: Fields) -> ModelSpec:
 def _exaone_moe(c: Fields) -> ModelSpec:
     windowed = c.size_or_none("sliding_window") is not None
     types = every_nth_full(c, c.count("sliding_window_pattern")) if windowed else None
-    sparse = _experts(
+    sparse = routed_experts(
         c,
         width=c.size("moe_intermediate_size"),
         num_experts=c.size("num_experts"),
@@ -202,13 +167,12 @@ def _exaone_moe(c: Fields) -> ModelSpec:
         num_shared=c.count("num_shared_experts"),
         routing="sigmoid",
     )
-    first = c.count("first_k_dense_replace")
     return decoder(  # with a window, only the sliding layers rotate positions
         c,
         Style(qk_norm="head"),
         layer_types=types,
         has_rope=lambda number: types is None or types[number] == SLIDING,
-        feed_forward=_sparse_or_dense(c, sparse, c.size("intermediate_size"), first),
+        feed_forward=sparse_or_dense(c, sparse, dense_layers(c, c.count("first_k_dense_replace"))),
     )
 
 
@@ -220,7 +184,7 @@ def _solar_open(c: Fields) -> ModelSpec:
 
 def _mellum(c: Fields) -> ModelSpec:
     count, bias = c.layers(), c.flag("attention_bias")
-    sparse = _experts(
+    sparse = routed_experts(
         c,
         width=c.size("moe_intermediate_size"),
         num_experts=c.size("num_experts"),
@@ -231,7 +195,7 @@ def _mellum(c: Fields) -> ModelSpec:
         c,
         Style(qkv_bias=bias, out_bias=bias, qk_norm="head"),
         layer_types=c.items("layer_types", length=count) or [FULL] * count,
-        feed_forward=_sparse_or_dense(c, sparse, c.size("intermediate_size"), 0),
+        feed_forward=sparse_or_dense(c, sparse, dense_layers(c, 0)),
         rotates_each_kind=True,
     )
 
@@ -239,7 +203,7 @@ def _mellum(c: Fields) -> ModelSpec:
 def _ernie_moe(c: Fields) -> ModelSpec:
     bias, count = c.flag("use_bias"), c.layers()
     hidden, num_experts = c.size("hidden_size"), c.size("moe_num_experts")
-    sparse = _experts(
+    sparse = routed_experts(
         c,
         width=c.size("moe_intermediate_size"),
         num_experts=num_experts,
@@ -282,7 +246,7 @@ def _hunyuan_moe(c: Fields) -> ModelSpec:
     chosen = c.items("moe_topk", length=count) if isinstance(c.get("moe_topk"), list) else None
 
     def experts(number: int) -> tuple[Mlp | None, Moe | None]:
-        sparse = _experts(
+        sparse = routed_experts(
             c,
             width=c.size("intermediate_size"),
             num_experts=num_experts,
@@ -326,10 +290,9 @@ def _cohere2_moe(c: Fields) -> ModelSpec:
         numbers = (c.size("prefix_dense_sliding_window_pattern"), c.size("sliding_window_pattern"))
         places = [(numbers[0], i) if i < first else (numbers[1], i - first) for i in range(count)]
         types = [SLIDING if (place + 1) % every else FULL for every, place in places]
-    kinds = c.items("mlp_layer_types", length=count)
-    dense = [i < first if kinds is None else kinds[i] == "dense" for i in range(count)]
+    dense = dense_layers(c, first)
     rotates_dense = c.size("prefix_dense_sliding_window_pattern") == 1
-    sparse = _experts(
+    sparse = routed_experts(
         c,
         width=c.size("intermediate_size"),
         num_experts=c.size("num_experts"),
@@ -337,7 +300,6 @@ def _cohere2_moe(c: Fields) -> ModelSpec:
         num_shared=c.count("num_shared_experts"),
         routing="chosen",
     )
-    dense_width = c.size("prefix_dense_intermediate_size") if any(dense) else 1
     is_rms = c.number_or_none("rms_norm_eps") is not None
     style = Style(
         qkv_bias=bias,
@@ -353,7 +315,7 @@ def _cohere2_moe(c: Fields) -> ModelSpec:
         style,
         layer_types=kind,
         has_rope=lambda i: kind[i] == SLIDING or (dense[i] and rotates_dense),
-        feed_forward=_sparse_or_dense(c, sparse, dense_width, first),
+        feed_forward=sparse_or_dense(c, sparse, dense, width_key="prefix_dense_intermediate_size"),
         scales_logits=True,
     )
 

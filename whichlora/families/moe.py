@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from whichlora.families.blocks import FeedForward, mlp, moe
 from whichlora.families.decoder import Style, decoder, every_nth_full, late_sliding
 from whichlora.families.fields import Fields
@@ -161,38 +163,67 @@ def qwen_feed_forward(c: Fields, *, shared_expert: bool) -> FeedForward:
     return choose
 
 
-def deepseek_feed_forward(c: Fields, routing: Routing = "sigmoid") -> FeedForward:
-    """`first_k_dense_replace` layers with an MLP, then routed experts beside shared ones.
-
-    Where there is a list of `mlp_layer_types`, that says which layers are dense.
-    """
+def routed_experts(
+    c: Fields,
+    *,
+    width: int,
+    num_experts: int,
+    experts_per_token: int,
+    num_shared: int = 0,
+    routing: Routing,
+    **overrides: Any,
+) -> Moe:
+    """Routed experts, and shared ones as one MLP of their widths together."""
     hidden, activation = c.size("hidden_size"), c.text("hidden_act")
-    first, count = c.count("first_k_dense_replace"), c.layers()
-    kinds = c.items("mlp_layer_types", length=count)
-    is_dense = [
-        number < first if kinds is None else kinds[number] == "dense" for number in range(count)
-    ]
-    dense = (
-        mlp(hidden=hidden, width=c.size("intermediate_size"), activation=activation)
-        if any(is_dense)
-        else None
-    )
-    width, num_shared = c.size("moe_intermediate_size"), c.size_or_none("n_shared_experts")
     shared = None
     if num_shared:
         shared = mlp(
             hidden=hidden, width=num_shared * width, activation=activation, act="shared_act"
         )
-    sparse = moe(
+    return moe(
         hidden=hidden,
         width=width,
         activation=activation,
-        num_experts=c.size("n_routed_experts"),
-        experts_per_token=c.size("num_experts_per_tok"),
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
         shared=shared,
         routing=routing,
+        **overrides,
     )
+
+
+def dense_layers(c: Fields, first: int) -> list[bool]:
+    """Whether each layer has no experts: as `mlp_layer_types` says, else the first `first`."""
+    count = c.layers()
+    kinds = c.items("mlp_layer_types", length=count)
+    return [i < first if kinds is None else kinds[i] == "dense" for i in range(count)]
+
+
+def sparse_or_dense(
+    c: Fields, sparse: Moe, is_dense: list[bool], *, width_key: str = "intermediate_size"
+) -> FeedForward:
+    """`sparse`, and where a layer `is_dense` an MLP of the width that `width_key` holds."""
+    dense = None
+    if any(is_dense):
+        dense = mlp(
+            hidden=c.size("hidden_size"),
+            width=c.size(width_key),
+            activation=c.text("hidden_act"),
+        )
     return lambda number: (dense, None) if is_dense[number] else (None, sparse)
+
+
+def deepseek_feed_forward(c: Fields, routing: Routing = "sigmoid") -> FeedForward:
+    """Routed experts beside shared ones, but in the first `first_k_dense_replace` layers."""
+    sparse = routed_experts(
+        c,
+        width=c.size("moe_intermediate_size"),
+        num_experts=c.size("n_routed_experts"),
+        experts_per_token=c.size("num_experts_per_tok"),
+        num_shared=c.size_or_none("n_shared_experts") or 0,
+        routing=routing,
+    )
+    return sparse_or_dense(c, sparse, dense_layers(c, c.count("first_k_dense_replace")))
 
 
 def _mixtral(c: Fields) -> ModelSpec:
