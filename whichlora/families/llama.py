@@ -291,32 +291,26 @@ def _olmo3(c: Fields) -> ModelSpec:
     return decoder(c, _olmo2_style(c), layer_types=types, rotates_each_kind=True)
 
 
-def _glm(c: Fields) -> ModelSpec:
-    return decoder(
-        c,
-        Style(
-            qkv_bias=c.flag("attention_bias"),
-            mlp_names=("gate_up_proj", "down_proj"),
-            fused_gate_up=True,
-        ),
+def _glm_style(c: Fields) -> Style:
+    return Style(
+        qkv_bias=c.flag("attention_bias"),
+        mlp_names=("gate_up_proj", "down_proj"),
+        fused_gate_up=True,
     )
+
+
+def _glm(c: Fields) -> ModelSpec:
+    return decoder(c, _glm_style(c))
 
 
 def _glm4(c: Fields) -> ModelSpec:
-    return decoder(
-        c,
-        Style(
-            qkv_bias=c.flag("attention_bias"),
-            mlp_names=("gate_up_proj", "down_proj"),
-            fused_gate_up=True,
-            layer_norms=(
-                "input_layernorm",
-                "post_self_attn_layernorm",
-                "post_attention_layernorm",
-                "post_mlp_layernorm",
-            ),
-        ),
+    layer_norms = (
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
     )
+    return decoder(c, replace(_glm_style(c), layer_norms=layer_norms))
 
 
 def _phi3(c: Fields) -> ModelSpec:
@@ -357,19 +351,17 @@ def _apertus(c: Fields) -> ModelSpec:
     return decoder(c, style, layer_fields={"other_params": xielu})
 
 
-def _exaone4(c: Fields) -> ModelSpec:
-    types = every_nth_full(c, c.count("sliding_window_pattern"))
+def exaone_windows(c: Fields) -> dict[str, Any]:
+    """Of `decoder`: with a window, only the sliding layers rotate positions."""
     if c.size_or_none("sliding_window") is None:
-        types = [FULL] * len(types)
-        return decoder(
-            c, Style(qk_norm="head", layer_norms=_POST_NORM, post_norm=True), layer_types=types
-        )
-    return decoder(  # with a window, only the sliding layers rotate positions
-        c,
-        Style(qk_norm="head", layer_norms=_POST_NORM, post_norm=True),
-        layer_types=types,
-        has_rope=lambda i: types[i] == SLIDING,
-    )
+        return {}
+    types = every_nth_full(c, c.count("sliding_window_pattern"))
+    return {"layer_types": types, "has_rope": lambda number: types[number] == SLIDING}
+
+
+def _exaone4(c: Fields) -> ModelSpec:
+    style = Style(qk_norm="head", layer_norms=_POST_NORM, post_norm=True)
+    return decoder(c, style, **exaone_windows(c))
 
 
 def _ernie(c: Fields) -> ModelSpec:

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.families.blocks import mlp
-from whichlora.families.decoder import FULL, SLIDING, Style, decoder, every_nth_full
+from whichlora.families.decoder import FULL, SLIDING, Style, decoder
 from whichlora.families.fields import Fields
 from whichlora.families.layernorm import COHERE
-from whichlora.families.llama import LLAMA
+from whichlora.families.llama import LLAMA, exaone_windows
 from whichlora.families.moe import (
     deepseek_feed_forward,
     dense_layers,
@@ -157,8 +157,6 @@ def _dots1(c: Fields) -> ModelSpec:
 
 
 def _exaone_moe(c: Fields) -> ModelSpec:
-    windowed = c.size_or_none("sliding_window") is not None
-    types = every_nth_full(c, c.count("sliding_window_pattern")) if windowed else None
     sparse = routed_experts(
         c,
         width=c.size("moe_intermediate_size"),
@@ -167,13 +165,9 @@ def _exaone_moe(c: Fields) -> ModelSpec:
         num_shared=c.count("num_shared_experts"),
         routing="sigmoid",
     )
-    return decoder(  # with a window, only the sliding layers rotate positions
-        c,
-        Style(qk_norm="head"),
-        layer_types=types,
-        has_rope=lambda number: types is None or types[number] == SLIDING,
-        feed_forward=sparse_or_dense(c, sparse, dense_layers(c, c.count("first_k_dense_replace"))),
-    )
+    feed_forward = sparse_or_dense(c, sparse, dense_layers(c, c.count("first_k_dense_replace")))
+    style = Style(qk_norm="head")
+    return decoder(c, style, feed_forward=feed_forward, **exaone_windows(c))
 
 
 def _solar_open(c: Fields) -> ModelSpec:
