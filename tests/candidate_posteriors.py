@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from whichlora.predict.predict import count_run
 from whichlora.predict.resolve import resolve
 from whichlora.search.candidate_posterior import CandidatePosterior
 from whichlora.search.counted_candidate import count_inference, count_training
@@ -28,8 +29,10 @@ def candidate_posterior(**changes: object) -> CandidatePosterior:
                 RunConfig(model=name, batch_size=batch_size, seq_len=2048, **changes)  # type: ignore[arg-type]
             )
             counted_candidates.append(
-                count_training(resolve(model, train, A100), {2048: 100}, num_batches=5)
+                count_training(count_run(resolve(model, train, A100)), {2048: 100}, num_batches=5)
             )
         serve = RunConfig(model=name, phase="inference", batch_size=4)
-        counted_candidates.append(count_inference(resolve(model, serve, A100), num_runs=5))
+        counted_candidates.append(
+            count_inference(count_run(resolve(model, serve, A100)), num_runs=5)
+        )
     return CandidatePosterior(counted_candidates)

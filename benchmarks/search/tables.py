@@ -23,6 +23,7 @@ import published
 
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.predict import count_run
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.profiler.profile import Profiler
 from whichlora.search.candidate_posterior import CandidatePosterior
@@ -185,9 +186,13 @@ def table_of(name: str, gpu: GpuSpec, records: Sequence[Measurement]) -> Table:
         job = resolve(model, run, gpu)
         if run.phase == "finetune":
             steps = {run.seq_len: NUM_SEQUENCES / run.batch_size}
-            counted_candidates.append(count_training(job, steps, num_batches=len(record.step_s)))
+            counted_candidates.append(
+                count_training(count_run(job), steps, num_batches=len(record.step_s))
+            )
         else:
-            counted_candidates.append(count_inference(job, num_runs=len(record.generate_s)))
+            counted_candidates.append(
+                count_inference(count_run(job), num_runs=len(record.generate_s))
+            )
         good.append(record)
     return Table(name, gpu, good, counted_candidates, {k: v.num_params for k, v in models.items()})
 
@@ -237,9 +242,9 @@ def invented_table(seed: int) -> Table:
     jobs = [job for job in table_jobs(gpu) if 64 in (job.run.seq_len, job.run.prompt_len)]
     jobs = [job for job in jobs if job.run.seq_len == 64 or job.run.phase == "inference"]
     counted_candidates = [
-        count_training(job, {64: NUM_SEQUENCES / job.run.batch_size}, num_batches=4)
+        count_training(count_run(job), {64: NUM_SEQUENCES / job.run.batch_size}, num_batches=4)
         if job.run.phase == "finetune"
-        else count_inference(job, num_runs=4)
+        else count_inference(count_run(job), num_runs=4)
         for job in jobs
     ]
     candidate_posterior = CandidatePosterior(counted_candidates)

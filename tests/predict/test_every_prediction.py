@@ -16,7 +16,7 @@ from whichlora.memory.allocator import SEGMENT_BYTES
 from whichlora.memory.training import Ledger
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.judgement import ALLOCATED_PARTS
-from whichlora.predict.predict import judged_memory, ledger, part_bytes, predict
+from whichlora.predict.predict import count_run, judged_memory, ledger, part_bytes, predict
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.search.counted_candidate import count_inference, count_training
 from whichlora.spec.gpu import GpuSpec
@@ -214,10 +214,10 @@ def test_what_the_search_sees_of_a_run_is_what_is_predicted_of_it(
     prediction = predicted(job, run)
     time = prediction.time
     if run.phase == "finetune":
-        counted_candidate = count_training(job, {run.seq_len: 1.0}, num_batches=1)
+        counted_candidate = count_training(count_run(job), {run.seq_len: 1.0}, num_batches=1)
         expected = time.step_s
     else:
-        counted_candidate = count_inference(job, num_runs=1)
+        counted_candidate = count_inference(count_run(job), num_runs=1)
         expected = time.time_per_token_s
     models = prior_calibration(gpu).time
     seconds = 0.0

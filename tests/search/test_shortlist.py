@@ -11,6 +11,9 @@ from plan_runs import Silent, write_config
 
 from whichlora.config import load_plan
 from whichlora.errors import ConfigError
+from whichlora.predict.predict import CountedRun, count_run, predict
+from whichlora.predict.resolve import ResolvedRun
+from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.run import run_plan
@@ -107,3 +110,24 @@ def test_rows_name_the_settings_that_the_plan_has_several_of(tmp_path: Path) -> 
     written = json.loads((tmp_path / "out" / "answer.json").read_text())
     variants = {row["variant"] for row in written["finetune"]}
     assert {"lora r=8", "lora r=8, no checkpointing"} <= variants
+
+
+def test_a_candidate_is_counted_once_in_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[RunConfig] = []
+
+    def noted(job: ResolvedRun) -> CountedRun:
+        counted.append(job.run)
+        return count_run(job)
+
+    monkeypatch.setattr("whichlora.workflow.session.count_run", noted)
+    here = session(plan_file(tmp_path))
+    runs = here.runs()[::7]
+    for _ in range(2):
+        found = here.candidates(here.search_loop(runs))
+    assert sorted(map(repr, counted)) == sorted(map(repr, runs))
+    for candidate in found:
+        run = candidate.run
+        expected = predict(here.models[run.model], run, here.gpu, here.calibration)
+        assert candidate.prediction == expected

@@ -246,6 +246,28 @@ def run_moments(job: ResolvedRun) -> tuple[dict[str, dict[str, Count]], bool]:
     return moments, idle_bytes is not None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedRun:
+    """Bytes and passes of one run, which no calibration changes.
+
+    Args:
+        moments: bytes by part at each that can be the peak.
+        is_replayed: whether the allocator's part of them comes from a replay.
+        passes: what one optimizer step is, or one generation.
+    """
+
+    job: ResolvedRun
+    moments: Mapping[str, Mapping[str, Count]]
+    is_replayed: bool
+    passes: tuple[Pass, ...]
+
+
+def count_run(job: ResolvedRun) -> CountedRun:
+    """Count `job` once for any number of calibrations."""
+    moments, is_replayed = run_moments(job)
+    return CountedRun(job=job, moments=moments, is_replayed=is_replayed, passes=passes(job))
+
+
 def judged_memory(job: ResolvedRun, calibration: Calibration, **sizes: Count) -> MemoryJudgement:
     """Peak memory of `job`, with the estimate of what the allocator keeps.
 
@@ -271,6 +293,16 @@ def least_training_bytes(
 def judged_run(job: ResolvedRun, calibration: Calibration) -> MemoryJudgement:
     """Peak memory of `job`; what the allocator keeps is replayed where its events are known."""
     moments, is_replayed = run_moments(job)
+    return _judged_moments(job, moments, calibration, is_replayed=is_replayed)
+
+
+def _judged_moments(
+    job: ResolvedRun,
+    moments: Mapping[str, Mapping[str, Count]],
+    calibration: Calibration,
+    *,
+    is_replayed: bool,
+) -> MemoryJudgement:
     return judge_memory(
         moments,
         calibration.memory,
@@ -292,7 +324,10 @@ def judged_time(job: ResolvedRun, calibration: Calibration, **sizes: Count) -> T
 
 def predict_memory(job: ResolvedRun, calibration: Calibration) -> tuple[MemoryPrediction, int]:
     """Peak memory of `job`, and the least it can be at the stated confidence."""
-    judged = judged_run(job, calibration)
+    return _memory_prediction(judged_run(job, calibration))
+
+
+def _memory_prediction(judged: MemoryJudgement) -> tuple[MemoryPrediction, int]:
     least, low, high = judged.bounds()
     return (
         MemoryPrediction(
@@ -397,9 +432,18 @@ def predict(
     Raises:
         ConfigError: settings that exclude each other.
     """
-    job = resolve(model, run, gpu)
+    return predict_counted(count_run(resolve(model, run, gpu)), calibration, traced=traced)
+
+
+def predict_counted(
+    counted: CountedRun, calibration: Calibration, *, traced: TracedPeak | None = None
+) -> Prediction:
+    """Judge one run that has been counted; args as of `predict`."""
+    job = counted.job
+    model, gpu = job.model, job.gpu
     calibration = calibration.for_engine(job.run.engine, gpu)
-    memory, least = predict_memory(job, calibration)
+    judged = _judged_moments(job, counted.moments, calibration, is_replayed=counted.is_replayed)
+    memory, least = _memory_prediction(judged)
     traced_basis = ""
     if traced is not None:
         by_ledger = memory.peak_allocated_bytes
@@ -407,7 +451,7 @@ def predict(
         least += memory.peak_allocated_bytes - by_ledger
         traced_basis = f"memory traced on the real code, {traced.note}; "
     training = job.run.phase == "finetune"
-    timed = judged_time(job, calibration) if gpu.is_timed else None
+    timed = judge_time(counted.passes, calibration.time) if gpu.is_timed else None
     time = unknown_time(training=training) if timed is None else _time_prediction(job, timed)
     phases = () if timed is None else tuple(timed.pass_s)
     outcome = verdict(least, memory.interval_bytes[1], gpu.memory_bytes)

@@ -39,12 +39,12 @@ class CandidatePosterior:
 
         self._candidates = candidates
         self.jobs = [candidate.job for candidate in candidates]
-        num_moments = max(len(candidate.moments) for candidate in candidates)
+        moments = [candidate.moments for candidate in candidates]
         # missing moments are padded with zeros
-        self._moments = np.zeros((len(candidates), num_moments, len(PARTS)))
-        for i, candidate in enumerate(candidates):
-            self._moments[i, : len(candidate.moments)] = candidate.moments
-        self._is_replayed = np.array([candidate.is_replayed for candidate in candidates])
+        self._moments = np.zeros((len(candidates), max(map(len, moments)), len(PARTS)))
+        for i, rows in enumerate(moments):
+            self._moments[i, : len(rows)] = rows
+        self._is_replayed = np.array([candidate.counted.is_replayed for candidate in candidates])
         self._passes = _Passes.of([candidate.passes for candidate in candidates])
         self._trials = _Passes.of([candidate.trial for candidate in candidates])
         self._correlation = residual_correlation(self.jobs)

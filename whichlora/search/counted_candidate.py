@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from whichlora.memory.training import PARTS
 from whichlora.predict.evaluation_and_saving import evaluation_features
-from whichlora.predict.predict import num_tokens, passes, run_moments, step_features
+from whichlora.predict.predict import CountedRun, num_tokens, step_features
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.timing.model import FEATURES
 
@@ -26,21 +26,27 @@ class CountedCandidate:
     """Bytes and passes of one candidate, counted before any calibration.
 
     Args:
-        moments: bytes by part at each moment that can be the peak.
-        is_replayed: whether the allocator's part of them comes from a replay.
+        counted: one optimizer step of it, or one generation.
         passes: they add up to the whole fine-tuning, or to one generated token.
         trial: the passes of one profile, which give its cost.
     """
 
-    job: ResolvedRun
-    moments: tuple[tuple[float, ...], ...]
-    is_replayed: bool
+    counted: CountedRun
     passes: tuple[PassRow, ...]
     trial: tuple[PassRow, ...]
 
+    @property
+    def job(self) -> ResolvedRun:
+        return self.counted.job
+
+    @property
+    def moments(self) -> list[list[float]]:
+        """Bytes at each moment that can be the peak, in the order of `PARTS`."""
+        return [[float(parts[name]) for name in PARTS] for parts in self.counted.moments.values()]
+
 
 def count_training(
-    job: ResolvedRun,
+    counted: CountedRun,
     steps: Mapping[int, float],
     *,
     num_batches: int,
@@ -53,6 +59,7 @@ def count_training(
         num_batches: timed in a profile.
         evaluated: number of evaluation batches by padded length.
     """
+    job = counted.job
     passes = tuple(
         ("finetune", count, _row(step_features(job, seq_len=length)))
         for length, count in steps.items()
@@ -60,24 +67,23 @@ def count_training(
         ("prefill", count, _row(evaluation_features(job, width=length)))
         for length, count in evaluated.items()
     )
-    longest = _row(step_features(job))
-    trial = ("finetune", float(num_batches + UNTIMED_STEPS), longest)
-    return CountedCandidate(job, *_moments(job), passes, (trial,))
+    ((phase, _, longest),) = counted.passes
+    trial = (phase, float(num_batches + UNTIMED_STEPS), _row(longest))
+    return CountedCandidate(counted, passes, (trial,))
 
 
-def count_inference(job: ResolvedRun, *, num_runs: int) -> CountedCandidate:
+def count_inference(counted: CountedRun, *, num_runs: int) -> CountedCandidate:
     """Count a generation.
 
     Args:
         num_runs: generations timed in a profile.
     """
     generation = tuple(
-        (phase, float(count), _row(features)) for phase, count, features in passes(job)
+        (phase, float(count), _row(features)) for phase, count, features in counted.passes
     )
     return CountedCandidate(
-        job,
-        *_moments(job),
-        _scaled(generation, 1.0 / num_tokens(job)),
+        counted,
+        _scaled(generation, 1.0 / num_tokens(counted.job)),
         _scaled(generation, float(num_runs + UNTIMED_STEPS)),
     )
 
@@ -88,9 +94,3 @@ def _scaled(passes: tuple[PassRow, ...], factor: float) -> tuple[PassRow, ...]:
 
 def _row(features: Mapping[str, float]) -> tuple[float, ...]:
     return tuple(float(features[name]) for name in FEATURES)
-
-
-def _moments(job: ResolvedRun) -> tuple[tuple[tuple[float, ...], ...], bool]:
-    moments, is_replayed = run_moments(job)
-    rows = (tuple(float(parts[name]) for name in PARTS) for parts in moments.values())
-    return tuple(rows), is_replayed

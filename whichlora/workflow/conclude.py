@@ -9,7 +9,7 @@ from dataclasses import replace
 from whichlora.calibration.load import refit
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.notes import UNVERIFIED
-from whichlora.predict.predict import MEMORY_ONLY, predict
+from whichlora.predict.predict import MEMORY_ONLY
 from whichlora.predict.repeated_times import Repeatability
 from whichlora.search.acquisition import Decision
 from whichlora.search.feasibility import (
@@ -61,11 +61,9 @@ def conclude(
     compared = [
         Compared(
             measurement=measurement,
-            cold=predict(session.models[profiled.model], profiled, session.gpu, session.cold),
+            cold=session.predict(profiled, session.cold),
             before=before,
-            after=predict(
-                session.models[profiled.model], profiled, session.gpu, session.calibration
-            ),
+            after=session.predict(profiled),
         )
         for measurement, profiled, before in session.compared
     ]

@@ -18,7 +18,13 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import list_methods
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.evaluation_and_saving import Besides, besides, evaluation_seconds
-from whichlora.predict.predict import num_tokens, predict, step_features
+from whichlora.predict.predict import (
+    CountedRun,
+    count_run,
+    num_tokens,
+    predict_counted,
+    step_features,
+)
 from whichlora.predict.repeated_times import Repeatability, repeatability, run_deviation
 from whichlora.predict.resolve import ResolvedRun, resolve, with_precision
 from whichlora.profiler.early_stop import MOST_TIMES
@@ -100,6 +106,7 @@ class Session:
         self.space = Candidates(plan, self.models, gpu, self.data.workload)
         self._features: dict[tuple[RunConfig, int], dict[str, float]] = {}
         self._jobs: dict[RunConfig, ResolvedRun] = {}
+        self._counted_runs: dict[RunConfig, CountedRun] = {}
         self._counted: dict[RunConfig, CountedCandidate] = {}
         self.compared: list[tuple[Measurement, RunConfig, Prediction]] = []
         self.roots = calibration_roots(plan.calibration_dir)
@@ -179,25 +186,28 @@ class Session:
                     padding=run.padding,
                 )
                 with contextlib.suppress(ConfigError):
-                    variant = self._resolved(changed)
+                    variant = self.job(changed).run
                     in_search = variant in position
                     alone = search_loop if in_search else self.search_loop([variant])
                     rows.append(self._judge(alone, position[variant] if in_search else 0))
         return rows
 
-    def _resolved(self, run: RunConfig) -> RunConfig:
-        """`run` with every default filled in, as predictions and records name it."""
-        job = resolve(self.models[run.model], run, self.gpu)
-        self._jobs[job.run] = job
-        return job.run
-
     def job(self, run: RunConfig) -> ResolvedRun:
-        """A candidate resolved against its model, method and device."""
+        """A run resolved against its model, method and device."""
         if run not in self._jobs:
-            self._resolved(run)
+            self._jobs[run] = resolve(self.models[run.model], run, self.gpu)
         return self._jobs[run]
 
     # --- judging
+
+    def predict(self, run: RunConfig, calibration: Calibration | None = None) -> Prediction:
+        """Judge a candidate, by what is known now or by `calibration`; it is counted once."""
+        return predict_counted(self._counted_run(run), calibration or self.calibration)
+
+    def _counted_run(self, run: RunConfig) -> CountedRun:
+        if run not in self._counted_runs:
+            self._counted_runs[run] = count_run(self.job(run))
+        return self._counted_runs[run]
 
     def search_loop(self, runs: Sequence[RunConfig]) -> SearchLoop:
         """The search over `runs`, which are of both stages."""
@@ -243,13 +253,13 @@ class Session:
         return self._counted[run]
 
     def _count(self, run: RunConfig) -> CountedCandidate:
-        job = self.job(run)
+        counted = self._counted_run(run)
         if run.phase == "inference":
-            return count_inference(job, num_runs=self.plan.num_runs)
+            return count_inference(counted, num_runs=self.plan.num_runs)
         load = self.data.workload(run.model, run.batch_size)
         steps = {width: n / run.gradient_accumulation_steps for width, n in load.widths.items()}
         return count_training(
-            job,
+            counted,
             steps,
             num_batches=self.plan.num_batches,
             evaluated=self.data.evaluation(run.model, run.batch_size),
@@ -261,7 +271,7 @@ class Session:
 
     def _judge(self, search_loop: SearchLoop, position: int) -> Candidate:
         run = search_loop.runs[position]
-        prediction = predict(self.models[run.model], run, self.gpu, self.calibration)
+        prediction = self.predict(run)
         measurement = search_loop.measured.get(position)
         time, memory = search_loop.quantities(position)
         training = run.phase == "finetune"
@@ -295,7 +305,7 @@ class Session:
         load = self.data.workload(run.model, run.batch_size)
         if load.least_longest < run.seq_len:
             shorter = replace(run, seq_len=load.least_longest)
-            least = predict(self.models[run.model], shorter, self.gpu, self.calibration)
+            least = self.predict(shorter)
             low = min(memory.low, least.memory.interval_bytes[0])
             memory = replace(memory, low=low)
         return time.widened(load.deviation), memory
@@ -464,7 +474,7 @@ class Session:
         from whichlora.calibration.fit import fit
 
         run = RunConfig.from_dict(measurement.config)
-        before = predict(self.models[run.model], run, self.gpu, self.calibration)
+        before = self.predict(run)
         self.compared.append((measurement, run, before))
         self.progress.learned(measurement, before)
         launch_s = self.calibration.launch_s
