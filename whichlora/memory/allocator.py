@@ -20,7 +20,7 @@ PAGES_BYTES = (2 + 20) * MiB  # the last page of the small and of the large pool
 SEGMENT_BYTES = 20 * MiB  # a request between 1 and 10 MiB reserves this much
 TYPICAL_CONTEXT_BYTES = 500 * MiB  # 250 to 600 MiB where somebody looked
 WORKSPACE_BYTES = {"9": 32 * MiB, "10": 32 * MiB, "12": 32 * MiB}  # cuBLAS, by major capability
-OLDER_WORKSPACE_BYTES = 8_519_680
+OLDER_WORKSPACE_BYTES = 8_519_680  # ":4096:2:16:8": 2 of 4 MiB and 8 of 16 KiB
 
 
 WORKSPACE = Fact(
@@ -36,11 +36,14 @@ WORKSPACE = Fact(
 def workspace_bytes(gpu: GpuSpec, *, training: bool) -> int:
     """cuBLAS workspaces in the framework's pool: one per thread that runs products.
 
-    Kind: exact before Hopper, unmeasured after. Source: torch 2.13 `CUDABlas`; two published
-    figures of 8.5 and 17 MB left after inference and after training.
+    Kind: exact before Hopper, unmeasured after. Source: torch 2.13 `CublasHandlePool.cpp`,
+    `parseChosenWorkspaceSize`; two published figures of 8.5 and 17 MB left after inference and
+    after training.
     """
     if gpu.kind != "cuda":
         return 0
+    # a workspace belongs to a cuBLAS handle, and handles to a thread (`getCurrentCUDABlasHandle` of
+    # torch CublasHandlePool.cpp); autograd runs the backward in a thread of its own
     major = (gpu.compute_capability or "8.0").split(".")[0]
     each = WORKSPACE_BYTES.get(major, OLDER_WORKSPACE_BYTES)
     return each * (2 if training else 1)

@@ -16,6 +16,7 @@ from whichlora.spec.numeric import Count
 # dtype and place; torch.save writes a record of a zip file for each storage.
 _TENSOR_HEADER_BYTES = 128
 _RECORD_HEADER_BYTES = 275
+# Of `torch.optim.Adam` `step`, `exp_avg`, `exp_avg_sq`; of Adafactor `RMS` and two factors.
 _RECORDS = {"adamw_torch": 3, "adamw_torch_fused": 3, "adafactor": 3, "lion": 1, "sgd": 0}
 _OF_8_BITS = 4
 
@@ -56,6 +57,8 @@ def checkpoint_bytes(
     """
     stored = gradient_bytes(tensors)
     if method.trains_base:
+        # `state_dict` leaves out buffers with `persistent=False`, such as `inv_freq` of a rotary
+        # table
         loaded = weights.weight_bytes(model, dtypes)
         stored = sum(size for name, size in loaded.items() if name != "buffers")
     states = optimizer.state_bytes(tensors, optimizer=optimizer_name, device_kind="cpu")

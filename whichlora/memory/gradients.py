@@ -105,6 +105,7 @@ def adapter_entries(
 ) -> list[Entry]:
     """Weights of adapters, on modules that text never runs (a vision tower) too, and of copies."""
     num_bytes = gradient_bytes(_of_adapters(model, targets, method, r, dtypes)) + 0 * r
+    # PEFT replaces modules by name, in a vision tower too: `.grad` of those stays None
     for linear in _idle_adapted(model, run, targets):
         num_bytes = num_bytes + method.adapter_bytes(linear, dtypes, r)
     copied = gradient_bytes(saved_modules(model, run.modules_to_save, dtypes.embedding_bytes))
@@ -159,7 +160,8 @@ def saved_modules(
 
     Kind: exact. Source: peft 0.21.2 `ModulesToSaveWrapper`, `cast_adapter_dtype`.
     """
-    # `ModulesToSaveWrapper` makes a `copy.deepcopy` of the module; the frozen original stays
+    # `ModulesToSaveWrapper.update` makes a `copy.deepcopy` of the module, and `original_module`
+    # stays. `cast_adapter_dtype` widens only what is in a `BaseTunerLayer`, which the copy is not
     embedding, head = model.embeddings[0], model.head
     if embedding.name in modules_to_save:
         yield Trained(
@@ -178,6 +180,8 @@ def trained_biases(
 
     Kind: exact. Source: peft 0.21.2 `BaseTuner._mark_only_adapters_as_trainable`.
     """
+    # "all": `requires_grad` of every parameter whose name ends in ".bias", those of norms too;
+    # "lora_only": of `bias` of each adapted module, the base's own vector
     if bias == "none":
         return
     for group in model.groups:

@@ -44,7 +44,9 @@ def held_between_steps(step: TrainingStep) -> tuple[Entry, ...]:
     """
     if step.trainer.outputs_held(step.run) != "until_next_outputs":
         return ()
-    # a decoder's cross attention saves them too, until its backward is done
+    # `release_variables` empties what nodes saved, not the nodes, which the loss's `grad_fn` holds
+    # down to the leaves; `ctx.tensors = (CAt, subA, A)` of `MatMul8bitLt` is an attribute of its
+    # node. A decoder's cross attention saves the encoder's output, too, until its backward is done
     states = step.model.hidden_size * step.dtypes.stream_bytes if step.second_stack else 0
     held = (Group(tensors=layer.held, count=layer.count, **step.sized) for layer in step.layers)
     return (

@@ -88,6 +88,7 @@ class Generation:
     @cached_property
     def prompt_cache(self) -> Count:
         """What the prompt pass leaves; a static cache is as large as it will ever be."""
+        # `StaticLayer.lazy_initialization` makes all `max_cache_len` tokens at the first `update`
         is_static = self.run.kv_cache == "static"
         tokens = self.last_tokens if is_static else self.first_tokens
         return self._cache(tokens, after_prompt=True)
@@ -131,7 +132,11 @@ class Generation:
         """What the pass over the prompt runs with."""
         reader = self.dtypes
         if self.model.task == "causal-lm" and self.run.kv_cache == "static":
-            reader = replace(reader, padded=True)  # the end that is still empty must be masked
+            # The end that is still empty must be masked: `StaticLayer.get_mask_sizes` gives all of
+            # it. More than there is for SDPA without padding: `_ignore_causal_mask_sdpa` of
+            # transformers 5.23 makes no mask at `q_offset == 0`, though it does for fake tensors
+            # (`is_tracing`)
+            reader = replace(reader, padded=True)
         return reader if self.stored is None else replace(reader, stores=self.stored)
 
     @cached_property
@@ -220,7 +225,8 @@ PROMPT_FORWARD = Fact(
 
 def prefill(run: Generation) -> Entries:
     """In the last layer over the prompt, while the cache of those before it is there."""
-    # `DynamicLayer.update` keeps the very tensors that the layer made for its attention
+    # `DynamicLayer.update` of transformers 5.23 joins an empty tensor with `key_states`: a copy
+    # that it keeps and returns, so that attention reads the cache's own tensors
     cache = Entry(PROMPT_CACHE, run.prompt_cache)
     if run.stored is not None:
         earlier = quantised_cache.stored_by_earlier_layers(
@@ -376,6 +382,7 @@ def quantised_moments(run: Generation, stored: CacheFormat) -> dict[str, Entries
         max_new_tokens=run.max_new_tokens,
     )
     # the loop of `GenerationMixin._sample` names the scores until it has the next ones
+    # (`del outputs` at its end drops the logits of the model)
     scores = Entry(LAST_SCORES, 4 * run.batch_size * loss.logit_width(run.model))
     in_step = (Entry(TOKEN_FORWARD, run.token_forward), scores)
     moments = {name: (*run.static, *cache, *in_step) for name, cache in by_moment.items()}
@@ -429,6 +436,7 @@ CROSS_PROJECTED = Fact(
 
 def first_token(run: Generation) -> Entries:
     """In the decoder's first pass, which projects the encoder's output for every layer."""
+    # later passes find `past_key_values.is_updated` and read the cache (`BartAttention.forward`)
     width = _largest_cross(run.model) * run.element_bytes
     return (
         *run.static,

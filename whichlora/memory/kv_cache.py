@@ -21,10 +21,11 @@ BLOCK_TOKENS = {"dynamic": 1, "static": 1, "quantized": 1, "paged": 256, "vllm":
 def kept_tokens(layer: Layer, tokens: Count, *, kv_cache: str) -> Count:
     """Tokens of one sequence that the cache of `layer` holds, whole blocks included.
 
-    Kind: exact. Of a sliding layer both caches of transformers keep the window: the dynamic one
-    looks at one token less of a tensor that it has put the last one to.
+    Kind: exact. Of a sliding layer both caches of transformers keep the window.
     Source: transformers 5.23 `DynamicSlidingWindowLayer.update`.
     """
+    # the dynamic one keeps `full_key_states[:, :, -self.sliding_window + 1 :, :]`, a view whose
+    # storage has the oldest token of the window, too
     window = layer.attentions[0].sliding_window if layer.attentions else None
     if window is not None and kv_cache in ("dynamic", "static"):
         tokens = smallest(tokens, window)
@@ -60,6 +61,7 @@ def cache_bytes(
             recurrent += count * attention.recurrent_elements
             if not attention.cross:
                 num_tokens = kept_tokens(layer, tokens, kv_cache=kv_cache)
+                # the first view of a sliding layer is of the prompt's tensor: all of it stays
                 if after_prompt and kv_cache == "dynamic":
                     num_tokens = tokens
             per_sequence = attention.cache_elements * num_tokens
@@ -122,8 +124,12 @@ def append_transient_bytes(
 ) -> Count:
     """The second copy while a dynamic cache concatenates one layer's keys (or values).
 
-    Kind: exact. Source: trace of transformers 5.23 `DynamicLayer.update`.
+    Kind: exact for full attention. A sliding layer joins keys and values, of a window at most,
+    before it drops either (`DynamicSlidingWindowLayer.update`), which is not counted so.
+    Source: trace of transformers 5.23 `DynamicLayer.update`.
     """
+    # in `DynamicLayer.update` the shorter keys are gone before the values are joined; a static
+    # layer writes into its tensor (`index_copy_`)
     if kv_cache != "dynamic":
         return 0 * batch_size
     widest = max(
@@ -149,6 +155,8 @@ def trained_cache_elements(model: ModelSpec, dtypes: Dtypes) -> int:
     Only over an fp32 stream under autocast: else attention keeps the very same tensors.
     Kind: exact. Source: transformers 5.23 `T5Stack.forward`.
     """
+    # `DynamicLayer.update` returns the tensor that it keeps, and attention saves it for its
+    # backward: one tensor, unless autocast casts it in between
     if dtypes.linear_out_bytes == dtypes.compute_bytes or model.task != "seq2seq-lm":
         return 0
     return sum(

@@ -79,7 +79,7 @@ def layer_bytes(
 ) -> LayerBytes:
     """Args as of the ledger; `run` says how gradients are accumulated and layers checkpointed.
 
-    Kind: exact. Source: `layer_code.layer_points`.
+    Kind: exact. Source: `symbolic.layer.layer_points`.
     """
     gradients: Count = layer.num_params * dtypes.base_bytes * method.trains_base + 0 * r
     for linear in adapted(layer, targets):
@@ -108,10 +108,13 @@ def layer_bytes(
             values[name] = values[name] + share * value
     if run.gradient_checkpointing:  # else kept anyway
         values["forward"] = values["forward"] + before
-        if run.use_reentrant:  # its backward is given zeros for what nobody used of its results
+        if run.use_reentrant:  # a `Function` materializes gradients of unused results as zeros
             values["backward"] = values["backward"] + before
     if not run.gradient_checkpointing or run.use_reentrant:  # its backward frees that graph
         values["graph_behind_held"] = 0
+    # `CheckpointFunction.forward` of torch 2.13 runs the layer under `no_grad`, and the graph of
+    # the second run dies in its `backward`: no node is left to hold anything as an attribute.
+    # Without `use_reentrant` the nodes of the first forward stay
     return LayerBytes(
         count=count,
         stream_bytes=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
@@ -209,7 +212,7 @@ def forward_bytes(
 
     With the looked-up embeddings and the layer's input, which the model's loop holds.
     Kind: exact.
-    Source: `layer_code.working_points`.
+    Source: `symbolic.layer.working_points`.
     """
     sizes = {"tokens": tokens, "span": span, "r": r}
     points: list[Count] = [0 * tokens]

@@ -55,17 +55,20 @@ def checkpointed_passes(
 ) -> LayerPasses:
     """Every layer keeps its input; backward runs its forward again, and all of it is there then.
 
-    transformers 5.23 `GradientCheckpointingLayer.__call__` wraps one layer at a time, so that
-    never more than one is made again. Kind: exact.
-    Source: torch 2.13 `torch/utils/checkpoint.py`, `CheckpointFunction`.
+    transformers 5.23 `GradientCheckpointingLayer.__init_subclass__` wraps the forward of one layer,
+    so that never more than one is made again. Kind: exact.
+    Source: torch 2.13 `torch/utils/checkpoint.py`, `_CheckpointFrame` and `CheckpointFunction`.
     """
+    # `_CheckpointFrame.save_inputs` (reentrant: `ctx.save_for_backward`) keeps the positional
+    # arguments, the input among them. The first tensor that backward unpacks makes all of the layer
+    # again (`unpack_hook` of `_checkpoint_hook`); a tensor goes with the last node that reads it
     inputs = [_layer_input(model, layer) for layer in layers]
     groups = (
         *(
             Group(tensors=() if _holds_input(layer) else (stream,), count=layer.count, **sized)
             for layer, stream in zip(layers, inputs, strict=True)
         ),
-        masks,
+        masks,  # keyword arguments: the `partial` of `forward_with_checkpointing` holds them
         # nodes of the graph hold these themselves: no saved-tensor hook sees or frees them
         *(Group(tensors=layer.held, count=layer.count, **sized) for layer in layers),
         # an argument of the later layers' checkpoints keeps them alive (Gemma 4)
@@ -74,8 +77,8 @@ def checkpointed_passes(
             for layer in layers
         ),
     )
-    # the recomputed keys replace those that later layers hold: `checkpoint` runs the forward inside
-    # the backward, under `torch.enable_grad`, and drops the first results with the arguments
+    # the recomputed keys replace those that later layers hold: `Gemma4TextAttention.forward`, run
+    # again, writes `shared_kv_states[self.layer_type]` of the one dict that all layers were given
     backward = tuple(layer.backward - layer.held_by_later_layers for layer in layers)
     saved = tuple(Group(tensors=(stream,), **sized).num_bytes for stream in inputs)
     return LayerPasses(
@@ -137,6 +140,7 @@ def saved_passes(
     Kind: exact.
     Source: torch 2.13 `torch/csrc/autograd/saved_variable.cpp`.
     """
+    # a `SavedVariable` keeps the tensor itself: what several nodes read is there, and listed, once
     unsaved = _unsaved(model, layers, freezes_input=freezes_input, tokens=sized["tokens"])
     corrections = (
         Tensor(

@@ -49,6 +49,7 @@ def unquantised_matrix_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     Kind: upper bound. Source: transformers 5.23 `core_model_loading.py`, which loads one tensor
     after another where it quantises (`has_on_the_fly_quantization`); `Bnb4bitQuantize.convert`.
     """
+    # `w` of `Params4bit._quantize` names the 16-bit matrix while `quantize_4bit` makes the codes
     if dtypes.quant not in BNB_QUANTS:
         return 0
     sizes = (

@@ -70,6 +70,7 @@ def loss_forward_bytes(
     widened = _widens_in_place(model, dtypes)
     if loss_head == "raw":
         is_copied = widened or _widens_outputs(dtypes, trainer)
+        # `tanh` saves its result (derivatives.yaml), the product that follows is a new tensor
         tanh_bytes = dtypes.compute_bytes if model.logit_softcap else 0
         return tokens * vocab * (dtypes.compute_bytes + (4 if is_copied else 0) + tanh_bytes)
     hidden_bytes = 2 * dtypes.stream_bytes * model.hidden_size  # before and after the last norm
@@ -91,8 +92,10 @@ def loss_forward_bytes(
     # refers to the 16-bit tensor, which the output returns
     upcast_bytes = 0 if logits_bytes == loss_bytes else loss_bytes
     softcap_bytes = dtypes.compute_bytes if model.logit_softcap else 0
-    # `_log_softmax` saves its result for backward, not the logits (derivatives.yaml)
+    # `_log_softmax` saves its result for backward, not the logits, and `nll_loss_forward` saves the
+    # very same tensor as its input (torch 2.13 derivatives.yaml): one, not two
     entry = logits_bytes + upcast_bytes + loss_bytes + softcap_bytes
+    # older versions copy `logits[..., :-1, :].contiguous()`, 5.23 `ForCausalLMLoss` shifts labels
     if model.task == "causal-lm" and libraries.shifts_logits:
         entry += loss_bytes
         if widened and upcast_bytes:
@@ -142,6 +145,8 @@ def kept_logits_bytes(
     """
     if loss_head in ("liger", "trl-fused"):  # outputs without logits
         return 0 * tokens
+    # `convert_to_fp32` calls `.float()`, whose backward (`_to_copy`) reads no tensor: nothing holds
+    # the narrow logits any more when the caller has the wide ones
     in_place = _widens_in_place(model, dtypes)
     is_wide = in_place or _widens_outputs(dtypes, trainer)
     return tokens * logit_width(model) * (4 if is_wide else dtypes.compute_bytes)
@@ -254,6 +259,8 @@ def generation_bytes(model: ModelSpec, *, batch_size: Count, compute_bytes: int)
     The model's logits, their fp32 copy and the processed scores. Kind: exact for
     transformers 4.45 and later. Source: trace of `GenerationMixin._sample`.
     """
+    # `outputs.logits[:, -1].to(copy=True, dtype=torch.float32)` copies fp32 logits, too. Where no
+    # processor makes new scores, `next_token_scores` still names those of the token before
     if model.head is None:
         return 0 * batch_size
     return batch_size * model.vocab_size * (compute_bytes + 8)
@@ -283,6 +290,8 @@ def head_copy_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
 
     Kind: exact. Source: torch 2.13 `autocast_mode.cpp`, `cached_cast`.
     """
+    # a frozen head needs no gradient, so that `cached_cast` keeps its copy out of the cache; `mm`
+    # saves it, as the gradient of the hidden states reads the weight (derivatives.yaml)
     if dtypes.mode != "Q" or dtypes.embedding_bytes == 2:
         return 0
     if model.masked_head is not None:

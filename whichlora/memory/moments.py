@@ -49,7 +49,9 @@ def _decoder_cache(step: TrainingStep) -> Entry:
         per_token = kv_cache.checkpointed_cache_bytes(step.model, step.dtypes)
         return Entry(kv_cache.CHECKPOINTED_CACHE, step.tokens * per_token)
     elements = kv_cache.trained_cache_elements(step.model, step.dtypes)
-    if checkpointed:  # transformers switches the cache off
+    # `forward_with_checkpointing` of transformers 5.23 modeling_layers.py sets `past_key_values` of
+    # a checkpointed layer to None
+    if checkpointed:
         elements = 0
     return Entry(kv_cache.DECODER_CACHE, step.tokens * elements * 4)
 
@@ -90,7 +92,8 @@ def _head_copy(step: TrainingStep) -> Entry:
 def loss_backward(step: TrainingStep) -> Entries:
     """In the backward of the loss: the saved tensors of all layers still exist."""
     # saved tensors go node by node, when `Engine::evaluate_function` has run the node
-    # (`release_variables`), and the layers' nodes come after the head's
+    # (`release_variables`), and the layers' nodes come after the head's. `AUTOCAST_COPIES` are
+    # gone: checkpointed layers have not saved them, and `autocast.__exit__` emptied the cache
     return (
         *step.always,
         held_outputs(step),
@@ -121,6 +124,9 @@ HEAD_GRADIENT = Fact(
 
 def head_backward(step: TrainingStep) -> Entries:
     """In the backward of a trained head."""
+    # `mm` of torch 2.13 derivatives.yaml: one node reads the gradient of the logits for both of its
+    # results, the gradients of the hidden states and of the weight. The latter becomes `.grad`
+    # without a copy (`AccumulateGrad::accumulateGrad`, case 1.1 of accumulate_grad.h)
     model, dtypes = step.model, step.dtypes
     width = loss.logit_width(model) + model.hidden_size
     return (
@@ -236,6 +242,7 @@ def layers_backward_at_depth(step: TrainingStep) -> Iterator[tuple[str, Entries]
             (
                 *step.always,
                 held_outputs(step),
+                # else they are among `ACCUMULATED`: case 2.3 of accumulate_grad.h adds in place
                 Entry(LATER_LAYERS_GRADIENTS, gradients * (not step.accumulates)),
                 listed(passes.fact, *waiting, *shared, step.outside_in_layers),
                 step.late_remainders,
@@ -267,6 +274,9 @@ def first_decoder_layer_backward(step: TrainingStep) -> Entries:
 
 
 def _kept_by_encoder(step: TrainingStep) -> Entry:
+    # every cross attention adds to the gradient of the encoder's output, and
+    # `Engine::evaluate_function` queues a node when all of its inputs are there: no node of the
+    # encoder runs, and frees what it saved, before the decoder's first layer is done
     passes = step.passes
     waiting = (passes.groups[number] for number in step.first_stack)
     return listed(passes.fact, *waiting, step.outside_in_layers, step.shared_masks)
@@ -294,6 +304,8 @@ def layer_inputs_backward(step: TrainingStep) -> Entries:
     """In the backward of what made the second embedding of every layer (Gemma 4)."""
     assert step.layer_inputs is not None
     making = most(step.layer_inputs.backward, r=step.r, **step.sized)
+    # `Gemma4TextModel.forward` gives `inputs_embeds` to the first layer and to
+    # `project_per_layer_inputs`: the gradient from the layer waits for that from the projection
     embeddings = step.tokens * step.model.hidden_size * step.layers[0].stream_bytes
     return (
         *step.always,
@@ -365,7 +377,8 @@ def _tied_gradients(step: TrainingStep, parts: int) -> Entry:
 def optimizer_step(step: TrainingStep) -> Entries:
     """In the optimizer's update: the graph is gone, all gradients are there."""
     # `Trainer._run_epoch` of transformers calls `zero_grad` after the step, so that
-    # gradients outlive it; `_multi_tensor_adam` of torch makes its lists while they are there
+    # gradients outlive it; `_multi_tensor_adam` of torch makes its lists while they are there.
+    # Clipping before it works in place: `_foreach_mul_` in `_clip_grads_with_norm_` of clip_grad.py
     temporaries = optimizer.step_temporary_bytes(
         step.tensors, optimizer=step.run.optimizer, device_kind=step.gpu.kind
     )

@@ -109,6 +109,8 @@ def _8bit_states(tensor: Trained, accelerated: bool) -> Count:
 
 def _paged_states(tensor: Trained, accelerated: bool) -> Count:
     """As `_8bit_states`, of which large codes lie outside the allocator; a CPU has no pages."""
+    # `Optimizer8bit.get_state_buffer` calls `get_paged` of bitsandbytes functional.py: managed
+    # memory of CUDA, outside the caching allocator. `absmax1` and `absmax2` are plain `torch.zeros`
     on_device = (tensor.num_params < _MIN_PAGED_PARAMS) if accelerated else 1
     return _code_bytes(tensor) * on_device + _scale_bytes(tensor)
 
@@ -295,7 +297,7 @@ def step_temporary_bytes(tensors: Sequence[Trained], *, optimizer: str, device_k
     fused one makes none, and neither does the CPU, which loops over parameters. Adafactor makes an
     fp32 update and its next stage of one parameter at a time, and of 16-bit ones fp32 copies of
     the gradient and the parameter. SGD and bitsandbytes update in place.
-    Kind: exact. Source: torch 2.13 `_multi_tensor_adamw`; transformers 5.23 `Adafactor.step`.
+    Kind: exact. Source: torch 2.13 `_multi_tensor_adam`; transformers 5.23 `Adafactor.step`.
     """
     if optimizer == "adafactor":
         return largest(*(_factored_update(tensor) * (tensor.count > 0) for tensor in tensors))
@@ -310,6 +312,8 @@ def step_temporary_bytes(tensors: Sequence[Trained], *, optimizer: str, device_k
 
 
 def _factored_update(tensor: Trained) -> Count:
+    # `update = (grad**2) + eps` has two fp32 tensors alive, and so has `add_(-update)` at the end;
+    # of a 16-bit parameter `grad.float()` and `p_data_fp32.float()` are two more
     return (8 if tensor.param_bytes == 4 else 16) * tensor.num_params
 
 

@@ -66,6 +66,7 @@ def stored_by_earlier_layers(
 
     Source: transformers 5.23 `QuantizedLayer.update`.
     """
+    # the first `update` quantises, and returns `key_states` to the attention as they are
     every = _stored(model, stored, batch_size * tokens, element_bytes)
     of_one = batch_size * tokens * _widest(model).cache_elements
     return every - stored_bytes(of_one, stored, element_bytes)
@@ -123,8 +124,8 @@ def decode_moments(
     if not stored.residual_length:
         tokens = prompt_len + steps
         size = dtypes.compute_bytes
-        # the codes before they are joined, the keys, and the values in fp32 before their scale
-        # and after
+        # `Fp8QuantizedLayer.update` names the codes before they are joined until it returns; then
+        # the keys, and of the values `quant_tensor.float()` and its product with the scale
         joining = of_token * (tokens - 1) + of_token // 2 * tokens * (size + 8)
         return {
             "decode": (
@@ -155,6 +156,7 @@ def _last_step(
     """Of `fresh` tokens in full width after `quantised` ones."""
     size = dtypes.compute_bytes
     # Expanded, then joined with what is new; the values' new tokens are joined to a second copy.
+    # `dequant_keys` and `dequant_values` are names until `QuantizedLayer.update` returns
     expanded = size * (of_token * (2 * quantised + fresh) + of_token // 2 * (fresh - 1))
     return (
         Entry(QUANTISED_CACHE, _stored(model, stored, batch_size * quantised, size)),
@@ -177,6 +179,8 @@ def _renewal(
     size, length = dtypes.compute_bytes, stored.residual_length
     assert length is not None
     before = quantised - length
+    # `_quantized_keys` is set anew before the values are quantised, `self.keys` and `self.values`
+    # are emptied after both; the expanded and the joined ones keep their names all the while
     points = quantising_points(
         _widest(model).cache_elements // 2, size, replace(dtypes, stores=stored)
     )

@@ -140,9 +140,12 @@ class TrainingStep:
     @cached_property
     def always(self) -> tuple[Entry, ...]:
         """Entries that live from the first layer's forward to its backward."""
-        # `Trainer.training_step` of transformers 5.23 names the batch until the step is over
+        # `batch_samples` and `inputs` of transformers 5.23 `Trainer._run_epoch` name the batch
+        # until the next is read; the `del inputs` of `training_step` drops its own name only
         batch = Tensor("token ids, labels, mask", 24, element_bytes=8)
-        # `position_embeddings` of `LlamaModel.forward`: a local variable of the loop over layers
+        # `position_embeddings` of `LlamaModel.forward`: a local variable of the loop over layers.
+        # The products of `apply_rotary_pos_emb` save them, or the `partial` of each checkpoint
+        # holds them
         rotary = Tensor(
             "cosines and sines",
             constant=activations.rotary_bytes(self.model, self.dtypes, span=self.seq_len),
@@ -233,6 +236,8 @@ class TrainingStep:
     @cached_property
     def shared_masks(self) -> Group:
         """Masks and biases that every layer reads: one tensor, made before the first layer."""
+        # made by `create_causal_mask` of transformers 5.23 masking_utils.py, but for SDPA where its
+        # `is_causal` says the same (`_ignore_causal_mask_sdpa`)
         return self._mask_group(self.kept_mask_bytes)
 
     @cached_property
@@ -280,6 +285,9 @@ class TrainingStep:
 
         They are where the table is frozen and a hook on it asks for a gradient.
         """
+        # behind a frozen table no node made the rows, so that `output.requires_grad_(True)` in
+        # `make_inputs_require_grads` makes them a leaf: `AccumulateGrad` holds them, and stores a
+        # gradient in them that nobody reads
         if not self.run.gradient_checkpointing or self.method.trains_base:
             return 0
         if any(tensor.is_embedding for tensor in self.saved_modules):
@@ -362,6 +370,8 @@ class TrainingStep:
     @cached_property
     def kept_logits_bytes(self) -> Count:
         """Logits that the caller holds while the model goes backward."""
+        # `Trainer.compute_loss` of transformers 5.23 returns the loss alone: its local `outputs`,
+        # the last name of the logits, goes before `accelerator.backward` begins
         if self.trainer.outputs_held(self.run) == "until_loss":
             return 0 * self.tokens
         return self._in_loss(loss.kept_logits_bytes)
@@ -447,6 +457,8 @@ class TrainingStep:
     @property
     def _embedding_gradients(self) -> Count:
         """Those of looked-up tables, which come after all layers."""
+        # `embedding_dense_backward` of torch 2.13 makes a gradient of all rows of the table,
+        # however few of them the batch has
         size = gradient_bytes(module for module in self.saved_modules if module.is_embedding)
         if self.method.trains_base:
             looked_up = self.model.embeddings[int(self.model.head_tied) :]
@@ -466,6 +478,7 @@ class TrainingStep:
         Without checkpointing they are among what each layer keeps.
         Source: torch 2.13 `autocast_mode.cpp`, `cached_cast`.
         """
+        # `cached_cast` caches what is fp32, a leaf and needs a gradient: no frozen weight
         dtypes, num_trained = self.dtypes, self.num_trained
         if not dtypes.autocast or not self.run.gradient_checkpointing:
             return 0 * num_trained
@@ -493,6 +506,8 @@ class TrainingStep:
     @property
     def _lasting_copies(self) -> int:
         """Adapters and states; the base's weights are cut from one block."""
+        # `caching_allocator_warmup` of transformers 5.23 modeling_utils.py asks for all of them at
+        # once and lets go, so that the loaded tensors are split from what the allocator keeps
         return int(not self.method.trains_base) + optimizer.num_wide_states(self.run.optimizer)
 
     @cached_property

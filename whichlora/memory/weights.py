@@ -55,7 +55,7 @@ def quantised_parts(
         # fp32 scale: 32/64 = 0.5 bit per weight
         return code_bytes, 4 * num_scales, CODE_TABLE_BYTES
     if quant == "int8":
-        return num_weights, 4 * out_features  # one fp32 scale per row
+        return num_weights, 4 * out_features  # `Int8Params.SCB`: one fp32 scale per row
     if quant in ("gptq-int4", "gptq-int8", "awq-int4"):
         groups: int = ceil_div(num_weights, group_size)
         bits = 8 if quant == "gptq-int8" else 4

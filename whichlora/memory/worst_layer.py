@@ -39,6 +39,9 @@ def worst_backward(
     last = model.num_hidden_layers - 1
     candidates: list[Count] = []
     for group, layer, layer_backward in zip(model.groups, layers, backward, strict=True):
+        # later layers release more than they leave, so that the last of a kind is worst, or the one
+        # before it, where the last of all finds nothing gathered. Where they leave more, see
+        # `moments.layers_backward_at_depth`
         for place in group.positions[-2:]:
             if place == last:  # no later layer has gathered anything yet
                 candidates.append(layer_backward - layer.gathered)
