@@ -29,7 +29,7 @@ WORKSPACE = Fact(
     shape="one per thread that runs products",
     dtype="bytes",
     why="the library asks the framework's allocator once and keeps them",
-    source="torch CUDABlas.cpp getChosenWorkspaceSize",
+    source="torch CublasHandlePool.cpp getChosenWorkspaceSize",
 )
 
 

@@ -286,7 +286,7 @@ TEMPORARIES = Fact(
     shape="[trained_params]",
     dtype="of the parameter",
     why="foreach AdamW makes a list of tensors, Adafactor an fp32 update of one at a time",
-    source="torch.optim.adamw._multi_tensor_adamw; transformers Adafactor.step",
+    source="torch.optim.adam._multi_tensor_adam; transformers Adafactor.step",
 )
 
 
