@@ -25,6 +25,7 @@ from whichlora.dataset.lengths import TokenLengths
 from whichlora.dataset.sources import CountedDataset
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.spec.data_format import ALPACA_CHAT_TEMPLATE, DataFormat
+from whichlora.spec.numeric import ceil_div
 from whichlora.store.jsonfiles import read_object
 from whichlora.store.online import why_offline
 
@@ -148,7 +149,7 @@ def count_tokens(
     lengths = lengths_of(counts)
     if not isinstance(encode, _Estimate):
         return lengths
-    step = -(-len(whole["train"]) // _MOST_ALTERNATIVE)
+    step = ceil_div(len(whole["train"]), _MOST_ALTERNATIVE)
     some = whole["train"][::step]
     most = counts_of(_Estimate(LONGEST_BYTES_PER_TOKEN), _longest(whole["train"]))
     return replace(

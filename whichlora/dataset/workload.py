@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from whichlora.dataset.batching import batches, best_fit_decreasing
 from whichlora.dataset.lengths import TokenLengths
+from whichlora.spec.numeric import ceil_div
 from whichlora.spec.plan import Collator
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ def _binned(widths: NDArray[np.int64], counts: NDArray[np.float64]) -> dict[int,
     """
     import numpy as np
 
-    bins = widths // max(1, -(-int(widths.max()) // WIDTH_BINS))
+    bins = widths // max(1, ceil_div(int(widths.max()), WIDTH_BINS))
     summed: dict[int, float] = {}
     for width_bin in np.unique(bins):
         share = counts[bins == width_bin]

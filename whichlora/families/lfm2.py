@@ -15,6 +15,7 @@ from whichlora.families.blocks import (
 )
 from whichlora.families.fields import Fields
 from whichlora.spec.architecture import Attention, Linear, ModelSpec, Norm
+from whichlora.spec.numeric import round_up
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "lfm2": {
@@ -65,7 +66,7 @@ def _width(c: Fields) -> int:
         return width
     multiple = c.size("block_multiple_of")
     width = int((c.number_or_none("block_ffn_dim_multiplier") or 1.0) * (2 * width // 3))
-    return multiple * -(-width // multiple)
+    return int(round_up(width, multiple))
 
 
 def _convolution(c: Fields) -> Attention:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whichlora.errors import MeasurementError
+from whichlora.spec.numeric import ceil_div
 from whichlora.units import GiB
 
 CPU_FLAGS = frozenset(
@@ -123,7 +124,7 @@ def _describe(pynvml: Any, handle: Any, gpu: Any, driver: str) -> DetectedDevice
     if handle is not gpu and " MIG " not in name:
         # Some drivers print the whole GPU's name; the profile is "<slices>g.<GB, rounded up>gb".
         slices = pynvml.nvmlDeviceGetAttributes(handle).gpuInstanceSliceCount
-        name = f"{name} MIG {slices}g.{-(-memory_bytes // GiB)}gb"
+        name = f"{name} MIG {slices}g.{ceil_div(memory_bytes, GiB)}gb"
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(gpu)
     return DetectedDevice(
         name=name,

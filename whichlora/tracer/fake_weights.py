@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from whichlora.profiler.build import replace_parameters
+from whichlora.spec.numeric import ceil_div
 
 
 def place_fake(model: Any, dtype: torch.dtype) -> None:
@@ -40,7 +41,7 @@ def _fake_4bit(meta: Any, dtype: torch.dtype) -> nn.Parameter:
     from bitsandbytes.functional import QuantState
 
     size, block = meta.numel(), meta.blocksize
-    num_blocks = -(-size // block)
+    num_blocks = ceil_div(size, block)
     state = QuantState(
         absmax=torch.empty(num_blocks),
         shape=meta.shape,
@@ -52,10 +53,10 @@ def _fake_4bit(meta: Any, dtype: torch.dtype) -> nn.Parameter:
     if meta.compress_statistics:
         state.absmax = torch.empty(num_blocks, dtype=torch.uint8)
         state.offset = torch.empty(())
-        absmax, code = torch.empty(-(-num_blocks // 256)), torch.empty(256)
+        absmax, code = torch.empty(ceil_div(num_blocks, 256)), torch.empty(256)
         state.state2 = QuantState(absmax=absmax, blocksize=256, code=code, dtype=torch.float32)
         state.nested = True
-    weight = nn.Parameter(torch.empty(-(-size // 2), 1, dtype=torch.uint8), requires_grad=False)
+    weight = nn.Parameter(torch.empty(ceil_div(size, 2), 1, dtype=torch.uint8), requires_grad=False)
     weight.quant_state = state
     weight.bnb_quantized = True
     for name in ("quant_type", "compress_statistics", "blocksize", "quant_storage"):

@@ -9,6 +9,7 @@ from typing import Any
 
 from whichlora.dataset.workload import count_steps
 from whichlora.errors import ConfigError
+from whichlora.spec.numeric import ceil_div
 from whichlora.spec.results import Answers, Interval, Prediction, Refused, known_values
 from whichlora.spec.run import RunConfig
 from whichlora.workflow import estimates
@@ -74,7 +75,7 @@ def make_guide(
     for prediction in predictions:
         if prediction.time.step_s is None:
             raise ConfigError("phase: a guide is of fine-tuning; estimate shows inference")
-        num_batches = -(-num_samples // prediction.run.batch_size)
+        num_batches = ceil_div(num_samples, prediction.run.batch_size)
         num_steps, _ = count_steps(num_batches, prediction.run.gradient_accumulation_steps, epochs)
         low, high = prediction.time.interval_s
         rows.append(

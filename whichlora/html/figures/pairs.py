@@ -16,6 +16,7 @@ from whichlora.html.figures.frame import (
 )
 from whichlora.html.marks import Figure, Marks, colour_legend, error_bars, shape_legend
 from whichlora.html.source import Estimate, Point, Source
+from whichlora.spec.numeric import ceil_div
 from whichlora.units import format_bytes, format_seconds
 
 MAX_NAMED_LINES = 12
@@ -39,7 +40,7 @@ def inference_shapes(source: Source, marks: Marks) -> Figure | None:
     groups = [
         (marks.labels[model], [i for i in chosen if points[i].model == model]) for model in models
     ]
-    every = -(-len(shapes) // MAX_SHAPE_LABELS)
+    every = ceil_div(len(shapes), MAX_SHAPE_LABELS)
     figure = _pair(
         source,
         marks,
