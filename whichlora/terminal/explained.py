@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from whichlora.memory.training import PARTS
-from whichlora.predict.explain import Alternative, Explanation
+from whichlora.predict.explain import Explanation
 from whichlora.predict.ledger_lines import Line
 from whichlora.spec.results import Prediction
 from whichlora.terminal.sheet import WIDE, Sheet, as_markdown, show
@@ -233,8 +233,7 @@ def methods_sheet(explanation: Explanation, title: str) -> Sheet:
     """One column for each alternative, one row for each part."""
     chosen = explanation.methods
     names = tuple(
-        f"{alternative.name} *" if _is_requested(explanation, alternative) else alternative.name
-        for alternative in chosen
+        _starred(explanation, alternative.name, alternative.prediction) for alternative in chosen
     )
     rows: list[tuple[str, ...]] = []
     predictions = [alternative.prediction for alternative in chosen]
@@ -261,8 +260,9 @@ def methods_sheet(explanation: Explanation, title: str) -> Sheet:
     return Sheet(title=f"{title} (* your choice)", columns=("", *names), right=names, rows=rows)
 
 
-def _is_requested(explanation: Explanation, alternative: Alternative) -> bool:
-    return alternative.prediction.run == explanation.prediction.run
+def _starred(explanation: Explanation, name: str, prediction: Prediction) -> str:
+    """`name`, with a star if the user asked for the run of `prediction`."""
+    return f"{name} *" if prediction.run == explanation.prediction.run else name
 
 
 def _trained_share(prediction: Prediction) -> str:
@@ -301,9 +301,7 @@ def ranks_sheet(explanation: Explanation) -> Sheet:
     numbers = ("trained", "of all", "device memory used", _time_name(explanation))
     rows = [
         (
-            f"{alternative.name} *"
-            if _is_requested(explanation, alternative)
-            else alternative.name,
+            _starred(explanation, alternative.name, alternative.prediction),
             format_count(alternative.prediction.num_trainable_params),
             _trained_share(alternative.prediction),
             format_bytes(alternative.prediction.memory.device_used_bytes),
@@ -324,9 +322,7 @@ def caches_sheet(explanation: Explanation) -> Sheet:
     numbers: Sequence[str] = ("block", "per token", "kept", "cache", "device memory used")
     rows = [
         (
-            f"{cache.kv_cache} *"
-            if cache.prediction.run == explanation.prediction.run
-            else cache.kv_cache,
+            _starred(explanation, cache.kv_cache, cache.prediction),
             str(cache.block_tokens),
             format_bytes(cache.token_bytes),
             str(cache.kept_tokens),
