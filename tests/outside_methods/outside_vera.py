@@ -47,7 +47,7 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     wide = ops.cast(x, dtypes.adapter_bytes, f"{linear.name}: own copy of the input")
     dropped = wide
     if dtypes.lora_dropout:
-        dropped = ops.dropout(wide, mask_bytes=wide.size if dtypes.device_kind == "cpu" else 1)
+        dropped = ops.dropout(wide)
     inner = _product(ops, dropped, linear.in_features, ops.rows.of_rank(1), f"{linear.name}: A·x")
     by_rank = tape.weight(ops.per_rank(1), dtypes.adapter_bytes, trained=True)
     inner = ops.multiply_rows(inner, by_rank)

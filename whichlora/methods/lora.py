@@ -60,8 +60,7 @@ def around(
         result = ops.copy(result)
     argument = wide = x if _leaves_cast(linear, dtypes) else widened(ops, linear, x)
     if dtypes.lora_dropout:
-        on_cpu = dtypes.device_kind == "cpu"
-        wide = ops.dropout(wide, mask_bytes=wide.size if on_cpu else 1)
+        wide = ops.dropout(wide)
     size = result.size
     result = ops.cast(join(ops, linear, wide, result), size)
     ops.tape.hold(argument, x)  # the caller's argument lives as long as the call

@@ -449,8 +449,7 @@ def _eager_kernel(
     if attention.eager != "fp32":  # GPT-J gives softmax and its cast a statement each
         tape.hold(scores)
     if attention.dropout and dtypes.training:
-        mask_bytes = probabilities.size if dtypes.device_kind == "cpu" else 1
-        probabilities = code.dropout(probabilities, mask_bytes=mask_bytes)
+        probabilities = code.dropout(probabilities)
     returned = probabilities
     if dtypes.under_autocast:
         probabilities = code.cast(probabilities, dtypes.compute_bytes)
@@ -603,7 +602,7 @@ def _math_kernel(
         what="softmax",
     )
     if attention.dropout and dtypes.training:
-        softmax = code.dropout(softmax, mask_bytes=4 if dtypes.device_kind == "cpu" else 1)
+        softmax = code.dropout(softmax)
     returned = tape.op([softmax], shape, size, detached=True) if size != 4 else softmax
     if broadcasts:
         value = tape.op([value], _of_keys(code, attention.out_width), 4)

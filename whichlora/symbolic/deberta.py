@@ -40,8 +40,7 @@ def attend_disentangled(code: OpEmitter, attention: Attention, x: Tensor) -> Ten
     wide = code.cast(masked, 4) if widened else masked
     probabilities = code.softmax(wide)
     if attention.dropout and dtypes.training:
-        mask_bytes = probabilities.size if dtypes.device_kind == "cpu" else 1
-        probabilities = code.dropout(probabilities, mask_bytes=mask_bytes)
+        probabilities = code.dropout(probabilities)
     context = _product(code, probabilities, v, per_token(heads * attention.v_head_dim))
     joined = code.copy(context)
     tape.hold(q, k, v, table, relative, boolean, masked, probabilities)
@@ -68,7 +67,7 @@ def _table(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     widened = dtypes.under_autocast and dtypes.device_kind != "cpu"  # out of a LayerNorm
     table = tape.shared(rows, 4 if widened else x.size, needs_grad=dtypes.trains_base)
     if attention.dropout and dtypes.training:
-        table = code.dropout(table, mask_bytes=table.size if dtypes.device_kind == "cpu" else 1)
+        table = code.dropout(table)
     return table
 
 

@@ -19,7 +19,7 @@ def end_of_stack(code: OpEmitter, model: ModelSpec, x: Tensor) -> Tensor:
     for norm in model.final_norms:
         x = code.norm(norm, x)
     for _ in model.final_dropouts:
-        x = code.dropout(x, mask_bytes=x.size if code.dtypes.device_kind == "cpu" else 1)
+        x = code.dropout(x)
     return x
 
 

@@ -51,9 +51,7 @@ def run_layer(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor:
 def _dropped(code: OpEmitter, layer: Layer, y: Tensor, *, of_mlp: bool = False) -> Tensor:
     if not layer.dropouts or not code.dtypes.training or (of_mlp and not layer.drops_mlp):
         return y
-    # CUDA's fused dropout keeps a boolean mask, a CPU's product one as wide as what it reads:
-    # torch 2.13 `native_dropout`, `dropout_impl`
-    return code.dropout(y, mask_bytes=y.size if code.dtypes.device_kind == "cpu" else 1)
+    return code.dropout(y)
 
 
 def _memory(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor | None:

@@ -103,7 +103,7 @@ def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
         in_linear, down_linear = mlp.linears[:2]
         inner = activate(code, mlp.activation, code.linear(in_linear, x))
     if mlp.dropout and dtypes.training:
-        inner = code.dropout(inner, mask_bytes=inner.size if dtypes.device_kind == "cpu" else 1)
+        inner = code.dropout(inner)
     result = code.linear(down_linear, inner)
     tape.hold(x, inner)
     return result

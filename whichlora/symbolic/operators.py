@@ -167,9 +167,10 @@ class OpEmitter:
             [x], x.elements, size, saves_result=True, inner_backward=product, what="softmax"
         )
 
-    def dropout(self, x: Tensor, *, mask_bytes: int) -> Tensor:
-        # `native_dropout_backward` reads the mask alone, not the input
-        mask = scaled(x.elements, mask_bytes)
+    def dropout(self, x: Tensor) -> Tensor:
+        # `native_dropout_backward` reads the mask alone, not the input. CUDA's fused dropout keeps
+        # a boolean mask, a CPU's product one as wide as `x`: torch 2.13 `dropout_impl`
+        mask = scaled(x.elements, x.size if self.dtypes.device_kind == "cpu" else 1)
         return self.tape.op([x], x.elements, x.size, keeps=[mask], what="dropout: result, mask")
 
     def convolve(self, x: Tensor, channels: int, kernel: int) -> Tensor:

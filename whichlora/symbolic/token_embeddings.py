@@ -32,7 +32,7 @@ def embed(code: OpEmitter, model: ModelSpec, rows: Tensor) -> Tensor:
     for norm in model.embedding_norms:
         x = code.norm(norm, x)
     for _ in model.embedding_dropouts:
-        x = code.dropout(x, mask_bytes=x.size if dtypes.device_kind == "cpu" else 1)
+        x = code.dropout(x)
     return x
 
 
