@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whichlora.families import build
 from whichlora.memory.entries import tensor_bytes
-from whichlora.memory.layer_bytes import kept_tensors
 from whichlora.predict import predict as prediction
 from whichlora.predict import resolve as resolution
 from whichlora.profiler.build import build_model
@@ -175,28 +174,11 @@ def predicted_peak(one: Case) -> int:
 
 def predicted_saved_per_layer(one: Case) -> int:
     """Bytes that the formulas say one layer (of each stack) keeps."""
-    job = job_of(one)
-    tokens = one.run.batch_size * one.run.seq_len
-    return sum(
-        int(
-            tensor_bytes(
-                kept_tensors(
-                    group.layer,
-                    job.model,
-                    job.targets,
-                    job.dtypes,
-                    job.method,
-                    job.run,
-                    tokens=tokens,
-                    span=one.run.seq_len,
-                    r=one.run.r,
-                ),
-                tokens=tokens,
-                span=one.run.seq_len,
-            )
-        )
-        for group in {group.stack: group for group in job.model.groups}.values()
-    )
+    step = prediction.training_step(job_of(one))
+    by_stack = {
+        group.stack: layer for group, layer in zip(step.model.groups, step.layers, strict=True)
+    }
+    return sum(int(tensor_bytes(layer.tensors, **step.sized)) for layer in by_stack.values())
 
 
 def load(one: Case) -> Any:

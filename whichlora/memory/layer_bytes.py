@@ -126,25 +126,6 @@ def layer_bytes(
     )
 
 
-def kept_tensors(
-    layer: Layer,
-    model: ModelSpec,
-    targets: tuple[str, ...],
-    dtypes: Dtypes,
-    method: Method,
-    run: RunConfig,
-    *,
-    tokens: Count,
-    span: Count,
-    r: Count,
-) -> tuple[Tensor, ...]:
-    """What one layer keeps for its backward."""
-    tensors: list[Tensor] = []
-    for share, points in _points_of(layer, model, targets, dtypes, method, run, span=span):
-        tensors.extend(listed_tensors(points.saved_tensors, share, tokens=tokens, span=span, r=r))
-    return tuple(tensors)
-
-
 def _points_of(
     layer: Layer,
     model: ModelSpec,

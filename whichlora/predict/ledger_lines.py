@@ -10,11 +10,10 @@ from typing import Any
 
 from whichlora.memory import allocator, layer_passes, weights
 from whichlora.memory.entries import Entry, Fact, Group
-from whichlora.memory.layer_bytes import kept_tensors
 from whichlora.memory.training import Ledger
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import ALLOCATED_PARTS
-from whichlora.predict.predict import num_trained, pool_bytes
+from whichlora.predict.predict import num_trained, pool_bytes, training_step
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import is_quantised
@@ -75,23 +74,8 @@ def lines_at(
 
 def layer_lines(job: ResolvedRun) -> tuple[Line, ...]:
     """What the layer that keeps most keeps for its own backward, largest first."""
-    run = job.run
-    tokens, span = run.batch_size * run.seq_len, run.seq_len
-    saved = (
-        kept_tensors(
-            layer,
-            job.model,
-            job.targets,
-            job.dtypes,
-            job.method,
-            run,
-            tokens=tokens,
-            span=span,
-            r=run.r,
-        )
-        for layer, _ in job.model.layers()
-    )
-    groups = [Group(tensors=tensors, tokens=tokens, span=span) for tensors in saved]
+    step = training_step(job)
+    groups = [Group(tensors=layer.tensors, **step.sized) for layer in step.layers]
     largest = max(groups, key=lambda group: int(group.num_bytes))
     return _ordered(_member(job, layer_passes.SAVED, group) for group in _by_tensor([largest]))
 
