@@ -274,6 +274,18 @@ def without(run: RunConfig, tool: str, *names: str) -> tuple[RunConfig, tuple[st
     return dataclasses.replace(run, **defaults), notes
 
 
+def optimising(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
+    """How long, how fast and in which precision is trained, in the Trainer's keys."""
+    return {
+        "num_train_epochs": recipe.epochs,
+        "learning_rate": recipe.learning_rate,
+        "optim": run.trainer_optim,
+        "bf16": run.precision == "bf16",
+        "fp16": run.precision == "fp16",
+        **({"tf32": True} if run.precision == "tf32" else {}),
+    }
+
+
 def saving(recipe: Recipe) -> dict[str, Any]:
     """When checkpoints are written, in the Trainer's keys, which tools built on it share."""
     keeping = recipe.keeping

@@ -11,6 +11,7 @@ from whichlora.exports.recipe import (
     LORA_KEYS,
     Export,
     Recipe,
+    optimising,
     padding_note,
     require_plain,
     saving,
@@ -63,12 +64,7 @@ def export(recipe: Recipe) -> Export:
             and run.use_reentrant != run.versions.checkpoints_reentrant
             else {}
         ),
-        "num_train_epochs": recipe.epochs,
-        "learning_rate": recipe.learning_rate,
-        "optim": run.trainer_optim,
-        "bf16": run.precision == "bf16",
-        "fp16": run.precision == "fp16",
-        **({"tf32": True} if run.precision == "tf32" else {}),
+        **optimising(recipe, run),
         "seed": recipe.seed,
         "output_dir": "output-trl",
         **saving(recipe),
