@@ -2,6 +2,9 @@
 
 Two spaces: a million configurations of one model, and ten million over models, methods, stacks
 and devices. Loading the models is not counted; the peak of the process is.
+
+`space_speed.py decisions` times the decisions of a search over a plan of a hundred thousand
+candidates instead, in seconds of processor time.
 """
 
 from __future__ import annotations
@@ -10,20 +13,29 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy is imported
 
+import itertools
+import json
 import platform
+import random
 import resource
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+from whichlora.config import load_plan
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.search.grid import ParetoFront, blocks, judge_blocks
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
+from whichlora.terminal.progress import Progress
 from whichlora.units import GiB, format_bytes
+from whichlora.workflow.session import Session
 
 MODELS = (
     "Qwen/Qwen3-0.6B",
@@ -60,8 +72,65 @@ SPACES: dict[str, tuple[dict[str, Sequence[Any]], Sequence[str]]] = {
     ),
 }
 
+PLAN = f"""
+stage1_profile:
+  model_names: [{", ".join(MODELS)}, Qwen/Qwen2.5-7B, Qwen/Qwen2.5-0.5B,
+    mistralai/Mistral-7B-v0.3, HuggingFaceTB/SmolLM2-135M, EleutherAI/pythia-160m]
+  batch_size: [1, 4, 16]
+  prefill_length: 256
+  tokens_to_generate: 64
+  time_per_token: 100ms
+stage2_profile:
+  batch_size: {list(range(1, 32))}
+  total_time: 2h
+methods: [lora, qlora, dora, qdora]
+ranks: [4, 8, 16, 32, 64, 128, 256]
+attn: [sdpa, eager, flash_attention_2]
+optimizer: [adamw_torch_fused, adamw_8bit]
+gradient_checkpointing: [true, false]
+dataset: {{path: data.jsonl, text_column: text}}
+sequence_length: 1024
+gpu: a100-sxm-80gb
+weights: random
+profile: none
+output_dir: out
+calibration_dir: calibration
+"""
+
 
 def main() -> None:
+    if sys.argv[1:] == ["decisions"]:
+        time_decisions()
+    else:
+        time_spaces()
+
+
+def time_decisions() -> None:
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rows = (json.dumps({"text": "x" * rng.randint(50, 4000)}) for _ in range(2000))
+        (folder / "data.jsonl").write_text("\n".join(rows))
+        (folder / "config.yaml").write_text(PLAN)
+        plan = load_plan(folder / "config.yaml")
+        session = Session(plan, find_gpu(GPUS[0]), Progress(), fresh=True)
+        serving, training = session.space.number()
+        starts = [time.process_time()]
+        for _ in range(2):
+            runs = session.runs()
+            starts.append(time.process_time())
+        search_loop = session.search_loop(runs)
+        starts.append(time.process_time())
+        search_loop.decide()
+        starts.append(time.process_time())
+    seconds = [f"{end - start:.2f} s" for start, end in itertools.pairwise(starts)]
+    print(f"{serving:,} inferences, {training:,} fine-tunings\n")
+    print("| first list | list made again | counting those listed | one decision | listed |")
+    print("| --- | --- | --- | --- | --- |")
+    print(f"| {' | '.join(seconds)} | {len(runs)} |")
+
+
+def time_spaces() -> None:
     find_model = cache(load_model)
     print(f"Python {platform.python_version()}, {platform.machine()}, one thread\n")
     print("| space | runs | possible | on the front | wall | processor | runs a processor second |")

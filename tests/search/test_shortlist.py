@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,23 @@ def test_a_candidate_is_counted_once_in_a_search(
         run = candidate.run
         expected = predict(here.models[run.model], run, here.gpu, here.calibration)
         assert candidate.prediction == expected
+
+
+def test_a_list_is_made_again_without_counting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whichlora.workflow.session.MANY", 0)
+    again, fresh = (session(plan_file(tmp_path / name)) for name in ("again", "fresh"))
+    first = again.runs()
+    step = again.calibration.time["finetune"]
+    mean = {name: value * (50 if name == "elementwise" else 1) for name, value in step.mean.items()}
+    slow = replace(
+        again.calibration,
+        time={**again.calibration.time, "finetune": replace(step, mean=mean)},
+    )
+    again.calibration = fresh.calibration = slow
+    expected = fresh.runs()
+    with monkeypatch.context() as counting:
+        for name in ("moment_parts", "count_block", "step_features"):
+            counting.delattr(f"whichlora.search.shortlist.{name}")
+        assert again.runs() == expected != first

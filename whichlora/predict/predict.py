@@ -268,18 +268,34 @@ def count_run(job: ResolvedRun) -> CountedRun:
     return CountedRun(job=job, moments=moments, is_replayed=is_replayed, passes=passes(job))
 
 
+def judge_moments(
+    job: ResolvedRun,
+    moments: Mapping[str, Mapping[str, Count]],
+    calibration: Calibration,
+    *,
+    is_replayed: bool = False,
+) -> MemoryJudgement:
+    """Peak memory of `job`, whose bytes have been counted.
+
+    Args:
+        moments: bytes by part at each, of `moment_parts` or `run_moments`.
+    """
+    return judge_memory(
+        moments,
+        calibration.memory,
+        device_bytes=job.gpu.memory_bytes,
+        pool_bytes=pool_bytes(job),
+        is_replayed=is_replayed,
+    )
+
+
 def judged_memory(job: ResolvedRun, calibration: Calibration, **sizes: Count) -> MemoryJudgement:
     """Peak memory of `job`, with the estimate of what the allocator keeps.
 
     Args:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
-    return judge_memory(
-        moment_parts(job, **sizes),
-        calibration.memory,
-        device_bytes=job.gpu.memory_bytes,
-        pool_bytes=pool_bytes(job),
-    )
+    return judge_moments(job, moment_parts(job, **sizes), calibration)
 
 
 def least_training_bytes(
@@ -293,23 +309,7 @@ def least_training_bytes(
 def judged_run(job: ResolvedRun, calibration: Calibration) -> MemoryJudgement:
     """Peak memory of `job`; what the allocator keeps is replayed where its events are known."""
     moments, is_replayed = run_moments(job)
-    return _judged_moments(job, moments, calibration, is_replayed=is_replayed)
-
-
-def _judged_moments(
-    job: ResolvedRun,
-    moments: Mapping[str, Mapping[str, Count]],
-    calibration: Calibration,
-    *,
-    is_replayed: bool,
-) -> MemoryJudgement:
-    return judge_memory(
-        moments,
-        calibration.memory,
-        device_bytes=job.gpu.memory_bytes,
-        pool_bytes=pool_bytes(job),
-        is_replayed=is_replayed,
-    )
+    return judge_moments(job, moments, calibration, is_replayed=is_replayed)
 
 
 def judged_time(job: ResolvedRun, calibration: Calibration, **sizes: Count) -> TimeJudgement:
@@ -442,7 +442,7 @@ def predict_counted(
     job = counted.job
     model, gpu = job.model, job.gpu
     calibration = calibration.for_engine(job.run.engine, gpu)
-    judged = _judged_moments(job, counted.moments, calibration, is_replayed=counted.is_replayed)
+    judged = judge_moments(job, counted.moments, calibration, is_replayed=counted.is_replayed)
     memory, least = _memory_prediction(judged)
     traced_basis = ""
     if traced is not None:
@@ -501,6 +501,37 @@ class BlockPrediction:
     high_s: Array
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedBlock:
+    """Bytes and passes of every run of a block, which no calibration changes.
+
+    Args:
+        moments: bytes by part at each that can be the peak.
+        passes: what one optimizer step is, or one generation.
+        num_units: what a pass is divided by: 1, or the tokens of a generation.
+    """
+
+    job: ResolvedRun
+    shape: tuple[int, ...]
+    moments: Mapping[str, Mapping[str, Count]]
+    passes: tuple[Pass, ...]
+    num_units: Count
+
+
+def count_block(job: ResolvedRun, axes: Mapping[str, Count]) -> CountedBlock:
+    """Count a block once for any number of calibrations; args as of `predict_block`."""
+    import numpy as np
+
+    sizes = {name: np.asarray(values, dtype=np.float64) for name, values in axes.items()}
+    return CountedBlock(
+        job=job,
+        shape=np.broadcast_shapes(*(values.shape for values in sizes.values())),
+        moments=moment_parts(job, **sizes),
+        passes=passes(job, **sizes),
+        num_units=1.0 if job.run.phase == "finetune" else num_tokens(job, **sizes),
+    )
+
+
 def predict_block(
     job: ResolvedRun, calibration: Calibration, axes: Mapping[str, Count]
 ) -> BlockPrediction:
@@ -511,19 +542,22 @@ def predict_block(
     Args:
         axes: integer arrays that broadcast; sizes that are not named are those of `job.run`.
     """
+    return predict_counted_block(count_block(job, axes), calibration)
+
+
+def predict_counted_block(counted: CountedBlock, calibration: Calibration) -> BlockPrediction:
+    """Judge every run of a block that has been counted."""
     import numpy as np
 
-    sizes = {name: np.asarray(values, dtype=np.float64) for name, values in axes.items()}
-    shape = np.broadcast_shapes(*(values.shape for values in sizes.values()))
-
     def whole(values: Real) -> Array:
-        return np.broadcast_to(np.asarray(values, dtype=np.float64), shape)
+        return np.broadcast_to(np.asarray(values, dtype=np.float64), counted.shape)
 
-    memory = judged_memory(job, calibration, **sizes)
+    job, num_units = counted.job, counted.num_units
+    memory = judge_moments(job, counted.moments, calibration)
     least, low, high = memory.bounds()
-    time = judged_time(job, calibration, **sizes)
+    calibration = calibration.for_engine(job.run.engine, job.gpu)
+    time = judge_time(counted.passes, calibration.time)
     low_s, high_s = time.interval()
-    num_units = 1.0 if job.run.phase == "finetune" else num_tokens(job, **sizes)
     return BlockPrediction(
         peak_allocated_bytes=whole(memory.peak_allocated_bytes),
         device_used_bytes=whole(memory.device_used_bytes),

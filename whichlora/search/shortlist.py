@@ -11,11 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
-from whichlora.predict.predict import judged_memory, predict_block, step_features
+from whichlora.predict.predict import (
+    CountedBlock,
+    count_block,
+    judge_moments,
+    moment_parts,
+    predict_counted_block,
+    step_features,
+)
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.search.correlation import METHOD_SHARE, MODEL_SHARE, VARIANT_SHARE
 from whichlora.spec.numeric import TWO_SIDED_Z
@@ -97,45 +104,111 @@ class Requirements:
     prefer: Prefer
 
 
-def shortlist(
-    serving: Iterable[Group],
-    training: Iterable[Group],
-    calibration: Calibration,
-    requirements: Requirements,
-    form: Callable[[RunConfig], RunConfig],
-) -> list[RunConfig]:
-    """The candidates of both stages that may win.
-
-    Of training these are the best of every posterior sample, and the smallest and the fastest of
-    each model: they explain what is lacking where nothing meets the limits. Of serving these are
-    the likeliest shapes of each form in which a shortlisted model is served.
+class CountedPlan:
+    """The groups of a plan with what no calibration changes: counted once, judged many times.
 
     Args:
         form: in which a candidate of either stage is served.
     """
-    import numpy as np
 
-    samples = _PosteriorSamples(np.random.default_rng(SEED), calibration)
-    shapes: dict[RunConfig, _Shapes] = {}
-    for group in serving:
-        shapes.setdefault(form(group.job.run), _Shapes()).add(group, samples, requirements)
-    best = _Best()
-    extremes: dict[str, _Extremes] = {}
-    for group in training:
-        model = group.job.run.model
-        seconds, num_bytes = samples.training(group)
-        meets = (seconds <= requirements.total_s) & (num_bytes <= requirements.finetune_bytes)
-        forms = [form(replace(group.job.run, r=int(r))) for r in group.axes["r"][:, 0]]
+    def __init__(
+        self,
+        serving: Iterable[Group],
+        training: Iterable[Group],
+        form: Callable[[RunConfig], RunConfig],
+    ) -> None:
+        self._serving = [
+            (form(group.job.run), group, count_block(group.job, group.axes)) for group in serving
+        ]
+        self._training = [_CountedTraining.of(group, form) for group in training]
+        self._form = form
+
+    def shortlist(self, calibration: Calibration, requirements: Requirements) -> list[RunConfig]:
+        """The candidates of both stages that may win.
+
+        Of training these are the best of every posterior sample, and the smallest and the fastest
+        of each model: they explain what is lacking where nothing meets the limits. Of serving these
+        are the likeliest shapes of each form in which a shortlisted model is served.
+        """
+        import numpy as np
+
+        samples = _PosteriorSamples(np.random.default_rng(SEED), calibration)
+        shapes: dict[RunConfig, _Shapes] = {}
+        for served_form, group, block in self._serving:
+            shapes.setdefault(served_form, _Shapes()).add(group, block, samples, requirements)
+        best = _Best()
+        extremes: dict[str, _Extremes] = {}
         not_planned = np.ones(NUM_SAMPLES, dtype=bool)
-        served = [shapes[f].served if f in shapes else not_planned for f in forms]
-        meets &= np.repeat(np.stack(served, axis=1), group.size // len(forms), axis=1)
-        quantity = num_bytes if requirements.prefer == "memory" else seconds
-        best.add(group, np.where(meets, np.log(quantity) + 1e3 * requirements.tier[model], np.inf))
-        extremes.setdefault(model, _Extremes()).add(group, seconds[0], num_bytes[0])
-    trained = [run for extreme in extremes.values() for run in extreme.runs()] + best.runs()
-    forms = list(dict.fromkeys(map(form, trained)))
-    serving_runs = [run for f in forms if f in shapes for run in shapes[f].runs()]
-    return list(dict.fromkeys([*serving_runs, *trained]))
+        for counted in self._training:
+            group, forms = counted.group, counted.forms
+            model = group.job.run.model
+            seconds, num_bytes = samples.training(counted)
+            meets = (seconds <= requirements.total_s) & (num_bytes <= requirements.finetune_bytes)
+            served = [shapes[f].served if f in shapes else not_planned for f in forms]
+            meets &= np.repeat(np.stack(served, axis=1), group.size // len(forms), axis=1)
+            quantity = num_bytes if requirements.prefer == "memory" else seconds
+            best.add(
+                group, np.where(meets, np.log(quantity) + 1e3 * requirements.tier[model], np.inf)
+            )
+            extremes.setdefault(model, _Extremes()).add(group, seconds[0], num_bytes[0])
+        trained = [run for extreme in extremes.values() for run in extreme.runs()] + best.runs()
+        forms_of_trained = dict.fromkeys(map(self._form, trained))
+        serving_runs = [run for f in forms_of_trained if f in shapes for run in shapes[f].runs()]
+        return list(dict.fromkeys([*serving_runs, *trained]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CountedTraining:
+    """A group of fine-tunings, counted.
+
+    Args:
+        forms: in which each rank is served.
+        moments: bytes by part at each that can be the peak.
+        features: of one optimizer step, by rank and by batch size and padded length.
+        times: how many such steps there are: [num_batch_sizes, num_batch_sizes_and_lengths].
+    """
+
+    group: Group
+    forms: Sequence[RunConfig]
+    moments: Mapping[str, Mapping[str, Any]]
+    features: Mapping[str, Any]
+    times: Array
+
+    @classmethod
+    def of(cls, group: Group, form: Callable[[RunConfig], RunConfig]) -> Self:
+        import numpy as np
+
+        sizes = {name: values.astype(np.float64) for name, values in group.axes.items()}
+        pairs = [
+            (row, width, number)
+            for row, steps in enumerate(group.steps)
+            for width, number in steps.items()
+        ]
+        rows, widths, numbers = (np.array(column) for column in zip(*pairs, strict=True))
+        times = np.zeros((len(group.steps), len(pairs)))
+        times[rows, np.arange(len(pairs))] = numbers
+        axes = {
+            "batch_size": sizes["batch_size"][0][rows][None],
+            "seq_len": widths[None].astype(np.float64),
+            "r": sizes["r"],
+        }
+        return cls(
+            group=group,
+            forms=[form(replace(group.job.run, r=int(r))) for r in group.axes["r"][:, 0]],
+            moments=moment_parts(group.job, **sizes),
+            features=step_features(group.job, **axes),
+            times=times,
+        )
+
+    def whole_training(self, calibration: Calibration) -> Array:
+        """Features that decide each candidate's time, over all of its steps: [n, num_features]."""
+        import numpy as np
+
+        decided = deciding(calibration.time["finetune"], self.features)
+        shape = (len(self.forms), self.times.shape[1])
+        columns = np.stack([np.broadcast_to(decided[name], shape) for name in FEATURES], axis=-1)
+        summed = np.einsum("bp,rpf->rbf", self.times, columns)
+        return np.asarray(summed.reshape(-1, len(FEATURES)))
 
 
 class _PosteriorSamples:
@@ -165,23 +238,24 @@ class _PosteriorSamples:
             self._shared_errors[name] = self._normal(1)
         return self._shared_errors[name]
 
-    def serving(self, group: Group) -> tuple[Array, Array]:
+    def serving(self, block: CountedBlock) -> tuple[Array, Array]:
         """Seconds per token and bytes, shape [num_samples, num_candidates]."""
         import numpy as np
 
-        predicted = predict_block(group.job, self._calibration, group.axes)
+        predicted = predict_counted_block(block, self._calibration)
         spread = np.log(predicted.high_s / predicted.time_s).ravel() / TWO_SIDED_Z[TIME_CONFIDENCE]
         seconds = predicted.time_s.ravel() * np.exp(self._serving * spread)
         return seconds, self._bytes(predicted.device_used_bytes, predicted.high_bytes)
 
-    def training(self, group: Group) -> tuple[Array, Array]:
+    def training(self, counted: _CountedTraining) -> tuple[Array, Array]:
         """Seconds of the whole training and bytes, shape [num_samples, num_candidates]."""
         import numpy as np
 
         model = self._calibration.time["finetune"]
-        work = _whole_training(group, self._calibration)
+        work = counted.whole_training(self._calibration)
         total = work @ np.array([model.mean[name] for name in FEATURES])
         effect = work @ self._roots["finetune"] / total[:, None]
+        group = counted.group
         run = group.job.run
         run_share = 1 - MODEL_SHARE - METHOD_SHARE - VARIANT_SHARE
         residual = (
@@ -192,8 +266,7 @@ class _PosteriorSamples:
         )
         error = model.interval_scale * (self._coefficients @ effect.T + model.noise * residual)
         seconds = total * np.exp(error)
-        axes = {name: sizes.astype(np.float64) for name, sizes in group.axes.items()}
-        memory = judged_memory(group.job, self._calibration, **axes)
+        memory = judge_moments(group.job, counted.moments, self._calibration)
         _, _, high = memory.bounds()
         used, high = (
             np.broadcast_to(num_bytes, group.shape)
@@ -206,30 +279,6 @@ class _PosteriorSamples:
 
         spread = ((high - used) / TWO_SIDED_Z[MEMORY_CONFIDENCE]).ravel()
         return np.asarray(used.ravel() + self._memory * spread)
-
-
-def _whole_training(group: Group, calibration: Calibration) -> Array:
-    """Features that decide each candidate's time, over all of its steps: [n, num_features]."""
-    import numpy as np
-
-    batches = group.axes["batch_size"][0]
-    pairs = [
-        (row, width, number)
-        for row, steps in enumerate(group.steps)
-        for width, number in steps.items()
-    ]
-    rows, widths, numbers = (np.array(column) for column in zip(*pairs, strict=True))
-    axes = {
-        "batch_size": batches[rows][None].astype(np.float64),
-        "seq_len": widths[None].astype(np.float64),
-        "r": group.axes["r"].astype(np.float64),
-    }
-    decided = deciding(calibration.time["finetune"], step_features(group.job, **axes))
-    shape = np.broadcast_shapes(*(sizes.shape for sizes in axes.values()))
-    columns = np.stack([np.broadcast_to(decided[name], shape) for name in FEATURES], axis=-1)
-    times = np.zeros((len(batches), len(pairs)))
-    times[rows, np.arange(len(pairs))] = numbers
-    return np.asarray(np.einsum("bp,rpf->rbf", times, columns).reshape(-1, len(FEATURES)))
 
 
 @dataclass(slots=True)
@@ -292,8 +341,14 @@ class _Shapes:
     served: Any = False
     _candidates: list[tuple[float, float, Group, int]] = field(default_factory=list)
 
-    def add(self, group: Group, samples: _PosteriorSamples, requirements: Requirements) -> None:
-        seconds, num_bytes = samples.serving(group)
+    def add(
+        self,
+        group: Group,
+        block: CountedBlock,
+        samples: _PosteriorSamples,
+        requirements: Requirements,
+    ) -> None:
+        seconds, num_bytes = samples.serving(block)
         meets = (seconds <= requirements.inference_s) & (num_bytes <= requirements.inference_bytes)
         self.served = self.served | meets.any(axis=1)
         chance, tokens = meets.mean(axis=0).tolist(), seconds[0].tolist()

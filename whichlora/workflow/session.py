@@ -34,7 +34,7 @@ from whichlora.search.candidates import Candidates
 from whichlora.search.counted_candidate import CountedCandidate, count_inference, count_training
 from whichlora.search.feasibility import Candidate, Quantity, dominated, judge
 from whichlora.search.loop import SearchLoop
-from whichlora.search.shortlist import MANY, Requirements, shortlist
+from whichlora.search.shortlist import MANY, CountedPlan, Requirements
 from whichlora.search.total import profiled_total
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
@@ -164,10 +164,11 @@ class Session:
             tier=dict(zip(self.models, tiers(places), strict=True)),
             prefer=objective.prefer,
         )
-        space = self.space
-        return shortlist(
-            space.serving(), space.training(), self.calibration, requirements, space.form
-        )
+        return self._counted_plan.shortlist(self.calibration, requirements)
+
+    @cached_property
+    def _counted_plan(self) -> CountedPlan:
+        return CountedPlan(self.space.serving(), self.space.training(), self.space.form)
 
     def side_by_side(self, search_loop: SearchLoop, run: RunConfig) -> list[Candidate]:
         """`run` with every method and rank; what its model or its libraries refuse is left out."""
