@@ -27,11 +27,14 @@ _AMD_DRIVER = Path("/dev/kfd")
 
 # "2x4090", "8 x H100", "t4x2", "a100:4"
 _SEVERAL = re.compile(r"\d{1,3} ?[x*] ?(?P<after>.+)|(?P<before>.+?) ?[x*:] ?\d{1,3}")
+# "8" counts GPUs; those with a number for a name have four digits, "4090"
+_COUNT = re.compile(r"[+-]?\d{1,3}(\.\d*)?")
 # "24GB", "24 gib", "any 24 GB card"
 _AMOUNT = re.compile(
     r"(?:any )?(?P<number>\d+(?:\.\d+)?) ?(?P<unit>gib|gb|g)(?: (?:gpu|card|vram))?"
 )
 MOST_GB = 10_000
+ONE_GPU = "several GPUs in one job are not supported yet"
 _VENDOR_WORDS = re.compile(
     r"\b(nvidia|amd|instinct|tesla|quadro|geforce|graphics|generation|edition|corporation)\b"
     r"|\((r|tm)\)"
@@ -80,14 +83,19 @@ def find_gpu(name: str, *, least_memory: bool = False) -> GpuSpec:
         if here.key == key:
             return here
         raise ConfigError(f"unknown GPU {name!r}: the CPU of this machine is {here.key}; use cpu")
+    if "," in name:
+        raise ConfigError(f"unknown GPU {name!r}: give several types as a list, one name each")
     several = _SEVERAL.fullmatch(key)
     single = _keys_named_anywhere(several["before"] or several["after"]) if several else []
-    if single:
-        raise ConfigError(
-            f"unknown GPU {name!r}: predictions are of one device, since training on several is "
-            f"not modelled; give one, such as {single[-1]}"
-        )
+    if single or is_count(name):
+        example = f"one, such as {single[-1]}" if single else "a type; 'whichlora gpus' lists them"
+        raise ConfigError(f"unknown GPU {name!r}: {ONE_GPU}; give {example}")
     raise ConfigError(f"unknown GPU {name!r}{_suggestion(name)}; 'whichlora gpus' lists all")
+
+
+def is_count(name: str) -> bool:
+    """Whether `name` is a number of GPUs, not the name of one: "8", but not "4090"."""
+    return _COUNT.fullmatch(name.strip()) is not None
 
 
 def find_target(name: str) -> GpuSpec:
@@ -126,7 +134,7 @@ def _by_words(name: str, index: Mapping[str, Any], least_memory: bool) -> GpuSpe
         ConfigError: several have them all.
     """
     wanted = _words(name)
-    if not wanted:
+    if not wanted or is_count(name):  # the 8 of "8 GPUs" is also a word of p4-8gb
         return None
     further: dict[str, int] = {}
     for key, words in index["words"].items():
