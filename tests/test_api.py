@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import whichlora
-from whichlora import estimate, explain, recommend, to_frame, where
+from whichlora import calibrate, estimate, explain, recommend, to_frame, where
 from whichlora.errors import ConfigError
 from whichlora.spec.run import RunConfig
 from whichlora.workflow.guide import make_guide
@@ -82,6 +82,41 @@ def test_lists_make_a_grid_and_single_values_one_prediction() -> None:
 def test_an_unknown_setting_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="batchsize: is not a setting; accepted are phase, "):
         estimate(MODEL, "l4-24gb", batchsize=4)  # type: ignore[call-arg]
+
+
+def test_gpus_are_types_by_name_or_list_everywhere() -> None:
+    for gpu in ("l4-24gb", ["l4-24gb"], ("l4", "l4-24gb")):
+        (prediction,) = estimate(MODEL, gpu=gpu, seq_len=64)
+        assert prediction.gpu == "l4-24gb"
+        (placement,) = where(MODEL, gpu=gpu, seq_len=64)
+        assert placement.prediction == prediction
+    assert explain(MODEL, gpu=["l4-24gb"], seq_len=64).prediction == prediction
+    with pytest.raises(ConfigError, match="explain takes one type, got l4, t4; estimate and where"):
+        explain(MODEL, gpu=["l4", "t4"])
+    with pytest.raises(ConfigError, match="unknown GPU 'nosuch'"):
+        calibrate(gpu=["l4", "nosuch"])
+    with pytest.raises(ConfigError, match="gpu: is an empty list"):
+        where(MODEL, gpu=[])
+
+
+def test_the_older_gpus_of_estimate_warns_once_with_the_new_spelling() -> None:
+    with pytest.warns(FutureWarning, match=r"write gpu=\['l4', 't4'\]") as warned:
+        older = estimate(MODEL, gpus=["l4", "t4"], seq_len=64)
+    assert older == estimate(MODEL, ["l4", "t4"], seq_len=64)
+    assert [warning.filename for warning in warned] == [__file__]
+    with pytest.raises(ConfigError, match="give gpu= alone"):
+        estimate(MODEL, "l4", gpus="t4")
+
+
+@pytest.mark.parametrize("count", [4, [1, 2, 4], "8", ["l4", 2]])
+def test_a_count_of_gpus_is_refused(count: Any) -> None:
+    for gpu in ("auto", "l4"):
+        with pytest.raises(ConfigError, match=r"^gpus: .* not supported yet; gpu= takes types"):
+            estimate(MODEL, gpu, gpus=count)
+    with pytest.raises(ConfigError, match=r"^gpus: .* not supported yet; gpu= takes types"):
+        explain(MODEL, gpus=count)
+    with pytest.raises(ConfigError, match=r"^unknown GPU .*: several GPUs in one job are not"):
+        estimate(MODEL, gpu=count)
 
 
 def test_predictions_become_a_frame_whose_parts_add_up() -> None:

@@ -45,7 +45,7 @@ def test_a_plan_of_predictions_alone_needs_no_extra(tmp_path: Path) -> None:
         "estimate smollm2-135m --gpu a100-sxm-80gb --method lora,dora",
         "explain smollm2-135m --gpu a100-sxm-80gb",
         "where smollm2-135m",
-        "guide --models smollm2-135m --gpus a100-sxm-80gb",
+        "guide --models smollm2-135m --gpu a100-sxm-80gb",
         "calibrate show --gpu a100-sxm-80gb",
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -32,6 +33,7 @@ from whichlora.spec.run import (
     Quant,
     RunConfig,
 )
+from whichlora.store.gpus import ONE_GPU, is_count
 from whichlora.terminal import Progress
 from whichlora.workflow import combinations, estimates
 from whichlora.workflow.guide import GuideRow
@@ -88,8 +90,9 @@ class RunSettings(TypedDict, total=False):
 
 def estimate(
     models: str | Sequence[str],
-    gpus: str | Sequence[str] = "auto",
+    gpu: str | Sequence[str] = "auto",
     *,
+    gpus: str | Sequence[str] | None = None,
     calibration_dir: AnyPath | None = None,
     engine: Engine = "ledger",
     **settings: Unpack[RunSettings],
@@ -102,8 +105,9 @@ def estimate(
 
     Args:
         models: hub ids, local folders, or names as people write them ("llama 3.1 8b").
-        gpus: keys of `whichlora gpus`, "cpu", "auto" for what this machine has, or an amount of
+        gpu: keys of `whichlora gpus`, "cpu", "auto" for what this machine has, or an amount of
             memory ("24GB"), which has no time.
+        gpus: an older spelling of `gpu`, accepted with a warning.
         calibration_dir: your calibrations; None is your own folder.
         engine: "trace" asks the real code instead of the formulas (needs torch).
         settings: fields of `RunConfig`; a list makes a grid.
@@ -114,9 +118,11 @@ def estimate(
     Raises:
         ConfigError: an unknown name, or no combination remains.
     """
+    if gpus is not None:
+        gpu = _old_spelling(gpu, gpus)
     return estimates.estimate(
         _runs(models, settings),
-        [str(name) for name in _listed(gpus)],
+        _types(gpu),
         calibration_dir=_path(calibration_dir),
         engine=engine,
     )
@@ -124,7 +130,7 @@ def estimate(
 
 def explain(
     model: str,
-    gpu: str = "auto",
+    gpu: str | Sequence[str] = "auto",
     *,
     calibration_dir: AnyPath | None = None,
     **settings: Unpack[RunSettings],
@@ -136,31 +142,42 @@ def explain(
     'embeddings and head'
 
     Args:
+        gpu: one accelerator, as `estimate` takes it.
         settings: fields of `RunConfig`, one value each.
 
     Raises:
-        ConfigError: an unknown name, settings that exclude each other, or several runs.
+        ConfigError: an unknown name, settings that exclude each other, several runs or GPUs.
     """
     run = _one_run("explain", model, settings)
-    return estimates.explain(run, gpu, calibration_dir=_path(calibration_dir))
+    names = _types(gpu)
+    if len(names) > 1:
+        raise ConfigError(
+            f"gpu: explain takes one type, got {', '.join(names)}; estimate and where take several"
+        )
+    return estimates.explain(run, names[0], calibration_dir=_path(calibration_dir))
 
 
 def where(
-    model: str, *, calibration_dir: AnyPath | None = None, **settings: Unpack[RunSettings]
+    model: str,
+    gpu: str | Sequence[str] = "all",
+    *,
+    calibration_dir: AnyPath | None = None,
+    **settings: Unpack[RunSettings],
 ) -> list[Placement]:
-    """One run on every accelerator of the catalog, the smallest that fits first.
+    """One run on every accelerator of the catalog, or on some, the smallest that fits first.
 
     >>> where("Qwen/Qwen2.5-7B", method="qlora", seq_len=1024)[0].gpu.key
     't4-16gb'
 
     Args:
+        gpu: accelerators, as `estimate` takes them; "all" is the catalog.
         settings: fields of `RunConfig`, one value each.
 
     Raises:
-        ConfigError: an unknown model, several runs, or settings that no accelerator can run.
+        ConfigError: an unknown name, several runs, or settings that no accelerator can run.
     """
     run = _one_run("where", model, settings)
-    return estimates.where(run, calibration_dir=_path(calibration_dir))
+    return estimates.where(run, _types(gpu), calibration_dir=_path(calibration_dir))
 
 
 def recommend(
@@ -195,11 +212,13 @@ def recommend(
             return run_plan(Path(file.name), fresh=fresh, progress=progress)
 
 
-def calibrate(gpu: str | None = None, *, calibration_dir: AnyPath | None = None) -> list[Refit]:
+def calibrate(
+    gpu: str | Sequence[str] | None = None, *, calibration_dir: AnyPath | None = None
+) -> list[Refit]:
     """Fit the predictors to every recorded run: `whichlora calibrate`.
 
     Args:
-        gpu: one accelerator; None is every one that has records.
+        gpu: accelerators; None is every one that has records.
 
     Returns:
         What each fit knew before and knows now.
@@ -208,7 +227,7 @@ def calibrate(gpu: str | None = None, *, calibration_dir: AnyPath | None = None)
         ConfigError: an unknown accelerator.
         DataFileError: a broken record file; nothing is written then.
     """
-    return calibrate_all(gpu, _path(calibration_dir))
+    return calibrate_all(() if gpu is None else _types(gpu), _path(calibration_dir))
 
 
 def to_frame(
@@ -296,6 +315,8 @@ def _runs(
         "precision": ["auto"],
     }
     for name, value in settings.items():
+        if name == "gpus":  # of estimate alone
+            raise ConfigError(f"gpus: {ONE_GPU}; gpu= takes types")
         if name not in accepted:
             raise ConfigError(f"{name}: is not a setting; accepted are {', '.join(accepted)}")
         if name == "target_modules":
@@ -313,6 +334,29 @@ def _one_run(function: str, model: str, settings: Mapping[str, Any]) -> RunConfi
             "or ask estimate"
         )
     return runs[0]
+
+
+def _types(gpu: str | Sequence[str]) -> list[str]:
+    names = [str(name) for name in _listed(gpu)]
+    if not names:
+        raise ConfigError("gpu: is an empty list; name a type, such as 'l4-24gb'")
+    return names
+
+
+def _old_spelling(gpu: str | Sequence[str], gpus: str | Sequence[str]) -> list[str]:
+    """The types in `gpus`, of which a warning says how they are written now.
+
+    Raises:
+        ConfigError: `gpus` counts GPUs, or stands beside `gpu`.
+    """
+    names = _types(gpus)
+    if any(map(is_count, names)):
+        raise ConfigError(f"gpus: {', '.join(names)}: {ONE_GPU}; gpu= takes types")
+    if gpu != "auto":
+        raise ConfigError("gpus: is an older spelling of gpu; give gpu= alone")
+    message = f"gpus= is now gpu=, and will be the number of GPUs; write gpu={gpus!r}"
+    warnings.warn(message, FutureWarning, stacklevel=3)
+    return names
 
 
 def _listed(value: Any) -> list[Any]:

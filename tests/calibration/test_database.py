@@ -395,6 +395,22 @@ def test_what_one_exports_another_adds(tmp_path: Path, root: Path, ending: str) 
     assert "must end in .csv or .jsonl" in refused("export", tmp_path / "all.parquet")
 
 
+def test_a_list_of_accelerators_is_fitted_shown_and_exported_each_once(
+    tmp_path: Path, root: Path
+) -> None:
+    a_database(root, [a_record(n) for n in range(3)])
+    a_database(root, [a_record(n, gpu="l4-24gb") for n in range(2)])
+    path = tmp_path / "all.csv"
+    assert done("export", path) == f"{path}: 5 records\n"
+    assert done("export", path, "--gpu", f"l4,{GPU},L4") == f"{path}: 5 records\n"
+    assert done("export", path, "--gpu", "l4") == f"{path}: 2 records\n"
+    for before, after in (((), ("--gpu", f"l4,{GPU}")), (("--gpu", f"l4,{GPU}"), ())):
+        shown = json.loads(done(*before, "show", "--json", *after))["calibrations"]
+        assert [each["calibration"]["gpu"] for each in shown] == ["l4-24gb", GPU]
+    fits = json.loads(done("fit", "--gpu", "l4", "--json"))["fits"]
+    assert len(fits) == 1
+
+
 # --- fit, show, estimate
 
 

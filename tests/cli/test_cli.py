@@ -457,6 +457,17 @@ def test_a_bad_argument_gets_one_clear_line(args: tuple[str, ...], said: str) ->
             "--batch-size: explain takes numbers; 'whichlora estimate' finds max",
         ),
         (("explain", MODEL, "--gpu", "nosuch"), "unknown GPU 'nosuch'"),
+        (
+            ("explain", MODEL, "--gpu", "l4,t4"),
+            "--gpu: explain takes one type, got l4,t4; 'whichlora estimate' and 'whichlora where'",
+        ),
+        (("export", MODEL, "--to", "trl", "--gpus", "l4,t4"), "--gpu: export takes one type"),
+        (("where", MODEL, "--gpu", "l4,,t4"), "--gpu: has an empty name in 'l4,,t4'"),
+        (("where", MODEL, "--gpu", "l4,nosuch"), "unknown GPU 'nosuch'"),
+        (("estimate", MODEL, "--gpus", ""), "--gpus: has an empty name in ''"),
+        (("estimate", MODEL, "--gpu", "l4", "--gpus", "t4"), "give --gpu alone"),
+        (("estimate", MODEL, "--gpu", "l4,8"), "unknown GPU '8': several GPUs in one job"),
+        (("calibrate", "--gpu", "l4,t4", "--launch-us", "20"), "--launch-us needs one --gpu"),
         (("explain", MODEL, "--gpu", "cpu", "--json", "--markdown"), "--json and --markdown"),
         (("where", MODEL, "--method", "lora,qlora"), "--method: where takes one value"),
         (("where", MODEL, "--method", "full", "--quant", "nf4"), "weights cannot be trained"),
@@ -469,6 +480,58 @@ def test_a_bad_argument_gets_one_clear_line(args: tuple[str, ...], said: str) ->
 )
 def test_a_bad_command_gets_one_clear_line(args: tuple[str, ...], said: str) -> None:
     assert_refused(args, said)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("estimate", MODEL),
+        ("explain", MODEL),
+        ("where", MODEL),
+        ("guide", "--models", MODEL),
+        ("export", MODEL, "--to", "trl"),
+    ],
+    ids=lambda command: command[0],
+)
+@pytest.mark.parametrize("count", ["4", "1,2,8", "l4,2"])
+def test_a_count_of_gpus_is_refused_in_one_line(command: tuple[str, ...], count: str) -> None:
+    said = f"--gpus: {count}: several GPUs in one job are not supported yet; --gpu takes the type"
+    assert_refused((*command, "--gpus", count), said)
+    assert_refused((*command, "--gpu", "h100-sxm-80gb", "--gpus", count), said)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("guide", "--models", MODEL), ("estimate", MODEL), ("where", MODEL)],
+    ids=lambda command: command[0],
+)
+def test_types_behind_the_older_gpus_are_answered_with_one_line(command: tuple[str, ...]) -> None:
+    current = whichlora(*command, "--gpu", "l4,4090", "--json")
+    older = whichlora(*command, "--gpus", "l4, 4090", "--json")
+    assert (older.exit_code, older.stdout) == (0, current.stdout)
+    assert current.stderr == ""
+    assert older.stderr == (
+        "--gpus: is now --gpu, and will be the number of GPUs; write --gpu l4,4090\n"
+    )
+    assert "--gpus" not in whichlora(*command, "--help").stdout
+
+
+def test_several_names_of_one_accelerator_are_one_row() -> None:
+    (prediction,) = predictions(MODEL, "--gpu", "rtx-4090-24gb,4090,RTX 4090")
+    assert prediction["config"]["gpu"] == "rtx-4090-24gb"
+
+
+def test_where_compares_the_accelerators_that_are_named() -> None:
+    args = ("where", MODEL, "--gpu", "h100-sxm-80gb,24GB,l4")
+    rows = json.loads(whichlora(*args, "--json").stdout)["placements"]
+    assert [row["gpu"] for row in rows] == ["24gb", "l4-24gb", "h100-sxm-80gb"]
+    assert "what a10-24gb reports" in whichlora(*args).stdout
+
+
+def test_the_older_gpus_is_refused_beside_the_folder_of_a_run(tmp_path: Path) -> None:
+    result = whichlora("export", str(tmp_path), "--to", "trl", "--gpus", "l4")
+    assert result.exit_code == 2
+    assert "--gpu: is for a MODEL" in result.stderr
 
 
 def assert_refused(args: tuple[str, ...], said: str) -> None:
@@ -508,7 +571,7 @@ def test_help_shows_an_example_that_can_be_copied(command: str) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["guide", "--models", "EleutherAI/pythia-160m", "--gpus", "l4-24gb"],
+        ["guide", "--models", "EleutherAI/pythia-160m", "--gpu", "l4-24gb"],
         ["export", "EleutherAI/pythia-160m", "--to", "trl", "--gpu", "l4-24gb", "--output", "job"],
     ],
     ids=lambda command: command[0],

@@ -79,6 +79,8 @@ def test_accelerators_complete_from_the_catalog_and_the_users_own_folder(
     (tmp_path / "my-card-8gb" / "gpu.json").write_text("{}")
     assert completions("calibrate", "fit", "--gpu", "my") == ["my-card-8gb"]
     assert completions("estimate", "--gpu", "c") == ["cpu"]
+    assert completions("guide", "--gpu", "l4-24gb,my") == ["l4-24gb,my-card-8gb"]
+    assert "--gpus" not in completions("guide", "--gpu")
 
 
 def test_choices_complete() -> None:
@@ -162,7 +164,7 @@ def on_a_terminal(*args: str, **environment: str) -> str:
 COMMANDS = [
     ("models", "SmolLM2"),
     ("estimate", "HuggingFaceTB/SmolLM2-135M", "--gpu", "l4-24gb"),
-    ("guide", "--models", "HuggingFaceTB/SmolLM2-135M", "--gpus", "l4-24gb"),
+    ("guide", "--models", "HuggingFaceTB/SmolLM2-135M", "--gpu", "l4-24gb"),
 ]
 
 

@@ -97,7 +97,7 @@ def _good_values() -> dict[str, list[str]]:
     """Values that an option takes, by flag."""
     values = {
         "--gpu": [GPU, "h100-sxm-80gb,l4-24gb", "4090"],
-        "--gpus": [GPU, "h100-sxm-80gb"],
+        "--gpus": [GPU, "h100-sxm-80gb", "4"],
         "--models": list(SMALL_MODELS),
         "--method": ["lora", "full,qlora", "dora", "qdora"],
         "--target-modules": ["q_proj,v_proj", "attention", "all-linear"],

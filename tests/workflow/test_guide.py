@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from whichlora.cli import main
 
 MODELS = "HuggingFaceTB/SmolLM2-135M,EleutherAI/pythia-160m"
-GRID = ("--models", MODELS, "--gpus", "l4-24gb,t4-16gb", "--batch-size", "1,4", "--seq-len", "256")
+GRID = ("--models", MODELS, "--gpu", "l4-24gb,t4-16gb", "--batch-size", "1,4", "--seq-len", "256")
 
 
 def whichlora(*args: str) -> Result:
@@ -29,7 +29,7 @@ def test_the_guide_has_a_row_for_every_combination() -> None:
 
 def test_the_guide_leaves_out_what_is_refused_and_says_why(tmp_path: Path) -> None:
     models = ("--models", "HuggingFaceTB/SmolLM2-135M,albert-base-v2", "--gradient-checkpointing")
-    args = ("guide", *models, "--gpus", "l4-24gb", "--seq-len", "256")
+    args = ("guide", *models, "--gpu", "l4-24gb", "--seq-len", "256")
     answer = json.loads(whichlora(*args, "--json").stdout)
     assert [row["model"] for row in answer["guide"]] == ["HuggingFaceTB/SmolLM2-135M"]
     assert [each["model"] for each in answer["refused"]] == ["albert-base-v2"]
@@ -39,7 +39,7 @@ def test_the_guide_leaves_out_what_is_refused_and_says_why(tmp_path: Path) -> No
 
 
 def test_the_time_for_the_data_is_all_its_steps() -> None:
-    args = ("--models", "HuggingFaceTB/SmolLM2-135M", "--gpus", "l4-24gb", "--batch-size", "4")
+    args = ("--models", "HuggingFaceTB/SmolLM2-135M", "--gpu", "l4-24gb", "--batch-size", "4")
     more = ("--gradient-accumulation-steps", "2", "--samples", "101", "--epochs", "3")
     (row,) = json.loads(whichlora("guide", *args, *more, "--json").stdout)["guide"]
     assert row["num_steps"] == 3 * 13  # 26 batches are 13 steps
@@ -50,7 +50,7 @@ def test_the_time_for_the_data_is_all_its_steps() -> None:
 def test_the_table_names_its_basis() -> None:
     text = whichlora("guide", *GRID).stdout
     assert text.count("EleutherAI/pythia-160m") == 4
-    assert "basis: l4-24gb: ledger" in text
+    assert "basis: l4-24gb: memory counted from the model's config" in text
 
 
 def test_markdown_csv_and_html_say_the_same(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Measurement
 from whichlora.store.coefficients import read_coefficients
-from whichlora.store.gpus import find_gpu
+from whichlora.store.gpus import each_once, find_gpu
 from whichlora.store.host import Host, now, write_host
 from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import write_bytes
@@ -124,21 +124,20 @@ def state_launch(gpu: str, launch_us: float, calibration_dir: Path | None = None
     return write_host(calibration_roots(calibration_dir)[0], find_gpu(gpu).key, host)
 
 
-def calibrate_all(gpu: str | None = None, calibration_dir: Path | None = None) -> list[Refit]:
-    """`calibrate` for the accelerator called `gpu`, or for each one that has records."""
-    return [calibrate(spec, calibration_dir) for spec in _chosen(gpu, calibration_dir)]
+def calibrate_all(gpus: Sequence[str] = (), calibration_dir: Path | None = None) -> list[Refit]:
+    """`calibrate` for the accelerators called `gpus`, or for each one that has records."""
+    return [calibrate(spec, calibration_dir) for spec in _chosen(gpus, calibration_dir)]
 
 
 def calibration_reports(
-    gpu: str | None = None, calibration_dir: Path | None = None
+    gpus: Sequence[str] = (), calibration_dir: Path | None = None
 ) -> list[CalibrationReport]:
-    """`calibration_report` for the accelerator called `gpu`, or for each one that has records."""
-    return [calibration_report(spec, calibration_dir) for spec in _chosen(gpu, calibration_dir)]
+    """`calibration_report` for the accelerators called `gpus`, or for each that has records."""
+    return [calibration_report(spec, calibration_dir) for spec in _chosen(gpus, calibration_dir)]
 
 
-def _chosen(gpu: str | None, calibration_dir: Path | None) -> list[GpuSpec]:
-    names = [gpu] if gpu else calibrated_gpus(calibration_dir)
-    return [find_gpu(name) for name in names]
+def _chosen(gpus: Sequence[str], calibration_dir: Path | None) -> list[GpuSpec]:
+    return each_once(map(find_gpu, gpus or calibrated_gpus(calibration_dir)))
 
 
 def calibration_report(gpu: GpuSpec, calibration_dir: Path | None = None) -> CalibrationReport:
@@ -206,9 +205,9 @@ def import_table(
 
 
 def export_records(
-    path: Path, gpu: str | None = None, *, calibration_dir: Path | None = None
+    path: Path, gpus: Sequence[str] = (), *, calibration_dir: Path | None = None
 ) -> int:
-    """Write all records, or those of one device, as `.csv` or `.jsonl`; how many they are.
+    """Write all records, or those of some devices, as `.csv` or `.jsonl`; how many they are.
 
     Raises:
         ConfigError: another ending.
@@ -217,7 +216,8 @@ def export_records(
     if path.suffix not in (".csv", ".jsonl"):
         raise ConfigError(f"{path}: must end in .csv or .jsonl, which decides the format")
     roots = calibration_roots(calibration_dir)
-    keys = [find_gpu(gpu).key] if gpu else calibrated_gpus(calibration_dir)
+    asked = each_once(map(find_gpu, gpus))
+    keys = [spec.key for spec in asked] or calibrated_gpus(calibration_dir)
     records = [record for key in keys for record in read_measurements(roots, key)]
     if not records:
         raise CalibrationError(

@@ -7,14 +7,14 @@ from pathlib import Path
 import click
 
 from whichlora.cli.faults import goes_on_with
-from whichlora.cli.options import calibration_option, json_option, print_json
+from whichlora.cli.options import calibration_option, gpu_option, json_option, print_json
 from whichlora.text import visible
 
-gpu_option = click.option("--gpu", help="One accelerator; default: every one with records.")
+_gpu_option = gpu_option(None, "Accelerators; default: every one with records.")
 
 
 @click.group(invoke_without_command=True)
-@gpu_option
+@_gpu_option
 @calibration_option
 @click.option(
     "--measure",
@@ -32,7 +32,7 @@ gpu_option = click.option("--gpu", help="One accelerator; default: every one wit
 @click.pass_context
 def calibrate(
     ctx: click.Context,
-    gpu: str | None,
+    gpu: list[str],
     calibration_dir: Path | None,
     config: Path | None,
     budget: str,
@@ -46,14 +46,14 @@ def calibrate(
       whichlora calibrate --measure plan.yaml --budget 10min
       whichlora calibrate --gpu t4 --launch-us 28
     """
-    options = {"gpu": gpu, "calibration_dir": calibration_dir}
+    options = {"gpu": ",".join(gpu) or None, "calibration_dir": calibration_dir}
     ctx.default_map = dict.fromkeys(calibrate.commands, options)
     if launch_us is not None:
-        if gpu is None:
-            raise click.UsageError("--launch-us needs --gpu: beside which accelerator?")
+        if len(gpu) != 1:
+            raise click.UsageError("--launch-us needs one --gpu: beside which accelerator?")
         from whichlora.calibration.database import state_launch
 
-        click.echo(f"kept in {state_launch(gpu, launch_us, calibration_dir)}")
+        click.echo(f"kept in {state_launch(gpu[0], launch_us, calibration_dir)}")
     elif config is not None:
         from whichlora import terminal
         from whichlora.config import parse_duration
@@ -64,14 +64,14 @@ def calibrate(
             fitted = measure(config, budget_s=parse_duration(budget), progress=progress)
         terminal.print_refit(fitted)
     elif ctx.invoked_subcommand is None:
-        ctx.invoke(fit, **options, as_json=False)
+        ctx.invoke(fit, gpu=gpu, calibration_dir=calibration_dir, as_json=False)
 
 
 @calibrate.command()
-@gpu_option
+@_gpu_option
 @calibration_option
 @json_option
-def fit(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
+def fit(gpu: list[str], calibration_dir: Path | None, as_json: bool) -> None:
     """Refit to every record there is, and say what improved.
 
     \b
@@ -90,10 +90,10 @@ def fit(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
 
 
 @calibrate.command()
-@gpu_option
+@_gpu_option
 @calibration_option
 @json_option
-def show(gpu: str | None, calibration_dir: Path | None, as_json: bool) -> None:
+def show(gpu: list[str], calibration_dir: Path | None, as_json: bool) -> None:
     """What is known about a device, how well, and from whom.
 
     \b
@@ -135,9 +135,9 @@ def import_(table: Path, skip_bad: bool, calibration_dir: Path | None) -> None:
 
 @calibrate.command()
 @click.argument("path", metavar="FILE.csv|FILE.jsonl", type=click.Path(path_type=Path))
-@gpu_option
+@_gpu_option
 @calibration_option
-def export(path: Path, gpu: str | None, calibration_dir: Path | None) -> None:
+def export(path: Path, gpu: list[str], calibration_dir: Path | None) -> None:
     """Write records to a table or to JSON lines.
 
     \b

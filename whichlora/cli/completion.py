@@ -104,7 +104,6 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "pattern": _models,
     "source": _models,
     "gpu": _gpus,
-    "gpus": _gpus,
     "method": _methods,
     "phase": _words(specs.Phase),
     "precision": _words(specs.Precision),

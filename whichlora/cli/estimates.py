@@ -11,10 +11,9 @@ import click
 from whichlora.cli.faults import EXIT_NOTHING_FITS
 from whichlora.cli.options import (
     calibration_option,
-    list_option,
+    gpu_option,
     print_json,
     split_models,
-    words,
 )
 from whichlora.cli.settings import maximised, one_run, run_options, run_settings
 from whichlora.errors import ConfigError
@@ -25,12 +24,7 @@ from whichlora.text import visible
 @click.command()
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...", callback=split_models)
 @run_options
-@list_option(
-    "gpu",
-    "auto",
-    "Accelerators: see `whichlora gpus`; cpu, auto; 24GB: memory alone.",
-    words("gpu"),
-)
+@gpu_option("auto", "Accelerators: see `whichlora gpus`; cpu, auto; 24GB: memory alone.")
 @click.option(
     "--calibration-dir",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -99,7 +93,7 @@ def estimate(
 @click.command()
 @click.argument("model", metavar="MODEL")
 @run_options
-@click.option("--gpu", default="auto", show_default=True, help="Accelerator: see `whichlora gpus`.")
+@gpu_option("auto", "Accelerator: see `whichlora gpus`.", single=True)
 @calibration_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every line.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown document.")
@@ -122,8 +116,6 @@ def explain(
     if as_json and as_markdown:
         raise ConfigError("--json and --markdown: only one of both")
     run = one_run([model], options, command="explain")
-    if "," in gpu:
-        raise ConfigError(f"--gpu: explain takes one, got {gpu}; 'whichlora where' takes all")
     explanation = estimates.explain(run, gpu, calibration_dir=calibration_dir)
     if as_json:
         print_json({"explanation": explanation.to_dict()})
@@ -139,9 +131,12 @@ def explain(
 @click.command()
 @click.argument("model", metavar="MODEL")
 @run_options
+@gpu_option("all", "Accelerators to compare; all: those of the catalog.")
 @calibration_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
-def where(model: str, calibration_dir: Path | None, as_json: bool, **options: Any) -> None:
+def where(
+    model: str, gpu: list[str], calibration_dir: Path | None, as_json: bool, **options: Any
+) -> None:
     """Which accelerators one run fits on, the smallest first.
 
     \b
@@ -151,7 +146,7 @@ def where(model: str, calibration_dir: Path | None, as_json: bool, **options: An
     from whichlora.workflow import estimates
 
     run = one_run([model], options, command="where")
-    placements = estimates.where(run, calibration_dir=calibration_dir)
+    placements = estimates.where(run, gpu, calibration_dir=calibration_dir)
     if as_json:
         print_json({"placements": [placement.to_dict() for placement in placements]})
     else:

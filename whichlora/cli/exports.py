@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from whichlora.cli.options import Positive, calibration_option, json_option, print_json
+from whichlora.cli.options import Positive, calibration_option, gpu_option, json_option, print_json
 from whichlora.cli.settings import plain_settings, run_options
 from whichlora.errors import ConfigError
 
@@ -23,7 +23,7 @@ _TOOLS = ("transformers", "trl", "axolotl", "llamafactory", "unsloth", "skypilot
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder of the files; default: RUN_DIR, or this one.",
 )
-@click.option("--gpu", default="auto", show_default=True, help="Accelerator of a MODEL.")
+@gpu_option("auto", "Accelerator of a MODEL.", single=True)
 @click.option(
     "--epochs",
     type=Positive(1000),

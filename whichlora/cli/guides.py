@@ -10,8 +10,8 @@ import click
 from whichlora.cli.options import (
     Positive,
     calibration_option,
+    gpu_option,
     json_option,
-    list_option,
     print_json,
     words,
 )
@@ -21,7 +21,7 @@ from whichlora.text import visible
 
 @click.command()
 @click.option("--models", required=True, callback=words("models"), help="Models, with commas.")
-@list_option("gpus", "auto", "Accelerators, with commas.", words("gpus"))
+@gpu_option("auto", "Accelerators: see `whichlora gpus`; cpu, auto.")
 @click.option(
     "--samples",
     type=click.IntRange(1, 10**9),
@@ -46,7 +46,7 @@ from whichlora.text import visible
 @json_option
 def guide(
     models: list[str],
-    gpus: list[str],
+    gpu: list[str],
     samples: int,
     epochs: float,
     output: Path | None,
@@ -61,7 +61,7 @@ def guide(
     \b
     Example:
       whichlora guide --models meta-llama/Llama-3.1-8B,Qwen/Qwen2.5-14B \\
-          --gpus a100-sxm-80gb,h100-sxm-80gb --batch-size 4,16 --seq-len 1024,4096
+          --gpu a100-sxm-80gb,h100-sxm-80gb --batch-size 4,16 --seq-len 1024,4096
     """
     from whichlora import terminal
     from whichlora.workflow import combinations
@@ -69,7 +69,7 @@ def guide(
 
     rows = make_guide(
         combinations.combinations(plain_settings(models, options, command="guide")),
-        gpus,
+        gpu,
         num_samples=samples,
         epochs=epochs,
         calibration_dir=calibration_dir,

@@ -13,10 +13,12 @@ import click
 
 from whichlora.errors import ConfigError
 from whichlora.spec.results import SCHEMA_VERSION
+from whichlora.text import visible
 
 _MAX_COUNT = 10**9  # no batch, no length: a slipped key
 
 MAX = "max"
+_OLD_GPUS = "whichlora.gpus"  # where the context keeps what `--gpus` was given
 
 
 class Positive(click.FloatRange):
@@ -132,6 +134,59 @@ def list_option(
     return click.option(
         f"--{flag}", default=default, show_default=True, help=help_text, callback=callback
     )
+
+
+def gpu_option(
+    default: str | None, help_text: str, *, single: bool = False
+) -> Callable[[Any], Any]:
+    """`--gpu`, a list of types of GPU, with `single` the name of the only one.
+
+    Types behind `--gpus`, as `whichlora guide` took them, are accepted with one line.
+    """
+
+    def read(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str] | str:
+        old_spelling: list[str] = ctx.meta.pop(_OLD_GPUS, [])
+        if old_spelling:
+            if ctx.get_parameter_source("gpu") is click.core.ParameterSource.COMMANDLINE:
+                raise ConfigError("--gpus: is an older spelling of --gpu; give --gpu alone")
+            ctx.set_parameter_source("gpu", click.core.ParameterSource.COMMANDLINE)
+        names = old_spelling or ([] if value is None else words("gpu")(ctx, param, value))
+        text = ",".join(names)
+        if single and len(names) > 1:
+            raise ConfigError(
+                f"--gpu: {ctx.info_name} takes one type, got {text}; 'whichlora estimate' and "
+                "'whichlora where' take several"
+            )
+        if old_spelling:
+            message = f"--gpus: is now --gpu, and will be the number of GPUs; write --gpu {text}"
+            click.echo(visible(message), err=True)
+        return names[0] if single else names
+
+    def decorate(command: Any) -> Any:
+        command = click.option(
+            "--gpu",
+            default=default,
+            show_default=default is not None,
+            help=help_text,
+            callback=read,
+        )(command)
+        return click.option(
+            "--gpus", hidden=True, is_eager=True, expose_value=False, callback=_old_gpus
+        )(command)
+
+    return decorate
+
+
+def _old_gpus(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Keeps the types for the callback of `--gpu`, which is called later."""
+    if value is None:
+        return
+    from whichlora.store.gpus import ONE_GPU, is_count
+
+    names = words("gpus")(ctx, param, value)
+    if any(map(is_count, names)):
+        raise ConfigError(f"--gpus: {value}: {ONE_GPU}; --gpu takes the type")
+    ctx.meta[_OLD_GPUS] = names
 
 
 def choices(flag: str, default: str, help_text: str, choice: Any) -> Callable[[Any], Any]:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from whichlora.config.document import Loc, Problem
 from whichlora.config.schema import json_schema
+from whichlora.store.gpus import ONE_GPU
 
 _FAULTS = {
     "missing": "is required",
@@ -40,6 +41,7 @@ _SYNONYMS = {
     "data": "dataset",
     "dropout": "lora_dropout",
     "dtype": "precision",
+    "gpus": "gpu",
     "limit": "peak_memory",
     "lora_r": "ranks",
     "lr": "learning_rate",
@@ -56,6 +58,9 @@ _SYNONYMS = {
     "rank": "ranks",
     "seq_len": "sequence_length",
 }
+
+# Why there is no such key, after "is not a setting".
+_REASONS: dict[Loc, str] = {("gpus",): f", since {ONE_GPU}"}
 
 # Names of our values in other tools.
 _VALUE_SYNONYMS = {
@@ -86,15 +91,17 @@ def problems_of(error: ValidationError) -> Iterator[Problem]:
         if kind in {"extra_forbidden", "invalid_key"}:
             kind = "extra_forbidden"
             accepted = ", ".join(_properties(_subschema(loc[:-1])))
+            fault = _FAULTS[kind] + _REASONS.get(loc, "")
             hint = _meant_setting(loc)
         else:
+            fault = _FAULTS.get(kind, details["msg"])
             accepted = _phrase(_subschema(loc))
             hint = _meant_value(details["input"], _subschema(loc))
             if details["input"] == "max":
                 hint = next((_LARGEST[part] for part in loc if part in _LARGEST), hint)
         yield Problem(
             loc=loc,
-            fault=_FAULTS.get(kind, details["msg"]),
+            fault=fault,
             accepted=accepted,
             hint=hint,
             show_value=kind != "missing",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,8 @@ def find_gpu(name: str, *, least_memory: bool = False) -> GpuSpec:
     several = _SEVERAL.fullmatch(key)
     single = _keys_named_anywhere(several["before"] or several["after"]) if several else []
     if single or is_count(name):
-        example = f"one, such as {single[-1]}" if single else "a type; 'whichlora gpus' lists them"
+        type_or_amount = "a type ('whichlora gpus' lists them) or an amount of memory ('24GB')"
+        example = f"one, such as {single[-1]}" if single else type_or_amount
         raise ConfigError(f"unknown GPU {name!r}: {ONE_GPU}; give {example}")
     raise ConfigError(f"unknown GPU {name!r}{_suggestion(name)}; 'whichlora gpus' lists all")
 
@@ -105,6 +106,11 @@ def find_target(name: str) -> GpuSpec:
         ConfigError: as `find_gpu`.
     """
     return _any_card(name) or find_gpu(name, least_memory=True)
+
+
+def each_once(specs: Iterable[GpuSpec]) -> list[GpuSpec]:
+    """`specs` without repetition: several names may mean one accelerator."""
+    return list({spec.key: spec for spec in specs}.values())
 
 
 def _usual(name: str, keys: Sequence[str], least_memory: bool) -> GpuSpec:

@@ -8,7 +8,7 @@ from whichlora.predict.largest import Placement
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.terminal.sheet import WIDE, Sheet, show
 from whichlora.terminal.tables import open_console, say
-from whichlora.terminal.words import VERDICTS, describe
+from whichlora.terminal.words import VERDICTS, describe, without_key
 from whichlora.units import format_bytes, format_seconds
 
 
@@ -23,18 +23,16 @@ def print_placements(placements: Sequence[Placement]) -> None:
     refusals: dict[str, list[str]] = {}
     for placement in placements:
         if placement.refusal:
-            refusals.setdefault(placement.refusal.replace(placement.gpu.key, "it"), []).append(
-                placement.gpu.key
-            )
+            reason = without_key(placement.refusal, placement.gpu.key)
+            refusals.setdefault(reason, []).append(placement.gpu.key)
     for reason, keys in refusals.items():
         say(console, f"left out: {', '.join(keys)}: {reason}")
     notes: dict[str, list[str]] = {}
     for placement in judged:
         for text in () if placement.prediction is None else placement.prediction.notes:
             if not text.startswith(UNVERIFIED):  # the stars say so
-                notes.setdefault(text.replace(placement.gpu.key, "it"), []).append(
-                    placement.gpu.key
-                )
+                note = without_key(text, placement.gpu.key)
+                notes.setdefault(note, []).append(placement.gpu.key)
     for text, keys in notes.items():
         of_all = len(keys) == len(judged)
         say(console, f"note: {text}" if of_all else f"note: {text} ({', '.join(keys)})")

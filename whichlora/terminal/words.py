@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +137,7 @@ def refusals(refused: Sequence[Refused], most: int = 4) -> list[str]:
     groups: dict[str, dict[str, None]] = {}
     for combination in refused:
         gpu = combination.gpu if several_gpus else ""
-        why = combination.reason.replace(gpu, "it") if gpu else combination.reason
+        why = without_key(combination.reason, gpu) if gpu else combination.reason
         groups.setdefault(why, {})[_combination(combination, gpu)] = None
     lines = []
     for why, names in groups.items():
@@ -144,6 +145,11 @@ def refusals(refused: Sequence[Refused], most: int = 4) -> list[str]:
         more = f" and {len(names) - most} more" if len(names) > most else ""
         lines.append(f"left out: {shown}{more}: {why}")
     return lines
+
+
+def without_key(text: str, key: str) -> str:
+    """`text` without the name of the accelerator that it is about; a10-24gb is none of 24gb."""
+    return re.sub(rf"(?<![\w-]){re.escape(key)}(?![\w-])", "it", text)
 
 
 def _combination(refused: Refused, gpu: str) -> str:

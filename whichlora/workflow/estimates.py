@@ -29,7 +29,7 @@ from whichlora.spec.results import Answers, Prediction, Refused, TracedPeak
 from whichlora.spec.run import ALL_LINEAR, Engine, RunConfig
 from whichlora.spec.targets import resolve_targets
 from whichlora.store import hub, models
-from whichlora.store.gpus import find_target, list_gpus
+from whichlora.store.gpus import each_once, find_target, list_gpus
 from whichlora.store.hub import load_model
 
 
@@ -61,7 +61,7 @@ def estimate(
         raise ConfigError(f"{maximise}: max needs --engine ledger; a trace takes seconds per value")
     if "all" in gpus:
         raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
-    devices = [find_target(name) for name in gpus]
+    devices = each_once(map(find_target, gpus))
     calibrations = [load_calibration(gpu, calibration_dir) for gpu in devices]
     stale = [stale_note(calibration, calibration_dir) for calibration in calibrations]
     models: dict[str, ModelSpec] = {}
@@ -142,17 +142,22 @@ def explain(
     return replace(explained, prediction=replace(prediction, basis=basis))
 
 
-def where(run: RunConfig, *, calibration_dir: Path | None = None) -> list[Placement]:
-    """`run` on every accelerator of the catalog, the smallest that fits first.
+def where(
+    run: RunConfig, gpus: Sequence[str] = ("all",), *, calibration_dir: Path | None = None
+) -> list[Placement]:
+    """`run` on each of `gpus`, the smallest that fits first; "all" means those of the catalog.
 
     Raises:
-        ConfigError: an unknown model, or settings that no accelerator can run.
+        ConfigError: an unknown model or accelerator, or settings that none of them can run.
     """
+    devices = each_once(
+        spec
+        for name in gpus
+        for spec in (list_gpus() if name.strip().lower() == "all" else (find_target(name),))
+    )
     model = load_model(run.model)
     run = replace(run, model=model.name)
-    placements = [
-        place(model, run, gpu, load_calibration(gpu, calibration_dir)) for gpu in list_gpus()
-    ]
+    placements = [place(model, run, gpu, load_calibration(gpu, calibration_dir)) for gpu in devices]
     if all(placement.prediction is None for placement in placements):
         raise ConfigError(placements[0].refusal)
     return smallest_first(placements)

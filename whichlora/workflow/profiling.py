@@ -10,7 +10,7 @@ from whichlora.errors import ConfigError
 from whichlora.profiler.busy import busy_cpu, busy_gpu
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.plan import Plan
-from whichlora.store.gpus import detected_gpus, find_target
+from whichlora.store.gpus import detected_gpus, each_once, find_target
 
 if TYPE_CHECKING:
     from whichlora.profiler.profile import Profiler
@@ -62,7 +62,7 @@ def gpus_of(plan: Plan) -> list[GpuSpec]:
             f"{plan.source}: gpu: {names}: cards and amounts of memory can't be compared, since "
             "only cards have a time; list one or the other"
         )
-    return list({spec.key: spec for spec in specs}.values())
+    return each_once(specs)
 
 
 def is_here(gpu: GpuSpec) -> bool:
