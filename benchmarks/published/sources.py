@@ -243,6 +243,14 @@ def neusight(line: Line) -> Iterator[Found]:
 # --- optimum-benchmark: forwards, generations and a few training rows of 7B models ----------------
 
 
+# Of its rows with bitsandbytes, which states no version: the newest on 2023-10-30.
+_OPTIMUM_BITSANDBYTES = ("bitsandbytes", "0.41.1")
+
+
+def _optimum_libraries(row: Row) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((*libraries_of(row["versions"]), _OPTIMUM_BITSANDBYTES)))
+
+
 def optimum(line: Line) -> Iterator[Found]:
     row = line.row
     gpu = "rtx-4090-24gb" if row["gpu"] == "RTX4090" else A100
@@ -263,6 +271,7 @@ def optimum(line: Line) -> Iterator[Found]:
         yield found
         return
     spec, run = found
+    run = replace(run, libraries=_optimum_libraries(row))
     if counter is None:
         yield line.left_out("memory", "one peak of an unnamed counter (allocator or driver)")
     elif counter == "device_used" and run.max_new_tokens > 1:
@@ -308,7 +317,7 @@ def _optimum_training(line: Line, gpu: str) -> Iterator[Found]:
         optimizer="adamw_torch",
         attn="eager",
         prepare_kbit=False,
-        libraries=libraries_of(row["versions"]),
+        libraries=_optimum_libraries(row),
     )
     seconds = run.batch_size / float(row["time_value"])
     yield line.observed(spec, run, gpu, "step_s", seconds, stack=_experiment(row))
@@ -317,7 +326,13 @@ def _optimum_training(line: Line, gpu: str) -> Iterator[Found]:
 # --- Qwen's own documentation: the speed pages of Qwen 1.5 to 2.5, and the README of the first ----
 
 
-_QWEN1_LIBRARIES = (("peft", "0.7.1"), ("torch", "2.0.1"), ("transformers", "4.32.0"))
+# No row states bitsandbytes: the newest when this transformers was released.
+_QWEN1_LIBRARIES = (
+    ("bitsandbytes", "0.41.1"),
+    ("peft", "0.7.1"),
+    ("torch", "2.0.1"),
+    ("transformers", "4.32.0"),
+)
 
 
 def qwen_speed(line: Line) -> Iterator[Found]:

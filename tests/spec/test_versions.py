@@ -1,6 +1,12 @@
 """Library versions: what differs, and that no version moves nothing."""
 
+import ast
+import functools
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,8 +14,8 @@ from whichlora.errors import ConfigError
 from whichlora.predict.predict import ledger
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
-from whichlora.spec.versions import Libraries
-from whichlora.store.gpus import find_gpu
+from whichlora.spec.versions import FUSED_4BIT_ROWS, Libraries
+from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.hub import load_model
 
 A100 = find_gpu("a100-sxm-80gb")
@@ -39,6 +45,10 @@ def test_the_current_versions_move_nothing() -> None:
             (("bitsandbytes", "0.43.1"),),
         ),
         ({}, (("transformers", "4.49.0"),)),
+        (
+            {"phase": "inference", "quant": "nf4", "prompt_len": 48, "max_new_tokens": 1},
+            (("bitsandbytes", "0.49.2"),),
+        ),
     ],
 )
 def test_old_code_keeps_more(
@@ -96,3 +106,54 @@ def test_a_record_that_is_older_than_a_setting_has_its_default(younger: str) -> 
     older = {name: value for name, value in run.to_dict().items() if name != younger}
     assert len(older) == len(run.to_dict()) - 1
     assert RunConfig.from_dict(older) == run
+
+
+@pytest.mark.parametrize(
+    ("bitsandbytes", "device_kind", "capability", "dtype", "rows"),
+    [
+        ("0.39.1", "cuda", "8.0", "bf16", 0),
+        ("0.40.0", "cuda", "8.0", "bf16", 1),
+        ("0.49.2", "cuda", "9.0", "fp16", 1),
+        ("0.50.0", "cuda", "8.0", "bf16", 64),
+        ("0.50.2", "cuda", "9.0", "bf16", 32),
+        ("0.50.2", "cuda", "7.5", "fp16", 128),
+        ("0.50.2", "cuda", "7.5", "bf16", 7),
+        ("0.50.2", "cuda", "8.0", "fp32", 7),
+        ("0.50.2", "cuda", "7.0", "fp16", 7),
+        ("0.50.2", "rocm", "gfx1100", "bf16", 8),
+        ("0.50.2", "rocm", "gfx942", "bf16", 4),
+        ("0.50.2", "cpu", None, "bf16", 0),
+        ("0.50.2", "hpu", None, "bf16", 0),
+    ],
+)
+def test_a_4_bit_weight_is_multiplied_as_it_is_stored_up_to_so_many_rows(
+    bitsandbytes: str, device_kind: str, capability: str | None, dtype: str, rows: int
+) -> None:
+    libraries = Libraries(bitsandbytes=bitsandbytes)
+    assert libraries.fused_4bit_rows(device_kind, capability, dtype) == rows
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("capability", FUSED_4BIT_ROWS)
+def test_so_many_rows_are_what_bitsandbytes_chooses(capability: str) -> None:
+    """Its choice, read from the source: without CUDA the module can't be imported."""
+    package = find_spec("bitsandbytes")
+    assert package is not None
+    assert package.origin is not None
+    path = Path(package.origin).parent / "backends" / "cuda" / "ops.py"
+    name = "_gemm_4bit_use_custom_cuda"
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    choice = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
+    multiprocessors = max(
+        gpu.num_multiprocessors or 0 for gpu in list_gpus() if gpu.compute_capability == capability
+    )
+    scope: dict[str, Any] = {
+        "functools": functools,
+        "torch": import_module("torch"),
+        "_GEMM_4BIT_CUSTOM_FLOOR_M": 4,
+        "_gpu_dispatch_props": lambda _: (multiprocessors, *map(int, capability.split("."))),
+    }
+    exec(compile(ast.Module(choice, []), str(path), "exec"), scope)
+    fp16 = scope["torch"].float16
+    fused = [rows for rows in range(1, 1537) if scope[name](0, fp16, rows, 14336, 4096)]
+    assert fused == list(range(1, FUSED_4BIT_ROWS[capability] + 1))

@@ -23,7 +23,6 @@ from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model
 from whichlora.symbolic import autograd
 from whichlora.symbolic.autograd import (
-    FUSED_ROWS,
     NOTHING,
     LinearForm,
     Tape,
@@ -135,7 +134,7 @@ def test_keys_that_later_layers_hold_keep_the_graph_that_made_them_again(
     assert bytes_of(tape.graph_behind_held) == 30  # not what the query's node saved
     walk = tape.backward_walk(recomputed=True, early_stop=early_stop)
     # the gradient of the input, and what a reentrant checkpoint holds of its result
-    assert bytes_of(unpacked(walk.live, 0)) == left + (1 if early_stop else 1 + 7)
+    assert bytes_of(unpacked(walk.live, 0, 0)) == left + (1 if early_stop else 1 + 7)
     alive = {tensor for tensor, form in walk.events if form is not None}
     alive -= {tensor for tensor, form in walk.events if form is None}
     assert alive == {walk.input_gradient}
@@ -186,8 +185,8 @@ def test_gradients_of_parameters_stay_unless_they_are_added_to_earlier_ones(
 
 
 def test_a_4_bit_product_of_many_rows_expands_its_weight() -> None:
-    form = where_many_rows(7)
-    few, many = (evaluate(form, tokens=n, span=1, r=1) for n in (FUSED_ROWS, FUSED_ROWS + 1))
+    form = where_many_rows(7, fused_rows=32)
+    few, many = (evaluate(form, tokens=n, span=1, r=1) for n in (32, 33))
     assert (few, many) == (0, 7)
 
 
@@ -197,7 +196,7 @@ def test_sums_and_multiples_of_packed_forms_are_those_of_the_forms() -> None:
     form, number = NOTHING, 0
     for term in terms:
         form, number = plus(form, scaled(term, 4)), number + 4 * packed(term)
-        assert unpacked(number, 64) == form
+        assert unpacked(number, 64, 0) == form
     assert form.constant < form.per_sequence
 
 
@@ -240,6 +239,7 @@ EVERY_TERM = st.builds(
     per_chunk=st.just(0),
     per_sequence=st.just(0),
     chunk_size=st.just(0),
+    fused_rows=st.just(32),
 )
 AXIS = st.lists(st.integers(1, 99), min_size=1, max_size=4, unique=True)
 
@@ -303,8 +303,8 @@ def test_dora_with_dropout_keeps_a_weight_that_is_no_parameter(
     assert spec is not None
     run = RunConfig(model=spec.name, method="dora", target_modules=("q_proj",), **settings)  # type: ignore[arg-type]
     kept = points_of_layer(spec.groups[0].layer, resolve(spec, run, GPU)).saved_tensors
-    dense = [one.form for one in kept if one.form.constant >= spec.hidden_size**2]
-    assert dense == [constant(spec.hidden_size**2 * dense_bytes)] * bool(dense_bytes)
+    dense = [one.form.constant for one in kept if one.form.constant >= spec.hidden_size**2]
+    assert dense == [spec.hidden_size**2 * dense_bytes] * bool(dense_bytes)
 
 
 def test_experts_in_a_loop_keep_the_same_and_need_less_at_once() -> None:

@@ -190,6 +190,19 @@ def resolve_dtypes(
     )
 
 
+# Rows up to which a product unpacks weights inside its kernel. Kind: estimate, what the kernels'
+# authors state.
+_FUSED_ROWS = {"gptq-int4": 50, "gptq-int8": 50, "awq-int4": 1024}
+
+
+def fused_rows(dtypes: Dtypes) -> int:
+    """Rows up to which a product with quantised weights does not write them out in 16 bit first."""
+    if dtypes.quant not in FOUR_BIT_BNB:
+        return _FUSED_ROWS.get(dtypes.quant, 0)
+    product = "fp32" if dtypes.four_bit_bytes == 4 else dtypes.half
+    return dtypes.libraries.fused_4bit_rows(dtypes.device_kind, dtypes.compute_capability, product)
+
+
 def is_quantised(linear: Linear, dtypes: Dtypes) -> bool:
     """Whether `linear` is stored in few bits: experts kept as 3-D parameters never are."""
     if linear.is_subclass and not dtypes.libraries.quantises_subclasses:

@@ -8,6 +8,23 @@ from typing import Self
 
 from whichlora.errors import ConfigError
 
+# Rows up to which bitsandbytes 0.50 multiplies with stored 4-bit weights, by compute capability:
+# of a weight of [14336, 4096] on the GPU with the most multiprocessors. Of older ones, and of
+# formats that an architecture has no such kernel for, FEW_FUSED_4BIT_ROWS.
+FUSED_4BIT_ROWS = {
+    "7.5": 128,
+    "8.0": 64,
+    "8.6": 128,
+    "8.9": 128,
+    "9.0": 32,
+    "10.0": 8,
+    "10.3": 8,
+    "12.0": 64,
+    "12.1": 256,
+}
+FEW_FUSED_4BIT_ROWS = 7
+_UNKNOWN = "8.9"  # the library takes a card that it does not know for one of these
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Libraries:
@@ -66,6 +83,30 @@ class Libraries:
     def linear4bit_keeps_input(self) -> bool:
         """A 4-bit linear holds its input outside of autograd, so checkpointing frees none. Read."""
         return self.older("bitsandbytes", "0.43.2")
+
+    def fused_4bit_rows(self, device_kind: str, compute_capability: str | None, dtype: str) -> int:
+        """Rows up to which bitsandbytes multiplies with a 4-bit weight as it is stored.
+
+        Above, it expands the weight first. Read: `matmul_4bit` expands for any row before 0.40,
+        then for two (`gemv_4bit` takes one); from 0.50 `gemm_4bit` asks the card and the shape
+        (`_gemm_4bit_use_custom_cuda`), of which the table has the card. On a CPU and on Gaudi it
+        always expands.
+
+        Args:
+            dtype: of the product, "fp32", "bf16" or "fp16".
+        """
+        if device_kind not in ("cuda", "rocm") or self.older("bitsandbytes", "0.40"):
+            return 0
+        if self.older("bitsandbytes", "0.50"):
+            return 1
+        if device_kind == "rocm":
+            return 8 if (compute_capability or "").startswith(("gfx11", "gfx12")) else 4
+        capability = compute_capability or _UNKNOWN
+        if dtype == "fp32" or (capability == "7.5" and dtype != "fp16"):
+            return FEW_FUSED_4BIT_ROWS
+        if _numbers(capability) < (7, 5):
+            return FEW_FUSED_4BIT_ROWS
+        return FUSED_4BIT_ROWS.get(capability, FUSED_4BIT_ROWS[_UNKNOWN])
 
     @property
     def scores_whole_prompt(self) -> bool:

@@ -21,8 +21,9 @@ class LinearForm(NamedTuple):
     """Bytes or elements: so many per token, per pair of tokens (tokens times span), and so on.
 
     Args:
-        where_many_rows: bytes that are there only above `FUSED_ROWS` tokens.
+        where_many_rows: bytes that are there only above `fused_rows` tokens.
         chunk_size: how many tokens a chunk has; 0 where there are none.
+        fused_rows: as of `spec.dtypes.fused_rows`; 0 where no term asks.
     """
 
     per_token: int = 0
@@ -35,6 +36,7 @@ class LinearForm(NamedTuple):
     per_chunk: int = 0
     per_sequence: int = 0
     chunk_size: int = 0
+    fused_rows: int = 0
 
 
 NOTHING = LinearForm()
@@ -43,7 +45,6 @@ Temporaries: TypeAlias = LinearForm | Sequence[LinearForm]
 LAYER_INPUT = "layer input"
 CHUNK = 64  # tokens that a gated delta net takes at once, the last ones padded
 COMPARED_FROM = 1 << 13  # combinations of sizes; of fewer, evaluating forms takes less time
-FUSED_ROWS = 1536  # of a 4-bit product; bitsandbytes 0.50 expands the weight first for more
 
 
 def per_token(count: int) -> LinearForm:
@@ -70,9 +71,9 @@ def per_span_squared(count: int) -> LinearForm:
     return LinearForm(per_span_squared=count)
 
 
-def where_many_rows(count: int) -> LinearForm:
-    """Bytes that are there only above `FUSED_ROWS` rows."""
-    return LinearForm(where_many_rows=count)
+def where_many_rows(count: int, fused_rows: int) -> LinearForm:
+    """Bytes that are there only above so many rows, the same number in all of one layer."""
+    return LinearForm(where_many_rows=count, fused_rows=fused_rows)
 
 
 def per_chunk(count: int, size: int = CHUNK) -> LinearForm:
@@ -88,16 +89,16 @@ def per_sequence(count: int) -> LinearForm:
 
 
 def scaled(form: LinearForm, factor: int) -> LinearForm:
-    a, b, c, d, e, f, g, h, i, size = form
+    a, b, c, d, e, f, g, h, i, size, fused = form
     k = factor
-    return LinearForm(a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k, size)
+    return LinearForm(a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k, size, fused)
 
 
 def plus(first: LinearForm, second: LinearForm) -> LinearForm:
-    a, b, c, d, e, f, g, h, i, size = first
-    p, q, r, s, t, u, v, w, x, other_size = second
-    size = size or other_size
-    return LinearForm(a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x, size)
+    a, b, c, d, e, f, g, h, i, size, fused = first
+    p, q, r, s, t, u, v, w, x, other_size, other_fused = second
+    size, fused = size or other_size, fused or other_fused
+    return LinearForm(a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x, size, fused)
 
 
 def minus(first: LinearForm, second: LinearForm) -> LinearForm:
@@ -112,12 +113,12 @@ def total(forms: Iterable[LinearForm]) -> LinearForm:
 
 
 _TERM_BITS = 128  # of a packed form; a config's largest size has 30, a product of three 90
-_SHIFTS = tuple(_TERM_BITS * place for place in reversed(range(len(NOTHING) - 1)))
+_SHIFTS = tuple(_TERM_BITS * place for place in reversed(range(len(NOTHING) - 2)))
 
 
 @lru_cache(maxsize=4096)
 def packed(form: LinearForm) -> int:
-    """All terms but the size of chunks in one integer.
+    """All terms, without the size of chunks and the fused rows, in one integer.
 
     A pass over a layer adds up thousands of forms: the sum of packed forms is one sum of integers.
     """
@@ -128,12 +129,12 @@ _SIGN = 1 << (_TERM_BITS - 1)
 _SIGNS = sum(_SIGN << shift for shift in _SHIFTS)
 
 
-def unpacked(number: int, chunk_size: int) -> LinearForm:
+def unpacked(number: int, chunk_size: int, fused_rows: int) -> LinearForm:
     """The form that `packed` made a number of."""
     number += _SIGNS  # so that no term is negative
     mask = (1 << _TERM_BITS) - 1
     terms = [(number >> shift & mask) - _SIGN for shift in _SHIFTS]
-    return LinearForm._make([*terms, chunk_size])
+    return LinearForm._make([*terms, chunk_size, fused_rows])
 
 
 def without_sequences(form: LinearForm) -> LinearForm:
@@ -154,7 +155,7 @@ def evaluate(form: LinearForm, *, tokens: Count, span: Count, r: Count) -> Count
     if form.per_span_squared:
         result = result + form.per_span_squared * span * span
     if form.where_many_rows:
-        result = result + form.where_many_rows * (tokens > FUSED_ROWS)
+        result = result + form.where_many_rows * (tokens > form.fused_rows)
     if form.per_chunk or form.per_sequence:
         in_chunks = form.per_chunk * chunks(span, form.chunk_size)
         result = result + floor_div(tokens, span) * (form.per_sequence + in_chunks)
@@ -186,13 +187,14 @@ def _largest_somewhere(
     if any(form.per_chunk or form.per_sequence for form in forms):
         return forms
     few, many = np.min(tokens), np.max(tokens)
+    fused_rows = max((form.fused_rows for form in forms), default=0)
     short, long = np.min(span), np.max(span)
     ends = np.meshgrid(
         (few, many),
         (short, long),
         (np.min(r), np.max(r)),
         (short**2, long**2),
-        (few > FUSED_ROWS, many > FUSED_ROWS),
+        (few > fused_rows, many > fused_rows),
     )
     n, length, rank, squared, is_many = (np.ravel(values).astype(np.float64) for values in ends)
     terms = np.stack([n, n * length, np.ones_like(n), n * rank, rank, squared, is_many])
@@ -350,7 +352,7 @@ class Tape:
     def __init__(self, *, no_grad: bool = False) -> None:
         self.no_grad = no_grad
         self._forms: list[int] = []
-        self._chunk_size = 0
+        self._chunk_size = self._fused_rows = 0
         self._steps: list[_Step] = []
         self._nodes: list[_Node] = []
         self._num_edges = 0
@@ -373,6 +375,8 @@ class Tape:
             return 0
         if form.chunk_size:
             self._chunk_size = form.chunk_size
+        if form.fused_rows:
+            self._fused_rows = form.fused_rows
         return packed(form)
 
     def _blocks(self, temporaries: Temporaries) -> tuple[int, ...]:
@@ -383,8 +387,11 @@ class Tape:
             temporaries = (temporaries,)
         return tuple(self._packed(form) for form in temporaries if any(form))
 
+    def _form(self, number: int) -> LinearForm:
+        return unpacked(number, self._chunk_size, self._fused_rows)
+
     def _unpacked(self, points: Sequence[int]) -> list[LinearForm]:
-        forms = {point: unpacked(point, self._chunk_size) for point in set(points)}
+        forms = {point: self._form(point) for point in set(points)}
         return [forms[point] for point in points]
 
     def _edge(self) -> int:
@@ -422,7 +429,7 @@ class Tape:
     def graph_behind_held(self) -> LinearForm:
         """Bytes that nodes behind the tensors held by later layers have saved."""
         storages = self.storages_held(graph=True) - self.storages_held(graph=False)
-        return unpacked(sum(self._forms[storage] for storage in storages), self._chunk_size)
+        return self._form(sum(self._forms[storage] for storage in storages))
 
     def storages_held(self, *, graph: bool) -> frozenset[int]:
         """Tensors held by later layers, with `graph` also what nodes that lead to them have saved.
@@ -635,14 +642,14 @@ class Tape:
         for tensor, number in events:
             if number not in forms:
                 assert number is not None
-                forms[number] = unpacked(number, self._chunk_size)
+                forms[number] = self._form(number)
             result.append(TapeEvent(tensor, forms[number]))
         return result
 
     @property
     def saved(self) -> LinearForm:
         """Bytes of all saved tensors."""
-        return unpacked(self._saved_bytes, self._chunk_size)
+        return self._form(self._saved_bytes)
 
     @property
     def _saved_bytes(self) -> int:

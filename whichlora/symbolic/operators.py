@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import Linear, Norm
-from whichlora.spec.dtypes import BNB_BLOCK, Dtypes, is_quantised
+from whichlora.spec.dtypes import BNB_BLOCK, Dtypes, fused_rows, is_quantised
 from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.symbolic.autograd import (
-    FUSED_ROWS,
     NOTHING,
     LinearForm,
     Tape,
@@ -64,11 +63,11 @@ class Rows:
             return per_rank(self.number * multiple)
         return per_rank_token(self._share(multiple))
 
-    def where_many(self, count: int) -> LinearForm:
-        """`count` where a 4-bit product has too many rows; a part has as many as tokens."""
+    def where_many(self, count: int, fused_rows: int) -> LinearForm:
+        """`count` where a product has more than `fused_rows`; a part has as many as tokens."""
         if self.number:
-            return constant(count * (self.number > FUSED_ROWS))
-        return where_many_rows(count)
+            return constant(count * (self.number > fused_rows))
+        return where_many_rows(count, fused_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,12 +286,14 @@ class OpEmitter:
             dense = scaled(weights, dtypes.four_bit_bytes)
             # expanded for many rows, and its scales to fp32, without their offset and with it
             scales = weights.constant // BNB_BLOCK * 4 if dtypes.quant == "nf4-dq" else 0
+            fused = fused_rows(dtypes)
+            expanded = (scales, scales, dense.constant)
             out = tape.op(
                 [narrow],
                 elements,
                 narrow.size,
                 saves=[narrow] if dtypes.libraries.linear4bit_keeps_input else [],
-                inner=[self.rows.where_many(size) for size in (scales, scales, dense.constant)],
+                inner=[self.rows.where_many(size, fused) for size in expanded],
                 inner_backward=dense,
                 hidden=True,
                 what=f"{linear.name}: result",

@@ -16,7 +16,7 @@ from whichlora.memory.layer_bytes import reads_last
 from whichlora.memory.optimizer import Update, update_bytes, update_launches
 from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
-from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.dtypes import Dtypes, fused_rows, is_quantised
 from whichlora.spec.numeric import Count, Real, is_plain, smallest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
@@ -60,17 +60,6 @@ LOSS_PASSES = {"hf": 30, "unsloth": 30, "raw": 8, "trl-fused": 16, "liger": 16}
 # and narrows, bitsandbytes expands scales and looks up its state in Python. Kind: fitted, whole
 # numbers from published decoding speeds of Qwen2 (AWQ, GPTQ) and Llama-2-7B (bitsandbytes).
 QUANT_OPS = {"awq-int4": 2, "gptq-int8": 2, "nf4": 5, "nf4-dq": 6, "fp4": 5, "int8": 6}
-# Rows up to which a quantised product unpacks weights inside its kernel. Kind: estimate; a single
-# row for bitsandbytes, and what the kernels' authors state for the others.
-FUSED_ROWS = {
-    "nf4": 1,
-    "nf4-dq": 1,
-    "fp4": 1,
-    "gptq-int4": 50,
-    "gptq-int8": 50,
-    "awq-int4": 1024,
-}
-
 
 # Bytes of a weight that is expanded to 16 bit and read back; bitsandbytes copies 8 bits to 16 and
 # scales the copy in place. Source: bitsandbytes 0.50.2 `MatMul8bitLt.backward`.
@@ -156,19 +145,22 @@ def unpacking_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> Count:
     A fused kernel reads the stored bytes once more. Above its rows, the weight is written in 16 bit
     and read back. An expert sees its share of the rows, and one that no row chose is not unpacked.
 
-    Kind: estimate. Source: bitsandbytes 0.50 `matmul_4bit`; `FUSED_ROWS`.
+    Kind: estimate. Source: `spec.dtypes.fused_rows`.
     """
     moved = 0 * rows
     if _multiplies_stored(dtypes):
         return moved
+    most_fused = fused_rows(dtypes)
     for linear in layer.linears:
         if not is_quantised(linear, dtypes):
             continue
         visited = visited_matrices(linear, rows)
         rows_each = rows * linear.active / visited
-        fused = rows_each <= FUSED_ROWS.get(dtypes.quant, 0)
+        fused = rows_each <= most_fused
         stored = weights.linear_bytes(linear, dtypes) / linear.count
-        expanded = 4 * linear.in_features * linear.out_features
+        expanded = EXPANSION_BYTES.get(dtypes.quant, 2 * 2) * (
+            linear.in_features * linear.out_features
+        )
         moved = moved + visited * (fused * stored + (1 - fused) * expanded)
     return moved
 
@@ -479,8 +471,8 @@ def _trained_layers(
         elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
     quantised = [linear for linear in layer.linears if is_quantised(linear, dtypes)]
     expanded = sum(linear.num_weights for linear in quantised)
-    expansions = 1 if _multiplies_stored(dtypes) else 2 + recompute
-    dequant = count * expanded * EXPANSION_BYTES.get(dtypes.quant, 2 * 2) * expansions
+    dequant = count * expanded * EXPANSION_BYTES.get(dtypes.quant, 2 * 2)  # backward
+    dequant = dequant + count * unpacking_bytes(layer, dtypes, tokens) * (1 + recompute)
     base_ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + expert_ops(layer, tokens)
     launches = count * base_ops * (1 + recompute + BACKWARD_RATIO * AUTOGRAD_LAUNCH)
     launches = launches + count * loop_ops(layer) * (1 + recompute)

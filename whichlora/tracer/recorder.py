@@ -19,19 +19,23 @@ from whichlora.spec.run import RunConfig
 from whichlora.tracer.extrapolate import TracedEvent
 from whichlora.tracer.like_cuda import makes_host_tensors
 
-_FUSED_GEMM_ROWS = 1536  # bitsandbytes 0.50 expands the 4-bit weight above this on every GPU
-
 
 class Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Writes down the births and deaths of storages on the device, and where they happen.
 
     Storages are recorded, not their tensors. Memory that an operator allocates and frees inside is
     not seen, apart from `_temporary_bytes`.
+
+    Args:
+        fused_rows: as of `Libraries.fused_4bit_rows`.
     """
 
-    def __init__(self, layers: Sequence[tuple[str, nn.Module]], run: RunConfig) -> None:
+    def __init__(
+        self, layers: Sequence[tuple[str, nn.Module]], run: RunConfig, *, fused_rows: int = 0
+    ) -> None:
         super().__init__()
         self._run = run
+        self._fused_rows = fused_rows
         self._prefix = get_method(run.method).parameter_prefix
         self.events: list[TracedEvent] = []
         self._layers = layers
@@ -138,7 +142,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._placeholder_value(args[0])
-        temporary_bytes = _temporary_bytes(func, args, kwargs or {})
+        temporary_bytes = _temporary_bytes(func, args, kwargs or {}, self._fused_rows)
         temporary = self._write_birth(temporary_bytes, str(func), None) if temporary_bytes else 0
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:
@@ -267,7 +271,7 @@ def _calls(function: Any, first: Any) -> Any:
     return call
 
 
-def _temporary_bytes(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
+def _temporary_bytes(func: Any, args: Any, kwargs: Mapping[str, Any], fused_rows: int) -> int:
     """Bytes that an operator allocates and frees inside, where its library's code says so.
 
     Source: bitsandbytes 0.50.2 `_dequant_linear_fallback`: above a number of rows that depends on
@@ -285,7 +289,7 @@ def _temporary_bytes(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
     if str(func) != "bitsandbytes.gemm_4bit.default":
         return 0
     rows = args[0].numel() // args[0].shape[-1]
-    if rows <= _FUSED_GEMM_ROWS:
+    if rows <= fused_rows:
         return 0
     out_features, in_features = args[2]
     scales = kwargs.get("absmax_8bit")

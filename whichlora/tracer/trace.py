@@ -36,7 +36,8 @@ from whichlora.profiler.build import (
 from whichlora.profiler.inference import measure_inference
 from whichlora.profiler.meter import Meter
 from whichlora.spec.dtypes import has_master_weights
-from whichlora.spec.run import Precision, RunConfig
+from whichlora.spec.run import FP32_PRECISIONS, Precision, RunConfig
+from whichlora.spec.versions import Libraries
 from whichlora.tracer.extrapolate import (
     DEPTH_KEYS,
     TRACED_LAYERS,
@@ -126,7 +127,9 @@ def trace(
         layers = _layers(model)
         if num_layers is not None and not layers:
             raise DoesNotRepeatError("the model has no list of them")
-        recorder = Recorder(layers, run)
+        product = "fp32" if run.precision in FP32_PRECISIONS else device.half
+        fused_rows = Libraries().fused_4bit_rows(device_kind, compute_capability, product)
+        recorder = Recorder(layers, run, fused_rows=fused_rows)
         recorder.note_loaded(model)
         # `generate` of a PEFT model calls the model inside, and passes its own forward over
         generates = run.phase == "inference" and isinstance(model, PeftModel)
