@@ -8,8 +8,6 @@ from functools import cache
 
 import published
 from published import MEMORY, Observation, gpu_of
-from whichlora.memory import held
-from whichlora.memory.loss import KEPT_LOGITS
 from whichlora.memory.training import Ledger
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.predict import ledger, predict_memory
@@ -19,14 +17,10 @@ STEADY_PARTS = ("weights", "adapters", "optimizer_states")
 FORWARD = ("layer_forward", "loss_forward")
 # Moments by what a phase is called; the backward has all others.
 PHASES: dict[str, Callable[[str], bool]] = {
-    "peak_allocated": lambda moment: True,
     "peak_in_forward": lambda moment: moment in FORWARD,
     "peak_in_backward": lambda moment: moment not in (*FORWARD, "optimizer_step", "loading"),
     "peak_in_optimizer": lambda moment: moment == "optimizer_step",
 }
-# What the step before has left. The published loops are one step, or a function that is called for
-# each, whose variables go as it returns.
-OF_STEP_BEFORE = (KEPT_LOGITS, held.ENCODER_STATES, held.GRAPH_LEAVES, held.HELD_INPUTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +45,7 @@ def predicted_bytes(one: Observation) -> float:
     if one.quantity == "allocated_after_load":
         entries = ledger(job).moments["optimizer_step"]
         return float(sum(x.num_bytes for x in entries if x.part in ("weights", "adapters")))
-    if one.quantity in PHASES and one.run.trainer == "loop":
+    if one.quantity in PHASES:
         return _phase_bytes(one, job)
     if one.quantity == "allocated_after_forward":  # the 16-bit logits are gone by then
         narrow = 2 * one.run.batch_size * one.run.seq_len * one.model.vocab_size
@@ -73,10 +67,7 @@ def _phase_bytes(one: Observation, job: ResolvedRun) -> float:
 
 
 def _moment_bytes(found: Ledger, moment: str) -> float:
-    """Bytes of a moment, without what an earlier step has left in a forward."""
-    left_out = OF_STEP_BEFORE if moment in FORWARD else ()
-    kept = (entry for entry in found.moments[moment] if entry.fact not in left_out)
-    return float(sum(entry.num_bytes for entry in kept) + found.workspace_bytes)
+    return float(sum(entry.num_bytes for entry in found.moments[moment]) + found.workspace_bytes)
 
 
 @cache

@@ -47,7 +47,7 @@ def fitcheck(line: Line) -> Iterator[Found]:
     versions = {"torch": row["torch"].partition("+")[0], "transformers": row["transformers"]}
     run = RunConfig(
         model=spec.name,
-        trainer="loop",
+        trainer="loop-function",  # `one_step` of scripts/measure.py
         method=row["method"],
         r=whole(row["r"]),
         lora_alpha=whole(row["lora_alpha"]),
@@ -449,7 +449,7 @@ def fsdp_qlora(line: Line) -> Iterator[Found]:
         gradient_checkpointing=row["grad_ckpt"] == "True",
         use_reentrant=False,
         optimizer="sgd",  # none runs
-        trainer="loop",
+        trainer="loop-function",  # one step, with none before it
         loss_head="raw",
         libraries=(("bitsandbytes", "0.42.0"), ("torch", "2.1.2"), ("transformers", "4.37.2")),
     )

@@ -96,7 +96,7 @@ MEMORY_BOUNDS = {
     ("peak_in_backward", "fitcheck_t4"): (0.0025, 0.01),
     ("peak_in_optimizer", "fitcheck_t4"): (0.0015, 0.015),
     ("allocated_after_load", "fitcheck_t4"): (0.0015, 0.021),
-    ("peak_reserved", "fitcheck_t4"): (0.04, 0.14),
+    ("peak_reserved", "fitcheck_t4"): (0.02, 0.08),
     ("peak_allocated", "fms_acceleration_bench"): (0.02, 0.13),
     ("peak_allocated", "fsdp_qlora"): (0.01, 0.015),
     ("peak_allocated", "optimum_benchmark"): (0.015, 0.13),

@@ -51,6 +51,18 @@ def test_a_loop_holds_its_logits_in_every_moment_and_nobody_widens_them(
     assert {"layer_forward", "loss_forward", "loss_backward", "optimizer_step"} <= by_moment.keys()
 
 
+def test_a_step_that_is_a_function_leaves_nothing_to_the_next_forward() -> None:
+    run = replace(LOOP, trainer="loop-function")
+    after_return, before = ("layer_forward", "loss_forward"), ("loss_backward", "optimizer_step")
+    entries = moments(run)
+    for fact in (loss.KEPT_LOGITS, held.GRAPH_LEAVES):
+        assert not any(size_of(entries[moment], fact) for moment in after_return)
+    assert all(size_of(entries[moment], loss.KEPT_LOGITS) == 2 * LOGITS for moment in before)
+    assert size_of(entries["optimizer_step"], held.GRAPH_LEAVES) == 1000 * 2 * 2 * 4096
+    assert held.held_in_update(step_of(run)) == held.held_in_update(step_of(LOOP))
+    assert held.held_between_steps(step_of(run)) == ()
+
+
 def test_the_trainer_of_transformers_drops_them_before_the_backward() -> None:
     run = replace(LOOP, trainer="transformers")
     assert not any(size_of(entries, loss.KEPT_LOGITS) for entries in moments(run).values())

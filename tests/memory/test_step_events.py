@@ -18,6 +18,7 @@ RUNS = [
     {"method": "dora", "use_reentrant": True, "loss_head": "raw"},
     {"quant": "int8", "gradient_checkpointing": False},
     {"trainer": "loop", "precision": "bf16-no-autocast"},
+    {"trainer": "loop-function", "gradient_accumulation_steps": 2},
 ]
 
 
@@ -40,6 +41,30 @@ def test_every_storage_dies_once_after_its_birth_and_weights_stay(
     held = sum(size for size in alive.values() if size > 100 * MiB)
     assert left <= static + held
     assert left > 0.7 * static
+
+
+@pytest.mark.parametrize(("trainer", "num_alone"), [("loop", 1), ("loop-function", 4)])
+def test_a_function_frees_the_logits_before_those_of_its_next_call(
+    trainer: str, num_alone: int
+) -> None:
+    run = RunConfig(
+        model=MODEL,
+        trainer=trainer,
+        batch_size=2,
+        seq_len=1024,
+        precision="bf16-pure",
+        gradient_accumulation_steps=2,
+    )
+    step = step_of(run)
+    logits: set[int] = set()
+    born_alone = 0
+    for number, size in training_events(step).events:
+        if size == step.kept_logits_bytes:
+            born_alone += not logits
+            logits.add(number)
+        elif size is None:
+            logits.discard(number)
+    assert born_alone == num_alone  # of two steps of two batches
 
 
 def test_small_requests_are_added_up_and_large_ones_listed() -> None:

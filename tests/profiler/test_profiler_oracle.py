@@ -90,6 +90,7 @@ def measure(
         {"method": "full", "optimizer": "adamw_torch", "loss_head": "raw"},
         {"trainer": "loop", "precision": "bf16", "gradient_accumulation_steps": 2},
         {"trainer": "loop", "method": "qlora", "optimizer": "adamw_8bit", "loss_head": "raw"},
+        {"trainer": "loop-function", "precision": "bf16", "gradient_accumulation_steps": 2},
     ],
     ids=lambda settings: "-".join(str(value) for value in settings.values()),
 )

@@ -19,6 +19,8 @@ from whichlora.memory.allocator_simulator import replay
 from whichlora.methods import with_defaults
 from whichlora.predict import predict, resolve
 from whichlora.profiler.build import finished_model, meta_model
+from whichlora.profiler.finetune import collate, random_rows, stages
+from whichlora.profiler.meter import Meter
 from whichlora.spec.run import RunConfig
 from whichlora.store import models
 from whichlora.store.gpus import find_gpu
@@ -169,6 +171,7 @@ def test_four_layers_stretched_agree_with_all_layers(settings: dict[str, Any]) -
         {"trainer": "loop", "gradient_checkpointing": False, "method": "full"},
         {"trainer": "loop", "quant": "int8", "precision": "fp16-no-autocast"},
         {"trainer": "loop", "loss_head": "raw", "method": "qlora"},
+        {"trainer": "loop-function", "gradient_accumulation_steps": 2},
         {"phase": "inference", "prompt_len": 512, "max_new_tokens": 4},
         {"phase": "inference", "prompt_len": 64, "max_new_tokens": 2, "quant": "nf4-dq"},
         {"phase": "inference", "prompt_len": 512, "max_new_tokens": 4, "method": "qlora"},
@@ -181,6 +184,42 @@ def test_four_layers_stretched_agree_with_all_layers(settings: dict[str, Any]) -
 def test_the_ledger_agrees_with_the_trace(settings: dict[str, Any]) -> None:
     predicted, traced = peaks_of_tinyllama(RunConfig(model="x", **settings))
     assert predicted == pytest.approx(traced, rel=0.015)
+
+
+def test_loop_function_is_traced_as_a_step_that_is_a_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def written_out(model: Any, run: RunConfig, meter: Meter, seq_lens: list[int]) -> None:
+        model.config.use_cache = False
+        optimizer = torch.optim.SGD(p for p in model.parameters() if p.requires_grad)
+
+        def train_step(batch: dict[str, torch.Tensor]) -> None:
+            outputs = model(**batch)
+            outputs.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        lengths, _ = stages(meter, seq_lens, num_counted=2)
+        for row in random_rows(model.config, run, lengths):
+            train_step(collate([row]))
+
+    by_loop, by_function = (reserved_by_tiny(name) for name in ("loop", "loop-function"))
+    monkeypatch.setattr("whichlora.tracer.trace.resolve_name", lambda _: written_out)
+    assert by_function == reserved_by_tiny("loop-function") < by_loop
+
+
+def reserved_by_tiny(trainer: str) -> int:
+    run = RunConfig(
+        model="x",
+        trainer=trainer,
+        seq_len=1024,
+        precision="bf16-pure",
+        optimizer="sgd",
+        gradient_checkpointing=False,
+    )
+    job = resolve.resolve(families.build(TWO_LAYERS, name="x"), run, GPU)
+    events = trace(job.run, TWO_LAYERS, target_modules="all-linear")
+    return replay(event.event for event in events).peak_reserved_bytes
 
 
 def peaks_of_tinyllama(run: RunConfig) -> tuple[int, int]:

@@ -37,12 +37,12 @@ def held_outputs(step: TrainingStep) -> Entry:
     return Entry(loss.KEPT_LOGITS, step.kept_logits_bytes)
 
 
-def held_between_steps(step: TrainingStep) -> tuple[Entry, ...]:
-    """What is left of a step in its update, and in the forward of the next one.
+def held_in_update(step: TrainingStep) -> tuple[Entry, ...]:
+    """What is left of a forward and its backward in the optimizer's update.
 
     Outputs and the graph that they belong to: its nodes, not what they saved for the backward.
     """
-    if step.trainer.outputs_held(step.run) != "until_next_outputs":
+    if step.trainer.outputs_held(step.run) not in ("until_step_ends", "until_next_outputs"):
         return ()
     # `release_variables` empties what nodes saved, not the nodes, which the loss's `grad_fn` holds
     # down to the leaves; `ctx.tensors = (CAt, subA, A)` of `MatMul8bitLt` is an attribute of its
@@ -55,3 +55,10 @@ def held_between_steps(step: TrainingStep) -> tuple[Entry, ...]:
         Entry(GRAPH_LEAVES, 2 * step.tokens * step.leaf_embedding_bytes),
         listed(HELD_INPUTS, *held),
     )
+
+
+def held_between_steps(step: TrainingStep) -> tuple[Entry, ...]:
+    """What is left of a step in the forward of the next one."""
+    if step.trainer.outputs_held(step.run) != "until_next_outputs":
+        return ()
+    return held_in_update(step)

@@ -130,9 +130,9 @@ KEPT_LOGITS = Fact(
     what="logits that a variable of the caller holds",
     shape="[batch_size, seq_len, vocab_size]",
     dtype="compute_bytes, or fp32 where accelerate widens them",
-    why="the model's output is held: by a loop until its next output, with loss head raw until "
-    "the backward is done",
-    source="trainers.loop; accelerate ConvertOutputsToFp32",
+    why="the model's output is held: by a loop until its next output or until its step's function "
+    "returns, with loss head raw until the backward is done",
+    source="trainers.loop, trainers.loop_function; accelerate ConvertOutputsToFp32",
 )
 
 

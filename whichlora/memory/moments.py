@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from whichlora.memory import activations, kv_cache, loss, optimizer
 from whichlora.memory.entries import Entry, Fact, Group, listed
-from whichlora.memory.held import HELD_INPUTS, held_between_steps, held_outputs
+from whichlora.memory.held import HELD_INPUTS, held_between_steps, held_in_update, held_outputs
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.worst_layer import after, has_one_order
 from whichlora.spec.numeric import largest
@@ -384,7 +384,7 @@ def optimizer_step(step: TrainingStep) -> Entries:
     )
     return (
         *step.static,
-        *held_between_steps(step),
+        *held_in_update(step),
         Entry(ALL_GRADIENTS, step.all_gradients),
         step.late_remainders,
         Entry(optimizer.TEMPORARIES, temporaries + 0 * step.num_trained),

@@ -455,6 +455,9 @@ class StepEvents:
     def micro_step(self, *, accumulated: bool) -> None:
         """A forward and a backward."""
         step = self.step
+        outputs_held = step.trainer.outputs_held(step.run)
+        if outputs_held == "until_step_ends":
+            self._drop_outputs()
         batch = [self.list.born(8 * step.tokens) for _ in range(3)]
         stacks = [self._stack_forward(stack, accumulated=accumulated) for stack in self.stacks]
         stream = stacks[-1].result
@@ -464,8 +467,8 @@ class StepEvents:
         if not self._keeps_encoder_out:
             for encoder in stacks[:-1]:
                 self._let_go(encoder.result)
-        if self._named is not None:
-            self._drop_outputs(self._named)
+        self._drop_outputs()
+        self._named = head
         for instance in _instances(stacks):
             events = instance.block.events
             self._kill(instance, [copy for copy in events.copies if copy not in events.saved])
@@ -487,10 +490,8 @@ class StepEvents:
             if stack.embedded is not None and step.needs_grad:
                 self._let_go(stack.embedded.streams[0])
             self.list.die(*stack.around)
-        if step.trainer.outputs_held(step.run) == "until_next_outputs":
-            self._named = head
-        else:
-            self._drop_outputs(head)
+        if outputs_held in ("until_loss", "until_backward"):
+            self._drop_outputs()
         self.list.die(*batch)
 
     @cached_property
@@ -559,10 +560,13 @@ class StepEvents:
                 self._let_go(instance.streams[0])
             self._kill(instance, hidden - {0})
 
-    def _drop_outputs(self, head: _Instance) -> None:
-        """A caller's variable lets go of the logits."""
-        events = head.block.events
-        self._kill(head, [copy for copy in events.copies if copy not in events.saved])
+    def _drop_outputs(self) -> None:
+        """The caller's variable lets go of the logits, where it names any."""
+        if self._named is None:
+            return
+        events = self._named.block.events
+        self._kill(self._named, [copy for copy in events.copies if copy not in events.saved])
+        self._named = None
 
     def _embed(self, step: TrainingStep) -> tuple[int, int, _Instance | None]:
         """Look the tokens up: a number that the model holds to the end of its forward, the stream.

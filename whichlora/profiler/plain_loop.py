@@ -14,6 +14,7 @@ from whichlora.errors import MeasurementError
 from whichlora.profiler.finetune import collate, random_rows, stages, watch_moments
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import AUTOCAST_PRECISIONS, RunConfig
+from whichlora.trainers import get_trainer
 
 _HEADS = ("hf", "raw")
 
@@ -30,7 +31,7 @@ def measure_loop(
     """As `finetune.measure_finetune`, of the loop that the body of this function spells out.
 
     `outputs` and `loss` are local variables, as in a script: what they hold lives until the next
-    step gives them another value.
+    step gives them another value, or until the step is done where it is a function of its own.
 
     Raises:
         MeasurementError: a loss head that is not the model's own, nor that of the loop.
@@ -48,6 +49,7 @@ def measure_loop(
     optimizer = _optimizer(model, run)
     device = next(model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=run.precision == "fp16" and meter.is_cuda)
+    is_function = get_trainer(run.trainer).outputs_held(run) == "until_step_ends"
     rows = iter(random_rows(model.config, run, lengths))
     step_s: list[float] = []
     warm_up_s = 0.0
@@ -58,6 +60,8 @@ def measure_loop(
             outputs = loss = None  # a profiler does not see the release of what was there before
             meter.start_extra_run()
         for _ in range(run.gradient_accumulation_steps):
+            if is_function:
+                outputs = loss = None  # its variables went when it returned
             meter.enter("layer_forward")
             batch = collate([next(rows) for _ in range(run.batch_size)])
             batch = {name: tensor.to(device) for name, tensor in batch.items()}

@@ -7,11 +7,14 @@ A package adds its own trainer with an entry point in the group `whichlora.train
 from __future__ import annotations
 
 from whichlora.spec.members import Members
-from whichlora.trainers import loop, transformers
+from whichlora.trainers import loop, loop_function, transformers
 from whichlora.trainers.base import Trainer
 
 _TRAINERS = Members[Trainer](
-    "trainer", "trainers", Trainer, (module.TRAINER for module in (transformers, loop))
+    "trainer",
+    "trainers",
+    Trainer,
+    (module.TRAINER for module in (transformers, loop, loop_function)),
 )
 BUILT_IN = _TRAINERS.built_in
 ENTRY_POINT_GROUP = _TRAINERS.group

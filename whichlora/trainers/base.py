@@ -8,7 +8,7 @@ from typing import Literal
 
 from whichlora.spec.run import RunConfig
 
-OutputsHeld = Literal["until_loss", "until_backward", "until_next_outputs"]
+OutputsHeld = Literal["until_loss", "until_backward", "until_step_ends", "until_next_outputs"]
 
 
 def _drops_outputs(run: RunConfig) -> OutputsHeld:
@@ -29,8 +29,8 @@ class Trainer:
         library_class: dotted name of the class whose steps these are; empty where a script writes
             them out. An exporter states which class its tool runs.
         outputs_held: how long a variable of the caller holds what the model returns (logits among
-            it): until there is a loss, until its backward is done, or until the outputs of the
-            next step take their place.
+            it): until there is a loss, until its backward is done, until the step with the
+            optimizer's update is done, or until the outputs of the next step take their place.
         widens_outputs: under autocast the caller gets fp32 copies of the outputs.
         narrows_embedding_states: an 8-bit optimizer has 8-bit states of embeddings, too.
         clips_gradients: their norm is computed and cut before each optimizer step.
