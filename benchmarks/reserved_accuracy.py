@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +23,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import memory_samples as samples
+import published
 from markdown_tables import markdown_table
 
 from whichlora.predict import predict as prediction
 from whichlora.predict import resolve as resolution
 from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.judgement import MEMORY_CONFIDENCE, REPLAYED_SPREAD, MemoryJudgement
 from whichlora.spec.run import RunConfig
 
 DOCUMENT = ROOT / "docs" / "accuracy" / "reserved.md"
@@ -43,6 +46,7 @@ class Compared:
         answer: error of what a prediction of the run says.
         is_replayed: the answer is a replay; else the estimate stands.
         excess: of the trace over the upper end of the stated interval.
+        needed_spread: the `REPLAYED_SPREAD` whose interval ends at the trace.
     """
 
     run: RunConfig
@@ -50,6 +54,41 @@ class Compared:
     answer: float
     is_replayed: bool
     excess: float
+    needed_spread: float
+
+
+def needed_spread(judged: MemoryJudgement, reserved_bytes: float) -> float:
+    """The `REPLAYED_SPREAD` with which the interval of `judged` ends at `reserved_bytes`."""
+    predicted = judged.peak_reserved_bytes
+    replayed, estimated = (
+        (replace(judged, is_replayed=kind).reserved_interval()[1] - predicted) ** 2
+        for kind in (True, False)
+    )
+    # the square of half the width is that of the other parts, and one that the spread scales
+    of_allocator = (estimated - replayed) / (1 - REPLAYED_SPREAD**2)
+    missing = (reserved_bytes - predicted) ** 2 - (estimated - of_allocator)
+    if missing <= 0:
+        return 0.0
+    return math.sqrt(missing / of_allocator) if of_allocator > 0 else math.inf
+
+
+def spread_of(needed: Sequence[float]) -> float:
+    """The spread whose interval holds the stated share of the next run (split conformal)."""
+    rank = math.ceil(MEMORY_CONFIDENCE * (len(needed) + 1))
+    return sorted(needed)[rank - 1] if rank <= len(needed) else math.inf
+
+
+def published_spreads() -> Iterator[float]:
+    """`needed_spread` of every published peak of training whose run is replayed."""
+    for row in published.read_all():
+        if not isinstance(row, published.Observation) or row.quantity != "peak_reserved":
+            continue
+        if row.run.phase == "finetune":
+            gpu = published.gpu_of(row.gpu)
+            job = resolution.resolve(row.model, row.run, gpu)
+            judged = prediction.judged_run(job, prior_calibration(gpu))
+            if judged.is_replayed:
+                yield needed_spread(judged, row.value)
 
 
 def compared(run: RunConfig, traced: int) -> Compared:
@@ -67,6 +106,7 @@ def compared(run: RunConfig, traced: int) -> Compared:
         answer=(judged.peak_reserved_bytes - workspace) / traced - 1,
         is_replayed=judged.is_replayed,
         excess=traced / (high - workspace) - 1,
+        needed_spread=needed_spread(judged, traced + workspace),
     )
 
 
@@ -143,6 +183,8 @@ def document(found: Sequence[Compared]) -> str:
     far_above = sum(one.excess > 0.03 for one in found)
     replayed = [one for one in found if one.is_replayed]
     share = _p95([one.answer for one in replayed]) / _p95([one.estimate for one in replayed])
+    traced = [one.needed_spread for one in replayed]
+    measured = list(published_spreads())
     return (
         "# Accuracy of reserved memory in training\n\n"
         f"Made by `benchmarks/reserved_accuracy.py --write` on {today}; no GPU was used. A "
@@ -160,6 +202,10 @@ def document(found: Sequence[Compared]) -> str:
         f"{len(replayed)} of {len(found)} runs are replayed; the 95th percentile of their errors "
         f"is {share:.2f} of the estimate's. Of all runs {above} lie "
         f"above the upper end of the stated 95 % interval, {far_above} by more than 3 %.\n\n"
+        "The share of the allocator's spread that a replay must leave for the interval to hold "
+        f"95 % (`REPLAYED_SPREAD`, {REPLAYED_SPREAD}): {spread_of(traced):.2f} by {len(traced)} "
+        f"traces, {spread_of(measured):.2f} by {len(measured)} peaks published "
+        "([published.md](published.md)).\n\n"
         f"## The worst\n\n{worst(found)}\n"
     )
 

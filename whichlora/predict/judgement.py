@@ -36,9 +36,9 @@ TIME_CONFIDENCE = 0.90
 ALLOCATED_PARTS = tuple(part for part in PARTS if part not in ("allocator", "context"))
 _LIVE_PARTS = (*ALLOCATED_PARTS, "context")
 
-# What a replay leaves of the spread of the allocator's part. Over the replayed traces the 95th
-# percentile of its errors is 0.24 of the estimate's (`docs/accuracy/reserved.md`), rounded up. It
-# was set before those, by 67 reserved peaks measured on a T4 (`docs/accuracy/published.md`).
+# What a replay leaves of the spread of the allocator's part: what the interval of 67 reserved peaks
+# measured on a T4 needs to hold 95 %, 0.28 (`spread_of` of `benchmarks/reserved_accuracy.py`),
+# rounded up. Replays of real requests need less (`docs/accuracy/reserved.md`).
 REPLAYED_SPREAD = 0.3
 
 Pass: TypeAlias = tuple[str, Count, Mapping[str, Real]]
