@@ -176,12 +176,14 @@ def weight_bytes(model: ModelSpec, dtypes: Dtypes) -> dict[str, int]:
     tables = sum(
         embedding.num_elements for embedding in model.embeddings if embedding.kind == "buffer"
     )
+    # `final_logits_bias` of `BartForConditionalGeneration`
+    logit_bias = model.vocab_size if model.biases_logits else 0
     return {
         "layers": layers,
         "embeddings": embeddings * dtypes.embedding_bytes,
         "other": remaining * dtypes.base_bytes + around,
         "buffers": model.buffer_bytes
-        + tables * dtypes.compute_bytes
+        + (tables + logit_bias) * dtypes.compute_bytes
         + rotary_table_bytes(model, dtypes),
     }
 
