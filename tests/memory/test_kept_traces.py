@@ -15,21 +15,21 @@ BANDS = (1e-5, 1e-4, 5e-4, 5e-3)
 NEAR = {
     "draw-1.jsonl": {
         "forward": (21, 78, 134, 271, None),
-        "backward": (78, 187, 227, 262, 0.022),
-        "optimizer": (41, 106, 175, 225, 0.0235),
-        "peak": (35, 111, 187, 320, 0.0165),
+        "backward": (79, 191, 229, 263, 0.022),
+        "optimizer": (41, 107, 175, 225, 0.0235),
+        "peak": (34, 111, 187, 320, 0.0165),
     },
     "draw-2.jsonl": {
-        "forward": (16, 43, 59, 119, None),
-        "backward": (31, 79, 93, 105, 0.0445),
-        "optimizer": (19, 47, 79, 98, 0.012),
+        "forward": (19, 46, 61, 122, None),
+        "backward": (32, 79, 93, 105, 0.0445),
+        "optimizer": (19, 47, 80, 98, 0.012),
         "peak": (13, 52, 83, 128, 0.0165),
     },
     "draw-3.jsonl": {
-        "forward": (7, 20, 31, 66, None),
+        "forward": (7, 22, 32, 67, None),
         "backward": (19, 40, 46, 55, 0.078),
         "optimizer": (10, 25, 41, 50, 0.0035),
-        "peak": (7, 26, 50, 76, 0.019),
+        "peak": (7, 26, 51, 76, 0.019),
     },
     "draw-4.jsonl": {
         "forward": (5, 17, 25, 61, None),
@@ -56,10 +56,10 @@ NEAR = {
         "peak": (4, 7, 16, 27, 0.0225),
     },
     "later-types.jsonl": {  # types of models that came after the draws
-        "forward": (6, 26, 39, 77, None),
+        "forward": (7, 27, 39, 78, None),
         "backward": (16, 52, 67, 81, 0.012),
-        "optimizer": (0, 13, 46, 69, 0.101),
-        "peak": (4, 20, 36, 90, 0.093),
+        "optimizer": (1, 15, 45, 69, 0.101),
+        "peak": (5, 22, 36, 90, 0.093),
     },
 }
 

@@ -719,6 +719,37 @@ def test_only_a_dynamic_cache_copies_a_layers_keys_to_append_a_token(
     assert found == size
 
 
+@pytest.mark.parametrize(("tokens", "halves"), [(100, 200), (4096, 8192), (9000, 9000)])
+def test_a_sliding_layer_joins_keys_and_values_of_its_window_before_it_drops_either(
+    tokens: int, halves: int
+) -> None:
+    """Gemma 2: full layers beside layers with a window of 4,096 tokens, 4 heads of 256."""
+    found = kv_cache.append_transient_bytes(
+        model("google/gemma-2-2b"),
+        batch_size=2,
+        tokens=tokens,
+        kv_cache="dynamic",
+        element_bytes=2,
+    )
+    assert found == 2 * halves * 4 * 256 * 2
+
+
+def test_layers_of_the_last_step_run_beside_the_scores_before_and_logits_come_after_them() -> None:
+    run = RunConfig(model=LLAMA_3_8B, phase="inference", batch_size=8, max_new_tokens=10)
+    assert held(run, "decode", generation.LAST_SCORES) == 8 * 128_256 * 4
+    assert held(run, "last_logits", generation.LAST_LOGITS) == 8 * 128_256 * (2 + 4 + 4)
+    after = {entry.fact for entry in ledger(job(run)).moments["last_logits"]}
+    assert generation.TOKEN_FORWARD not in after
+    assert generation.APPENDED not in after
+
+
+def test_a_bias_of_the_logits_is_a_buffer_beside_the_parameters() -> None:
+    bart = job(RunConfig(model="facebook/bart-base", precision="bf16-pure"))
+    without = replace(bart.model, biases_logits=False)
+    buffers = [weights.weight_bytes(x, bart.dtypes)["buffers"] for x in (bart.model, without)]
+    assert buffers[0] - buffers[1] == 50_265 * 2
+
+
 @pytest.mark.parametrize(
     ("kind", "capability", "size"),
     [

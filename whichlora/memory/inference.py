@@ -196,6 +196,13 @@ class Generation:
         return Entry(LAST_LOGITS, size)
 
     @cached_property
+    def last_scores(self) -> Entry:
+        """Of the token before, while the layers run."""
+        # the loop of `GenerationMixin._sample` names the scores until it has the next ones
+        # (`del outputs` at its end drops the logits of the model)
+        return Entry(LAST_SCORES, 4 * self.batch_size * loss.logit_width(self.model))
+
+    @cached_property
     def encoded(self) -> Entry:
         width = self.model.hidden_size * self.dtypes.stream_bytes
         return Entry(ENCODED, self.prompt_tokens * width)
@@ -348,19 +355,6 @@ LAST_LOGITS = Fact(
 )
 
 
-def decode(run: Generation) -> Entries:
-    """In the last step, whose cache is the longest."""
-    # `torch.cat` in `DynamicLayer.update` writes the longer tensor before the shorter goes
-    return (
-        *run.static,
-        Entry(FULL_CACHE, run.full_cache),
-        Entry(APPENDED, run.appended),
-        Entry(TOKEN_FORWARD, run.token_forward),
-        run.last_logits,
-        *([run.encoded] if run.has_encoder else []),
-    )
-
-
 LAST_SCORES = Fact(
     part="logits_and_loss",
     what="scores of the last token",
@@ -369,6 +363,32 @@ LAST_SCORES = Fact(
     why="a name of the loop holds them until the next ones are there",
     source="transformers GenerationMixin._sample",
 )
+
+
+def decode(run: Generation) -> Entries:
+    """In a layer of the last step, whose cache is the longest."""
+    # `torch.cat` in `DynamicLayer.update` writes the longer tensor before the shorter goes
+    scores = run.last_scores
+    if run.dtypes.libraries.scores_whole_prompt:  # no `del outputs`: its logits are there, too
+        scores = run.last_logits
+    return (
+        *run.static,
+        Entry(FULL_CACHE, run.full_cache),
+        Entry(APPENDED, run.appended),
+        Entry(TOKEN_FORWARD, run.token_forward),
+        scores,
+        *([run.encoded] if run.has_encoder else []),
+    )
+
+
+def last_logits(run: Generation) -> Entries:
+    """While the last token is picked, after the layers."""
+    return (
+        *run.static,
+        Entry(FULL_CACHE, run.full_cache),
+        run.last_logits,
+        *([run.encoded] if run.has_encoder else []),
+    )
 
 
 def quantised_moments(run: Generation, stored: CacheFormat) -> dict[str, Entries]:
@@ -381,10 +401,7 @@ def quantised_moments(run: Generation, stored: CacheFormat) -> dict[str, Entries
         prompt_len=run.prompt_len,
         max_new_tokens=run.max_new_tokens,
     )
-    # the loop of `GenerationMixin._sample` names the scores until it has the next ones
-    # (`del outputs` at its end drops the logits of the model)
-    scores = Entry(LAST_SCORES, 4 * run.batch_size * loss.logit_width(run.model))
-    in_step = (Entry(TOKEN_FORWARD, run.token_forward), scores)
+    in_step = (Entry(TOKEN_FORWARD, run.token_forward), run.last_scores)
     moments = {name: (*run.static, *cache, *in_step) for name, cache in by_moment.items()}
     cache = [x for x in by_moment["decode"] if x.fact is not quantised_cache.EXPANDED]
     return moments | {"last_logits": (*run.static, *cache, run.last_logits)}
@@ -533,6 +550,7 @@ def generation_moments(run: Generation) -> dict[str, Entries]:
         "prefill": encode(run) if run.has_encoder else prefill(run),
         "first_logits": first_logits(run),
         "decode": decode(run),
+        "last_logits": last_logits(run),
     }
     if run.stored is not None:
         moments |= quantised_moments(run, run.stored)

@@ -122,21 +122,27 @@ def left_behind_bytes(
 def append_transient_bytes(
     model: ModelSpec, *, batch_size: Count, tokens: Count, kv_cache: str, element_bytes: int
 ) -> Count:
-    """The second copy while a dynamic cache concatenates one layer's keys (or values).
+    """The second copy while a dynamic cache appends to one layer's keys and values.
 
-    Kind: exact for full attention. A sliding layer joins keys and values, of a window at most,
-    before it drops either (`DynamicSlidingWindowLayer.update`), which is not counted so.
-    Source: trace of transformers 5.23 `DynamicLayer.update`.
+    A full layer drops the shorter keys before it joins the values, a sliding one joins both first.
+
+    Kind: exact.
+    Source: transformers 5.23 `DynamicLayer.update`, `DynamicSlidingWindowLayer.update`.
     """
-    # in `DynamicLayer.update` the shorter keys are gone before the values are joined; a static
-    # layer writes into its tensor (`index_copy_`)
+    # a static layer writes into its tensor (`index_copy_`)
+    longest = 0 * batch_size * tokens
     if kv_cache != "dynamic":
-        return 0 * batch_size
-    widest = max(
-        (attention.cache_elements for layer, _ in model.layers() for attention in layer.attentions),
-        default=0,
-    )
-    return batch_size * tokens * (widest // 2) * element_bytes
+        return longest
+    for layer, _ in model.layers():
+        held_tokens = kept_tokens(layer, tokens, kv_cache=kv_cache)
+        for attention in layer.attentions:
+            if attention.cross:
+                continue
+            elements = attention.cache_elements
+            if attention.sliding_window is None:
+                elements //= 2
+            longest = largest(longest, batch_size * held_tokens * elements)
+    return longest * element_bytes
 
 
 DECODER_CACHE = Fact(
