@@ -1,4 +1,4 @@
-"""Reserved bytes of training: the replay of the run's own requests against that of real code.
+"""Reserved bytes: the replay of the run's own requests against that of real code.
 
 The other side is kept: `traces/draw-N.jsonl` and `traces/later-types.jsonl` have what the
 allocator's rules make of the storages that the libraries' real code made and freed on fake tensors.
@@ -15,7 +15,7 @@ import argparse
 import datetime
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -99,24 +99,27 @@ def compared(run: RunConfig, traced: int) -> Compared:
     workspace = counted.workspace_bytes
     judged = prediction.judged_run(job, prior_calibration(gpu))
     _, high = judged.reserved_interval()
+    is_replayed = judged.is_replayed
+    if run.phase == "inference":  # whose interval a replay does not narrow
+        is_replayed = prediction.ledger_and_idle(job)[1] is not None
     estimate = counted.peak_allocated_bytes + counted.idle_bytes - workspace
     return Compared(
         run=run,
         estimate=estimate / traced - 1,
         answer=(judged.peak_reserved_bytes - workspace) / traced - 1,
-        is_replayed=judged.is_replayed,
+        is_replayed=is_replayed,
         excess=traced / (high - workspace) - 1,
         needed_spread=needed_spread(judged, traced + workspace),
     )
 
 
 def traced_runs(every: int) -> Iterator[tuple[RunConfig, int]]:
-    """Kept traces of training with the bytes that the real requests reserve."""
+    """Kept traces with the bytes that the real requests reserve."""
     lines = [
         line
         for name in FILES
         for line in samples.read_lines(samples.TRACES / name)
-        if "refused" not in line and line["run"].get("phase") != "inference"
+        if "refused" not in line
     ]
     for line in lines[::every]:
         yield RunConfig.from_dict(line["run"]), line["peak_reserved_bytes"]
@@ -139,27 +142,39 @@ def errors(values: Sequence[float]) -> tuple[str, ...]:
     )
 
 
-def table(found: Sequence[Compared]) -> str:
-    rows = []
-
-    def add(name: str, chosen: Sequence[Compared]) -> None:
-        if not chosen:
-            return
-        rows.append((name, "estimate", *errors([one.estimate for one in chosen])))
-        rows.append(("", "answer", *errors([one.answer for one in chosen])))
-
-    add("**all**", found)
+def _training_groups(found: Sequence[Compared]) -> Iterator[tuple[str, list[Compared]]]:
     replayed = [one for one in found if one.is_replayed]
-    add("**replayed**", replayed)
     for method in ("full", "lora", "qlora", "dora", "qdora"):
         for on in (True, False):
             name = f"{method}, {'checkpointing' if on else 'no checkpointing'}"
-            chosen = [
-                one
-                for one in replayed
-                if one.run.method == method and (one.run.gradient_checkpointing is not False) == on
-            ]
-            add(name, chosen)
+            yield (
+                name,
+                [
+                    one
+                    for one in replayed
+                    if one.run.method == method
+                    and (one.run.gradient_checkpointing is not False) == on
+                ],
+            )
+
+
+def _inference_groups(found: Sequence[Compared]) -> Iterator[tuple[str, list[Compared]]]:
+    by_name: dict[str, list[Compared]] = {}
+    for one in found:
+        task = samples.model_of(one.run.model).task
+        name = task if task == "encoder" else f"{task}, {one.run.kv_cache} cache"
+        if one.is_replayed:
+            by_name.setdefault(name, []).append(one)
+    yield from sorted(by_name.items())
+
+
+def table(found: Sequence[Compared], groups: Iterable[tuple[str, Sequence[Compared]]]) -> str:
+    rows = []
+    replayed = [one for one in found if one.is_replayed]
+    for name, chosen in (("**all**", found), ("**replayed**", replayed), *groups):
+        if chosen:
+            rows.append((name, "estimate", *errors([one.estimate for one in chosen])))
+            rows.append(("", "answer", *errors([one.answer for one in chosen])))
     head = ("runs", "by", "n", "median", "p95", "worst high", "worst low")
     return markdown_table(head, rows, first_figure=2)
 
@@ -177,16 +192,26 @@ def worst(found: Sequence[Compared]) -> str:
     return markdown_table(("answer", "estimate", "by", "settings"), rows, first_figure=9)
 
 
-def document(found: Sequence[Compared]) -> str:
-    today = datetime.datetime.now(datetime.UTC).date()
+def _summary(found: Sequence[Compared]) -> str:
     above = sum(one.excess > 0 for one in found)
     far_above = sum(one.excess > 0.03 for one in found)
     replayed = [one for one in found if one.is_replayed]
     share = _p95([one.answer for one in replayed]) / _p95([one.estimate for one in replayed])
-    traced = [one.needed_spread for one in replayed]
+    return (
+        f"{len(replayed)} of {len(found)} runs are replayed; the 95th percentile of their errors "
+        f"is {share:.2f} of the estimate's. Of all runs {above} lie "
+        f"above the upper end of the stated 95 % interval, {far_above} by more than 3 %.\n\n"
+    )
+
+
+def document(found: Sequence[Compared]) -> str:
+    today = datetime.datetime.now(datetime.UTC).date()
+    trained = [one for one in found if one.run.phase == "finetune"]
+    inferred = [one for one in found if one.run.phase == "inference"]
+    traced = [one.needed_spread for one in trained if one.is_replayed]
     measured = list(published_spreads())
     return (
-        "# Accuracy of reserved memory in training\n\n"
+        "# Accuracy of reserved memory\n\n"
         f"Made by `benchmarks/reserved_accuracy.py --write` on {today}; no GPU was used. A "
         "prediction of one run replays the run's requests, as the symbolic layers make them, "
         "through the caching allocator's rules. The other side are the requests that the real "
@@ -196,17 +221,18 @@ def document(found: Sequence[Compared]) -> str:
         "either.\n\n"
         "*Estimate* is what millions of runs at once are judged by. *Answer* is what a prediction "
         "of one run says: the replay, or the estimate where a tensor that matters is missing "
-        "among the events (shared layers, Gemma 4; else where live bytes differ by "
-        "more than 1 % from the ledger's).\n\n"
-        f"{table(found)}\n\n"
-        f"{len(replayed)} of {len(found)} runs are replayed; the 95th percentile of their errors "
-        f"is {share:.2f} of the estimate's. Of all runs {above} lie "
-        f"above the upper end of the stated 95 % interval, {far_above} by more than 3 %.\n\n"
+        "among the events. Those are shared layers and Gemma 4; in inference also "
+        "encoder-decoders, recurrent layers, latent attention, quantised caches; else where live "
+        "bytes differ by more than 1 % from the ledger's.\n\n"
+        f"## Training\n\n{table(trained, _training_groups(trained))}\n\n{_summary(trained)}"
         "The share of the allocator's spread that a replay must leave for the interval to hold "
         f"95 % (`REPLAYED_SPREAD`, {REPLAYED_SPREAD}): {spread_of(traced):.2f} by {len(traced)} "
         f"traces, {spread_of(measured):.2f} by {len(measured)} peaks published "
         "([published.md](published.md)).\n\n"
-        f"## The worst\n\n{worst(found)}\n"
+        f"### The worst\n\n{worst(trained)}\n\n"
+        f"## Inference\n\nOne to eight new tokens.\n\n"
+        f"{table(inferred, _inference_groups(inferred))}\n\n{_summary(inferred)}"
+        f"### The worst\n\n{worst(inferred)}\n"
     )
 
 

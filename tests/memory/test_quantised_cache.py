@@ -17,7 +17,7 @@ from whichlora.families import build
 from whichlora.memory import kv_cache, quantised_cache
 from whichlora.memory.entries import Fact
 from whichlora.memory.inference import inference_ledger
-from whichlora.predict.predict import ledger
+from whichlora.predict.predict import generation, ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
@@ -185,18 +185,8 @@ def test_many_candidates_at_once_are_what_each_is(backend: CacheBackend) -> None
     one = job(cache_backend=backend, precision="fp32")
     shapes = [(b, p, n) for b in (1, 8) for p in (1, 700) for n in (1, 2, 129, 300)]
     columns = np.array(shapes).T
-    whole = inference_ledger(
-        one.model,
-        one.run,
-        one.dtypes,
-        one.method,
-        GPU,
-        one.targets,
-        batch_size=columns[0],
-        prompt_len=columns[1],
-        max_new_tokens=columns[2],
-        r=one.run.r,
-    )
+    columns_of = {"batch_size": columns[0], "prompt_len": columns[1], "max_new_tokens": columns[2]}
+    whole = inference_ledger(generation(one, **columns_of))
     for index, (batch_size, prompt_len, max_new_tokens) in enumerate(shapes):
         run = replace(
             one.run, batch_size=batch_size, prompt_len=prompt_len, max_new_tokens=max_new_tokens

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.memory.test_reserved import MODEL, step_of
+from whichlora.memory.event_list import Chunk, EventList
 from whichlora.memory.optimizer import state_blocks, state_bytes, temporary_blocks
-from whichlora.memory.step_events import Chunk, EventList, has_events, training_events
+from whichlora.memory.step_events import has_events, training_events
 from whichlora.memory.weights import quantised_bytes, quantised_parts
 from whichlora.spec.run import RunConfig
 from whichlora.units import MiB

@@ -452,8 +452,8 @@ def test_a_cache_that_a_block_fills_lacks_its_keys_until_they_are_made() -> None
     normed = tape.op([x], per_token(50), 1)
     keys = tape.op([normed], per_token(8), 1)
     tape.hold(keys)
-    tape.cached(keys, written=True)
-    tape.cached(keys, written=False)  # read by a later layer
+    tape.cached(keys, keys.elements, written=True)
+    tape.cached(keys, keys.elements, written=False)  # read by a later layer
     tape.op([keys], per_token(4), 1)
     filled, filling = (
         [bytes_of(point) for point in tape.forward(saving=False, fills_cache=fills)]

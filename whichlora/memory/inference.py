@@ -503,42 +503,15 @@ def _every_logit(run: Generation) -> Count:
 # --- the ledger -------------------------------------------------------------------------------
 
 
-def inference_ledger(
-    model: ModelSpec,
-    run: RunConfig,
-    dtypes: Dtypes,
-    method: Method,
-    gpu: GpuSpec,
-    targets: tuple[str, ...],
-    *,
-    batch_size: Count,
-    prompt_len: Count,
-    max_new_tokens: Count,
-    r: Count,
-) -> Ledger:
-    """Moments of one generation: the prompt pass and the last decoding step.
-
-    Args:
-        targets: names of the matrices whose adapters are not merged, if any.
-    """
-    generation = Generation(
-        model=model,
-        run=run,
-        dtypes=dtypes,
-        method=method,
-        gpu=gpu,
-        targets=targets,
-        batch_size=batch_size,
-        prompt_len=prompt_len,
-        max_new_tokens=max_new_tokens,
-        r=r,
-    )
+def inference_ledger(generation: Generation) -> Ledger:
+    """Moments of one generation: the prompt pass and the last decoding step."""
+    model, like = generation.model, generation.batch_size
     is_encoder = model.task == "encoder"
     ledger = Ledger(
         moments=(encoder_moments if is_encoder else generation_moments)(generation)
-        | loading_moment(model, dtypes, like=batch_size),
+        | loading_moment(model, generation.dtypes, like=like),
         idle_bytes=0,
-        workspace_bytes=allocator.workspace_bytes(gpu, training=False),
+        workspace_bytes=allocator.workspace_bytes(generation.gpu, training=False),
     )
     idle = (_idle_of_encoder if is_encoder else _idle)(generation, ledger)
     return replace(ledger, idle_bytes=idle)

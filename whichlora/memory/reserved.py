@@ -1,23 +1,34 @@
-"""What the caching allocator reserves for one training run: its requests, replayed."""
+"""What the caching allocator reserves for one run: its requests, replayed."""
 
 from __future__ import annotations
 
+from whichlora.memory import generation_events, step_events
 from whichlora.memory.allocator_simulator import SMALL_SEGMENT_BYTES, replay
+from whichlora.memory.event_list import EventList
+from whichlora.memory.inference import Generation
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.step_events import has_events, training_events
 from whichlora.spec.numeric import round_up
 
 _AGREES = 0.01  # of the peak: further off, a tensor that matters is missing among the events
 _HAVE_THESE_RULES = ("cuda", "rocm")
 
 
-def replayed_idle_bytes(step: TrainingStep, *, live_bytes: int) -> int | None:
+def _requests(run: TrainingStep | Generation) -> EventList | None:
+    """Those of `run`, where all of them are known."""
+    if isinstance(run, Generation):
+        known = generation_events.has_events(run)
+        return generation_events.generation_events(run) if known else None
+    return step_events.training_events(run) if step_events.has_events(run) else None
+
+
+def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> int | None:
     """Bytes that the allocator has beyond the peak of live tensors; None where nobody can say.
 
-    Loading and two steps are replayed through the allocator's rules without a limit of memory.
-    Small requests have a pool of their own, and fill its segments of 2 MiB nearly to the end. Where
-    the events do not add up to the ledger's peak, a tensor is missing among them, and the estimate
-    of `allocator.idle_after_step_bytes` stands.
+    Loading and two steps, or one generation, are replayed through the allocator's rules without a
+    limit of memory. Small requests have a pool of their own, and fill its segments of 2 MiB nearly
+    to the end. Where the events do not add up to the ledger's peak, a tensor is missing among them,
+    and the estimate stands. So it does where decoding needs new segments and has steps that are
+    left out: how many segments a cache outgrows depends on each of them.
 
     Args:
         live_bytes: the ledger's peak without workspaces, which the events leave out, too.
@@ -25,14 +36,20 @@ def replayed_idle_bytes(step: TrainingStep, *, live_bytes: int) -> int | None:
     Kind: exact as far as the events are. Source: torch 2.13 `CUDACachingAllocator.cpp`; the errors
     against replays of traced runs are in `docs/accuracy/reserved.md`.
     """
-    if step.gpu.kind not in _HAVE_THESE_RULES or not has_events(step):
+    if run.gpu.kind not in _HAVE_THESE_RULES:
         return None
-    requests = training_events(step)
-    is_expandable = bool(step.run.expandable_segments)
+    requests = _requests(run)
+    if requests is None:
+        return None
+    is_expandable = bool(run.run.expandable_segments)
     found = replay(requests.events, expandable_segments=is_expandable)
     # what blocks are larger than their tensors is no idle memory
     live = requests.peak_bytes + found.peak_allocated_bytes - requests.large_peak_bytes
     if abs(live / live_bytes - 1) > _AGREES:
         return None
+    if requests.skips_from is not None:
+        before = replay(requests.events[: requests.skips_from], expandable_segments=is_expandable)
+        if before.peak_reserved_bytes < found.peak_reserved_bytes:
+            return None
     small: int = round_up(requests.small_peak_bytes, SMALL_SEGMENT_BYTES)
     return max(0, found.peak_reserved_bytes + small - live)

@@ -8,194 +8,32 @@ the caching allocator reserves.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whichlora.memory import activations, loss, optimizer
-from whichlora.memory.allocator_simulator import SMALL_BYTES, rounded
+from whichlora.memory.allocator_simulator import rounded
 from whichlora.memory.embeddings import ENCODER_OUT
+from whichlora.memory.event_list import (
+    Block,
+    BlockPlayer,
+    EventList,
+    Instance,
+    layers_in_order,
+    parts_of,
+    play_loading,
+)
 from whichlora.memory.gradients import Trained
 from whichlora.memory.layer_bytes import layer_cases
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.weights import quantised_parts, weight_bytes
 from whichlora.spec.architecture import Embedding, Layer, Linear, ModelSpec
-from whichlora.spec.dtypes import is_quantised
-from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.spec.targets import adapted
-from whichlora.symbolic.autograd import LinearForm, TapeEvent, evaluate
 from whichlora.symbolic.language_head import head_events, stack_end_events
-from whichlora.symbolic.layer import BlockEvents, layer_events, stream_bytes
+from whichlora.symbolic.layer import layer_events, stream_bytes
 from whichlora.symbolic.token_embeddings import embedding_events
 
 _STEPS = 2  # the optimizer's states are there from the second on
-
-
-def _block_bytes(num_bytes: int) -> int:
-    return rounded(num_bytes) if num_bytes > 0 else 0  # an empty tensor takes nothing
-
-
-class Chunk:
-    """Births and deaths of one block in a row, and what they change.
-
-    Args:
-        changes: tensors, and their bytes: positive at the birth, negative at the death.
-
-    Attributes:
-        large: those that are no small requests: tensor and bytes, or None where it dies.
-        change, small_change: bytes alive at the end, beyond those at the start.
-        most, large_most, small_most: the most bytes alive, beyond those at the start.
-    """
-
-    __slots__ = ("change", "large", "large_most", "most", "small_change", "small_most")
-
-    def __init__(self, changes: Iterable[tuple[int, int]]) -> None:
-        self.large: list[tuple[int, int | None]] = []
-        self.change = self.small_change = self.most = self.large_most = self.small_most = 0
-        for tensor, change in changes:
-            self.change += change
-            if abs(change) > SMALL_BYTES:
-                self.large.append((tensor, change if change > 0 else None))
-            else:
-                self.small_change += change
-            if self.change > self.most:
-                self.most = self.change
-            if self.small_change > self.small_most:
-                self.small_most = self.small_change
-            if self.change - self.small_change > self.large_most:
-                self.large_most = self.change - self.small_change
-
-
-class EventList:
-    """Large requests in order; small ones, which have a pool of their own, as a running sum.
-
-    Attributes:
-        peak_bytes, large_peak_bytes, small_peak_bytes: the most bytes alive at once, of all
-            tensors, of large ones, of small ones.
-    """
-
-    def __init__(self) -> None:
-        self.events: list[tuple[int, int | None]] = []
-        self.peak_bytes = self.large_peak_bytes = self.small_peak_bytes = 0
-        self._live_bytes = self._small_bytes = 0
-        self._next = 0
-        self._sizes: dict[int, int] = {}
-
-    def numbers(self, count: int) -> int:
-        """The first of `count` numbers that nobody has."""
-        first = self._next
-        self._next += count
-        return first
-
-    def born(self, num_bytes: int) -> int:
-        """The number of a new tensor."""
-        number = self.numbers(1)
-        self.start(number, _block_bytes(num_bytes))
-        return number
-
-    def start(self, number: int, size: int) -> None:
-        self._sizes[number] = size
-        self.play(Chunk([(0, size)]), number)
-
-    def die(self, *numbers: int) -> None:
-        self.play(Chunk([(number, -self._sizes.pop(number)) for number in numbers]), 0)
-
-    def stay(self, sizes: Iterable[int]) -> None:
-        """Births of tensors that live to the end."""
-        blocks = [_block_bytes(size) for size in sizes]
-        self.play(Chunk(enumerate(blocks)), self.numbers(len(blocks)))
-
-    def pass_by(self, sizes: Iterable[int]) -> None:
-        """Births of tensors, then their deaths."""
-        blocks = list(enumerate(_block_bytes(size) for size in sizes))
-        deaths = [(tensor, -size) for tensor, size in blocks]
-        self.play(Chunk(blocks + deaths), self.numbers(len(blocks)))
-
-    def play(self, chunk: Chunk, first: int) -> None:
-        """Add the events of `chunk`, whose tensors are numbered from `first` on."""
-        self.events.extend([(first + tensor, size) for tensor, size in chunk.large])
-        live, small = self._live_bytes, self._small_bytes
-        self.peak_bytes = max(self.peak_bytes, live + chunk.most)
-        self.large_peak_bytes = max(self.large_peak_bytes, live - small + chunk.large_most)
-        self.small_peak_bytes = max(self.small_peak_bytes, small + chunk.small_most)
-        self._live_bytes += chunk.change
-        self._small_bytes += chunk.small_change
-
-
-class Sizes:
-    """Bytes of the tensors of one kind of block, in blocks of the allocator."""
-
-    def __init__(self, **sizes: int) -> None:
-        self._sizes = sizes
-        self._by_form: dict[LinearForm, int] = {}
-        self.by_tensor: dict[int, int] = {}
-
-    def note(self, tensor: int, form: LinearForm) -> None:
-        if form not in self._by_form:
-            num_bytes = evaluate(form, **self._sizes)
-            self._by_form[form] = _block_bytes(num_bytes)
-        self.by_tensor[tensor] = self._by_form[form]
-
-
-class Pass:
-    """A forward or a backward of one block.
-
-    Args:
-        streams: tensors that other blocks hold, too.
-        kept: tensors that die later than the block says.
-
-    Attributes:
-        parts: changes of the block's own tensors in chunks, and of streams between them.
-    """
-
-    def __init__(
-        self,
-        events: Iterable[TapeEvent],
-        sizes: Sizes,
-        *,
-        streams: frozenset[int],
-        kept: frozenset[int],
-    ) -> None:
-        self.parts: list[Chunk | tuple[int, int]] = []
-        inside: list[tuple[int, int]] = []
-        for tensor, form in events:
-            if form is not None:
-                sizes.note(tensor, form)
-            elif tensor in kept:
-                continue
-            size = sizes.by_tensor[tensor]
-            change = tensor, -size if form is None else size
-            if tensor in streams:
-                self.parts += [Chunk(inside), change]
-                inside = []
-            else:
-                inside.append(change)
-        self.parts.append(Chunk(inside))
-
-
-class Block:
-    """One kind of block with the bytes of one run."""
-
-    def __init__(self, events: BlockEvents, *, input_bytes: int, result_bytes: int, **sizes: int):
-        self.events = events
-        self.sizes = Sizes(**sizes)
-        self.sizes.by_tensor |= {0: input_bytes, events.result_gradient: result_bytes}
-        gradient = events.input_gradient
-        ends = (0, events.result, events.result_gradient, *([] if gradient is None else [gradient]))
-        streams = frozenset(ends)
-        self.forward = Pass(events.forward, self.sizes, streams=streams, kept=frozenset())
-        # the death of a checkpointed block's input is that of the checkpoint's frame
-        kept = events.hidden - ({0} - events.saved)
-        self.backward = Pass(events.backward, self.sizes, streams=streams, kept=kept)
-
-
-@dataclass(slots=True)
-class _Instance:
-    """One block of a step: the numbers of its tensors, and of those that it shares."""
-
-    block: Block
-    first: int
-    streams: dict[int, int]
 
 
 @dataclass(slots=True)
@@ -210,69 +48,26 @@ class _Stack:
     """
 
     step: TrainingStep
-    embedded: _Instance | None
-    instances: list[_Instance]
-    end: _Instance | None
+    embedded: Instance | None
+    instances: list[Instance]
+    end: Instance | None
     around: list[int]
     result: int
     result_bytes: int
 
 
-class StepEvents:
+class StepEvents(BlockPlayer):
     """The events of loading and of `_STEPS` optimizer steps."""
 
     def __init__(self, step: TrainingStep) -> None:
+        super().__init__()
         self.step = step
-        self.list = EventList()
-        self._holders: dict[int, int] = {}  # of tensors that several blocks share
-        self._parameters: list[tuple[_Instance, tuple[int, ...]]] = []  # with gradients
+        self._parameters: list[tuple[Instance, tuple[int, ...]]] = []  # with gradients
         self._table_gradients: list[int] = []
         self._waiting_gradient: int | None = None  # of a table that two stacks look up
-        self._named: _Instance | None = None  # the head whose outputs the caller still names
+        self._named: Instance | None = None  # the head whose outputs the caller still names
 
-    # --- one block ------------------------------------------------------------------------------
-
-    def _start(self, number: int, size: int) -> None:
-        self._holders[number] = 1
-        self.list.start(number, size)
-
-    def _let_go(self, number: int) -> None:
-        self._holders[number] -= 1
-        if self._holders[number] == 0:
-            self.list.die(number)
-
-    def _play(self, done: Pass, instance: _Instance) -> None:
-        for part in done.parts:
-            if isinstance(part, Chunk):
-                self.list.play(part, instance.first)
-                continue
-            tensor, change = part
-            number = instance.streams[tensor]
-            if change < 0:
-                self._let_go(number)
-                continue
-            if self._holders.get(number):  # a checkpoint repeats what is still held
-                number = instance.streams[tensor] = self.list.numbers(1)
-            self._start(number, change)
-
-    def _kill(self, instance: _Instance, tensors: Iterable[int]) -> None:
-        sizes = instance.block.sizes.by_tensor
-        self.list.play(Chunk((tensor, -sizes[tensor]) for tensor in tensors), instance.first)
-
-    def _forward(self, block: Block, stream: int) -> tuple[_Instance, int]:
-        """Run `block` on `stream`; its result's number."""
-        events = block.events
-        first = self.list.numbers(events.num_tensors)
-        result = first + events.result
-        instance = _Instance(block, first, {0: stream, events.result: result})
-        self._holders[stream] += 0 in events.saved | events.hidden
-        self._play(block.forward, instance)
-        if events.result == 0:
-            return instance, stream
-        self._holders[result] += events.result in events.saved
-        return instance, result
-
-    def _backward(self, instance: _Instance, gradient: int) -> int:
+    def _backward(self, instance: Instance, gradient: int) -> int:
         """Go back through `instance`; the number of the input's gradient."""
         events = instance.block.events
         instance.streams[events.result_gradient] = gradient
@@ -286,61 +81,22 @@ class StepEvents:
     # --- loading --------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Weights in the order of the modules, then the adapters.
-
-        Source: transformers 5.23 `caching_allocator_warmup`: one block of all weights that stay is
-        asked for, and freed, before them.
-        """
-        blocks = list(self._loaded())
-        self.list.pass_by([sum(size for size, _ in blocks)])
-        changes: list[tuple[int, int]] = []
-        for number, (size, wide) in enumerate(blocks):
-            if wide:
-                changes += [(number, wide), (number, -wide)]
-            changes.append((number, size))
-        self.list.play(Chunk(changes), self.list.numbers(len(blocks)))
+        """Weights in the order of the modules, then the adapters."""
+        play_loading(self.list, self.step.model, self.step.dtypes)
         if not self.step.method.trains_base:
             self.list.stay(tensor.num_params * tensor.param_bytes for tensor in self.trained)
-
-    def _loaded(self) -> Iterator[tuple[int, int]]:
-        """Bytes of each tensor that stays, and of the wide one that it is quantised from."""
-        model, dtypes = self.step.model, self.step.dtypes
-        for embedding in model.embeddings:
-            yield _block_bytes(embedding.num_elements * dtypes.embedding_bytes), 0
-        weights = {layer: list(self._layer_weights(layer)) for layer in set(self.layers)}
-        for layer in self.layers:
-            yield from weights[layer]
-        if model.head is not None and not model.head_tied:
-            yield _block_bytes(model.head.num_weights * dtypes.embedding_bytes), 0
-        stored = weight_bytes(model, dtypes)
-        yield _block_bytes(stored["other"]), 0
-        yield _block_bytes(stored["buffers"]), 0
-
-    def _layer_weights(self, layer: Layer) -> Iterator[tuple[int, int]]:
-        for linear in layer.linears:
-            for size, wide in _stored(linear, self.step):
-                yield _block_bytes(size), _block_bytes(wide)
-        in_linears = sum(linear.num_weights for linear in layer.linears)
-        yield _block_bytes((layer.num_params - in_linears) * self.step.dtypes.base_bytes), 0
 
     # --- what a step is made of -----------------------------------------------------------------
 
     @cached_property
     def stacks(self) -> tuple[TrainingStep, ...]:
         """The step of an encoder and of its decoder, or of all layers."""
-        model = self.step.model
-        names = list(dict.fromkeys(group.stack for group in model.groups))
-        if len(names) == 1:
-            return (self.step,)
-        return tuple(
-            replace(self.step, model=_part(model, name, number))
-            for number, name in enumerate(names)
-        )
+        return tuple(replace(self.step, model=part) for part in parts_of(self.step.model))
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """Every layer in the order of the forward."""
-        return tuple(layer for stack in self.stacks for layer in _layers(stack.model))
+        return tuple(layer for stack in self.stacks for layer in layers_in_order(stack.model))
 
     @cached_property
     def trained(self) -> tuple[Trained, ...]:
@@ -417,12 +173,12 @@ class StepEvents:
             needs_grad=needs_grad,
         )
         size = self._stream_bytes(step, layer)
-        return Block(events, input_bytes=size, result_bytes=size, **self._sized)
+        return Block(events, self._sized, input_bytes=size, result_bytes=size)
 
     def _blocks(self, step: TrainingStep, *, accumulated: bool) -> list[Block]:
         kinds: dict[tuple[Layer, bool], Block] = {}
         blocks = []
-        for place, layer in enumerate(_layers(step.model)):
+        for place, layer in enumerate(layers_in_order(step.model)):
             needs_grad = place > 0 or step.gives_input_gradient
             if (layer, needs_grad) not in kinds:
                 kinds[layer, needs_grad] = self._layer_block(
@@ -448,7 +204,7 @@ class StepEvents:
             accumulated=accumulated and not step.tied_gradients_wait,
         )
         size = self._stream_bytes(step, last)
-        return Block(events, input_bytes=size, result_bytes=512, **self._sized)
+        return Block(events, self._sized, input_bytes=size, result_bytes=512)
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -511,7 +267,7 @@ class StepEvents:
         rows, stream, embedded = self._embed(step)
         around = self._shared(step)
         unnamed = self.list.born(step.unnamed_mask_bytes)
-        instances: list[_Instance] = []
+        instances: list[Instance] = []
         for block in self._blocks(step, accumulated=accumulated):
             if step.run.gradient_checkpointing:
                 self._holders[stream] += 1
@@ -521,7 +277,7 @@ class StepEvents:
             stream = result
         self.list.die(unnamed)
         self._let_go(rows)
-        last = _layers(step.model)[-1]
+        last = layers_in_order(step.model)[-1]
         size, end = self._stream_bytes(step, last), None
         if step is not self.stacks[-1]:
             events = stack_end_events(
@@ -533,7 +289,7 @@ class StepEvents:
                 accumulated=accumulated,
             )
             if events is not None:
-                block = Block(events, input_bytes=size, result_bytes=size, **self._sized)
+                block = Block(events, self._sized, input_bytes=size, result_bytes=size)
                 end, result = self._forward(block, stream)
                 self._let_go(stream)
                 stream, size = result, block.sizes.by_tensor[events.result]
@@ -568,34 +324,21 @@ class StepEvents:
         self._kill(self._named, [copy for copy in events.copies if copy not in events.saved])
         self._named = None
 
-    def _embed(self, step: TrainingStep) -> tuple[int, int, _Instance | None]:
-        """Look the tokens up: a number that the model holds to the end of its forward, the stream.
-
-        Source: transformers 5.23 `LlamaModel.forward`, `GPT2Model.forward`: `inputs_embeds`.
-        """
+    def _embed(self, step: TrainingStep) -> tuple[int, int, Instance | None]:
+        """Look the tokens up, as of `_embedded`."""
         model = step.model
-        table = model.embeddings[0]
-        rows = self.list.numbers(1)
-        size = rounded(step.tokens * table.width * step.dtypes.embedding_bytes)
-        self._start(rows, size)
+        size = rounded(step.tokens * model.embeddings[0].width * step.dtypes.embedding_bytes)
         events = embedding_events(
             model, step.dtypes, step.method, step.targets, needs_grad=step.needs_grad
         )
-        if events is None:
-            self._holders[rows] += 1
-            return rows, rows, None
-        result_bytes = self._stream_bytes(step, _layers(model)[0])
-        block = Block(events, input_bytes=size, result_bytes=result_bytes, **self._sized)
-        if step.needs_grad:  # a leaf, or what the table's gradient is made for
-            self._holders[rows] += 1
-        instance, stream = self._forward(block, rows)
-        if model.adds_positions and model.task == "causal-lm":
-            return rows, stream, instance
-        self._let_go(rows)
-        self._holders[stream] += 1
-        return stream, stream, instance
+        block = None
+        if events is not None:
+            result_bytes = self._stream_bytes(step, layers_in_order(model)[0])
+            block = Block(events, self._sized, input_bytes=size, result_bytes=result_bytes)
+        # a leaf, or what the table's gradient is made for
+        return self._embedded(block, model, rows_bytes=size, keeps_rows=step.needs_grad)
 
-    def _after_layer(self, instance: _Instance) -> None:
+    def _after_layer(self, instance: Instance) -> None:
         """A reentrant checkpoint names its result and the gradient of it until it returns."""
         if not (self.step.run.gradient_checkpointing and self.step.run.use_reentrant):
             return
@@ -604,7 +347,7 @@ class StepEvents:
         if events.input_gradient != events.result_gradient:
             self._let_go(instance.streams[events.result_gradient])
 
-    def _embedding_backward(self, model: ModelSpec, head: _Instance, *, accumulated: bool) -> None:
+    def _embedding_backward(self, model: ModelSpec, head: Instance, *, accumulated: bool) -> None:
         """Gradients of a stack's tables, and the sum with that of a tied head, then an encoder's.
 
         Source: torch 2.13 `InputBuffer::accumulate`: in place, unless the head's is a view.
@@ -628,7 +371,7 @@ class StepEvents:
             else:
                 self._table_gradients.append(gradient)
 
-    def _sum_of_tied(self, head: _Instance, gradient: int, size: int, *, accumulated: bool) -> int:
+    def _sum_of_tied(self, head: Instance, gradient: int, size: int, *, accumulated: bool) -> int:
         """The number of the sum of `gradient` and of the head's."""
         is_cast = self.step.dtypes.under_autocast and self.step.param_bytes == 4
         result = gradient if is_cast else self.list.born(size)
@@ -639,22 +382,9 @@ class StepEvents:
         return result
 
     def _shared(self, step: TrainingStep) -> list[int]:
-        """Rotary tables and masks, which live to the end of the backward.
-
-        Source: transformers 5.23 `LlamaRotaryEmbedding.forward`: in fp32, then in the stream's.
-        """
-        narrow = activations.rotary_bytes(step.model, step.dtypes, span=step.seq_len) // 2
-        wide = narrow * 4 // step.dtypes.stream_bytes
-        angles = [self.list.born(wide // 2), self.list.born(wide)]
-        tables = []
-        for _ in range(2):
-            value = self.list.born(wide)
-            tables.append(self.list.born(wide))
-            self.list.die(value)
-        if step.dtypes.stream_bytes < 4:
-            angles += tables
-            tables = [self.list.born(narrow), self.list.born(narrow)]
-        self.list.die(*angles)
+        """Rotary tables and masks, which live to the end of the backward."""
+        rotary_bytes = activations.rotary_bytes(step.model, step.dtypes, span=step.seq_len)
+        tables = self._rotary(rotary_bytes, stream_bytes=step.dtypes.stream_bytes)
         return [*tables, self.list.born(step.kept_mask_bytes)]
 
     def optimizer_step(self, *, first: bool) -> None:
@@ -687,31 +417,7 @@ class StepEvents:
         return self.list
 
 
-def _part(model: ModelSpec, stack: str, number: int) -> ModelSpec:
-    """One of two stacks as a model of its own: tables, norms and dropouts stand in pairs."""
-    pairs = model.embeddings if model.splits_embeddings else model.embeddings[1:]
-    shared = () if model.splits_embeddings else model.embeddings[:1]
-    return replace(
-        model,
-        groups=tuple(group for group in model.groups if group.stack == stack),
-        embeddings=(*shared, *pairs[number::2]),
-        embedding_norms=model.embedding_norms[number::2],
-        embedding_dropouts=model.embedding_dropouts[number::2],
-        final_norms=model.final_norms[number::2],
-        final_dropouts=model.final_dropouts[number::2],
-    )
-
-
-def _layers(model: ModelSpec) -> tuple[Layer, ...]:
-    """The layers of one stack in the order of its forward."""
-    groups = model.groups
-    if not all(group.positions for group in groups):
-        return tuple(group.layer for group in groups for _ in range(group.count))
-    placed = {place: group.layer for group in groups for place in group.positions}
-    return tuple(placed[place] for place in sorted(placed))
-
-
-def _instances(stacks: list[_Stack]) -> list[_Instance]:
+def _instances(stacks: list[_Stack]) -> list[Instance]:
     """Every layer of a micro-step."""
     return [instance for stack in stacks for instance in stack.instances]
 
@@ -721,27 +427,6 @@ def _rows_of_modules(linear: Linear) -> list[int]:
     if linear.is_module:
         return [linear.out_features] * linear.count
     return [linear.count * linear.out_features]
-
-
-def _stored(linear: Linear, step: TrainingStep) -> Iterator[tuple[int, int]]:
-    dtypes = step.dtypes
-    if not linear.is_module:
-        yield linear.num_weights * dtypes.base_bytes, 0
-        return
-    elements = linear.in_features * linear.out_features
-    for _ in range(linear.count):
-        if is_quantised(linear, dtypes):
-            wide = dtypes.four_bit_bytes * elements * (dtypes.quant in FOUR_BIT_BNB)
-            for part in quantised_parts(
-                elements,
-                dtypes.quant,
-                out_features=linear.out_features,
-                group_size=dtypes.quant_group_size,
-            ):
-                yield part, wide
-                wide = 0
-        else:
-            yield elements * dtypes.base_bytes, 0
 
 
 def has_events(step: TrainingStep) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from whichlora.memory import allocator
-from whichlora.memory.inference import inference_ledger
+from whichlora.memory.inference import Generation, inference_ledger
 from whichlora.memory.optimizer import Update
 from whichlora.memory.reserved import replayed_idle_bytes
 from whichlora.memory.step import TrainingStep
@@ -60,8 +60,7 @@ def ledger(job: ResolvedRun, **sizes: Count) -> Ledger:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
     if job.run.phase == "inference":
-        parts = (job.model, job.run, job.dtypes, job.method, job.gpu, job.targets)
-        return inference_ledger(*parts, **_sizes(job, sizes))
+        return inference_ledger(generation(job, **sizes))
     return training_ledger(training_step(job, **sizes))
 
 
@@ -75,6 +74,19 @@ def training_step(job: ResolvedRun, **sizes: Count) -> TrainingStep:
         gpu=job.gpu,
         targets=job.targets,
         trainer=job.trainer,
+        **_sizes(job, sizes),
+    )
+
+
+def generation(job: ResolvedRun, **sizes: Count) -> Generation:
+    """One generation of `job`, or an encoder's forward; args as of `ledger`."""
+    return Generation(
+        model=job.model,
+        run=job.run,
+        dtypes=job.dtypes,
+        method=job.method,
+        gpu=job.gpu,
+        targets=job.targets,
         **_sizes(job, sizes),
     )
 
@@ -227,23 +239,32 @@ def num_tokens(job: ResolvedRun, **sizes: Count) -> Count:
     return counts["batch_size"] * counts["prompt_len" if encoder else "max_new_tokens"]
 
 
-def run_moments(job: ResolvedRun) -> tuple[dict[str, dict[str, Count]], bool]:
-    """Bytes by part at each moment, and whether the allocator's part comes from a replay.
+def ledger_and_idle(job: ResolvedRun) -> tuple[Ledger, int | None]:
+    """The moments of `job`, and what a replay says that the allocator keeps, if there is one.
 
     Source: `memory.reserved`, where the events of the run are known.
     """
-    idle_bytes = None
+    run: TrainingStep | Generation
     if job.run.phase == "inference":
-        counted = ledger(job)
+        run = generation(job)
+        counted = inference_ledger(run)
     else:
-        step = training_step(job)
-        counted = training_ledger(step)
-        live_bytes = counted.peak_allocated_bytes - counted.workspace_bytes
-        idle_bytes = replayed_idle_bytes(step, live_bytes=live_bytes)
+        run = training_step(job)
+        counted = training_ledger(run)
+    live_bytes = counted.peak_allocated_bytes - counted.workspace_bytes
+    return counted, replayed_idle_bytes(run, live_bytes=live_bytes)
+
+
+def run_moments(job: ResolvedRun) -> tuple[dict[str, dict[str, Count]], bool]:
+    """Bytes by part at each moment, and whether a replay narrows the allocator's interval.
+
+    It does so in training alone, where measured peaks have confirmed the narrower one.
+    """
+    counted, idle_bytes = ledger_and_idle(job)
     moments = {moment: part_bytes(job, counted, moment) for moment in counted.moments}
     if idle_bytes is not None:
         moments = {name: parts | {"allocator": idle_bytes} for name, parts in moments.items()}
-    return moments, idle_bytes is not None
+    return moments, idle_bytes is not None and job.run.phase == "finetune"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -287,10 +287,16 @@ def _through_cache(
     if hands_out and not code.dtypes.training:
         code.tape.hold(k, v)  # until the cache has copied them, and hands out its own
         written = bool(attention.cache_elements)
-        k, v = (code.tape.cached(state, written=written) for state in (k, v))
-        if code.decoding and not attention.cross:  # of every token so far
-            k = replace(k, elements=_of_keys(code, attention.k_width))
-            v = replace(v, elements=_of_keys(code, attention.v_width))
+        widths = (attention.k_width, attention.v_width)
+        of_all = code.decoding and not attention.cross  # of every token so far
+        forms = [per_pair(width) for width in widths] if of_all else [k.elements, v.elements]
+        states = k, v
+        k, v = (
+            code.tape.cached(state, form, written=written)
+            for state, form in zip(states, forms, strict=True)
+        )
+        if code.tape.writes_cache:
+            code.tape.hold(*states)
     store(code, k, v, num_heads=attention.num_key_value_heads)
     return k, v
 

@@ -347,10 +347,16 @@ class Tape:
 
     Args:
         no_grad: nothing gets a gradient, so that operators keep nothing for a backward.
+        writes_cache: what is put into a cache is made by the block, and outlives it.
+        reads_own: the block goes on with its own keys and values, not with those of the cache.
     """
 
-    def __init__(self, *, no_grad: bool = False) -> None:
+    def __init__(
+        self, *, no_grad: bool = False, writes_cache: bool = False, reads_own: bool = False
+    ) -> None:
         self.no_grad = no_grad
+        self.writes_cache = writes_cache
+        self.reads_own = reads_own
         self._forms: list[int] = []
         self._chunk_size = self._fused_rows = 0
         self._steps: list[_Step] = []
@@ -359,6 +365,7 @@ class Tape:
         self.input_edge = 0
         self.result = 0  # storage that a caller takes over
         self.cached_copies: list[int] = []  # of trained weights, in autocast's cache
+        self.in_cache: list[int] = []  # keys and values, which outlive the block
         self._returned: set[int] = set()
         self._bound: dict[str, int] = {}
         self._names: list[tuple[str, int]] = []
@@ -454,15 +461,25 @@ class Tape:
             self.cached_copies.append(copy.storage)
         return copy
 
-    def cached(self, tensor: Tensor, *, written: bool) -> Tensor:
-        """Its copy in a cache that is counted elsewhere, laid out head by head.
+    def cached(self, tensor: Tensor, elements: LinearForm, *, written: bool) -> Tensor:
+        """Its copy in a cache, laid out head by head; counted elsewhere, or made here.
 
         Args:
+            elements: of the copy, which has earlier tokens, too.
             written: the last step has put it there.
         """
+        if written and self.writes_cache:
+            copy = self.op([tensor], elements, tensor.size, joined=True)
+            self.in_cache.append(copy.storage)
+            return tensor if self.reads_own else copy
         if written:
             self._cache_writes.append((len(self._steps) - 1, tensor.packed))
-        return replace(tensor, storage=-1, edge=self._edge(), joined=True)
+        return replace(tensor, storage=-1, elements=elements, edge=self._edge(), joined=True)
+
+    def keep_to_next(self, name: str) -> None:
+        """The caller holds what the variable `name` last was until the next block is done."""
+        if name in self._bound:
+            self.cached_copies.append(self._bound[name])
 
     @property
     def gathered(self) -> LinearForm:
@@ -726,7 +743,7 @@ class Tape:
     def _outliving(self, *, saving: bool, again: bool, hides: bool) -> set[int]:
         """Storages that outlive the forward, the input among them."""
         nodes = [node for node in self._nodes if saving or (node.hidden and hides)]
-        held = set(() if again else self.cached_copies)
+        held = set(() if again else self.cached_copies) | set(self.in_cache)
         if saving and again:
             held |= {tensor.storage for tensor in self._held_by_later_layers}
         return {0, self.result, *held, *(storage for node in nodes for storage in node.saved)}

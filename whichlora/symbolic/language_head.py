@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
@@ -18,7 +20,7 @@ def end_of_stack(code: OpEmitter, model: ModelSpec, x: Tensor) -> Tensor:
     """
     for norm in model.final_norms:
         x = code.norm(norm, x)
-    for _ in model.final_dropouts:
+    for _ in model.final_dropouts if code.dtypes.training else ():
         x = code.dropout(x)
     return x
 
@@ -30,18 +32,20 @@ def stack_end_events(
     targets: tuple[str, ...],
     *,
     stream: int,
-    accumulated: bool,
+    accumulated: bool = False,
 ) -> BlockEvents | None:
-    """What ends an encoder before its decoder; None where its last layer does. Kind: exact.
+    """What ends a stack of layers before a decoder or a head; None where its last layer does.
+
+    Kind: exact.
 
     Args:
         stream: one element of the last layer's result.
 
     Source: `end_of_stack`.
     """
-    tape = Tape()
+    tape = Tape(no_grad=not dtypes.training)
     code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
-    x = tape.input(per_token(model.hidden_size), stream, needs_grad=True)
+    x = tape.input(per_token(model.hidden_size), stream, needs_grad=dtypes.training)
     result = end_of_stack(code, model, x)
     if result.storage == x.storage:
         return None
@@ -78,6 +82,26 @@ def logits_of(code: OpEmitter, model: ModelSpec, x: Tensor, *, trained: bool) ->
     if model.biases_logits:  # `lm_logits` of `BartForConditionalGeneration.forward`
         return tape.op([logits], logits.elements, logits.size, passes=True)
     return code.scale(logits) if model.scales_logits else logits
+
+
+def logits_events(
+    model: ModelSpec, dtypes: Dtypes, method: Method, targets: tuple[str, ...], *, stream: int
+) -> BlockEvents | None:
+    """Logits of every position without a gradient, as an encoder's own head returns them.
+
+    Args:
+        stream: one element of what the stack of layers ends with.
+
+    Kind: exact, as the tape is. Source: `logits_of`.
+    """
+    if model.head is None and model.masked_head is None:
+        return None
+    tape = Tape(no_grad=True)
+    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
+    x = tape.input(per_token(model.hidden_size), stream, needs_grad=False)
+    headless = replace(model, final_norms=(), final_dropouts=())  # `stack_end_events` has them
+    tape.returns(logits_of(code, headless, x, trained=False))
+    return block_events(tape)
 
 
 def cross_entropy(code: OpEmitter, logits: Tensor, *, width: int) -> Tensor:

@@ -271,7 +271,8 @@ class BlockEvents:
 
     Args:
         num_tensors: one more than the largest number.
-        forward: of the first forward; `copies` stay until the model's forward is done.
+        forward: of the first forward; `copies` stay until the model's forward is done, `in_cache`
+            until the next one replaces them.
         backward: a repeated forward included.
         saved: what the backward reads, `hidden` what nobody frees before the graph is gone.
         backward: none where no gradient flows.
@@ -287,6 +288,7 @@ class BlockEvents:
     saved: frozenset[int] = frozenset()
     hidden: frozenset[int] = frozenset()
     copies: tuple[int, ...] = ()
+    in_cache: tuple[int, ...] = ()
     result_gradient: int = -1
     gathered: tuple[int, ...] = ()
     input_gradient: int | None = None
@@ -327,7 +329,13 @@ def block_events(
     )
     num_tensors = 1 + max(last - 1, tape.result, *(event.tensor for event in forward))
     if walk is None:
-        return BlockEvents(num_tensors=num_tensors, forward=forward, result=tape.result)
+        return BlockEvents(
+            num_tensors=num_tensors,
+            forward=forward,
+            result=tape.result,
+            copies=tuple(tape.cached_copies),
+            in_cache=tuple(tape.in_cache),
+        )
     gradient = walk.input_gradient
     hidden = frozenset() if without_graph else tape.saved_storages(hidden=True)
     # a checkpoint repeats them, too, while those of the first forward are still there
@@ -382,6 +390,38 @@ def layer_events(
         reentrant=reentrant,
         accumulated=accumulated,
     )
+
+
+@lru_cache(maxsize=512)
+def forward_events(
+    layer: Layer,
+    hidden_size: int,
+    targets: tuple[str, ...],
+    dtypes: Dtypes,
+    method: Method,
+    *,
+    masked: bool,
+    stream: int,
+    ragged: bool = False,
+    decoding: bool = False,
+    writes_cache: bool = False,
+    reads_own: bool = False,
+) -> BlockEvents:
+    """Of a forward without gradients. Kind: exact. Source: as of `layer_points`.
+
+    Args:
+        writes_cache: keys and values are copied into new tensors; else there is no cache, or one
+            that is as large as it will be.
+        reads_own: attention reads what was copied, not the copies.
+        others: as of `working_points`.
+    """
+    settings = (dtypes, targets, method, masked, stream)
+    tape = Tape(no_grad=True, writes_cache=writes_cache, reads_own=reads_own)
+    code = OpEmitter(tape, *settings, ragged=ragged, decoding=decoding)
+    _tape_of(layer, hidden_size, code, needs_grad=False)
+    if layer.returns_probabilities:
+        tape.keep_to_next("attention weights")
+    return block_events(tape, checkpointed=True)  # which saves nothing
 
 
 @lru_cache(maxsize=512)

@@ -29,9 +29,12 @@ def embed(code: OpEmitter, model: ModelSpec, rows: Tensor) -> Tensor:
         looked_up = tape.op([weight], per_token(table.width * table.per_sequence), x.size)
         x = code.add(x, looked_up)
         tape.hold(looked_up)
+        if model.adds_positions and model.task == "causal-lm" and not dtypes.training:
+            # `position_embeds` of `GPT2Model.forward`; in training the peak is elsewhere
+            tape.cached_copies.append(looked_up.storage)
     for norm in model.embedding_norms:
         x = code.norm(norm, x)
-    for _ in model.embedding_dropouts:
+    for _ in model.embedding_dropouts if dtypes.training else ():
         x = code.dropout(x)
     return x
 
@@ -51,7 +54,7 @@ def embedding_events(
 
     Kind: exact, as the tape is. Source: `embed`.
     """
-    tape = Tape()
+    tape = Tape(no_grad=not dtypes.training)
     code = OpEmitter(tape, dtypes, targets, method, stream_bytes=dtypes.stream_bytes)
     width = model.embeddings[0].width
     rows = tape.input(per_token(width), dtypes.embedding_bytes, needs_grad=needs_grad)

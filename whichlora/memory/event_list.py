@@ -1,0 +1,389 @@
+"""Births and deaths of tensors in order, and the blocks of a model that make them.
+
+A block is what `symbolic` writes of it; a list has the blocks of one run, with its bytes.
+`memory.allocator_simulator` replays it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from whichlora.memory.allocator_simulator import SMALL_BYTES, rounded
+from whichlora.memory.weights import quantised_parts, weight_bytes
+from whichlora.spec.architecture import Layer, Linear, ModelSpec
+from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.run import FOUR_BIT_BNB
+from whichlora.symbolic.autograd import LinearForm, TapeEvent, evaluate
+from whichlora.symbolic.layer import BlockEvents
+
+
+def block_bytes(num_bytes: int) -> int:
+    """Bytes of the block that serves a request. Kind: exact. Source: `rounded`."""
+    return rounded(num_bytes) if num_bytes > 0 else 0  # an empty tensor takes nothing
+
+
+class Chunk:
+    """Births and deaths of one block in a row, and what they change.
+
+    Args:
+        changes: tensors, and their bytes: positive at the birth, negative at the death.
+
+    Attributes:
+        large: those that are no small requests: tensor and bytes, or None where it dies.
+        change, small_change: bytes alive at the end, beyond those at the start.
+        most, large_most, small_most: the most bytes alive, beyond those at the start.
+    """
+
+    __slots__ = ("change", "large", "large_most", "most", "small_change", "small_most")
+
+    def __init__(self, changes: Iterable[tuple[int, int]]) -> None:
+        self.large: list[tuple[int, int | None]] = []
+        self.change = self.small_change = self.most = self.large_most = self.small_most = 0
+        for tensor, change in changes:
+            self.change += change
+            if abs(change) > SMALL_BYTES:
+                self.large.append((tensor, change if change > 0 else None))
+            else:
+                self.small_change += change
+            if self.change > self.most:
+                self.most = self.change
+            if self.small_change > self.small_most:
+                self.small_most = self.small_change
+            if self.change - self.small_change > self.large_most:
+                self.large_most = self.change - self.small_change
+
+
+class EventList:
+    """Large requests in order; small ones, which have a pool of their own, as a running sum.
+
+    Attributes:
+        peak_bytes, large_peak_bytes, small_peak_bytes: the most bytes alive at once, of all
+            tensors, of large ones, of small ones.
+        skips_from: where steps are left out, the number of events before the first of them.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, int | None]] = []
+        self.peak_bytes = self.large_peak_bytes = self.small_peak_bytes = 0
+        self.skips_from: int | None = None
+        self._live_bytes = self._small_bytes = 0
+        self._next = 0
+        self._sizes: dict[int, int] = {}
+
+    def numbers(self, count: int) -> int:
+        """The first of `count` numbers that nobody has."""
+        first = self._next
+        self._next += count
+        return first
+
+    def born(self, num_bytes: int) -> int:
+        """The number of a new tensor."""
+        number = self.numbers(1)
+        self.start(number, block_bytes(num_bytes))
+        return number
+
+    def start(self, number: int, size: int) -> None:
+        self._sizes[number] = size
+        self.play(Chunk([(0, size)]), number)
+
+    def die(self, *numbers: int) -> None:
+        self.play(Chunk([(number, -self._sizes.pop(number)) for number in numbers]), 0)
+
+    def stay(self, sizes: Iterable[int]) -> None:
+        """Births of tensors that live to the end."""
+        blocks = [block_bytes(size) for size in sizes]
+        self.play(Chunk(enumerate(blocks)), self.numbers(len(blocks)))
+
+    def pass_by(self, sizes: Iterable[int]) -> None:
+        """Births of tensors, then their deaths."""
+        blocks = list(enumerate(block_bytes(size) for size in sizes))
+        deaths = [(tensor, -size) for tensor, size in blocks]
+        self.play(Chunk(blocks + deaths), self.numbers(len(blocks)))
+
+    def play(self, chunk: Chunk, first: int) -> None:
+        """Add the events of `chunk`, whose tensors are numbered from `first` on."""
+        self.events.extend([(first + tensor, size) for tensor, size in chunk.large])
+        live, small = self._live_bytes, self._small_bytes
+        self.peak_bytes = max(self.peak_bytes, live + chunk.most)
+        self.large_peak_bytes = max(self.large_peak_bytes, live - small + chunk.large_most)
+        self.small_peak_bytes = max(self.small_peak_bytes, small + chunk.small_most)
+        self._live_bytes += chunk.change
+        self._small_bytes += chunk.small_change
+
+
+class Sizes:
+    """Bytes of the tensors of one kind of block, in blocks of the allocator.
+
+    Args:
+        fixed: of tensors that are not as large as their form says.
+    """
+
+    def __init__(self, fixed: Mapping[int, int], **sizes: int) -> None:
+        self._fixed = fixed
+        self._sizes = sizes
+        self._by_form: dict[LinearForm, int] = {}
+        self.by_tensor: dict[int, int] = {}
+
+    def note(self, tensor: int, form: LinearForm) -> None:
+        if form not in self._by_form:
+            num_bytes = evaluate(form, **self._sizes)
+            self._by_form[form] = block_bytes(num_bytes)
+        self.by_tensor[tensor] = self._fixed.get(tensor, self._by_form[form])
+
+
+class Pass:
+    """A forward or a backward of one block.
+
+    Args:
+        streams: tensors that other blocks hold, too.
+        kept: tensors that die later than the block says.
+
+    Attributes:
+        parts: changes of the block's own tensors in chunks, and of streams between them.
+    """
+
+    def __init__(
+        self,
+        events: Iterable[TapeEvent],
+        sizes: Sizes,
+        *,
+        streams: frozenset[int],
+        kept: frozenset[int],
+    ) -> None:
+        self.parts: list[Chunk | tuple[int, int]] = []
+        inside: list[tuple[int, int]] = []
+        for tensor, form in events:
+            if form is not None:
+                sizes.note(tensor, form)
+            elif tensor in kept:
+                continue
+            size = sizes.by_tensor[tensor]
+            change = tensor, -size if form is None else size
+            if tensor in streams:
+                self.parts += [Chunk(inside), change]
+                inside = []
+            else:
+                inside.append(change)
+        self.parts.append(Chunk(inside))
+
+
+class Block:
+    """One kind of block with the bytes of one run; `fixed` as of `Sizes`."""
+
+    def __init__(
+        self,
+        events: BlockEvents,
+        sizes: Mapping[str, int],
+        *,
+        input_bytes: int,
+        result_bytes: int,
+        fixed: Mapping[int, int] | None = None,
+    ) -> None:
+        self.events = events
+        self.sizes = Sizes(fixed or {}, **sizes)
+        self.sizes.by_tensor |= {0: input_bytes, events.result_gradient: result_bytes}
+        gradient = events.input_gradient
+        ends = (0, events.result, events.result_gradient, *([] if gradient is None else [gradient]))
+        streams = frozenset((*ends, *events.in_cache))
+        self.forward = Pass(events.forward, self.sizes, streams=streams, kept=frozenset())
+        # the death of a checkpointed block's input is that of the checkpoint's frame
+        kept = events.hidden - ({0} - events.saved)
+        self.backward = Pass(events.backward, self.sizes, streams=streams, kept=kept)
+
+
+@dataclass(slots=True)
+class Instance:
+    """One block of a step: the numbers of its tensors, and of those that it shares."""
+
+    block: Block
+    first: int
+    streams: dict[int, int]
+
+
+class BlockPlayer:
+    """Runs blocks one after another; a tensor between them lives as long as it has a holder."""
+
+    def __init__(self) -> None:
+        self.list = EventList()
+        self._holders: dict[int, int] = {}  # of tensors that several blocks share
+
+    def _start(self, number: int, size: int) -> None:
+        self._holders[number] = 1
+        self.list.start(number, size)
+
+    def _let_go(self, number: int) -> None:
+        self._holders[number] -= 1
+        if self._holders[number] == 0:
+            self.list.die(number)
+
+    def _play(self, done: Pass, instance: Instance) -> None:
+        for part in done.parts:
+            self._play_part(part, instance)
+
+    def _play_part(self, part: Chunk | tuple[int, int], instance: Instance) -> None:
+        if isinstance(part, Chunk):
+            self.list.play(part, instance.first)
+            return
+        tensor, change = part
+        number = instance.streams[tensor]
+        if change < 0:
+            self._let_go(number)
+            return
+        if self._holders.get(number):  # a checkpoint repeats what is still held
+            number = instance.streams[tensor] = self.list.numbers(1)
+        self._start(number, change)
+
+    def _kill(self, instance: Instance, tensors: Iterable[int]) -> None:
+        sizes = instance.block.sizes.by_tensor
+        self.list.play(Chunk((tensor, -sizes[tensor]) for tensor in tensors), instance.first)
+
+    def _forward(self, block: Block, stream: int) -> tuple[Instance, int]:
+        """Run `block` on `stream`; its result's number."""
+        events = block.events
+        first = self.list.numbers(events.num_tensors)
+        result = first + events.result
+        instance = Instance(block, first, {0: stream, events.result: result})
+        self._holders[stream] += 0 in events.saved | events.hidden
+        self._play(block.forward, instance)
+        if events.result == 0:
+            return instance, stream
+        self._holders[result] += events.result in events.saved
+        return instance, result
+
+    def _embedded(
+        self, block: Block | None, model: ModelSpec, *, rows_bytes: int, keeps_rows: bool
+    ) -> tuple[int, int, Instance | None]:
+        """Look the tokens up: a number that the model holds to the end of its forward, the stream.
+
+        Args:
+            block: what is made of the rows before the first layer, if anything.
+            keeps_rows: somebody else holds them.
+
+        Source: transformers 5.23 `LlamaModel.forward`, `GPT2Model.forward`: `inputs_embeds`.
+        """
+        rows = self.list.numbers(1)
+        self._start(rows, rows_bytes)
+        if block is None:
+            self._holders[rows] += 1
+            return rows, rows, None
+        self._holders[rows] += keeps_rows
+        instance, stream = self._forward(block, rows)
+        if model.adds_positions and model.task == "causal-lm":
+            return rows, stream, instance
+        self._let_go(rows)
+        self._holders[stream] += 1
+        return stream, stream, instance
+
+    def _rotary(self, num_bytes: int, *, stream_bytes: int) -> list[int]:
+        """Cosines and sines that all layers read, of `num_bytes` together.
+
+        Source: transformers 5.23 `LlamaRotaryEmbedding.forward`: in fp32, then in the stream's.
+        """
+        narrow = num_bytes // 2
+        wide = narrow * 4 // stream_bytes
+        angles = [self.list.born(wide // 2), self.list.born(wide)]
+        tables = []
+        for _ in range(2):
+            value = self.list.born(wide)
+            tables.append(self.list.born(wide))
+            self.list.die(value)
+        if stream_bytes < 4:
+            angles += tables
+            tables = [self.list.born(narrow), self.list.born(narrow)]
+        self.list.die(*angles)
+        return tables
+
+
+def play_loading(events: EventList, model: ModelSpec, dtypes: Dtypes) -> None:
+    """Weights in the order of the modules.
+
+    Kind: exact as far as the sizes are. Source: transformers 5.23 `caching_allocator_warmup`: one
+    block of all weights that stay is asked for, and freed, before them.
+    """
+    blocks = list(_loaded(model, dtypes))
+    events.pass_by([sum(size for size, _ in blocks)])
+    changes: list[tuple[int, int]] = []
+    for number, (size, wide) in enumerate(blocks):
+        if wide:
+            changes += [(number, wide), (number, -wide)]
+        changes.append((number, size))
+    events.play(Chunk(changes), events.numbers(len(blocks)))
+
+
+def _loaded(model: ModelSpec, dtypes: Dtypes) -> Iterator[tuple[int, int]]:
+    """Bytes of each tensor that stays, and of the wide one that it is quantised from."""
+    for embedding in model.embeddings:
+        yield block_bytes(embedding.num_elements * dtypes.embedding_bytes), 0
+    layers = [layer for part in parts_of(model) for layer in layers_in_order(part)]
+    weights = {layer: list(_layer_weights(layer, dtypes)) for layer in set(layers)}
+    for layer in layers:
+        yield from weights[layer]
+    if model.head is not None and not model.head_tied:
+        yield block_bytes(model.head.num_weights * dtypes.embedding_bytes), 0
+    stored = weight_bytes(model, dtypes)
+    yield block_bytes(stored["other"]), 0
+    yield block_bytes(stored["buffers"]), 0
+
+
+def _layer_weights(layer: Layer, dtypes: Dtypes) -> Iterator[tuple[int, int]]:
+    for linear in layer.linears:
+        for size, wide in _stored(linear, dtypes):
+            yield block_bytes(size), block_bytes(wide)
+    in_linears = sum(linear.num_weights for linear in layer.linears)
+    yield block_bytes((layer.num_params - in_linears) * dtypes.base_bytes), 0
+
+
+def _stored(linear: Linear, dtypes: Dtypes) -> Iterator[tuple[int, int]]:
+    if not linear.is_module:
+        yield linear.num_weights * dtypes.base_bytes, 0
+        return
+    elements = linear.in_features * linear.out_features
+    for _ in range(linear.count):
+        if is_quantised(linear, dtypes):
+            wide = dtypes.four_bit_bytes * elements * (dtypes.quant in FOUR_BIT_BNB)
+            for part in quantised_parts(
+                elements,
+                dtypes.quant,
+                out_features=linear.out_features,
+                group_size=dtypes.quant_group_size,
+            ):
+                yield part, wide
+                wide = 0
+        else:
+            yield elements * dtypes.base_bytes, 0
+
+
+def parts_of(model: ModelSpec) -> tuple[ModelSpec, ...]:
+    """An encoder and its decoder as models of their own, or the model itself. Kind: exact.
+
+    Source: `ModelSpec.groups`.
+    """
+    names = list(dict.fromkeys(group.stack for group in model.groups))
+    if len(names) == 1:
+        return (model,)
+    return tuple(_part(model, name, number) for number, name in enumerate(names))
+
+
+def _part(model: ModelSpec, stack: str, number: int) -> ModelSpec:
+    """One of two stacks as a model of its own: tables, norms and dropouts stand in pairs."""
+    pairs = model.embeddings if model.splits_embeddings else model.embeddings[1:]
+    shared = () if model.splits_embeddings else model.embeddings[:1]
+    return replace(
+        model,
+        groups=tuple(group for group in model.groups if group.stack == stack),
+        embeddings=(*shared, *pairs[number::2]),
+        embedding_norms=model.embedding_norms[number::2],
+        embedding_dropouts=model.embedding_dropouts[number::2],
+        final_norms=model.final_norms[number::2],
+        final_dropouts=model.final_dropouts[number::2],
+    )
+
+
+def layers_in_order(model: ModelSpec) -> tuple[Layer, ...]:
+    """The layers of one stack in the order of its forward. Kind: exact. Source: `LayerGroup`."""
+    groups = model.groups
+    if not all(group.positions for group in groups):
+        return tuple(group.layer for group in groups for _ in range(group.count))
+    placed = {place: group.layer for group in groups for place in group.positions}
+    return tuple(placed[place] for place in sorted(placed))

@@ -1,0 +1,248 @@
+"""Every large request of a generation in order: loading, the pass over the prompt, decoding.
+
+As `memory.step_events` does for training; an encoder has one pass and no cache.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from whichlora.memory import activations, loss
+from whichlora.memory.allocator_simulator import rounded
+from whichlora.memory.event_list import (
+    Block,
+    BlockPlayer,
+    Chunk,
+    EventList,
+    Instance,
+    layers_in_order,
+    play_loading,
+)
+from whichlora.memory.inference import Generation
+from whichlora.memory.kv_cache import kept_tokens
+from whichlora.memory.layer_bytes import layer_cases
+from whichlora.spec.architecture import Layer
+from whichlora.spec.numeric import ceil_div, smallest
+from whichlora.symbolic.autograd import evaluate
+from whichlora.symbolic.language_head import logits_events, stack_end_events
+from whichlora.symbolic.layer import forward_events, stream_bytes
+from whichlora.symbolic.token_embeddings import embedding_events
+
+_MOST_STEPS = 32  # of a cache that grows; each takes milliseconds
+
+
+class GenerationEvents(BlockPlayer):
+    """The events of loading and of one call of `generate`, or of an encoder's forward."""
+
+    def __init__(self, run: Generation) -> None:
+        super().__init__()
+        self.run = run
+        self._cache: list[list[int]] = [[] for _ in self.layers]  # tensors of each layer
+        self._scores: int | None = None  # of the last token, which the loop names
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        return layers_in_order(self.run.model)
+
+    @property
+    def _is_static(self) -> bool:
+        return self.run.run.kv_cache == "static"
+
+    @property
+    def _is_encoder(self) -> bool:
+        return self.run.model.task == "encoder"
+
+    def _width(self, layer: Layer) -> int:
+        model = self.run.model
+        return stream_bytes(layer, self.run.dtypes, after_norm=model.starts_in_layer_norm)
+
+    # --- one layer ------------------------------------------------------------------------------
+
+    def _block(self, layer: Layer, *, tokens: int, span: int, decoding: bool) -> Block:
+        run = self.run
+        dtypes = run.dtypes if decoding else run.reader
+        window = layer.attentions[0].sliding_window
+        # transformers 5.23 `StaticSlidingWindowLayer.update`: `full_key_states = key_states`
+        reads_own = self._is_static and not decoding and self._overflows(layer)
+        if reads_own:
+            span = run.prompt_len
+        elif window is not None and (decoding or self._is_static):
+            span = smallest(span, window)
+        ((_, masked, ragged),) = layer_cases(layer, dtypes, span)
+        events = forward_events(
+            layer,
+            run.model.hidden_size,
+            run.targets,
+            dtypes,
+            run.method,
+            masked=masked,
+            ragged=ragged,
+            stream=self._width(layer),
+            decoding=decoding,
+            writes_cache=not (self._is_encoder or (decoding and self._is_static)),
+            reads_own=reads_own,
+        )
+        size = rounded(self._width(layer) * run.model.hidden_size * tokens)
+        sizes = {"tokens": tokens, "span": span, "r": run.r}
+        fixed = {}
+        if self._is_static and events.in_cache:
+            kept = kept_tokens(layer, run.last_tokens, kv_cache="static")
+            fixed = {
+                event.tensor: rounded(
+                    evaluate(event.form, **sizes | {"tokens": kept * run.batch_size})
+                )
+                for event in events.forward
+                if event.tensor in events.in_cache and event.form is not None
+            }
+        return Block(events, sizes, input_bytes=size, result_bytes=size, fixed=fixed)
+
+    def _overflows(self, layer: Layer) -> bool:
+        window = layer.attentions[0].sliding_window
+        return window is not None and self.run.prompt_len > window
+
+    def _run_layer(self, number: int, block: Block, stream: int) -> Instance:
+        """Run layer `number` on `stream`, which its caller holds."""
+        events = block.events
+        first = self.list.numbers(events.num_tensors)
+        shared = {tensor: first + tensor for tensor in (events.result, *events.in_cache)}
+        instance = Instance(block, first, {0: stream} | shared)
+        before, self._cache[number] = self._cache[number], []
+        together = self.layers[number].attentions[0].sliding_window is not None
+        for part in block.forward.parts:
+            self._play_part(part, instance)
+            if isinstance(part, Chunk) or part[0] not in events.in_cache:
+                continue
+            self._cache[number].append(instance.streams[part[0]])
+            if not together or len(self._cache[number]) == len(events.in_cache):
+                count = len(before) if together else 1
+                for old in before[:count]:
+                    self._let_go(old)
+                before = before[count:]
+        self._cache[number] += before  # written in place
+        return instance
+
+    # --- one pass -------------------------------------------------------------------------------
+
+    def _pass(self, *, queries: int, span: int, decoding: bool) -> None:
+        run, model = self.run, self.run.model
+        tokens = run.batch_size * queries
+        dtypes = run.dtypes if decoding else run.reader
+        table = model.embeddings[0]
+        rows_bytes = rounded(tokens * table.width * dtypes.embedding_bytes)
+        events = embedding_events(model, dtypes, run.method, run.targets, needs_grad=False)
+        sizes = {"tokens": tokens, "span": span, "r": run.r}
+        block = None
+        if events is not None:
+            result_bytes = rounded(self._width(self.layers[0]) * model.hidden_size * tokens)
+            block = Block(events, sizes, input_bytes=rows_bytes, result_bytes=result_bytes)
+        rows, stream, embedded = self._embedded(
+            block, model, rows_bytes=rows_bytes, keeps_rows=False
+        )
+        positions = queries if self._is_encoder else tokens
+        around = self._rotary(
+            activations.rotary_bytes(model, dtypes, span=positions),
+            stream_bytes=dtypes.stream_bytes,
+        )
+        if not decoding:
+            masks = activations.kept_mask_bytes(model, dtypes, tokens=tokens, span=span)
+            around.append(self.list.born(masks))
+        blocks = {
+            layer: self._block(layer, tokens=tokens, span=span, decoding=decoding)
+            for layer in set(self.layers)
+        }
+        before: Instance | None = None
+        for number, layer in enumerate(self.layers):
+            instance = self._run_layer(number, blocks[layer], stream)
+            if before is not None:
+                self._kill(before, before.block.events.copies)
+            self._let_go(stream)
+            before, stream = instance, instance.streams[instance.block.events.result]
+        self._finish(stream, rows, around, tokens=tokens, sizes=sizes)
+        for last in (before, embedded):
+            if last is not None:
+                self._kill(last, last.block.events.copies)
+
+    def _finish(
+        self, stream: int, rows: int, around: list[int], *, tokens: int, sizes: dict[str, int]
+    ) -> None:
+        """The last norm of every position, and the logits of the last, or all of an encoder."""
+        run, model, dtypes = self.run, self.run.model, self.run.dtypes
+        settings = (model, dtypes, run.method, run.targets)
+        events = stack_end_events(*settings, stream=self._width(self.layers[-1]))
+        if events is not None:
+            size = rounded(self._width(self.layers[-1]) * model.hidden_size * tokens)
+            block = Block(events, sizes, input_bytes=size, result_bytes=size)
+            _, result = self._forward(block, stream)
+            self._let_go(stream)
+            stream = result
+        self._let_go(rows)
+        self.list.die(*around)
+        width = loss.logit_width(model)
+        if self._is_encoder:
+            events = logits_events(*settings, stream=dtypes.stream_bytes)
+            if events is not None:
+                size = rounded(dtypes.stream_bytes * model.hidden_size * tokens)
+                block = Block(events, sizes, input_bytes=size, result_bytes=0)
+                _, logits = self._forward(block, stream)
+                self._let_go(logits)
+            self._let_go(stream)
+            return
+        logits = self.list.born(width * run.batch_size * run.element_bytes)
+        self._let_go(stream)
+        if model.logit_softcap:
+            for _ in range(3):
+                capped = self.list.born(width * run.batch_size * run.element_bytes)
+                self.list.die(logits)
+                logits = capped
+        scores = self.list.born(4 * width * run.batch_size)
+        if self._scores is not None:
+            self.list.die(self._scores)
+        self._scores = scores
+        self.list.die(logits)
+
+    def whole_run(self) -> EventList:
+        run = self.run
+        play_loading(self.list, run.model, run.dtypes)
+        self._pass(queries=run.prompt_len, span=run.sized["span"], decoding=False)
+        if self._is_encoder:
+            return self.list
+        last = run.max_new_tokens - 1
+        if self._is_static:  # steps are alike
+            for _ in range(min(last, 2)):
+                self._pass(queries=1, span=run.last_tokens, decoding=True)
+            return self.list
+        count = min(last, _MOST_STEPS)
+        if count < last:
+            self.list.skips_from = len(self.list.events)
+        for number in range(1, count + 1):
+            span = run.first_tokens + ceil_div(number * last, count)
+            self._pass(queries=1, span=span, decoding=True)
+        return self.list
+
+
+def has_events(run: Generation) -> bool:
+    """Whether all of a generation is written as events. Kind: exact.
+
+    Source: what `GenerationEvents` leaves out.
+    """
+    model, libraries = run.model, run.dtypes.libraries
+    attentions = [attention for layer in model.layers() for attention in layer[0].attentions]
+    return (
+        model.task in ("causal-lm", "encoder")
+        and run.run.kv_cache in ("dynamic", "static")
+        and run.stored is None
+        and not (libraries.scores_whole_prompt or libraries.cache_of_tuples)
+        and all(attention.kind == "softmax" for attention in attentions)
+        and not any(attention.projection.startswith("latent") for attention in attentions)
+        and not any(attention.keeps_keys for attention in attentions)
+        and not any(group.shared for group in model.groups)
+        and model.layer_input_norm is None
+    )
+
+
+def generation_events(run: Generation) -> EventList:
+    """Large requests of loading and one generation in order; small ones as a sum.
+
+    Kind: exact as far as the blocks are. Source: the libraries' functions named above.
+    """
+    return GenerationEvents(run).whole_run()
