@@ -96,7 +96,7 @@ def answer_values(**changes: Any) -> dict[str, Any]:
         "schema_version": 1,
         "config": "plan.yaml",
         "gpu": "made-up-24gb",
-        "basis": "memory counted from the model's config",
+        "basis": "memory by the config",
         "tokens": "200 sequences, 40000 tokens an epoch",
         "winner": finetune[0],
         "front": [] if "finetune" in changes else [finetune[1], finetune[0]],

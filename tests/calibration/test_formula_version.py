@@ -52,4 +52,4 @@ def test_an_estimate_says_that_it_was_fitted_anew(tmp_path: Path) -> None:
     run = RunConfig(model="HuggingFaceTB/SmolLM2-135M")
     (found,) = estimates.estimate([run], [gpu.key], calibration_dir=tmp_path)
     assert "fitted just now" in found.basis
-    assert "640 with other library versions" in found.basis
+    assert "640 with other versions" in found.basis

@@ -62,7 +62,7 @@ def test_the_command_keeps_a_launch(tmp_path: Path) -> None:
     assert load_calibration(T4, tmp_path).launch_s == pytest.approx(28e-6)
     nowhere = CliRunner().invoke(main, ["calibrate", "--launch-us", "28", *folder])
     assert nowhere.exit_code == 2
-    assert "--launch-us needs --gpu" in nowhere.output
+    assert "--launch-us needs one --gpu" in nowhere.output
     absurd = CliRunner().invoke(main, ["calibrate", "--gpu", "t4", "--launch-us", "0", *folder])
     assert absurd.exit_code == 2
     assert "launch_us: must be from 0.1" in absurd.output

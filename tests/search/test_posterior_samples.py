@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
-from whichlora.predict.predict import judged_memory, predict, step_features
+from whichlora.predict.predict import count_block, judged_memory, predict, step_features
 from whichlora.predict.resolve import resolve
-from whichlora.search.shortlist import Group, Requirements, _PosteriorSamples, shortlist
+from whichlora.search.shortlist import (
+    CountedPlan,
+    Group,
+    Requirements,
+    _CountedTraining,
+    _PosteriorSamples,
+)
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -39,7 +46,7 @@ def test_a_training_errs_as_its_prediction_does(monkeypatch: pytest.MonkeyPatch)
     steps = [{512: 30.0, 256: 10.0}, {512: 15.0}]
     job = resolve(SPEC, TRAIN, GPU)
     group = Group(job=job, axes=axes, steps=steps)
-    seconds, num_bytes = posterior_samples(monkeypatch).training(group)
+    seconds, num_bytes = posterior_samples(monkeypatch).training(_CountedTraining.of(group, form))
     model = prior_calibration(GPU).time["finetune"]
     expected = []
     for r in (8, 16):
@@ -73,7 +80,7 @@ def test_an_inference_errs_as_its_prediction_does(monkeypatch: pytest.MonkeyPatc
     run = RunConfig(model=SPEC.name, phase="inference", batch_size=4, prompt_len=256)
     axes = {"batch_size": np.array([[4]])}
     group = Group(job=resolve(SPEC, run, GPU), axes=axes)
-    seconds, num_bytes = posterior_samples(monkeypatch).serving(group)
+    seconds, num_bytes = posterior_samples(monkeypatch).serving(count_block(group.job, group.axes))
     assert seconds.shape == num_bytes.shape == (20_000, 1)
     found = predict(SPEC, run, GPU, prior_calibration(GPU)).time
     assert seconds[0][0] == pytest.approx(found.time_per_token_s, rel=1e-6)
@@ -104,6 +111,16 @@ def test_a_candidate_of_a_group_has_its_own_settings(
 def form(run: RunConfig) -> RunConfig:
     """In which a candidate of either stage is served: merged, in 16 bit."""
     return RunConfig(model=run.model, phase="inference")
+
+
+def shortlist(
+    serving: list[Group],
+    training: list[Group],
+    calibration: Calibration,
+    least: Requirements,
+    served: Callable[[RunConfig], RunConfig],
+) -> list[RunConfig]:
+    return CountedPlan(serving, training, served).shortlist(calibration, least)
 
 
 def training_group() -> Group:

@@ -50,7 +50,7 @@ def test_the_time_for_the_data_is_all_its_steps() -> None:
 def test_the_table_names_its_basis() -> None:
     text = whichlora("guide", *GRID).stdout
     assert text.count("EleutherAI/pythia-160m") == 4
-    assert "basis: l4-24gb: memory counted from the model's config" in text
+    assert "basis: l4-24gb: memory by the config" in text
 
 
 def test_markdown_csv_and_html_say_the_same(tmp_path: Path) -> None:

@@ -717,7 +717,7 @@ def test_the_refit_brings_predictions_closer_and_names_itself(tmp_path: Path) ->
     [prediction] = estimates.estimate(
         [answer.finetune[0].run], ["cpu"], calibration_dir=tmp_path / "calibration"
     )
-    assert "calibration cpu-" in prediction.basis
+    assert "recorded runs on cpu-" in prediction.basis
 
 
 def test_total_time_follows_the_tokens_of_the_data(tmp_path: Path) -> None:

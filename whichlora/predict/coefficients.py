@@ -194,15 +194,15 @@ class Calibration:
 
     def _known_of_runs(self, memory_runs: int, time_runs: int, phases: Sequence[str]) -> str:
         other_runs = sum(model.num_runs for name, model in self.time.items() if name not in phases)
-        memory = "memory counted from the model's config"
+        memory = "memory by the config"
         if memory_runs:
             memory += f", corrected by {memory_runs} runs"
         if not phases:
             return memory
         if not (memory_runs or time_runs or self.asked_engine or other_runs):
-            return f"{memory}; times from the datasheet (no run on this device yet)"
-        runs = f"{time_runs} of {self.num_records} recorded runs on {self.gpu}"
-        older = f", {self.num_older} with other library versions" if self.num_older else ""
+            return f"{memory}, times by the datasheet (no run on this device yet)"
+        runs = f"{time_runs} measured in {self.num_records} recorded runs on {self.gpu}"
+        older = f", {self.num_older} with other versions" if self.num_older else ""
         learned = ""
         if not time_runs and other_runs and not self.asked_engine:
             learned = f"; the speed is from {other_runs} runs of other phases"
@@ -217,9 +217,7 @@ class Calibration:
                 learned += f"; {phase} by the datasheet, which is better on runs left out of a fit"
             elif phase in self.held_out:
                 error = self.held_out[phase]
-                learned += (
-                    f"; {phase} {error.median:.0%} off on {error.num_runs} runs left out of the fit"
-                )
+                learned += f"; {phase} {error.median:.0%} off on {error.num_runs} left out"
         return f"{memory}; times fitted to {runs}{older}{learned}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -35,10 +35,7 @@ def host_notes(job: ResolvedRun, pass_parts: Mapping[str, Mapping[str, Real]]) -
     bound = [_PASS_NAMES[phase] for phase, parts in pass_parts.items() if parts["launch"] > 0]
     if job.gpu.kind == "cpu" or not bound:
         return ()
-    return (
-        f"bound by the host: launching the kernels of {' and of '.join(bound)} takes longer than "
-        "running them",
-    )
+    return (f"bound by the host: launching kernels takes longest in {' and '.join(bound)}",)
 
 
 def notes_on(job: ResolvedRun) -> tuple[str, ...]:

@@ -293,7 +293,7 @@ def _temporary_bytes(func: Any, args: Any, kwargs: Mapping[str, Any], fused_rows
         return 0
     out_features, in_features = args[2]
     names = (argument.name for argument in func._schema.arguments)
-    scales = (dict(zip(names, args, strict=False)) | kwargs).get("absmax_8bit")
+    scales = {**dict(zip(names, args, strict=False)), **kwargs}.get("absmax_8bit")
     of_scales = 0 if scales is None else 2 * 4 * scales.numel()
     return int(out_features * in_features * args[0].element_size()) + of_scales
 
