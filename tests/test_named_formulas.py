@@ -14,6 +14,7 @@ import whichlora
 PACKAGE = Path(whichlora.__file__).parent
 TESTS = Path(__file__).parent
 MEMORY = sorted((PACKAGE / "memory").glob("*.py"))
+PARALLEL = sorted((PACKAGE / "parallel").glob("*.py"))
 NUMBERS = re.compile(
     r"(Count|int|float|Real|Work|Conversion|TimeModel|LayerBytes|LayerPasses)"
     r"|dict\[str, (int|float|Count|Real)\]"
@@ -32,7 +33,7 @@ def formulas(path: Path) -> Iterator[ast.FunctionDef]:
 
 @pytest.mark.parametrize(
     "path",
-    [*MEMORY, PACKAGE / "timing" / "model.py", PACKAGE / "timing" / "work.py"],
+    [*MEMORY, *PARALLEL, PACKAGE / "timing" / "model.py", PACKAGE / "timing" / "work.py"],
     ids=lambda path: path.name,
 )
 def test_every_formula_states_its_kind_and_its_source(path: Path) -> None:
@@ -43,7 +44,7 @@ def test_every_formula_states_its_kind_and_its_source(path: Path) -> None:
 
 
 def test_every_formula_of_the_ledger_is_named_in_a_test() -> None:
-    names = {formula.name for path in MEMORY for formula in formulas(path)}
+    names = {formula.name for path in MEMORY + PARALLEL for formula in formulas(path)}
     assert len(names) > 40
     sources = (path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py"))
     words = {word for text in sources for word in re.findall(r"\w+", text)}

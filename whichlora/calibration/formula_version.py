@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from whichlora import families
+from whichlora.predict.parts import part_bytes
 from whichlora.predict.predict import (
     forward_features,
     ledger,
     mean_context,
-    part_bytes,
     step_features,
 )
 from whichlora.predict.resolve import resolve

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from whichlora.memory.training import PARTS
 from whichlora.predict.judgement import ALLOCATED_PARTS
+from whichlora.predict.parts import part_bytes
 from whichlora.predict.predict import (
     forward_features,
     ledger,
     mean_context,
-    part_bytes,
     step_features,
 )
 from whichlora.predict.resolve import ResolvedRun

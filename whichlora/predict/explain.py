@@ -17,7 +17,8 @@ from whichlora.methods import BUILT_IN, get_method
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import allocated_bytes, corrected
 from whichlora.predict.ledger_lines import Line, layer_lines, lines_at
-from whichlora.predict.predict import ledger, part_bytes, predict
+from whichlora.predict.parts import part_bytes
+from whichlora.predict.predict import ledger, predict
 from whichlora.predict.resolve import resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec

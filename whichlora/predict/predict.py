@@ -13,7 +13,6 @@ from whichlora.memory.optimizer import Update
 from whichlora.memory.reserved import replayed_idle_bytes
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import (
-    PARTS,
     Ledger,
     least_parts,
     trained_params,
@@ -31,11 +30,20 @@ from whichlora.predict.judgement import (
     least_bytes,
 )
 from whichlora.predict.notes import host_notes, notes_on
+from whichlora.predict.parts import part_bytes
 from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.predict.several_gpus import several_gpus
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, Real, largest
-from whichlora.spec.results import MemoryPrediction, Prediction, TimePrediction, TracedPeak, Verdict
+from whichlora.spec.results import (
+    MemoryPrediction,
+    Prediction,
+    SeveralGpus,
+    TimePrediction,
+    TracedPeak,
+    Verdict,
+)
 from whichlora.spec.run import RunConfig
 from whichlora.timing import model as timing
 from whichlora.timing import work
@@ -61,7 +69,8 @@ def ledger(job: ResolvedRun, **sizes: Count) -> Ledger:
     """
     if job.run.phase == "inference":
         return inference_ledger(generation(job, **sizes))
-    return training_ledger(training_step(job, **sizes))
+    step = training_step(job, **sizes)
+    return training_ledger(step) if job.layout is None else job.layout.merged_ledger(step)
 
 
 def training_step(job: ResolvedRun, **sizes: Count) -> TrainingStep:
@@ -114,17 +123,6 @@ def update_of(job: ResolvedRun, r: Count | None = None) -> Update:
         unscales=job.run.precision == "fp16" and job.dtypes.under_autocast,
         num_micro_batches=job.run.gradient_accumulation_steps,
     )
-
-
-def part_bytes(job: ResolvedRun, counted: Ledger, moment: str) -> dict[str, Count]:
-    """Bytes of every part at `moment`, before any calibration; adds up to the card's use."""
-    parts: dict[str, Count] = dict.fromkeys(PARTS, 0)
-    for entry in counted.moments[moment]:
-        parts[entry.part] = parts[entry.part] + entry.num_bytes
-    parts["temporary"] = parts["temporary"] + counted.workspace_in(moment)
-    parts["allocator"] = counted.idle_bytes
-    parts["context"] = allocator.context_bytes(job.gpu)
-    return parts
 
 
 def moment_parts(job: ResolvedRun, **sizes: Count) -> dict[str, dict[str, Count]]:
@@ -226,6 +224,12 @@ def passes(job: ResolvedRun, **sizes: Count) -> tuple[Pass, ...]:
     return prefill, ("decode", new_tokens - 1, decode)
 
 
+def global_batch_factor(job: ResolvedRun) -> int:
+    """Micro-batches of one optimizer step, over all GPUs."""
+    at_once = 1 if job.layout is None else job.layout.data_parallel_size
+    return at_once * job.run.gradient_accumulation_steps
+
+
 def num_tokens(job: ResolvedRun, **sizes: Count) -> Count:
     """What a step trains on, padding included, or a generation makes; an encoder reads them.
 
@@ -234,7 +238,8 @@ def num_tokens(job: ResolvedRun, **sizes: Count) -> Count:
     """
     counts = _sizes(job, sizes)
     if job.run.phase == "finetune":
-        return counts["batch_size"] * counts["seq_len"] * job.run.gradient_accumulation_steps
+        sequences = counts["batch_size"] * global_batch_factor(job)
+        return sequences * counts["seq_len"]
     encoder = job.model.task == "encoder"
     return counts["batch_size"] * counts["prompt_len" if encoder else "max_new_tokens"]
 
@@ -244,6 +249,8 @@ def ledger_and_idle(job: ResolvedRun) -> tuple[Ledger, int | None]:
 
     Source: `memory.reserved`, where the events of the run are known.
     """
+    if job.layout is not None:  # no events are written of what a strategy adds
+        return ledger(job), None
     run: TrainingStep | Generation
     if job.run.phase == "inference":
         run = generation(job)
@@ -323,6 +330,8 @@ def least_training_bytes(
     job: ResolvedRun, calibration: Calibration, *, batch_size: Count, seq_len: Count, least_r: Count
 ) -> Real:
     """Device memory that fine-tuning takes at least, whatever its rank is from `least_r` on."""
+    if job.layout is not None:  # what a strategy leaves of these parts is its own
+        return 0.0
     step = training_step(job, batch_size=batch_size, seq_len=seq_len, r=least_r)
     return least_bytes(least_parts(step), calibration.memory)
 
@@ -498,7 +507,14 @@ def predict_counted(
         )
         + ("" if gpu.is_timed else MEMORY_ONLY),
         notes=(*notes_on(job), *(host_notes(job, timed.pass_parts) if timed else ())),
+        several_gpus=_several_gpus(job, calibration),
     )
+
+
+def _several_gpus(job: ResolvedRun, calibration: Calibration) -> SeveralGpus | None:
+    if job.layout is None:
+        return None
+    return several_gpus(job, job.layout, training_step(job), calibration)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

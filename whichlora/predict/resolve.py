@@ -8,9 +8,12 @@ from whichlora.errors import ConfigError
 from whichlora.families.experts import with_expert_modules
 from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
+from whichlora.parallel import get_strategy
+from whichlora.parallel.layout import Layout
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.parallel import ONE_DEVICE
 from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FP32_PRECISIONS, RunConfig
 from whichlora.spec.targets import check_saved_modules, resolve_targets
 from whichlora.symbolic.kernels import ASSUMED_CAPABILITY, FLASH_CAPABILITY, runs_efficient
@@ -29,7 +32,11 @@ _LEAST_CAPABILITY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedRun:
-    """A run with every default resolved against its model, method and device."""
+    """A run with every default resolved against its model, method and device.
+
+    Args:
+        layout: the strategies that spread it over several GPUs; None on one.
+    """
 
     model: ModelSpec
     run: RunConfig
@@ -38,6 +45,7 @@ class ResolvedRun:
     trainer: Trainer
     dtypes: Dtypes
     targets: tuple[str, ...]
+    layout: Layout | None = None
 
     @property
     def has_adapters(self) -> bool:
@@ -106,6 +114,9 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     )
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)
+    layout = layout_of(run)
+    if layout is not None:
+        run = replace(run, parallel=layout.config)
     return ResolvedRun(
         model=model,
         run=run,
@@ -114,7 +125,28 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         trainer=get_trainer(run.trainer),
         dtypes=dtypes,
         targets=targets,
+        layout=layout,
     )
+
+
+def layout_of(run: RunConfig) -> Layout | None:
+    """The strategies that spread `run` over several GPUs, every option filled in; None on one.
+
+    Raises:
+        ConfigError: an unknown strategy or option, or a phase that nothing is known of.
+    """
+    config = run.parallel
+    if config.strategy == ONE_DEVICE:
+        if config.options:
+            raise ConfigError(f"{config.options[0][0]}: needs parallel, which is {ONE_DEVICE}")
+        return None
+    layout = Layout.of(config, [get_strategy(name) for name in config.names])
+    if run.phase == "inference":
+        raise ConfigError(
+            f"parallel: {config.strategy} is known of fine-tuning alone; give phase finetune, or "
+            "leave gpus and parallel out"
+        )
+    return layout
 
 
 def has_bf16(gpu: GpuSpec) -> bool:

@@ -95,6 +95,106 @@ class TimePrediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankPrediction:
+    """Ranks of a run on several GPUs that hold the same.
+
+    Args:
+        name: such as "every rank" or "last stage".
+        ranks: their numbers.
+        breakdown: bytes by part at `moment`, where they need most; adds up to the use of a card.
+        host_bytes: pinned memory of each of them.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    moment: str
+    peak_allocated_bytes: int
+    breakdown: Mapping[str, int]
+    host_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON shape; ranks as ranges, such as "0-7"."""
+        return dataclasses.asdict(self) | {"ranks": _ranges(self.ranks)}
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagePrediction:
+    """Equal messages of one optimizer step of one rank.
+
+    Args:
+        num_bytes: of the whole tensor that one of them gathers, reduces or sends.
+        size: ranks that take part.
+        hidden_by: what computes meanwhile, or "nothing".
+        seconds: of all of them; NaN where the links are not known.
+    """
+
+    what: str
+    collective: str
+    num_bytes: int
+    count: int
+    size: int
+    hidden_by: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """What one rank takes part in during an optimizer step, the rank that sends most.
+
+    Args:
+        num_bytes: that it sends.
+        exposed_s: seconds that it waits; NaN where the links are not known.
+        overlapped_s: seconds of communication while it computes.
+    """
+
+    num_bytes: int
+    exposed_s: float
+    overlapped_s: float
+    messages: tuple[MessagePrediction, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        values = known_values(dataclasses.asdict(self))
+        values["bytes"] = values.pop("num_bytes")
+        values["messages"] = [known_values(dataclasses.asdict(each)) for each in self.messages]
+        return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeveralGpus:
+    """What several GPUs add to a prediction.
+
+    Args:
+        ranks: one entry for each kind of rank; the memory of the prediction is that of the one
+            that needs most.
+        host_bytes: pinned host memory of all ranks of a node.
+        global_batch_size: sequences per optimizer step.
+    """
+
+    ranks: tuple[RankPrediction, ...]
+    host_bytes: int
+    communication: Communication
+    global_batch_size: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ranks": [rank.to_dict() for rank in self.ranks],
+            "host_bytes": self.host_bytes,
+            "communication": self.communication.to_dict(),
+            "global_batch_size": self.global_batch_size,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """One candidate judged on one device.
 
@@ -102,6 +202,7 @@ class Prediction:
         fits: the upper bound of the need is within what the device can give.
         verdict: "fits", "fails" or "undecided" (the interval contains the limit).
         basis: which formulas and which calibration stand behind the numbers.
+        several_gpus: of a run that is spread over them, else None.
     """
 
     run: RunConfig
@@ -115,6 +216,7 @@ class Prediction:
     verdict: Verdict
     basis: str
     notes: tuple[str, ...] = ()
+    several_gpus: SeveralGpus | None = None
 
     @property
     def tokens_per_generation(self) -> int:
@@ -136,6 +238,7 @@ class Prediction:
             "verdict": self.verdict,
             "basis": self.basis,
             "notes": list(self.notes),
+            **({} if self.several_gpus is None else self.several_gpus.to_dict()),
         }
 
 

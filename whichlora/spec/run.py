@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 from whichlora.errors import ConfigError
+from whichlora.spec.parallel import ONE_GPU, ParallelConfig
 from whichlora.spec.versions import Libraries
 from whichlora.text import require_printable
 
@@ -159,6 +160,7 @@ class RunConfig:
         use_reentrant: kind of checkpointing; None: what this version of transformers does.
         libraries: (library, version) pairs where they are not the current ones.
         trainer: a name registered in `whichlora.trainers`.
+        parallel: the GPUs of the run, and how it is spread over them.
     """
 
     model: str
@@ -198,6 +200,7 @@ class RunConfig:
     quant_group_size: int = 128
     expandable_segments: bool = False
     trainer: str = "transformers"
+    parallel: ParallelConfig = ONE_GPU
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -336,11 +339,14 @@ class RunConfig:
         """
         defaults = self.from_dict({"model": ""}).to_dict()
         chosen = self.to_dict().items()
-        return {name: value for name, value in chosen if value not in (None, defaults[name])}
+        return {name: value for name, value in chosen if value not in (None, defaults.get(name))}
 
     def to_dict(self) -> dict[str, Any]:
-        """Every setting as JSON types, in declaration order."""
+        """Every setting as JSON types, in declaration order; `parallel` of several GPUs alone."""
         values = dataclasses.asdict(self)
+        del values["parallel"]
+        if self.parallel != ONE_GPU:
+            values["parallel"] = self.parallel.to_dict()
         values["target_modules"] = list(self.target_modules)
         values["modules_to_save"] = list(self.modules_to_save)
         values["libraries"] = dict(self.libraries)
@@ -366,6 +372,8 @@ class RunConfig:
                 if not isinstance(fields[name], list | tuple):
                     raise ConfigError(f"{name}: {fields[name]!r} is not a list of names")
                 fields[name] = tuple(fields[name])
+        if "parallel" in fields:
+            fields["parallel"] = ParallelConfig.from_dict(fields["parallel"])
         if "libraries" in fields:
             if not isinstance(fields["libraries"], Mapping):
                 raise ConfigError(

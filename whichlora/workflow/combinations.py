@@ -9,6 +9,8 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
+from whichlora.parallel import list_strategies
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Refused
 from whichlora.spec.run import RunConfig
 
@@ -44,6 +46,9 @@ _INFERENCE_ONLY = ("prompt_len", "max_new_tokens", "serve", "kv_cache", *_QUANTI
 
 def grid(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
     """Every combination of `settings` (a list of values by name of a `RunConfig` field).
+
+    The GPUs and the strategy of `ParallelConfig` are settings like any other: `gpus`, `nodes`,
+    `parallel` and the options that strategies declare; None leaves an option at its default.
 
     A setting that a phase does not read is left at its default there, so that no candidate
     appears twice: a method is one of an inference only where its model is served as trained.
@@ -89,7 +94,7 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
             if chosen.get("kv_cache") != "quantized":
                 chosen = {name: chosen[name] for name in chosen if name not in _QUANTISED_ONLY}
             try:
-                run = RunConfig(phase=phase, **chosen)
+                run = RunConfig(phase=phase, **with_parallel(chosen))
             except ConfigError as error:
                 model = str(chosen.pop("model", ""))
                 yield Refused(model=model, settings={"phase": phase, **chosen}, reason=str(error))
@@ -97,6 +102,26 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
             if run not in seen:
                 seen.add(run)
                 yield run
+
+
+def with_parallel(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` with those of several GPUs as one `ParallelConfig`.
+
+    Raises:
+        ConfigError: they exclude each other.
+    """
+    chosen = dict(settings)
+    names = {option.name for strategy in list_strategies().values() for option in strategy.options}
+    options = {name: chosen.pop(name) for name in sorted(names & chosen.keys())}
+    asked = {
+        field: chosen.pop(name)
+        for field, name in (("gpus", "gpus"), ("nodes", "nodes"), ("strategy", "parallel"))
+        if chosen.get(name) is not None
+    }
+    for name in ("gpus", "nodes", "parallel"):
+        chosen.pop(name, None)
+    stated = tuple((name, value) for name, value in options.items() if value is not None)
+    return chosen | {"parallel": ParallelConfig(options=stated, **asked)}
 
 
 def _check_number(settings: Mapping[str, Sequence[Any]]) -> None:

@@ -1,0 +1,162 @@
+"""What a parallel strategy is: what each rank holds and computes, and what the ranks send.
+
+A strategy changes the run of one device in two places. `split` says what a rank computes: a part
+of the model (tensor and pipeline parallelism), of the tokens, or all of it. `moments` says what it
+holds of each entry of that run's ledger, and adds what is gathered. Strategies that are combined
+do so one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from whichlora.memory.entries import Entry
+from whichlora.memory.step import TrainingStep
+from whichlora.spec.numeric import Count
+from whichlora.spec.parallel import OptionValue, ParallelConfig
+
+Moments = Mapping[str, tuple[Entry, ...]]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "send", "to_host", "from_host"]
+Hidden = Literal["nothing", "forward", "backward", "optimizer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A setting that a strategy declares; flags and plan keys are built from it.
+
+    Args:
+        name: as accelerate, DeepSpeed or transformers spells it.
+        default: its type is the type of the setting; None: the strategy decides.
+        choices: accepted values of a text; several may be given where `default` is a tuple.
+    """
+
+    name: str
+    summary: str
+    default: OptionValue | None
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """One strategy as a run asks for it.
+
+    Args:
+        config: all GPUs of the run.
+        size: ranks among which this strategy divides; the product over the combined strategies is
+            `config.gpus`.
+        options: of this strategy, defaults filled in.
+    """
+
+    config: ParallelConfig
+    size: int
+    options: Mapping[str, OptionValue | None] = field(default_factory=dict)
+
+    @property
+    def crosses_nodes(self) -> bool:
+        return self.size > self.config.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankKind:
+    """Ranks that hold and compute the same.
+
+    Args:
+        name: such as "every rank", "first stage"; in words that an engineer would search for.
+        ranks: their numbers.
+        at_rest: the step whose dtypes are those in which parameters are kept between steps.
+        step: what these ranks compute, in the dtypes that their kernels see.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    at_rest: TrainingStep
+    step: TrainingStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Equal messages of one optimizer step.
+
+    Args:
+        what: such as "gradients of the blocks".
+        num_bytes: of the whole tensor that is gathered, reduced or sent by one of them.
+        count: how many there are in one optimizer step.
+        size: ranks that take part.
+        hidden_by: what computes meanwhile; "nothing" where everybody waits.
+    """
+
+    what: str
+    collective: Collective
+    num_bytes: Count
+    count: Count
+    size: int
+    hidden_by: Hidden = "nothing"
+
+
+def _computes_all(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
+    return (rank,)
+
+
+def _holds_all(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
+    return moments
+
+
+def _updates_all(spread: Spread) -> float:
+    return 1.0
+
+
+def _no_messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
+    return ()
+
+
+def _nothing_on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
+    return ()
+
+
+def _accepts(step: TrainingStep, spread: Spread) -> None:
+    return
+
+
+def _no_notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
+    return ()
+
+
+def _no_files(config: Mapping[str, Any], spread: Spread) -> Mapping[str, Any]:
+    return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """One way to spread a run over several GPUs.
+
+    Args:
+        options: what it declares beside the number of GPUs.
+        size_option: the one of them that says how many ranks it divides among, where it is
+            combined with others; empty for the one that takes what the others leave.
+        divides: what its ranks share: "data" where each has its own micro-batch, so that the
+            global batch grows with their number; "model" where they work on the same one.
+        check: refuse what the libraries refuse, with one line (`ConfigError`).
+        split: what the ranks of one kind compute, once this strategy has divided their work.
+        moments: what a rank holds at each moment, of the entries that its step would have alone.
+        update_share: of the trained parameters, what one rank's optimizer updates.
+        messages: what one rank sends and receives in one optimizer step.
+        on_host: what it keeps in pinned host memory, by entry.
+        accelerate: the keys of accelerate's config file that turn it on, beside those given.
+        notes: what a user must know.
+    """
+
+    name: str
+    summary: str
+    divides: Literal["data", "model"]
+    options: tuple[Option, ...] = ()
+    size_option: str = ""
+    check: Callable[[TrainingStep, Spread], None] = _accepts
+    split: Callable[[RankKind, Spread], tuple[RankKind, ...]] = _computes_all
+    moments: Callable[[RankKind, Moments, Spread], Moments] = _holds_all
+    update_share: Callable[[Spread], float] = _updates_all
+    messages: Callable[[RankKind, Spread], tuple[Message, ...]] = _no_messages
+    on_host: Callable[[RankKind, Spread], tuple[Entry, ...]] = _nothing_on_host
+    accelerate: Callable[[Mapping[str, Any], Spread], Mapping[str, Any]] = _no_files
+    notes: Callable[[TrainingStep, Spread], tuple[str, ...]] = _no_notes

@@ -1,0 +1,69 @@
+"""DistributedDataParallel: every rank has all of the model and its own micro-batch.
+
+Source: torch 2.13 `torch/nn/parallel/distributed.py` and `reducer.cpp`; accelerate 1.15
+`Accelerator.prepare_model`, whose `DistributedDataParallelKwargs` leave
+`gradient_as_bucket_view` at False.
+"""
+
+from __future__ import annotations
+
+from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.step import TrainingStep
+from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, Strategy
+from whichlora.spec.numeric import Count
+
+BUCKETS = Fact(
+    part="gradients",
+    what="buckets of DistributedDataParallel",
+    shape="[trained_params]",
+    dtype="of the parameter",
+    why="the reducer copies gradients into flat buckets, which it keeps from step to step",
+    source="torch reducer.cpp initialize_buckets; DDP(gradient_as_bucket_view=False)",
+)
+
+
+def bucket_bytes(step: TrainingStep, spread: Spread) -> Count:
+    """Bytes of all buckets: as many as the gradients, whatever the cap of one bucket is.
+
+    Kind: exact. Source: torch 2.13 `Reducer::initialize_buckets`.
+    """
+    are_gradients = bool(spread.options["gradient_as_bucket_view"])
+    return step.all_gradients * (not are_gradients)
+
+
+def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
+    buckets = Entry(BUCKETS, bucket_bytes(rank.step, spread))
+    return {
+        name: entries if name == "loading" else (*entries, buckets)
+        for name, entries in moments.items()
+    }
+
+
+def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
+    # the Trainer's `no_sync` leaves out all micro-steps of a step but the last
+    return (
+        Message(
+            what="gradients",
+            collective="all_reduce",
+            num_bytes=rank.step.all_gradients,
+            count=1,
+            size=spread.size,
+            hidden_by="backward",
+        ),
+    )
+
+
+STRATEGY = Strategy(
+    name="ddp",
+    summary="all of the model on every GPU, gradients averaged",
+    divides="data",
+    options=(
+        Option(
+            name="gradient_as_bucket_view",
+            summary="gradients are views of DDP's buckets",
+            default=False,
+        ),
+    ),
+    moments=_moments,
+    messages=_messages,
+)

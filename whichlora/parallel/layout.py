@@ -1,0 +1,198 @@
+"""The strategies of one run, and what its ranks hold and send together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from whichlora.errors import ConfigError
+from whichlora.memory.entries import Entry
+from whichlora.memory.step import TrainingStep
+from whichlora.memory.training import Ledger, training_ledger
+from whichlora.parallel.base import Message, Option, RankKind, Spread, Strategy
+from whichlora.parallel.communicators import communicator_bytes
+from whichlora.spec.numeric import largest
+from whichlora.spec.parallel import OptionValue, ParallelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The strategies of one run, in the order in which they divide it.
+
+    Args:
+        config: with every option of every strategy.
+    """
+
+    config: ParallelConfig
+    strategies: tuple[tuple[Strategy, Spread], ...]
+
+    @classmethod
+    def of(cls, config: ParallelConfig, strategies: Sequence[Strategy]) -> Layout:
+        """`config` with its strategies found and their options filled in.
+
+        Raises:
+            ConfigError: an option that none of them has, a value that one does not accept, or
+                sizes that do not multiply to the number of GPUs.
+        """
+        asked = dict(config.options)
+        options = {strategy.name: _options(strategy, asked) for strategy in strategies}
+        of_all = {option.name for strategy in strategies for option in strategy.options}
+        for name in asked:
+            if name not in of_all:
+                accepted = ", ".join(sorted(of_all)) or "none"
+                raise ConfigError(
+                    f"{name}: is no option of parallel {config.strategy}, whose options are "
+                    f"{accepted}"
+                )
+        sizes = _sizes(config, strategies, options)
+        filled = {k: v for each in options.values() for k, v in each.items() if v is not None}
+        config = replace(config, options=tuple(sorted(filled.items())))
+        return cls(
+            config=config,
+            strategies=tuple(
+                (
+                    strategy,
+                    Spread(config=config, size=size, options=options[strategy.name]),
+                )
+                for strategy, size in zip(strategies, sizes, strict=True)
+            ),
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Micro-batches that are computed at once."""
+        return math.prod(
+            spread.size for strategy, spread in self.strategies if strategy.divides == "data"
+        )
+
+    def check(self, step: TrainingStep) -> None:
+        """Refuse what the libraries refuse. Raises: ConfigError."""
+        for strategy, spread in self.strategies:
+            strategy.check(step, spread)
+
+    def notes(self, step: TrainingStep) -> tuple[str, ...]:
+        return tuple(
+            note for strategy, spread in self.strategies for note in strategy.notes(step, spread)
+        )
+
+    def rank_kinds(self, step: TrainingStep) -> tuple[RankKind, ...]:
+        """What the ranks compute, once for each kind of them.
+
+        Args:
+            step: of the whole model on one device; its sizes may be arrays.
+        """
+        kinds: tuple[RankKind, ...] = (
+            RankKind(
+                name="every rank", ranks=tuple(range(self.config.gpus)), at_rest=step, step=step
+            ),
+        )
+        for strategy, spread in self.strategies:
+            kinds = tuple(part for kind in kinds for part in strategy.split(kind, spread))
+        return kinds
+
+    def ledger(self, kind: RankKind) -> Ledger:
+        """Every moment of the ranks of `kind`."""
+        counted = training_ledger(kind.step)
+        moments: Mapping[str, tuple[Entry, ...]] = counted.moments
+        for strategy, spread in self.strategies:
+            moments = strategy.moments(kind, moments, spread)
+        return replace(counted, moments=dict(moments))
+
+    def merged_ledger(self, step: TrainingStep) -> Ledger:
+        """The moments of every kind of rank: the largest is the peak of the rank that needs most.
+
+        Where there are several kinds a moment is named after its ranks, such as
+        "last stage: loss_backward".
+        """
+        kinds = self.rank_kinds(step)
+        if len(kinds) == 1:
+            return self.ledger(kinds[0])
+        ledgers = {kind.name: self.ledger(kind) for kind in kinds}
+        moments = {
+            f"{name}: {moment}": entries
+            for name, counted in ledgers.items()
+            for moment, entries in counted.moments.items()
+        }
+        idle_bytes = largest(*(counted.idle_bytes for counted in ledgers.values()))
+        return replace(ledgers[kinds[0].name], moments=moments, idle_bytes=idle_bytes)
+
+    def messages(self, kind: RankKind) -> tuple[Message, ...]:
+        """What one rank of `kind` takes part in, in one optimizer step."""
+        return tuple(
+            message
+            for strategy, spread in self.strategies
+            for message in strategy.messages(kind, spread)
+        )
+
+    def on_host(self, kind: RankKind) -> tuple[Entry, ...]:
+        """What one rank of `kind` keeps in pinned host memory."""
+        return tuple(
+            entry
+            for strategy, spread in self.strategies
+            for entry in strategy.on_host(kind, spread)
+        )
+
+    @property
+    def communicator_bytes(self) -> int:
+        """What NCCL takes of each device, outside of the framework's allocator."""
+        return sum(
+            communicator_bytes(spread.size) for _, spread in self.strategies if spread.size > 1
+        )
+
+
+def _options(strategy: Strategy, asked: Mapping[str, OptionValue]) -> dict[str, OptionValue | None]:
+    return {
+        option.name: checked(option, asked[option.name]) if option.name in asked else option.default
+        for option in strategy.options
+    }
+
+
+def checked(option: Option, value: OptionValue) -> OptionValue:
+    """`value` of `option`, where it is accepted.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    default = option.default
+    if option.choices:
+        given: Iterable[object] = value if isinstance(default, tuple) else (value,)  # type: ignore
+        if not isinstance(value, tuple | str) or any(word not in option.choices for word in given):
+            raise ConfigError(
+                f"{option.name}: {value!r} is not accepted; accepted are "
+                f"{', '.join(option.choices)}"
+            )
+        return value
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{option.name}: {value!r} is neither true nor false")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{option.name}: {value!r} is not a whole number from 1 on")
+    return value
+
+
+def _sizes(
+    config: ParallelConfig,
+    strategies: Sequence[Strategy],
+    options: Mapping[str, Mapping[str, OptionValue | None]],
+) -> list[int]:
+    """Ranks that each strategy divides among."""
+    stated: list[int | None] = []
+    for strategy in strategies:
+        value = options[strategy.name].get(strategy.size_option)
+        stated.append(value if isinstance(value, int) else None)
+    open_ends = [strategy for strategy, size in zip(strategies, stated, strict=True) if not size]
+    if len(open_ends) > 1:
+        missing = [strategy.size_option for strategy in open_ends if strategy.size_option]
+        raise ConfigError(
+            f"parallel: {config.strategy} leaves open how {config.gpus} GPUs are divided; give "
+            f"{' or '.join(missing) or 'one strategy for data alone'}"
+        )
+    product = math.prod(size or 1 for size in stated)
+    if config.gpus % product or (not open_ends and product != config.gpus):
+        sizes = " x ".join(str(size) for size in stated if size)
+        raise ConfigError(
+            f"gpus: {config.gpus} can't be divided into {sizes}; give a multiple of {product}"
+        )
+    return [size or config.gpus // product for size in stated]

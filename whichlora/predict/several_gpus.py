@@ -1,0 +1,96 @@
+"""What each kind of rank holds, and what the ranks send, of a run on several GPUs."""
+
+from __future__ import annotations
+
+import math
+
+from whichlora.memory.step import TrainingStep
+from whichlora.parallel.base import Message, RankKind
+from whichlora.parallel.layout import Layout
+from whichlora.predict.coefficients import Calibration
+from whichlora.predict.judgement import judge_memory
+from whichlora.predict.parts import part_bytes
+from whichlora.predict.resolve import ResolvedRun
+from whichlora.spec.numeric import added
+from whichlora.spec.results import (
+    Communication,
+    MessagePrediction,
+    RankPrediction,
+    SeveralGpus,
+)
+
+
+def several_gpus(
+    job: ResolvedRun, layout: Layout, step: TrainingStep, calibration: Calibration
+) -> SeveralGpus:
+    """What several GPUs add to the prediction of `job`.
+
+    Args:
+        step: of the whole model on one device.
+    """
+    kinds = layout.rank_kinds(step)
+    ranks = tuple(_rank(job, layout, kind, calibration) for kind in kinds)
+    per_node = layout.config.gpus_per_node
+    on_node = [rank.host_bytes for rank in ranks for number in rank.ranks if number < per_node]
+    return SeveralGpus(
+        ranks=ranks,
+        host_bytes=sum(on_node),
+        communication=max(
+            (_communication(layout.messages(kind)) for kind in kinds),
+            key=lambda communication: communication.num_bytes,
+        ),
+        global_batch_size=job.run.batch_size
+        * job.run.gradient_accumulation_steps
+        * layout.data_parallel_size,
+    )
+
+
+def _rank(
+    job: ResolvedRun, layout: Layout, kind: RankKind, calibration: Calibration
+) -> RankPrediction:
+    counted = layout.ledger(kind)
+    judged = judge_memory(
+        {moment: part_bytes(job, counted, moment) for moment in counted.moments},
+        calibration.memory,
+        device_bytes=job.gpu.memory_bytes,
+        pool_bytes=0,
+    )
+    return RankPrediction(
+        name=kind.name,
+        ranks=kind.ranks,
+        moment=judged.moments[judged.position],
+        peak_allocated_bytes=judged.peak_allocated_bytes,
+        breakdown=judged.breakdown,
+        host_bytes=int(added(entry.num_bytes for entry in layout.on_host(kind))),
+    )
+
+
+def sent_bytes(message: Message) -> int:
+    """What one rank sends in all of `message`.
+
+    Kind: exact, of ring algorithms. Source: NCCL's performance page: each of n ranks sends
+    (n-1)/n of a tensor that is gathered or scattered, and twice that of one that is reduced.
+    """
+    share = (message.size - 1) / message.size
+    factor = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}
+    return int(message.count * message.num_bytes * factor.get(message.collective, 1.0))
+
+
+def _communication(messages: tuple[Message, ...]) -> Communication:
+    return Communication(
+        num_bytes=sum(map(sent_bytes, messages)),
+        exposed_s=math.nan,
+        overlapped_s=math.nan,
+        messages=tuple(
+            MessagePrediction(
+                what=message.what,
+                collective=message.collective,
+                num_bytes=int(message.num_bytes),
+                count=int(message.count),
+                size=message.size,
+                hidden_by=message.hidden_by,
+                seconds=math.nan,
+            )
+            for message in messages
+        ),
+    )

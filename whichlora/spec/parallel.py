@@ -1,0 +1,90 @@
+"""How many GPUs a run has, and how it is spread over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from whichlora.errors import ConfigError
+from whichlora.text import require_printable
+
+ONE_DEVICE = "none"  # the strategy of a run on one GPU
+MOST_GPUS = 100_000
+
+OptionValue = bool | int | str | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """The GPUs of one run and the strategy that spreads it over them.
+
+    Args:
+        strategy: names registered in `whichlora.parallel`, joined with "+", such as "tp+fsdp".
+        gpus: over all nodes; `batch_size` is per GPU.
+        nodes: machines, which have equally many GPUs.
+        options: (name, value) pairs of what the strategies declare, where they are not the
+            defaults; sorted.
+    """
+
+    strategy: str = ONE_DEVICE
+    gpus: int = 1
+    nodes: int = 1
+    options: tuple[tuple[str, OptionValue], ...] = ()
+
+    def __post_init__(self) -> None:
+        require_printable("parallel", self.strategy)
+        for setting, value in (("gpus", self.gpus), ("nodes", self.nodes)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{setting}: {value!r} is not a whole number; give 1 or more")
+            if not 1 <= value <= MOST_GPUS:
+                raise ConfigError(f"{setting}: must be 1 to {MOST_GPUS}, got {value}")
+        if self.gpus % self.nodes:
+            raise ConfigError(
+                f"gpus: {self.gpus} over all nodes can't be divided by {self.nodes} nodes; give a "
+                f"multiple of {self.nodes}"
+            )
+        if self.gpus > 1 and self.strategy == ONE_DEVICE:
+            raise ConfigError(
+                f"parallel: is missing for {self.gpus} GPUs; give ddp, fsdp or another strategy, "
+                "or auto"
+            )
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.gpus // self.nodes
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the strategies that are combined."""
+        return tuple(name.strip() for name in self.strategy.split("+"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting as JSON types; options stand beside the others."""
+        options = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in self.options
+        }
+        return {"strategy": self.strategy, "gpus": self.gpus, "nodes": self.nodes} | options
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ConfigError: a value that is not accepted.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"parallel: {values!r} is not an object of settings")
+        fields = {"strategy", "gpus", "nodes"}
+        options = {
+            str(name): tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+            if name not in fields
+        }
+        return cls(
+            options=tuple(sorted(options.items())),
+            **{name: values[name] for name in fields if name in values},
+        )
+
+
+ONE_GPU = ParallelConfig()
