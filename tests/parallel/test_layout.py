@@ -37,6 +37,7 @@ def test_the_config_names_every_option() -> None:
         "strategy": "halves+ddp",
         "gpus": 8,
         "nodes": 1,
+        "interconnect": "auto",
         "gradient_as_bucket_view": False,
         "half_size": 2,
     }

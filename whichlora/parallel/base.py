@@ -20,6 +20,7 @@ from whichlora.spec.parallel import OptionValue, ParallelConfig
 Moments = Mapping[str, tuple[Entry, ...]]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "send", "to_host", "from_host"]
 Hidden = Literal["nothing", "forward", "backward", "optimizer"]
+Order = Literal["at once", "pipelined", "one after the other"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,9 @@ class Message:
         count: how many there are in one optimizer step.
         size: ranks that take part.
         hidden_by: what computes meanwhile; "nothing" where everybody waits.
+        micro_steps: those of an optimizer step that send them; None where all do.
+        stride: between the numbers of ranks that take part, in ranks of the strategy: of 8 ranks
+            2 with stride 4 are 0 and 4, 1 and 5, and so on.
     """
 
     what: str
@@ -93,6 +97,8 @@ class Message:
     count: Count
     size: int
     hidden_by: Hidden = "nothing"
+    micro_steps: int | None = None
+    stride: int = 1
 
 
 def _computes_all(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
@@ -137,6 +143,8 @@ class Strategy:
             combined with others; empty for the one that takes what the others leave.
         divides: what its ranks share: "data" where each has its own micro-batch, so that the
             global batch grows with their number; "model" where they work on the same one.
+        order: in which its ranks compute one micro-batch: together, or one stage after the other,
+            "pipelined" where several micro-batches are under way.
         check: refuse what the libraries refuse, with one line (`ConfigError`).
         split: what the ranks of one kind compute, once this strategy has divided their work.
         moments: what a rank holds at each moment, of the entries that its step would have alone.
@@ -150,6 +158,7 @@ class Strategy:
     name: str
     summary: str
     divides: Literal["data", "model"]
+    order: Order = "at once"
     options: tuple[Option, ...] = ()
     size_option: str = ""
     check: Callable[[TrainingStep, Spread], None] = _accepts

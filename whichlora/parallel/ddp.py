@@ -49,6 +49,7 @@ def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
             count=1,
             size=spread.size,
             hidden_by="backward",
+            micro_steps=1,
         ),
     )
 

@@ -10,8 +10,10 @@ from whichlora.errors import ConfigError
 from whichlora.text import require_printable
 
 ONE_DEVICE = "none"  # the strategy of a run on one GPU
+AUTO_INTERCONNECT = "auto"  # what machines of the run's GPUs usually have
 MOST_GPUS = 100_000
 
+_FIELDS = ("strategy", "gpus", "nodes", "interconnect")
 OptionValue = bool | int | str | tuple[str, ...]
 
 
@@ -23,6 +25,8 @@ class ParallelConfig:
         strategy: names registered in `whichlora.parallel`, joined with "+", such as "tp+fsdp".
         gpus: over all nodes; `batch_size` is per GPU.
         nodes: machines, which have equally many GPUs.
+        interconnect: links between the GPUs: the name of a known machine, or a bandwidth such as
+            "25GB/s" that each GPU sends with.
         options: (name, value) pairs of what the strategies declare, where they are not the
             defaults; sorted.
     """
@@ -30,10 +34,12 @@ class ParallelConfig:
     strategy: str = ONE_DEVICE
     gpus: int = 1
     nodes: int = 1
+    interconnect: str = AUTO_INTERCONNECT
     options: tuple[tuple[str, OptionValue], ...] = ()
 
     def __post_init__(self) -> None:
         require_printable("parallel", self.strategy)
+        require_printable("interconnect", self.interconnect)
         for setting, value in (("gpus", self.gpus), ("nodes", self.nodes)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"{setting}: {value!r} is not a whole number; give 1 or more")
@@ -64,7 +70,8 @@ class ParallelConfig:
         options = {
             name: list(value) if isinstance(value, tuple) else value for name, value in self.options
         }
-        return {"strategy": self.strategy, "gpus": self.gpus, "nodes": self.nodes} | options
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return fields | options
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -75,15 +82,14 @@ class ParallelConfig:
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f"parallel: {values!r} is not an object of settings")
-        fields = {"strategy", "gpus", "nodes"}
         options = {
             str(name): tuple(value) if isinstance(value, list) else value
             for name, value in values.items()
-            if name not in fields
+            if name not in _FIELDS
         }
         return cls(
             options=tuple(sorted(options.items())),
-            **{name: values[name] for name in fields if name in values},
+            **{name: values[name] for name in _FIELDS if name in values},
         )
 
 

@@ -14,6 +14,7 @@ from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Refused
 from whichlora.spec.run import RunConfig
 
+_OF_GPUS = ("gpus", "nodes", "interconnect")
 MOST_COMBINATIONS = 20_000  # half a minute of predictions
 # Settings that a phase does not read: a grid over them would only repeat itself.
 _FINETUNE_ONLY = (
@@ -115,10 +116,10 @@ def with_parallel(settings: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: chosen.pop(name) for name in sorted(names & chosen.keys())}
     asked = {
         field: chosen.pop(name)
-        for field, name in (("gpus", "gpus"), ("nodes", "nodes"), ("strategy", "parallel"))
+        for field, name in (("strategy", "parallel"), *((name, name) for name in _OF_GPUS))
         if chosen.get(name) is not None
     }
-    for name in ("gpus", "nodes", "parallel"):
+    for name in ("parallel", *_OF_GPUS):
         chosen.pop(name, None)
     stated = tuple((name, value) for name, value in options.items() if value is not None)
     return chosen | {"parallel": ParallelConfig(options=stated, **asked)}
