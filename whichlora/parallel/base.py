@@ -16,6 +16,7 @@ from whichlora.memory.entries import Entry
 from whichlora.memory.step import TrainingStep
 from whichlora.spec.numeric import Count
 from whichlora.spec.parallel import OptionValue, ParallelConfig
+from whichlora.spec.run import RunConfig
 
 Moments = Mapping[str, tuple[Entry, ...]]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "send", "to_host", "from_host"]
@@ -129,8 +130,8 @@ def _no_notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
     return ()
 
 
-def _no_files(config: Mapping[str, Any], spread: Spread) -> Mapping[str, Any]:
-    return config
+def _no_settings(run: RunConfig, spread: Spread) -> Mapping[str, Any]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +152,11 @@ class Strategy:
         update_share: of the trained parameters, what one rank's optimizer updates.
         messages: what one rank sends and receives in one optimizer step.
         on_host: what it keeps in pinned host memory, by entry.
-        accelerate: the keys of accelerate's config file that turn it on, beside those given.
+        training_arguments: what `transformers.TrainingArguments` takes to turn it on; "deepspeed"
+            holds the content of its JSON file.
+        model_arguments: what `from_pretrained` takes.
+        accelerate: keys of accelerate's config file, `distributed_type` among them.
+        launcher: "torchrun" starts a process per GPU, "python" one for all of them.
         notes: what a user must know.
     """
 
@@ -167,5 +172,8 @@ class Strategy:
     update_share: Callable[[Spread], float] = _updates_all
     messages: Callable[[RankKind, Spread], tuple[Message, ...]] = _no_messages
     on_host: Callable[[RankKind, Spread], tuple[Entry, ...]] = _nothing_on_host
-    accelerate: Callable[[Mapping[str, Any], Spread], Mapping[str, Any]] = _no_files
+    training_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _no_settings
+    model_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _no_settings
+    accelerate: Callable[[RunConfig, Spread], Mapping[str, Any]] = _no_settings
+    launcher: Literal["torchrun", "python"] = "torchrun"
     notes: Callable[[TrainingStep, Spread], tuple[str, ...]] = _no_notes
