@@ -18,7 +18,7 @@ from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import allocated_bytes, corrected
 from whichlora.predict.ledger_lines import Line, layer_lines, lines_at
 from whichlora.predict.parts import part_bytes
-from whichlora.predict.predict import ledger, predict
+from whichlora.predict.predict import count_run, ledger, predict_counted
 from whichlora.predict.resolve import resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
@@ -150,8 +150,14 @@ def explain(
         ConfigError: settings that exclude each other.
     """
 
+    predictions: dict[RunConfig, Prediction] = {}
+
     def predicted(changed: RunConfig) -> Prediction:
-        return predict(model, changed, gpu, calibration)
+        """Of one resolved run there is one prediction: many alternatives are the run itself."""
+        job = resolve(model, changed, gpu)
+        if job.run not in predictions:
+            predictions[job.run] = predict_counted(count_run(job), calibration)
+        return predictions[job.run]
 
     def alternatives(changes: Iterator[tuple[str, dict[str, Any]]]) -> tuple[Alternative, ...]:
         predictions = []
