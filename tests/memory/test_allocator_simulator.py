@@ -8,8 +8,10 @@ from whichlora.memory.allocator_simulator import (
     Allocator,
     Event,
     ExpandableAllocator,
+    LargeReplay,
     OutOfMemoryError,
     replay,
+    rounded,
 )
 from whichlora.units import MiB
 
@@ -154,11 +156,11 @@ def test_blocks_never_overlap_and_neighbours_are_never_both_free(
         except OutOfMemoryError:
             continue
         assert allocator.reserved_bytes <= capacity
-        free = [*allocator._small.size_at.items(), *allocator._large.size_at.items()]
+        free = [*allocator._small.size_at.items(), *allocator.large.size_at.items()]
         ordered = sorted([*live.values(), *free])
         for (start, size), (next_start, _) in itertools.pairwise(ordered):
             assert start + size <= next_start
-        spaces = [sorted(pool.size_at.items()) for pool in (allocator._small, allocator._large)]
+        spaces = [sorted(pool.size_at.items()) for pool in (allocator._small, allocator.large)]
         for (start, size), (next_start, _) in itertools.chain(*map(itertools.pairwise, spaces)):
             assert start + size < next_start
         assert sum(size for _, size in ordered) == allocator.reserved_bytes
@@ -166,6 +168,22 @@ def test_blocks_never_overlap_and_neighbours_are_never_both_free(
     for block in live.values():
         allocator.free(block)
     assert allocator.allocated_bytes == 0
+
+
+@given(events=histories(), expandable=st.booleans(), cut=st.integers(0, 60))
+def test_large_requests_in_chunks_reserve_what_a_whole_replay_says(
+    events: list[Event], expandable: bool, cut: int
+) -> None:
+    large = {number for number, size in events if size is not None and size > MiB}
+    events = [event for event in events if event.storage in large]
+    found = LargeReplay(expandable_segments=expandable)
+    for part, first in ((events[:cut], -5), (events[cut:], 7)):
+        # as the event lists have them: sizes of blocks, numbers from the first tensor of a chunk
+        blocks = [(number - first, size and rounded(size)) for number, size in part]
+        found.play([(blocks, first)])
+    whole = replay(events, expandable_segments=expandable)
+    assert found.peak_allocated_bytes == whole.peak_allocated_bytes
+    assert found.reserved_bytes == whole.peak_reserved_bytes
 
 
 @given(events=histories())

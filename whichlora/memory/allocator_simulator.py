@@ -64,6 +64,10 @@ Block: TypeAlias = tuple[int, int]
 """A piece of memory in use: where it starts, and its bytes."""
 
 
+Requests: TypeAlias = list[tuple[int, int | None]]
+"""Tensors by number, with the bytes of the block at a birth and None at a death."""
+
+
 class OutOfMemoryError(Exception):
     """A request does not fit into the capacity."""
 
@@ -83,14 +87,17 @@ class Pool:
 
     def add(self, start: int, size: int) -> None:
         """Add a range, joined with its neighbours."""
-        end = start + size
-        if end in self.size_at:
-            end += self.take(end)
+        size_at, keys, end = self.size_at, self._keys, start + size
+        if end in size_at:
+            behind = size_at.pop(end)
+            del keys[bisect_left(keys, behind << _ADDRESS_BITS | end)]
+            end += behind
         if start in self._start_before:
-            start = self._start_before[start]
-            self.take(start)
-        insort(self._keys, end - start << _ADDRESS_BITS | start)
-        self.size_at[start] = end - start
+            start = self._start_before.pop(start)
+            del keys[bisect_left(keys, size_at[start] << _ADDRESS_BITS | start)]
+        size = end - start
+        insort(keys, size << _ADDRESS_BITS | start)
+        size_at[start] = size
         self._start_before[end] = start
 
     def take(self, start: int) -> int:
@@ -108,18 +115,20 @@ class Pool:
 
     def serve(self, size: int) -> Block | None:
         """Take a block out of the smallest range, then the first, that has `size` bytes."""
-        keys = self._keys
+        keys, size_at = self._keys, self.size_at
         index = bisect_left(keys, size << _ADDRESS_BITS)
         if index == len(keys):
             return None
         start = keys.pop(index) & _ADDRESS
-        block = self.size_at.pop(start)
-        if block - size <= self.most_kept:
+        block = size_at.pop(start)
+        remainder = block - size
+        if remainder <= self.most_kept:
             del self._start_before[start + block]
             return start, block
-        insort(keys, block - size << _ADDRESS_BITS | start + size)
-        self.size_at[start + size] = block - size
-        self._start_before[start + block] = start + size
+        end = start + size
+        insort(keys, remainder << _ADDRESS_BITS | end)
+        size_at[end] = remainder
+        self._start_before[start + block] = end
         return start, size
 
 
@@ -159,7 +168,7 @@ class Allocator:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.reserved_bytes = 0
         self.num_retries = 0
-        self._small, self._large = Pool(), Pool(most_kept=self._most_kept)
+        self._small, self.large = Pool(), Pool(most_kept=self._most_kept)
         self._segments: dict[int, int] = {}  # sizes, by start
         self._next_start = 0
 
@@ -170,13 +179,13 @@ class Allocator:
             OutOfMemoryError: not even with every idle segment given back.
         """
         size = rounded(num_bytes)
-        pool = self._small if size <= SMALL_BYTES else self._large
+        pool = self._small if size <= SMALL_BYTES else self.large
         block = pool.serve(size)
         if block is None:
-            if not self._grow(pool, size):
+            if not self.grow(pool, size):
                 self.num_retries += 1
                 self._release_idle()
-                if not self._grow(pool, size):
+                if not self.grow(pool, size):
                     raise OutOfMemoryError
             block = pool.serve(size)
             assert block is not None
@@ -187,14 +196,14 @@ class Allocator:
         """Give `block` back to its pool."""
         start, size = block
         self.allocated_bytes -= size
-        pool = self._small if size <= SMALL_BYTES else self._large
+        pool = self._small if size <= SMALL_BYTES else self.large
         pool.add(start, size)
 
     def _has_room(self, num_bytes: int) -> bool:
         limit = self.capacity_bytes
         return limit is None or self.reserved_bytes + num_bytes <= limit
 
-    def _grow(self, pool: Pool, size: int) -> bool:
+    def grow(self, pool: Pool, size: int) -> bool:
         """Whether `pool` could be given a new segment for a block of `size`."""
         num_bytes = segment_bytes(size)
         if not self._has_room(num_bytes):
@@ -207,7 +216,7 @@ class Allocator:
 
     def _release_idle(self) -> None:
         """Give every segment back that is one free block."""
-        for pool in (self._small, self._large):
+        for pool in (self._small, self.large):
             for start, size in list(pool.size_at.items()):
                 if self._segments.get(start) == size:
                     pool.take(start)
@@ -227,14 +236,14 @@ class ExpandableAllocator(Allocator):
     def __init__(self, capacity_bytes: int | None = None) -> None:
         super().__init__(capacity_bytes)
         # Address space without pages, inside a segment or at its endless end.
-        self._holes = {self._small: Pool(), self._large: Pool()}
+        self._holes = {self._small: Pool(), self.large: Pool()}
         for number, holes in enumerate(self._holes.values()):
             holes.add(number * _SPAN_BYTES, _SPAN_BYTES)
 
     def _page_bytes(self, pool: Pool) -> int:
         return SMALL_SEGMENT_BYTES if pool is self._small else LARGE_SEGMENT_BYTES
 
-    def _grow(self, pool: Pool, size: int) -> bool:
+    def grow(self, pool: Pool, size: int) -> bool:
         """Whether pages could be mapped behind a free block until it holds `size`."""
         holes = self._holes[pool]
         for start, hole_bytes in sorted(holes.size_at.items()):
@@ -267,6 +276,50 @@ class ExpandableAllocator(Allocator):
                     pool.add(last, start + size - last)
                 holes.add(first, last - first)
                 self.reserved_bytes -= last - first
+
+
+class LargeReplay:
+    """Large requests, rounded up to blocks, through the large pool without a limit of memory.
+
+    They are most of a run, so this leaves out what `replay` does for every other list of events.
+
+    Attributes:
+        peak_allocated_bytes: as of `Replay`, of large requests alone.
+    """
+
+    def __init__(self, *, expandable_segments: bool) -> None:
+        self._allocator = (ExpandableAllocator if expandable_segments else Allocator)()
+        self._live: dict[int, Block] = {}
+        self._allocated_bytes = self.peak_allocated_bytes = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Segments, in use or idle: without a limit none is ever given back."""
+        return self._allocator.reserved_bytes
+
+    def play(self, chunks: Iterable[tuple[Requests, int]]) -> None:
+        """Do the requests of `chunks`, each with the number of its first tensor."""
+        allocator, live = self._allocator, self._live
+        pool = allocator.large
+        serve, add = pool.serve, pool.add
+        allocated, peak = self._allocated_bytes, self.peak_allocated_bytes
+        for requests, first in chunks:
+            for tensor, num_bytes in requests:
+                if num_bytes is None:
+                    start, size = live.pop(first + tensor)
+                    allocated -= size
+                    add(start, size)
+                    continue
+                block = serve(num_bytes)
+                if block is None:
+                    allocator.grow(pool, num_bytes)
+                    block = serve(num_bytes)
+                    assert block is not None
+                live[first + tensor] = block
+                allocated += block[1]
+                if allocated > peak:
+                    peak = allocated
+        self._allocated_bytes, self.peak_allocated_bytes = allocated, peak
 
 
 def replay(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from whichlora.memory.allocator_simulator import SMALL_BYTES, rounded
+from whichlora.memory.allocator_simulator import SMALL_BYTES, Requests, rounded
 from whichlora.memory.weights import quantised_parts, weight_bytes
 from whichlora.spec.architecture import Layer, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised
@@ -38,7 +38,7 @@ class Chunk:
     __slots__ = ("change", "large", "large_most", "most", "small_change", "small_most")
 
     def __init__(self, changes: Iterable[tuple[int, int]]) -> None:
-        self.large: list[tuple[int, int | None]] = []
+        self.large: Requests = []
         self.change = self.small_change = self.most = self.large_most = self.small_most = 0
         for tensor, change in changes:
             self.change += change
@@ -58,18 +58,27 @@ class EventList:
     """Large requests in order; small ones, which have a pool of their own, as a running sum.
 
     Attributes:
+        plays: large requests of every chunk that has any, and the number of its first tensor.
         peak_bytes, large_peak_bytes, small_peak_bytes: the most bytes alive at once, of all
             tensors, of large ones, of small ones.
-        skips_from: where steps are left out, the number of events before the first of them.
+        skips_from: where steps are left out, the number of plays before the first of them.
     """
 
     def __init__(self) -> None:
-        self.events: list[tuple[int, int | None]] = []
+        self.plays: list[tuple[Requests, int]] = []
         self.peak_bytes = self.large_peak_bytes = self.small_peak_bytes = 0
         self.skips_from: int | None = None
         self._live_bytes = self._small_bytes = 0
         self._next = 0
         self._sizes: dict[int, int] = {}
+        self._single: dict[int, Chunk] = {}  # births and deaths of one tensor, by their bytes
+
+    @property
+    def events(self) -> list[tuple[int, int | None]]:
+        """Number of a tensor, and its bytes at its birth or None at its death."""
+        return [
+            (first + tensor, size) for requests, first in self.plays for tensor, size in requests
+        ]
 
     def numbers(self, count: int) -> int:
         """The first of `count` numbers that nobody has."""
@@ -85,10 +94,17 @@ class EventList:
 
     def start(self, number: int, size: int) -> None:
         self._sizes[number] = size
-        self.play(Chunk([(0, size)]), number)
+        self._play_single(size, number)
 
     def die(self, *numbers: int) -> None:
-        self.play(Chunk([(number, -self._sizes.pop(number)) for number in numbers]), 0)
+        for number in numbers:
+            self._play_single(-self._sizes.pop(number), number)
+
+    def _play_single(self, change: int, number: int) -> None:
+        chunk = self._single.get(change)
+        if chunk is None:
+            chunk = self._single[change] = Chunk([(0, change)])
+        self.play(chunk, number)
 
     def stay(self, sizes: Iterable[int]) -> None:
         """Births of tensors that live to the end."""
@@ -103,11 +119,15 @@ class EventList:
 
     def play(self, chunk: Chunk, first: int) -> None:
         """Add the events of `chunk`, whose tensors are numbered from `first` on."""
-        self.events.extend([(first + tensor, size) for tensor, size in chunk.large])
+        if chunk.large:
+            self.plays.append((chunk.large, first))
         live, small = self._live_bytes, self._small_bytes
-        self.peak_bytes = max(self.peak_bytes, live + chunk.most)
-        self.large_peak_bytes = max(self.large_peak_bytes, live - small + chunk.large_most)
-        self.small_peak_bytes = max(self.small_peak_bytes, small + chunk.small_most)
+        if live + chunk.most > self.peak_bytes:
+            self.peak_bytes = live + chunk.most
+        if live - small + chunk.large_most > self.large_peak_bytes:
+            self.large_peak_bytes = live - small + chunk.large_most
+        if small + chunk.small_most > self.small_peak_bytes:
+            self.small_peak_bytes = small + chunk.small_most
         self._live_bytes += chunk.change
         self._small_bytes += chunk.small_change
 

@@ -213,7 +213,7 @@ class GenerationEvents(BlockPlayer):
             return self.list
         count = min(last, _MOST_STEPS)
         if count < last:
-            self.list.skips_from = len(self.list.events)
+            self.list.skips_from = len(self.list.plays)
         for number in range(1, count + 1):
             span = run.first_tokens + ceil_div(number * last, count)
             self._pass(queries=1, span=span, decoding=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whichlora.memory import generation_events, step_events
-from whichlora.memory.allocator_simulator import SMALL_SEGMENT_BYTES, replay
+from whichlora.memory.allocator_simulator import SMALL_SEGMENT_BYTES, LargeReplay
 from whichlora.memory.event_list import EventList
 from whichlora.memory.inference import Generation
 from whichlora.memory.step import TrainingStep
@@ -41,15 +41,16 @@ def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> i
     requests = _requests(run)
     if requests is None:
         return None
-    is_expandable = bool(run.run.expandable_segments)
-    found = replay(requests.events, expandable_segments=is_expandable)
+    replayed = LargeReplay(expandable_segments=bool(run.run.expandable_segments))
+    replayed.play(requests.plays[: requests.skips_from])
+    if requests.skips_from is not None:
+        before = replayed.reserved_bytes
+        replayed.play(requests.plays[requests.skips_from :])
+        if replayed.reserved_bytes > before:
+            return None
     # what blocks are larger than their tensors is no idle memory
-    live = requests.peak_bytes + found.peak_allocated_bytes - requests.large_peak_bytes
+    live = requests.peak_bytes + replayed.peak_allocated_bytes - requests.large_peak_bytes
     if abs(live / live_bytes - 1) > _AGREES:
         return None
-    if requests.skips_from is not None:
-        before = replay(requests.events[: requests.skips_from], expandable_segments=is_expandable)
-        if before.peak_reserved_bytes < found.peak_reserved_bytes:
-            return None
     small: int = round_up(requests.small_peak_bytes, SMALL_SEGMENT_BYTES)
-    return max(0, found.peak_reserved_bytes + small - live)
+    return max(0, replayed.reserved_bytes + small - live)

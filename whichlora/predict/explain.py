@@ -149,7 +149,6 @@ def explain(
     Raises:
         ConfigError: settings that exclude each other.
     """
-
     predictions: dict[RunConfig, Prediction] = {}
 
     def predicted(changed: RunConfig) -> Prediction:
