@@ -6,6 +6,7 @@ A block is what `symbolic` writes of it; a list has the blocks of one run, with 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -42,16 +43,16 @@ class Chunk:
         self.change = self.small_change = self.most = self.large_most = self.small_most = 0
         for tensor, change in changes:
             self.change += change
-            if abs(change) > SMALL_BYTES:
-                self.large.append((tensor, change if change > 0 else None))
-            else:
+            if -SMALL_BYTES <= change <= SMALL_BYTES:
                 self.small_change += change
+                if self.small_change > self.small_most:
+                    self.small_most = self.small_change
+            else:
+                self.large.append((tensor, change if change > 0 else None))
+                if self.change - self.small_change > self.large_most:
+                    self.large_most = self.change - self.small_change
             if self.change > self.most:
                 self.most = self.change
-            if self.small_change > self.small_most:
-                self.small_most = self.small_change
-            if self.change - self.small_change > self.large_most:
-                self.large_most = self.change - self.small_change
 
 
 class EventList:
@@ -106,16 +107,21 @@ class EventList:
             chunk = self._single[change] = Chunk([(0, change)])
         self.play(chunk, number)
 
-    def stay(self, sizes: Iterable[int]) -> None:
-        """Births of tensors that live to the end."""
+    def stay(self, sizes: Iterable[int], times: int = 1) -> None:
+        """Births of tensors that live to the end, so many times."""
         blocks = [block_bytes(size) for size in sizes]
-        self.play(Chunk(enumerate(blocks)), self.numbers(len(blocks)))
+        self.play_again(Chunk(enumerate(blocks)), len(blocks), times)
 
     def pass_by(self, sizes: Iterable[int]) -> None:
         """Births of tensors, then their deaths."""
         blocks = list(enumerate(block_bytes(size) for size in sizes))
         deaths = [(tensor, -size) for tensor, size in blocks]
         self.play(Chunk(blocks + deaths), self.numbers(len(blocks)))
+
+    def play_again(self, chunk: Chunk, num_tensors: int, times: int) -> None:
+        """Play `chunk` so many times, its `num_tensors` tensors being others each time."""
+        for _ in range(times):
+            self.play(chunk, self.numbers(num_tensors))
 
     def play(self, chunk: Chunk, first: int) -> None:
         """Add the events of `chunk`, whose tensors are numbered from `first` on."""
@@ -210,6 +216,14 @@ class Block:
         # the death of a checkpointed block's input is that of the checkpoint's frame
         kept = events.hidden - ({0} - events.saved)
         self.backward = Pass(events.backward, self.sizes, streams=streams, kept=kept)
+        self._deaths: dict[tuple[int, ...], Chunk] = {}
+
+    def deaths(self, tensors: tuple[int, ...]) -> Chunk:
+        """What frees `tensors`, for all instances of the block."""
+        if tensors not in self._deaths:
+            sizes = self.sizes.by_tensor
+            self._deaths[tensors] = Chunk([(tensor, -sizes[tensor]) for tensor in tensors])
+        return self._deaths[tensors]
 
 
 @dataclass(slots=True)
@@ -255,8 +269,7 @@ class BlockPlayer:
         self._start(number, change)
 
     def _kill(self, instance: Instance, tensors: Iterable[int]) -> None:
-        sizes = instance.block.sizes.by_tensor
-        self.list.play(Chunk((tensor, -sizes[tensor]) for tensor in tensors), instance.first)
+        self.list.play(instance.block.deaths(tuple(tensors)), instance.first)
 
     def _forward(self, block: Block, stream: int) -> tuple[Instance, int]:
         """Run `block` on `stream`; its result's number."""
@@ -321,29 +334,31 @@ def play_loading(events: EventList, model: ModelSpec, dtypes: Dtypes) -> None:
     Kind: exact as far as the sizes are. Source: transformers 5.23 `caching_allocator_warmup`: one
     block of all weights that stay is asked for, and freed, before them.
     """
-    blocks = list(_loaded(model, dtypes))
-    events.pass_by([sum(size for size, _ in blocks)])
-    changes: list[tuple[int, int]] = []
-    for number, (size, wide) in enumerate(blocks):
-        if wide:
-            changes += [(number, wide), (number, -wide)]
-        changes.append((number, size))
-    events.play(Chunk(changes), events.numbers(len(blocks)))
+    modules = [(list(parts), times) for parts, times in _loaded(model, dtypes)]
+    events.pass_by([sum(sum(size for size, _ in blocks) * times for blocks, times in modules)])
+    for blocks, times in modules:
+        changes: list[tuple[int, int]] = []
+        for number, (size, wide) in enumerate(blocks):
+            if wide:
+                changes += [(number, wide), (number, -wide)]
+            changes.append((number, size))
+        events.play_again(Chunk(changes), len(blocks), times)
 
 
-def _loaded(model: ModelSpec, dtypes: Dtypes) -> Iterator[tuple[int, int]]:
-    """Bytes of each tensor that stays, and of the wide one that it is quantised from."""
-    for embedding in model.embeddings:
-        yield block_bytes(embedding.num_elements * dtypes.embedding_bytes), 0
-    layers = [layer for part in parts_of(model) for layer in layers_in_order(part)]
-    weights = {layer: list(_layer_weights(layer, dtypes)) for layer in set(layers)}
-    for layer in layers:
-        yield from weights[layer]
+def _loaded(model: ModelSpec, dtypes: Dtypes) -> Iterator[tuple[Iterable[tuple[int, int]], int]]:
+    """Tensors of each module, and how many such modules follow one another.
+
+    A tensor is the bytes that stay, and those of the wide one that it is quantised from.
+    """
+    tables = [table.num_elements * dtypes.embedding_bytes for table in model.embeddings]
+    yield [(block_bytes(size), 0) for size in tables], 1
+    for part in parts_of(model):
+        for layer, times in repeated(layers_in_order(part)):
+            yield _layer_weights(layer, dtypes), times
     if model.head is not None and not model.head_tied:
-        yield block_bytes(model.head.num_weights * dtypes.embedding_bytes), 0
+        yield [(block_bytes(model.head.num_weights * dtypes.embedding_bytes), 0)], 1
     stored = weight_bytes(model, dtypes)
-    yield block_bytes(stored["other"]), 0
-    yield block_bytes(stored["buffers"]), 0
+    yield [(block_bytes(stored[name]), 0) for name in ("other", "buffers")], 1
 
 
 def _layer_weights(layer: Layer, dtypes: Dtypes) -> Iterator[tuple[int, int]]:
@@ -407,3 +422,11 @@ def layers_in_order(model: ModelSpec) -> tuple[Layer, ...]:
         return tuple(group.layer for group in groups for _ in range(group.count))
     placed = {place: group.layer for group in groups for place in group.positions}
     return tuple(placed[place] for place in sorted(placed))
+
+
+def repeated(layers: Iterable[Layer]) -> list[tuple[Layer, int]]:
+    """Each of `layers` that differs from the one before it, and how many equal ones follow.
+
+    Kind: exact. Source: the order of the forward.
+    """
+    return [(layer, len(list(equal))) for layer, equal in itertools.groupby(layers)]

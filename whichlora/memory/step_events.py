@@ -23,6 +23,7 @@ from whichlora.memory.event_list import (
     layers_in_order,
     parts_of,
     play_loading,
+    repeated,
 )
 from whichlora.memory.gradients import Trained
 from whichlora.memory.layer_bytes import layer_cases
@@ -84,7 +85,9 @@ class StepEvents(BlockPlayer):
         """Weights in the order of the modules, then the adapters."""
         play_loading(self.list, self.step.model, self.step.dtypes)
         if not self.step.method.trains_base:
-            self.list.stay(tensor.num_params * tensor.param_bytes for tensor in self.trained)
+            for tensors, times in self.trained:
+                sizes = [tensor.num_params * tensor.param_bytes for tensor in tensors]
+                self.list.stay(sizes, times)
 
     # --- what a step is made of -----------------------------------------------------------------
 
@@ -99,14 +102,13 @@ class StepEvents(BlockPlayer):
         return tuple(layer for stack in self.stacks for layer in layers_in_order(stack.model))
 
     @cached_property
-    def trained(self) -> tuple[Trained, ...]:
-        """Trained tensors one by one, in the order of the modules."""
+    def trained(self) -> tuple[tuple[list[Trained], int], ...]:
+        """Trained tensors of each module in order, and how many such modules follow one another."""
         step = self.step
         if step.method.trains_base:
             return tuple(self._trained_base())
-        adapters = {layer: self._adapters(layer) for layer in set(self.layers)}
-        of_layers = itertools.chain.from_iterable(adapters[layer] for layer in self.layers)
-        return (*of_layers, *step.saved_modules)
+        of_layers = ((self._adapters(layer), times) for layer, times in repeated(self.layers))
+        return (*of_layers, (list(step.saved_modules), 1))
 
     def _adapters(self, layer: Layer) -> list[Trained]:
         step = self.step
@@ -119,17 +121,16 @@ class StepEvents(BlockPlayer):
             ] * linear.count
         return tensors
 
-    def _trained_base(self) -> Iterator[Trained]:
+    def _trained_base(self) -> Iterator[tuple[list[Trained], int]]:
         model, size = self.step.model, self.step.param_bytes
         for table in self._trained_tables(model):
-            yield Trained(rows=table.rows, width=table.width, param_bytes=size, is_embedding=True)
-        weights = {layer: list(self._trained_weights(layer)) for layer in set(self.layers)}
-        for layer in self.layers:
-            yield from weights[layer]
+            shape = {"rows": table.rows, "width": table.width}
+            yield [Trained(**shape, param_bytes=size, is_embedding=True)], 1
+        for layer, times in repeated(self.layers):
+            yield list(self._trained_weights(layer)), times
         if model.head is not None and not model.head_tied:
-            yield Trained(
-                rows=model.head.out_features, width=model.head.in_features, param_bytes=size
-            )
+            rows, width = model.head.out_features, model.head.in_features
+            yield [Trained(rows=rows, width=width, param_bytes=size)], 1
 
     def _trained_weights(self, layer: Layer) -> Iterator[Trained]:
         size = self.step.param_bytes
@@ -176,15 +177,16 @@ class StepEvents(BlockPlayer):
         return Block(events, self._sized, input_bytes=size, result_bytes=size)
 
     def _blocks(self, step: TrainingStep, *, accumulated: bool) -> list[Block]:
+        blocks: list[Block] = []
         kinds: dict[tuple[Layer, bool], Block] = {}
-        blocks = []
-        for place, layer in enumerate(layers_in_order(step.model)):
-            needs_grad = place > 0 or step.gives_input_gradient
-            if (layer, needs_grad) not in kinds:
-                kinds[layer, needs_grad] = self._layer_block(
-                    step, layer, needs_grad=needs_grad, accumulated=accumulated
-                )
-            blocks.append(kinds[layer, needs_grad])
+        for layer, times in repeated(layers_in_order(step.model)):
+            alike = [bool(blocks) or step.gives_input_gradient] + [True] * (times - 1)
+            for needs_grad in alike:
+                if (layer, needs_grad) not in kinds:
+                    kinds[layer, needs_grad] = self._layer_block(
+                        step, layer, needs_grad=needs_grad, accumulated=accumulated
+                    )
+                blocks.append(kinds[layer, needs_grad])
         return blocks
 
     def _head_block(self, *, accumulated: bool) -> Block:
@@ -392,14 +394,14 @@ class StepEvents(BlockPlayer):
         step = self.step
         kind, name = step.gpu.kind, step.run.optimizer
         if first:
-            states = {
-                tensor: optimizer.state_blocks(tensor, optimizer=name, device_kind=kind)
-                for tensor in set(self.trained)
-            }
-            self.list.stay(itertools.chain.from_iterable(states[tensor] for tensor in self.trained))
-        for temporaries in optimizer.temporary_blocks(
-            self.trained, optimizer=name, device_kind=kind
-        ):
+            for tensors, times in self.trained:
+                states = (
+                    optimizer.state_blocks(tensor, optimizer=name, device_kind=kind)
+                    for tensor in tensors
+                )
+                self.list.stay(itertools.chain.from_iterable(states), times)
+        one_by_one = [tensor for tensors, times in self.trained for tensor in tensors * times]
+        for temporaries in optimizer.temporary_blocks(one_by_one, optimizer=name, device_kind=kind):
             self.list.pass_by(temporaries)
         for instance, parameters in self._parameters:
             self._kill(instance, parameters)
