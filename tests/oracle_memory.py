@@ -27,7 +27,7 @@ from whichlora.families import build
 from whichlora.memory.entries import tensor_bytes
 from whichlora.predict import predict as prediction
 from whichlora.predict import resolve as resolution
-from whichlora.profiler.build import build_model
+from whichlora.profiler.build import build_model, without_cpu_packing
 from whichlora.profiler.inference import measure_inference
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import ALL_LINEAR, RunConfig
@@ -185,7 +185,8 @@ def load(one: Case) -> Any:
     targets: str | list[str] = list(job_of(one).targets)
     if one.run.target_modules == (ALL_LINEAR,):
         targets = ALL_LINEAR  # PEFT's own reading of it, as a real run gets it
-    return build_model(one.run, one.model_config, device="cpu", target_modules=targets)
+    model = build_model(one.run, one.model_config, device="cpu", target_modules=targets)
+    return without_cpu_packing(model)  # which depends on this machine
 
 
 def step_peak(one: Case) -> int:

@@ -7,10 +7,14 @@ Source: torch 2.13 `torch/nn/parallel/distributed.py` and `reducer.cpp`; acceler
 
 from __future__ import annotations
 
+from typing import Any
+
+from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.step import TrainingStep
 from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, Strategy
 from whichlora.spec.numeric import Count
+from whichlora.spec.run import RunConfig
 
 BUCKETS = Fact(
     part="gradients",
@@ -54,6 +58,20 @@ def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
     )
 
 
+def _training_arguments(run: RunConfig, spread: Spread) -> dict[str, Any]:
+    """None: the Trainer wraps a model in DDP wherever there are several processes."""
+    if spread.options["gradient_as_bucket_view"]:
+        raise ConfigError(
+            "gradient_as_bucket_view: true has no key in TrainingArguments; use false, or give "
+            "the Trainer's accelerator a DistributedDataParallelKwargs yourself"
+        )
+    return {}
+
+
+def _accelerate(run: RunConfig, spread: Spread) -> dict[str, Any]:
+    return {"distributed_type": "MULTI_GPU"}
+
+
 STRATEGY = Strategy(
     name="ddp",
     summary="all of the model on every GPU, gradients averaged",
@@ -67,4 +85,6 @@ STRATEGY = Strategy(
     ),
     moments=_moments,
     messages=_messages,
+    training_arguments=_training_arguments,
+    accelerate=_accelerate,
 )

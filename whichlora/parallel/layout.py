@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
@@ -14,6 +15,7 @@ from whichlora.parallel.base import Message, Option, RankKind, Spread, Strategy
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.spec.numeric import largest
 from whichlora.spec.parallel import OptionValue, ParallelConfig
+from whichlora.spec.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +136,36 @@ class Layout:
         )
 
     @property
+    def launcher(self) -> str:
+        """What starts the script: a process per GPU, or one for all."""
+        return self.strategies[0][0].launcher
+
+    def training_arguments(self, run: RunConfig) -> dict[str, Any]:
+        """What `transformers.TrainingArguments` takes to spread `run` so.
+
+        Raises:
+            ConfigError: an option that it has no key for.
+        """
+        return _merged(each.training_arguments(run, spread) for each, spread in self.strategies)
+
+    def model_arguments(self, run: RunConfig) -> dict[str, Any]:
+        """What `from_pretrained` takes; raises as `training_arguments`."""
+        return _merged(each.model_arguments(run, spread) for each, spread in self.strategies)
+
+    def accelerate(self, run: RunConfig) -> dict[str, Any]:
+        """Keys of accelerate's config file; raises as `training_arguments`."""
+        return _merged(each.accelerate(run, spread) for each, spread in self.strategies)
+
+    @property
     def communicator_bytes(self) -> int:
         """What NCCL takes of each device, outside of the framework's allocator."""
         return sum(
             communicator_bytes(spread.size) for _, spread in self.strategies if spread.size > 1
         )
+
+
+def _merged(settings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for each in settings for name, value in each.items()}
 
 
 def _options(strategy: Strategy, asked: Mapping[str, OptionValue]) -> dict[str, OptionValue | None]:

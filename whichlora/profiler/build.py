@@ -267,3 +267,14 @@ def _with_adapters(
             if parameter.requires_grad and not wide:
                 parameter.data = parameter.data.to(narrowed)
     return model
+
+
+def without_cpu_packing(model: Any) -> Any:
+    """`model`, whose 4-bit weights stay as they are on a CPU with AVX-512 BF16.
+
+    bitsandbytes 0.50 `Linear4bit.forward` packs them anew there, and only there, when it serves.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model

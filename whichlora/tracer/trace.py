@@ -32,6 +32,7 @@ from whichlora.profiler.build import (
     meta_model,
     stored_dtype,
     with_efficient_attention,
+    without_cpu_packing,
 )
 from whichlora.profiler.inference import measure_inference
 from whichlora.profiler.meter import Meter
@@ -118,12 +119,10 @@ def trace(
         patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         patches.enter_context(like_cuda(device))
         place_fake(model, stored_dtype(weights))
-        model = finished_model(model, stand_in, target_modules)
+        model = without_cpu_packing(finished_model(model, stand_in, target_modules))
         for module in model.modules():
             if hasattr(module, "state") and hasattr(module.state, "threshold"):
                 module.state.threshold = 0.0  # how many columns stand out depends on values
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                module.support_avx512bf16_for_cpu = False  # repacks 4-bit weights for a CPU
         layers = _layers(model)
         if num_layers is not None and not layers:
             raise DoesNotRepeatError("the model has no list of them")
