@@ -16,7 +16,16 @@ from whichlora.memory.allocator import SEGMENT_BYTES
 from whichlora.memory.training import Ledger
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.judgement import ALLOCATED_PARTS
-from whichlora.predict.predict import count_run, judged_memory, ledger, part_bytes, predict
+from whichlora.predict.predict import (
+    CountedRun,
+    count_run,
+    ledger,
+    moment_parts,
+    part_bytes,
+    passes,
+    predict,
+    predict_counted,
+)
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.search.counted_candidate import count_inference, count_training
 from whichlora.spec.gpu import GpuSpec
@@ -41,6 +50,13 @@ def resolved(run: RunConfig, gpu: GpuSpec) -> ResolvedRun | None:
 
 def predicted(job: ResolvedRun, run: RunConfig) -> Prediction:
     return predict(load_model(run.model), run, job.gpu, prior_calibration(job.gpu))
+
+
+def estimated(job: ResolvedRun, run: RunConfig) -> Prediction:
+    """`run` predicted without a replay, which decides neither its live tensors nor its time."""
+    job = resolve(job.model, run, job.gpu)
+    counted = CountedRun(job=job, moments=moment_parts(job), is_replayed=False, passes=passes(job))
+    return predict_counted(counted, prior_calibration(job.gpu))
 
 
 def total_s(prediction: Prediction) -> float:
@@ -89,7 +105,7 @@ def test_the_parts_of_a_time_are_not_negative_and_add_up(run: RunConfig, gpu: Gp
     job = resolved(run, gpu)
     if job is None:
         return
-    prediction = predicted(job, run)
+    prediction = estimated(job, run)
     parts = prediction.time.breakdown
     assert all(0 <= seconds < math.inf for seconds in parts.values())
     assert sum(parts.values()) == pytest.approx(total_s(prediction), rel=1e-9)
@@ -132,7 +148,7 @@ def test_a_4_bit_mixture_is_not_slower_for_one_sequence_than_for_two(
     )
     job = resolved(run, find_gpu("rtx-5060-8gb"))  # slow enough not to wait for its host
     assert job is not None
-    seconds = [total_s(predicted(job, replace(run, batch_size=size))) for size in (1, 2, 8, 64)]
+    seconds = [total_s(estimated(job, replace(run, batch_size=size))) for size in (1, 2, 8, 64)]
     assert seconds == sorted(seconds)
 
 
@@ -184,7 +200,7 @@ def test_more_of_a_size_never_needs_less(
     if chunk and value % chunk == 0:  # more than the next length needs; one token less does not
         value -= 1
         run = replace(run, **{name: value})
-    smaller, larger = predicted(job, run), predicted(job, replace(run, **{name: value + more}))
+    smaller, larger = estimated(job, run), estimated(job, replace(run, **{name: value + more}))
     before, after = (ledger(job, **{name: size}) for size in (value, value + more))
     for moment in before.moments:
         lasting = before.moment_bytes(moment) - may_shrink_bytes(run, before, moment)
@@ -195,11 +211,7 @@ def test_more_of_a_size_never_needs_less(
     if run.phase == "inference" and job.model.task == "encoder":
         shrinking += 2 * SEGMENT_BYTES  # what its layers and its logits leave of whole segments
     # a replay may reserve less for more, where the larger blocks happen to fit into holes
-    fewer, most = (
-        judged_memory(job, prior_calibration(gpu), **{name: size}).device_used_bytes
-        for size in (value, value + more)
-    )
-    assert most - fewer >= -shrinking
+    assert larger.memory.device_used_bytes - smaller.memory.device_used_bytes >= -shrinking
     assert total_s(larger) >= total_s(smaller) * (1 - 1e-12)
 
 
@@ -211,13 +223,13 @@ def test_what_the_search_sees_of_a_run_is_what_is_predicted_of_it(
     job = resolved(run, gpu)
     if job is None:
         return
-    prediction = predicted(job, run)
-    time = prediction.time
+    counted = count_run(job)
+    time = predict_counted(counted, prior_calibration(gpu)).time
     if run.phase == "finetune":
-        counted_candidate = count_training(count_run(job), {run.seq_len: 1.0}, num_batches=1)
+        counted_candidate = count_training(counted, {run.seq_len: 1.0}, num_batches=1)
         expected = time.step_s
     else:
-        counted_candidate = count_inference(count_run(job), num_runs=1)
+        counted_candidate = count_inference(counted, num_runs=1)
         expected = time.time_per_token_s
     models = prior_calibration(gpu).time
     seconds = 0.0
