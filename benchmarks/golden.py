@@ -32,6 +32,7 @@ from typing import Any, get_args
 from whichlora.errors import ConfigError
 from whichlora.predict import explain as explanation
 from whichlora.predict.coefficients import Calibration, prior_calibration
+from whichlora.predict.predict import predict
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import (
     AdapterDtype,
@@ -153,20 +154,40 @@ def shortened(explained: dict[str, Any]) -> dict[str, Any]:
 def answer(settings: dict[str, Any], gpu_key: str, is_whole: bool) -> Row:
     """One row: what is predicted and explained, or why it is refused."""
     row: Row = {"settings": settings, "gpu": gpu_key, "is_whole": is_whole}
-    tuples = {
-        name: tuple(tuple(item) if isinstance(item, list) else item for item in value)
-        for name, value in settings.items()
-        if isinstance(value, list | tuple)
-    }
     gpu = find_gpu(gpu_key)
     try:
-        run = RunConfig(**(settings | tuples))
+        run = _run(settings)
         model = load_model(run.model)
         explained = explanation.explain(model, run, gpu, calibration_of(gpu))
     except ConfigError as error:
         return row | {"refused": str(error)}
     answered = json.loads(json.dumps(explained.to_dict()))
     return row | {"explained": answered if is_whole else shortened(answered)}
+
+
+def prediction_of(settings: dict[str, Any], gpu_key: str) -> Row:
+    """What is predicted of one row alone, or why it is refused."""
+    gpu = find_gpu(gpu_key)
+    try:
+        run = _run(settings)
+        prediction = predict(load_model(run.model), run, gpu, calibration_of(gpu))
+    except ConfigError as error:
+        return {"refused": str(error)}
+    return {"prediction": json.loads(json.dumps(prediction.to_dict()))}
+
+
+def _run(settings: dict[str, Any]) -> RunConfig:
+    """The run of a row, whose tuples are lists in the file.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    tuples = {
+        name: tuple(tuple(item) if isinstance(item, list) else item for item in value)
+        for name, value in settings.items()
+        if isinstance(value, list | tuple)
+    }
+    return RunConfig(**(settings | tuples))
 
 
 def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
