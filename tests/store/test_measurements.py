@@ -18,6 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Measurement
 from whichlora.spec.run import RunConfig
 from whichlora.store.coefficients import read_coefficients, write_coefficients
@@ -154,6 +155,13 @@ def test_compiled_checks_accept_every_setting_that_is_accepted() -> None:
     for changes in ({"quant": "nf4"}, {"prepare_kbit": True}, {"lora_dropout": 0.5}):
         config = RunConfig(model="m", **changes).to_dict()  # type: ignore[arg-type]
         assert parse_record(a_line(config=config)) is not None
+
+
+def test_a_run_on_several_gpus_is_for_the_slow_checks() -> None:
+    run = RunConfig(model="m", parallel=ParallelConfig(strategy="ddp", gpus=2))
+    line = a_line(config=run.to_dict())
+    assert parse_record(line) is None
+    assert check_record(line, "").run == run
 
 
 @given(data=st.data())

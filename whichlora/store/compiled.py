@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -103,6 +103,7 @@ def _config_schema() -> Any:
     settings = {
         name: core.typed_dict_field(_setting_schema(hint), required=name == "model")
         for name, hint in get_type_hints(RunConfig).items()
+        if not is_dataclass(hint)  # several GPUs are for the slow checks
     }
     # RunConfig refuses more than a wrong type
     targets = core.list_schema(_name_schema(), min_length=1)
