@@ -16,6 +16,7 @@ from whichlora.spec.results import Measurement
 from whichlora.store import models
 from whichlora.store.coefficients import coefficients_file, read_coefficients, write_coefficients
 from whichlora.store.host import read_host
+from whichlora.store.links import LinkFiles
 from whichlora.store.measurements import read_measurements, record_ids
 from whichlora.store.paths import data_folder, user_calibration_folder
 
@@ -45,7 +46,7 @@ def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calib
         DataFileError: the file on the host is broken.
     """
     roots = calibration_roots(calibration_dir)
-    calibration = _stored(gpu, roots)
+    calibration = replace(_stored(gpu, roots), machines=LinkFiles(roots))
     host = read_host(roots[0], gpu.key)
     if host is None:
         return calibration

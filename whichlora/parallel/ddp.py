@@ -13,9 +13,11 @@ from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.step import TrainingStep
 from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, Strategy
-from whichlora.spec.numeric import Count
+from whichlora.spec.numeric import Count, floor_div
 from whichlora.spec.run import RunConfig
+from whichlora.units import MiB
 
+BUCKET_BYTES = 25 * MiB  # of DDP(bucket_cap_mb); a tensor is not divided, so some are larger
 BUCKETS = Fact(
     part="gradients",
     what="buckets of DistributedDataParallel",
@@ -44,17 +46,24 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
 
 
 def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
-    # the Trainer's `no_sync` leaves out all micro-steps of a step but the last
-    return (
+    total = rank.step.all_gradients
+    full = floor_div(total, BUCKET_BYTES)
+    buckets = (
+        ("full buckets", BUCKET_BYTES, full),
+        ("last bucket", total - full * BUCKET_BYTES, 1),
+    )
+    return tuple(
         Message(
-            what="gradients",
+            what=f"gradients: {which}",
             collective="all_reduce",
-            num_bytes=rank.step.all_gradients,
-            count=1,
+            num_bytes=num_bytes,
+            count=count,
             size=spread.size,
             hidden_by="backward",
+            # the Trainer's `no_sync` leaves out all micro-steps of a step but the last
             micro_steps=1,
-        ),
+        )
+        for which, num_bytes, count in buckets
     )
 
 

@@ -11,7 +11,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import Ledger, training_ledger
-from whichlora.parallel.base import Message, Option, RankKind, Spread, Strategy
+from whichlora.parallel.base import Message, Option, Order, RankKind, Spread, Strategy
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.spec.numeric import largest
 from whichlora.spec.parallel import OptionValue, ParallelConfig
@@ -122,10 +122,47 @@ class Layout:
     def messages(self, kind: RankKind) -> tuple[Message, ...]:
         """What one rank of `kind` takes part in, in one optimizer step."""
         return tuple(
-            message
-            for strategy, spread in self.strategies
+            replace(message, stride=message.stride * stride)
+            for (strategy, spread), stride in zip(self.strategies, self._strides(), strict=True)
             for message in strategy.messages(kind, spread)
         )
+
+    def _strides(self) -> list[int]:
+        """Between the numbers of neighbouring ranks of each strategy.
+
+        Those that share one micro-batch at once are next to each other, stages of a pipeline
+        furthest away. Source: Megatron's default order, "tp-cp-ep-dp-pp"; torchtitan's mesh.
+        """
+
+        def distance(strategy: Strategy) -> int:
+            return 2 if strategy.order != "at once" else int(strategy.divides == "data")
+
+        strides = [1] * len(self.strategies)
+        stride = 1
+        for index in sorted(
+            range(len(strides)), key=lambda place: distance(self.strategies[place][0])
+        ):
+            strides[index] = stride
+            stride *= self.strategies[index][1].size
+        return strides
+
+    @property
+    def order(self) -> Order:
+        """In which the ranks compute one micro-batch."""
+        orders = [strategy.order for strategy, _ in self.strategies]
+        return next((order for order in orders if order != "at once"), "at once")
+
+    def num_stages(self, kind: RankKind) -> int:
+        """How many stages of a pipeline the ranks of `kind` are; 1 without one."""
+        stages = math.prod(
+            spread.size for strategy, spread in self.strategies if strategy.order != "at once"
+        )
+        return max(1, len(kind.ranks) * stages // self.config.gpus)
+
+    @property
+    def update_share(self) -> float:
+        """Of the trained parameters of a rank, what its optimizer updates."""
+        return math.prod(strategy.update_share(spread) for strategy, spread in self.strategies)
 
     def on_host(self, kind: RankKind) -> tuple[Entry, ...]:
         """What one rank of `kind` keeps in pinned host memory."""

@@ -11,6 +11,7 @@ from typing import Any, Self
 from whichlora.errors import DataFileError
 from whichlora.memory.training import PARTS
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.links import LinkSpec
 from whichlora.spec.run import TRANSFORMERS
 from whichlora.timing.model import (
     DEVICE_RATES,
@@ -131,6 +132,7 @@ class Calibration:
         launch_s: what a launch takes on this host, as measured or stated; never stored itself.
         asked_engine: of `for_engine`: another one, that it is asked about; never stored itself.
         fallback: why stored coefficients are not used; never stored itself.
+        machines: links between GPUs, by name of the machine; never stored itself.
     """
 
     gpu: str
@@ -151,6 +153,7 @@ class Calibration:
     asked_engine: str = ""
     launch_s: float | None = None
     fallback: str = ""
+    machines: Mapping[str, LinkSpec] = field(default_factory=dict)
 
     def for_engine(self, engine: str, gpu: GpuSpec) -> Self:
         """The same for serving by `engine`: of another one it knows the device's rates alone.
@@ -223,7 +226,7 @@ class Calibration:
     def to_dict(self) -> dict[str, Any]:
         """The content of `coefficients.json`, without its schema version."""
         values = dataclasses.asdict(self)
-        for name in ("asked_engine", "fallback", "launch_s"):
+        for name in ("asked_engine", "fallback", "launch_s", "machines"):
             del values[name]
         return values | {"device_rates": DEVICE_RATES, "stack_features": STACK_FEATURES}
 

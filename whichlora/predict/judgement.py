@@ -214,6 +214,7 @@ class TimeJudgement:
 
     Args:
         pass_s: seconds of one pass, by phase.
+        pass_parts: its seconds by feature, and on several GPUs by what else it waits for.
         log_deviation: of the log of `total_s`.
     """
 
@@ -226,9 +227,10 @@ class TimeJudgement:
     @property
     def breakdown(self) -> dict[str, Real]:
         """Seconds by feature; adds up to `total_s`."""
+        names = dict.fromkeys(name for parts in self.pass_parts.values() for name in parts)
         return {
             name: sum(count * self.pass_parts[phase][name] for phase, count, _ in self.passes)
-            for name in timing.FEATURES
+            for name in names
         }
 
     def interval(self) -> tuple[Real, Real]:

@@ -31,6 +31,16 @@ from whichlora.predict.judgement import (
 )
 from whichlora.predict.notes import host_notes, notes_on
 from whichlora.predict.parts import part_bytes
+from whichlora.predict.rank_time import (
+    RanksJudgement,
+    RanksWork,
+    count_ranks,
+    features_of_step,
+    judge_ranks,
+    link_notes,
+    links_of,
+    update_of_step,
+)
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.predict.several_gpus import several_gpus
 from whichlora.spec.architecture import ModelSpec
@@ -115,14 +125,7 @@ def num_trained(job: ResolvedRun, r: Count | None = None) -> Count:
 
 def update_of(job: ResolvedRun, r: Count | None = None) -> Update:
     """What happens to the gradients of one step of `job`, at rank `r` where it is not its own."""
-    return Update(
-        tensors=training_step(job, r=job.run.r if r is None else r).tensors,
-        optimizer=job.run.optimizer,
-        device_kind=job.gpu.kind,
-        clips=job.trainer.clips_gradients,
-        unscales=job.run.precision == "fp16" and job.dtypes.under_autocast,
-        num_micro_batches=job.run.gradient_accumulation_steps,
-    )
+    return update_of_step(training_step(job, r=job.run.r if r is None else r))
 
 
 def moment_parts(job: ResolvedRun, **sizes: Count) -> dict[str, dict[str, Count]]:
@@ -147,18 +150,7 @@ def step_features(job: ResolvedRun, **sizes: Count) -> dict[str, Real]:
     Args:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
-    counts = _sizes(job, sizes)
-    done = work.training_work(
-        job.model,
-        job.run,
-        job.dtypes,
-        job.method,
-        job.targets,
-        **counts,
-        update=update_of(job, counts["r"]),
-        num_multiprocessors=timing.tiled_multiprocessors(job.gpu, job.dtype),
-    )
-    return timing.features(done, job.gpu, dtype=job.dtype)
+    return features_of_step(training_step(job, **sizes))
 
 
 def forward_features(
@@ -282,18 +274,32 @@ class CountedRun:
         moments: bytes by part at each that can be the peak.
         is_replayed: whether the allocator's part of them comes from a replay.
         passes: what one optimizer step is, or one generation.
+        ranks: what the ranks of several GPUs do instead.
     """
 
     job: ResolvedRun
     moments: Mapping[str, Mapping[str, Count]]
     is_replayed: bool
     passes: tuple[Pass, ...]
+    ranks: RanksWork | None = None
 
 
 def count_run(job: ResolvedRun) -> CountedRun:
     """Count `job` once for any number of calibrations."""
     moments, is_replayed = run_moments(job)
-    return CountedRun(job=job, moments=moments, is_replayed=is_replayed, passes=passes(job))
+    ranks = ranks_work(job)
+    return CountedRun(
+        job=job,
+        moments=moments,
+        is_replayed=is_replayed,
+        passes=passes(job) if ranks is None else (),
+        ranks=ranks,
+    )
+
+
+def ranks_work(job: ResolvedRun, **sizes: Count) -> RanksWork | None:
+    """What the ranks of `job` compute and send; None on one GPU. Args as of `ledger`."""
+    return None if job.layout is None else count_ranks(job.layout, training_step(job, **sizes))
 
 
 def judge_moments(
@@ -349,7 +355,15 @@ def judged_time(job: ResolvedRun, calibration: Calibration, **sizes: Count) -> T
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
     calibration = calibration.for_engine(job.run.engine, job.gpu)
-    return judge_time(passes(job, **sizes), calibration.time)
+    ranks = ranks_work(job, **sizes)
+    if ranks is None:
+        return judge_time(passes(job, **sizes), calibration.time)
+    return _judged_ranks(job, ranks, calibration).time
+
+
+def _judged_ranks(job: ResolvedRun, ranks: RanksWork, calibration: Calibration) -> RanksJudgement:
+    links, _ = links_of(ranks.config, job.gpu, calibration.machines)
+    return judge_ranks(ranks, calibration.time["finetune"], links)
 
 
 def predict_memory(job: ResolvedRun, calibration: Calibration) -> tuple[MemoryPrediction, int]:
@@ -481,7 +495,10 @@ def predict_counted(
         least += memory.peak_allocated_bytes - by_ledger
         traced_basis = f"memory traced on the real code, {traced.note}; "
     training = job.run.phase == "finetune"
-    timed = judge_time(counted.passes, calibration.time) if gpu.is_timed else None
+    ranks = None if counted.ranks is None else _judged_ranks(job, counted.ranks, calibration)
+    timed = None
+    if gpu.is_timed:
+        timed = judge_time(counted.passes, calibration.time) if ranks is None else ranks.time
     time = unknown_time(training=training) if timed is None else _time_prediction(job, timed)
     phases = () if timed is None else tuple(timed.pass_s)
     outcome = verdict(least, memory.interval_bytes[1], gpu.memory_bytes)
@@ -506,15 +523,27 @@ def predict_counted(
             phases=phases,
         )
         + ("" if gpu.is_timed else MEMORY_ONLY),
-        notes=(*notes_on(job), *(host_notes(job, timed.pass_parts) if timed else ())),
-        several_gpus=_several_gpus(job, calibration),
+        notes=(
+            *notes_on(job),
+            *(host_notes(job, timed.pass_parts) if timed and time.is_known else ()),
+            *(_link_notes(job, counted.ranks, calibration) if counted.ranks and timed else ()),
+        ),
+        several_gpus=None if ranks is None else _several_gpus(job, calibration, ranks),
     )
 
 
-def _several_gpus(job: ResolvedRun, calibration: Calibration) -> SeveralGpus | None:
+def _link_notes(job: ResolvedRun, ranks: RanksWork, calibration: Calibration) -> tuple[str, ...]:
+    links, line = links_of(ranks.config, job.gpu, calibration.machines)
+    return link_notes(links, line, [rank.messages for rank in ranks.ranks], ranks.config)
+
+
+def _several_gpus(
+    job: ResolvedRun, calibration: Calibration, ranks: RanksJudgement
+) -> SeveralGpus | None:
     if job.layout is None:
         return None
-    return several_gpus(job, job.layout, training_step(job), calibration)
+    step = training_step(job)
+    return several_gpus(job, job.layout, step, calibration, ranks.communication)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -546,6 +575,7 @@ class CountedBlock:
         moments: bytes by part at each that can be the peak.
         passes: what one optimizer step is, or one generation.
         num_units: what a pass is divided by: 1, or the tokens of a generation.
+        ranks: what the ranks of several GPUs do instead of the passes.
     """
 
     job: ResolvedRun
@@ -553,6 +583,7 @@ class CountedBlock:
     moments: Mapping[str, Mapping[str, Count]]
     passes: tuple[Pass, ...]
     num_units: Count
+    ranks: RanksWork | None = None
 
 
 def count_block(job: ResolvedRun, axes: Mapping[str, Count]) -> CountedBlock:
@@ -564,7 +595,8 @@ def count_block(job: ResolvedRun, axes: Mapping[str, Count]) -> CountedBlock:
         job=job,
         shape=np.broadcast_shapes(*(values.shape for values in sizes.values())),
         moments=moment_parts(job, **sizes),
-        passes=passes(job, **sizes),
+        passes=passes(job, **sizes) if job.layout is None else (),
+        ranks=ranks_work(job, **sizes),
         num_units=1.0 if job.run.phase == "finetune" else num_tokens(job, **sizes),
     )
 
@@ -593,7 +625,10 @@ def predict_counted_block(counted: CountedBlock, calibration: Calibration) -> Bl
     memory = judge_moments(job, counted.moments, calibration)
     least, low, high = memory.bounds()
     calibration = calibration.for_engine(job.run.engine, job.gpu)
-    time = judge_time(counted.passes, calibration.time)
+    if counted.ranks is None:
+        time = judge_time(counted.passes, calibration.time)
+    else:
+        time = _judged_ranks(job, counted.ranks, calibration).time
     low_s, high_s = time.interval()
     return BlockPrediction(
         peak_allocated_bytes=whole(memory.peak_allocated_bytes),

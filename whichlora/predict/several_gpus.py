@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from whichlora.memory.step import TrainingStep
 from whichlora.parallel.base import Message, RankKind
+from whichlora.parallel.communication import CommunicationTime
 from whichlora.parallel.layout import Layout
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import judge_memory
@@ -18,15 +20,21 @@ from whichlora.spec.results import (
     RankPrediction,
     SeveralGpus,
 )
+from whichlora.timing.links import RING_FACTORS
 
 
 def several_gpus(
-    job: ResolvedRun, layout: Layout, step: TrainingStep, calibration: Calibration
+    job: ResolvedRun,
+    layout: Layout,
+    step: TrainingStep,
+    calibration: Calibration,
+    communication: Sequence[CommunicationTime],
 ) -> SeveralGpus:
     """What several GPUs add to the prediction of `job`.
 
     Args:
         step: of the whole model on one device.
+        communication: of every kind of rank; empty where the links are not known.
     """
     kinds = layout.rank_kinds(step)
     ranks = tuple(_rank(job, layout, kind, calibration) for kind in kinds)
@@ -36,8 +44,11 @@ def several_gpus(
         ranks=ranks,
         host_bytes=sum(on_node),
         communication=max(
-            (_communication(layout.messages(kind)) for kind in kinds),
-            key=lambda communication: communication.num_bytes,
+            (
+                _communication(messages, communication[place] if communication else None)
+                for place, messages in enumerate(map(layout.messages, kinds))
+            ),
+            key=lambda sent: sent.num_bytes,
         ),
         global_batch_size=job.run.batch_size
         * job.run.gradient_accumulation_steps
@@ -72,15 +83,16 @@ def sent_bytes(message: Message) -> int:
     (n-1)/n of a tensor that is gathered or scattered, and twice that of one that is reduced.
     """
     share = (message.size - 1) / message.size
-    factor = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}
-    return int(message.count * message.num_bytes * factor.get(message.collective, 1.0))
+    factor = share * RING_FACTORS[message.collective] if message.collective in RING_FACTORS else 1.0
+    return int(message.count * message.num_bytes * factor)
 
 
-def _communication(messages: tuple[Message, ...]) -> Communication:
+def _communication(messages: Sequence[Message], time: CommunicationTime | None) -> Communication:
+    seconds = [float(sent.total_s) for sent in time.sent] if time else [math.nan] * len(messages)
     return Communication(
         num_bytes=sum(map(sent_bytes, messages)),
-        exposed_s=math.nan,
-        overlapped_s=math.nan,
+        exposed_s=float(time.exposed_s) if time else math.nan,
+        overlapped_s=float(time.overlapped_s) if time else math.nan,
         messages=tuple(
             MessagePrediction(
                 what=message.what,
@@ -89,8 +101,8 @@ def _communication(messages: tuple[Message, ...]) -> Communication:
                 count=int(message.count),
                 size=message.size,
                 hidden_by=message.hidden_by,
-                seconds=math.nan,
+                seconds=total_s,
             )
-            for message in messages
+            for message, total_s in zip(messages, seconds, strict=True)
         ),
     )

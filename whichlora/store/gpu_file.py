@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from whichlora.errors import DataFileError
 from whichlora.spec.gpu import GpuSpec
-from whichlora.store.jsonfiles import check_schema_version, is_slug, read_object
+from whichlora.store.jsonfiles import check_fields, check_schema_version, is_slug, read_object
 
 SCHEMA_VERSION = 1
 KINDS: tuple[str, ...] = get_args(get_type_hints(GpuSpec)["kind"])
@@ -26,15 +26,7 @@ def read_gpu(path: Path) -> GpuSpec:
     """
     values = read_object(path)
     check_schema_version(values, SCHEMA_VERSION, str(path))
-    unknown = sorted(set(values) - set(_FIELDS))
-    if unknown:
-        raise DataFileError(
-            f"{path}: {unknown[0]}: is not a field; known are {', '.join(_FIELDS)}; correct it"
-        )
-    for field, (accepted, is_valid) in _FIELDS.items():
-        if not is_valid(values.get(field)):
-            problem = f"got {values[field]!r}" if field in values else "missing"
-            raise DataFileError(f"{path}: {field}: {problem}; must be {accepted}; correct it")
+    check_fields(values, _FIELDS, str(path))
     if values["key"] != path.parent.name:
         raise DataFileError(
             f"{path}: key: is {values['key']!r}, the folder is {path.parent.name!r}; "
@@ -73,7 +65,7 @@ def read_gpu(path: Path) -> GpuSpec:
 _CAPABILITY = re.compile(r"[0-9]{1,2}\.[0-9]{1,2}|gfx[0-9a-f]{3,8}")
 
 
-def _is_text(value: object) -> bool:
+def is_text(value: object) -> bool:
     return isinstance(value, str) and value.strip() != "" and value.isprintable()
 
 
@@ -81,18 +73,18 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 < value < 10**15  # 1 PB: no device, but a slipped unit
 
 
-def _is_number(value: object, least: float, most: float) -> bool:
+def is_number(value: object, least: float, most: float) -> bool:
     # bool is an int in Python, and a switch is no number. A comparison refuses NaN.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and least <= value <= most  # type: ignore[operator]
 
 
-def _is_rate(value: object) -> bool:
-    return _is_number(value, *_RATES)
+def is_rate(value: object) -> bool:
+    return is_number(value, *_RATES)
 
 
 def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
+    return isinstance(value, list) and all(map(is_text, value))
 
 
 def _is_peaks(value: object) -> bool:
@@ -100,36 +92,36 @@ def _is_peaks(value: object) -> bool:
         isinstance(value, dict)
         and bool(value)
         and value.keys() <= set(DTYPES)
-        and all(map(_is_rate, value.values()))
+        and all(map(is_rate, value.values()))
     )
 
 
 def _is_sources(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_text, value.values()))
+    return isinstance(value, dict) and all(map(is_text, value.values()))
 
 
 # Accepted values of each field, in words and as a check; a missing field is checked as null.
 _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "schema_version": ("a whole number", lambda value: type(value) is int),
     "key": ("the name of the folder", lambda value: isinstance(value, str) and is_slug(value)),
-    "name": ("a text", _is_text),
+    "name": ("a text", is_text),
     "kind": (f"one of {', '.join(KINDS)}", lambda value: value in KINDS),
     "memory_bytes": ("a whole number above 0 and below 10**15", _is_count),
     "nominal_memory_gb": (
         "a number from 0.001 to 1e6, or null",
-        lambda v: v is None or _is_number(v, 1e-3, 1e6),
+        lambda v: v is None or is_number(v, 1e-3, 1e6),
     ),
-    "bandwidth_bytes_per_s": (_RATE, _is_rate),
+    "bandwidth_bytes_per_s": (_RATE, is_rate),
     "peak_flops_per_s": (f"an object of {', '.join(DTYPES)}, each {_RATE}", _is_peaks),
     "power_w": (
         "a number from 0.1 to 1e6, or null",
-        lambda v: v is None or _is_number(v, 0.1, 1e6),
+        lambda v: v is None or is_number(v, 0.1, 1e6),
     ),
     "num_multiprocessors": ("a count, or null", lambda v: v is None or _is_count(v)),
     "l2_bytes": ("a count, or null", lambda v: v is None or _is_count(v)),
     "compute_capability": (
         "a text such as 9.0, for kind rocm such as gfx942, or null",
-        lambda v: v is None or (_is_text(v) and _CAPABILITY.fullmatch(v) is not None),
+        lambda v: v is None or (is_text(v) and _CAPABILITY.fullmatch(v) is not None),
     ),
     "context_bytes": ("a count, or null", lambda v: v is None or _is_count(v)),
     "aliases": ("a list of texts", _is_texts),

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -113,6 +113,25 @@ def check_schema_version(values: Mapping[str, Any], newest: int, where: str) -> 
     raise DataFileError(
         f"{where}: schema_version: must be a whole number from 1 to {newest}, got {version!r}"
     )
+
+
+def check_fields(
+    values: Mapping[str, Any], fields: Mapping[str, tuple[str, Callable[[Any], bool]]], where: str
+) -> None:
+    """Refuse what is no field, and a value that its field does not accept.
+
+    Raises:
+        DataFileError: naming the key, what is accepted and what to do.
+    """
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise DataFileError(
+            f"{where}: {unknown[0]}: is not a field; known are {', '.join(fields)}; correct it"
+        )
+    for field, (accepted, is_valid) in fields.items():
+        if not is_valid(values.get(field)):
+            problem = f"got {values[field]!r}" if field in values else "missing"
+            raise DataFileError(f"{where}: {field}: {problem}; must be {accepted}; correct it")
 
 
 def write_object(path: Path, values: Mapping[str, Any]) -> None:

@@ -612,6 +612,16 @@ def training_work(
     )
 
 
+def forward_share(run: RunConfig, method: Method) -> float:
+    """Of a micro-step, the first forward; recomputing and the backward are the others.
+
+    A backward has one product for each of the forward, two where the weights are trained.
+
+    Kind: estimate. Source: `training_work`; the head is not recomputed.
+    """
+    return 1 / ((3 if method.trains_base else 2) + bool(run.gradient_checkpointing))
+
+
 def evaluation_work(
     model: ModelSpec,
     run: RunConfig,

@@ -112,8 +112,8 @@ class Session:
         self.roots = calibration_roots(plan.calibration_dir)
         self.run_id = _run_id(plan.output_dir, fresh=fresh)
         self.log = MeasurementLog(self.roots[0], gpu.key, self.run_id)
-        self.cold = prior_calibration(gpu)
         self.calibration: Calibration = load_calibration(gpu, plan.calibration_dir)
+        self.cold = replace(prior_calibration(gpu), machines=self.calibration.machines)
         # read once: a shared database holds more records than a run adds
         self._records = self._read_records()
         self._resumed: dict[RunConfig, list[Measurement]] = {}

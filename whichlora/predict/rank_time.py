@@ -1,0 +1,310 @@
+"""Time of one optimizer step on several GPUs: what the ranks compute and what they wait for."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from whichlora.errors import ConfigError
+from whichlora.memory.optimizer import Update
+from whichlora.memory.step import TrainingStep
+from whichlora.parallel.base import Message
+from whichlora.parallel.communication import (
+    PHASES,
+    CommunicationTime,
+    communication,
+    extended,
+    sent_over,
+    step_s,
+)
+from whichlora.parallel.layout import Layout
+from whichlora.predict.judgement import TimeJudgement
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.links import LinkSpec, NetworkSpec
+from whichlora.spec.numeric import Real, sqrt, where
+from whichlora.spec.parallel import AUTO_INTERCONNECT, ParallelConfig
+from whichlora.timing import model as timing
+from whichlora.timing import work
+from whichlora.timing.model import TimeModel
+
+# "25GB/s", "200 Gb/s"
+_BANDWIDTH = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[MGT]B|[MGT]b)(?:/s|ps)")
+_UNITS = {"M": 1e6, "G": 1e9, "T": 1e12}
+BY_BANDWIDTH_DEVIATION = 0.2  # of a stated bandwidth. Kind: estimate.
+
+
+def update_of_step(step: TrainingStep) -> Update:
+    """What happens to the gradients of `step`."""
+    return Update(
+        tensors=step.tensors,
+        optimizer=step.run.optimizer,
+        device_kind=step.gpu.kind,
+        clips=step.trainer.clips_gradients,
+        unscales=step.run.precision == "fp16" and step.dtypes.under_autocast,
+        num_micro_batches=step.run.gradient_accumulation_steps,
+    )
+
+
+def features_of_step(step: TrainingStep, *, update_share: float = 1.0) -> dict[str, Real]:
+    """Time features of one optimizer step.
+
+    Args:
+        update_share: of the trained parameters, what the optimizer of one rank updates.
+    """
+    dtype = step.run.precision[:4]
+    done = work.training_work(
+        step.model,
+        step.run,
+        step.dtypes,
+        step.method,
+        step.targets,
+        batch_size=step.batch_size,
+        seq_len=step.seq_len,
+        r=step.r,
+        update=update_of_step(step),
+        num_multiprocessors=timing.tiled_multiprocessors(step.gpu, dtype),
+    )
+    counted = timing.features(done, step.gpu, dtype=dtype)
+    return counted | {"optimizer": update_share * counted["optimizer"]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWork:
+    """What ranks of one kind compute and send in one optimizer step; no calibration changes it.
+
+    Args:
+        stages: of a pipeline, how many of them these ranks are.
+        forward_share: of the computing, the optimizer's left out.
+    """
+
+    features: Mapping[str, Real]
+    messages: tuple[Message, ...]
+    stages: int
+    forward_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksWork:
+    """The work of every kind of rank of one run."""
+
+    config: ParallelConfig
+    order: str
+    micro_steps: int
+    ranks: tuple[RankWork, ...]
+
+
+def count_ranks(layout: Layout, step: TrainingStep) -> RanksWork:
+    """Count what the ranks of `layout` do.
+
+    Args:
+        step: of the whole model on one device; its sizes may be arrays.
+    """
+    update_share = layout.update_share
+    return RanksWork(
+        config=layout.config,
+        order=layout.order,
+        micro_steps=step.run.gradient_accumulation_steps,
+        ranks=tuple(
+            RankWork(
+                features=features_of_step(kind.step, update_share=update_share),
+                messages=layout.messages(kind),
+                stages=layout.num_stages(kind),
+                forward_share=work.forward_share(kind.step.run, kind.step.method),
+            )
+            for kind in layout.rank_kinds(step)
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksJudgement:
+    """Time of a run on several GPUs.
+
+    Args:
+        time: NaN where the links are not known.
+        communication: of every kind of rank, in the order of the layout's; empty likewise.
+    """
+
+    time: TimeJudgement
+    communication: tuple[CommunicationTime, ...]
+
+
+def judge_ranks(counted: RanksWork, model: TimeModel, links: LinkSpec | None) -> RanksJudgement:
+    """Seconds of one optimizer step: that of the rank which takes longest."""
+    if links is None:
+        unknown = TimeJudgement(
+            passes=(),
+            pass_s={"finetune": math.nan},
+            pass_parts={},
+            total_s=math.nan,
+            log_deviation=math.nan,
+        )
+        return RanksJudgement(time=unknown, communication=())
+    kinds = [_judge_rank(counted, rank, model, links) for rank in counted.ranks]
+    total, idle = step_s(
+        [
+            (kind.total_s - kind.update_s, kind.update_s, rank.stages)
+            for kind, rank in zip(kinds, counted.ranks, strict=True)
+        ],
+        order=counted.order,
+        micro_steps=counted.micro_steps,
+    )
+    slowest = kinds[0]
+    for kind in kinds[1:]:
+        slowest = _slower(slowest, kind)
+    parts = slowest.parts | {"communication": total - idle - sum(slowest.parts.values())}
+    if counted.order != "at once":
+        parts["pipeline_idle"] = idle
+    computing = total - parts["communication"]
+    deviation = sqrt((slowest.log_deviation * computing) ** 2 + slowest.waits_deviation_s**2)
+    return RanksJudgement(
+        time=TimeJudgement(
+            passes=(("finetune", 1, slowest.features),),
+            pass_s={"finetune": total},
+            pass_parts={"finetune": parts},
+            total_s=total,
+            log_deviation=deviation / total,
+        ),
+        communication=tuple(kind.communication for kind in kinds),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """Time of ranks of one kind, without what they wait for other stages.
+
+    Args:
+        waits_deviation_s: of the exposed seconds, one standard deviation.
+    """
+
+    features: Mapping[str, Real]
+    parts: dict[str, Real]
+    update_s: Real
+    total_s: Real
+    log_deviation: Real
+    waits_deviation_s: Real
+    communication: CommunicationTime
+
+
+def _judge_rank(counted: RanksWork, rank: RankWork, model: TimeModel, links: LinkSpec) -> _Rank:
+    computing, parts, deviation = timing.pass_time(model, rank.features)
+    update_s = parts["optimizer"]
+    forward_s = rank.forward_share * (computing - update_s)
+    phase_s = dict(
+        zip(PHASES, (forward_s, computing - update_s - forward_s, update_s), strict=True)
+    )
+    sent = sent_over(links, rank.messages, counted.config.gpus_per_node)
+
+    def at(slower: float) -> CommunicationTime:
+        return communication(sent, phase_s, micro_steps=counted.micro_steps, slower=slower)
+
+    waits = at(1.0)
+    by = links.relative_deviation
+    return _Rank(
+        features=rank.features,
+        parts=parts,
+        update_s=update_s,
+        total_s=computing + waits.exposed_s,
+        log_deviation=deviation,
+        waits_deviation_s=(at(1 + by).exposed_s - at(max(0.0, 1 - by)).exposed_s) / 2,
+        communication=waits,
+    )
+
+
+def _slower(rank: _Rank, other: _Rank) -> _Rank:
+    """Of two kinds of ranks the one that takes longer, elementwise."""
+    is_slower = other.total_s > rank.total_s
+
+    def of(a: Real, b: Real) -> Real:
+        return where(is_slower, b, a)
+
+    return _Rank(
+        features={name: of(rank.features[name], other.features[name]) for name in rank.features},
+        parts={name: of(rank.parts[name], other.parts[name]) for name in rank.parts},
+        update_s=of(rank.update_s, other.update_s),
+        total_s=of(rank.total_s, other.total_s),
+        log_deviation=of(rank.log_deviation, other.log_deviation),
+        waits_deviation_s=of(rank.waits_deviation_s, other.waits_deviation_s),
+        communication=rank.communication,
+    )
+
+
+def links_of(
+    config: ParallelConfig, gpu: GpuSpec, machines: Mapping[str, LinkSpec]
+) -> tuple[LinkSpec | None, str]:
+    """The links of a run and a line that names them; None where they are not known.
+
+    Args:
+        machines: those that are known, by name.
+
+    Raises:
+        ConfigError: an interconnect that is neither a known machine nor a bandwidth.
+    """
+    name = config.interconnect.strip()
+    bandwidth = _BANDWIDTH.fullmatch(name)
+    if bandwidth is not None:
+        bytes_per_s = float(bandwidth["number"]) * _UNITS[bandwidth["unit"][0]]
+        links = _of_bandwidth(bytes_per_s / (8 if bandwidth["unit"][1] == "b" else 1), config)
+        return links, f"each GPU sends with {name} in a collective, as stated"
+    if name == AUTO_INTERCONNECT:
+        usual = [each for each in machines.values() if gpu.key in each.gpus]
+        if not usual:
+            return None, (
+                f"the time is not known: no links of machines with {gpu.key} are known; give "
+                "interconnect, such as 25GB/s"
+            )
+        links = usual[0]
+    elif name in machines:
+        links = machines[name]
+    else:
+        close = difflib.get_close_matches(name, machines, n=3, cutoff=0.3) or sorted(machines)[:3]
+        known = f", or a machine such as {', '.join(close)}" if close else ""
+        raise ConfigError(
+            f"interconnect: {name!r} is not known; give a bandwidth such as 25GB/s{known}"
+        )
+    if config.gpus_per_node > links.gpus_per_node:
+        return None, (
+            f"the time is not known: {links.key} has {links.gpus_per_node} GPUs at most, not "
+            f"{config.gpus_per_node}; give nodes, or another interconnect"
+        )
+    if config.nodes > 1 and links.network is None:
+        return None, (
+            f"the time is not known: {links.key} has no network to other nodes; give interconnect, "
+            "such as 25GB/s"
+        )
+    network = f", {links.network.name}" if config.nodes > 1 and links.network else ""
+    return links, f"links of {links.key}: {links.name}{network}"
+
+
+def _of_bandwidth(bytes_per_s: float, config: ParallelConfig) -> LinkSpec:
+    return LinkSpec(
+        key="stated",
+        name="stated bandwidth",
+        gpus_per_node=config.gpus_per_node,
+        bandwidth_bytes_per_s=bytes_per_s,
+        relative_deviation=BY_BANDWIDTH_DEVIATION,
+        network=NetworkSpec(
+            name="stated bandwidth",
+            bandwidth_bytes_per_s=bytes_per_s * config.gpus_per_node,
+            reached_share=1.0,
+            latency_s=14e-6,
+        ),
+    )
+
+
+def link_notes(
+    links: LinkSpec | None, line: str, messages: Sequence[Sequence[Message]], config: ParallelConfig
+) -> tuple[str, ...]:
+    """What must be said of the links: which they are, and what goes beyond their measurements."""
+    if links is None:
+        return (line,)
+    if links.seconds and math.isfinite(links.relative_deviation):
+        reasons = dict.fromkeys(
+            reason for each in messages for reason in extended(links, each, config.gpus_per_node)
+        )
+        if reasons:
+            return (f"{line}; {' and '.join(reasons)}, the rate of these stands for more",)
+    return (line,)

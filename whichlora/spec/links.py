@@ -1,0 +1,57 @@
+"""Facts about the links of one machine: between its GPUs, to the host, and to other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkSpec:
+    """What connects a node to others.
+
+    Args:
+        bandwidth_bytes_per_s: of all adapters of a node together, one direction, as stated.
+        reached_share: of it, what collectives reach.
+        latency_s: of one hop of a collective.
+    """
+
+    name: str
+    bandwidth_bytes_per_s: float
+    reached_share: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpec:
+    """The links of one machine.
+
+    Args:
+        key: file name under `calibration/links/`.
+        gpus: types of accelerator whose machines usually have these links.
+        gpus_per_node: at most.
+        sizes_bytes: of the whole tensor, of the measured times.
+        seconds: measured, by collective and number of GPUs, one for each of `sizes_bytes`; empty
+            where nobody measured.
+        measured_on: the machine whose times these are, if it is another one.
+        bandwidth_bytes_per_s: that one GPU sends with in a collective, where nothing is measured.
+        latency_s: of a collective of a few bytes among two GPUs, likewise.
+        host_bytes_per_s: that a GPU reaches to and from pinned host memory.
+        relative_deviation: of a time, one standard deviation.
+        network: None where nodes are alone.
+        sources: where each fact comes from.
+    """
+
+    key: str
+    name: str
+    gpus: tuple[str, ...] = ()
+    gpus_per_node: int = 8
+    sizes_bytes: tuple[int, ...] = ()
+    seconds: Mapping[str, Mapping[int, tuple[float, ...]]] = field(default_factory=dict)
+    measured_on: str = ""
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float = 10e-6
+    host_bytes_per_s: float = 12e9
+    relative_deviation: float
+    network: NetworkSpec | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
