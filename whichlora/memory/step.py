@@ -412,6 +412,8 @@ class TrainingStep:
     @cached_property
     def tied_params(self) -> int:
         """Elements of the matrix that turns hidden states into logits."""
+        if self.model.head is not None:
+            return self.model.head.num_weights
         head = self.model.masked_head
         width = self.model.embeddings[0].width if head is None else head.width
         return width * loss.logit_width(self.model)

@@ -158,6 +158,8 @@ class Strategy:
         accelerate: keys of accelerate's config file, `distributed_type` among them.
         launcher: "torchrun" starts a process per GPU, "python" one for all of them.
         notes: what a user must know.
+        replicas_refused: why it can't be combined with a strategy whose every rank holds and
+            updates all; empty where it can.
     """
 
     name: str
@@ -177,3 +179,4 @@ class Strategy:
     accelerate: Callable[[RunConfig, Spread], Mapping[str, Any]] = _no_settings
     launcher: Literal["torchrun", "python"] = "torchrun"
     notes: Callable[[TrainingStep, Spread], tuple[str, ...]] = _no_notes
+    replicas_refused: str = ""

@@ -70,8 +70,18 @@ class Layout:
 
     def check(self, step: TrainingStep) -> None:
         """Refuse what the libraries refuse. Raises: ConfigError."""
+        self._check_replicas()
         for strategy, spread in self.strategies:
             strategy.check(step, spread)
+
+    def _check_replicas(self) -> None:
+        replicates = any(
+            strategy.divides == "data" and strategy.update_share(spread) == 1 < spread.size
+            for strategy, spread in self.strategies
+        )
+        for strategy, _ in self.strategies:
+            if replicates and strategy.replicas_refused:
+                raise ConfigError(f"parallel: {strategy.replicas_refused}")
 
     def notes(self, step: TrainingStep) -> tuple[str, ...]:
         return tuple(
