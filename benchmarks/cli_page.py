@@ -70,7 +70,8 @@ def _command(path: list[str], command: click.Command) -> str:
     context = click.Context(command, info_name=name)
     usage = " ".join([name, *command.collect_usage_pieces(context)])
     parts = [f"\n{'#' * len(path)} {name}\n\n```text\n{usage}\n```\n\n{text.strip()}\n"]
-    options = [one for one in command.params if isinstance(one, click.Option)]
+    params = [one for one in command.get_params(context) if "--help" not in one.opts]
+    options = [one for one in params if isinstance(one, click.Option)]
     rows = [_option(option) for option in options if not option.hidden]
     if rows:
         parts.append("\n| option | meaning |\n| --- | --- |\n" + "".join(rows))

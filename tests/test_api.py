@@ -80,7 +80,10 @@ def test_lists_make_a_grid_and_single_values_one_prediction() -> None:
 
 
 def test_an_unknown_setting_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="batchsize: is not a setting; accepted are phase, "):
+    with pytest.raises(
+        ConfigError,
+        match=r"batchsize: is not a setting; accepted are phase, .*, gradient_as_bucket_view",
+    ):
         estimate(MODEL, "l4-24gb", batchsize=4)  # type: ignore[call-arg]
 
 
@@ -100,7 +103,7 @@ def test_gpus_are_types_by_name_or_list_everywhere() -> None:
 
 
 def test_the_older_gpus_of_estimate_warns_once_with_the_new_spelling() -> None:
-    with pytest.warns(FutureWarning, match=r"write gpu=\['l4', 't4'\]") as warned:
+    with pytest.warns(FutureWarning, match=r"write gpu=\['l4', 't4'\] for") as warned:
         older = estimate(MODEL, gpus=["l4", "t4"], seq_len=64)
     assert older == estimate(MODEL, ["l4", "t4"], seq_len=64)
     assert [warning.filename for warning in warned] == [__file__]
@@ -108,15 +111,44 @@ def test_the_older_gpus_of_estimate_warns_once_with_the_new_spelling() -> None:
         estimate(MODEL, "l4", gpus="t4")
 
 
+def test_gpus_is_how_many() -> None:
+    one, several = estimate(MODEL, "l4", gpus=[1, 4], parallel="ddp", seq_len=64)
+    assert (one.run.parallel.gpus, several.run.parallel.gpus) == (1, 4)
+    assert estimate(MODEL, "l4", gpus="4", parallel="ddp", seq_len=64) == [several]
+    assert explain(MODEL, "l4", gpus=4, parallel="ddp", seq_len=64).prediction == several
+    (placement,) = where(MODEL, "l4", gpus=4, parallel="ddp", seq_len=64)
+    assert placement.prediction == several
+
+
+def test_the_options_of_strategies_are_settings() -> None:
+    settings: Any = {"gradient_as_bucket_view": [False, True], "parallel": "ddp"}
+    plain, views = estimate(MODEL, "l4", gpus=4, method="full", seq_len=64, **settings)
+    assert views.memory.peak_allocated_bytes < plain.memory.peak_allocated_bytes
+    assert dict(views.run.parallel.options) == {"gradient_as_bucket_view": True}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        (["l4", 2], "^gpus: l4, 2: is the number of GPUs; gpu= takes types"),
+        (0, "^gpus: must be 1 to 100000, got 0"),
+        (2.5, "^gpus: 2.5 is not a whole number"),
+        (True, "^gpus: True is not a whole number"),
+    ],
+)
+def test_what_is_no_number_of_gpus_is_refused(gpus: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        estimate(MODEL, "l4", gpus=gpus)
+    with pytest.raises(ConfigError, match=message):
+        explain(MODEL, "l4", gpus=gpus)
+
+
 @pytest.mark.parametrize("count", [4, [1, 2, 4], "8", ["l4", 2]])
-def test_a_count_of_gpus_is_refused(count: Any) -> None:
-    for gpu in ("auto", "l4"):
-        with pytest.raises(ConfigError, match=r"^gpus: .* not supported yet; gpu= takes types"):
-            estimate(MODEL, gpu, gpus=count)
-    with pytest.raises(ConfigError, match=r"^gpus: .* not supported yet; gpu= takes types"):
-        explain(MODEL, gpus=count)
-    with pytest.raises(ConfigError, match=r"^unknown GPU .*: several GPUs in one job are not"):
+def test_a_count_is_no_type(count: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^unknown GPU .*: give a type .* the number as gpus"):
         estimate(MODEL, gpu=count)
+    with pytest.raises(ConfigError, match=r"^gpus: 'l4' is no number of GPUs; gpu= takes types"):
+        explain(MODEL, gpus="l4")  # type: ignore[arg-type]
 
 
 def test_predictions_become_a_frame_whose_parts_add_up() -> None:

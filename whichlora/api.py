@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from whichlora.calibration.database import Refit, calibrate_all
 from whichlora.errors import ConfigError
 from whichlora.extras import require
+from whichlora.parallel import strategy_options
 from whichlora.predict.explain import Explanation
 from whichlora.predict.largest import Placement
 from whichlora.predict.ledger_lines import Line
@@ -33,7 +34,7 @@ from whichlora.spec.run import (
     Quant,
     RunConfig,
 )
-from whichlora.store.gpus import ONE_GPU, is_count
+from whichlora.store.gpus import is_count
 from whichlora.terminal import Progress
 from whichlora.workflow import combinations, estimates
 from whichlora.workflow.guide import GuideRow
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 AnyPath = str | Path
 
 
-class RunSettings(TypedDict, total=False):
+class _RunSettings(TypedDict, total=False):
     """Settings of a run; a list of values makes a grid.
 
     Defaults are those of `RunConfig`; precision is bf16 where the device has it, else fp16.
@@ -86,16 +87,25 @@ class RunSettings(TypedDict, total=False):
     cache_nbits: int | Sequence[int]
     cache_group_size: int | Sequence[int]
     cache_residual_length: int | Sequence[int]
+    nodes: int | Sequence[int]
+    parallel: str | Sequence[str]
+    interconnect: str | Sequence[str]
+
+
+class RunSettings(_RunSettings, total=False):
+    """Settings of a run and its GPUs; the options of strategies are settings, too."""
+
+    gpus: int | Sequence[int]
 
 
 def estimate(
     models: str | Sequence[str],
     gpu: str | Sequence[str] = "auto",
     *,
-    gpus: str | Sequence[str] | None = None,
+    gpus: int | Sequence[int] | str | Sequence[str] | None = None,
     calibration_dir: AnyPath | None = None,
     engine: Engine = "ledger",
-    **settings: Unpack[RunSettings],
+    **settings: Unpack[_RunSettings],
 ) -> Answers[Prediction]:
     """Peak memory and time of every combination; nothing is run or downloaded but a config.
 
@@ -107,10 +117,11 @@ def estimate(
         models: hub ids, local folders, or names as people write them ("llama 3.1 8b").
         gpu: keys of `whichlora gpus`, "cpu", "auto" for what this machine has, or an amount of
             memory ("24GB"), which has no time.
-        gpus: an older spelling of `gpu`, accepted with a warning.
+        gpus: how many, over all nodes; types, an older meaning, are accepted with a warning.
         calibration_dir: your calibrations; None is your own folder.
         engine: "trace" asks the real code instead of the formulas (needs torch).
-        settings: fields of `RunConfig`; a list makes a grid.
+        settings: fields of `RunConfig`; a list makes a grid. `nodes`, `parallel` and the options
+            of its strategies say how several GPUs share a run.
 
     Returns:
         A list; its `refused` are the combinations whose settings exclude each other.
@@ -118,10 +129,15 @@ def estimate(
     Raises:
         ConfigError: an unknown name, or no combination remains.
     """
+    asked: dict[str, Any] = dict(settings)
     if gpus is not None:
-        gpu = _old_spelling(gpu, gpus)
+        numbers = _numbers(gpus)
+        if numbers:
+            asked["gpus"] = numbers
+        else:
+            gpu = _old_spelling(gpu, gpus)  # type: ignore[arg-type]
     return estimates.estimate(
-        _runs(models, settings),
+        _runs(models, asked),
         _types(gpu),
         calibration_dir=_path(calibration_dir),
         engine=engine,
@@ -315,11 +331,19 @@ def _runs(
         "precision": ["auto"],
     }
     for name, value in settings.items():
-        if name == "gpus":  # of estimate alone
-            raise ConfigError(f"gpus: {ONE_GPU}; gpu= takes types")
         if name not in accepted:
-            raise ConfigError(f"{name}: is not a setting; accepted are {', '.join(accepted)}")
-        if name == "target_modules":
+            options = strategy_options()
+            if name not in options:
+                raise ConfigError(
+                    f"{name}: is not a setting; accepted are {', '.join([*accepted, *options])}"
+                )
+            together = isinstance(options[name][0].default, tuple) and isinstance(value, tuple)
+            grid[name] = [value] if together else _listed(value)
+        elif name == "gpus":
+            grid[name] = _numbers(value)
+            if not grid[name]:
+                raise ConfigError(f"gpus: {value!r} is no number of GPUs; gpu= takes types")
+        elif name == "target_modules":
             grid[name] = [(value,) if isinstance(value, str) else tuple(value)]
         else:
             grid[name] = _listed(value)
@@ -343,18 +367,35 @@ def _types(gpu: str | Sequence[str]) -> list[str]:
     return names
 
 
+def _numbers(gpus: Any) -> list[Any]:
+    """The counts in `gpus`, whatever their value; none where they are types, an older meaning.
+
+    Raises:
+        ConfigError: counts beside types.
+    """
+    values = _listed(gpus)
+    are_counts = [not isinstance(value, str) or is_count(value) for value in values]
+    if any(are_counts) and not all(are_counts):
+        shown = ", ".join(map(str, values))
+        raise ConfigError(f"gpus: {shown}: is the number of GPUs; gpu= takes types")
+    if not all(are_counts):
+        return []
+    return [
+        int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+        for value in values
+    ]
+
+
 def _old_spelling(gpu: str | Sequence[str], gpus: str | Sequence[str]) -> list[str]:
     """The types in `gpus`, of which a warning says how they are written now.
 
     Raises:
-        ConfigError: `gpus` counts GPUs, or stands beside `gpu`.
+        ConfigError: `gpus` stands beside `gpu`.
     """
     names = _types(gpus)
-    if any(map(is_count, names)):
-        raise ConfigError(f"gpus: {', '.join(names)}: {ONE_GPU}; gpu= takes types")
     if gpu != "auto":
-        raise ConfigError("gpus: is an older spelling of gpu; give gpu= alone")
-    message = f"gpus= is now gpu=, and will be the number of GPUs; write gpu={gpus!r}"
+        raise ConfigError("gpus: is the number of GPUs; for types give gpu= alone")
+    message = f"gpus= is the number of GPUs; write gpu={gpus!r} for their types"
     warnings.warn(message, FutureWarning, stacklevel=3)
     return names
 

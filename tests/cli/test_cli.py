@@ -466,7 +466,7 @@ def test_a_bad_argument_gets_one_clear_line(args: tuple[str, ...], said: str) ->
         (("where", MODEL, "--gpu", "l4,nosuch"), "unknown GPU 'nosuch'"),
         (("estimate", MODEL, "--gpus", ""), "--gpus: has an empty name in ''"),
         (("estimate", MODEL, "--gpu", "l4", "--gpus", "t4"), "give --gpu alone"),
-        (("estimate", MODEL, "--gpu", "l4,8"), "unknown GPU '8': several GPUs in one job"),
+        (("estimate", MODEL, "--gpu", "l4,8"), "unknown GPU '8': give a type"),
         (("calibrate", "--gpu", "l4,t4", "--launch-us", "20"), "--launch-us needs one --gpu"),
         (("explain", MODEL, "--gpu", "cpu", "--json", "--markdown"), "--json and --markdown"),
         (("where", MODEL, "--method", "lora,qlora"), "--method: where takes one value"),
@@ -493,11 +493,36 @@ def test_a_bad_command_gets_one_clear_line(args: tuple[str, ...], said: str) -> 
     ],
     ids=lambda command: command[0],
 )
-@pytest.mark.parametrize("count", ["4", "1,2,8", "l4,2"])
-def test_a_count_of_gpus_is_refused_in_one_line(command: tuple[str, ...], count: str) -> None:
-    said = f"--gpus: {count}: several GPUs in one job are not supported yet; --gpu takes the type"
-    assert_refused((*command, "--gpus", count), said)
-    assert_refused((*command, "--gpu", "h100-sxm-80gb", "--gpus", count), said)
+def test_types_and_counts_of_gpus_do_not_mix(command: tuple[str, ...]) -> None:
+    said = "--gpus: l4,2: is the number of GPUs; --gpu takes the type"
+    assert_refused((*command, "--gpus", "l4,2"), said)
+
+
+def test_an_export_of_several_gpus_is_refused_in_one_line() -> None:
+    command = ("export", MODEL, "--to", "trl", "--gpu", "l4")
+    assert_refused((*command, "--gpus", "2"), "--gpus: 2: export is of one GPU so far")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--gpus 0", "--gpus: '0' is not a whole number from 1 to 100000"),
+        ("--gpus -1", "--gpus: '-1' is not a whole number from 1"),
+        ("--gpus 2.5", "--gpus: '2.5' is not a whole number from 1"),
+        ("--gpus 1000000", "--gpus: '1000000' is not a whole number from 1 to 100000"),
+        ("--gpus 3 --nodes 2", "gpus: 3 over all nodes can't be divided by 2 nodes"),
+        ("--nodes 2", "gpus: is missing beside nodes"),
+        ("--parallel ddp", "gpus: is missing beside parallel ddp"),
+        ("--gpus 2 --parallel none", "parallel: is missing for 2 GPUs"),
+        ("--gpus 2 --parallel dpp", "--parallel: 'dpp' is not known; accepted are ddp, "),
+        ("--gpus 2 --parallel ddp+dpp", "--parallel: 'dpp' is not known; accepted are ddp, "),
+        ("--gpus 2 --phase inference", "parallel: ddp is known of fine-tuning alone"),
+        ("--gpus 2 --engine trace", "gpus: a trace is of one GPU, got 2; use --engine ledger"),
+        ("--gpus 8x", "--gpus: 8x: is the number of GPUs; for types give --gpu alone"),
+    ],
+)
+def test_several_gpus_that_cannot_be_are_refused_in_one_line(options: str, said: str) -> None:
+    assert_refused(("estimate", MODEL, "--gpu", "l4", *options.split()), said)
 
 
 @pytest.mark.parametrize(
@@ -510,10 +535,7 @@ def test_types_behind_the_older_gpus_are_answered_with_one_line(command: tuple[s
     older = whichlora(*command, "--gpus", "l4, 4090", "--json")
     assert (older.exit_code, older.stdout) == (0, current.stdout)
     assert current.stderr == ""
-    assert older.stderr == (
-        "--gpus: is now --gpu, and will be the number of GPUs; write --gpu l4,4090\n"
-    )
-    assert "--gpus" not in whichlora(*command, "--help").stdout
+    assert older.stderr == "--gpus: is the number of GPUs; write --gpu l4,4090 for their types\n"
 
 
 def test_several_names_of_one_accelerator_are_one_row() -> None:

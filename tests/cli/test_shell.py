@@ -80,7 +80,12 @@ def test_accelerators_complete_from_the_catalog_and_the_users_own_folder(
     assert completions("calibrate", "fit", "--gpu", "my") == ["my-card-8gb"]
     assert completions("estimate", "--gpu", "c") == ["cpu"]
     assert completions("guide", "--gpu", "l4-24gb,my") == ["l4-24gb,my-card-8gb"]
-    assert "--gpus" not in completions("guide", "--gpu")
+    assert completions("guide", "--gpu") == ["--gpu", "--gpus"]
+
+
+def test_the_strategies_and_their_options_complete() -> None:
+    assert completions("estimate", "--parallel", "dd") == ["ddp"]
+    assert completions("estimate", "--gradient-as") == ["--gradient-as-bucket-view"]
 
 
 def test_choices_complete() -> None:

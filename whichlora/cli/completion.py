@@ -50,6 +50,12 @@ def add_completion(group: click.Group) -> None:
                 param.shell_complete = _completer(names)  # type: ignore[method-assign, assignment]
 
 
+def with_completion(option: click.Option, names: Callable[[], Iterable[str]]) -> click.Option:
+    """`option`, which completes the last of `names` with commas."""
+    option.shell_complete = _completer(names)  # type: ignore[method-assign, assignment]
+    return option
+
+
 def _completer(
     names: Callable[[], Iterable[str]],
 ) -> Callable[[click.Context, str], list[CompletionItem]]:

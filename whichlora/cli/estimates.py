@@ -16,15 +16,18 @@ from whichlora.cli.options import (
     split_models,
 )
 from whichlora.cli.settings import maximised, one_run, run_options, run_settings
+from whichlora.cli.several_gpus import SpreadCommand
 from whichlora.errors import ConfigError
 from whichlora.spec import run as specs
 from whichlora.text import visible
 
 
-@click.command()
+@click.command(cls=SpreadCommand)
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...", callback=split_models)
 @run_options
-@gpu_option("auto", "Accelerators: see `whichlora gpus`; cpu, auto; 24GB: memory alone.")
+@gpu_option(
+    "auto", "Accelerators: see `whichlora gpus`; cpu, auto; 24GB: memory alone.", counted=True
+)
 @click.option(
     "--calibration-dir",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -90,10 +93,10 @@ def estimate(
         sys.exit(EXIT_NOTHING_FITS)
 
 
-@click.command()
+@click.command(cls=SpreadCommand)
 @click.argument("model", metavar="MODEL")
 @run_options
-@gpu_option("auto", "Accelerator: see `whichlora gpus`.", single=True)
+@gpu_option("auto", "Accelerator: see `whichlora gpus`.", single=True, counted=True)
 @calibration_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every line.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown document.")
@@ -128,10 +131,10 @@ def explain(
         terminal.print_explanation(explanation)
 
 
-@click.command()
+@click.command(cls=SpreadCommand)
 @click.argument("model", metavar="MODEL")
 @run_options
-@gpu_option("all", "Accelerators to compare; all: those of the catalog.")
+@gpu_option("all", "Accelerators to compare; all: those of the catalog.", counted=True)
 @calibration_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
 def where(

@@ -16,12 +16,13 @@ from whichlora.cli.options import (
     words,
 )
 from whichlora.cli.settings import plain_settings, run_options
+from whichlora.cli.several_gpus import SpreadCommand
 from whichlora.text import visible
 
 
-@click.command()
+@click.command(cls=SpreadCommand)
 @click.option("--models", required=True, callback=words("models"), help="Models, with commas.")
-@gpu_option("auto", "Accelerators: see `whichlora gpus`; cpu, auto.")
+@gpu_option("auto", "Accelerators: see `whichlora gpus`; cpu, auto.", counted=True)
 @click.option(
     "--samples",
     type=click.IntRange(1, 10**9),

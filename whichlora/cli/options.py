@@ -12,6 +12,7 @@ from typing import Any, get_args
 import click
 
 from whichlora.errors import ConfigError
+from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.text import visible
 
@@ -67,8 +68,8 @@ def split_models(ctx: click.Context, param: click.Parameter, value: tuple[str, .
     ]
 
 
-def counts(setting: str) -> Callable[..., list[int]]:
-    """A click callback: comma list of whole numbers from 1 to a billion."""
+def counts(setting: str, *, most: int = _MAX_COUNT) -> Callable[..., list[int]]:
+    """A click callback: comma list of whole numbers from 1 to `most`."""
 
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
         numbers = []
@@ -77,10 +78,10 @@ def counts(setting: str) -> Callable[..., list[int]]:
                 count = int(word)
             except ValueError:
                 count = 0
-            if not 1 <= count <= _MAX_COUNT:
+            if not 1 <= count <= most:
                 raise ConfigError(
                     f"--{setting}: {word.strip()[:40]!r} is not a whole number from 1 to "
-                    f"{_MAX_COUNT}; give one, or several with commas"
+                    f"{most}; give one, or several with commas"
                 )
             numbers.append(count)
         return numbers
@@ -137,18 +138,24 @@ def list_option(
 
 
 def gpu_option(
-    default: str | None, help_text: str, *, single: bool = False
+    default: str | None, help_text: str, *, single: bool = False, counted: bool = False
 ) -> Callable[[Any], Any]:
     """`--gpu`, a list of types of GPU, with `single` the name of the only one.
 
     Types behind `--gpus`, as `whichlora guide` took them, are accepted with one line.
+
+    Args:
+        counted: `--gpus` is the number of GPUs, of a run that may be spread over several.
     """
 
     def read(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str] | str:
         old_spelling: list[str] = ctx.meta.pop(_OLD_GPUS, [])
         if old_spelling:
             if ctx.get_parameter_source("gpu") is click.core.ParameterSource.COMMANDLINE:
-                raise ConfigError("--gpus: is an older spelling of --gpu; give --gpu alone")
+                raise ConfigError(
+                    f"--gpus: {','.join(old_spelling)}: is the number of GPUs; for types give "
+                    "--gpu alone"
+                )
             ctx.set_parameter_source("gpu", click.core.ParameterSource.COMMANDLINE)
         names = old_spelling or ([] if value is None else words("gpu")(ctx, param, value))
         text = ",".join(names)
@@ -158,35 +165,55 @@ def gpu_option(
                 "'whichlora where' take several"
             )
         if old_spelling:
-            message = f"--gpus: is now --gpu, and will be the number of GPUs; write --gpu {text}"
+            message = f"--gpus: is the number of GPUs; write --gpu {text} for their types"
             click.echo(visible(message), err=True)
         return names[0] if single else names
 
     def decorate(command: Any) -> Any:
         command = click.option(
+            "--gpus",
+            hidden=not counted,
+            is_eager=True,
+            expose_value=counted,
+            callback=_number_of_gpus if counted else _only_types,
+            help="How many GPUs, over all nodes; --batch-size is of each.",
+        )(command)
+        return click.option(
             "--gpu",
             default=default,
             show_default=default is not None,
             help=help_text,
             callback=read,
         )(command)
-        return click.option(
-            "--gpus", hidden=True, is_eager=True, expose_value=False, callback=_old_gpus
-        )(command)
 
     return decorate
 
 
-def _old_gpus(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Keeps the types for the callback of `--gpu`, which is called later."""
+def _number_of_gpus(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> list[int] | list[None]:
+    """Counts; types, the older meaning, are kept for the callback of `--gpu`, called later."""
     if value is None:
-        return
-    from whichlora.store.gpus import ONE_GPU, is_count
+        return [None]
+    from whichlora.store.gpus import is_count
 
     names = words("gpus")(ctx, param, value)
-    if any(map(is_count, names)):
-        raise ConfigError(f"--gpus: {value}: {ONE_GPU}; --gpu takes the type")
+    are_counts = set(map(is_count, names))
+    if len(are_counts) > 1:
+        raise ConfigError(f"--gpus: {value}: is the number of GPUs; --gpu takes the type")
+    if True in are_counts:
+        return counts("gpus", most=MOST_GPUS)(ctx, param, value)
     ctx.meta[_OLD_GPUS] = names
+    return [None]
+
+
+def _only_types(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Keeps the types, where a number of GPUs has no meaning."""
+    if _number_of_gpus(ctx, param, value) != [None]:
+        raise ConfigError(
+            f"--gpus: {value}: {ctx.info_name} is of one GPU so far; leave it out, --gpu takes the "
+            "type"
+        )
 
 
 def choices(flag: str, default: str, help_text: str, choice: Any) -> Callable[[Any], Any]:

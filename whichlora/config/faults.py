@@ -10,7 +10,6 @@ from pydantic import ValidationError
 
 from whichlora.config.document import Loc, Problem
 from whichlora.config.schema import json_schema
-from whichlora.store.gpus import ONE_GPU
 
 _FAULTS = {
     "missing": "is required",
@@ -60,7 +59,9 @@ _SYNONYMS = {
 }
 
 # Why there is no such key, after "is not a setting".
-_REASONS: dict[Loc, str] = {("gpus",): f", since {ONE_GPU}"}
+_REASONS: dict[Loc, str] = {
+    ("gpus",): ", since a plan is of one GPU so far; `whichlora estimate --gpus` answers several"
+}
 
 # Names of our values in other tools.
 _VALUE_SYNONYMS = {

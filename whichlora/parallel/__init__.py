@@ -18,4 +18,22 @@ ENTRY_POINT_GROUP = _STRATEGIES.group
 list_strategies = _STRATEGIES.all
 get_strategy = _STRATEGIES.get
 
-__all__ = ["BUILT_IN", "ENTRY_POINT_GROUP", "Option", "Strategy", "get_strategy", "list_strategies"]
+
+def strategy_options() -> dict[str, tuple[Option, ...]]:
+    """What the strategies declare, by name; strategies that share an option declare it each."""
+    by_name: dict[str, tuple[Option, ...]] = {}
+    for strategy in list_strategies().values():
+        for option in strategy.options:
+            by_name[option.name] = (*by_name.get(option.name, ()), option)
+    return by_name
+
+
+__all__ = [
+    "BUILT_IN",
+    "ENTRY_POINT_GROUP",
+    "Option",
+    "Strategy",
+    "get_strategy",
+    "list_strategies",
+    "strategy_options",
+]

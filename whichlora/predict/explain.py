@@ -7,27 +7,32 @@ setting changed, predicted like any other run.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator, kv_cache
+from whichlora.memory.entries import Entry
+from whichlora.memory.training import Ledger
 from whichlora.methods import BUILT_IN, get_method
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import allocated_bytes, corrected
 from whichlora.predict.ledger_lines import Line, layer_lines, lines_at
+from whichlora.predict.parallel_choice import candidates
 from whichlora.predict.parts import part_bytes
 from whichlora.predict.predict import count_run, ledger, predict_counted
-from whichlora.predict.resolve import resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import round_up
+from whichlora.spec.parallel import ONE_GPU, ParallelConfig
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import ATTENTION, BNB_QUANTS, AttentionKernel, KvCache, Quant, RunConfig
 
 RANKS = (4, 8, 16, 32, 64)
 STORAGES: tuple[Quant, ...] = ("none", "int8", "nf4-dq")
+SHRUNK = 0.95  # of an entry's bytes: with twice as many GPUs a shared one has a half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +70,24 @@ class CacheUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """One entry at the peak, and the same with twice as many GPUs.
+
+    Args:
+        num_bytes, doubled_bytes: on the rank that needs most.
+    """
+
+    part: str
+    what: str
+    num_bytes: int
+    doubled_bytes: int
+
+    @property
+    def shrinks(self) -> bool:
+        return self.doubled_bytes < SHRUNK * self.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """One prediction, taken apart.
 
@@ -79,6 +102,8 @@ class Explanation:
             choices change, the name says both.
         ranks: the job by rank; none where no adapter is trained.
         caches: the job by engine, in inference.
+        strategies: the job by parallel strategy, where it has several GPUs.
+        scaling: there, what twice as many GPUs with the same batch each change at the peak.
     """
 
     prediction: Prediction
@@ -90,6 +115,8 @@ class Explanation:
     savings: tuple[Alternative, ...]
     ranks: tuple[Alternative, ...]
     caches: tuple[CacheUse, ...]
+    strategies: tuple[Alternative, ...] = ()
+    scaling: tuple[Scaling, ...] = ()
 
     def saved_bytes(self, alternative: Alternative) -> int:
         """What `alternative` needs less of the device; negative where it needs more.
@@ -110,13 +137,22 @@ class Explanation:
             return [
                 {
                     "name": alternative.name,
-                    "settings": dict(alternative.settings),
+                    "settings": {
+                        name: value.to_dict() if isinstance(value, ParallelConfig) else value
+                        for name, value in alternative.settings.items()
+                    },
                     "saved_bytes": self.saved_bytes(alternative),
                     **alternative.prediction.to_dict(),
                 }
                 for alternative in alternatives
             ]
 
+        of_several_gpus = {}
+        if self.strategies:
+            of_several_gpus = {
+                "strategies": rows(self.strategies),
+                "scaling": [dataclasses.asdict(scaling) for scaling in self.scaling],
+            }
         return {
             "prediction": self.prediction.to_dict(),
             "lines": [dataclasses.asdict(line) for line in self.lines],
@@ -138,6 +174,7 @@ class Explanation:
                 }
                 for cache in self.caches
             ],
+            **of_several_gpus,
         }
 
 
@@ -191,6 +228,8 @@ def explain(
         ),
         ranks=alternatives(_ranks(run)) if training else (),
         caches=(),
+        strategies=alternatives(_strategies(job.run)),
+        scaling=_scaling(model, job, counted, prediction.memory.moment),
     )
     if training or model.task == "encoder":
         return explained
@@ -221,6 +260,48 @@ def _ranks(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     for r in sorted({*RANKS, run.r}):
         yield f"r {r}", {"r": r}
+
+
+def _strategies(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every strategy alone, with its default options but for the run's own."""
+    if run.parallel == ONE_GPU:
+        return
+    yield run.parallel.strategy, {}
+    for config in candidates(replace(run.parallel, options=())):
+        if len(config.names) == 1 and config.strategy != run.parallel.strategy:
+            yield config.strategy, {"parallel": config}
+
+
+def _scaling(
+    model: ModelSpec, job: ResolvedRun, counted: Ledger, moment: str
+) -> tuple[Scaling, ...]:
+    """What twice as many GPUs change of each entry at `moment`; the largest entries first."""
+    config = job.run.parallel
+    if config == ONE_GPU:
+        return ()
+    nodes = config.nodes if config.nodes == 1 else 2 * config.nodes
+    try:
+        doubled = replace(config, gpus=2 * config.gpus, nodes=nodes)
+        moments = ledger(resolve(model, replace(job.run, parallel=doubled), job.gpu)).moments
+    except ConfigError:  # more than the model can be divided into
+        return ()
+    if moment not in moments:
+        return ()
+    now, then = (_by_fact(entries) for entries in (counted.moments[moment], moments[moment]))
+    scaled = [
+        Scaling(part=part, what=what, num_bytes=size, doubled_bytes=then.get((part, what), 0))
+        for (part, what), size in now.items()
+        if size
+    ]
+    return tuple(sorted(scaled, key=lambda scaling: -scaling.num_bytes))
+
+
+def _by_fact(entries: Iterable[Entry]) -> dict[tuple[str, str], int]:
+    sizes: dict[tuple[str, str], int] = {}
+    for entry in entries:
+        key = entry.part, entry.what
+        sizes[key] = sizes.get(key, 0) + int(entry.num_bytes)
+    return sizes
 
 
 def _storage_changes(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import Calibration
+from whichlora.predict.parallel_choice import best_spread
 from whichlora.predict.predict import judged_memory, judged_run, predict
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import MOST_COUNT, RunConfig
 from whichlora.units import format_bytes
@@ -82,11 +84,16 @@ class Placement:
 
 def place(model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration) -> Placement:
     """`run` on `gpu`: what it needs there, and the largest batch that would fit."""
+
+    def predicted(each: RunConfig) -> Prediction:
+        return predict(model, each, gpu, calibration)
+
     try:
-        prediction = predict(model, run, gpu, calibration)
+        is_open = run.parallel.strategy == AUTO
+        prediction = best_spread(run, predicted) if is_open else predicted(run)
     except ConfigError as error:
         return Placement(gpu=gpu, prediction=None, refusal=str(error))
-    job = resolve(model, run, gpu)
+    job = resolve(model, replace(run, parallel=prediction.run.parallel), gpu)
     batch_size = last_that(lambda size: _fits_by_estimate(job, size, calibration), MAX_SIZE)
     if prediction.fits:  # by a replay, which the estimate may be above
         batch_size = max(batch_size, run.batch_size)

@@ -55,8 +55,9 @@ def lines_at(
     The first add up to `peak_allocated_bytes`, both to `device_used_bytes`: where measured runs
     corrected a part of the ledger, the correction is a line.
     """
-    sizes = _sizes(job)
-    lines = [_line(job, entry, sizes) for entry in counted_ledger.moments[memory.moment]]
+    rank = _of_rank(job, memory.moment)
+    sizes = _sizes(rank)
+    lines = [_line(rank, entry, sizes) for entry in counted_ledger.moments[memory.moment]]
     lines.append(_bare(allocator.WORKSPACE, counted_ledger.workspace_in(memory.moment)))
     factors = calibration.memory.mean
     for part in ALLOCATED_PARTS:
@@ -70,6 +71,17 @@ def lines_at(
         _bare(allocator.CONTEXT, memory.breakdown["context"]),
     ]
     return _ordered(lines), tuple(line for line in card if line.num_bytes)
+
+
+def _of_rank(job: ResolvedRun, moment: str) -> ResolvedRun:
+    """`job` with the model, sizes and dtypes of the rank that has `moment`."""
+    if job.layout is None:
+        return job
+    kinds = job.layout.rank_kinds(training_step(job))
+    kind = next((kind for kind in kinds if moment.startswith(f"{kind.name}: ")), kinds[0])
+    step = kind.step
+    run = replace(job.run, batch_size=step.batch_size, seq_len=step.seq_len, r=step.r)
+    return replace(job, model=step.model, run=run, dtypes=step.dtypes)
 
 
 def layer_lines(job: ResolvedRun) -> tuple[Line, ...]:
@@ -119,6 +131,9 @@ def _line(job: ResolvedRun, entry: Entry, sizes: Mapping[str, int]) -> Line:
     else:
         members = _ordered(_member(job, fact, group) for group in _by_tensor(entry.groups))
     line = replace(_bare(fact, int(entry.num_bytes)), dtype=_dtype(job, fact.dtype))
+    whole = sum(member.num_bytes for member in members)
+    if members and whole != line.num_bytes:  # a strategy's share of them
+        return replace(line, numbers=f"{line.num_bytes / whole:.4g} x {whole}")
     if len(members) == 1:
         only = members[0]
         return replace(

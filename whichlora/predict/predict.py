@@ -285,7 +285,12 @@ class CountedRun:
 
 
 def count_run(job: ResolvedRun) -> CountedRun:
-    """Count `job` once for any number of calibrations."""
+    """Count `job` once for any number of calibrations.
+
+    Raises:
+        ConfigError: what a strategy refuses.
+    """
+    _check_layout(job)
     moments, is_replayed = run_moments(job)
     ranks = ranks_work(job)
     return CountedRun(
@@ -300,6 +305,11 @@ def count_run(job: ResolvedRun) -> CountedRun:
 def ranks_work(job: ResolvedRun, **sizes: Count) -> RanksWork | None:
     """What the ranks of `job` compute and send; None on one GPU. Args as of `ledger`."""
     return None if job.layout is None else count_ranks(job.layout, training_step(job, **sizes))
+
+
+def _check_layout(job: ResolvedRun) -> None:
+    if job.layout is not None:
+        job.layout.check(training_step(job))
 
 
 def judge_moments(
@@ -526,6 +536,7 @@ def predict_counted(
         notes=(
             *notes_on(job),
             *(host_notes(job, timed.pass_parts) if timed and time.is_known else ()),
+            *(job.layout.notes(training_step(job)) if job.layout else ()),
             *(_link_notes(job, counted.ranks, calibration) if counted.ranks and timed else ()),
         ),
         several_gpus=None if ranks is None else _several_gpus(job, calibration, ranks),
@@ -587,8 +598,14 @@ class CountedBlock:
 
 
 def count_block(job: ResolvedRun, axes: Mapping[str, Count]) -> CountedBlock:
-    """Count a block once for any number of calibrations; args as of `predict_block`."""
+    """Count a block once for any number of calibrations; args as of `predict_block`.
+
+    Raises:
+        ConfigError: what a strategy refuses.
+    """
     import numpy as np
+
+    _check_layout(job)
 
     sizes = {name: np.asarray(values, dtype=np.float64) for name, values in axes.items()}
     return CountedBlock(

@@ -11,6 +11,7 @@ from whichlora.text import require_printable
 
 ONE_DEVICE = "none"  # the strategy of a run on one GPU
 AUTO_INTERCONNECT = "auto"  # what machines of the run's GPUs usually have
+AUTO = "auto"  # asks for the best of all strategies
 MOST_GPUS = 100_000
 
 _FIELDS = ("strategy", "gpus", "nodes", "interconnect")
@@ -59,6 +60,13 @@ class ParallelConfig:
     @property
     def gpus_per_node(self) -> int:
         return self.gpus // self.nodes
+
+    @property
+    def in_words(self) -> str:
+        """The strategy as a table names it; of one that several nodes share, with their number."""
+        if self.strategy == ONE_DEVICE:
+            return "-"
+        return self.strategy if self.nodes == 1 else f"{self.strategy}, {self.nodes} nodes"
 
     @property
     def names(self) -> tuple[str, ...]:

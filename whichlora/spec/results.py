@@ -114,10 +114,11 @@ class RankPrediction:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON shape; ranks as ranges, such as "0-7"."""
-        return dataclasses.asdict(self) | {"ranks": _ranges(self.ranks)}
+        return dataclasses.asdict(self) | {"ranks": ranges(self.ranks)}
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
+    """`numbers` in ascending order, such as "0-7,16"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

@@ -29,12 +29,12 @@ _AMD_DRIVER = Path("/dev/kfd")
 _SEVERAL = re.compile(r"\d{1,3} ?[x*] ?(?P<after>.+)|(?P<before>.+?) ?[x*:] ?\d{1,3}")
 # "8" counts GPUs; those with a number for a name have four digits, "4090"
 _COUNT = re.compile(r"[+-]?\d{1,3}(\.\d*)?")
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
 # "24GB", "24 gib", "any 24 GB card"
 _AMOUNT = re.compile(
     r"(?:any )?(?P<number>\d+(?:\.\d+)?) ?(?P<unit>gib|gb|g)(?: (?:gpu|card|vram))?"
 )
 MOST_GB = 10_000
-ONE_GPU = "several GPUs in one job are not supported yet"
 _VENDOR_WORDS = re.compile(
     r"\b(nvidia|amd|instinct|tesla|quadro|geforce|graphics|generation|edition|corporation)\b"
     r"|\((r|tm)\)"
@@ -89,14 +89,16 @@ def find_gpu(name: str, *, least_memory: bool = False) -> GpuSpec:
     single = _keys_named_anywhere(several["before"] or several["after"]) if several else []
     if single or is_count(name):
         type_or_amount = "a type ('whichlora gpus' lists them) or an amount of memory ('24GB')"
-        example = f"one, such as {single[-1]}" if single else type_or_amount
-        raise ConfigError(f"unknown GPU {name!r}: {ONE_GPU}; give {example}")
+        example = f"the type alone, such as {single[-1]}" if single else type_or_amount
+        raise ConfigError(f"unknown GPU {name!r}: give {example}, and the number as gpus")
     raise ConfigError(f"unknown GPU {name!r}{_suggestion(name)}; 'whichlora gpus' lists all")
 
 
 def is_count(name: str) -> bool:
-    """Whether `name` is a number of GPUs, not the name of one: "8", but not "4090"."""
-    return _COUNT.fullmatch(name.strip()) is not None
+    """Whether `name` is a number of GPUs, not the name of one: "8" and "1024", but not "4090"."""
+    if _NUMBER.fullmatch(name.strip()) is None:
+        return False
+    return _COUNT.fullmatch(name.strip()) is not None or not _keys_named_anywhere(name)
 
 
 def find_target(name: str) -> GpuSpec:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from whichlora.spec.parallel import ONE_GPU
 from whichlora.spec.results import MemoryPrediction, Prediction, Refused
+from whichlora.terminal.several_gpus import print_spread
 from whichlora.terminal.tables import new_table, open_console, print_table, say
 from whichlora.terminal.words import VERDICTS, refusals, variants
 from whichlora.units import format_bytes, format_count, format_seconds
@@ -20,6 +22,7 @@ def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refus
     numbers = ("batch", "tokens", "peak", "95 % interval", "of the device", "time", "tokens/s")
     rows = []
     names = variants([p.run for p in predictions], [p.gpu for p in predictions])
+    spread = any(prediction.run.parallel != ONE_GPU for prediction in predictions)
     for prediction, name in zip(predictions, names, strict=True):
         memory, time = prediction.memory, prediction.time
         low, high = memory.interval_bytes
@@ -34,6 +37,7 @@ def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refus
             (
                 run.model,
                 name,
+                *((str(run.parallel.gpus), run.parallel.in_words) if spread else ()),
                 str(run.batch_size),
                 tokens,
                 format_bytes(memory.device_used_bytes),
@@ -47,14 +51,15 @@ def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refus
         )
     print_table(
         console,
-        ("model", "what", *numbers, "fits", "device"),
+        ("model", "what", *(("GPUs", "strategy") if spread else ()), *numbers, "fits", "device"),
         rows,
-        right=numbers,
+        right=("GPUs", *numbers),
         lift=("device", "tokens", "model", "what"),
         spare=("tokens/s", "of the device", "95 % interval"),
     )
     if len(predictions) == 1:
         _print_breakdown(console, predictions[0])
+        print_spread(console, predictions[0])
     for text in refusals(refused):
         say(console, text)
     for text in dict.fromkeys(prediction.basis for prediction in predictions):

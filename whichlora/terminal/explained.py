@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from whichlora.memory.training import PARTS
-from whichlora.predict.explain import Explanation
+from whichlora.predict.explain import Alternative, Explanation
 from whichlora.predict.ledger_lines import Line
 from whichlora.spec.results import Prediction
+from whichlora.terminal.several_gpus import kinds_sheet, messages_sheet, spread_lines
 from whichlora.terminal.sheet import WIDE, Sheet, as_markdown, show
 from whichlora.terminal.tables import open_console, say
 from whichlora.terminal.words import VERDICTS, describe
 from whichlora.units import format_bytes, format_count, format_seconds
 
 SMALL_SHARE = 0.002  # of the device memory used; smaller tensors of a group are summed up
+MOST_NAMED = 4  # entries in a sentence
 SMALL_LAYER_SHARE = 0.01  # the same for one layer, of its total
 
 
@@ -48,6 +50,10 @@ def headline(explanation: Explanation) -> str:
 
 
 def _closing(explanation: Explanation) -> Iterator[str]:
+    prediction = explanation.prediction
+    if prediction.several_gpus is not None:
+        yield from spread_lines(prediction, prediction.several_gpus)
+        yield from _unshared(explanation)
     yield f"basis: {explanation.prediction.basis}"
     for note in explanation.prediction.notes:
         yield f"note: {note}"
@@ -188,9 +194,18 @@ def _other_sheets(explanation: Explanation) -> Iterator[Sheet]:
     )
     if explanation.caches:
         yield caches_sheet(explanation)
-    yield savings_sheet(explanation)
+    if len(explanation.strategies) > 1:
+        yield savings_sheet(explanation, explanation.strategies, "strategy")
+    if explanation.scaling:
+        yield scaling_sheet(explanation)
+    yield savings_sheet(explanation, explanation.savings, "change")
     if explanation.ranks:
         yield ranks_sheet(explanation)
+    several = explanation.prediction.several_gpus
+    if several is not None and len(several.ranks) > 1:
+        yield kinds_sheet(several.ranks)
+    if several is not None and several.communication.messages:
+        yield messages_sheet(several.communication.messages)
 
 
 def moments_sheet(explanation: Explanation) -> Sheet:
@@ -277,24 +292,78 @@ def _time(prediction: Prediction) -> str:
     return format_seconds(prediction.time.step_s or prediction.time.time_per_token_s)
 
 
-def savings_sheet(explanation: Explanation) -> Sheet:
+def savings_sheet(
+    explanation: Explanation, alternatives: Sequence[Alternative], changed: str
+) -> Sheet:
     numbers = ("saves", "device memory used", _time_name(explanation))
     rows = [
         (
-            alternative.name,
+            _starred(explanation, alternative.name, alternative.prediction),
             format_bytes(explanation.saved_bytes(alternative)),
             format_bytes(alternative.prediction.memory.device_used_bytes),
             _time(alternative.prediction),
             VERDICTS[alternative.prediction.verdict],
         )
-        for alternative in explanation.savings
+        for alternative in alternatives
     ]
+    titles = {"strategy": "the same job by strategy (* your choice)"}
     return Sheet(
-        title="one choice made differently",
-        columns=("change", *numbers, "fits"),
+        title=titles.get(changed, "one choice made differently"),
+        columns=(changed, *numbers, "fits"),
         right=numbers,
         rows=rows,
     )
+
+
+def scaling_sheet(explanation: Explanation) -> Sheet:
+    """What twice as many GPUs change of each entry at the peak; the smallest are left out."""
+    prediction = explanation.prediction
+    least = SMALL_SHARE * prediction.memory.device_used_bytes
+    shown = [scaling for scaling in explanation.scaling if scaling.num_bytes >= least]
+    gpus = prediction.run.parallel.gpus
+    numbers = (f"{gpus} GPUs", f"{2 * gpus} GPUs")
+    rows = [
+        (
+            scaling.what,
+            format_bytes(scaling.num_bytes),
+            format_bytes(scaling.doubled_bytes),
+            "yes" if scaling.shrinks else "no",
+        )
+        for scaling in shown
+    ]
+    return Sheet(
+        title=f"at {prediction.memory.moment} with twice as many GPUs and the same batch on each",
+        columns=("tensor", *numbers, "shrinks"),
+        right=numbers,
+        rows=rows,
+    )
+
+
+def _unshared(explanation: Explanation) -> Iterator[str]:
+    """What more GPUs do not shrink, and what does."""
+    fixed = [scaling for scaling in explanation.scaling if not scaling.shrinks]
+    if not fixed:
+        return
+    largest = ", ".join(
+        f"{scaling.what} {format_bytes(scaling.num_bytes)}" for scaling in fixed[:MOST_NAMED]
+    )
+    total = sum(scaling.num_bytes for scaling in fixed)
+    share = total / explanation.prediction.memory.device_used_bytes
+    yield (
+        f"more GPUs do not shrink {format_bytes(total)} of each card ({share:.0%}): {largest}"
+        + (", and smaller ones" if len(fixed) > MOST_NAMED else "")
+    )
+    by_setting: dict[str, Alternative] = {}  # the best change of each
+    for alternative in (*explanation.strategies, *explanation.savings):
+        setting = next(iter(alternative.settings), "")
+        best = by_setting.get(setting)
+        if best is None or explanation.saved_bytes(alternative) > explanation.saved_bytes(best):
+            by_setting[setting] = alternative
+    saved = {each.name: explanation.saved_bytes(each) for each in by_setting.values()}
+    helpful = sorted((name for name in saved if saved[name] > 0), key=lambda name: -saved[name])
+    if helpful:
+        named = "; ".join(f"{name} -{format_bytes(saved[name])}" for name in helpful[:MOST_NAMED])
+        yield f"what would: {named}"
 
 
 def ranks_sheet(explanation: Explanation) -> Sheet:

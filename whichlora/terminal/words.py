@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods import get_method
 from whichlora.search.feasibility import Candidate, Check, Relaxation
 from whichlora.serving.form import form_in_words
+from whichlora.spec.parallel import AUTO, ONE_GPU, ParallelConfig
 from whichlora.spec.results import Measurement, Prediction, Refused
 from whichlora.spec.run import RunConfig
 from whichlora.units import format_bytes, format_seconds
@@ -52,18 +53,36 @@ def variants(runs: Sequence[RunConfig], devices: Sequence[str]) -> list[str]:
         devices: the device of each.
     """
     alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
-    for run, device in zip(runs, devices, strict=True):
+    flat = [_flat(run) for run in runs]
+    for run, settings, device in zip(runs, flat, devices, strict=True):
+        spread = (run.parallel.gpus, run.parallel.in_words)
         sizes = (run.batch_size, run.seq_len, run.prompt_len, run.max_new_tokens)
-        alike.setdefault((device, run.model, variant(run), *sizes), []).append(run.to_dict())
+        alike.setdefault((device, run.model, variant(run), *spread, *sizes), []).append(settings)
     differing = [
         name
-        for name in runs[0].to_dict()
-        if any(settings[name] != group[0][name] for group in alike.values() for settings in group)
+        for name in dict.fromkeys(name for settings in flat for name in settings)
+        if any(
+            settings.get(name) != group[0].get(name)
+            for group in alike.values()
+            for settings in group
+        )
     ]
     return [
-        ", ".join([variant(run), *(_in_words(name, run.to_dict()[name]) for name in differing)])
-        for run in runs
+        ", ".join(
+            [
+                variant(run),
+                *(_in_words(name, settings[name]) for name in differing if name in settings),
+            ]
+        )
+        for run, settings in zip(runs, flat, strict=True)
     ]
+
+
+def _flat(run: RunConfig) -> dict[str, Any]:
+    """The settings of `run`, the options of its strategy beside the others."""
+    settings = run.to_dict()
+    spread: dict[str, Any] = settings.pop("parallel", {})
+    return settings | spread
 
 
 def _in_words(setting: str, value: Any) -> str:
@@ -87,7 +106,16 @@ def describe(run: RunConfig) -> str:
             f"{name} inference, {form_in_words(run)}, batch {run.batch_size}, prompt "
             f"{run.prompt_len}, {run.max_new_tokens} new tokens"
         )
-    return f"{name} {method_in_words(run)}, batch {run.batch_size}, {run.seq_len} tokens"
+    text = f"{name} {method_in_words(run)}, batch {run.batch_size}, {run.seq_len} tokens"
+    return f"{text}, {_on_gpus(run.parallel)}" if run.parallel != ONE_GPU else text
+
+
+def _on_gpus(config: ParallelConfig) -> str:
+    return f"{config.in_words} on {_gpus(config.gpus)}"
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def times(prediction: Prediction, measurement: Measurement) -> list[tuple[str, float, float]]:
@@ -158,6 +186,11 @@ def _combination(refused: Refused, gpu: str) -> str:
         words.append("inference")
     elif "method" in refused.settings:
         words.append(str(refused.settings["method"]))
+    parallel = refused.settings.get("parallel")
+    if isinstance(parallel, Mapping):
+        words.append(_on_gpus(ParallelConfig.from_dict(parallel)))
+    elif refused.settings.get("gpus"):
+        words.append(f"{parallel or AUTO} on {_gpus(refused.settings['gpus'])}")
     if gpu:
         words.append(f"on {gpu}")
     return " ".join(words)

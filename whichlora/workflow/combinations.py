@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -9,13 +10,13 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
-from whichlora.parallel import list_strategies
-from whichlora.spec.parallel import ParallelConfig
+from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig
 from whichlora.spec.results import Refused
 from whichlora.spec.run import RunConfig
 
 _OF_GPUS = ("gpus", "nodes", "interconnect")
 MOST_COMBINATIONS = 20_000  # half a minute of predictions
+_RUN_SETTINGS = frozenset(field.name for field in dataclasses.fields(RunConfig)) - {"parallel"}
 # Settings that a phase does not read: a grid over them would only repeat itself.
 _FINETUNE_ONLY = (
     "method",
@@ -49,7 +50,9 @@ def grid(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
     """Every combination of `settings` (a list of values by name of a `RunConfig` field).
 
     The GPUs and the strategy of `ParallelConfig` are settings like any other: `gpus`, `nodes`,
-    `parallel` and the options that strategies declare; None leaves an option at its default.
+    `interconnect`, `parallel` and the options that strategies declare; None leaves an option at
+    its default.
+    Several GPUs without a strategy ask for the best one, "auto".
 
     A setting that a phase does not read is left at its default there, so that no candidate
     appears twice: a method is one of an inference only where its model is served as trained.
@@ -111,18 +114,29 @@ def with_parallel(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: they exclude each other.
     """
-    chosen = dict(settings)
-    names = {option.name for strategy in list_strategies().values() for option in strategy.options}
-    options = {name: chosen.pop(name) for name in sorted(names & chosen.keys())}
-    asked = {
-        field: chosen.pop(name)
-        for field, name in (("strategy", "parallel"), *((name, name) for name in _OF_GPUS))
-        if chosen.get(name) is not None
+    of_run = {name: value for name, value in settings.items() if name in _RUN_SETTINGS}
+    stated = {
+        name: value
+        for name, value in settings.items()
+        if name not in of_run and name != "parallel" and value is not None
     }
-    for name in ("parallel", *_OF_GPUS):
-        chosen.pop(name, None)
-    stated = tuple((name, value) for name, value in options.items() if value is not None)
-    return chosen | {"parallel": ParallelConfig(options=stated, **asked)}
+    strategy = settings.get("parallel")
+    if not stated and strategy in (None, ONE_DEVICE):
+        return of_run
+    if "gpus" not in stated:
+        raise ConfigError(
+            f"gpus: is missing beside {next(iter(stated), f'parallel {strategy}')}; say how many "
+            "GPUs the run has over all nodes, such as gpus 4"
+        )
+    of_gpus = {name: stated.pop(name) for name in _OF_GPUS if name in stated}
+    if strategy in (None, AUTO):
+        strategy = AUTO
+        if of_gpus["gpus"] == 1:  # nothing is spread, so no option of a strategy is read
+            strategy, stated = ONE_DEVICE, {}
+            of_gpus.pop("interconnect", None)
+    options = tuple(sorted(stated.items()))
+    parallel = ParallelConfig(strategy=strategy, options=options, **of_gpus)
+    return of_run | {"parallel": parallel}
 
 
 def _check_number(settings: Mapping[str, Sequence[Any]]) -> None:

@@ -21,10 +21,12 @@ from whichlora.predict.largest import (
     smallest_first,
     with_size,
 )
+from whichlora.predict.parallel_choice import best_spread
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import with_checkpointing, with_precision
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.parallel import AUTO, ONE_GPU
 from whichlora.spec.results import Answers, Prediction, Refused, TracedPeak
 from whichlora.spec.run import ALL_LINEAR, Engine, RunConfig
 from whichlora.spec.targets import resolve_targets
@@ -83,13 +85,12 @@ def estimate(
             try:
                 traced = None
                 if engine == "trace":
+                    _check_traceable(run)
                     device = run.precision, gpu.kind, gpu.compute_capability
                     if device not in traces:
                         traces[device] = _trace(model, run, gpu, trace_layers)
                     traced = traces[device]
-                prediction = _estimate(
-                    model, run, gpu, calibration, traced=traced, maximise=maximise
-                )
+                prediction = _estimate(model, run, gpu, calibration, traced, maximise)
             except ConfigError as error:
                 settings = {k: v for k, v in run.chosen().items() if k != "model"}
                 refused.append(
@@ -105,15 +106,18 @@ def _estimate(
     run: RunConfig,
     gpu: GpuSpec,
     calibration: Calibration,
-    *,
     traced: TracedPeak | None,
     maximise: Size | None,
 ) -> Prediction:
-    """One run on one accelerator, as large as it fits where `maximise` says so.
+    """One run on one type of GPU, as large as it fits where `maximise` says so.
 
     Raises:
         ConfigError: settings that exclude each other.
     """
+    if run.parallel.strategy == AUTO:
+        return best_spread(
+            run, lambda each: _estimate(model, each, gpu, calibration, traced, maximise)
+        )
     if maximise is None:
         return predict(model, run, gpu, calibration, traced=traced)
     most = largest_that_fits(model, run, gpu, calibration, maximise)
@@ -136,8 +140,14 @@ def explain(
     calibration = load_calibration(device, calibration_dir)
     model = load_model(run.model)
     run = with_precision(replace(run, model=model.name), device)
-    explained = explanation.explain(model, run, device, calibration)
-    prediction = explained.prediction
+    if run.parallel.strategy == AUTO:
+        best = best_spread(run, lambda each: predict(model, each, device, calibration))
+        run = replace(run, parallel=best.run.parallel)
+        explained = explanation.explain(model, run, device, calibration)
+        prediction = replace(explained.prediction, notes=best.notes)
+    else:
+        explained = explanation.explain(model, run, device, calibration)
+        prediction = explained.prediction
     basis = prediction.basis + stale_note(calibration, calibration_dir)
     return replace(explained, prediction=replace(prediction, basis=basis))
 
@@ -183,6 +193,13 @@ def _load_traceable(name: str) -> ModelSpec:
         "time is that of a Llama of the same sizes"
     )
     return replace(as_llama, config=config, notes=(*as_llama.notes, note))
+
+
+def _check_traceable(run: RunConfig) -> None:
+    if run.parallel != ONE_GPU:
+        raise ConfigError(
+            f"gpus: a trace is of one GPU, got {run.parallel.gpus}; use --engine ledger"
+        )
 
 
 def _trace(model: ModelSpec, run: RunConfig, gpu: GpuSpec, layers: str) -> TracedPeak:

@@ -1,0 +1,93 @@
+"""`parallel: auto`: the fastest that fits, and a line for each of the next ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from whichlora.errors import ConfigError
+from whichlora.parallel import list_strategies
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.parallel_choice import best_first, best_spread, candidates, choice_notes
+from whichlora.predict.predict import predict
+from whichlora.spec.parallel import ParallelConfig
+from whichlora.spec.results import Prediction
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
+
+GPU = find_gpu("a100-sxm-80gb")
+MODEL = load_model("meta-llama/Llama-3.2-1B")
+ASKED = ParallelConfig(strategy="auto", gpus=4)
+RUN = RunConfig(model=MODEL.name, seq_len=512, parallel=ASKED)
+BASE = predict(MODEL, replace(RUN, parallel=ParallelConfig()), GPU, prior_calibration(GPU))
+
+
+def answer(run: RunConfig, *, size: int, speed: float, verdict: str) -> Prediction:
+    memory = replace(BASE.memory, device_used_bytes=size, interval_bytes=(size, size))
+    time = replace(BASE.time, tokens_per_s=speed)
+    return replace(BASE, run=run, memory=memory, time=time, verdict=verdict)
+
+
+def test_every_strategy_alone_is_a_candidate() -> None:
+    alone = [config.strategy for config in candidates(ASKED) if "+" not in config.strategy]
+    assert alone == list(list_strategies())
+
+
+def test_an_option_leaves_the_strategies_that_have_it() -> None:
+    views = replace(ASKED, options=(("gradient_as_bucket_view", True),))
+    left = list(candidates(views))
+    assert {"ddp"} <= {name for config in left for name in config.names}
+    for config in left:
+        assert "ddp" in config.names
+        assert ("gradient_as_bucket_view", True) in config.options
+
+
+def test_an_option_that_no_strategy_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="depth: no strategy of parallel auto has these options"):
+        list(candidates(replace(ASKED, options=(("depth", 3),))))
+
+
+def test_the_fastest_that_fits_comes_first_then_the_smallest() -> None:
+    answers = {
+        "ddp": {"size": 90, "speed": 9.0, "verdict": "fails"},
+        "slow": {"size": 20, "speed": 3.0, "verdict": "fits"},
+        "fast": {"size": 30, "speed": 4.0, "verdict": "fits"},
+        "near": {"size": 81, "speed": 8.0, "verdict": "undecided"},
+    }
+    names = iter(answers)
+
+    def predicted(run: RunConfig) -> Prediction:
+        name = next(names, None)
+        if name is None:
+            raise ConfigError("no more")
+        renamed = replace(run, parallel=replace(run.parallel, strategy=name))
+        return answer(renamed, **answers[name])
+
+    wide = replace(RUN, parallel=replace(ASKED, gpus=8))
+    if len(list(candidates(wide.parallel))) < len(answers):
+        pytest.skip("fewer strategies than cases")
+    order = [each.prediction.run.parallel.strategy for each in best_first(wide, predicted)]
+    assert order == ["fast", "slow", "near", "ddp"]
+
+
+def test_the_notes_name_the_choice_and_the_next_ones() -> None:
+    def predicted(run: RunConfig) -> Prediction:
+        return predict(MODEL, run, GPU, prior_calibration(GPU))
+
+    spreadings = best_first(RUN, predicted)
+    notes = choice_notes(spreadings)
+    best = best_spread(RUN, predicted)
+    assert best.notes[: len(notes)] == notes
+    assert notes[0].startswith(f"parallel auto on 4 GPUs: {spreadings[0].config.strategy}")
+    assert len(notes) == 1 + min(3, len(spreadings) - 1)
+    assert best.verdict == "fits"
+
+
+def test_what_every_strategy_refuses_is_refused() -> None:
+    def refuses(run: RunConfig) -> Prediction:
+        raise ConfigError("bias: cannot be divided")
+
+    with pytest.raises(ConfigError, match=r"^bias: cannot be divided$"):
+        best_first(RUN, refuses)

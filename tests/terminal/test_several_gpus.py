@@ -1,0 +1,95 @@
+"""What is printed of a run on several GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from whichlora.api import estimate, explain
+from whichlora.spec.results import Communication, RankPrediction, SeveralGpus
+from whichlora.terminal.estimate import print_predictions
+from whichlora.terminal.explained import print_explanation
+from whichlora.terminal.several_gpus import kinds_sheet, spread_lines
+from whichlora.units import GiB
+
+MODEL = "meta-llama/Llama-3.2-1B"
+
+
+def rank(name: str, ranks: tuple[int, ...], size: int) -> RankPrediction:
+    return RankPrediction(
+        name=name,
+        ranks=ranks,
+        moment="loss_backward",
+        peak_allocated_bytes=size,
+        breakdown={"weights": size},
+        host_bytes=0,
+    )
+
+
+def test_the_table_names_gpus_and_strategy_where_a_run_has_several(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_predictions(estimate(MODEL, "l4", gpus=[1, 4], parallel="ddp", seq_len=64))
+    printed = capsys.readouterr().out
+    assert "GPUs   strategy" in printed
+    rows = [line.split("r=16")[1].split() for line in printed.splitlines() if "r=16" in line]
+    assert [row[:2] for row in rows] == [["1", "ddp"], ["4", "ddp"]]
+    print_predictions(estimate(MODEL, "l4", seq_len=64))
+    assert "strategy" not in capsys.readouterr().out
+
+
+def test_options_that_differ_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    views = {"gradient_as_bucket_view": [True, False]}
+    print_predictions(estimate(MODEL, "l4", gpus=4, parallel="ddp", seq_len=64, **views))  # type: ignore[arg-type]
+    printed = capsys.readouterr().out
+    assert "gradient as bucket view yes" in printed
+    assert "gradient as bucket view no" in printed
+
+
+def test_below_one_answer_stand_the_global_batch_and_what_is_sent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = {"batch_size": 2, "gradient_accumulation_steps": 3}
+    print_predictions(estimate(MODEL, "l4", gpus=4, parallel="ddp", seq_len=64, **settings))  # type: ignore[arg-type]
+    printed = capsys.readouterr().out
+    batch = "global batch: 24 sequences per optimizer step (batch size 2 x 3 accumulation steps x 4"
+    assert batch in printed
+    assert "all-reduce" in printed
+    assert "all 4 GPUs hold the same amounts" in printed
+
+
+def test_each_kind_of_rank_has_a_column_and_many_kinds_are_cut() -> None:
+    two = [rank("first stage", (0,), GiB), rank("last stage", (1, 2, 3), 2 * GiB)]
+    sheet = kinds_sheet(two)
+    assert sheet.columns == ("part", "first stage", "last stage")
+    assert ("ranks", "0", "1-3") in sheet.rows
+    assert ("device memory used", "1.00 GiB", "2.00 GiB") in sheet.rows
+    many = kinds_sheet([rank(f"stage {i}", (i,), (9 - i) * GiB) for i in range(8)])
+    assert many.columns == ("part", *(f"stage {i}" for i in range(6)))
+    assert many.title == "each kind of rank, but 2 that need less"
+
+
+def test_pinned_memory_and_waiting_are_sentences() -> None:
+    (prediction,) = estimate(MODEL, "l4", gpus=4, parallel="ddp", seq_len=64)
+    assert prediction.several_gpus is not None
+    communication = Communication(num_bytes=GiB, exposed_s=0.5, overlapped_s=0.25, messages=())
+    several: SeveralGpus = replace(
+        prediction.several_gpus, host_bytes=3 * GiB, communication=communication
+    )
+    lines = list(spread_lines(prediction, several))
+    assert "host memory: 3.00 GiB pinned on the machine" in lines
+    assert any("the step waits 500 ms for it, 250 ms overlap" in line for line in lines)
+
+
+def test_an_explanation_names_what_more_gpus_do_not_shrink(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_explanation(explain(MODEL, "l4", gpus=4, parallel="ddp", seq_len=512))
+    printed = capsys.readouterr().out
+    assert "more GPUs do not shrink" in printed
+    sentence = printed.split("more GPUs do not shrink")[1].splitlines()
+    assert "weights of the layers" in sentence[0]
+    assert sentence[1].startswith("what would: ")
+    print_explanation(explain(MODEL, "l4", seq_len=512))
+    assert "more GPUs" not in capsys.readouterr().out

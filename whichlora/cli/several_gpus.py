@@ -1,0 +1,125 @@
+"""The options of a run on several GPUs, built from what strategies declare."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from whichlora.cli.completion import with_completion
+from whichlora.cli.options import counts, words
+from whichlora.spec.parallel import AUTO, MOST_GPUS, ONE_DEVICE
+
+if TYPE_CHECKING:
+    from whichlora.parallel import Option
+
+
+class SpreadCommand(click.Command):
+    """A command whose run may be spread over several GPUs.
+
+    Strategies are imported when such a command runs or is completed, not when the program starts.
+    """
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        params = super().get_params(ctx)
+        position = len(self.params)  # before --help
+        return [*params[:position], *spread_options(), *params[position:]]
+
+
+@functools.cache
+def spread_options() -> tuple[click.Option, ...]:
+    """`--parallel`, `--nodes`, `--interconnect`, and a flag for each option of the strategies."""
+    from whichlora.parallel import list_strategies
+
+    strategies = list_strategies()
+    by_name: dict[str, list[Option]] = {}
+    users: dict[str, list[str]] = {}
+    for strategy in strategies.values():
+        for option in strategy.options:
+            by_name.setdefault(option.name, []).append(option)
+            users.setdefault(option.name, []).append(strategy.name)
+    return (
+        with_completion(
+            click.Option(
+                ["--parallel"],
+                callback=_strategies((*strategies, AUTO, ONE_DEVICE)),
+                help=f"How several GPUs share a run: {', '.join(strategies)}, two joined with +, "
+                "or auto: the fastest that fits; default: auto.",
+            ),
+            lambda: (*strategies, AUTO),
+        ),
+        click.Option(
+            ["--nodes"],
+            callback=_listed(counts("nodes", most=MOST_GPUS)),
+            help="Machines, which have equally many of the GPUs; default: 1.",
+        ),
+        click.Option(
+            ["--interconnect"],
+            callback=_listed(words("interconnect")),
+            help="Links between the GPUs: a known machine, or what each GPU sends with, such as "
+            "25GB/s; default: what machines with these GPUs usually have.",
+        ),
+        *(_flag(name, options, users[name]) for name, options in by_name.items()),
+    )
+
+
+def _flag(name: str, options: list[Option], users: list[str]) -> click.Option:
+    """The flag that several strategies may share."""
+    first = options[0]
+    word = name.replace("_", "-")
+    choices = tuple(dict.fromkeys(choice for option in options for choice in option.choices))
+    meaning = f"{', '.join(users)}: {first.summary}"
+    if isinstance(first.default, bool):
+        return click.Option(
+            [f"--{word}/--no-{word}"],
+            default=None,
+            callback=lambda ctx, param, value: [value],
+            help=f"{meaning}; default: {'yes' if first.default else 'no'}.",
+        )
+    if choices:
+        meaning += f" ({', '.join(choices)})"
+    if isinstance(first.default, tuple):
+        default = ",".join(first.default)
+    else:
+        default = "" if first.default is None else str(first.default)
+    accepted = choices or None
+    read: Callable[..., list[Any]] = words(word, accepted) if choices else counts(word)
+    option = click.Option(
+        [f"--{word}"],
+        callback=_together(read) if isinstance(first.default, tuple) else _listed(read),
+        help=f"{meaning}; default: {default}." if default else f"{meaning}.",
+    )
+    return with_completion(option, lambda: choices) if choices else option
+
+
+def _strategies(accepted: Iterable[str]) -> Callable[..., list[str | None]]:
+    """A click callback: comma list of strategies, each alone or joined with "+"."""
+    check = words("parallel", tuple(accepted))
+
+    def split(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str | None]:
+        if value is None:
+            return [None]
+        check(ctx, param, value.replace("+", ","))
+        return [name.replace(" ", "") for name in value.split(",")]
+
+    return split
+
+
+def _listed(read: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """A click callback: the values that `read` makes of a list; None alone where none is given."""
+
+    def values(ctx: click.Context, param: click.Parameter, value: str | None) -> list[Any]:
+        return [None] if value is None else read(ctx, param, value)
+
+    return values
+
+
+def _together(read: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """The same where a list is one value."""
+
+    def values(ctx: click.Context, param: click.Parameter, value: str | None) -> list[Any]:
+        return [None if value is None else tuple(read(ctx, param, value))]
+
+    return values

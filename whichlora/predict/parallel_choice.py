@@ -1,0 +1,148 @@
+"""`parallel: auto`: which strategies accept a run, and the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from whichlora.errors import ConfigError
+from whichlora.parallel import Strategy, list_strategies
+from whichlora.spec.parallel import AUTO, OptionValue, ParallelConfig
+from whichlora.spec.results import Prediction
+from whichlora.spec.run import RunConfig
+from whichlora.units import format_bytes, format_count
+
+MOST_RUNNERS_UP = 3  # in notes, one line each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spreading:
+    """One way to spread a run.
+
+    Args:
+        config: the strategy, and those of its options that are not left at their defaults.
+        prediction: of the run; its own config has every option.
+    """
+
+    config: ParallelConfig
+    prediction: Prediction
+
+
+def best_first(
+    run: RunConfig, predicted: Callable[[RunConfig], Prediction]
+) -> tuple[Spreading, ...]:
+    """`run` under every strategy that accepts it: the fastest that fit, then by memory.
+
+    Args:
+        predicted: predicts a run whose strategy is named.
+
+    Raises:
+        ConfigError: none accepts it.
+    """
+    accepted: list[Spreading] = []
+    refusals: dict[str, None] = {}
+    for config in candidates(run.parallel):
+        try:
+            prediction = predicted(replace(run, parallel=config))
+        except ConfigError as error:
+            refusals[str(error)] = None
+            continue
+        accepted.append(Spreading(config=config, prediction=prediction))
+    if not accepted:
+        raise ConfigError("; ".join(refusals))
+    return tuple(sorted(accepted, key=_order))
+
+
+def _order(spreading: Spreading) -> tuple[bool, float, float]:
+    prediction = spreading.prediction
+    need = prediction.memory.interval_bytes[1]
+    if prediction.verdict != "fits":
+        return True, need, 0.0
+    return False, -prediction.time.tokens_per_s if prediction.time.is_known else 0.0, need
+
+
+def candidates(config: ParallelConfig) -> Iterator[ParallelConfig]:
+    """`config` with each strategy, and each pair of a model's and a data's, that has its options.
+
+    The strategy of a pair that divides the model stays within a node.
+
+    Raises:
+        ConfigError: no strategy has them.
+    """
+    names = dict(config.options)
+    several = False
+    for combined, sizes in _combinations(config):
+        options = {option.name for strategy in combined for option in strategy.options}
+        if set(names) <= options:
+            several = True
+            yield replace(
+                config,
+                strategy="+".join(strategy.name for strategy in combined),
+                options=tuple(sorted((names | sizes).items())),
+            )
+    if not several:
+        raise ConfigError(f"{', '.join(names)}: no strategy of parallel {AUTO} has these options")
+
+
+def _combinations(
+    config: ParallelConfig,
+) -> Iterator[tuple[tuple[Strategy, ...], dict[str, OptionValue]]]:
+    strategies = list(list_strategies().values())
+    for strategy in strategies:
+        yield (strategy,), {}
+    per_node = config.gpus_per_node
+    for inner in strategies:
+        if inner.divides != "model" or not inner.size_option:
+            continue
+        for outer in strategies:
+            if outer.divides != "data":
+                continue
+            if inner.size_option in dict(config.options):
+                yield (inner, outer), {}
+                continue
+            for size in range(2, min(per_node, config.gpus - 1) + 1):
+                if per_node % size == 0:
+                    yield (inner, outer), {inner.size_option: size}
+
+
+def best_spread(run: RunConfig, predicted: Callable[[RunConfig], Prediction]) -> Prediction:
+    """The best of `best_first`, with notes on the others; args as there."""
+    spreadings = best_first(run, predicted)
+    best = spreadings[0].prediction
+    return replace(best, notes=(*choice_notes(spreadings), *best.notes))
+
+
+def choice_notes(spreadings: Sequence[Spreading]) -> tuple[str, ...]:
+    """Why the first of `spreadings` is the answer, and the next ones, a line each."""
+    best, *others = spreadings
+    where = f"parallel {AUTO} on {best.config.gpus} GPUs: {_in_words(best.config)}"
+    fitting = sum(spreading.prediction.verdict == "fits" for spreading in spreadings)
+    if not others:
+        why = "is the only strategy that accepts the run"
+    elif not fitting:
+        why = f"needs least memory of {len(spreadings)} strategies; none surely fits"
+    elif fitting == 1:
+        why = f"is the only one of {len(spreadings)} strategies that surely fits"
+    elif best.prediction.time.is_known:
+        why = f"is the fastest of {fitting} that fit"
+    else:
+        why = f"needs least memory of {fitting} that fit"
+    return f"{where} {why}", *map(_runner_up, others[:MOST_RUNNERS_UP])
+
+
+def _runner_up(spreading: Spreading) -> str:
+    prediction = spreading.prediction
+    fits = {"fits": "fits", "fails": "does not fit", "undecided": "may fit"}[prediction.verdict]
+    size = format_bytes(prediction.memory.device_used_bytes)
+    speed = ""
+    if prediction.time.is_known:
+        speed = f", {format_count(prediction.time.tokens_per_s)} tokens/s"
+    return f"instead {_in_words(spreading.config)}: {size} on a GPU{speed}, {fits}"
+
+
+def _in_words(config: ParallelConfig) -> str:
+    words = [config.strategy]
+    for name, value in config.options:
+        text = "+".join(value) if isinstance(value, tuple) else str(value).lower()
+        words.append(f"{name} {text}")
+    return ", ".join(words)

@@ -1,0 +1,115 @@
+"""What several GPUs add to a prediction: its ranks, what they send, and the global batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from whichlora.memory.training import PARTS
+from whichlora.spec.results import (
+    Communication,
+    MessagePrediction,
+    Prediction,
+    RankPrediction,
+    SeveralGpus,
+    ranges,
+)
+from whichlora.terminal.sheet import Sheet, show
+from whichlora.terminal.tables import say
+from whichlora.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MOST_KINDS = 6  # columns; more are the stages of a long pipeline, whose middle ones are alike
+
+
+def print_spread(console: Console, prediction: Prediction) -> None:
+    """Below the answer of one run: nothing where it has one GPU."""
+    several = prediction.several_gpus
+    if several is None:
+        return
+    if len(several.ranks) > 1:
+        show(console, kinds_sheet(several.ranks))
+    if several.communication.messages:
+        show(console, messages_sheet(several.communication.messages))
+    for line in spread_lines(prediction, several):
+        say(console, line)
+
+
+def kinds_sheet(ranks: Sequence[RankPrediction]) -> Sheet:
+    """A column for each kind of rank, those that need most where there are many."""
+    shown = sorted(ranks, key=_used_bytes, reverse=True)[:MOST_KINDS]
+    shown = [rank for rank in ranks if rank in shown]  # in their own order
+    rows = [("ranks", *(ranges(rank.ranks) for rank in shown))]
+    rows.append(("at", *(rank.moment for rank in shown)))
+    for part in PARTS:
+        sizes = [rank.breakdown.get(part, 0) for rank in shown]
+        if any(sizes):
+            rows.append((part, *(format_bytes(size) if size else "-" for size in sizes)))
+    rows.append(("device memory used", *(format_bytes(_used_bytes(rank)) for rank in shown)))
+    if any(rank.host_bytes for rank in shown):
+        rows.append(("pinned host memory", *(format_bytes(rank.host_bytes) for rank in shown)))
+    names = tuple(rank.name for rank in shown)
+    left_out = len(ranks) - len(shown)
+    return Sheet(
+        title="each kind of rank" + (f", but {left_out} that need less" if left_out else ""),
+        columns=("part", *names),
+        right=names,
+        rows=rows,
+    )
+
+
+def _used_bytes(rank: RankPrediction) -> int:
+    return sum(rank.breakdown.values())
+
+
+def messages_sheet(messages: Sequence[MessagePrediction]) -> Sheet:
+    numbers = ("times", "bytes", "time")
+    rows = [
+        (
+            message.what,
+            message.collective.replace("_", "-"),
+            f"{message.size}",
+            f"{message.count}",
+            format_bytes(message.num_bytes),
+            format_seconds(message.seconds),
+            message.hidden_by,
+        )
+        for message in messages
+    ]
+    return Sheet(
+        title="what a rank sends in an optimizer step; bytes of the whole tensor",
+        columns=("what", "collective", "ranks", *numbers, "meanwhile"),
+        right=("ranks", *numbers),
+        rows=rows,
+    )
+
+
+def spread_lines(prediction: Prediction, several: SeveralGpus) -> Iterator[str]:
+    """The global batch, what is sent, and host memory, a sentence each."""
+    run = prediction.run
+    sequences = several.global_batch_size
+    at_once = sequences // (run.batch_size * run.gradient_accumulation_steps)
+    yield (
+        f"global batch: {sequences} sequences per optimizer step (batch size {run.batch_size} x "
+        f"{run.gradient_accumulation_steps} accumulation steps x {at_once} at once)"
+    )
+    if several.communication.num_bytes:
+        yield _sent(several.communication)
+    if len(several.ranks) == 1:
+        yield f"all {run.parallel.gpus} GPUs hold the same amounts"
+    if several.host_bytes:
+        node = "a node" if run.parallel.nodes > 1 else "the machine"
+        yield f"host memory: {format_bytes(several.host_bytes)} pinned on {node}"
+
+
+def _sent(communication: Communication) -> str:
+    text = f"a rank sends {format_bytes(communication.num_bytes)} per optimizer step"
+    if math.isnan(communication.exposed_s):
+        return f"{text}; the links are not known, so that no time is counted for it"
+    return (
+        f"{text}: the step waits {format_seconds(communication.exposed_s)} for it, "
+        f"{format_seconds(communication.overlapped_s)} overlap with computing"
+    )
