@@ -91,8 +91,8 @@ def test_a_long_generation_is_replayed_only_where_the_prompt_reserves_most() -> 
 
 def test_few_steps_are_all_there() -> None:
     few, many = generation_of(max_new_tokens=33), generation_of(max_new_tokens=34)
-    assert generation_events(few).skips_from is None
-    assert generation_events(many).skips_from is not None
+    assert not generation_events(few).skips_steps
+    assert generation_events(many).skips_steps
 
 
 def test_a_gpu_without_these_rules_keeps_the_estimate() -> None:

@@ -62,13 +62,13 @@ class EventList:
         plays: large requests of every chunk that has any, and the number of its first tensor.
         peak_bytes, large_peak_bytes, small_peak_bytes: the most bytes alive at once, of all
             tensors, of large ones, of small ones.
-        skips_from: where steps are left out, the number of plays before the first of them.
+        skips_steps: decoding steps are left out.
     """
 
     def __init__(self) -> None:
         self.plays: list[tuple[Requests, int]] = []
         self.peak_bytes = self.large_peak_bytes = self.small_peak_bytes = 0
-        self.skips_from: int | None = None
+        self.skips_steps = False
         self._live_bytes = self._small_bytes = 0
         self._next = 0
         self._sizes: dict[int, int] = {}

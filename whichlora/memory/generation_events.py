@@ -5,6 +5,7 @@ As `memory.step_events` does for training; an encoder has one pass and no cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 from whichlora.memory import activations, loss
@@ -25,7 +26,7 @@ from whichlora.spec.architecture import Layer
 from whichlora.spec.numeric import ceil_div, smallest
 from whichlora.symbolic.autograd import evaluate
 from whichlora.symbolic.language_head import logits_events, stack_end_events
-from whichlora.symbolic.layer import forward_events, stream_bytes
+from whichlora.symbolic.layer import BlockEvents, forward_events, stream_bytes
 from whichlora.symbolic.token_embeddings import embedding_events
 
 _MOST_STEPS = 32  # of a cache that grows; each takes milliseconds
@@ -39,10 +40,21 @@ class GenerationEvents(BlockPlayer):
         self.run = run
         self._cache: list[list[int]] = [[] for _ in self.layers]  # tensors of each layer
         self._scores: int | None = None  # of the last token, which the loop names
+        self._embeddings: dict[bool, BlockEvents | None] = {}  # of the prompt, of decoding
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         return layers_in_order(self.run.model)
+
+    @cached_property
+    def _kinds(self) -> dict[Layer, int]:
+        """Layers that differ, numbered."""
+        return {layer: number for number, layer in enumerate(dict.fromkeys(self.layers))}
+
+    @cached_property
+    def _kind_of(self) -> tuple[int, ...]:
+        """Which of `_kinds` each layer is."""
+        return tuple(self._kinds[layer] for layer in self.layers)
 
     @property
     def _is_static(self) -> bool:
@@ -123,13 +135,28 @@ class GenerationEvents(BlockPlayer):
 
     # --- one pass -------------------------------------------------------------------------------
 
+    def _embedding_events(self, *, decoding: bool) -> BlockEvents | None:
+        run = self.run
+        if decoding not in self._embeddings:
+            dtypes = run.dtypes if decoding else run.reader
+            self._embeddings[decoding] = embedding_events(
+                run.model, dtypes, run.method, run.targets, needs_grad=False
+            )
+        return self._embeddings[decoding]
+
+    @cached_property
+    def _stack_end_events(self) -> BlockEvents | None:
+        run = self.run
+        stream = self._width(self.layers[-1])
+        return stack_end_events(run.model, run.dtypes, run.method, run.targets, stream=stream)
+
     def _pass(self, *, queries: int, span: int, decoding: bool) -> None:
         run, model = self.run, self.run.model
         tokens = run.batch_size * queries
         dtypes = run.dtypes if decoding else run.reader
         table = model.embeddings[0]
         rows_bytes = rounded(tokens * table.width * dtypes.embedding_bytes)
-        events = embedding_events(model, dtypes, run.method, run.targets, needs_grad=False)
+        events = self._embedding_events(decoding=decoding)
         sizes = {"tokens": tokens, "span": span, "r": run.r}
         block = None
         if events is not None:
@@ -146,13 +173,12 @@ class GenerationEvents(BlockPlayer):
         if not decoding:
             masks = activations.kept_mask_bytes(model, dtypes, tokens=tokens, span=span)
             around.append(self.list.born(masks))
-        blocks = {
-            layer: self._block(layer, tokens=tokens, span=span, decoding=decoding)
-            for layer in set(self.layers)
-        }
+        blocks = [
+            self._block(layer, tokens=tokens, span=span, decoding=decoding) for layer in self._kinds
+        ]
         before: Instance | None = None
-        for number, layer in enumerate(self.layers):
-            instance = self._run_layer(number, blocks[layer], stream)
+        for number, kind in enumerate(self._kind_of):
+            instance = self._run_layer(number, blocks[kind], stream)
             if before is not None:
                 self._kill(before, before.block.events.copies)
             self._let_go(stream)
@@ -167,8 +193,7 @@ class GenerationEvents(BlockPlayer):
     ) -> None:
         """The last norm of every position, and the logits of the last, or all of an encoder."""
         run, model, dtypes = self.run, self.run.model, self.run.dtypes
-        settings = (model, dtypes, run.method, run.targets)
-        events = stack_end_events(*settings, stream=self._width(self.layers[-1]))
+        events = self._stack_end_events
         if events is not None:
             size = rounded(self._width(self.layers[-1]) * model.hidden_size * tokens)
             block = Block(events, sizes, input_bytes=size, result_bytes=size)
@@ -179,7 +204,9 @@ class GenerationEvents(BlockPlayer):
         self.list.die(*around)
         width = loss.logit_width(model)
         if self._is_encoder:
-            events = logits_events(*settings, stream=dtypes.stream_bytes)
+            events = logits_events(
+                model, dtypes, run.method, run.targets, stream=dtypes.stream_bytes
+            )
             if events is not None:
                 size = rounded(dtypes.stream_bytes * model.hidden_size * tokens)
                 block = Block(events, sizes, input_bytes=size, result_bytes=0)
@@ -200,24 +227,19 @@ class GenerationEvents(BlockPlayer):
         self._scores = scores
         self.list.die(logits)
 
-    def whole_run(self) -> EventList:
+    def stages(self) -> Iterator[EventList]:
+        """The events up to the end of the prompt's pass, then up to that of each decoding step."""
         run = self.run
         play_loading(self.list, run.model, run.dtypes)
         self._pass(queries=run.prompt_len, span=run.sized["span"], decoding=False)
-        if self._is_encoder:
-            return self.list
-        last = run.max_new_tokens - 1
-        if self._is_static:  # steps are alike
-            for _ in range(min(last, 2)):
-                self._pass(queries=1, span=run.last_tokens, decoding=True)
-            return self.list
-        count = min(last, _MOST_STEPS)
-        if count < last:
-            self.list.skips_from = len(self.list.plays)
+        last = 0 if self._is_encoder else run.max_new_tokens - 1
+        count = min(last, 2 if self._is_static else _MOST_STEPS)  # steps of a static one are alike
+        self.list.skips_steps = count < last and not self._is_static
+        yield self.list
         for number in range(1, count + 1):
             span = run.first_tokens + ceil_div(number * last, count)
-            self._pass(queries=1, span=span, decoding=True)
-        return self.list
+            self._pass(queries=1, span=run.last_tokens if self._is_static else span, decoding=True)
+            yield self.list
 
 
 def has_events(run: Generation) -> bool:
@@ -240,9 +262,17 @@ def has_events(run: Generation) -> bool:
     )
 
 
-def generation_events(run: Generation) -> EventList:
-    """Large requests of loading and one generation in order; small ones as a sum.
+def generation_stages(run: Generation) -> Iterator[EventList]:
+    """Large requests of loading and one generation in order, pass by pass; small ones as a sum.
+
+    The list is the same each time, and longer.
 
     Kind: exact as far as the blocks are. Source: the libraries' functions named above.
     """
-    return GenerationEvents(run).whole_run()
+    return GenerationEvents(run).stages()
+
+
+def generation_events(run: Generation) -> EventList:
+    """All of `generation_stages`. Kind: exact as far as the blocks are. Source: as of it."""
+    *_, events = generation_stages(run)
+    return events

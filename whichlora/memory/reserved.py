@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from whichlora.memory import generation_events, step_events
 from whichlora.memory.allocator_simulator import SMALL_SEGMENT_BYTES, LargeReplay
 from whichlora.memory.event_list import EventList
@@ -13,12 +15,13 @@ _AGREES = 0.01  # of the peak: further off, a tensor that matters is missing amo
 _HAVE_THESE_RULES = ("cuda", "rocm")
 
 
-def _requests(run: TrainingStep | Generation) -> EventList | None:
-    """Those of `run`, where all of them are known."""
+def _stages(run: TrainingStep | Generation) -> Iterator[EventList]:
+    """The requests of `run` where all of them are known, again each time that there are more."""
     if isinstance(run, Generation):
-        known = generation_events.has_events(run)
-        return generation_events.generation_events(run) if known else None
-    return step_events.training_events(run) if step_events.has_events(run) else None
+        if generation_events.has_events(run):
+            yield from generation_events.generation_stages(run)
+    elif step_events.has_events(run):
+        yield step_events.training_events(run)
 
 
 def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> int | None:
@@ -38,16 +41,15 @@ def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> i
     """
     if run.gpu.kind not in _HAVE_THESE_RULES:
         return None
-    requests = _requests(run)
+    replayed = LargeReplay(expandable_segments=bool(run.run.expandable_segments))
+    requests, num_played, reserved_bytes = None, 0, 0
+    for stage, requests in enumerate(_stages(run)):
+        replayed.play(requests.plays[num_played:])
+        if stage and requests.skips_steps and replayed.reserved_bytes > reserved_bytes:
+            return None
+        num_played, reserved_bytes = len(requests.plays), replayed.reserved_bytes
     if requests is None:
         return None
-    replayed = LargeReplay(expandable_segments=bool(run.run.expandable_segments))
-    replayed.play(requests.plays[: requests.skips_from])
-    if requests.skips_from is not None:
-        before = replayed.reserved_bytes
-        replayed.play(requests.plays[requests.skips_from :])
-        if replayed.reserved_bytes > before:
-            return None
     # what blocks are larger than their tensors is no idle memory
     live = requests.peak_bytes + replayed.peak_allocated_bytes - requests.large_peak_bytes
     if abs(live / live_bytes - 1) > _AGREES:

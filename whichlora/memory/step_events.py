@@ -66,6 +66,8 @@ class StepEvents(BlockPlayer):
         self._parameters: list[tuple[Instance, tuple[int, ...]]] = []  # with gradients
         self._table_gradients: list[int] = []
         self._waiting_gradient: int | None = None  # of a table that two stacks look up
+        self._layer_blocks: dict[tuple[str, bool], list[Block]] = {}  # by stack and `accumulated`
+        self._head_blocks: dict[bool, Block] = {}  # by `accumulated`
         self._named: Instance | None = None  # the head whose outputs the caller still names
 
     def _backward(self, instance: Instance, gradient: int) -> int:
@@ -177,6 +179,13 @@ class StepEvents(BlockPlayer):
         return Block(events, self._sized, input_bytes=size, result_bytes=size)
 
     def _blocks(self, step: TrainingStep, *, accumulated: bool) -> list[Block]:
+        """Those of the layers in order, which all micro-steps share."""
+        key = step.model.groups[0].stack, accumulated
+        if key not in self._layer_blocks:
+            self._layer_blocks[key] = self._made_blocks(step, accumulated=accumulated)
+        return self._layer_blocks[key]
+
+    def _made_blocks(self, step: TrainingStep, *, accumulated: bool) -> list[Block]:
         blocks: list[Block] = []
         kinds: dict[tuple[Layer, bool], Block] = {}
         for layer, times in repeated(layers_in_order(step.model)):
@@ -190,6 +199,12 @@ class StepEvents(BlockPlayer):
         return blocks
 
     def _head_block(self, *, accumulated: bool) -> Block:
+        """That of the head, which all micro-steps share."""
+        if accumulated not in self._head_blocks:
+            self._head_blocks[accumulated] = self._made_head(accumulated=accumulated)
+        return self._head_blocks[accumulated]
+
+    def _made_head(self, *, accumulated: bool) -> Block:
         step = self.stacks[-1]
         last = self.layers[-1]
         events = head_events(
