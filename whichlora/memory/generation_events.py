@@ -29,7 +29,7 @@ from whichlora.symbolic.language_head import logits_events, stack_end_events
 from whichlora.symbolic.layer import BlockEvents, forward_events, stream_bytes
 from whichlora.symbolic.token_embeddings import embedding_events
 
-_MOST_STEPS = 32  # of a cache that grows; each takes milliseconds
+_MOST_STEPS = 32  # of a cache that grows; each takes most of a millisecond
 
 
 class GenerationEvents(BlockPlayer):
