@@ -6,12 +6,12 @@ A package adds its own strategy with an entry point in the group `whichlora.para
 
 from __future__ import annotations
 
-from whichlora.parallel import ddp, tp
+from whichlora.parallel import ddp, fsdp, tp
 from whichlora.parallel.base import Option, Strategy
 from whichlora.spec.members import Members
 
 _STRATEGIES = Members[Strategy](
-    "parallel", "parallel", Strategy, (module.STRATEGY for module in (ddp, tp))
+    "parallel", "parallel", Strategy, (module.STRATEGY for module in (ddp, fsdp, tp))
 )
 BUILT_IN = _STRATEGIES.built_in
 ENTRY_POINT_GROUP = _STRATEGIES.group

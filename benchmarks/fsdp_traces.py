@@ -1,0 +1,239 @@
+"""Trace ranks under FSDP on fake tensors, keep what they hold, and compare it with the formulas.
+
+`--draw SEED COUNT` appends traced runs to `traces/parallel/fsdp.jsonl`; without arguments the kept
+ones are compared and the table is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from whichlora.families import build
+from whichlora.memory.training import Ledger
+from whichlora.parallel.layout import Layout
+from whichlora.predict.predict import training_step
+from whichlora.predict.resolve import resolve
+from whichlora.spec.parallel import ParallelConfig
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+
+RECORDS = Path(__file__).parent / "traces" / "parallel" / "fsdp.jsonl"
+FEWEST = 9  # traces that are kept
+GPU = find_gpu("a100-sxm-80gb")
+PHASES = {
+    "layer_forward": "forward",
+    "layer_gather": "forward",
+    "first_layer_gather": "forward",
+    "head_gather": "forward",
+    "loss_forward": "loss",
+    "loss_backward": "loss_backward",
+    "head_backward": "loss_backward",
+    "optimizer_step": "optimizer",
+    "between_steps": "rest",
+}
+
+_LLAMA_LIKE = [
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "stablelm",
+    "starcoder2", "phi3", "cohere", "glm", "granite", "smollm3",
+]  # fmt: skip
+
+
+def draw_config(chance: random.Random) -> dict[str, Any]:
+    """A model of random sizes, as many of them odd as its class allows."""
+    kind = chance.choice([*_LLAMA_LIKE, *_LLAMA_LIKE, "gpt2", "opt", "gpt_neox", "mixtral", "phi"])
+    head_dim = chance.choice([64, 128])
+    heads = chance.choice([4, 8, 12])
+    layers, vocab = chance.randint(3, 8), chance.choice([8000, 20000, 32000, 50257, 100_000])
+    width = heads * head_dim
+    if kind == "gpt2":
+        return {
+            "model_type": kind, "vocab_size": vocab, "n_embd": width, "n_layer": layers,
+            "n_head": heads, "n_positions": 2048, "bos_token_id": 1, "eos_token_id": 2,
+        }  # fmt: skip
+    config: dict[str, Any] = {
+        "model_type": kind, "vocab_size": vocab, "hidden_size": width,
+        "num_hidden_layers": layers, "num_attention_heads": heads,
+        "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    if kind == "opt":
+        return config | {"ffn_dim": 4 * width, "word_embed_proj_dim": width}
+    config["intermediate_size"] = chance.choice([2, 3, 4]) * width + 128
+    if kind in _LLAMA_LIKE or kind == "mixtral":
+        config["num_key_value_heads"] = chance.choice([heads, heads // 4])
+        tied = kind in ("gemma", "gemma2", "gemma3_text", "cohere")
+        config["tie_word_embeddings"] = tied or chance.random() < 0.3
+    if kind.startswith("gemma") or kind in ("qwen3", "glm"):
+        config["head_dim"] = head_dim
+    if kind == "mixtral":
+        config |= {"num_local_experts": 8, "num_experts_per_tok": 2}
+    return config
+
+
+def draw_run(chance: random.Random) -> RunConfig:
+    method = chance.choice(["full", "full", "lora", "lora", "dora"])
+    version = "2" if method == "dora" else chance.choice(["1", "2", "2"])
+    options: dict[str, Any] = {}
+    if version == "1":
+        options["fsdp_version"] = "1"
+        if chance.random() < 0.5:
+            options["backward_prefetch"] = "BACKWARD_PRE"
+    if chance.random() < 0.25:
+        options["reshard_after_forward"] = False
+    steps = chance.choice([1, 1, 2, 3])
+    if steps > 1 and chance.random() < 0.3:
+        options["sync_each_batch"] = True
+    sizes = [2, 4, 8, 64]
+    adapters: dict[str, Any] = {"r": chance.choice([4, 8, 16, 64])} if method != "full" else {}
+    precision = chance.choice(["bf16", "bf16", "bf16-pure", "fp32"])
+    return RunConfig(
+        model="drawn",
+        method=method,
+        quant="none",
+        batch_size=chance.choice([1, 2, 4]),
+        seq_len=chance.choice([64, 256, 777, 2048]),
+        gradient_checkpointing=chance.random() < 0.6,
+        gradient_accumulation_steps=steps,
+        precision=precision,
+        optimizer=chance.choice(["adamw_torch", "adamw_torch_fused", "sgd"]),
+        expandable_segments=True,
+        parallel=ParallelConfig(
+            strategy="fsdp", gpus=chance.choice(sizes), options=tuple(sorted(options.items()))
+        ),
+        **adapters,
+    )
+
+
+def layout_of(record: Mapping[str, Any]) -> tuple[Layout, Any]:
+    model = build(dict(record["config"]), name="drawn")
+    run = RunConfig.from_dict({"model": "drawn", **record["run"]})
+    job = resolve(model, run, GPU)
+    assert job.layout is not None
+    step = training_step(job)
+    job.layout.check(step)
+    return job.layout, step
+
+
+def predicted(record: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of each traced phase by formula."""
+    layout, step = layout_of(record)
+    ledger: Ledger = layout.ledger(layout.rank_kinds(step)[0])
+    phases: dict[str, int] = {}
+    for moment, entries in ledger.moments.items():
+        phase = PHASES.get(moment, "layers_backward")
+        num_bytes = sum(int(entry.num_bytes) for entry in entries)
+        phases[phase] = max(phases.get(phase, 0), num_bytes)
+    return phases
+
+
+def traced(config: Mapping[str, Any], run: RunConfig) -> dict[str, int]:
+    from whichlora.tracer import fsdp
+    from whichlora.tracer.ranks import fake_group, trace_rank
+
+    options = dict(run.parallel.options)
+    mixed = run.precision if run.precision in ("bf16", "fp16") else "no"
+    reshards = bool(options.get("reshard_after_forward", True))
+    wrap: Any = partial(fsdp.fully_sharded, mixed_precision=mixed, reshard_after_forward=reshards)
+    if options.get("fsdp_version") == "1":
+        wrap = partial(
+            fsdp.flat_sharded,
+            mixed_precision=mixed,
+            reshard_after_forward=reshards,
+            backward_prefetch=options.get("backward_prefetch") == "BACKWARD_PRE",
+        )
+    with fake_group(run.parallel.gpus) as mesh:
+        trace = trace_rank(
+            run,
+            config,
+            wrap,
+            mesh=mesh,
+            target_modules="all-linear",
+            sync_each_batch=bool(options.get("sync_each_batch")),
+        )
+    return trace.peak_bytes
+
+
+def run_dict(run: RunConfig) -> dict[str, Any]:
+    """Settings that are not the defaults."""
+    default = RunConfig(model=run.model).to_dict()
+    return {
+        name: value
+        for name, value in run.to_dict().items()
+        if name != "model" and (name not in default or default[name] != value)
+    }
+
+
+def draw(seed: int, count: int) -> None:
+    warnings.simplefilter("ignore")
+    RECORDS.parent.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        chance = random.Random(1000 * seed + number)
+        config, run = draw_config(chance), draw_run(chance)
+        record: dict[str, Any] = {"config": config, "run": run_dict(run)}
+        try:
+            layout_of(record)
+            record["moments"] = traced(config, run)
+        except Exception as error:
+            record["refused"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        with RECORDS.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        print(number, config["model_type"], record.get("refused", ""), file=sys.stderr, flush=True)
+
+
+def records() -> Iterator[dict[str, Any]]:
+    with RECORDS.open(encoding="utf-8") as file:
+        for line in file:
+            record = json.loads(line)
+            if "moments" in record:
+                yield record
+
+
+def errors(record: Mapping[str, Any]) -> dict[str, float]:
+    """Relative errors of the peak and of the bytes between steps."""
+    formula, moments = predicted(record), record["moments"]
+    return {
+        "peak": max(formula.values()) / max(moments.values()) - 1,
+        "between steps": formula["rest"] / moments["rest"] - 1,
+    }
+
+
+def quantile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draw", nargs=2, type=int, metavar=("SEED", "COUNT"))
+    parser.add_argument("--worst", type=int, default=0, help="print this many of the worst")
+    arguments = parser.parse_args()
+    if arguments.draw:
+        draw(*arguments.draw)
+        return
+    rows: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    for record in records():
+        version = dict(record["run"]["parallel"]).get("fsdp_version", "2")
+        for counter, error in errors(record).items():
+            key = f"version {version}, {counter}"
+            rows.setdefault(key, []).append((error, record))
+    print("| FSDP | runs | median | 95 % | worst |\n| --- | ---: | ---: | ---: | ---: |")
+    for key, found in sorted(rows.items()):
+        sizes = [abs(error) for error, _ in found]
+        cells = (median(sizes), quantile(sizes, 0.95), max(sizes))
+        print(f"| {key} | {len(sizes)} | " + " | ".join(f"{100 * x:.2f} %" for x in cells) + " |")
+    if arguments.worst:
+        every = [(abs(e), e, r) for found in rows.values() for e, r in found]
+        for _, error, record in sorted(every, key=lambda row: -row[0])[: arguments.worst]:
+            print(f"{100 * error:.2f} %", json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()

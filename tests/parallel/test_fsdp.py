@@ -1,0 +1,141 @@
+"""FSDP: shares of everything, gathered units, and the real libraries on a fake process group."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import fsdp_traces
+import pytest
+
+from whichlora.errors import ConfigError
+from whichlora.parallel.fsdp import mixed_precision
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.predict import predict, training_step
+from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.spec.parallel import ParallelConfig
+from whichlora.spec.results import Prediction
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
+
+GPU = find_gpu("a100-sxm-80gb")
+MODEL = load_model("meta-llama/Llama-3.2-1B")
+
+
+def run_of(method: str, gpus: int, run: dict[str, Any] | None = None, **options: Any) -> RunConfig:
+    parallel = ParallelConfig(strategy="fsdp", gpus=gpus, options=tuple(sorted(options.items())))
+    return RunConfig(model=MODEL.name, method=method, seq_len=512, parallel=parallel, **(run or {}))
+
+
+def predicted(run: RunConfig) -> Prediction:
+    return predict(MODEL, run, GPU, prior_calibration(GPU))
+
+
+def ledger_bytes(job: ResolvedRun) -> dict[str, int]:
+    assert job.layout is not None
+    step = training_step(job)
+    ledger = job.layout.ledger(job.layout.rank_kinds(step)[0])
+    return {
+        name: sum(int(entry.num_bytes) for entry in entries)
+        for name, entries in ledger.moments.items()
+    }
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_between_steps_a_rank_has_its_share_of_everything(version: str) -> None:
+    run = run_of("full", 8, fsdp_version=version)
+    held = ledger_bytes(resolve(MODEL, run, GPU))["between_steps"]
+    with_gradients = 4 * (version == "1")  # their shards outlive `zero_grad` under version 1
+    # fp32 parameters and two states
+    assert held == pytest.approx((12 + with_gradients) * MODEL.num_params / 8, rel=1e-3)
+
+
+def test_more_gpus_need_less_until_activations_are_left() -> None:
+    peaks = [predicted(run_of("full", n)).memory.peak_allocated_bytes for n in (2, 4, 8, 64)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] > 2**30
+
+
+def test_gradients_of_earlier_micro_steps_are_whole_unless_each_is_sent() -> None:
+    accumulated = {"gradient_accumulation_steps": 4}
+    held = [
+        ledger_bytes(resolve(MODEL, run_of("full", 8, accumulated, sync_each_batch=sent), GPU))
+        for sent in (False, True)
+    ]
+    whole, shards = (moments["loss_forward"] for moments in held)
+    assert whole - shards == pytest.approx((2 - 4 / 8) * MODEL.num_params, rel=0.01)
+
+
+def test_four_bit_weights_are_sharded_only_where_their_storage_is_a_floating_dtype() -> None:
+    held = {
+        storage: ledger_bytes(
+            resolve(MODEL, run_of("qlora", 4, bnb_4bit_quant_storage=storage), GPU)
+        )["between_steps"]
+        for storage in ("uint8", "bfloat16")
+    }
+    codes = sum(group.num_params for group in MODEL.groups) / 2
+    assert held["uint8"] - held["bfloat16"] == pytest.approx(codes * 3 / 4, rel=0.01)
+    notes = predicted(run_of("qlora", 4, bnb_4bit_quant_storage="uint8")).notes
+    assert any("not sharded" in note for note in notes)
+
+
+def test_replicas_share_nothing_and_send_their_shards_of_gradients() -> None:
+    hybrid, half = run_of("full", 8, dp_replicate_size=2), run_of("full", 4)
+    assert ledger_bytes(resolve(MODEL, hybrid, GPU)) == ledger_bytes(resolve(MODEL, half, GPU))
+    several = predicted(hybrid).several_gpus
+    assert several is not None
+    reduced = [m for m in several.communication.messages if m.collective == "all_reduce"]
+    assert {message.size for message in reduced} == {2}
+
+
+def test_parameters_are_gathered_twice_in_each_micro_step_and_gradients_sent_once() -> None:
+    several = predicted(run_of("full", 8, {"gradient_accumulation_steps": 3})).several_gpus
+    assert several is not None
+    messages = several.communication.messages
+    depth = MODEL.num_hidden_layers
+    layers = [message for message in messages if "layer" in message.what]
+    counts = {(m.collective, m.what.rpartition(", ")[2]): m.count for m in layers}
+    assert counts["all_gather", "forward"] == counts["all_gather", "backward"] == 3 * depth
+    assert sum(m.count for m in layers if m.collective == "reduce_scatter") == depth
+
+
+def test_what_the_libraries_refuse_is_refused() -> None:
+    with pytest.raises(ConfigError, match="fsdp_version 2"):
+        predicted(run_of("dora", 2, fsdp_version="1"))
+    with pytest.raises(ConfigError, match="dp_replicate_size"):
+        predicted(run_of("full", 8, dp_replicate_size=3))
+
+
+def test_mixed_precision_follows_the_run_unless_it_is_stated() -> None:
+    for precision, options, expected in (
+        ("bf16", {}, "bf16"),
+        ("bf16-pure", {}, "no"),
+        ("bf16", {"mixed_precision": "no"}, "no"),
+    ):
+        job = resolve(MODEL, run_of("full", 2, {"precision": precision}, **options), GPU)
+        assert job.layout is not None
+        (_, spread), *_ = job.layout.strategies
+        assert mixed_precision(training_step(replace(job, layout=None)), spread) == expected
+
+
+def test_kept_traces_are_as_near_as_now() -> None:
+    found = [fsdp_traces.errors(record) for record in fsdp_traces.records()]
+    for counter in ("peak", "between steps"):
+        sizes = [abs(errors[counter]) for errors in found]
+        assert len(sizes) >= fsdp_traces.FEWEST
+        assert median(sizes) < 0.003
+        assert fsdp_traces.quantile(sizes, 0.95) < 0.02
+        assert max(sizes) < 0.05
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_rank_holds_what_the_real_library_holds(number: int) -> None:
+    record = list(fsdp_traces.records())[number]
+    run = RunConfig.from_dict({"model": "drawn", **record["run"]})
+    moments = fsdp_traces.traced(record["config"], run)
+    assert json.loads(json.dumps(moments)) == record["moments"]
+    assert abs(fsdp_traces.errors(record)["peak"]) < 0.05

@@ -1,0 +1,219 @@
+"""FullyShardedDataParallel: every rank keeps a share of each parameter, and gathers unit by unit.
+
+Source: torch 2.13 `torch/distributed/fsdp/_fully_shard` (version 2) and
+`fully_sharded_data_parallel.py` (version 1); accelerate 1.15 `fsdp2_prepare_model` and
+`Accelerator.prepare_model`, which say what the units are and which dtypes they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from whichlora.errors import ConfigError
+from whichlora.memory.step import TrainingStep
+from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, Strategy
+from whichlora.parallel.fsdp1 import Rank1
+from whichlora.parallel.fsdp2 import Rank2
+from whichlora.parallel.fsdp_units import Sharding, sharding_of
+from whichlora.spec.dtypes import resolve_dtypes
+from whichlora.spec.run import FOUR_BIT_BNB, Precision
+
+_PURE: dict[str, Precision] = {"bf16": "bf16-pure", "fp16": "fp16-pure"}
+
+
+def _sharding(rank: RankKind, spread: Spread) -> Sharding:
+    return sharding_of(rank.at_rest, rank.step, spread)
+
+
+def _split(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
+    return (replace(rank, step=_computed(rank.step, spread)),)
+
+
+def _computed(step: TrainingStep, spread: Spread) -> TrainingStep:
+    """What kernels see: the parameters as they are gathered, and no autocast under version 2."""
+    run = step.run
+    if spread.options["sync_each_batch"]:  # gradients are new in every micro-step
+        run = replace(run, gradient_accumulation_steps=1)
+    mixed = mixed_precision(step, spread)
+    if mixed == "no":
+        return replace(step, run=run)
+    # every parameter is cast as it is gathered, those of a base in fp32 and of adapters, too
+    run = replace(run, base_dtype="auto", prepare_kbit=False)
+    if spread.options["fsdp_version"] == "1":
+        run = replace(run, adapter_dtype="bfloat16" if mixed == "bf16" else "auto")
+    else:  # `prepare_model` of accelerate, which would turn autocast on, is not called
+        run = replace(run, precision=_PURE[mixed], adapter_dtype="auto")
+    dtypes = resolve_dtypes(
+        run,
+        trains_base=step.method.trains_base,
+        device_kind=step.dtypes.device_kind,
+        compute_capability=step.dtypes.compute_capability,
+    )
+    return replace(step, run=run, dtypes=dtypes)
+
+
+def mixed_precision(step: TrainingStep, spread: Spread) -> str:
+    """One of "no", "bf16" and "fp16", as the Trainer tells accelerate.
+
+    Kind: exact. Source: transformers 5.23 `TrainingArguments.mixed_precision`.
+    """
+    stated = spread.options["mixed_precision"]
+    if stated is not None:
+        return str(stated)
+    return step.run.precision if step.run.precision in ("bf16", "fp16") else "no"
+
+
+def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
+    sharding = _sharding(rank, spread)
+    rank_of = Rank1 if spread.options["fsdp_version"] == "1" else Rank2
+    return rank_of(sharding).moments(moments)
+
+
+def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
+    return tuple(_each_message(_sharding(rank, spread), rank.at_rest, spread))
+
+
+def _each_message(sharding: Sharding, step: TrainingStep, spread: Spread) -> Iterator[Message]:
+    micro_steps = step.run.gradient_accumulation_steps
+    size = sharding.size
+    units, full = sharding.units, sharding.reshards
+    for unit, number in units.all():
+        gathered = unit.gathered(size)
+        if size > 1:
+            yield Message(
+                what=f"parameters of the {unit.name}, forward",
+                collective="all_gather",
+                num_bytes=gathered,
+                count=number * micro_steps,
+                size=size,
+                hidden_by="nothing" if unit.name == "embedding" else "forward",
+            )
+        if size > 1 and full and unit.name in ("layer", "embedding"):
+            yield Message(
+                what=f"parameters of the {unit.name}, backward",
+                collective="all_gather",
+                num_bytes=gathered,
+                count=number * micro_steps,
+                size=size,
+                hidden_by="backward",
+            )
+        reductions = micro_steps if spread.options["sync_each_batch"] else 1
+        reduced = unit.reduced(size, sharding.reduce_bytes)
+        is_last = unit.name == "embedding" or (unit.name == "head" and units.is_tied)
+        if size > 1:
+            yield Message(
+                what=f"gradients of the {unit.name}",
+                collective="reduce_scatter",
+                num_bytes=reduced,
+                count=number * reductions,
+                size=size,
+                hidden_by="nothing" if is_last else "backward",
+            )
+        if sharding.replicas > 1:
+            yield Message(
+                what=f"shards of gradients of the {unit.name}",
+                collective="all_reduce",
+                num_bytes=reduced // size,
+                count=number * reductions,
+                size=sharding.replicas,
+                hidden_by="nothing" if is_last else "backward",
+            )
+
+
+def _update_share(spread: Spread) -> float:
+    return 1 / (spread.size // int(spread.options["dp_replicate_size"] or 1))  # type: ignore
+
+
+def _check(step: TrainingStep, spread: Spread) -> None:
+    replicas = int(spread.options["dp_replicate_size"] or 1)  # type: ignore
+    if spread.size % replicas:
+        raise ConfigError(
+            f"dp_replicate_size: {spread.size} GPUs can't be divided into {replicas} equal groups; "
+            f"give a divisor of {spread.size}"
+        )
+    if step.dtypes.quant != "none" and step.dtypes.quant not in FOUR_BIT_BNB:
+        raise ConfigError(
+            f"quant: {step.dtypes.quant} weights are integers, which FSDP can't shard; use "
+            "quant nf4, nf4-dq or none, or parallel ddp"
+        )
+    if spread.options["fsdp_version"] == "1" and step.method.stays_wide:
+        raise ConfigError(
+            f"method: {step.run.method} reads the weights of lora_A, which version 1 shards on "
+            "their own under the Trainer's wrap policy for PEFT, and stops; use fsdp_version 2"
+        )
+
+
+def _notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
+    if step.dtypes.quant not in FOUR_BIT_BNB:
+        return ()
+    storage = spread.options["bnb_4bit_quant_storage"]
+    if storage == "uint8":
+        return (
+            "fsdp: 4-bit weights stored as uint8 are not sharded, every GPU keeps all of them; "
+            "set bnb_4bit_quant_storage to bfloat16",
+        )
+    return (
+        f"fsdp: 4-bit weights are sharded where BitsAndBytesConfig has bnb_4bit_quant_storage="
+        f"torch.{storage}; its default, uint8, is not sharded",
+    )
+
+
+STRATEGY = Strategy(
+    name="fsdp",
+    summary="parameters, gradients and states sharded, gathered unit by unit",
+    divides="data",
+    options=(
+        Option(
+            name="fsdp_version",
+            summary="1: FullyShardedDataParallel, 2: fully_shard",
+            default="2",
+            choices=("1", "2"),
+        ),
+        Option(
+            name="reshard_after_forward",
+            summary="free gathered parameters after the forward; false is SHARD_GRAD_OP",
+            default=True,
+        ),
+        Option(
+            name="dp_replicate_size",
+            summary="groups that each hold all shards (hybrid sharding)",
+            default=1,
+        ),
+        Option(
+            name="mixed_precision",
+            summary="dtype in which parameters are gathered; default: of the run's precision",
+            default=None,
+            choices=("no", "bf16", "fp16"),
+        ),
+        Option(
+            name="reduce_dtype",
+            summary="dtype in which gradients are sent; default: of mixed_precision",
+            default=None,
+            choices=("bf16", "fp16", "fp32"),
+        ),
+        Option(
+            name="backward_prefetch",
+            summary="version 1: whether the next unit of the backward is gathered ahead",
+            default="NO_PREFETCH",
+            choices=("NO_PREFETCH", "BACKWARD_PRE"),
+        ),
+        Option(
+            name="sync_each_batch",
+            summary="send gradients after every micro-step, which keeps shards of them alone",
+            default=False,
+        ),
+        Option(
+            name="bnb_4bit_quant_storage",
+            summary="dtype that stores 4-bit weights; uint8 is not sharded",
+            default="bfloat16",
+            choices=("uint8", "bfloat16", "float16", "float32"),
+        ),
+    ),
+    check=_check,
+    split=_split,
+    moments=_moments,
+    update_share=_update_share,
+    messages=_messages,
+    notes=_notes,
+)

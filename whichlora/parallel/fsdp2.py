@@ -1,0 +1,265 @@
+"""What a rank holds at each moment under FSDP's version 2, `fully_shard`.
+
+Source: torch 2.13 `_fsdp_param_group.py` and `_fsdp_collectives.py`, traced with accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from whichlora.memory.entries import Entry
+from whichlora.memory.moments import LOGITS_GRADIENT
+from whichlora.parallel.base import Moments
+from whichlora.parallel.fsdp_rank import Rank
+from whichlora.parallel.fsdp_units import Unit
+from whichlora.spec.numeric import Count
+
+
+@dataclass(frozen=True)
+class Rank2(Rank):
+    """The tensors that version 2 makes, by moment."""
+
+    def during(self, name: str) -> tuple[Entry, ...]:
+        """What version 2 adds to the one-device moment `name`."""
+        units = self.sharding.units
+        last = self._block(-1)
+        unsharded, gathered, sent = self._whole, 0 * self._whole, 0 * self._whole
+        gradients = self._waiting
+        if name == "layer_forward":
+            unsharded = unsharded + (self._unfreed or self._largest_block)
+            gathered = self._largest_block
+        elif name == "loss_forward":
+            unsharded = unsharded + self._untied_head + self._unfreed
+            gathered = self._gathered(last) if units.is_tied else self._untied_head
+            stream = 0 if units.step.method.trains_base else 1
+            return (
+                self._stream(stream),
+                *self._entries(unsharded, gathered, sent, gradients, 0),
+            )
+        elif name == "loss_backward":
+            unsharded = unsharded + self._untied_head + self._unfreed
+        elif name == "head_backward":
+            unsharded = unsharded + self._untied_head + self._unfreed
+            gathered = self._gathered(last) * self.sharding.reshards
+            return self._entries(
+                unsharded, gathered, sent, self._waiting, self._head_gradient(in_place=True)
+            )
+        elif name == "optimizer_step":
+            return self._optimizer_step()
+        elif name == "embedding_backward":  # of a tied table
+            return self._tied_embedding_backward()
+        elif name == "first_layer_backward":
+            return self._first_layer_backward()
+        else:
+            return self._layer_backward(name)
+        return self._entries(unsharded, gathered, sent, gradients, 0)
+
+    def _head_gradient(self, *, in_place: bool = False) -> Count:
+        head = self.sharding.units.head
+        if self._keeps_whole and not self.sharding.units.is_tied and not in_place:
+            return 0
+        return head.gradients
+
+    def _layer_backward(self, name: str) -> tuple[Entry, ...]:
+        """In the worst layer, which is the last one but where a place is named."""
+        units = self.sharding.units
+        place = int(name.split("_")[1]) if name.split("_")[1].isdigit() else len(self._order) - 1
+        unit, before = self._block(place), self._block(place - 1)
+        is_last = place == len(self._order) - 1
+        if is_last:
+            sent = 0 if units.is_tied else self._sent(units.head)
+        else:
+            sent = self._sent(self._block(place + 1))
+        later = [self._block(p) for p in range(place + 1, len(self._order))]
+        gradients, sent = self._pending(sent, *later, *([] if units.is_tied else [units.head]))
+        unsharded = self._whole + (self._unfreed or self._gathered(unit))
+        gathered = self._gathered(before) * self.sharding.reshards
+        tied = units.head.gradients if units.is_tied else 0
+        return self._entries(unsharded, gathered, sent, gradients, tied)
+
+    def _first_layer_backward(self) -> tuple[Entry, ...]:
+        units = self.sharding.units
+        first, second = self._block(0), self._block(1)
+        embedding = self._gathered(units.embedding)
+        gathered = embedding * self.sharding.reshards
+        unsharded = self._whole + self._gathered(first)
+        if not self.sharding.reshards:
+            unsharded = unsharded + embedding
+        gradients, sent = self._pending_but(
+            self._sent(second),
+            first,
+            units.embedding,
+            units.root,
+            *([units.head] if units.is_tied else []),
+        )
+        tied = units.head.gradients if units.is_tied else 0
+        return self._entries(unsharded, gathered, sent, gradients, tied + units.root.gradients)
+
+    def _tied_embedding_backward(self) -> tuple[Entry, ...]:
+        units = self.sharding.units
+        own = 3 * units.head.gradients  # the head's part, the embedding's, and their sum
+        own = own + units.root.gradients
+        gradients, sent = self._pending_but(self._sent(self._block(0)), units.head, units.root)
+        return self._entries(self._whole, 0 * self._whole, sent, gradients, own)
+
+    # --- moments of its own ---------------------------------------------------------------------
+
+    def added(self, one_device: Moments) -> Iterator[tuple[str, tuple[Entry, ...]]]:
+        """When units are gathered and reduced, and nothing is computed."""
+        units = self.sharding.units
+        zero = 0 * self._whole
+        forward = self._activations(one_device)
+        stays = self._whole + self._unfreed
+        block = self._largest_block
+        own = 0 if self._unfreed else block
+        yield (
+            "layer_gather",
+            (*forward, *self._entries(stays + own, 2 * block, zero, self._waiting, 0)),
+        )
+        first, last = self._gathered(self._block(0)), self._gathered(self._block(-1))
+        before = self._gathered(units.head if units.is_tied else units.embedding)
+        kept = 0 if self.sharding.reshards else self._gathered(units.embedding)
+        yield (
+            "first_layer_gather",
+            (
+                *self.static,
+                self._stream(1),
+                *self._entries(self._whole + kept + first, before + first, zero, self._waiting, 0),
+            ),
+        )
+        if not units.is_tied:
+            head = self._untied_head
+            yield (
+                "head_gather",
+                (
+                    *forward,
+                    self._stream(self._streams_at_head),
+                    *self._entries(stays + head, last + head, zero, self._waiting, 0),
+                ),
+            )
+        if "head_backward" not in one_device:
+            yield (
+                "head_backward",
+                (
+                    *forward,
+                    Entry(LOGITS_GRADIENT, self._logits_gradient),
+                    *self._entries(
+                        stays + self._untied_head,
+                        last * self.sharding.reshards,
+                        zero,
+                        self._waiting,
+                        0,
+                    ),
+                ),
+            )
+        if self._has(units.head) and not units.is_tied:
+            yield (
+                "head_reduce",
+                (
+                    *forward,
+                    self._stream(1),
+                    *self._reducing(
+                        units.head,
+                        stays,
+                        last * self.sharding.reshards,
+                        self._waiting + self._shards(units.head),
+                    ),
+                ),
+            )
+        yield from self._last_moments()
+        yield "between_steps", self.static
+
+    def _last_moments(self) -> Iterator[tuple[str, tuple[Entry, ...]]]:
+        """After the first layer's backward: its gradients, and those of the embedding."""
+        units = self.sharding.units
+        zero = 0 * self._whole
+        first = self._block(0)
+        ahead = self._gathered(units.embedding)
+        is_ahead = self.sharding.reshards
+        waits = units.root.gradients + (units.head.gradients if units.is_tied else 0)
+        if self._has(first):
+            yield (
+                "first_layer_reduce",
+                (
+                    *self.static,
+                    self._stream(1),
+                    *self._reducing(
+                        first,
+                        self._whole + ahead * (not is_ahead),
+                        ahead * is_ahead,
+                        self._reduced_after(
+                            units.embedding, units.root, *([units.head] if units.is_tied else [])
+                        ),
+                        waits,
+                    ),
+                ),
+            )
+        if not units.is_tied:
+            done, sent = self._pending_but(self._sent(first), units.embedding, units.root)
+            if is_ahead and units.step.needs_grad:  # else nothing asks for it before its end
+                yield (
+                    "embedding_gather",
+                    (
+                        *self.static,
+                        self._stream(1 if units.step.method.trains_base else 2),
+                        *self._entries(self._whole + ahead, ahead, sent, done, waits),
+                    ),
+                )
+            yield (
+                "embedding_backward",
+                (
+                    *self.static,
+                    self._stream(1),
+                    *self._entries(
+                        self._whole + ahead, zero, sent, done, units.embedding.gradients + waits
+                    ),
+                ),
+            )
+        table = units.head if units.is_tied else units.embedding
+        if self._has(table):
+            yield (
+                "embedding_reduce",
+                (
+                    *self.static,
+                    *self._reducing(
+                        table,
+                        self._gathered(units.root),
+                        zero,
+                        self._all_shards,
+                        table.gradients * self._keeps_whole,
+                    ),
+                ),
+            )
+
+    @property
+    def _streams_at_head(self) -> int:
+        """What the last layer returned, and where the norm is apart, what the norm made of it."""
+        step = self.sharding.units.step
+        if not step.method.trains_base:
+            return 3
+        return 1 if step.run.gradient_checkpointing else 2
+
+    def _reduced_after(self, *later: Unit) -> Count:
+        """Gradients once all units but `later` have sent theirs."""
+        if self._keeps_whole:
+            return self._waiting
+        return self._waiting + self._all_shards - self._shards(*later)
+
+    def _reducing(
+        self,
+        unit: Unit,
+        unsharded: Count,
+        gathered: Count,
+        gradients: Count,
+        whole: Count = 0,
+    ) -> tuple[Entry, ...]:
+        """While the gradients of `unit` are sent: they, their copy, and the share that comes."""
+        sent = self._sent(unit)
+        narrow = sent != self._width_of_shards(unit)
+        share = sent // self._size * narrow
+        own = unit.gradients * (not self._keeps_whole)
+        return self._entries(unsharded, gathered, sent + share, gradients, own + whole)
+
+    def _width_of_shards(self, unit: Unit) -> Count:
+        return self._shards(unit) * self._size

@@ -1,0 +1,290 @@
+"""What both versions of FSDP keep on a rank: shares, gathered units, gradients on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from whichlora.memory import loss, optimizer
+from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.gradients import ADAPTERS, FROZEN_ADAPTERS, SAVED_MODULES
+from whichlora.memory.moments import LAYER_FORWARD
+from whichlora.memory.weights import (
+    BUFFERS,
+    EMBEDDING_WEIGHTS,
+    LAYER_WEIGHTS,
+    OTHER_WEIGHTS,
+    weight_bytes,
+)
+from whichlora.memory.worst_layer import has_one_order
+from whichlora.parallel.base import Moments
+from whichlora.parallel.fsdp_units import Sharding, Unit
+from whichlora.spec.numeric import Count, largest
+
+UNSHARDED = Fact(
+    part="weights",
+    what="unsharded parameters",
+    shape="[params of a unit]",
+    dtype="of mixed_precision",
+    why="the unit that runs, and those that stay gathered",
+    source="torch _fsdp_param.py init_unsharded_param; reshard_after_forward",
+)
+GATHERED = Fact(
+    part="temporary",
+    what="outputs of all-gathers",
+    shape="[params of a unit]",
+    dtype="of mixed_precision",
+    why="in the forward the last one is kept until the next is copied out, in the backward the "
+    "next unit is gathered ahead",
+    source="torch _fsdp_param_group.py wait_for_unshard, _backward_prefetch",
+)
+REDUCED = Fact(
+    part="temporary",
+    what="inputs of reduce-scatters",
+    shape="[trained params of a unit]",
+    dtype="reduce_dtype",
+    why="gradients are copied into one tensor, which is kept until the next unit's is made",
+    source="torch _fsdp_collectives.py foreach_reduce; reduce_scatter_states",
+)
+WHOLE_GRADIENTS = Fact(
+    part="gradients",
+    what="unsharded gradients",
+    shape="[trained params]",
+    dtype="reduce_dtype",
+    why="of units whose backward is not done, and of micro-steps that send none",
+    source="torch _fsdp_param.py unsharded_accumulated_grad; accelerate no_sync",
+)
+GRADIENT_SHARDS = Fact(
+    part="gradients",
+    what="sharded gradients",
+    shape="[trained params / ranks]",
+    dtype="of the parameter",
+    why="of units whose backward is done",
+    source="torch _fsdp_collectives.py foreach_reduce",
+)
+STREAM = Fact(
+    part="activations",
+    what="the stream between units",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="stream_bytes",
+    why="what the next unit reads, or its gradient",
+    source="torch _fsdp_param_group.py pre_forward, post_backward",
+)
+_REPLACED = ("weights", "adapters", "optimizer_states", "gradients")
+
+
+def static_entries(sharding: Sharding) -> tuple[Entry, ...]:
+    """What a rank keeps between steps, gradients apart."""
+    units, size = sharding.units, sharding.size
+    rest = units.rest
+    like = 0 * rest.tokens + 0 * rest.num_trained
+    shares = [
+        Entry(fact, units.share(fact, size) + like)
+        for fact in (LAYER_WEIGHTS, EMBEDDING_WEIGHTS, OTHER_WEIGHTS)
+    ]
+    if units.unsharded:
+        shares.append(Entry(LAYER_WEIGHTS, units.unsharded + like))
+    shares.append(Entry(BUFFERS, weight_bytes(rest.model, rest.dtypes)["buffers"] + like))
+    if not rest.method.trains_base:
+        shares += [
+            Entry(fact, units.share(fact, size) + like)
+            for fact in (ADAPTERS, FROZEN_ADAPTERS, SAVED_MODULES)
+        ]
+    states = optimizer.state_bytes(
+        units.trained_shards(size),
+        optimizer=rest.run.optimizer,
+        device_kind=rest.gpu.kind,
+        narrow_embeddings=rest.trainer.narrows_embedding_states,
+    )
+    return (*shares, Entry(optimizer.STATES, states + like))
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The tensors that FSDP makes on a rank, by moment."""
+
+    sharding: Sharding
+
+    def during(self, name: str) -> tuple[Entry, ...]:
+        """What it adds to the one-device moment `name`."""
+        raise NotImplementedError
+
+    def added(self, one_device: Moments) -> Iterator[tuple[str, tuple[Entry, ...]]]:
+        """Moments of its own."""
+        raise NotImplementedError
+
+    def moments(self, one_device: Moments) -> Moments:
+        """The moments of a rank, from those that its step would have on one device."""
+        changed: dict[str, tuple[Entry, ...]] = {}
+        for name, entries in one_device.items():
+            if name == "loading":
+                changed[name] = entries
+                continue
+            activations = tuple(
+                entry
+                for entry in entries
+                if entry.part not in _REPLACED and entry.fact is not optimizer.TEMPORARIES
+            )
+            changed[name] = (*self.static, *activations, *self.during(name))
+        return changed | dict(self.added(one_device))
+
+    @cached_property
+    def static(self) -> tuple[Entry, ...]:
+        return static_entries(self.sharding)
+
+    # --- units ----------------------------------------------------------------------------------
+
+    @property
+    def _size(self) -> int:
+        return self.sharding.size
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """Which kind of block stands at each place."""
+        model = self.sharding.units.step.model
+        if has_one_order(model):
+            places = {p: i for i, group in enumerate(model.groups) for p in group.positions}
+            return [places[place] for place in sorted(places)]
+        return [i for i, group in enumerate(model.groups) for _ in range(group.count)]
+
+    def _block(self, place: int) -> Unit:
+        """The block at `place`, from the end where that is negative."""
+        order = self._order
+        return self.sharding.units.blocks[order[max(-len(order), min(place, len(order) - 1))]]
+
+    def _gathered(self, unit: Unit) -> Count:
+        return unit.gathered(self._size)
+
+    def _sent(self, unit: Unit) -> Count:
+        return unit.reduced(self._size, self.sharding.reduce_bytes)
+
+    def _shards(self, *units: Unit) -> Count:
+        return sum(unit.gradient_shard(self._size) for unit in units)
+
+    @cached_property
+    def _all_blocks(self) -> Count:
+        units = self.sharding.units
+        return sum(
+            count * self._gathered(unit)
+            for unit, count in zip(units.blocks, units.counts, strict=True)
+        )
+
+    @cached_property
+    def _largest_block(self) -> Count:
+        return largest(*(self._gathered(unit) for unit in self.sharding.units.blocks))
+
+    @cached_property
+    def _whole(self) -> Count:
+        """What is gathered from the start of the forward on: the root, and a tied head."""
+        units = self.sharding.units
+        head = self._gathered(units.head) if units.is_tied else 0
+        return self._gathered(units.root) + head
+
+    @property
+    def _untied_head(self) -> Count:
+        units = self.sharding.units
+        return 0 if units.is_tied else self._gathered(units.head)
+
+    @property
+    def _unfreed(self) -> Count:
+        """Parameters of the embedding and of all blocks, where they stay gathered."""
+        if self.sharding.reshards:
+            return 0
+        return self._all_blocks + self._gathered(self.sharding.units.embedding)
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.sharding.units.rest.accumulates
+
+    @cached_property
+    def _waiting(self) -> Count:
+        """Gradients of earlier micro-steps."""
+        units = self.sharding.units
+        if not self._accumulates:
+            return 0
+        if self.sharding.syncs_each_batch:
+            return self._all_shards
+        return sum(count * self._whole_gradients(unit) for unit, count in units.all())
+
+    def _whole_gradients(self, unit: Unit) -> Count:
+        """Of `unit`, as earlier micro-steps left them."""
+        return sum(
+            p.elements * (self.sharding.reduce_bytes or p.compute_bytes)
+            for p in unit.parameters
+            if p.trained
+        )
+
+    @cached_property
+    def _all_shards(self) -> Count:
+        units = self.sharding.units
+        return sum(count * self._shards(unit) for unit, count in units.all())
+
+    def _pending(self, sent: Count, *done: Unit) -> tuple[Count, Count]:
+        """Gradients once the units `done` have sent theirs, and what the last of them sent."""
+        shards = self._shards(*done)
+        return self._either(sum(self._whole_gradients(unit) for unit in done), shards, sent)
+
+    def _pending_but(self, sent: Count, *later: Unit) -> tuple[Count, Count]:
+        """As `_pending`, of all units but `later`."""
+        whole = self._waiting - sum(self._whole_gradients(unit) for unit in later)
+        return self._either(whole, self._all_shards - self._shards(*later), sent)
+
+    def _either(self, whole: Count, shards: Count, sent: Count) -> tuple[Count, Count]:
+        if not self._keeps_whole:
+            return self._waiting + shards, sent
+        # the last micro-step turns them into shards unit by unit; those before it send nothing,
+        # and the first of them finds none
+        is_between = self.sharding.units.rest.run.gradient_accumulation_steps > 2
+        before_last = self._waiting if is_between else whole
+        return largest(before_last, self._waiting - whole + shards + sent), 0 * sent
+
+    @property
+    def _keeps_whole(self) -> bool:
+        return self._accumulates and not self.sharding.syncs_each_batch
+
+    # --- entries --------------------------------------------------------------------------------
+
+    def _optimizer_step(self) -> tuple[Entry, ...]:
+        rest = self.sharding.units.rest
+        lists = optimizer.step_temporary_bytes(
+            self.sharding.units.trained_shards(self._size),
+            optimizer=rest.run.optimizer,
+            device_kind=rest.gpu.kind,
+        )
+        return (
+            Entry(GRADIENT_SHARDS, self._all_shards),
+            Entry(optimizer.TEMPORARIES, lists + 0 * rest.num_trained),
+        )
+
+    def _entries(
+        self, unsharded: Count, gathered: Count, sent: Count, gradients: Count, own: Count
+    ) -> tuple[Entry, ...]:
+        fact = WHOLE_GRADIENTS if self._keeps_whole else GRADIENT_SHARDS
+        return (
+            Entry(UNSHARDED, unsharded),
+            Entry(GATHERED, gathered),
+            Entry(REDUCED, sent),
+            Entry(fact, gradients),
+            Entry(WHOLE_GRADIENTS, own),
+        )
+
+    @property
+    def _logits_gradient(self) -> Count:
+        step = self.sharding.units.step
+        width = loss.logit_width(step.model) + step.model.hidden_size
+        return step.tokens * width * step.dtypes.compute_bytes
+
+    def _has(self, unit: Unit) -> bool:
+        return any(parameter.trained for parameter in unit.parameters)
+
+    def _activations(self, one_device: Moments) -> tuple[Entry, ...]:
+        kept = (entry for entry in one_device["layer_forward"] if entry.part not in _REPLACED)
+        return (*self.static, *(entry for entry in kept if entry.fact is not LAYER_FORWARD))
+
+    def _stream(self, count: int) -> Entry:
+        step = self.sharding.units.step
+        width = step.model.hidden_size * step.layers[0].stream_bytes
+        return Entry(STREAM, count * step.tokens * width)

@@ -1,0 +1,414 @@
+"""What FSDP shards together: the parameters of each unit, gathered and reduced as one.
+
+Source: accelerate 1.15 `fsdp2_prepare_model`: every block is a unit, the embedding is one, the last
+norm with the head is one, and what is left belongs to the root. A parameter is divided along its
+first dimension, which is padded to a multiple of the ranks (torch 2.13 `_fsdp_param.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from whichlora.memory.entries import Fact
+from whichlora.memory.gradients import (
+    ADAPTERS,
+    FROZEN_ADAPTERS,
+    SAVED_MODULES,
+    Trained,
+)
+from whichlora.memory.step import TrainingStep
+from whichlora.memory.weights import (
+    EMBEDDING_WEIGHTS,
+    LAYER_WEIGHTS,
+    OTHER_WEIGHTS,
+    quantised_parts,
+)
+from whichlora.parallel.base import Spread
+from whichlora.spec.architecture import Layer, LayerGroup, Linear
+from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.numeric import Count, ceil_div
+from whichlora.spec.run import FOUR_BIT_BNB
+from whichlora.spec.targets import adapted, adapted_linears
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """`count` equal parameters of one unit.
+
+    Args:
+        rows: the first dimension, along which they are divided.
+        flat: it is a part of one vector of the whole unit, which is divided without padding.
+        rest_bytes, compute_bytes: of one element, as kept between steps and as gathered.
+        fact: of the entry that counts them on one device.
+    """
+
+    rows: Count
+    width: Count
+    count: int = 1
+    rest_bytes: int
+    compute_bytes: int
+    trained: bool
+    fact: Fact
+    flat: bool = False
+
+    @property
+    def elements(self) -> Count:
+        return self.rows * self.width * self.count
+
+    def padded(self, size: int) -> Count:
+        """Elements once the first dimension is a multiple of `size`."""
+        if self.flat:
+            return self.elements
+        return ceil_div(self.rows, size) * size * self.width * self.count
+
+    def shard(self, size: int) -> Count:
+        if self.flat:
+            return ceil_div(self.elements, size)
+        return ceil_div(self.rows, size) * self.width * self.count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Parameters that are gathered by one message."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+
+    def gathered(self, size: int) -> Count:
+        """Bytes of its parameters, unsharded, as kernels read them."""
+        return sum(p.padded(size) * p.compute_bytes for p in self.parameters)
+
+    def reduced(self, size: int, reduce_bytes: int = 0) -> Count:
+        """Bytes of its gradients as they are sent."""
+        return sum(
+            p.padded(size) * (reduce_bytes or p.compute_bytes) for p in self.parameters if p.trained
+        )
+
+    @property
+    def gradients(self) -> Count:
+        """Bytes of its gradients as the backward makes them."""
+        return sum(p.elements * p.compute_bytes for p in self.parameters if p.trained)
+
+    def gradient_shard(self, size: int) -> Count:
+        return sum(p.shard(size) * p.rest_bytes for p in self.parameters if p.trained)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """All units of a model.
+
+    Args:
+        rest: the step in the dtypes in which parameters are kept.
+        step: in the dtypes in which they are gathered.
+        storage_bytes: of one element of what holds 4-bit codes, 1 where it is no floating number
+            and is not sharded.
+        trained_bytes: of one element of a trained parameter between steps; 0: as on one device.
+    """
+
+    rest: TrainingStep
+    step: TrainingStep
+    storage_bytes: int
+    trained_bytes: int
+    flat: bool = False
+
+    def _unit(self, name: str, parameters: Iterable[Parameter]) -> Unit:
+        return Unit(name=name, parameters=tuple(replace(x, flat=self.flat) for x in parameters))
+
+    @cached_property
+    def outside(self) -> Unit:
+        """What version 1 leaves to the root: everything outside of the blocks."""
+        units = (self.embedding, self.head, self.root)
+        return Unit(name="root", parameters=tuple(x for unit in units for x in unit.parameters))
+
+    @cached_property
+    def blocks(self) -> tuple[Unit, ...]:
+        """One of each group of equal layers."""
+        return tuple(self._unit("layer", self._of_layer(group)) for group in self.step.model.groups)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(1 if group.shared else group.count for group in self.step.model.groups)
+
+    @property
+    def is_tied(self) -> bool:
+        model = self.step.model
+        return model.head is not None and model.head_tied
+
+    @cached_property
+    def embedding(self) -> Unit:
+        """The looked-up table; empty where it is tied, and belongs to the head's unit."""
+        table = self.step.model.embeddings[0]
+        parameters = [] if self.is_tied else [self._table(table.rows, table.width)]
+        return self._unit("embedding", (*parameters, *self._copies(embedding=True)))
+
+    @cached_property
+    def head(self) -> Unit:
+        """The last norm and the head."""
+        model = self.step.model
+        parameters: list[Parameter] = []
+        if model.head is not None:
+            rows, width = model.head.out_features, model.head.in_features
+            parameters.append(self._table(rows, width))
+            if model.head.bias:
+                parameters.append(self._table(rows, 1))
+        if self._norm_is_with_head:
+            parameters += self._vectors(sum(n.num_params for n in model.final_norms), OTHER_WEIGHTS)
+        return self._unit("head", (*parameters, *self._copies(embedding=False)))
+
+    @property
+    def _norm_is_with_head(self) -> bool:
+        # `_find_final_norm` looks among the children of `model.model`, which is the whole base
+        # model where PEFT wraps it
+        return self.step.method.trains_base
+
+    @cached_property
+    def root(self) -> Unit:
+        """What no other unit has."""
+        model, counted = self.step.model, 0
+        parameters: list[Parameter] = []
+        for table in model.embeddings[1:]:
+            if table.kind != "buffer":
+                parameters.append(self._table(table.rows, table.width))
+                counted += table.num_params
+        for linear in (*model.outer_linears, *model.idle_linears):
+            parameters += self._of_linear(linear, OTHER_WEIGHTS)
+            counted += linear.num_params
+        counted += model.embeddings[0].num_params
+        if model.head is not None:
+            counted += model.head.num_params - (model.head.num_weights if self.is_tied else 0)
+        counted += sum(group.num_params for group in model.groups)
+        if self._norm_is_with_head:
+            counted += sum(norm.num_params for norm in model.final_norms)
+        parameters += self._vectors(model.loaded_params - counted, OTHER_WEIGHTS)
+        parameters += self._shared_adapters()
+        return self._unit("root", parameters)
+
+    def all(self) -> Iterator[tuple[Unit, int]]:
+        """Every unit with its number."""
+        yield self.embedding, 1
+        yield from zip(self.blocks, self.counts, strict=True)
+        yield self.head, 1
+        yield self.root, 1
+
+    # --- parameters -----------------------------------------------------------------------------
+
+    @property
+    def _trains_base(self) -> bool:
+        return self.step.method.trains_base
+
+    def _width(self, width: int, *, trained: bool) -> int:
+        return self.trained_bytes or width if trained else width
+
+    def _base(self, rows: Count, width: Count, count: int, fact: Fact) -> Parameter:
+        return Parameter(
+            rows=rows,
+            width=width,
+            count=count,
+            rest_bytes=self._width(self.rest.dtypes.base_bytes, trained=self._trains_base),
+            compute_bytes=self.step.dtypes.base_bytes,
+            trained=self._trains_base,
+            fact=fact,
+        )
+
+    def _table(self, rows: int, width: int) -> Parameter:
+        return Parameter(
+            rows=rows,
+            width=width,
+            rest_bytes=self._width(self.rest.dtypes.embedding_bytes, trained=self._trains_base),
+            compute_bytes=self.step.dtypes.embedding_bytes,
+            trained=self._trains_base,
+            fact=EMBEDDING_WEIGHTS,
+        )
+
+    def _copies(self, *, embedding: bool) -> Iterator[Parameter]:
+        for module in self.rest.saved_modules:
+            if module.is_embedding == embedding:
+                yield Parameter(
+                    rows=module.rows,
+                    width=module.width,
+                    rest_bytes=self._width(module.param_bytes, trained=True),
+                    compute_bytes=self.step.dtypes.embedding_bytes,
+                    trained=True,
+                    fact=SAVED_MODULES,
+                )
+
+    def _vectors(self, elements: int, fact: Fact) -> Iterator[Parameter]:
+        """Norms and biases, most of them as wide as the stream."""
+        hidden = self.step.model.hidden_size
+        whole, remainder = divmod(max(0, elements), hidden)
+        if whole:
+            yield self._base(hidden, 1, whole, fact)
+        if remainder:
+            yield self._base(remainder, 1, 1, fact)
+
+    def _of_linear(self, linear: Linear, fact: Fact) -> Iterator[Parameter]:
+        rows, width = linear.out_features, linear.in_features
+        if is_quantised(linear, self.step.dtypes):
+            if self.storage_bytes > 1:  # else it is not sharded
+                codes = ceil_div(ceil_div(rows * width, 2), self.storage_bytes)
+                yield Parameter(
+                    rows=codes,
+                    width=1,
+                    count=linear.count,
+                    rest_bytes=self.storage_bytes,
+                    compute_bytes=self.storage_bytes,
+                    trained=False,
+                    fact=fact,
+                )
+        elif not linear.is_module:  # experts in one parameter: the first dimension counts them
+            yield self._base(linear.count, rows * width, 1, fact)
+        elif linear.transposed:
+            yield self._base(width, rows, linear.count, fact)
+        else:
+            yield self._base(rows, width, linear.count, fact)
+        if linear.bias:
+            yield self._base(rows, 1, linear.count, fact)
+
+    def _of_layer(self, group: LayerGroup) -> Iterator[Parameter]:
+        layer = group.layer
+        in_linears = 0
+        for linear in layer.linears:
+            in_linears += linear.num_params
+            yield from self._of_linear(linear, LAYER_WEIGHTS)
+        yield from self._vectors(layer.num_params - in_linears, LAYER_WEIGHTS)
+        if not self._trains_base:
+            yield from self._adapters(layer)
+
+    def _adapters(self, layer: Layer) -> Iterator[Parameter]:
+        step, rest = self.step, self.rest
+        for linear in adapted(layer, step.targets):
+            shapes = step.method.adapter_shapes(linear, step.r)
+            widths = step.method.adapter_widths(linear, rest.dtypes)
+            computed = step.method.adapter_widths(linear, step.dtypes)
+            for (rows, width), at_rest, in_compute in zip(shapes, widths, computed, strict=False):
+                is_vector = isinstance(rows, int) and rows == 1
+                yield Parameter(
+                    rows=width if is_vector else rows,
+                    width=1 if is_vector else width,
+                    count=linear.count,
+                    rest_bytes=self._width(at_rest, trained=True),
+                    compute_bytes=in_compute,
+                    trained=True,
+                    fact=ADAPTERS,
+                )
+
+    def _shared_adapters(self) -> Iterator[Parameter]:
+        step = self.step
+        for frozen in step.method.frozen_tensors(adapted_linears(step.model, step.targets), step.r):
+            yield Parameter(
+                rows=frozen.rows,
+                width=frozen.width,
+                count=frozen.count,
+                rest_bytes=self.rest.dtypes.adapter_bytes,
+                compute_bytes=step.dtypes.adapter_bytes,
+                trained=False,
+                fact=FROZEN_ADAPTERS,
+            )
+
+    # --- shares ---------------------------------------------------------------------------------
+
+    def share(self, fact: Fact, size: int) -> Count:
+        """Bytes of the parameters of one entry that a rank keeps."""
+        return sum(
+            number * parameter.shard(size) * parameter.rest_bytes
+            for unit, number in self.all()
+            for parameter in unit.parameters
+            if parameter.fact is fact
+        )
+
+    @cached_property
+    def unsharded(self) -> int:
+        """Bytes of quantised matrices that every rank keeps: scales, and codes of plain bytes."""
+        dtypes: Dtypes = self.rest.dtypes
+        if dtypes.quant == "none":
+            return 0
+        total = 0
+        for group, count in zip(self.step.model.groups, self.counts, strict=True):
+            for linear in group.layer.linears:
+                if is_quantised(linear, dtypes):
+                    parts = quantised_parts(
+                        linear.in_features * linear.out_features,
+                        dtypes.quant,
+                        out_features=linear.out_features,
+                        group_size=dtypes.quant_group_size,
+                    )
+                    kept = parts[1:] if self.storage_bytes > 1 else parts
+                    total += count * linear.count * sum(kept)
+        return total
+
+    @cached_property
+    def trained(self) -> tuple[Trained, ...]:
+        """Everything that gets a gradient, as kept between steps."""
+        if not self.trained_bytes:
+            return self.rest.tensors
+        return tuple(replace(x, param_bytes=self.trained_bytes) for x in self.rest.tensors)
+
+    def trained_shards(self, size: int) -> tuple[Trained, ...]:
+        """What the optimizer sees of them."""
+        return tuple(
+            Trained(
+                rows=1 if p.flat else ceil_div(p.rows, size),
+                width=ceil_div(p.rows * p.width, size) if p.flat else p.width,
+                param_bytes=p.rest_bytes,
+                count=p.count * number,
+                is_embedding=unit.name == "embedding",
+            )
+            for unit, number in self.all()
+            for p in unit.parameters
+            if p.trained
+        )
+
+
+_WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How one rank's share is cut.
+
+    Args:
+        size: ranks of one group, among which parameters are divided.
+        replicas: groups that each hold all.
+        reduce_bytes: of one element of gradients as they are sent; 0: as they are computed.
+        prefetches: version 1 gathers the next unit of the backward ahead.
+        reshards: blocks are freed after the forward.
+        syncs_each_batch: gradients are sent in every micro-step.
+    """
+
+    units: Units
+    size: int
+    replicas: int
+    reduce_bytes: int
+    reshards: bool
+    prefetches: bool
+    syncs_each_batch: bool
+
+
+
+def sharding_of(rest: TrainingStep, step: TrainingStep, spread: Spread) -> Sharding:
+    """The units of `step`, kept in the dtypes of `rest`."""
+    options = spread.options
+    stated = options["mixed_precision"]
+    mixes = rest.run.precision in ("bf16", "fp16") if stated is None else stated != "no"
+    reduce_dtype = options["reduce_dtype"]
+    replicas = int(options["dp_replicate_size"] or 1)  # type: ignore
+    four_bit = rest.dtypes.quant in FOUR_BIT_BNB
+    # accelerate widens what is trained, unless a `Params4bit` is there
+    widens = mixes and not four_bit
+    return Sharding(
+        units=Units(
+            rest=rest,
+            step=step,
+            storage_bytes=_WIDTHS[str(options["bnb_4bit_quant_storage"])] if four_bit else 0,
+            trained_bytes=4 if widens else 0,
+            flat=options["fsdp_version"] == "1",
+        ),
+        size=spread.size // replicas,
+        replicas=replicas,
+        reduce_bytes=_WIDTHS[str(reduce_dtype)] if reduce_dtype else 0,
+        reshards=bool(options["reshard_after_forward"]),
+        prefetches=options["backward_prefetch"] == "BACKWARD_PRE",
+        syncs_each_batch=bool(options["sync_each_batch"]),
+    )

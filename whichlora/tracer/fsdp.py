@@ -1,0 +1,124 @@
+"""Wrap a model as accelerate 1.15 does under FSDP, for `tracer.ranks`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from whichlora.tracer.ranks import Wrapped
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.bfloat16, "fp32": torch.float32}  # fp16: as wide
+
+
+def fully_sharded(
+    model: nn.Module,
+    mesh: Any,
+    *,
+    mixed_precision: str,
+    reduce_dtype: str | None = None,
+    reshard_after_forward: bool = True,
+) -> Wrapped:
+    """Version 2: `fsdp2_prepare_model` with the plugin that the Trainer makes."""
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    policy = None
+    if mixed_precision != "no":
+        dtype = _DTYPES[mixed_precision]
+        reduced = _DTYPES[reduce_dtype] if reduce_dtype else dtype
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=dtype)
+    elif reduce_dtype:
+        policy = MixedPrecisionPolicy(reduce_dtype=_DTYPES[reduce_dtype])
+    plugin = SimpleNamespace(
+        set_auto_wrap_policy=lambda _: None,
+        reshard_after_forward=reshard_after_forward,
+        cpu_offload=OffloadPolicy(),
+        mixed_precision_policy=policy,
+        ignored_modules=None,
+        cpu_ram_efficient_loading=False,  # what it leaves is the same
+        auto_wrap_policy=partial(transformer_auto_wrap_policy),
+        transformer_cls_names_to_wrap=None,
+    )
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh={("ranks",): mesh},
+        parallelism_config=SimpleNamespace(fsdp_dim_names=["ranks"]),
+        mixed_precision=mixed_precision,
+        is_main_process=False,
+        device=torch.device("cpu"),
+    )
+    sharded: Any = fsdp2_prepare_model(accelerator, model)
+
+    @contextmanager
+    def accumulating() -> Iterator[None]:
+        sharded.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
+
+    return Wrapped(model=sharded, accumulating=accumulating)
+
+
+def flat_sharded(
+    model: nn.Module,
+    mesh: Any,
+    *,
+    mixed_precision: str,
+    reduce_dtype: str | None = None,
+    reshard_after_forward: bool = True,
+    backward_prefetch: bool = False,
+) -> Wrapped:
+    """Version 1: `FullyShardedDataParallel` with the policies that the Trainer gives it."""
+    from accelerate.utils.dataclasses import get_module_class_from_name
+    from peft.utils.other import fsdp_auto_wrap_policy
+    from torch.distributed.fsdp import (
+        BackwardPrefetch,
+        FullyShardedDataParallel,
+        MixedPrecision,
+        ShardingStrategy,
+    )
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    policy = None
+    if mixed_precision != "no":
+        dtype = _DTYPES[mixed_precision]
+        reduced = _DTYPES[reduce_dtype] if reduce_dtype else dtype
+        policy = MixedPrecision(param_dtype=dtype, reduce_dtype=reduced, buffer_dtype=dtype)
+    whole: Any = model
+    if hasattr(model, "peft_config"):
+        wrap_policy = fsdp_auto_wrap_policy(model)
+    else:
+        blocks = {get_module_class_from_name(model, name) for name in whole._no_split_modules}
+        wrap_policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=blocks - {None})
+    full, grad_op = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+    sharded = FullyShardedDataParallel(
+        model,
+        process_group=mesh.get_group(),
+        sharding_strategy=full if reshard_after_forward else grad_op,
+        auto_wrap_policy=wrap_policy,
+        mixed_precision=policy,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE if backward_prefetch else None,
+        use_orig_params=True,
+        limit_all_gathers=True,
+        device_id=torch.device("cpu"),
+    )
+    if mixed_precision != "no":  # as `Accelerator.prepare_model` does afterwards
+        for module in FullyShardedDataParallel.fsdp_modules(sharded):
+            flat = module._flat_param if module._has_params else None
+            if flat is not None and flat.requires_grad and flat.dtype != torch.float32:
+                flat.data = flat.data.to(torch.float32)
+                module._handle._orig_param_dtype = torch.float32
+    return Wrapped(
+        model=sharded,
+        autocast=mixed_precision != "no",
+        accumulating=sharded.no_sync,
+        clip=partial(sharded.clip_grad_norm_, 1.0),
+    )
