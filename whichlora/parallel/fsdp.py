@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.memory.step import TrainingStep
@@ -17,7 +18,7 @@ from whichlora.parallel.fsdp1 import Rank1
 from whichlora.parallel.fsdp2 import Rank2
 from whichlora.parallel.fsdp_units import Sharding, sharding_of
 from whichlora.spec.dtypes import resolve_dtypes
-from whichlora.spec.run import FOUR_BIT_BNB, Precision
+from whichlora.spec.run import FOUR_BIT_BNB, Precision, RunConfig
 
 _PURE: dict[str, Precision] = {"bf16": "bf16-pure", "fp16": "fp16-pure"}
 
@@ -109,6 +110,7 @@ def _each_message(sharding: Sharding, step: TrainingStep, spread: Spread) -> Ite
                 count=number * reductions,
                 size=size,
                 hidden_by="nothing" if is_last else "backward",
+                micro_steps=reductions,
             )
         if sharding.replicas > 1:
             yield Message(
@@ -118,6 +120,8 @@ def _each_message(sharding: Sharding, step: TrainingStep, spread: Spread) -> Ite
                 count=number * reductions,
                 size=sharding.replicas,
                 hidden_by="nothing" if is_last else "backward",
+                micro_steps=reductions,
+                stride=size,
             )
 
 
@@ -157,6 +161,56 @@ def _notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
         f"fsdp: 4-bit weights are sharded where BitsAndBytesConfig has bnb_4bit_quant_storage="
         f"torch.{storage}; its default, uint8, is not sharded",
     )
+
+
+def _training_arguments(run: RunConfig, spread: Spread) -> dict[str, Any]:
+    """`fsdp` and `fsdp_config` of `TrainingArguments`, and what their keys can't say refused."""
+    options = spread.options
+    implied = run.precision if run.precision in ("bf16", "fp16") else "no"
+    for name, implied_value in (("mixed_precision", implied), ("reduce_dtype", None)):
+        if options[name] not in (None, implied_value):
+            raise ConfigError(
+                f"{name}: {options[name]} has no key in TrainingArguments, which take it from the "
+                "precision; leave it out"
+            )
+    if options["dp_replicate_size"] != 1:
+        raise ConfigError(
+            "dp_replicate_size: has no key in fsdp_config; give accelerate's ParallelismConfig"
+        )
+    config: dict[str, Any] = {
+        "version": int(str(options["fsdp_version"])),
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "reshard_after_forward": bool(options["reshard_after_forward"]),
+    }
+    if options["fsdp_version"] == "1":
+        shards = "full_shard" if options["reshard_after_forward"] else "shard_grad_op"
+        prefetch = options["backward_prefetch"]
+        config |= {"reshard_after_forward": shards, "backward_prefetch": prefetch}
+    arguments: dict[str, Any] = {"fsdp": True, "fsdp_config": config}
+    if options["sync_each_batch"]:
+        arguments["accelerator_config"] = {
+            "gradient_accumulation_kwargs": {"sync_each_batch": True}
+        }
+    return arguments
+
+
+def _accelerate(run: RunConfig, spread: Spread) -> dict[str, Any]:
+    options = spread.options
+    version = int(str(options["fsdp_version"]))
+    reshards: bool | str = bool(options["reshard_after_forward"])
+    if version == 1:
+        reshards = "FULL_SHARD" if reshards else "SHARD_GRAD_OP"
+    config = {
+        "fsdp_version": version,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": reshards,
+    }
+    if version == 1:
+        config |= {
+            "fsdp_backward_prefetch": options["backward_prefetch"],
+            "fsdp_use_orig_params": True,
+        }
+    return {"distributed_type": "FSDP", "fsdp_config": config}
 
 
 STRATEGY = Strategy(
@@ -215,5 +269,7 @@ STRATEGY = Strategy(
     moments=_moments,
     update_share=_update_share,
     messages=_messages,
+    training_arguments=_training_arguments,
+    accelerate=_accelerate,
     notes=_notes,
 )

@@ -386,7 +386,6 @@ class Sharding:
     syncs_each_batch: bool
 
 
-
 def sharding_of(rest: TrainingStep, step: TrainingStep, spread: Spread) -> Sharding:
     """The units of `step`, kept in the dtypes of `rest`."""
     options = spread.options
