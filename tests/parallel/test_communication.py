@@ -66,6 +66,13 @@ def test_slower_links_are_waited_for_longer() -> None:
     assert slower.exposed_s == pytest.approx(usual.exposed_s + 3.05)
 
 
+def test_what_overlaps_slows_the_computing_as_much_as_the_links_say() -> None:
+    messages = [sent(0.2, 10, "forward"), sent(0.5, 1, "nothing")]
+    time = communication(messages, COMPUTING, micro_steps=1, contention=0.5)
+    assert time.slowdown_s == pytest.approx(0.5 * (2.0 - 0.2))
+    assert time.overlapped_s == pytest.approx(2.0 - 0.2)
+
+
 def test_arrays_give_what_each_element_does() -> None:
     times = np.array([0.1, 1.0, 5.0])
     many = communication([sent(times, 10, "backward")], COMPUTING, micro_steps=1).exposed_s

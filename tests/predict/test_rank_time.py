@@ -54,7 +54,11 @@ def test_what_is_waited_for_comes_on_top_and_the_parts_add_up() -> None:
     alone, several = predicted(gpus=1).time, predicted()
     assert several.time.step_s is not None
     assert alone.step_s is not None
-    assert several.time.step_s == pytest.approx(alone.step_s + communication_s(several))
+    slowdown_s = several.time.breakdown["contention"]
+    waits_s = communication_s(several) + slowdown_s
+    assert several.time.step_s == pytest.approx(alone.step_s + waits_s)
+    assert several.several_gpus is not None
+    assert slowdown_s == pytest.approx(several.several_gpus.communication.overlapped_s)
     assert several.time.breakdown["communication"] == pytest.approx(communication_s(several))
     assert sum(several.time.breakdown.values()) == pytest.approx(several.time.step_s)
     assert several.time.tokens_per_s == pytest.approx(4 * 4 * 512 / several.time.step_s)
@@ -179,7 +183,8 @@ def test_the_rank_that_takes_longest_decides() -> None:
     alone = predict(MODEL, replace(run_of(gpus=1), batch_size=8), GPU, calibration()).time.step_s
     assert alone is not None
     first, _ = together.communication
-    assert together.time.total_s == pytest.approx(alone + first.exposed_s, rel=1e-6)
+    waits_s = first.exposed_s + first.slowdown_s
+    assert together.time.total_s == pytest.approx(alone + waits_s, rel=1e-6)
 
 
 def test_stages_wait_for_each_other() -> None:

@@ -35,11 +35,13 @@ class CommunicationTime:
 
     Args:
         exposed_s: while nothing computes.
+        slowdown_s: that the computing takes longer beside the others.
         total_s: of all messages.
     """
 
     sent: tuple[Sent, ...]
     exposed_s: Real
+    slowdown_s: Real
     total_s: Real
 
     @property
@@ -82,6 +84,7 @@ def communication(
     phase_s: Mapping[str, Real],
     *,
     micro_steps: Count,
+    contention: float = 0.0,
     slower: float = 1.0,
 ) -> CommunicationTime:
     """Exposed and overlapped seconds of one optimizer step.
@@ -94,6 +97,7 @@ def communication(
     Args:
         phase_s: seconds of computing by `PHASES`, in the whole optimizer step.
         micro_steps: of the step; a message is sent in all of them, where it does not say.
+        contention: `LinkSpec.contention`.
         slower: factor on the time of every message.
 
     Kind: estimate: blocks are taken as equal.
@@ -117,7 +121,12 @@ def communication(
         computing = phase_s[phase] * share
         waits = largest(seconds - computing * (1 - 1 / in_pass), seconds / in_pass)
         exposed = exposed + waits
-    return CommunicationTime(sent=tuple(sent), exposed_s=exposed, total_s=total)
+    return CommunicationTime(
+        sent=tuple(sent),
+        exposed_s=exposed,
+        slowdown_s=contention * (total - exposed),
+        total_s=total,
+    )
 
 
 def _passes(message: Message, phase: str, micro_steps: Count) -> int:

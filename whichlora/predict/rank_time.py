@@ -155,10 +155,10 @@ def judge_ranks(counted: RanksWork, model: TimeModel, links: LinkSpec | None) ->
     slowest = kinds[0]
     for kind in kinds[1:]:
         slowest = _slower(slowest, kind)
-    parts = slowest.parts | {"communication": total - idle - sum(slowest.parts.values())}
+    parts = slowest.parts | {"communication": slowest.exposed_s, "contention": slowest.slowdown_s}
     if counted.order != "at once":
         parts["pipeline_idle"] = idle
-    computing = total - parts["communication"]
+    computing = total - slowest.exposed_s - slowest.slowdown_s
     deviation = sqrt((slowest.log_deviation * computing) ** 2 + slowest.waits_deviation_s**2)
     return RanksJudgement(
         time=TimeJudgement(
@@ -177,12 +177,14 @@ class _Rank:
     """Time of ranks of one kind, without what they wait for other stages.
 
     Args:
-        waits_deviation_s: of the exposed seconds, one standard deviation.
+        waits_deviation_s: of exposed seconds and slowdown, one standard deviation.
     """
 
     features: Mapping[str, Real]
     parts: dict[str, Real]
     update_s: Real
+    exposed_s: Real
+    slowdown_s: Real
     total_s: Real
     log_deviation: Real
     waits_deviation_s: Real
@@ -199,17 +201,27 @@ def _judge_rank(counted: RanksWork, rank: RankWork, model: TimeModel, links: Lin
     sent = sent_over(links, rank.messages, counted.config.gpus_per_node)
 
     def at(slower: float) -> CommunicationTime:
-        return communication(sent, phase_s, micro_steps=counted.micro_steps, slower=slower)
+        return communication(
+            sent,
+            phase_s,
+            micro_steps=counted.micro_steps,
+            contention=links.contention,
+            slower=slower,
+        )
 
-    waits = at(1.0)
     by = links.relative_deviation
+    waits, longer, shorter = (at(slower) for slower in (1.0, 1 + by, max(0.0, 1 - by)))
+    # what overlaps is the least known: its deviation is as large as its mean
+    open_s = (longer.exposed_s - shorter.exposed_s) / 2 + waits.slowdown_s
     return _Rank(
         features=rank.features,
         parts=parts,
         update_s=update_s,
-        total_s=computing + waits.exposed_s,
+        exposed_s=waits.exposed_s,
+        slowdown_s=waits.slowdown_s,
+        total_s=computing + waits.exposed_s + waits.slowdown_s,
         log_deviation=deviation,
-        waits_deviation_s=(at(1 + by).exposed_s - at(max(0.0, 1 - by)).exposed_s) / 2,
+        waits_deviation_s=open_s,
         communication=waits,
     )
 
@@ -225,6 +237,8 @@ def _slower(rank: _Rank, other: _Rank) -> _Rank:
         features={name: of(rank.features[name], other.features[name]) for name in rank.features},
         parts={name: of(rank.parts[name], other.parts[name]) for name in rank.parts},
         update_s=of(rank.update_s, other.update_s),
+        exposed_s=of(rank.exposed_s, other.exposed_s),
+        slowdown_s=of(rank.slowdown_s, other.slowdown_s),
         total_s=of(rank.total_s, other.total_s),
         log_deviation=of(rank.log_deviation, other.log_deviation),
         waits_deviation_s=of(rank.waits_deviation_s, other.waits_deviation_s),

@@ -37,6 +37,8 @@ class LinkSpec:
         bandwidth_bytes_per_s: that one GPU sends with in a collective, where nothing is measured.
         latency_s: of a collective of a few bytes among two GPUs, likewise.
         host_bytes_per_s: that a GPU reaches to and from pinned host memory.
+        contention: seconds that a second of communication costs the computing beside it, whose
+            multiprocessors and memory NCCL's kernels take.
         relative_deviation: of a time, one standard deviation.
         network: None where nodes are alone.
         sources: where each fact comes from.
@@ -52,6 +54,7 @@ class LinkSpec:
     bandwidth_bytes_per_s: float | None = None
     latency_s: float = 10e-6
     host_bytes_per_s: float = 12e9
+    contention: float = 0.0
     relative_deviation: float
     network: NetworkSpec | None = None
     sources: Mapping[str, str] = field(default_factory=dict)

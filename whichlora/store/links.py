@@ -100,6 +100,7 @@ def read_links(path: Path) -> LinkSpec:
         bandwidth_bytes_per_s=values.get("bandwidth_bytes_per_s"),
         latency_s=values["latency_s"],
         host_bytes_per_s=float(values["host_bytes_per_s"]),
+        contention=float(values["contention"]),
         relative_deviation=float(values["relative_deviation"]),
         network=None if network is None else NetworkSpec(**network),
         sources=values["sources"],
@@ -173,6 +174,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bandwidth_bytes_per_s": ("a rate, or null", lambda v: v is None or is_rate(v)),
     "latency_s": ("seconds", lambda value: is_number(value, *_SECONDS)),
     "host_bytes_per_s": ("a rate", is_rate),
+    "contention": ("a number from 0 to 3", lambda value: is_number(value, 0.0, 3.0)),
     "relative_deviation": ("a number from 0.01 to 3", lambda value: is_number(value, 0.01, 3.0)),
     "network": (
         "an object of name, bandwidth_bytes_per_s, reached_share and latency_s, or null",
