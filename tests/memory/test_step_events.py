@@ -82,6 +82,16 @@ def test_small_requests_are_added_up_and_large_ones_listed() -> None:
     assert requests.peak_bytes == 3 * MiB + 512
 
 
+def test_runs_with_the_same_large_requests_are_replayed_as_one() -> None:
+    plain, alike, longer = (
+        training_events(step_of(RunConfig(**{"model": MODEL, "seq_len": 1024} | settings)))
+        for settings in ({}, {"optimizer": "adamw_8bit"}, {"seq_len": 1025})
+    )
+    assert plain == alike
+    assert hash(plain) == hash(alike)
+    assert plain != longer
+
+
 def test_a_chunk_knows_the_most_that_is_alive_inside_it() -> None:
     chunk = Chunk([(0, 2 * MiB), (1, 1024), (0, -2 * MiB), (2, MiB), (1, -1024)])
     assert chunk.large == [(0, 2 * MiB), (0, None)]

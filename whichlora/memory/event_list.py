@@ -74,6 +74,13 @@ class EventList:
         self._sizes: dict[int, int] = {}
         self._single: dict[int, Chunk] = {}  # births and deaths of one tensor, by their bytes
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the large requests of both are the same, in the same order."""
+        return isinstance(other, EventList) and self.plays == other.plays
+
+    def __hash__(self) -> int:
+        return hash((len(self.plays), self.large_peak_bytes))
+
     @property
     def events(self) -> list[tuple[int, int | None]]:
         """Number of a tensor, and its bytes at its birth or None at its death."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
 
 from whichlora.memory import generation_events, step_events
 from whichlora.memory.allocator_simulator import SMALL_SEGMENT_BYTES, LargeReplay
@@ -15,13 +16,47 @@ _AGREES = 0.01  # of the peak: further off, a tensor that matters is missing amo
 _HAVE_THESE_RULES = ("cuda", "rocm")
 
 
-def _stages(run: TrainingStep | Generation) -> Iterator[EventList]:
-    """The requests of `run` where all of them are known, again each time that there are more."""
+class _Replayed(NamedTuple):
+    """The requests of a run, and what the large ones among them allocate and reserve at most."""
+
+    requests: EventList
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@lru_cache(maxsize=8)  # a fifth of the alternatives of an explanation have the requests of another
+def _replayed_once(requests: EventList, *, expandable_segments: bool) -> _Replayed:
+    replayed = LargeReplay(expandable_segments=expandable_segments)
+    replayed.play(requests.plays)
+    return _Replayed(requests, replayed.peak_allocated_bytes, replayed.reserved_bytes)
+
+
+def _replayed_training(step: TrainingStep) -> _Replayed | None:
+    if not step_events.has_events(step):
+        return None
+    requests = step_events.training_events(step)
+    cached = _replayed_once(requests, expandable_segments=bool(step.run.expandable_segments))
+    return cached._replace(requests=requests)  # small ones can differ
+
+
+def _replayed_generation(run: Generation) -> _Replayed | None:
+    """Pass by pass; none where steps are left out and one of the others needs a new segment."""
+    if not generation_events.has_events(run):
+        return None
+    replayed = LargeReplay(expandable_segments=bool(run.run.expandable_segments))
+    num_played = reserved_bytes = 0
+    for number, requests in enumerate(generation_events.generation_stages(run)):
+        replayed.play(requests.plays[num_played:])
+        if number and requests.skips_steps and replayed.reserved_bytes > reserved_bytes:
+            return None
+        num_played, reserved_bytes = len(requests.plays), replayed.reserved_bytes
+    return _Replayed(requests, replayed.peak_allocated_bytes, reserved_bytes)
+
+
+def _replay_of(run: TrainingStep | Generation) -> _Replayed | None:
     if isinstance(run, Generation):
-        if generation_events.has_events(run):
-            yield from generation_events.generation_stages(run)
-    elif step_events.has_events(run):
-        yield step_events.training_events(run)
+        return _replayed_generation(run)
+    return _replayed_training(run)
 
 
 def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> int | None:
@@ -41,17 +76,12 @@ def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> i
     """
     if run.gpu.kind not in _HAVE_THESE_RULES:
         return None
-    replayed = LargeReplay(expandable_segments=bool(run.run.expandable_segments))
-    requests, num_played, reserved_bytes = None, 0, 0
-    for stage, requests in enumerate(_stages(run)):
-        replayed.play(requests.plays[num_played:])
-        if stage and requests.skips_steps and replayed.reserved_bytes > reserved_bytes:
-            return None
-        num_played, reserved_bytes = len(requests.plays), replayed.reserved_bytes
-    if requests is None:
+    replayed = _replay_of(run)
+    if replayed is None:
         return None
+    requests = replayed.requests
     # what blocks are larger than their tensors is no idle memory
-    live = requests.peak_bytes + replayed.peak_allocated_bytes - requests.large_peak_bytes
+    live = requests.peak_bytes + replayed.allocated_bytes - requests.large_peak_bytes
     if abs(live / live_bytes - 1) > _AGREES:
         return None
     small: int = round_up(requests.small_peak_bytes, SMALL_SEGMENT_BYTES)
