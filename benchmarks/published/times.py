@@ -167,21 +167,24 @@ def leave_one_out(
 ) -> Iterator[HeldOut]:
     """Each group predicted from all others; its interval from how they predict each other."""
     groups = sorted({one.group for one in samples})
+
+    @cache
+    def without(left_out: frozenset[str], gpu_key: str) -> TimeModel:
+        kept = [one for one in samples if one.group not in left_out]
+        return fit(kept, phase, gpu_of(gpu_key))
+
+    held = {group: [one for one in samples if one.group == group] for group in groups}
     for group in groups:
-        held = [one for one in samples if one.group == group]
-        kept = [one for one in samples if one.group != group]
-        gpu = gpu_of(held[0].observation.gpu)
+        gpu_key = held[group][0].observation.gpu
         inner = [
             pair
             for other in groups
             if other != group
-            for pair in _errors(
-                fit([one for one in kept if one.group != other], phase, gpu),
-                [one for one in kept if one.group == other],
-            )
+            for pair in _errors(without(frozenset({group, other}), gpu_key), held[other])
         ]
         reach = TWO_SIDED_Z[TIME_CONFIDENCE] * _scale(*zip(*inner, strict=True))
-        errors, deviations = zip(*_errors(fit(kept, phase, gpu), held), strict=True)
+        model = without(frozenset({group}), gpu_key)
+        errors, deviations = zip(*_errors(model, held[group]), strict=True)
         yield HeldOut(group, errors, tuple(reach * one for one in deviations))
 
 
