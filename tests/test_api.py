@@ -125,6 +125,25 @@ def test_the_options_of_strategies_are_settings() -> None:
     assert dict(views.run.parallel.options) == {"gradient_as_bucket_view": True}
 
 
+def test_a_global_batch_sets_the_micro_steps_of_each_number_of_gpus() -> None:
+    runs = [
+        prediction.run
+        for prediction in estimate(
+            MODEL,
+            "l4",
+            gpus=[1, 2, 4],
+            parallel="auto",
+            batch_size=2,
+            global_batch_size=16,
+            seq_len=64,
+            gradient_as_bucket_view=False,  # type: ignore[call-arg]
+        )
+    ]
+    assert [run.gradient_accumulation_steps for run in runs] == [8, 4, 2]
+    assert [run.parallel.strategy for run in runs] == ["none", "ddp", "ddp"]
+    assert "global_batch_size" not in runs[1].to_dict()["parallel"]
+
+
 @pytest.mark.parametrize(
     ("gpus", "message"),
     [

@@ -90,6 +90,7 @@ class _RunSettings(TypedDict, total=False):
     nodes: int | Sequence[int]
     parallel: str | Sequence[str]
     interconnect: str | Sequence[str]
+    global_batch_size: int | Sequence[int]
 
 
 class RunSettings(_RunSettings, total=False):

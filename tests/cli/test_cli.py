@@ -520,8 +520,21 @@ def test_an_export_of_several_gpus_is_refused_in_one_line() -> None:
         ("--gpus 2 --parallel none", "parallel: is missing for 2 GPUs"),
         ("--gpus 2 --parallel dpp", "--parallel: 'dpp' is not known; accepted are ddp, "),
         ("--gpus 2 --parallel ddp+dpp", "--parallel: 'dpp' is not known; accepted are ddp, "),
-        ("--gpus 2 --phase inference", "parallel: ddp is known of fine-tuning alone"),
+        ("--gpus 2 --phase inference", "gpus: several are known of fine-tuning alone"),
         ("--gpus 2 --engine trace", "gpus: a trace is of one GPU, got 2; use --engine ledger"),
+        ("--global-batch-size 0", "--global-batch-size: '0' is not a whole number from 1"),
+        (
+            "--gpus 2 --parallel ddp --batch-size 3 --global-batch-size 8",
+            "global_batch_size: 8 can't be reached with batch_size 3 on 2 GPUs at once; give a mul",
+        ),
+        (
+            "--gpus 2 --parallel ddp --gradient-accumulation-steps 3 --global-batch-size 8",
+            "gradient_accumulation_steps: follows from global_batch_size, which makes 4 of them",
+        ),
+        (
+            "--batch-size max --gpus 2 --global-batch-size 8",
+            "--batch-size: max and --global-batch-size exclude each other",
+        ),
         ("--gpus 8x", "--gpus: 8x: is the number of GPUs; for types give --gpu alone"),
     ],
 )

@@ -59,6 +59,26 @@ def test_below_one_answer_stand_the_global_batch_and_what_is_sent(
     assert "all 4 GPUs hold the same amounts" in printed
 
 
+def test_numbers_of_gpus_are_compared_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"gpus": [1, 2, 4], "parallel": "ddp", "global_batch_size": 8, "seq_len": 64}
+    print_predictions(estimate(MODEL, "l4", **asked))  # type: ignore[arg-type]
+    printed = capsys.readouterr().out
+    (line,) = [line for line in printed.splitlines() if line.startswith("fewest GPUs")]
+    assert line.startswith("fewest GPUs: 1 (ddp); fastest: 4 (ddp), ")
+    assert "; least GPU time: 1 (ddp), " in line
+    print_predictions(estimate(MODEL, "8GB", seq_len=4096, batch_size=8, gpus=[1, 2]))
+    assert "surely fits with none of these numbers of GPUs" in capsys.readouterr().out
+    print_predictions(estimate(MODEL, "l4", seq_len=64, gpus=2))
+    assert "fewest" not in capsys.readouterr().out
+
+
+def test_a_grid_leaves_out_the_notes_on_each_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    print_predictions(estimate(MODEL, "l4", seq_len=64, gpus=2))
+    assert "note: parallel auto on 2 GPUs: " in capsys.readouterr().out
+    print_predictions(estimate(MODEL, "l4", seq_len=[64, 128], gpus=2))
+    assert "parallel auto" not in capsys.readouterr().out
+
+
 def test_each_kind_of_rank_has_a_column_and_many_kinds_are_cut() -> None:
     two = [rank("first stage", (0,), GiB), rank("last stage", (1, 2, 3), 2 * GiB)]
     sheet = kinds_sheet(two)

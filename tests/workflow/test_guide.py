@@ -47,6 +47,22 @@ def test_the_time_for_the_data_is_all_its_steps() -> None:
     assert row["total_low_s"] < row["total_s"] < row["total_high_s"]
 
 
+def test_a_guide_of_several_gpus_shares_the_data_among_them(tmp_path: Path) -> None:
+    args = ("--models", "HuggingFaceTB/SmolLM2-135M", "--gpu", "l4-24gb", "--seq-len", "256")
+    more = ("--batch-size", "2,4", "--gpus", "1,4", "--parallel", "ddp", "--samples", "800")
+    rows = json.loads(whichlora("guide", *args, *more, "--json").stdout)["guide"]
+    assert [(row["gpus"], row["batch_size"], row["num_steps"]) for row in rows] == [
+        *((1, 2, 400), (1, 4, 200), (4, 2, 100), (4, 4, 50)),
+    ]
+    for row in rows:
+        assert row["gpu_s"] == pytest.approx(row["gpus"] * row["total_s"])
+    text = whichlora("guide", *args, *more).stdout
+    assert "GPUs   strategy" in text
+    whichlora("guide", *args, *more, "--output", str(tmp_path / "guide.csv"))
+    table = list(csv.DictReader(io.StringIO((tmp_path / "guide.csv").read_text())))
+    assert [row["parallel"] for row in table] == ["ddp"] * 4
+
+
 def test_the_table_names_its_basis() -> None:
     text = whichlora("guide", *GRID).stdout
     assert text.count("EleutherAI/pythia-160m") == 4

@@ -57,7 +57,7 @@ def guide(
 ) -> None:
     """A parameter guide: memory, time for the data, throughput.
 
-    Every list with commas makes a grid.
+    Every list with commas makes a grid, the number of GPUs too: --gpus 2,4,8 --parallel fsdp.
 
     \b
     Example:
@@ -78,7 +78,7 @@ def guide(
     if as_json:
         print_json(
             {
-                "guide": [row.to_row() for row in rows],
+                "guide": terminal.flat_rows(rows),
                 "refused": [combination.to_dict() for combination in rows.refused],
             }
         )

@@ -213,6 +213,8 @@ def maximised(settings: dict[str, Any]) -> Size | None:
         return None
     if len(maximised_sizes) > 1:
         raise ConfigError("--batch-size and --seq-len: only one of both can be max")
+    if maximised_sizes[0] == "batch_size" and settings["global_batch_size"] != [None]:
+        raise ConfigError("--batch-size: max and --global-batch-size exclude each other")
     if maximised_sizes[0] == "seq_len" and "inference" in settings["phase"]:
         raise ConfigError("--seq-len: max is of fine-tuning; inference takes --prompt-len")
     settings[maximised_sizes[0]] = [1]

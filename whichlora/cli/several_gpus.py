@@ -30,7 +30,7 @@ class SpreadCommand(click.Command):
 
 @functools.cache
 def spread_options() -> tuple[click.Option, ...]:
-    """`--parallel`, `--nodes`, `--interconnect`, and a flag for each option of the strategies."""
+    """`--parallel`, what else is said of the GPUs, and a flag for each option of the strategies."""
     from whichlora.parallel import list_strategies
 
     strategies = list_strategies()
@@ -60,6 +60,12 @@ def spread_options() -> tuple[click.Option, ...]:
             callback=_listed(words("interconnect")),
             help="Links between the GPUs: a known machine, or what each GPU sends with, such as "
             "25GB/s; default: what machines with these GPUs usually have.",
+        ),
+        click.Option(
+            ["--global-batch-size"],
+            callback=_listed(counts("global-batch-size")),
+            help="Sequences per optimizer step over all GPUs, in place of "
+            "--gradient-accumulation-steps.",
         ),
         *(_flag(name, options, users[name]) for name, options in by_name.items()),
     )

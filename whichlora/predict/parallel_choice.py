@@ -12,6 +12,7 @@ from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.units import format_bytes, format_count
 
+ON_CHOICE = (f"parallel {AUTO} ", "instead ")  # how notes begin that say why, and what else
 MOST_RUNNERS_UP = 3  # in notes, one line each
 
 
@@ -115,7 +116,7 @@ def best_spread(run: RunConfig, predicted: Callable[[RunConfig], Prediction]) ->
 def choice_notes(spreadings: Sequence[Spreading]) -> tuple[str, ...]:
     """Why the first of `spreadings` is the answer, and the next ones, a line each."""
     best, *others = spreadings
-    where = f"parallel {AUTO} on {best.config.gpus} GPUs: {_in_words(best.config)}"
+    where = f"{ON_CHOICE[0]}on {best.config.gpus} GPUs: {_in_words(best.config)}"
     fitting = sum(spreading.prediction.verdict == "fits" for spreading in spreadings)
     if not others:
         why = "is the only strategy that accepts the run"
@@ -137,7 +138,7 @@ def _runner_up(spreading: Spreading) -> str:
     speed = ""
     if prediction.time.is_known:
         speed = f", {format_count(prediction.time.tokens_per_s)} tokens/s"
-    return f"instead {_in_words(spreading.config)}: {size} on a GPU{speed}, {fits}"
+    return f"{ON_CHOICE[1]}{_in_words(spreading.config)}: {size} on a GPU{speed}, {fits}"
 
 
 def _in_words(config: ParallelConfig) -> str:

@@ -13,7 +13,7 @@ from whichlora.parallel.layout import Layout
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.parallel import ONE_DEVICE
+from whichlora.spec.parallel import ONE_DEVICE, micro_steps
 from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FP32_PRECISIONS, RunConfig
 from whichlora.spec.targets import check_saved_modules, resolve_targets
 from whichlora.symbolic.kernels import ASSUMED_CAPABILITY, FLASH_CAPABILITY, runs_efficient
@@ -116,7 +116,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     _check_trained(model, run, dtypes)
     layout = layout_of(run)
     if layout is not None:
-        run = replace(run, parallel=layout.config)
+        run = _with_micro_steps(run, layout)
     return ResolvedRun(
         model=model,
         run=run,
@@ -126,6 +126,28 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         dtypes=dtypes,
         targets=targets,
         layout=layout,
+    )
+
+
+def _with_micro_steps(run: RunConfig, layout: Layout) -> RunConfig:
+    """`run` with every option of its strategies, and the micro-steps that its global batch takes.
+
+    Raises:
+        ConfigError: no number of them reaches it.
+    """
+    config = layout.config
+    if config.global_batch_size is None:
+        return replace(run, parallel=config)
+    steps = micro_steps(
+        config.global_batch_size,
+        batch_size=run.batch_size,
+        at_once=layout.data_parallel_size,
+        accumulation=run.gradient_accumulation_steps,
+    )
+    return replace(
+        run,
+        gradient_accumulation_steps=steps,
+        parallel=replace(config, global_batch_size=None),
     )
 
 
@@ -143,8 +165,8 @@ def layout_of(run: RunConfig) -> Layout | None:
     layout = Layout.of(config, [get_strategy(name) for name in config.names])
     if run.phase == "inference":
         raise ConfigError(
-            f"parallel: {config.strategy} is known of fine-tuning alone; give phase finetune, or "
-            "leave gpus and parallel out"
+            "gpus: several are known of fine-tuning alone; give phase finetune, or leave gpus and "
+            "parallel out"
         )
     return layout
 

@@ -14,7 +14,7 @@ AUTO_INTERCONNECT = "auto"  # what machines of the run's GPUs usually have
 AUTO = "auto"  # asks for the best of all strategies
 MOST_GPUS = 100_000
 
-_FIELDS = ("strategy", "gpus", "nodes", "interconnect")
+_FIELDS = ("strategy", "gpus", "nodes", "interconnect", "global_batch_size")
 OptionValue = bool | int | str | tuple[str, ...]
 
 
@@ -28,6 +28,8 @@ class ParallelConfig:
         nodes: machines, which have equally many GPUs.
         interconnect: links between the GPUs: the name of a known machine, or a bandwidth such as
             "25GB/s" that each GPU sends with.
+        global_batch_size: sequences per optimizer step, from which `resolve` counts the
+            micro-steps; None: the run states those.
         options: (name, value) pairs of what the strategies declare, where they are not the
             defaults; sorted.
     """
@@ -36,6 +38,7 @@ class ParallelConfig:
     gpus: int = 1
     nodes: int = 1
     interconnect: str = AUTO_INTERCONNECT
+    global_batch_size: int | None = None
     options: tuple[tuple[str, OptionValue], ...] = ()
 
     def __post_init__(self) -> None:
@@ -46,6 +49,7 @@ class ParallelConfig:
                 raise ConfigError(f"{setting}: {value!r} is not a whole number; give 1 or more")
             if not 1 <= value <= MOST_GPUS:
                 raise ConfigError(f"{setting}: must be 1 to {MOST_GPUS}, got {value}")
+        _check_global_batch(self.global_batch_size)
         if self.gpus % self.nodes:
             raise ConfigError(
                 f"gpus: {self.gpus} over all nodes can't be divided by {self.nodes} nodes; give a "
@@ -79,6 +83,8 @@ class ParallelConfig:
             name: list(value) if isinstance(value, tuple) else value for name, value in self.options
         }
         fields = {name: getattr(self, name) for name in _FIELDS}
+        if self.global_batch_size is None:
+            del fields["global_batch_size"]
         return fields | options
 
     @classmethod
@@ -99,6 +105,36 @@ class ParallelConfig:
             options=tuple(sorted(options.items())),
             **{name: values[name] for name in _FIELDS if name in values},
         )
+
+
+def _check_global_batch(value: int | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"global_batch_size: {value!r} is not a whole number from 1 on")
+
+
+def micro_steps(
+    global_batch_size: int, *, batch_size: int, at_once: int, accumulation: int = 1
+) -> int:
+    """Micro-steps in which `at_once` GPUs with `batch_size` each reach `global_batch_size`.
+
+    Raises:
+        ConfigError: they can't, or `accumulation`, the number that the run states, is another.
+    """
+    _check_global_batch(global_batch_size)
+    sequences = batch_size * at_once
+    if global_batch_size % sequences:
+        of_gpus = f" on {at_once} GPUs at once" if at_once > 1 else ""
+        raise ConfigError(
+            f"global_batch_size: {global_batch_size} can't be reached with batch_size {batch_size}"
+            f"{of_gpus}; give a multiple of {sequences}"
+        )
+    steps = global_batch_size // sequences
+    if accumulation not in (1, steps):
+        raise ConfigError(
+            f"gradient_accumulation_steps: follows from global_batch_size, which makes {steps} of "
+            f"them, got {accumulation}; leave one of both out"
+        )
+    return steps
 
 
 ONE_GPU = ParallelConfig()

@@ -8,7 +8,7 @@ from whichlora.terminal.explained import explanation_markdown, print_explanation
 from whichlora.terminal.exports import print_export
 from whichlora.terminal.facts import answer_facts, detailed_row
 from whichlora.terminal.files import write_candidates, write_comparison, write_summary
-from whichlora.terminal.guides import print_guide, write_guide
+from whichlora.terminal.guides import flat_rows, print_guide, write_guide
 from whichlora.terminal.live import SweepProgress
 from whichlora.terminal.placements import print_placements
 from whichlora.terminal.progress import Progress
@@ -31,6 +31,7 @@ __all__ = [
     "detailed_row",
     "explanation",
     "explanation_markdown",
+    "flat_rows",
     "print_answer",
     "print_calibration",
     "print_explanation",

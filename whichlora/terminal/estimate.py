@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from whichlora.spec.parallel import ONE_GPU
 from whichlora.spec.results import MemoryPrediction, Prediction, Refused
-from whichlora.terminal.several_gpus import print_spread
+from whichlora.terminal.several_gpus import count_lines, print_spread
 from whichlora.terminal.tables import new_table, open_console, print_table, say
-from whichlora.terminal.words import VERDICTS, refusals, variants
+from whichlora.terminal.words import VERDICTS, refusals, shared_notes, variants
 from whichlora.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -60,11 +60,13 @@ def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refus
     if len(predictions) == 1:
         _print_breakdown(console, predictions[0])
         print_spread(console, predictions[0])
+    for text in count_lines(predictions):
+        say(console, text)
     for text in refusals(refused):
         say(console, text)
     for text in dict.fromkeys(prediction.basis for prediction in predictions):
         say(console, f"basis: {text}")
-    for text in dict.fromkeys(note for prediction in predictions for note in prediction.notes):
+    for text in shared_notes(predictions):
         say(console, f"note: {text}")
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
+from whichlora.spec.parallel import ONE_GPU
 from whichlora.spec.results import Refused
 from whichlora.store.jsonfiles import write_text
 from whichlora.terminal.sheet import as_csv
 from whichlora.terminal.tables import open_console, print_table, say
-from whichlora.terminal.words import VERDICTS, refusals, variant
+from whichlora.terminal.words import VERDICTS, refusals, shared_notes, variant
 from whichlora.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -31,8 +32,7 @@ _COLUMNS = (
     "90 % interval",
     "tokens/s",
 )
-_TEXTS = ("model", "accelerator", "method", "fits")
-_NUMBERS = tuple(column for column in _COLUMNS if column not in _TEXTS)
+_TEXTS = ("model", "accelerator", "method", "strategy", "fits")
 _PLAIN_WIDTH = 240  # of output that is not a terminal: two intervals need more than most tables
 _STYLE = """\
 body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; color-scheme: light dark; }
@@ -42,15 +42,28 @@ th, td { padding: .3em .8em; border-bottom: 1px solid #8884; text-align: left; }
 """
 
 
+def is_spread(rows: Iterable[GuideRow]) -> bool:
+    """Whether some run has several GPUs."""
+    return any(row.prediction.run.parallel != ONE_GPU for row in rows)
+
+
+def flat_rows(rows: Sequence[GuideRow]) -> list[dict[str, Any]]:
+    """`to_row` of all `rows`, which have the same columns."""
+    if not is_spread(rows):
+        return [row.to_row() for row in rows]
+    return [row.to_row() | row.spread_columns() for row in rows]
+
+
 def print_guide(rows: Sequence[GuideRow], refused: Sequence[Refused] = ()) -> None:
     console = open_console()
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
+    columns, cells = _table(rows)
     print_table(
         console,
-        _COLUMNS,
-        [_cells(row) for row in rows],
-        right=_NUMBERS,
+        columns,
+        cells,
+        right=_numbers(columns),
         lift=("tokens", "model", "accelerator", "method", "batch"),
         spare=("tokens/s", "90 % interval", "95 % interval"),
     )
@@ -75,10 +88,12 @@ def write_guide(path: Path, rows: Sequence[GuideRow], refused: Sequence[Refused]
 
 
 def _markdown(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> str:
+    columns, cells = _table(rows)
+    numbers = _numbers(columns)
     lines = [
-        f"| {' | '.join(_COLUMNS)} |",
-        f"| {' | '.join('---:' if column in _NUMBERS else '---' for column in _COLUMNS)} |",
-        *(f"| {' | '.join(_cells(row))} |" for row in rows),
+        f"| {' | '.join(columns)} |",
+        f"| {' | '.join('---:' if column in numbers else '---' for column in columns)} |",
+        *(f"| {' | '.join(row)} |" for row in cells),
         "",
         *_footer(rows, refused),
     ]
@@ -87,26 +102,28 @@ def _markdown(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> str:
 
 def _csv(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> str:
     """In base units, for programs."""
-    return as_csv([row.to_row() for row in rows])
+    return as_csv(flat_rows(rows))
 
 
 def _html(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> str:
     """One page without a script."""
+    columns, table = _table(rows)
+    numbers = _numbers(columns)
 
     def line(tag: str, cells: Sequence[str]) -> str:
         return "".join(
             f'<{tag} class="number">{escape(cell)}</{tag}>'
-            if column in _NUMBERS
+            if column in numbers
             else f"<{tag}>{escape(cell)}</{tag}>"
-            for column, cell in zip(_COLUMNS, cells, strict=True)
+            for column, cell in zip(columns, cells, strict=True)
         )
 
-    body = "\n".join(f"<tr>{line('td', _cells(row))}</tr>" for row in rows)
+    body = "\n".join(f"<tr>{line('td', cells)}</tr>" for cells in table)
     notes = "\n".join(f"<p>{escape(text)}</p>" for text in _footer(rows, refused))
     return (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         f"<title>Parameter guide</title>\n<style>\n{_STYLE}</style>\n"
-        f"<h1>Parameter guide</h1>\n<table>\n<thead><tr>{line('th', _COLUMNS)}</tr></thead>\n"
+        f"<h1>Parameter guide</h1>\n<table>\n<thead><tr>{line('th', columns)}</tr></thead>\n"
         f"<tbody>\n{body}\n</tbody>\n</table>\n{notes}\n</html>\n"
     )
 
@@ -118,13 +135,25 @@ WRITERS: dict[str, Callable[[Sequence[GuideRow], Sequence[Refused]], str]] = {
 }
 
 
-def _cells(row: GuideRow) -> tuple[str, ...]:
+def _table(rows: Sequence[GuideRow]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and cells; the GPUs and their strategy where a run has several."""
+    spread = is_spread(rows)
+    columns = (*_COLUMNS[:2], *(("GPUs", "strategy") if spread else ()), *_COLUMNS[2:])
+    return columns, [_cells(row, spread=spread) for row in rows]
+
+
+def _numbers(columns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(column for column in columns if column not in _TEXTS)
+
+
+def _cells(row: GuideRow, *, spread: bool) -> tuple[str, ...]:
     prediction, run = row.prediction, row.prediction.run
     low, high = prediction.memory.interval_bytes
     low_s, high_s = row.total_interval_s
     return (
         run.model,
         prediction.gpu,
+        *((str(run.parallel.gpus), run.parallel.in_words) if spread else ()),
         variant(run),
         str(run.batch_size),
         str(run.seq_len),
@@ -139,7 +168,7 @@ def _cells(row: GuideRow) -> tuple[str, ...]:
 
 def _footer(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> list[str]:
     bases = dict.fromkeys(f"{row.prediction.gpu}: {row.prediction.basis}" for row in rows)
-    notes = dict.fromkeys(note for row in rows for note in row.prediction.notes)
+    notes = shared_notes([row.prediction for row in rows])
     return [
         *refusals(refused),
         *(f"basis: {text}" for text in bases),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from whichlora.memory.training import PARTS
+from whichlora.spec.parallel import ONE_DEVICE, ONE_GPU
 from whichlora.spec.results import (
     Communication,
     MessagePrediction,
@@ -15,9 +17,11 @@ from whichlora.spec.results import (
     SeveralGpus,
     ranges,
 )
+from whichlora.spec.run import RunConfig
 from whichlora.terminal.sheet import Sheet, show
 from whichlora.terminal.tables import say
-from whichlora.units import format_bytes, format_seconds
+from whichlora.terminal.words import describe
+from whichlora.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,6 +40,51 @@ def print_spread(console: Console, prediction: Prediction) -> None:
         show(console, messages_sheet(several.communication.messages))
     for line in spread_lines(prediction, several):
         say(console, line)
+
+
+def count_lines(predictions: Sequence[Prediction]) -> Iterator[str]:
+    """Of each run that is asked with several numbers of GPUs, which of them is best, and at what.
+
+    GPU time is what a price per hour is paid for.
+    """
+    groups: dict[tuple[str, RunConfig], list[Prediction]] = {}
+    for prediction in predictions:
+        run = replace(prediction.run, parallel=ONE_GPU, gradient_accumulation_steps=1)
+        groups.setdefault((prediction.gpu, run), []).append(prediction)
+    for (gpu, run), group in groups.items():
+        if len({prediction.run.parallel.gpus for prediction in group}) < 2:
+            continue
+        name = f"{describe(run)} on {gpu}: " if len(groups) > 1 else ""
+        fitting = [prediction for prediction in group if prediction.verdict == "fits"]
+        if not fitting:
+            yield f"{name}it surely fits with none of these numbers of GPUs"
+            continue
+        fewest = min(fitting, key=lambda each: (each.run.parallel.gpus, _s_per_token(each)))
+        words = [f"fewest GPUs: {_gpus_of(fewest)}"]
+        if all(prediction.time.is_known for prediction in fitting):
+            fastest = min(fitting, key=_s_per_token)
+            cheapest = min(fitting, key=_gpu_s_per_token)
+            words.append(
+                f"fastest: {_gpus_of(fastest)}, {format_count(fastest.time.tokens_per_s)} tokens/s"
+            )
+            hours = 1e6 * _gpu_s_per_token(cheapest) / 3600
+            words.append(
+                f"least GPU time: {_gpus_of(cheapest)}, {hours:.3g} GPU-hours per million tokens"
+            )
+        yield name + "; ".join(words)
+
+
+def _gpus_of(prediction: Prediction) -> str:
+    config = prediction.run.parallel
+    return "1" if config.strategy == ONE_DEVICE else f"{config.gpus} ({config.in_words})"
+
+
+def _s_per_token(prediction: Prediction) -> float:
+    return 1 / prediction.time.tokens_per_s if prediction.time.is_known else 0.0
+
+
+def _gpu_s_per_token(prediction: Prediction) -> float:
+    return prediction.run.parallel.gpus * _s_per_token(prediction)
 
 
 def kinds_sheet(ranks: Sequence[RankPrediction]) -> Sheet:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods import get_method
+from whichlora.predict.parallel_choice import ON_CHOICE
 from whichlora.search.feasibility import Candidate, Check, Relaxation
 from whichlora.serving.form import form_in_words
 from whichlora.spec.parallel import AUTO, ONE_GPU, ParallelConfig
@@ -91,6 +92,14 @@ def _in_words(setting: str, value: Any) -> str:
     if isinstance(text, list):
         text = "+".join(map(str, text)) or "none"
     return f"{setting.replace('_', ' ')} {text}"
+
+
+def shared_notes(predictions: Sequence[Prediction]) -> list[str]:
+    """The notes of all, once each; those on the choice of a strategy only of one prediction."""
+    notes = dict.fromkeys(note for prediction in predictions for note in prediction.notes)
+    if len(predictions) == 1:
+        return list(notes)
+    return [note for note in notes if not note.startswith(ON_CHOICE)]
 
 
 def method_in_words(run: RunConfig) -> str:

@@ -10,11 +10,12 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
-from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig
+from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig, micro_steps
 from whichlora.spec.results import Refused
 from whichlora.spec.run import RunConfig
 
-_OF_GPUS = ("gpus", "nodes", "interconnect")
+_OF_GPUS = ("gpus", "nodes", "interconnect", "global_batch_size")
+_ALONE = (None, AUTO, ONE_DEVICE)  # what one GPU is asked with
 MOST_COMBINATIONS = 20_000  # half a minute of predictions
 _RUN_SETTINGS = frozenset(field.name for field in dataclasses.fields(RunConfig)) - {"parallel"}
 # Settings that a phase does not read: a grid over them would only repeat itself.
@@ -50,8 +51,8 @@ def grid(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
     """Every combination of `settings` (a list of values by name of a `RunConfig` field).
 
     The GPUs and the strategy of `ParallelConfig` are settings like any other: `gpus`, `nodes`,
-    `interconnect`, `parallel` and the options that strategies declare; None leaves an option at
-    its default.
+    `interconnect`, `global_batch_size`, `parallel` and the options that strategies declare; None
+    leaves an option at its default.
     Several GPUs without a strategy ask for the best one, "auto".
 
     A setting that a phase does not read is left at its default there, so that no candidate
@@ -121,6 +122,14 @@ def with_parallel(settings: Mapping[str, Any]) -> dict[str, Any]:
         if name not in of_run and name != "parallel" and value is not None
     }
     strategy = settings.get("parallel")
+    global_batch_size = stated.get("global_batch_size")
+    if global_batch_size is not None and stated.get("gpus", 1) == 1 and strategy in _ALONE:
+        of_run["gradient_accumulation_steps"] = micro_steps(
+            stated.pop("global_batch_size"),
+            batch_size=of_run.get("batch_size", 1),
+            at_once=1,
+            accumulation=of_run.get("gradient_accumulation_steps", 1),
+        )
     if not stated and strategy in (None, ONE_DEVICE):
         return of_run
     if "gpus" not in stated:

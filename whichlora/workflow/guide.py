@@ -55,6 +55,17 @@ class GuideRow:
         }
         return known_values(row)
 
+    def spread_columns(self) -> dict[str, Any]:
+        """What a guide over several GPUs has beside the columns of `to_row`."""
+        config = self.prediction.run.parallel
+        columns = {
+            "gpus": config.gpus,
+            "nodes": config.nodes,
+            "parallel": config.strategy,
+            "gpu_s": config.gpus * self.total_s,
+        }
+        return known_values(columns)
+
 
 def make_guide(
     runs: Iterable[RunConfig | Refused],
@@ -75,8 +86,12 @@ def make_guide(
     for prediction in predictions:
         if prediction.time.step_s is None:
             raise ConfigError("phase: a guide is of fine-tuning; estimate shows inference")
-        num_batches = ceil_div(num_samples, prediction.run.batch_size)
-        num_steps, _ = count_steps(num_batches, prediction.run.gradient_accumulation_steps, epochs)
+        run = prediction.run
+        at_once = run.batch_size  # over all GPUs
+        if prediction.several_gpus is not None:
+            at_once = prediction.several_gpus.global_batch_size // run.gradient_accumulation_steps
+        num_batches = ceil_div(num_samples, at_once)
+        num_steps, _ = count_steps(num_batches, run.gradient_accumulation_steps, epochs)
         low, high = prediction.time.interval_s
         rows.append(
             GuideRow(
