@@ -145,7 +145,7 @@ def trained_tensors(
 ) -> tuple[Trained, ...]:
     """Everything that gets a gradient. Kind: exact but for how norms and biases are divided."""
     if method.trains_base:
-        return tuple(_of_base(model, dtypes.base_bytes))
+        return tuple(base_tensors(model, dtypes.base_bytes))
     return (
         *_of_adapters(model, targets, method, r, dtypes),
         *saved_modules(model, modules_to_save, dtypes.embedding_bytes),
@@ -241,7 +241,11 @@ def _of_adapters(
             )
 
 
-def _of_base(model: ModelSpec, param_bytes: int) -> Iterator[Trained]:
+def base_tensors(model: ModelSpec, param_bytes: int) -> Iterator[Trained]:
+    """The parameters of the base, trained or not.
+
+    Kind: exact but for how norms and biases are divided. Source: `ModelSpec`.
+    """
     hidden = model.hidden_size
     for group in model.groups:
         count = 1 if group.shared else group.count

@@ -13,6 +13,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.step import TrainingStep
 from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, Strategy
+from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.spec.numeric import Count, floor_div
 from whichlora.spec.run import RunConfig
 from whichlora.units import MiB
@@ -28,17 +29,22 @@ BUCKETS = Fact(
 )
 
 
-def bucket_bytes(step: TrainingStep, spread: Spread) -> Count:
+def bucket_bytes(step: TrainingStep) -> Count:
     """Bytes of all buckets: as many as the gradients, whatever the cap of one bucket is.
 
     Kind: exact. Source: torch 2.13 `Reducer::initialize_buckets`.
     """
-    are_gradients = bool(spread.options["gradient_as_bucket_view"])
-    return step.all_gradients * (not are_gradients)
+    return step.all_gradients
 
 
 def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
-    buckets = Entry(BUCKETS, bucket_bytes(rank.step, spread))
+    buckets = Entry(BUCKETS, bucket_bytes(rank.step))
+    if spread.options["gradient_as_bucket_view"]:
+        # a gradient is copied into its bucket as it comes, and `zero_grad` frees no bucket
+        views = as_accumulated(rank.step)
+        moments = {
+            name: without(views.get(name, entries), *GRADIENTS) for name, entries in moments.items()
+        }
     return {
         name: entries if name == "loading" else (*entries, buckets)
         for name, entries in moments.items()

@@ -1,0 +1,105 @@
+"""Small models on several gloo processes of this CPU, and the live tensor bytes of one of them.
+
+`gloo_worker.py` is one rank: it reads cases (JSON) and writes a reading of each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from devices import CPU
+from small_models import CONFIGS
+
+from whichlora.families import build
+from whichlora.predict.predict import training_step
+from whichlora.predict.resolve import resolve
+from whichlora.spec.run import RunConfig
+
+WORKER = Path(__file__).with_name("gloo_worker.py")
+HAS_DEEPSPEED = find_spec("deepspeed") is not None
+SECONDS_OF_CASE = 120
+Reading = dict[str, Any]  # bytes at rest, and the peaks of forward, backward and step; or an error
+
+
+def readings(cases: Sequence[Mapping[str, Any]], *, world_size: int) -> list[Reading]:
+    """What the ranks that need most of each case hold, at rest and at the peak of each pass.
+
+    Args:
+        cases: "family", "config", and "run": the fields of a `RunConfig` that are not defaults.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        (root / "cases.json").write_text(json.dumps(list(cases)))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment = os.environ | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(world_size),
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "HF_HUB_OFFLINE": "1",
+        }
+        ranks = []
+        for rank in range(world_size):
+            with (root / f"log{rank}.txt").open("w") as log:
+                command = [sys.executable, str(WORKER), str(root)]
+                numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(
+                    subprocess.Popen(command, env=environment | numbers, stdout=log, stderr=log)
+                )
+        try:
+            for process in ranks:
+                process.wait(timeout=60 + SECONDS_OF_CASE * len(cases))
+        finally:
+            for process in ranks:
+                process.kill()
+        if os.environ.get("NAME_STORAGES"):
+            for rank in range(world_size):
+                text = (root / f"log{rank}.txt").read_text()
+                Path(os.environ["STORAGES_LOG"] + f".{rank}").write_text(text)
+        by_rank = []
+        for rank in range(world_size):
+            answer = root / f"rank{rank}.json"
+            if not answer.exists():
+                raise RuntimeError((root / f"log{rank}.txt").read_text()[-4000:])
+            by_rank.append(json.loads(answer.read_text()))
+    return [_largest(of_case) for of_case in zip(*by_rank, strict=True)]
+
+
+def _largest(of_ranks: Iterable[Reading]) -> Reading:
+    of_ranks = list(of_ranks)
+    for reading in of_ranks:
+        if "error" in reading:
+            return reading
+    return {name: max(reading[name] for reading in of_ranks) for name in of_ranks[0]}
+
+
+FORWARD = ("layer_forward", "loss_forward")
+UPDATE = ("optimizer_step", "flat_gradient", "gradient_norm")
+
+
+def predicted_peaks(case: Mapping[str, Any]) -> dict[str, int]:
+    """The formulas' peaks of forward, backward and step."""
+    run = RunConfig.from_dict({"model": case["family"]} | case["run"])
+    config = {"model_type": case["family"]} | CONFIGS[case["family"]] | case["config"]
+    job = resolve(build(config, name=case["family"]), run, CPU)
+    assert job.layout is not None
+    step = training_step(job)
+    (kind,) = job.layout.rank_kinds(step)
+    counted = job.layout.ledger(kind)
+    peaks: dict[str, int] = {}
+    for moment in counted.moments:
+        of_pass = "forward" if moment in FORWARD else "step" if moment in UPDATE else "backward"
+        peaks[of_pass] = max(peaks.get(of_pass, 0), int(counted.moment_bytes(moment)))
+    return peaks

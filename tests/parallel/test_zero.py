@@ -1,0 +1,244 @@
+"""DeepSpeed's ZeRO: what is divided, what is gathered, and kept readings of the real library."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import gloo_ranks
+import pytest
+import zero_on_cpu
+from devices import A100
+
+from whichlora.errors import ConfigError
+from whichlora.memory.gradients import Trained
+from whichlora.parallel import deepspeed, get_strategy, zero3
+from whichlora.parallel.base import RankKind, Spread
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.predict import predict, training_step
+from whichlora.predict.resolve import resolve
+from whichlora.spec.parallel import ParallelConfig
+from whichlora.spec.results import Prediction
+from whichlora.spec.run import RunConfig
+from whichlora.store.hub import load_model
+
+MODEL = load_model("meta-llama/Llama-3.2-1B")
+RECORDS = [record for record in zero_on_cpu.kept() if "error" not in record["reading"]]
+STAGES = ("zero1", "zero2", "zero3")
+
+
+def a_run(
+    strategy: str, gpus: int = 8, options: dict[str, Any] | None = None, **run: Any
+) -> RunConfig:
+    parallel = ParallelConfig(strategy=strategy, gpus=gpus, options=tuple((options or {}).items()))
+    return RunConfig(**({"model": MODEL.name, "method": "full", "parallel": parallel} | run))
+
+
+def predicted(strategy: str, gpus: int = 8, **settings: Any) -> Prediction:
+    return predict(MODEL, a_run(strategy, gpus, **settings), A100, prior_calibration(A100))
+
+
+def a_rank(run: RunConfig) -> tuple[RankKind, Spread]:
+    job = resolve(MODEL, run, A100)
+    assert job.layout is not None
+    (kind,) = job.layout.rank_kinds(training_step(job))
+    ((_, spread),) = job.layout.strategies
+    return kind, spread
+
+
+@pytest.mark.parametrize(
+    "record",
+    RECORDS,
+    ids=[
+        f"{number}-{r['case']['run']['parallel']['strategy']}" for number, r in enumerate(RECORDS)
+    ],
+)
+def test_the_formulas_give_what_real_ranks_held(record: dict[str, Any]) -> None:
+    measured, expected = zero_on_cpu.compared(record)
+    assert expected == pytest.approx(measured, rel=0.05)
+
+
+def test_the_median_of_the_errors_is_small() -> None:
+    pairs = [zero_on_cpu.compared(record) for record in RECORDS]
+    assert len(pairs) >= 18
+    errors = sorted(abs(expected / measured - 1) for measured, expected in pairs)
+    assert statistics.median(errors) < 0.003
+    assert errors[round(0.95 * len(errors))] < 0.02
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("strategy", zero_on_cpu.STRATEGIES)
+def test_ranks_hold_today_what_they_held(strategy: str) -> None:
+    if strategy != "ddp" and not gloo_ranks.HAS_DEEPSPEED:
+        pytest.skip("deepspeed is not installed: DS_BUILD_OPS=0 pip install deepspeed==0.19.8")
+    of_two = [
+        record
+        for record in RECORDS
+        if record["case"]["run"]["parallel"]["strategy"] == strategy
+        and record["case"]["run"]["parallel"]["gpus"] == 2
+    ][:2]
+    again = gloo_ranks.readings([record["case"] for record in of_two], world_size=2)
+    for record, reading in zip(of_two, again, strict=True):
+        for moment, size in record["reading"].items():
+            assert reading[moment] == pytest.approx(size, rel=1e-3), moment
+
+
+# --- partitions ---------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_is_cut_is_held_whole_by_both_ranks() -> None:
+    shares = deepspeed.flat_shares((100, 60, 40), 2)
+    assert (shares.partition, shares.whole, shares.piece) == (100, 100, 100)
+    shares = deepspeed.flat_shares((30, 100, 70), 2)
+    assert (shares.partition, shares.whole, shares.piece) == (100, 170, 70)
+    assert deepspeed.flat_shares((7,), 4).partition == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_partitions_of_adapters_are_bounded_by_what_flat_shares_says(ranks: int) -> None:
+    sizes = (40, 24) * 5
+    tensors = (
+        Trained(rows=5, width=8, param_bytes=2, count=5),
+        Trained(rows=3, width=8, param_bytes=2, count=5),
+    )
+    exact = deepspeed.flat_shares(sizes, ranks)
+    estimated = deepspeed.estimated_shares(tensors, ranks)
+    assert estimated.partition == exact.partition
+    assert exact.whole <= estimated.whole + 40
+
+
+def test_states_and_their_fp32_copy_are_divided() -> None:
+    for strategy in STAGES:
+        of_two = predicted(strategy, 2).memory.breakdown["optimizer_states"]
+        of_eight = predicted(strategy, 8).memory.breakdown["optimizer_states"]
+        assert of_eight == pytest.approx(12 * MODEL.num_params / 8, rel=1e-3)
+        assert of_two == pytest.approx(4 * of_eight, rel=1e-3)
+    assert deepspeed.update_share(a_rank(a_run("zero1"))[1]) == 1 / 8
+
+
+def test_each_stage_needs_less_than_the_one_before() -> None:
+    peaks = [
+        predicted(strategy, gradient_accumulation_steps=4, seq_len=256).memory.peak_allocated_bytes
+        for strategy in STAGES
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[2] < 0.7 * peaks[0]
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_every_parameter_has_16_bits(strategy: str) -> None:
+    kind, _ = a_rank(a_run(strategy, method="lora"))
+    assert kind.step.dtypes.adapter_bytes == 2
+    assert not kind.step.dtypes.under_autocast
+
+
+def test_the_bucket_is_the_hidden_size_squared_unless_told() -> None:
+    kind, spread = a_rank(a_run("zero2"))
+    assert deepspeed.bucket_elements(kind.step, spread) == MODEL.hidden_size**2
+    kind, spread = a_rank(a_run("zero2", options={"zero_bucket_size": 500_000_000}))
+    assert deepspeed.bucket_elements(kind.step, spread) == 500_000_000
+
+
+# --- stage 3 ------------------------------------------------------------------------------------
+
+LINE = ((-1, 0, 50), (0, 1, 10), (0, 2, 10), (1, 3, 10), (1, 4, 10), (2, 5, 50))
+
+
+def live(**settings: Any) -> zero3.Live:
+    options = {
+        "checkpointed": False,
+        "reads_table_again": True,
+        "max_live": 10**9,
+        "max_reuse": 10**9,
+        "prefetch": 1,
+    }
+    return zero3.live_parameters(LINE, **(options | settings))
+
+
+def test_a_model_smaller_than_the_reuse_distance_stays_gathered() -> None:
+    assert live().loss == live().total == 140
+
+
+def test_without_reuse_modules_are_gathered_ahead_alone() -> None:
+    # two modules ahead: the queue has the head twice, for its forward and its backward
+    assert live(max_reuse=1).first_layer == 10 + 10 + 50
+    assert live(max_reuse=1, max_live=1).first_layer == 10
+
+
+def test_layers_near_the_loss_stay_for_the_backward() -> None:
+    assert live(max_reuse=101, max_live=1).loss == 50 + 10
+    assert live(max_reuse=121, max_live=1).loss == 50 + 20
+
+
+def test_small_parameters_stay_gathered() -> None:
+    kind, spread = a_rank(a_run("zero3"))
+    assert zero3.persistence_threshold(kind.step, spread) == 10 * MODEL.hidden_size
+    norms = 2 * MODEL.num_hidden_layers + 1
+    assert zero3.small_parameter_bytes(kind.step, spread) == 2 * norms * MODEL.hidden_size
+
+
+def test_adapters_are_gathered_beside_their_matrices() -> None:
+    kind, spread = a_rank(a_run("zero3", method="lora", r=64))
+    total = zero3.live_of(kind.step, spread).total
+    whole = zero3.live_bytes(kind.step, spread, total, total)
+    assert whole == 2 * total + 2 * kind.step.num_trained
+
+
+def test_parameters_beyond_the_reuse_distance_are_gathered_twice() -> None:
+    nothing_ahead = {"stage3_max_reuse_distance": 1, "stage3_max_live_parameters": 1}
+    few = predicted("zero3", options=nothing_ahead).several_gpus
+    all_kept = predicted("zero3").several_gpus
+    assert few is not None
+    assert all_kept is not None
+    again = {message.what: message for message in few.communication.messages}
+    assert again["parameters of the backward"].num_bytes > 1.5 * MODEL.num_params
+    assert few.communication.num_bytes > all_kept.communication.num_bytes
+
+
+# --- the host -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_an_offloaded_optimizer_is_on_the_host(strategy: str) -> None:
+    offloaded = predicted(strategy, options={"offload": ("optimizer",)})
+    assert offloaded.memory.breakdown["optimizer_states"] == 0
+    assert offloaded.several_gpus is not None
+    held = offloaded.several_gpus.ranks[0].host_bytes
+    assert held == pytest.approx((4 + 4 + 8 + 2) * MODEL.num_params / 8, rel=0.25)
+
+
+def test_offloaded_parameters_are_on_the_host() -> None:
+    both = predicted("zero3", options={"offload": ("optimizer", "params")})
+    optimizer = predicted("zero3", options={"offload": ("optimizer",)})
+    assert both.several_gpus is not None
+    assert optimizer.several_gpus is not None
+    moved = both.several_gpus.ranks[0].host_bytes - optimizer.several_gpus.ranks[0].host_bytes
+    assert moved == pytest.approx(2 * MODEL.num_params / 8, rel=1e-3)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (a_run("zero2", options={"offload": ("optimizer",)}, optimizer="sgd"), "CPU Adam"),
+        (a_run("zero2", options={"offload": ("params",)}), "accepted are optimizer"),
+        (a_run("zero3", method="qlora"), "use zero2"),
+    ],
+)
+def test_what_deepspeed_does_not_run_is_refused(run: RunConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        predict(MODEL, run, A100, prior_calibration(A100))
+
+
+def test_the_trainer_gets_deepspeeds_own_file() -> None:
+    run = a_run("zero3", options={"offload": ("params",), "zero_bucket_size": 7})
+    _, spread = a_rank(run)
+    config = get_strategy("zero3").training_arguments(run, spread)["deepspeed"]
+    zero = config["zero_optimization"]
+    assert config["bf16"] == {"enabled": True}
+    assert (zero["stage"], zero["reduce_bucket_size"]) == (3, 7)
+    assert zero["stage3_prefetch_bucket_size"] == "auto"
+    assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
+    assert "offload_optimizer" not in zero

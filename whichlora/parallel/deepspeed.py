@@ -1,0 +1,592 @@
+"""What DeepSpeed's ZeRO stages share: flat partitions, buckets, the update, the dtypes.
+
+Source: deepspeed 0.19.8 `runtime/engine.py`, `runtime/zero/stage_1_and_2.py`, `stage3.py`;
+accelerate 1.15 `utils/deepspeed.py`; transformers 5.23 `integrations/deepspeed.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from whichlora.errors import ConfigError
+from whichlora.memory import moments as one_device
+from whichlora.memory import optimizer
+from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.gradients import Trained
+from whichlora.memory.step import TrainingStep
+from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread
+from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
+from whichlora.spec.dtypes import resolve_dtypes
+from whichlora.spec.numeric import Count, ceil_div, largest, smallest
+from whichlora.spec.run import RunConfig, autocast_precision
+
+BUCKET = Option(
+    name="zero_bucket_size",
+    summary="elements of the bucket of gradients; the Trainer's auto: hidden_size^2",
+    default=None,
+)
+OVERLAP = Option(
+    name="overlap_comm",
+    summary="gradients are reduced while the backward goes on, from two buckets",
+    default=False,
+)
+OFFLOAD_OPTIMIZER = Option(
+    name="offload",
+    summary="what is kept on the host",
+    default=(),
+    choices=("optimizer",),
+)
+OFFLOAD_BOTH = replace(OFFLOAD_OPTIMIZER, choices=("optimizer", "params"))
+MASTER_BYTES = 4  # the optimizer's copy of a parameter, its gradient and states
+NORM_BYTES = 8  # `get_norm_dtype` is fp64
+FORWARD = ("layer_forward", "loss_forward")
+BEFORE_GRADIENTS = (*FORWARD, "loss_backward")
+OFFLOADED = ("adamw_torch", "adamw_torch_fused")
+
+# --- what a rank computes ---------------------------------------------------------------------
+
+
+def narrowed(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
+    """The rank's step in DeepSpeed's dtypes: every parameter has 16 bits, and nothing is cast.
+
+    Source: deepspeed 0.19.8 `DeepSpeedEngine._cast_module_mixed_precision`; accelerate 1.15
+    `_prepare_deepspeed` enters no autocast, unlike `prepare_model`.
+    """
+    step = rank.step
+    half = autocast_precision(step.run.precision)
+    if half not in ("bf16", "fp16"):
+        return (rank,)
+    pure = "bf16-pure" if half == "bf16" else "fp16-pure"
+    run = replace(
+        step.run,
+        precision=pure,  # type: ignore[arg-type]
+        base_dtype="auto",
+        adapter_dtype="auto",
+        prepare_kbit=False if step.run.prepare_kbit else step.run.prepare_kbit,
+    )
+    dtypes = resolve_dtypes(
+        run,
+        trains_base=step.method.trains_base,
+        device_kind=step.gpu.kind,
+        compute_capability=step.gpu.compute_capability,
+    )
+    step = replace(step, run=run, dtypes=dtypes)
+    return (replace(rank, step=step, at_rest=step),)
+
+
+def check(step: TrainingStep, spread: Spread) -> None:
+    """Refuse what DeepSpeed and accelerate refuse. Raises: ConfigError."""
+    if len(spread.config.names) > 1:
+        raise ConfigError(
+            f"parallel: {spread.config.strategy} combines ZeRO with another strategy, which "
+            "accelerate does not; use ZeRO alone"
+        )
+    if offloads(spread, "optimizer") and step.run.optimizer not in OFFLOADED:
+        raise ConfigError(
+            f"offload: accelerate replaces optimizer {step.run.optimizer} by DeepSpeed's CPU Adam; "
+            f"use optimizer {' or '.join(OFFLOADED)}, or offload without optimizer"
+        )
+
+
+# --- partitions -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Of one flat group of parameters, in elements.
+
+    Args:
+        partition: of each rank, padded.
+        whole: of the parameters that one rank's partition touches, of the rank with most.
+        piece: the largest part of one parameter that lies in one partition.
+    """
+
+    partition: Count
+    whole: Count
+    piece: Count
+
+
+@lru_cache(maxsize=256)
+def flat_shares(sizes: tuple[int, ...], ranks: int) -> Shares:
+    """How one flat group of parameters of `sizes` elements, in order, is divided.
+
+    Kind: exact. Source: deepspeed 0.19.8 `flatten_dense_tensors_aligned`, `get_partition_info`.
+    """
+    total = sum(sizes)
+    alignment = 2 * ranks  # `nccl_start_alignment_factor`
+    partition = ceil_div(total, alignment) * alignment // ranks
+    whole = piece = start = 0
+    touching: dict[int, int] = {}
+    for size in sizes:
+        end = start + size
+        for rank in range(start // partition, ceil_div(end, partition)):
+            overlap = min(end, (rank + 1) * partition) - max(start, rank * partition)
+            touching[rank] = touching.get(rank, 0) + size
+            piece = max(piece, overlap)
+        start = end
+    whole = max(touching.values(), default=0)
+    return Shares(partition, whole, piece)
+
+
+def estimated_shares(tensors: Sequence[Trained], ranks: int) -> Shares:
+    """The same of adapters, whose sizes may be arrays.
+
+    Kind: upper bound of `whole`, by less than the largest adapter matrix. Source: `flat_shares`.
+    """
+    total: Count = sum(tensor.num_params * tensor.count for tensor in tensors)
+    partition = ceil_div(total, 2 * ranks) * 2
+    biggest = largest(*(tensor.num_params for tensor in tensors))
+    return Shares(partition, smallest(total, partition + biggest), smallest(partition, biggest))
+
+
+def parameter_order(step: TrainingStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Elements of each parameter of a trained base, as modules register them: decaying, others.
+
+    Kind: exact but for the order of a layer's own matrices. Source: transformers 5.23
+    `Trainer.create_optimizer`, which lets norms and biases go without decay.
+    """
+    depth = sum(count for _, count in step.model.layers())
+    tables = [int(t.num_params) for t in step.tensors if t.is_embedding]
+    once: list[int] = []
+    of_layers: list[tuple[int, list[int]]] = []
+    plain: list[int] = []
+    for tensor in step.tensors:
+        if tensor.is_embedding or not tensor.num_params:
+            continue
+        if tensor.rows == 1:
+            plain += [int(tensor.num_params)] * int(tensor.count)
+        elif tensor.count == 1 and depth > 1:
+            once.append(int(tensor.num_params))
+        else:
+            of_layers.append((int(tensor.count), [int(tensor.num_params)]))
+    matrices: list[int] = []
+    for place in range(depth):
+        for count, sizes in of_layers:
+            each = count * (place + 1) // depth - count * place // depth
+            matrices += sizes * each
+    return (*tables, *matrices, *once), tuple(plain)
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """What one rank of `ranks` keeps of what is trained.
+
+    Args:
+        step: in DeepSpeed's dtypes.
+    """
+
+    step: TrainingStep
+    spread: Spread
+
+    @cached_property
+    def groups(self) -> tuple[Shares, ...]:
+        """The optimizer's flat groups: parameters that decay, and norms and biases."""
+        ranks = self.spread.size
+        if self.step.method.trains_base:
+            return tuple(flat_shares(sizes, ranks) for sizes in parameter_order(self.step) if sizes)
+        return (estimated_shares(self.step.tensors, ranks),)
+
+    @property
+    def elements(self) -> Count:
+        return sum(group.partition for group in self.groups)
+
+    @property
+    def whole(self) -> Count:
+        return sum(group.whole for group in self.groups)
+
+    @property
+    def piece(self) -> Count:
+        return largest(*(group.piece for group in self.groups))
+
+    @property
+    def width(self) -> int:
+        """Bytes of a trained parameter and of its gradient."""
+        return self.step.param_bytes
+
+    @cached_property
+    def largest_trained(self) -> Count:
+        return largest(*(tensor.num_params for tensor in self.step.tensors))
+
+    @cached_property
+    def flat(self) -> tuple[Trained, ...]:
+        """The partitions as the optimizer sees them: one fp32 vector each."""
+        return tuple(
+            Trained(rows=1, width=group.partition, param_bytes=MASTER_BYTES)
+            for group in self.groups
+        )
+
+    @cached_property
+    def states(self) -> Count:
+        return optimizer.state_bytes(
+            self.flat, optimizer=self.step.run.optimizer, device_kind=self.step.gpu.kind
+        )
+
+    @cached_property
+    def update_temporaries(self) -> Count:
+        """Of the update of one flat vector.
+
+        Kind: exact. Source: torch 2.13 `_multi_tensor_adam` makes one list; on a CPU
+        `_single_tensor_adam` holds the root and the quotient of one tensor at once.
+        """
+        biggest = largest(*(tensor.num_params for tensor in self.flat)) * MASTER_BYTES
+        name, kind = self.step.run.optimizer, self.step.gpu.kind
+        if kind == "cpu" and name == "adamw_torch":
+            return 2 * biggest
+        return optimizer.step_temporary_bytes(self.flat, optimizer=name, device_kind=kind)
+
+    @property
+    def bucket_bytes(self) -> Count:
+        return bucket_elements(self.step, self.spread) * self.width
+
+    @property
+    def waiting_bytes(self) -> Count:
+        """A gradient too large for the bucket waits until the next one is there.
+
+        Kind: exact. Source: deepspeed 0.19.8 `extra_large_param_to_reduce` of stages 1 and 2;
+        `__add_grad_to_ipg_bucket` of stage 3.
+        """
+        in_layers = largest(
+            *(
+                tensor.num_params * (tensor.num_params > bucket_elements(self.step, self.spread))
+                for tensor in self.step.tensors
+                if tensor.count > 1
+            ),
+            0,
+        )
+        return in_layers * self.width
+
+    @property
+    def overlapped_bytes(self) -> Count:
+        """What the first rank holds beside all gradients when the last layers are reduced.
+
+        Stage 1 keeps gradients of other partitions until the epilogue, but for those in a bucket.
+        The rank's own move into its buffer, which has room for the embeddings, too.
+        Kind: estimate: small gradients are evenly spread. Source: deepspeed 0.19.8
+        `reduce_ipg_grads`, `copy_grads_in_partition`.
+        """
+        tables = sum(t.num_params * t.count for t in self.step.tensors if t.is_embedding)
+        limit = bucket_elements(self.step, self.spread)
+        small = sum(
+            t.num_params * t.count * (t.num_params <= limit)
+            for t in self.step.tensors
+            if not t.is_embedding
+        )
+        total = sum(t.num_params * t.count for t in self.step.tensors)
+        of_others = small * (total - self.whole) // largest(total - tables, 1)
+        room = smallest(self.whole, tables) - of_others
+        on_device = not offloads(self.spread, "optimizer")
+        return largest(room, 0) * self.width * on_device
+
+
+def bucket_elements(step: TrainingStep, spread: Spread) -> int:
+    """Elements of one bucket.
+
+    Kind: exact.
+    Source: transformers 5.23 `trainer_config_finalize`: "auto" is the square of the hidden size.
+    """
+    stated = spread.options.get("zero_bucket_size")
+    return stated if isinstance(stated, int) else step.model.hidden_size**2
+
+
+def offloads(spread: Spread, what: str) -> bool:
+    offload = spread.options.get("offload") or ()
+    return isinstance(offload, tuple) and what in offload
+
+
+# --- entries ----------------------------------------------------------------------------------
+
+MASTER = Fact(
+    part="optimizer_states",
+    what="fp32 partition of the parameters",
+    shape="[trained_params / ranks]",
+    dtype="float32",
+    why="the optimizer updates it; the 16-bit parameters are copied from it",
+    source="deepspeed 0.19.8 single_partition_of_fp32_groups",
+)
+BUCKETS = Fact(
+    part="gradients",
+    what="bucket of gradients that are reduced",
+    shape="[zero_bucket_size]",
+    dtype="of the parameter",
+    count="2 with overlap_comm",
+    why="gradients are copied into it as they come",
+    source="deepspeed 0.19.8 setup_buckets, IPGBucket",
+)
+PARTITION_GRADIENTS = Fact(
+    part="gradients",
+    what="gradients of the parameters in this rank's partition",
+    shape="[parameters that the partition touches]",
+    dtype="of the parameter",
+    why="reduced gradients of others are dropped; a parameter that is cut is held whole",
+    source="deepspeed 0.19.8 copy_grads_in_partition",
+)
+WAITING = Fact(
+    part="gradients",
+    what="gradient that is larger than the bucket",
+    shape="[out_features, in_features]",
+    dtype="of the parameter",
+    why="it is reduced when the next gradient is there",
+    source="deepspeed 0.19.8 extra_large_param_to_reduce",
+)
+FLAT_GRADIENT = Fact(
+    part="gradients",
+    what="flat gradient of the partition, and its fp32 copy",
+    shape="[trained_params / ranks]",
+    dtype="of the parameter, float32",
+    why="the optimizer reads the fp32 copy",
+    source="deepspeed 0.19.8 DeepSpeedZeroOptimizer.step; stage3 _prepare_fp32_grad_for_sub_group",
+)
+NORM_COPY = Fact(
+    part="temporary",
+    what="fp64 copy of a gradient",
+    shape="[largest part of a parameter in the partition]",
+    dtype="float64",
+    why="the norm of the gradients is computed in fp64",
+    source="deepspeed 0.19.8 get_grad_norm_direct, get_norm_dtype",
+)
+HOST_MASTER = replace(MASTER, what="fp32 partition of the parameters, and its gradient")
+HOST_STATES = replace(optimizer.STATES, source="deepspeed 0.19.8 DeepSpeedCPUAdam")
+HOST_BUFFER = Fact(
+    part="weights",
+    what="16-bit partition of the parameters",
+    shape="[trained_params / ranks]",
+    dtype="of the parameter",
+    why="updated parameters are cast here, and copied to the device",
+    source="deepspeed 0.19.8 param_buffer_of_bit16_for_cpu_offload_groups",
+)
+HOST_GRADIENT = Fact(
+    part="gradients",
+    what="gradients on their way to the host",
+    shape="[largest trained parameter], with accumulation [the partition's parameters]",
+    dtype="of the parameter",
+    why="gradients of earlier micro-steps are kept there",
+    source="deepspeed 0.19.8 temp_grad_buffer_for_cpu_offload, accumulated_grads_in_cpu",
+)
+DEVICE_BUFFER = Fact(
+    part="gradients",
+    what="buffer through which gradients come back from the host",
+    shape="[largest trained parameter]",
+    dtype="of the parameter",
+    why="accumulated gradients are summed on the device",
+    source="deepspeed 0.19.8 temp_grad_buffer_for_gpu_offload",
+)
+
+
+def with_partitioned_states(entries: Iterable[Entry], part: Partitioned) -> Iterator[Entry]:
+    """`entries` with this rank's states and fp32 partition in place of all states."""
+    on_device = not offloads(part.spread, "optimizer")
+    for entry in entries:
+        if entry.fact is not optimizer.STATES:
+            yield entry
+            continue
+        yield Entry(entry.fact, part.states * on_device)
+        yield Entry(MASTER, MASTER_BYTES * part.elements * on_device)
+
+
+def gathered_once(rank: RankKind, spread: Spread) -> Message:
+    """All updated parameters, which every rank gathers after its update."""
+    step = rank.step
+    return Message(
+        what="updated parameters",
+        collective="all_gather",
+        num_bytes=step.all_gradients,  # as wide as the parameters
+        count=1,
+        size=spread.size,
+        micro_steps=1,
+    )
+
+
+def reduced(rank: RankKind, spread: Spread, *, micro_steps: int | None) -> Message:
+    """Gradients of all ranks, summed: whole buckets, of which each rank keeps its share.
+
+    Source: deepspeed 0.19.8 `allreduce_and_scatter`: an all-reduce, not a reduce-scatter.
+    """
+    step = rank.step
+    return Message(
+        what="gradients",
+        collective="all_reduce",
+        num_bytes=step.all_gradients,
+        count=micro_steps or step.run.gradient_accumulation_steps,
+        size=spread.size,
+        hidden_by="backward" if spread.options["overlap_comm"] else "nothing",
+        micro_steps=micro_steps,
+    )
+
+
+def update_share(spread: Spread) -> float:
+    """Share of the trained parameters that one rank updates.
+
+    Kind: exact but for padding. Source: deepspeed 0.19.8 `get_data_parallel_partitions`.
+    """
+    return 1 / spread.size
+
+
+def notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
+    if offloads(spread, "optimizer"):
+        return ("offload: accelerate replaces the optimizer by DeepSpeedCPUAdam.",)
+    return ()
+
+
+# --- stages 1 and 2 ---------------------------------------------------------------------------
+
+
+def replicated_moments(
+    part: Partitioned, moments: Moments, *, partitions_gradients: bool
+) -> Moments:
+    """The moments of a rank that has all parameters.
+
+    Args:
+        moments: of one device.
+        partitions_gradients: stage 2, in which each gradient is reduced as it comes.
+    """
+    step, spread = part.step, part.spread
+    held = part.whole * part.width * (not offloads(spread, "optimizer"))
+    buckets = Entry(BUCKETS, part.bucket_bytes * (1 + bool(spread.options["overlap_comm"])))
+    earlier = Entry(PARTITION_GRADIENTS, held * step.accumulates)
+    later = Entry(PARTITION_GRADIENTS, held * (1 + step.accumulates))
+    changed: dict[str, tuple[Entry, ...]] = {}
+    source = as_accumulated(step) if partitions_gradients else moments
+    for name, entries in source.items():
+        if name == "optimizer_step":
+            continue
+        entries = tuple(with_partitioned_states(entries, part))
+        if name == "loading":
+            changed[name] = entries
+            continue
+        entries = (*entries, *_device_buffer(part))
+        if not partitions_gradients:
+            # the epilogue, which drops the buckets, runs in the last micro-step alone
+            has_buckets = step.accumulates or name not in BEFORE_GRADIENTS
+            changed[name] = (*entries, buckets) if has_buckets else entries
+            if spread.options["overlap_comm"] and name not in (*BEFORE_GRADIENTS, "head_backward"):
+                is_early = name == "layer_backward"
+                copied = held if is_early else part.overlapped_bytes
+                changed[name] = (*changed[name], Entry(PARTITION_GRADIENTS, copied))
+        elif name in BEFORE_GRADIENTS:
+            changed[name] = (*without(entries, *GRADIENTS), earlier)
+        elif name == "head_backward":
+            changed[name] = (*without(entries, *GRADIENTS), earlier, buckets)
+        else:
+            waiting = Entry(WAITING, part.waiting_bytes)
+            changed[name] = (*without(entries, *GRADIENTS), later, buckets, waiting)
+    if "loading" in moments:
+        changed["loading"] = moments["loading"]
+    resting = resting_entries(part, moments)
+    if not partitions_gradients:
+        all_gradients = Entry(one_device.ALL_GRADIENTS, step.all_gradients)
+        changed["gradients_reduced"] = (
+            *resting,
+            all_gradients,
+            buckets,
+            Entry(PARTITION_GRADIENTS, held),
+        )
+    gradients = Entry(PARTITION_GRADIENTS, held)
+    norm = Entry(NORM_COPY, part.piece * NORM_BYTES)
+    if offloads(spread, "optimizer"):
+        # `set_norm_for_param_grad_in_gpu` of each gradient, on its way to the host
+        copied = part.largest_trained * part.width if partitions_gradients else step.all_gradients
+        leaving = (Entry(WAITING, copied), buckets, norm)
+        changed["last_gradient_to_host"] = (*resting, *leaving)
+        if partitions_gradients and step.head_gradient and not step.tied_gradients_wait:
+            before = without(changed["layer_backward"], one_device.LAYER_BACKWARD, WAITING, BUCKETS)
+            changed["first_gradient_to_host"] = (*before, *leaving)
+    else:
+        changed["gradient_norm"] = (*resting, gradients, norm)
+        changed |= update_moments(part, resting, gradients)
+    return changed
+
+
+def resting_entries(part: Partitioned, moments: Moments) -> tuple[Entry, ...]:
+    """What lives in the update beside gradients and temporaries, and between steps."""
+    entries = with_partitioned_states(moments["optimizer_step"], part)
+    dropped = (*GRADIENTS, optimizer.TEMPORARIES)
+    return (*without(entries, *dropped), *_device_buffer(part))
+
+
+def update_moments(
+    part: Partitioned, resting: tuple[Entry, ...], gradients: Entry
+) -> dict[str, tuple[Entry, ...]]:
+    """In the update: the flat gradient is made, then read by the optimizer.
+
+    Args:
+        gradients: what is replaced by the flat gradient.
+    """
+    wide = part.width != MASTER_BYTES
+    made = sum(group.partition for group in part.groups[:1])
+    flat = Entry(FLAT_GRADIENT, made * (part.width + MASTER_BYTES * wide))
+    copy = Entry(FLAT_GRADIENT, made * MASTER_BYTES)
+    # `grads_in_partition` is one tensor: the gradients of norms, which come last, keep all of it
+    kept = replace(gradients, num_bytes=gradients.num_bytes * (len(part.groups) > 1))
+    return {
+        "flat_gradient": (*resting, gradients, flat),
+        "optimizer_step": (
+            *resting,
+            kept,
+            copy,
+            Entry(optimizer.TEMPORARIES, part.update_temporaries),
+        ),
+    }
+
+
+def _device_buffer(part: Partitioned) -> tuple[Entry, ...]:
+    if not offloads(part.spread, "optimizer"):
+        return ()
+    return (Entry(DEVICE_BUFFER, part.largest_trained * part.width),)
+
+
+def on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
+    """What stages 1 and 2 keep on the host where the optimizer is offloaded."""
+    if not offloads(spread, "optimizer"):
+        return ()
+    part = Partitioned(rank.step, spread)
+    gradients = part.largest_trained + part.whole * rank.step.accumulates
+    return (
+        Entry(HOST_MASTER, 2 * MASTER_BYTES * part.elements),
+        Entry(HOST_STATES, part.states),
+        Entry(HOST_BUFFER, part.elements * part.width),
+        Entry(HOST_GRADIENT, gradients * part.width),
+    )
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def training_arguments(run: RunConfig, spread: Spread) -> Mapping[str, object]:
+    """`deepspeed`, the content of DeepSpeed's JSON file; what is "auto" the Trainer fills in.
+
+    Source: transformers 5.23 `HfTrainerDeepSpeedConfig`; deepspeed 0.19.8 `DeepSpeedZeroConfig`.
+    """
+    stage = int(spread.config.strategy.removeprefix("zero"))
+    options = spread.options
+    zero: dict[str, object] = {
+        "stage": stage,
+        "contiguous_gradients": True,
+        "overlap_comm": options["overlap_comm"],
+        "reduce_bucket_size": options["zero_bucket_size"] or "auto",
+    }
+    if stage == 3:
+        for name in (
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+        ):
+            zero[name] = options[name] or "auto"
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    for what, key in (("optimizer", "offload_optimizer"), ("params", "offload_param")):
+        if offloads(spread, what):
+            zero[key] = {"device": "cpu", "pin_memory": True}
+    half = autocast_precision(run.precision)
+    return {
+        "deepspeed": {
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": half == "bf16"},
+            "fp16": {"enabled": half == "fp16"},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": zero,
+        }
+    }

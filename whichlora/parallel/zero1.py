@@ -1,0 +1,38 @@
+"""DeepSpeed ZeRO-1: each rank keeps the optimizer's states of its share of the parameters.
+
+Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` with `partition_grads=False`.
+"""
+
+from __future__ import annotations
+
+from whichlora.parallel import deepspeed
+from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
+
+
+def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
+    part = deepspeed.Partitioned(rank.step, spread)
+    return deepspeed.replicated_moments(part, moments, partitions_gradients=False)
+
+
+def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
+    # `reduce_ready_partitions_and_remove_grads` waits for the last micro-step
+    return (
+        deepspeed.reduced(rank, spread, micro_steps=1),
+        deepspeed.gathered_once(rank, spread),
+    )
+
+
+STRATEGY = Strategy(
+    name="zero1",
+    summary="DeepSpeed: optimizer states divided",
+    divides="data",
+    options=(deepspeed.BUCKET, deepspeed.OVERLAP, deepspeed.OFFLOAD_OPTIMIZER),
+    check=deepspeed.check,
+    split=deepspeed.narrowed,
+    moments=_moments,
+    update_share=deepspeed.update_share,
+    messages=_messages,
+    on_host=deepspeed.on_host,
+    training_arguments=deepspeed.training_arguments,
+    notes=deepspeed.notes,
+)

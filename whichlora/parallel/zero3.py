@@ -1,0 +1,469 @@
+"""DeepSpeed ZeRO-3: parameters are divided too, and gathered module by module.
+
+Source: deepspeed 0.19.8 `runtime/zero/stage3.py`, `partitioned_param_coordinator.py`,
+`parameter_offload.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from whichlora.errors import ConfigError
+from whichlora.memory import optimizer
+from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.gradients import Trained, base_tensors
+from whichlora.memory.step import TrainingStep
+from whichlora.memory.weights import BUFFERS
+from whichlora.parallel import deepspeed
+from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, Strategy
+from whichlora.parallel.deepspeed import Partitioned, Shares
+from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
+from whichlora.spec.numeric import Count, ceil_div, largest
+from whichlora.spec.run import BNB_QUANTS
+
+_OPTIONS = (
+    deepspeed.BUCKET,
+    deepspeed.OVERLAP,
+    deepspeed.OFFLOAD_BOTH,
+    Option(
+        name="stage3_max_live_parameters",
+        summary="gathered elements beyond which nothing more is gathered ahead",
+        default=1_000_000_000,
+    ),
+    Option(
+        name="stage3_max_reuse_distance",
+        summary="a parameter that is read again within so many elements stays gathered",
+        default=1_000_000_000,
+    ),
+    Option(
+        name="stage3_prefetch_bucket_size",
+        summary="elements gathered ahead; the Trainer's auto: 0.9 hidden_size^2",
+        default=None,
+    ),
+    Option(
+        name="stage3_param_persistence_threshold",
+        summary="parameters of so few elements stay gathered; the Trainer's auto: 10 hidden_size",
+        default=None,
+    ),
+)
+SMALL_PARAMETERS = Fact(
+    part="weights",
+    what="small parameters, which stay gathered",
+    shape="[at most stage3_param_persistence_threshold]",
+    dtype="of the parameter",
+    why="gathering them each time would cost more than it spares",
+    source="deepspeed 0.19.8 mark_persistent_parameters",
+)
+LIVE_PARAMETERS = Fact(
+    part="weights",
+    what="gathered parameters",
+    shape="[out_features, in_features]",
+    dtype="of the parameter",
+    why="read now, soon, or again within stage3_max_reuse_distance",
+    source="deepspeed 0.19.8 PartitionedParameterCoordinator.fetch_sub_module, release_sub_module",
+)
+GRADIENT_PARTITION = Fact(
+    part="gradients",
+    what="16-bit partition of the gradients",
+    shape="[trained_params / ranks]",
+    dtype="of the parameter",
+    why="made with the optimizer, kept to the end",
+    source="deepspeed 0.19.8 stage3.py grad_partitions_flat_buffer",
+)
+HOST_PARAMETERS = Fact(
+    part="weights",
+    what="partition of all parameters",
+    shape="[num_params / ranks]",
+    dtype="of the parameter",
+    why="offload: params",
+    source="deepspeed 0.19.8 Init(remote_device)",
+)
+
+
+SMALL, CONTAINER = -1, -2  # keys of modules that have no parameter to gather
+
+# --- which parameters are gathered when ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Most gathered elements, in a pass or a part of it."""
+
+    forward: int
+    loss: int
+    last_layer: int
+    first_layer: int
+    table: int
+    backward: int
+    total: int
+
+
+@lru_cache(maxsize=256)
+def live_parameters(
+    modules: tuple[tuple[int, int, int], ...],
+    *,
+    checkpointed: bool,
+    reads_table_again: bool,
+    max_live: int,
+    max_reuse: int,
+    prefetch: int,
+) -> Live:
+    """Elements of gathered parameters through one micro-step.
+
+    Args:
+        modules: layer (-1 before, and the number of layers after them), key and elements of each
+            module in the order of the forward; a tied table has one key, modules without large
+            parameters have `SMALL` or, where they contain those after them, `CONTAINER`.
+        reads_table_again: the embedding's backward runs.
+
+    Kind: exact in the order of the given modules. Source: deepspeed 0.19.8
+    `PartitionedParameterCoordinator`: `fetch_sub_module`, `__params_to_release`.
+    """
+    forward = list(modules)
+    trace = forward + _backward_order(forward, checkpointed=checkpointed)
+    if not reads_table_again:
+        trace = trace[: len(forward)] + [step for step in trace[len(forward) :] if step[0] >= 0]
+    starts = [0, *accumulate(size for _, _, size in trace)]
+    following = _next_uses(trace)
+    live: dict[int, int] = {}
+    num_live = ahead = 0
+    by_step = []
+    for index, (_, key, size) in enumerate(trace):
+        if key >= 0 and key not in live:
+            live[key] = size
+            num_live += size
+        ahead = max(ahead, index + 1)
+        wanted, fetched = min(max_live - num_live, prefetch), 0
+        while ahead < len(trace) and fetched < wanted:
+            _, next_key, next_size = trace[ahead]
+            if next_key >= 0 and next_key not in live:
+                live[next_key] = next_size
+                fetched += next_size
+            ahead += 1
+        num_live += fetched
+        by_step.append(num_live)
+        again = following[index]
+        skipped = again is not None and again < ahead
+        near = again is not None and starts[again] - starts[index + 1] < max_reuse
+        if key >= 0 and not (skipped or near):
+            num_live -= live.pop(key)
+    last = max(layer for layer, _, _ in trace)
+    steps = [(layer, count) for (layer, _, _), count in zip(trace, by_step, strict=True)]
+    behind = steps[len(forward) :]
+    layers = [layer for layer, _ in behind if layer >= 0]
+    deepest = max((layer for layer in layers if layer < last), default=last)
+    return Live(
+        forward=max(by_step[: len(forward)]),
+        loss=by_step[len(forward) - 1],
+        last_layer=max((n for layer, n in behind if layer == deepest), default=0),
+        first_layer=max((n for layer, n in behind if layer == 0), default=0),
+        table=max((n for layer, n in behind if layer < 0), default=0),
+        backward=max((n for _, n in behind), default=0),
+        total=sum({key: size for _, key, size in forward if key >= 0}.values()),
+    )
+
+
+def _backward_order(
+    forward: Sequence[tuple[int, int, int]], *, checkpointed: bool
+) -> list[tuple[int, int, int]]:
+    order: list[tuple[int, int, int]] = []
+    by_layer: dict[int, list[tuple[int, int, int]]] = {}
+    for module in forward:
+        by_layer.setdefault(module[0], []).append(module)
+    last = max(by_layer)
+    for layer in sorted(by_layer, reverse=True):
+        of_layer = by_layer[layer]
+        if checkpointed and 0 <= layer < last:
+            order += of_layer  # made again
+        order += [module for module in of_layer if module[1] == CONTAINER]
+        order += [module for module in reversed(of_layer) if module[1] != CONTAINER]
+    return order
+
+
+def _next_uses(trace: Sequence[tuple[int, int, int]]) -> list[int | None]:
+    seen: dict[int, int] = {}
+    following: list[int | None] = [None] * len(trace)
+    for index in range(len(trace) - 1, -1, -1):
+        key = trace[index][1]
+        following[index] = seen.get(key)
+        seen[key] = index
+    return following
+
+
+def gathered_modules(step: TrainingStep) -> tuple[tuple[int, int, int], ...]:
+    """Modules of the forward as `live_parameters` takes them: each gathers ahead when it begins.
+
+    Kind: exact of layers with one attention and one MLP. Source: transformers 5.23
+    `LlamaForCausalLM`; deepspeed 0.19.8 `_register_deepspeed_module` hooks every module.
+    """
+    model = step.model
+    modules = [(-1, CONTAINER, 0)] * (2 if step.method.trains_base else 4)
+    for key, table in enumerate(model.embeddings):
+        modules.append((-1, key, int(table.num_params)))
+    modules.append((-1, SMALL, 0))  # rotary embedding
+    key = len(model.embeddings)
+    place = 0
+    for group in model.groups:
+        in_attention = sum(len(attention.linears) for attention in group.layer.attentions)
+        for _ in range(group.count):
+            modules += [(place, CONTAINER, 0), (place, SMALL, 0), (place, SMALL, 0)]
+            for number, linear in enumerate(group.layer.linears):
+                if number == in_attention:
+                    modules += [(place, SMALL, 0), (place, CONTAINER, 0)]
+                elif number == in_attention + 1:
+                    modules.append((place, SMALL, 0))  # activation
+                around = 0 if step.method.trains_base else int(linear.name in step.targets)
+                modules += [(place, SMALL, 0)] * around
+                modules.append((place, key, int(linear.num_weights)))
+                modules += [(place, SMALL, 0)] * (3 * around)  # dropout, A and B
+                key += not group.shared
+            place += 1
+    modules.append((place, SMALL, 0))
+    if model.head is not None:
+        head_key = 0 if model.head_tied else key
+        modules.append((place, head_key, int(model.head.num_weights)))
+    return tuple(modules)
+
+
+def _option(step: TrainingStep, spread: Spread, name: str, auto: int) -> int:
+    stated = spread.options.get(name)
+    return stated if isinstance(stated, int) else auto
+
+
+def persistence_threshold(step: TrainingStep, spread: Spread) -> int:
+    """Elements up to which a parameter stays gathered.
+
+    Kind: exact.
+    Source: transformers 5.23 `trainer_config_finalize`: "auto" is ten times the hidden size.
+    """
+    name = "stage3_param_persistence_threshold"
+    return _option(step, spread, name, 10 * step.model.hidden_size)
+
+
+def live_of(step: TrainingStep, spread: Spread) -> Live:
+    """Source: `live_parameters`, with what the Trainer fills in."""
+    hidden = step.model.hidden_size
+    threshold = persistence_threshold(step, spread)
+    modules = tuple(
+        module if module[2] > threshold or module[1] == CONTAINER else (module[0], SMALL, 0)
+        for module in gathered_modules(step)
+    )
+    options = spread.options
+    return live_parameters(
+        modules,
+        checkpointed=bool(step.run.gradient_checkpointing),
+        reads_table_again=step.needs_grad,
+        max_live=int(options["stage3_max_live_parameters"]),  # type: ignore[arg-type]
+        max_reuse=int(options["stage3_max_reuse_distance"]),  # type: ignore[arg-type]
+        prefetch=_option(step, spread, "stage3_prefetch_bucket_size", int(0.9 * hidden**2)),
+    )
+
+
+# --- what a rank holds --------------------------------------------------------------------------
+
+
+def partitioned(step: TrainingStep, spread: Spread) -> Partitioned:
+    """Each parameter is divided on its own, and padded to the number of ranks."""
+    return _PerParameter(step, spread)
+
+
+class _PerParameter(Partitioned):
+    @property
+    def groups(self) -> tuple[Shares, ...]:
+        tensors = self.step.tensors
+        decaying = [tensor for tensor in tensors if not self._is_plain(tensor)]
+        plain = [tensor for tensor in tensors if self._is_plain(tensor)]
+        return tuple(self._shares(group) for group in (decaying, plain) if group)
+
+    def _is_plain(self, tensor: Trained) -> bool:
+        return self.step.method.trains_base and bool(tensor.rows == 1)
+
+    def _shares(self, tensors: Sequence[Trained]) -> Shares:
+        ranks = self.spread.size
+        partition = sum(ceil_div(t.num_params, ranks) * t.count for t in tensors)
+        piece = largest(*(ceil_div(t.num_params, ranks) * (t.count > 0) for t in tensors))
+        return Shares(partition, partition, piece)
+
+
+def small_parameter_bytes(step: TrainingStep, spread: Spread) -> Count:
+    """Whole copies of parameters that are small enough to stay gathered, adapters among them.
+
+    Kind: exact. Source: deepspeed 0.19.8 `mark_persistent_parameters`.
+    """
+    threshold = persistence_threshold(step, spread)
+    tensors = list(base_tensors(step.model, step.dtypes.base_bytes))
+    if not step.method.trains_base:
+        tensors += step.tensors
+    return sum(
+        tensor.num_params * tensor.count * tensor.param_bytes * (tensor.num_params <= threshold)
+        for tensor in tensors
+    )
+
+
+def live_bytes(step: TrainingStep, spread: Spread, elements: int, total: int) -> Count:
+    """Bytes of so many gathered elements of the base, and of the adapters beside them.
+
+    Kind: estimate of the adapters: as many of them as of the base. Source: `live_parameters`.
+    """
+    gathered: Count = elements * step.dtypes.base_bytes
+    if step.method.trains_base or not total:
+        return gathered
+    threshold = persistence_threshold(step, spread)
+    adapters = sum(
+        tensor.num_params * tensor.count * tensor.param_bytes * (tensor.num_params > threshold)
+        for tensor in step.tensors
+    )
+    return gathered + adapters * elements // total
+
+
+def _divided(entries: tuple[Entry, ...], part: Partitioned) -> tuple[Entry, ...]:
+    on_device = not deepspeed.offloads(part.spread, "params")
+    ranks = part.spread.size
+    return tuple(
+        Entry(entry.fact, ceil_div(entry.num_bytes, ranks) * on_device)
+        if entry.part in ("weights", "adapters") and entry.fact is not BUFFERS
+        else entry
+        for entry in deepspeed.with_partitioned_states(entries, part)
+    )
+
+
+def _lasting(part: Partitioned) -> tuple[Entry, ...]:
+    spread = part.spread
+    on_device = not deepspeed.offloads(spread, "optimizer")
+    return (
+        Entry(GRADIENT_PARTITION, part.elements * part.width * on_device),
+        Entry(deepspeed.BUCKETS, part.bucket_bytes),
+    )
+
+
+def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
+    step = rank.step
+    part = partitioned(step, spread)
+    live = live_of(step, spread)
+    gathered = {
+        "layer_forward": live.forward,
+        "loss_forward": live.forward,
+        "loss_backward": live.loss,
+        "head_backward": live.loss,
+        "layer_backward": live.last_layer,
+        "first_layer_backward": live.first_layer,
+        "embedding_backward": live.table,
+    }
+    small = Entry(SMALL_PARAMETERS, small_parameter_bytes(step, spread))
+    changed: dict[str, tuple[Entry, ...]] = {}
+    for name, entries in as_accumulated(step).items():
+        if name == "optimizer_step":
+            continue
+        elements = gathered.get(name, live.backward)
+        entries = (
+            *without(_divided(entries, part), *GRADIENTS),
+            *_lasting(part),
+            small,
+            Entry(LIVE_PARAMETERS, live_bytes(step, spread, elements, live.total)),
+        )
+        if name not in (*deepspeed.BEFORE_GRADIENTS, "head_backward"):
+            entries = (*entries, Entry(deepspeed.WAITING, part.waiting_bytes))
+        changed[name] = entries
+    if "loading" in moments:
+        changed["loading"] = moments["loading"]
+    if deepspeed.offloads(spread, "optimizer"):
+        return changed
+    resting = (
+        *without(
+            _divided(moments["optimizer_step"], part),
+            *GRADIENTS,
+            optimizer.TEMPORARIES,
+        ),
+        *_lasting(part),
+    )
+    norm = Entry(deepspeed.NORM_COPY, part.piece * deepspeed.NORM_BYTES)
+    changed["gradient_norm"] = (*resting, norm)
+    none = Entry(deepspeed.PARTITION_GRADIENTS, 0 * part.elements)
+    return changed | deepspeed.update_moments(part, resting, none)
+
+
+# --- what the ranks send, and the host keeps ----------------------------------------------------
+
+
+def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
+    step = rank.step
+    live = live_of(step, spread)
+    width = step.dtypes.base_bytes
+    steps = step.run.gradient_accumulation_steps
+    overlaps = bool(spread.options["overlap_comm"])
+    again = live.total - live.loss  # what is still there is not gathered again
+    return (
+        Message(
+            what="parameters of the forward",
+            collective="all_gather",
+            num_bytes=live.total * width,
+            count=steps,
+            size=spread.size,
+            hidden_by="forward" if overlaps else "nothing",
+        ),
+        Message(
+            what="parameters of the backward",
+            collective="all_gather",
+            num_bytes=max(again, 0) * width,
+            count=steps,
+            size=spread.size,
+            hidden_by="backward" if overlaps else "nothing",
+        ),
+        Message(
+            what="gradients",
+            collective="reduce_scatter",
+            num_bytes=step.all_gradients,
+            count=steps,
+            size=spread.size,
+            hidden_by="backward" if overlaps else "nothing",
+        ),
+    )
+
+
+def _on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
+    step = rank.step
+    part = partitioned(step, spread)
+    entries: list[Entry] = []
+    if deepspeed.offloads(spread, "optimizer"):
+        entries += [
+            Entry(deepspeed.HOST_MASTER, 2 * deepspeed.MASTER_BYTES * part.elements),
+            Entry(deepspeed.HOST_STATES, part.states),
+            Entry(GRADIENT_PARTITION, part.elements * part.width),
+        ]
+    if deepspeed.offloads(spread, "params"):
+        held = [
+            entry
+            for entry in step.static
+            if entry.part in ("weights", "adapters") and entry.fact is not BUFFERS
+        ]
+        total: Count = sum(ceil_div(entry.num_bytes, spread.size) for entry in held)
+        entries.append(Entry(HOST_PARAMETERS, total))
+    return tuple(entries)
+
+
+def _check(step: TrainingStep, spread: Spread) -> None:
+    deepspeed.check(step, spread)
+    if step.dtypes.quant in BNB_QUANTS:
+        raise ConfigError(
+            f"quant: {step.dtypes.quant} weights are whole bytes, which ZeRO-3 cannot gather as "
+            "parameters; use zero2, or quant none"
+        )
+
+
+STRATEGY = Strategy(
+    name="zero3",
+    summary="DeepSpeed: parameters, gradients and optimizer states divided",
+    divides="data",
+    options=_OPTIONS,
+    check=_check,
+    split=deepspeed.narrowed,
+    moments=_moments,
+    update_share=deepspeed.update_share,
+    messages=_messages,
+    on_host=_on_host,
+    training_arguments=deepspeed.training_arguments,
+    notes=deepspeed.notes,
+)
