@@ -11,11 +11,14 @@ from typing import Any
 from whichlora.families import build
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.predict import (
+    CountedRun,
     forward_features,
     judged_memory,
     judged_time,
     mean_context,
-    predict,
+    moment_parts,
+    passes,
+    predict_counted,
 )
 from whichlora.predict.resolve import resolve
 from whichlora.profiler.early_stop import is_enough
@@ -76,7 +79,7 @@ class FakeProfiler:
         model = load_model(run.model)
         prior = prior_calibration(self._gpu)
         job = resolve(model, run, self._gpu)
-        # without the replay, which moves the reserve alone
+        # here and below without the replay, which moves the reserve alone
         peak = round(judged_memory(job, prior).peak_allocated_bytes * self.MEMORY_FACTOR)
         outcome = self.OUTCOMES.get(run.method, "ok") if run.phase == "finetune" else "ok"
         if peak > self.OUT_OF_MEMORY_BYTES:
@@ -92,7 +95,10 @@ class FakeProfiler:
                 "peak_allocated_bytes": peak,
             }
         elif outcome == "ok":
-            found = predict(model, run, self._gpu, prior).time
+            counted = CountedRun(
+                job=job, moments=moment_parts(job), is_replayed=False, passes=passes(job)
+            )
+            found = predict_counted(counted, prior).time
             prefill = self.TIME_FACTOR * (found.prefill_s or 0)
             decode = self.TIME_FACTOR * (found.decode_s_per_token or 0)
             whole = prefill + (run.max_new_tokens - 1) * decode

@@ -562,7 +562,7 @@ def test_processes_that_merge_at_once_lose_and_repeat_nothing(tmp_path: Path) ->
         a_database(tmp_path / f"part-{n}", [a_record(i) for i in range(4 * n, 4 * n + 6)])
         for n in range(4)
     ]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # a spawned one imports everything anew
     into = tmp_path / "into"
     workers = [
         context.Process(target=_merge, args=(source, into)) for source in sources for _ in range(2)
@@ -639,7 +639,7 @@ def damage(kind: str, folder: Path) -> None:
         shutil.copytree(folder / GPU, folder / "t4-16gb")
     elif kind == "long line":
         with path.open("ab") as file:
-            file.truncate(1 << 29)  # sparse: no newline for half a gigabyte
+            file.truncate(64 * MAX_LINE_BYTES)  # sparse: no newline anywhere
     elif kind == "huge":
         with (folder / "huge.jsonl").open("wb") as file:
             file.truncate(union.MAX_TOTAL_BYTES + 1)
