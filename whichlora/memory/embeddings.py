@@ -56,7 +56,8 @@ def outside_saved(
     # in the dtype of the input
     mask_bytes = dtypes.stream_bytes if dtypes.device_kind == "cpu" else 1
     saved += [per_token("dropout mask", mask_bytes, width, "hidden_size") for width in dropped]
-    if dtypes.trains_base and after_layers and model.masked_head is None:
+    has_head = model.head is not None or model.task != "causal-lm"
+    if dtypes.trains_base and after_layers and has_head and model.masked_head is None:
         # the gradient of a trained weight reads the input: `mm` in derivatives.yaml
         saved.append(per_token("head: input", dtypes.compute_bytes, hidden, "hidden_size"))
     elif not dtypes.trains_base and embeddings_need_grad and _embeds_in_steps(model, dtypes):

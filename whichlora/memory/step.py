@@ -277,7 +277,8 @@ class TrainingStep:
         of `torch.utils.checkpoint` get one.
         """
         trains_embedding = any(tensor.is_embedding for tensor in self.saved_modules)
-        return self.method.trains_base or self.run.gradient_checkpointing or trains_embedding
+        trains_before = self.method.trains_base or trains_embedding or self.model.continues
+        return trains_before or bool(self.run.gradient_checkpointing)
 
     @property
     def leaf_embedding_bytes(self) -> int:

@@ -207,7 +207,9 @@ class Layout:
     def communicator_bytes(self) -> int:
         """What NCCL takes of each device, outside of the framework's allocator."""
         return sum(
-            communicator_bytes(spread.size) for _, spread in self.strategies if spread.size > 1
+            communicator_bytes(spread.size)
+            for strategy, spread in self.strategies
+            if spread.size > 1 and strategy.launcher == "torchrun"
         )
 
 

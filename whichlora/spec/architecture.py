@@ -583,6 +583,11 @@ class ModelSpec:
         return self.loaded_params - frozen - self.idle_params
 
     @property
+    def continues(self) -> bool:
+        """Whether it is a later part of a model: its first layer reads what another GPU returns."""
+        return not any(table.rows for table in self.embeddings)
+
+    @property
     def starts_in_layer_norm(self) -> bool:
         """Whether a LayerNorm stands before the first layer; autocast widens what it returns."""
         return any(norm.kind == "layer" for norm in self.embedding_norms)
