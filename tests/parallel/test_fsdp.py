@@ -139,3 +139,31 @@ def test_a_rank_holds_what_the_real_library_holds(number: int) -> None:
     moments = fsdp_traces.traced(record["config"], run)
     assert json.loads(json.dumps(moments)) == record["moments"]
     assert abs(fsdp_traces.errors(record)["peak"]) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("version", "reentrant", "gathers"), [("1", True, 3), ("1", False, 2), ("2", True, 2)]
+)
+def test_version_1_gathers_a_recomputed_layer_once_more_where_checkpointing_is_reentrant(
+    version: str, reentrant: bool, gathers: int
+) -> None:
+    settings = {"use_reentrant": reentrant, "gradient_checkpointing": True}
+    several = predicted(run_of("full", 4, settings, fsdp_version=version)).several_gpus
+    assert several is not None
+    counts = [
+        message.count
+        for message in several.communication.messages
+        if message.what.startswith("parameters of the layer")
+    ]
+    assert sum(counts) == gathers * MODEL.num_hidden_layers
+
+
+def test_version_1_casts_the_input_of_adapters_to_their_shards_dtype() -> None:
+    kinds = {}
+    for version in ("1", "2"):
+        job = resolve(MODEL, run_of("lora", 2, {"precision": "bf16"}, fsdp_version=version), GPU)
+        assert job.layout is not None
+        (kinds[version],) = job.layout.rank_kinds(training_step(job))
+    assert kinds["2"].timed is None
+    assert kinds["1"].timed is not None
+    assert (kinds["1"].timed.adapter_bytes, kinds["1"].step.dtypes.adapter_bytes) == (4, 2)

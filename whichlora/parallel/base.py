@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from whichlora.memory.entries import Entry
 from whichlora.memory.step import TrainingStep
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.parallel import OptionValue, ParallelConfig
 from whichlora.spec.run import RunConfig
@@ -69,12 +70,15 @@ class RankKind:
         ranks: their numbers.
         at_rest: the step whose dtypes are those in which parameters are kept between steps.
         step: what these ranks compute, in the dtypes that their kernels see.
+        timed: the dtypes that tensors pass, where some are cast and cast back: nothing keeps these,
+            but they take time. None: those of `step`.
     """
 
     name: str
     ranks: tuple[int, ...]
     at_rest: TrainingStep
     step: TrainingStep
+    timed: Dtypes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

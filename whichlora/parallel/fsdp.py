@@ -17,7 +17,7 @@ from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, 
 from whichlora.parallel.fsdp1 import Rank1
 from whichlora.parallel.fsdp2 import Rank2
 from whichlora.parallel.fsdp_units import Sharding, sharding_of
-from whichlora.spec.dtypes import resolve_dtypes
+from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.run import FOUR_BIT_BNB, Precision, RunConfig
 
 _PURE: dict[str, Precision] = {"bf16": "bf16-pure", "fp16": "fp16-pure"}
@@ -28,7 +28,13 @@ def _sharding(rank: RankKind, spread: Spread) -> Sharding:
 
 
 def _split(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
-    return (replace(rank, step=_computed(rank.step, spread)),)
+    computed = _computed(rank.step, spread)
+    if spread.options["fsdp_version"] != "1" or computed.dtypes == rank.step.dtypes:
+        return (replace(rank, step=computed),)
+    # The Trainer's wrap policy makes each trained module a unit. `LoraLayer` casts the input to
+    # `lora_A.weight.dtype` before that unit is gathered: to the dtype of the shard.
+    run = replace(computed.run, adapter_dtype=rank.step.run.adapter_dtype)
+    return (replace(rank, step=computed, timed=_dtypes(computed, run)),)
 
 
 def _computed(step: TrainingStep, spread: Spread) -> TrainingStep:
@@ -45,13 +51,16 @@ def _computed(step: TrainingStep, spread: Spread) -> TrainingStep:
         run = replace(run, adapter_dtype="bfloat16" if mixed == "bf16" else "auto")
     else:  # `prepare_model` of accelerate, which would turn autocast on, is not called
         run = replace(run, precision=_PURE[mixed], adapter_dtype="auto")
-    dtypes = resolve_dtypes(
+    return replace(step, run=run, dtypes=_dtypes(step, run))
+
+
+def _dtypes(step: TrainingStep, run: RunConfig) -> Dtypes:
+    return resolve_dtypes(
         run,
         trains_base=step.method.trains_base,
         device_kind=step.dtypes.device_kind,
         compute_capability=step.dtypes.compute_capability,
     )
-    return replace(step, run=run, dtypes=dtypes)
 
 
 def mixed_precision(step: TrainingStep, spread: Spread) -> str:
@@ -78,6 +87,11 @@ def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
 def _each_message(sharding: Sharding, step: TrainingStep, spread: Spread) -> Iterator[Message]:
     micro_steps = step.run.gradient_accumulation_steps
     size = sharding.size
+    # Version 1 frees a unit that is recomputed by `use_reentrant`, and gathers it once more for its
+    # backward: 12 gathers of 4 units, 8 without it and in version 2 (fake process group).
+    recomputed = spread.options["fsdp_version"] == "1" and bool(
+        step.run.gradient_checkpointing and step.run.use_reentrant
+    )
     units, full = sharding.units, sharding.reshards
     for unit, number in units.all():
         gathered = unit.gathered(size)
@@ -95,7 +109,7 @@ def _each_message(sharding: Sharding, step: TrainingStep, spread: Spread) -> Ite
                 what=f"parameters of the {unit.name}, backward",
                 collective="all_gather",
                 num_bytes=gathered,
-                count=number * micro_steps,
+                count=number * micro_steps * (1 + (recomputed and unit.name == "layer")),
                 size=size,
                 hidden_by="backward",
             )
