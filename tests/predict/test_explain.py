@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DEVICES, finetune_runs, inference_runs
 
+from whichlora.parallel import list_strategies
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.explain import Explanation, explain
 from whichlora.predict.ledger_lines import Line
 from whichlora.predict.predict import predict
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model
 
@@ -99,6 +101,40 @@ def test_what_measured_runs_corrected_is_a_line_of_its_own() -> None:
     assert weights.kind == "fitted"
     assert weights.source == "calibration a100: 7 memory runs"
     assert any(line.num_bytes < 0 for line in found.lines)
+
+
+def on_four_gpus(strategy: str) -> Explanation:
+    parallel = ParallelConfig(strategy=strategy, gpus=4)
+    model_name = "meta-llama/Llama-3.2-1B"
+    return explained(RunConfig(model=model_name, method="full", seq_len=512, parallel=parallel))
+
+
+@pytest.mark.parametrize("strategy", list_strategies())
+def test_the_lines_of_a_rank_add_up(strategy: str) -> None:
+    found = on_four_gpus(strategy)
+    memory = found.prediction.memory
+    assert sum(line.num_bytes for line in found.lines) == memory.peak_allocated_bytes
+    for line in found.lines:
+        if line.members:
+            assert sum(member.num_bytes for member in line.members) == line.num_bytes
+
+
+def test_a_share_of_a_rank_multiplies_to_its_bytes() -> None:
+    shares = [line for line in on_four_gpus("fsdp").lines if line.numbers.startswith("1/")]
+    assert "weights of the layers" in {line.what for line in shares}
+    for line in shares:
+        share, *factors = line.numbers.removesuffix(" B").split(" × ")
+        whole = math.prod(map(int, factors))
+        assert whole / int(share.removeprefix("1/")) == pytest.approx(line.num_bytes, rel=1e-3)
+
+
+def test_what_twice_as_many_gpus_shrink_is_what_a_strategy_divides() -> None:
+    for strategy, divides in (("ddp", False), ("fsdp", True)):
+        shrinks = {each.what: each.shrinks for each in on_four_gpus(strategy).scaling}
+        assert shrinks["weights of the layers"] == divides
+        assert shrinks["optimizer states"] == divides
+    names = {alternative.name for alternative in on_four_gpus("ddp").strategies}
+    assert {"ddp", "fsdp"} <= names
 
 
 def test_a_layer_without_checkpointing_is_listed_tensor_by_tensor() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 from whichlora.memory import allocator, layer_passes, weights
 from whichlora.memory.entries import Entry, Fact, Group
-from whichlora.memory.training import Ledger
+from whichlora.memory.training import Ledger, training_ledger
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import ALLOCATED_PARTS
 from whichlora.predict.predict import num_trained, pool_bytes, training_step
@@ -19,6 +20,7 @@ from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.results import MemoryPrediction
 
+_KEPT_PARTS = ("weights", "adapters", "optimizer_states")  # between steps, in dtypes at rest
 _DTYPES = {1: "bool", 2: "bf16", 4: "fp32", 8: "int64"}
 
 
@@ -55,9 +57,12 @@ def lines_at(
     The first add up to `peak_allocated_bytes`, both to `device_used_bytes`: where measured runs
     corrected a part of the ledger, the correction is a line.
     """
-    rank = _of_rank(job, memory.moment)
-    sizes = _sizes(rank)
-    lines = [_line(rank, entry, sizes) for entry in counted_ledger.moments[memory.moment]]
+    entries = counted_ledger.moments[memory.moment]
+    if job.layout is None:
+        sizes = _sizes(job)
+        lines = [_line(job, entry, sizes) for entry in entries]
+    else:
+        lines = _rank_lines(job, entries, memory.moment)
     lines.append(_bare(allocator.WORKSPACE, counted_ledger.workspace_in(memory.moment)))
     factors = calibration.memory.mean
     for part in ALLOCATED_PARTS:
@@ -73,15 +78,38 @@ def lines_at(
     return _ordered(lines), tuple(line for line in card if line.num_bytes)
 
 
-def _of_rank(job: ResolvedRun, moment: str) -> ResolvedRun:
-    """`job` with the model, sizes and dtypes of the rank that has `moment`."""
-    if job.layout is None:
-        return job
+def _rank_lines(job: ResolvedRun, entries: Iterable[Entry], moment: str) -> list[Line]:
+    """The entries of the rank that has `moment`, with the share of what one GPU would hold."""
+    assert job.layout is not None
     kinds = job.layout.rank_kinds(training_step(job))
     kind = next((kind for kind in kinds if moment.startswith(f"{kind.name}: ")), kinds[0])
-    step = kind.step
-    run = replace(job.run, batch_size=step.batch_size, seq_len=step.seq_len, r=step.r)
-    return replace(job, model=step.model, run=run, dtypes=step.dtypes)
+    wholes: dict[Fact, tuple[ResolvedRun, Entry]] = {}
+    for step, is_kept in ((kind.step, False), (kind.at_rest, True)):
+        run = replace(job.run, batch_size=step.batch_size, seq_len=step.seq_len, r=step.r)
+        of_step = replace(job, model=step.model, run=run, dtypes=step.dtypes)
+        moments = training_ledger(step).moments
+        same_moment = moments.get(moment.removeprefix(f"{kind.name}: "), ())
+        for entry in itertools.chain(same_moment, *moments.values() if is_kept else ()):
+            if is_kept == (entry.part in _KEPT_PARTS):
+                wholes.setdefault(entry.fact, (of_step, entry))
+    lines = []
+    for entry in entries:
+        of_step, whole = wholes.get(entry.fact, (job, entry))
+        line = _line(of_step, whole, _sizes(of_step))
+        share = entry.num_bytes / whole.num_bytes if whole.num_bytes else 1.0
+        if share != 1.0:
+            numbers = f"{_fraction(share)} × {line.numbers or f'{whole.num_bytes} B'}"
+            size = int(entry.num_bytes)
+            # a strategy may keep it in another dtype
+            line = replace(line, num_bytes=size, dtype="", numbers=numbers, members=())
+        lines.append(line)
+    return lines
+
+
+def _fraction(share: float) -> str:
+    """Such as 1/4 of four ranks; the padding of shards is left out."""
+    parts = round(1 / share) if share else 0
+    return f"1/{parts}" if parts > 1 and abs(share * parts - 1) < 1e-3 else f"{share:.4g}"
 
 
 def layer_lines(job: ResolvedRun) -> tuple[Line, ...]:
@@ -131,9 +159,6 @@ def _line(job: ResolvedRun, entry: Entry, sizes: Mapping[str, int]) -> Line:
     else:
         members = _ordered(_member(job, fact, group) for group in _by_tensor(entry.groups))
     line = replace(_bare(fact, int(entry.num_bytes)), dtype=_dtype(job, fact.dtype))
-    whole = sum(member.num_bytes for member in members)
-    if members and whole != line.num_bytes:  # a strategy's share of them
-        return replace(line, numbers=f"{line.num_bytes / whole:.4g} x {whole}")
     if len(members) == 1:
         only = members[0]
         return replace(

@@ -63,7 +63,7 @@ def _closing(explanation: Explanation) -> Iterator[str]:
 
 
 def _formula(line: Line) -> str:
-    shape = line.shape if line.dtype == "bytes" else f"{line.shape} {line.dtype}"
+    shape = line.shape if line.dtype == "bytes" else f"{line.shape} {line.dtype}".strip()
     return shape if line.count == "1" else f"{line.count} × {shape}".replace(" x ", " × ")
 
 
