@@ -73,6 +73,13 @@ def test_what_overlaps_slows_the_computing_as_much_as_the_links_say() -> None:
     assert time.overlapped_s == pytest.approx(2.0 - 0.2)
 
 
+def test_kernels_that_wait_for_a_network_slow_nothing() -> None:
+    slow = Sent(message=sent(1.0, 10, "backward").message, message_s=1.0, on_node_s=0.1)
+    time = communication([slow], COMPUTING, micro_steps=1, contention=1.0)
+    assert (time.exposed_s, time.overlapped_s) == (1.0, 9.0)
+    assert time.slowdown_s == pytest.approx(1.0)
+
+
 def test_arrays_give_what_each_element_does() -> None:
     times = np.array([0.1, 1.0, 5.0])
     many = communication([sent(times, 10, "backward")], COMPUTING, micro_steps=1).exposed_s

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 from whichlora.parallel.base import Message
 from whichlora.spec.links import LinkSpec
-from whichlora.spec.numeric import Count, Real, largest
-from whichlora.timing.links import collective_s, extends_measurements, group_of
+from whichlora.spec.numeric import Count, Real, largest, smallest
+from whichlora.timing.links import (
+    RING_FACTORS,
+    collective_s,
+    extends_measurements,
+    group_of,
+    on_node_s,
+)
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -19,14 +25,22 @@ class Sent:
 
     Args:
         message_s: of one of them.
+        on_node_s: of them that the links of a node take, at whose rate NCCL's kernels work; a
+            slower network leaves them waiting. None: all.
     """
 
     message: Message
     message_s: Real
+    on_node_s: Real | None = None
 
     @property
     def total_s(self) -> Real:
         return self.message.count * self.message_s
+
+    @property
+    def working_s(self) -> Real:
+        """While NCCL's kernels work."""
+        return self.total_s if self.on_node_s is None else self.message.count * self.on_node_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +65,16 @@ class CommunicationTime:
 
 def sent_over(links: LinkSpec, messages: Sequence[Message], gpus_per_node: int) -> tuple[Sent, ...]:
     """`messages` and the seconds of each over `links`; NaN where these are not known."""
-    return tuple(
-        Sent(
-            message=message,
-            message_s=collective_s(
-                links,
-                message.collective,
-                1.0 * message.num_bytes,
-                group_of(message.size, message.stride, gpus_per_node),
-            ),
-        )
-        for message in messages
-    )
+    sent = []
+    for message in messages:
+        group = group_of(message.size, message.stride, gpus_per_node)
+        num_bytes = 1.0 * message.num_bytes
+        on_node = None
+        if group.nodes > 1 and message.collective in RING_FACTORS:
+            on_node = on_node_s(links, message.collective, num_bytes, group.on_node)
+        seconds = collective_s(links, message.collective, num_bytes, group)
+        sent.append(Sent(message=message, message_s=seconds, on_node_s=on_node))
+    return tuple(sent)
 
 
 def extended(links: LinkSpec, messages: Sequence[Message], gpus_per_node: int) -> tuple[str, ...]:
@@ -105,6 +117,7 @@ def communication(
     """
     total: Real = 0.0
     exposed: Real = 0.0
+    slowdown: Real = 0.0
     for phase in ("nothing", *PHASES):
         group = [each for each in sent if each.message.hidden_by == phase]
         if not group:
@@ -121,10 +134,13 @@ def communication(
         computing = phase_s[phase] * share
         waits = largest(seconds - computing * (1 - 1 / in_pass), seconds / in_pass)
         exposed = exposed + waits
+        working = slower * sum((each.working_s for each in group), 0.0)
+        # waiting for the network and for the computing overlap: of the work, what is not exposed
+        slowdown = slowdown + contention * smallest(working, seconds - waits)
     return CommunicationTime(
         sent=tuple(sent),
         exposed_s=exposed,
-        slowdown_s=contention * (total - exposed),
+        slowdown_s=slowdown,
         total_s=total,
     )
 
