@@ -9,7 +9,13 @@ import pytest
 from whichlora.errors import ConfigError
 from whichlora.parallel import list_strategies
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.parallel_choice import best_first, best_spread, candidates, choice_notes
+from whichlora.predict.parallel_choice import (
+    best_first,
+    best_spread,
+    candidates,
+    choice_notes,
+    smallest_candidates,
+)
 from whichlora.predict.predict import predict
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction
@@ -70,6 +76,29 @@ def test_the_fastest_that_fits_comes_first_then_the_smallest() -> None:
         pytest.skip("fewer strategies than cases")
     order = [each.prediction.run.parallel.strategy for each in best_first(wide, predicted)]
     assert order == ["fast", "slow", "near", "ddp"]
+
+
+def test_where_nothing_fits_what_can_be_offloaded_is_tried() -> None:
+    tried: list[ParallelConfig] = []
+
+    def predicted(run: RunConfig) -> Prediction:
+        tried.append(run.parallel)
+        return answer(run, size=90, speed=1.0, verdict="fails")
+
+    best_first(RUN, predicted)
+    plain, smallest = list(candidates(ASKED)), list(smallest_candidates(ASKED))
+    assert tried == [*plain, *smallest]
+    assert {"offload"} == {name for config in smallest for name, _ in config.options}
+    tried.clear()
+
+    def fits(run: RunConfig) -> Prediction:
+        tried.append(run.parallel)
+        return answer(run, size=9, speed=1.0, verdict="fits")
+
+    best_first(RUN, fits)
+    assert tried == plain
+    stated = replace(ASKED, options=(("offload", ("optimizer",)),))
+    assert list(smallest_candidates(stated)) == []
 
 
 def test_the_notes_name_the_choice_and_the_next_ones() -> None:

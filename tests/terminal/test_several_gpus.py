@@ -53,7 +53,7 @@ def test_below_one_answer_stand_the_global_batch_and_what_is_sent(
     settings = {"batch_size": 2, "gradient_accumulation_steps": 3}
     print_predictions(estimate(MODEL, "l4", gpus=4, parallel="ddp", seq_len=64, **settings))  # type: ignore[arg-type]
     printed = capsys.readouterr().out
-    batch = "global batch: 24 sequences per optimizer step (batch size 2 x 3 accumulation steps x 4"
+    batch = "global batch of an optimizer step: 24 (batch size 2 x 3 accumulation steps x 4"
     assert batch in printed
     assert "all-reduce" in printed
     assert "all 4 GPUs hold the same amounts" in printed

@@ -144,6 +144,8 @@ class Strategy:
 
     Args:
         options: what it declares beside the number of GPUs.
+        smallest: values of them with which a GPU holds least; `parallel: auto` tries these where
+            nothing fits.
         size_option: the one of them that says how many ranks it divides among, where it is
             combined with others; empty for the one that takes what the others leave.
         divides: what its ranks share: "data" where each has its own micro-batch, so that the
@@ -171,6 +173,7 @@ class Strategy:
     divides: Literal["data", "model"]
     order: Order = "at once"
     options: tuple[Option, ...] = ()
+    smallest: tuple[tuple[str, OptionValue], ...] = ()
     size_option: str = ""
     check: Callable[[TrainingStep, Spread], None] = _accepts
     split: Callable[[RankKind, Spread], tuple[RankKind, ...]] = _computes_all

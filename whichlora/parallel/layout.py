@@ -235,7 +235,7 @@ def checked(option: Option, value: OptionValue) -> OptionValue:
         given: Iterable[object] = value if isinstance(default, tuple) else (value,)  # type: ignore
         if not isinstance(value, tuple | str) or any(word not in option.choices for word in given):
             raise ConfigError(
-                f"{option.name}: {value!r} is not accepted; accepted are "
+                f"{option.name}: {_shown(value)} is not accepted; accepted are "
                 f"{', '.join(option.choices)}"
             )
         return value
@@ -246,6 +246,10 @@ def checked(option: Option, value: OptionValue) -> OptionValue:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{option.name}: {value!r} is not a whole number from 1 on")
     return value
+
+
+def _shown(value: OptionValue) -> str:
+    return repr(",".join(value)) if isinstance(value, tuple) else repr(value)
 
 
 def _sizes(

@@ -27,6 +27,7 @@ STRATEGY = Strategy(
     summary="DeepSpeed: optimizer states divided",
     divides="data",
     options=(deepspeed.BUCKET, deepspeed.OVERLAP, deepspeed.OFFLOAD_OPTIMIZER),
+    smallest=(("offload", ("optimizer",)),),
     check=deepspeed.check,
     split=deepspeed.narrowed,
     moments=_moments,

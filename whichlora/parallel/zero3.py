@@ -458,6 +458,7 @@ STRATEGY = Strategy(
     summary="DeepSpeed: parameters, gradients and optimizer states divided",
     divides="data",
     options=_OPTIONS,
+    smallest=(("offload", ("optimizer", "params")),),
     check=_check,
     split=deepspeed.narrowed,
     moments=_moments,

@@ -34,6 +34,8 @@ def best_first(
 ) -> tuple[Spreading, ...]:
     """`run` under every strategy that accepts it: the fastest that fit, then by memory.
 
+    Where none surely fits, what a strategy can keep off the GPUs is tried, too.
+
     Args:
         predicted: predicts a run whose strategy is named.
 
@@ -42,13 +44,16 @@ def best_first(
     """
     accepted: list[Spreading] = []
     refusals: dict[str, None] = {}
-    for config in candidates(run.parallel):
-        try:
-            prediction = predicted(replace(run, parallel=config))
-        except ConfigError as error:
-            refusals[str(error)] = None
-            continue
-        accepted.append(Spreading(config=config, prediction=prediction))
+    for propose in (candidates, smallest_candidates):
+        for config in propose(run.parallel):
+            try:
+                prediction = predicted(replace(run, parallel=config))
+            except ConfigError as error:
+                refusals[str(error)] = None
+                continue
+            accepted.append(Spreading(config=config, prediction=prediction))
+        if any(spreading.prediction.verdict == "fits" for spreading in accepted):
+            break
     if not accepted:
         raise ConfigError("; ".join(refusals))
     return tuple(sorted(accepted, key=_order))
@@ -83,6 +88,17 @@ def candidates(config: ParallelConfig) -> Iterator[ParallelConfig]:
             )
     if not several:
         raise ConfigError(f"{', '.join(names)}: no strategy of parallel {AUTO} has these options")
+
+
+def smallest_candidates(config: ParallelConfig) -> Iterator[ParallelConfig]:
+    """`config` with each strategy that can hold less on a GPU than with its default options."""
+    names = dict(config.options)
+    for strategy in list_strategies().values():
+        smallest = dict(strategy.smallest)
+        known = {option.name for option in strategy.options}
+        if smallest and set(names) <= known and not names.keys() & smallest.keys():
+            options = tuple(sorted((names | smallest).items()))
+            yield replace(config, strategy=strategy.name, options=options)
 
 
 def _combinations(
@@ -121,9 +137,9 @@ def choice_notes(spreadings: Sequence[Spreading]) -> tuple[str, ...]:
     if not others:
         why = "is the only strategy that accepts the run"
     elif not fitting:
-        why = f"needs least memory of {len(spreadings)} strategies; none surely fits"
+        why = f"needs least memory of {len(spreadings)}; none surely fits"
     elif fitting == 1:
-        why = f"is the only one of {len(spreadings)} strategies that surely fits"
+        why = f"is the only one of {len(spreadings)} that surely fits"
     elif best.prediction.time.is_known:
         why = f"is the fastest of {fitting} that fit"
     else:

@@ -142,7 +142,7 @@ def spread_lines(prediction: Prediction, several: SeveralGpus) -> Iterator[str]:
     sequences = several.global_batch_size
     at_once = sequences // (run.batch_size * run.gradient_accumulation_steps)
     yield (
-        f"global batch: {sequences} sequences per optimizer step (batch size {run.batch_size} x "
+        f"global batch of an optimizer step: {sequences} (batch size {run.batch_size} x "
         f"{run.gradient_accumulation_steps} accumulation steps x {at_once} at once)"
     )
     if several.communication.num_bytes:
