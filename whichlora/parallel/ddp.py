@@ -19,6 +19,7 @@ from whichlora.spec.run import RunConfig
 from whichlora.units import MiB
 
 BUCKET_BYTES = 25 * MiB  # of DDP(bucket_cap_mb); a tensor is not divided, so some are larger
+_AFTER_LAYERS = ("embedding_backward", "optimizer_step")
 BUCKETS = Fact(
     part="gradients",
     what="buckets of DistributedDataParallel",
@@ -40,15 +41,20 @@ def bucket_bytes(step: TrainingStep) -> Count:
 def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
     buckets = Entry(BUCKETS, bucket_bytes(rank.step))
     if spread.options["gradient_as_bucket_view"]:
-        # a gradient is copied into its bucket as it comes, and `zero_grad` frees no bucket
-        views = as_accumulated(rank.step)
-        moments = {
-            name: without(views.get(name, entries), *GRADIENTS) for name, entries in moments.items()
-        }
+        moments = {name: _as_views(rank.step, name, entries) for name, entries in moments.items()}
     return {
         name: entries if name == "loading" else (*entries, buckets)
         for name, entries in moments.items()
     }
+
+
+def _as_views(step: TrainingStep, name: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """`entries` where gradients are views of the buckets, which `zero_grad` does not free."""
+    # `Reducer::mark_variable_ready_dense` makes them views when they are reduced: gradients of
+    # earlier micro-steps, under `no_sync`, are tensors of their own until then
+    if step.accumulates and name not in ("first_layer_backward", *_AFTER_LAYERS):
+        return entries
+    return without(as_accumulated(step).get(name, entries), *GRADIENTS)
 
 
 def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:

@@ -101,11 +101,13 @@ class Shares:
         partition: of each rank, padded.
         whole: of the parameters that one rank's partition touches, of the rank with most.
         piece: the largest part of one parameter that lies in one partition.
+        at_norm: `whole` and `piece` of the rank that needs most while it computes the norm.
     """
 
     partition: Count
     whole: Count
     piece: Count
+    at_norm: tuple[Count, Count]
 
 
 @lru_cache(maxsize=256)
@@ -117,17 +119,23 @@ def flat_shares(sizes: tuple[int, ...], ranks: int) -> Shares:
     total = sum(sizes)
     alignment = 2 * ranks  # `nccl_start_alignment_factor`
     partition = ceil_div(total, alignment) * alignment // ranks
-    whole = piece = start = 0
-    touching: dict[int, int] = {}
+    start = 0
+    wholes: dict[int, int] = {}
+    pieces: dict[int, int] = {}
     for size in sizes:
         end = start + size
         for rank in range(start // partition, ceil_div(end, partition)):
             overlap = min(end, (rank + 1) * partition) - max(start, rank * partition)
-            touching[rank] = touching.get(rank, 0) + size
-            piece = max(piece, overlap)
+            wholes[rank] = wholes.get(rank, 0) + size
+            pieces[rank] = max(pieces.get(rank, 0), overlap)
         start = end
-    whole = max(touching.values(), default=0)
-    return Shares(partition, whole, piece)
+    needs_most = max(wholes, key=lambda rank: 2 * wholes[rank] + NORM_BYTES * pieces[rank])
+    return Shares(
+        partition,
+        whole=max(wholes.values()),
+        piece=max(pieces.values()),
+        at_norm=(wholes[needs_most], pieces[needs_most]),
+    )
 
 
 def estimated_shares(tensors: Sequence[Trained], ranks: int) -> Shares:
@@ -138,7 +146,8 @@ def estimated_shares(tensors: Sequence[Trained], ranks: int) -> Shares:
     total: Count = sum(tensor.num_params * tensor.count for tensor in tensors)
     partition = ceil_div(total, 2 * ranks) * 2
     biggest = largest(*(tensor.num_params for tensor in tensors))
-    return Shares(partition, smallest(total, partition + biggest), smallest(partition, biggest))
+    whole, piece = smallest(total, partition + biggest), smallest(partition, biggest)
+    return Shares(partition, whole, piece, at_norm=(whole, piece))
 
 
 def parameter_order(step: TrainingStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -241,6 +250,15 @@ class Partitioned:
         return bucket_elements(self.step, self.spread) * self.width
 
     @property
+    def reduced_copy_bytes(self) -> Count:
+        """A bucket whose parts belong to several ranks is reduced in a copy.
+
+        Kind: upper bound: the last bucket may be less full. Source: deepspeed 0.19.8
+        `allreduce_bucket`; `reduce_scatter_coalesced` of stage 3.
+        """
+        return smallest(self.bucket_bytes, self.step.all_gradients)
+
+    @property
     def waiting_bytes(self) -> Count:
         """A gradient too large for the bucket waits until the next one is there.
 
@@ -313,6 +331,14 @@ BUCKETS = Fact(
     count="2 with overlap_comm",
     why="gradients are copied into it as they come",
     source="deepspeed 0.19.8 setup_buckets, IPGBucket",
+)
+REDUCED_COPY = Fact(
+    part="gradients",
+    what="copy of a bucket that several ranks share",
+    shape="[at most zero_bucket_size]",
+    dtype="of the parameter",
+    why="its parts are put side by side, and reduced at once",
+    source="deepspeed 0.19.8 allreduce_bucket; reduce_scatter_coalesced",
 )
 PARTITION_GRADIENTS = Fact(
     part="gradients",
@@ -398,17 +424,29 @@ def gathered_once(rank: RankKind, spread: Spread) -> Message:
     )
 
 
+def num_reductions(step: TrainingStep, spread: Spread) -> Count:
+    """Messages in which the gradients of one micro-step are reduced.
+
+    Kind: estimate: buckets are full, and no gradient is divided. Source: deepspeed 0.19.8
+    `reduce_independent_p_g_buckets_and_remove_grads`.
+    """
+    bucket = bucket_elements(step, spread) * step.param_bytes
+    tensors = sum(tensor.count for tensor in step.tensors)
+    return largest(1, smallest(ceil_div(step.all_gradients, bucket), tensors))
+
+
 def reduced(rank: RankKind, spread: Spread, *, micro_steps: int | None) -> Message:
     """Gradients of all ranks, summed: whole buckets, of which each rank keeps its share.
 
     Source: deepspeed 0.19.8 `allreduce_and_scatter`: an all-reduce, not a reduce-scatter.
     """
     step = rank.step
+    number = num_reductions(step, spread)
     return Message(
         what="gradients",
         collective="all_reduce",
-        num_bytes=step.all_gradients,
-        count=micro_steps or step.run.gradient_accumulation_steps,
+        num_bytes=step.all_gradients // number,
+        count=number * (micro_steps or step.run.gradient_accumulation_steps),
         size=spread.size,
         hidden_by="backward" if spread.options["overlap_comm"] else "nothing",
         micro_steps=micro_steps,
@@ -473,6 +511,8 @@ def replicated_moments(
             changed[name] = (*without(entries, *GRADIENTS), later, buckets, waiting)
     if "loading" in moments:
         changed["loading"] = moments["loading"]
+    if partitions_gradients:
+        changed["bucket_reduced"] = reducing(part, changed["first_layer_backward"])
     resting = resting_entries(part, moments)
     if not partitions_gradients:
         all_gradients = Entry(one_device.ALL_GRADIENTS, step.all_gradients)
@@ -483,8 +523,8 @@ def replicated_moments(
             Entry(PARTITION_GRADIENTS, held),
         )
     gradients = Entry(PARTITION_GRADIENTS, held)
-    norm = Entry(NORM_COPY, part.piece * NORM_BYTES)
     if offloads(spread, "optimizer"):
+        norm = Entry(NORM_COPY, part.piece * NORM_BYTES)
         # `set_norm_for_param_grad_in_gpu` of each gradient, on its way to the host
         copied = part.largest_trained * part.width if partitions_gradients else step.all_gradients
         leaving = (Entry(WAITING, copied), buckets, norm)
@@ -493,9 +533,21 @@ def replicated_moments(
             before = without(changed["layer_backward"], one_device.LAYER_BACKWARD, WAITING, BUCKETS)
             changed["first_gradient_to_host"] = (*before, *leaving)
     else:
-        changed["gradient_norm"] = (*resting, gradients, norm)
+        (whole, piece), *others = (group.at_norm for group in part.groups)
+        whole = whole + sum(other for other, _ in others)
+        changed["gradient_norm"] = (
+            *resting,
+            Entry(PARTITION_GRADIENTS, whole * part.width),
+            Entry(NORM_COPY, piece * NORM_BYTES),
+        )
         changed |= update_moments(part, resting, gradients)
     return changed
+
+
+def reducing(part: Partitioned, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """The moment of `entries` when a bucket is reduced, and no layer runs."""
+    before = without(entries, one_device.LAYER_BACKWARD, WAITING)
+    return (*before, Entry(REDUCED_COPY, part.reduced_copy_bytes))
 
 
 def resting_entries(part: Partitioned, moments: Moments) -> tuple[Entry, ...]:

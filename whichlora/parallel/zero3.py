@@ -285,7 +285,7 @@ class _PerParameter(Partitioned):
         ranks = self.spread.size
         partition = sum(ceil_div(t.num_params, ranks) * t.count for t in tensors)
         piece = largest(*(ceil_div(t.num_params, ranks) * (t.count > 0) for t in tensors))
-        return Shares(partition, partition, piece)
+        return Shares(partition, partition, piece, at_norm=(partition, piece))
 
 
 def small_parameter_bytes(step: TrainingStep, spread: Spread) -> Count:
@@ -367,6 +367,7 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
         if name not in (*deepspeed.BEFORE_GRADIENTS, "head_backward"):
             entries = (*entries, Entry(deepspeed.WAITING, part.waiting_bytes))
         changed[name] = entries
+    changed["bucket_reduced"] = deepspeed.reducing(part, changed["first_layer_backward"])
     if "loading" in moments:
         changed["loading"] = moments["loading"]
     if deepspeed.offloads(spread, "optimizer"):
@@ -394,29 +395,31 @@ def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
     width = step.dtypes.base_bytes
     steps = step.run.gradient_accumulation_steps
     overlaps = bool(spread.options["overlap_comm"])
-    again = live.total - live.loss  # what is still there is not gathered again
+    modules = max(1, sum(key >= 0 for _, key, _ in gathered_modules(step)))
+    reductions = deepspeed.num_reductions(step, spread)
+    again = max(live.total - live.loss, 0)  # what is still there is not gathered again
     return (
         Message(
             what="parameters of the forward",
             collective="all_gather",
-            num_bytes=live.total * width,
-            count=steps,
+            num_bytes=live.total * width // modules,
+            count=steps * modules,
             size=spread.size,
             hidden_by="forward" if overlaps else "nothing",
         ),
         Message(
             what="parameters of the backward",
             collective="all_gather",
-            num_bytes=max(again, 0) * width,
-            count=steps,
+            num_bytes=again * width // modules,
+            count=steps * modules,
             size=spread.size,
             hidden_by="backward" if overlaps else "nothing",
         ),
         Message(
             what="gradients",
             collective="reduce_scatter",
-            num_bytes=step.all_gradients,
-            count=steps,
+            num_bytes=step.all_gradients // reductions,
+            count=steps * reductions,
             size=spread.size,
             hidden_by="backward" if overlaps else "nothing",
         ),
