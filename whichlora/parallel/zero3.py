@@ -451,8 +451,8 @@ def _check(step: TrainingStep, spread: Spread) -> None:
     deepspeed.check(step, spread)
     if step.dtypes.quant in BNB_QUANTS:
         raise ConfigError(
-            f"quant: {step.dtypes.quant} weights are whole bytes, which ZeRO-3 cannot gather as "
-            "parameters; use zero2, or quant none"
+            f"quant: {step.dtypes.quant} weights divided by ZeRO-3 are not modelled; use zero2, or "
+            "quant none"
         )
 
 
