@@ -26,7 +26,7 @@ from whichlora.symbolic.layer import (
 # The state decayed, what comes to it and their sum, in fp32, beside the cached one. Source:
 # transformers 5.23 `torch_recurrent_gated_delta_rule`, `mamba2_selective_state_update`.
 _STEP_STATES = 3
-_WEIGHT_COPIES = ("weight, cast", "adapter, cast")  # as `operators` calls them
+WEIGHT_COPIES = ("weight, cast", "adapter, cast")  # as `operators` calls them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def layer_bytes(
         count=count,
         stream_bytes=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
         tensors=tuple(tensors),
-        copies=tuple(tensor for tensor in tensors if tensor.what.endswith(_WEIGHT_COPIES)),
+        copies=tuple(tensor for tensor in tensors if tensor.what.endswith(WEIGHT_COPIES)),
         held=() if run.gradient_checkpointing and run.use_reentrant else tuple(held),
         gradients=gradients,
         **values,

@@ -20,6 +20,7 @@ from whichlora.parallel.fsdp_units import Sharding, sharding_of
 from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.run import FOUR_BIT_BNB, Precision, RunConfig
 
+_STORED = {"bfloat16": "bf16", "float16": "fp16"}
 _PURE: dict[str, Precision] = {"bf16": "bf16-pure", "fp16": "fp16-pure"}
 
 
@@ -47,9 +48,9 @@ def _computed(step: TrainingStep, spread: Spread) -> TrainingStep:
         return replace(step, run=run)
     # every parameter is cast as it is gathered, those of a base in fp32 and of adapters, too
     run = replace(run, base_dtype="auto", prepare_kbit=False)
-    if spread.options["fsdp_version"] == "1":
-        run = replace(run, adapter_dtype="bfloat16" if mixed == "bf16" else "auto")
-    else:  # `prepare_model` of accelerate, which would turn autocast on, is not called
+    # version 1: a layer of PEFT asks the weight of `lora_A` for its dtype before that is gathered
+    if spread.options["fsdp_version"] == "2":
+        # `prepare_model` of accelerate, which would turn autocast on, is not called
         run = replace(run, precision=_PURE[mixed], adapter_dtype="auto")
     return replace(step, run=run, dtypes=_dtypes(step, run))
 
@@ -66,8 +67,13 @@ def _dtypes(step: TrainingStep, run: RunConfig) -> Dtypes:
 def mixed_precision(step: TrainingStep, spread: Spread) -> str:
     """One of "no", "bf16" and "fp16", as the Trainer tells accelerate.
 
-    Kind: exact. Source: transformers 5.23 `TrainingArguments.mixed_precision`.
+    Kind: exact. Source: transformers 5.23 `TrainingArguments.mixed_precision`; under version 1
+    `update_fsdp_plugin_peft` takes the storage dtype of 4-bit weights.
     """
+    is_stored = step.dtypes.quant in FOUR_BIT_BNB and spread.options["fsdp_version"] == "1"
+    storage = _STORED.get(str(spread.options["bnb_4bit_quant_storage"]))
+    if is_stored and storage is not None:
+        return storage
     stated = spread.options["mixed_precision"]
     if stated is not None:
         return str(stated)

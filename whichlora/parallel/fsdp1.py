@@ -9,14 +9,15 @@ Source: torch 2.13 `_runtime_utils.py` and `_flat_param.py`; peft 0.21.2 `fsdp_a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.entries import Entry, Fact, listed
 from whichlora.memory.gradients import ADAPTERS
-from whichlora.memory.moments import LOGITS_GRADIENT
+from whichlora.memory.layer_bytes import WEIGHT_COPIES
+from whichlora.memory.moments import AUTOCAST_COPIES, LOGITS_GRADIENT
 from whichlora.parallel.base import Moments
-from whichlora.parallel.fsdp_rank import GRADIENT_SHARDS, Rank
+from whichlora.parallel.fsdp_rank import GRADIENT_SHARDS, REPLACED, Rank
 from whichlora.parallel.fsdp_units import Unit
 from whichlora.spec.numeric import Count
 
@@ -33,6 +34,15 @@ JOINED = Fact(
 @dataclass(frozen=True)
 class Rank1(Rank):
     """The tensors that version 1 makes, by moment."""
+
+    def moments(self, one_device: Moments) -> Moments:
+        """As of both versions; parameters come in 16 bit, so that autocast copies none."""
+        return super().moments(
+            {
+                name: tuple(_without_copies(e) for e in entries if e.fact is not AUTOCAST_COPIES)
+                for name, entries in one_device.items()
+            }
+        )
 
     # --- units ----------------------------------------------------------------------------------
 
@@ -130,8 +140,32 @@ class Rank1(Rank):
         if self._has(units.outside):
             gradients, _ = self._pending_but(zero, units.outside)
             yield "root_reduce", (*self.static, *self._joined(units.outside, root, zero, gradients))
+        if self._keeps_leaves:
+            yield "first_layer_backward_of_leaves", self._with_leaves(one_device)
         # with `use_orig_params` the views of the gradients' shards live to the next forward
         yield "between_steps", (*self.static, Entry(GRADIENT_SHARDS, self._all_shards))
+
+    @property
+    def _keeps_leaves(self) -> bool:
+        """Whether the input of every checkpointed block and its gradient stay to the end."""
+        # transformers before 4.53 checkpoints around FSDP's module, so that it sees the detached
+        # input: `_register_post_backward_reshard_only_hook` hooks that leaf for frozen parameters,
+        # and `register_multi_grad_hook` keeps its `AccumulateGrad` until `_finalize_params`
+        step = self.sharding.units.step
+        reentrant = bool(step.run.gradient_checkpointing and step.run.use_reentrant)
+        older = step.dtypes.libraries.older("transformers", "4.53")
+        return reentrant and older and not step.method.trains_base
+
+    def _with_leaves(self, one_device: Moments) -> tuple[Entry, ...]:
+        kept = (e for e in one_device["first_layer_backward"] if e.part not in REPLACED)
+        root, zero = self._root, 0 * self._root
+        block = self._gathered(self._block(0))
+        return (
+            *self.static,
+            *kept,
+            self._stream(2 * (len(self._order) - 1)),
+            *self._entries(root + block, zero, zero, self._all_shards, 0),
+        )
 
     def _joined(
         self, unit: Unit, unsharded: Count, ahead: Count, gradients: Count
@@ -140,3 +174,14 @@ class Rank1(Rank):
             *self._entries(unsharded, ahead, 0 * unsharded, gradients, unit.gradients),
             Entry(JOINED, unit.gradients),
         )
+
+
+def _without_copies(entry: Entry) -> Entry:
+    """`entry` without autocast's copies of weights, where its members are listed."""
+    if not any(x.what.endswith(WEIGHT_COPIES) for g in entry.groups for x in g.tensors):
+        return entry
+    groups = (
+        replace(g, tensors=tuple(x for x in g.tensors if not x.what.endswith(WEIGHT_COPIES)))
+        for g in entry.groups
+    )
+    return listed(entry.fact, *groups)

@@ -71,7 +71,7 @@ STREAM = Fact(
     why="what the next unit reads, or its gradient",
     source="torch _fsdp_param_group.py pre_forward, post_backward",
 )
-_REPLACED = ("weights", "adapters", "optimizer_states", "gradients")
+REPLACED = ("weights", "adapters", "optimizer_states", "gradients")
 
 
 def static_entries(sharding: Sharding) -> tuple[Entry, ...]:
@@ -124,7 +124,7 @@ class Rank:
             activations = tuple(
                 entry
                 for entry in entries
-                if entry.part not in _REPLACED and entry.fact is not optimizer.TEMPORARIES
+                if entry.part not in REPLACED and entry.fact is not optimizer.TEMPORARIES
             )
             changed[name] = (*self.static, *activations, *self.during(name))
         return changed | dict(self.added(one_device))
@@ -281,7 +281,7 @@ class Rank:
         return any(parameter.trained for parameter in unit.parameters)
 
     def _activations(self, one_device: Moments) -> tuple[Entry, ...]:
-        kept = (entry for entry in one_device["layer_forward"] if entry.part not in _REPLACED)
+        kept = (entry for entry in one_device["layer_forward"] if entry.part not in REPLACED)
         return (*self.static, *(entry for entry in kept if entry.fact is not LAYER_FORWARD))
 
     def _stream(self, count: int) -> Entry:

@@ -1,0 +1,86 @@
+"""Compare FSDP's formulas with published readings of several A100s, and print the table.
+
+`published/several_gpus/fms_fsdp.csv` holds the torch counters of foundation-model-stack's
+fms-acceleration (`scripts/benchmarks/refs`, Apache-2.0): FSDP version 1, two to eight GPUs.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+from published.cells import Line, Observation
+from published.sources import fms
+
+from whichlora.predict.predict import ledger
+from whichlora.predict.resolve import resolve
+from whichlora.spec.parallel import ParallelConfig
+from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
+from whichlora.store.gpus import find_gpu
+
+READINGS = Path(__file__).parent / "published" / "several_gpus" / "fms_fsdp.csv"
+GPU = find_gpu("a100-sxm-80gb")
+OPTIONS = (("backward_prefetch", "BACKWARD_PRE"), ("fsdp_version", "1"))
+KERNELS = "fast cross entropy"  # the loss of every configuration with foak kernels
+COUNTERS = {"peak_allocated": "peak allocated", "allocated_between_steps": "between steps"}
+
+
+def observations() -> Iterator[Observation]:
+    """Every reading as a run of ours on its GPUs; GPTQ, which the tool shards itself, left out."""
+    with READINGS.open(encoding="utf-8", newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), start=2):
+            row |= {
+                "loss_kernel": KERNELS if "foak" in row["notes"] else "",
+                "mem_unit": "GiB",
+                "flags": "",
+                "time_value": "",
+                "padding": "packed",
+                "gpu": "A100-SXM4-80GB",
+            }
+            parallel = ParallelConfig(strategy="fsdp", gpus=int(row["n_gpus"]), options=OPTIONS)
+            for found in fms(Line("fms_acceleration_bench", number, row)):
+                if isinstance(found, Observation) and found.run.quant in ("none", *FOUR_BIT_BNB):
+                    yield replace(found, run=replace(found.run, parallel=parallel))
+
+
+@cache
+def _moments(run: RunConfig, observation: Observation) -> dict[str, int]:
+    counted = ledger(resolve(observation.model, run, GPU))
+    return {name: int(counted.moment_bytes(name)) for name in counted.moments}
+
+
+def predicted(observation: Observation) -> int:
+    """Bytes of its counter, which the Trainer resets after loading."""
+    moments = _moments(observation.run, observation)
+    if observation.quantity == "allocated_between_steps":
+        return moments["between_steps"]
+    return max(num_bytes for name, num_bytes in moments.items() if name != "loading")
+
+
+def errors() -> dict[tuple[str, str], list[float]]:
+    """Relative errors by method and counter; all methods together as "all"."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for observation in observations():
+        error = predicted(observation) / observation.value - 1
+        for method in (observation.run.method, "all"):
+            found[method, COUNTERS[observation.quantity]].append(error)
+    return found
+
+
+def main() -> None:
+    print("| method | counter | readings | median | 90 % | lowest | highest |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for (method, counter), each in sorted(errors().items(), key=lambda item: item[0][::-1]):
+        sizes = sorted(map(abs, each))
+        cells = (median(sizes), sizes[int(0.9 * (len(sizes) - 1))], min(each), max(each))
+        row = " | ".join(f"{100 * cell:.2f} %" for cell in cells)
+        print(f"| {method} | {counter} | {len(each)} | {row} |")
+
+
+if __name__ == "__main__":
+    main()
