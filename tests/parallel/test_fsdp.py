@@ -175,6 +175,5 @@ def test_version_1_casts_the_input_of_adapters_to_their_shards_dtype() -> None:
         job = resolve(MODEL, run_of("lora", 2, {"precision": "bf16"}, fsdp_version=version), GPU)
         assert job.layout is not None
         (kinds[version],) = job.layout.rank_kinds(training_step(job))
-    assert kinds["2"].timed is None
-    assert kinds["1"].timed is not None
-    assert (kinds["1"].timed.adapter_bytes, kinds["1"].step.dtypes.adapter_bytes) == (4, 2)
+    widths = [kinds[version].step.dtypes.adapter_bytes for version in ("1", "2")]
+    assert widths == [4, 2]

@@ -29,13 +29,7 @@ def _sharding(rank: RankKind, spread: Spread) -> Sharding:
 
 
 def _split(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
-    computed = _computed(rank.step, spread)
-    if spread.options["fsdp_version"] != "1" or computed.dtypes == rank.step.dtypes:
-        return (replace(rank, step=computed),)
-    # The Trainer's wrap policy makes each trained module a unit. `LoraLayer` casts the input to
-    # `lora_A.weight.dtype` before that unit is gathered: to the dtype of the shard.
-    run = replace(computed.run, adapter_dtype=rank.step.run.adapter_dtype)
-    return (replace(rank, step=computed, timed=_dtypes(computed, run)),)
+    return (replace(rank, step=_computed(rank.step, spread)),)
 
 
 def _computed(step: TrainingStep, spread: Spread) -> TrainingStep:
