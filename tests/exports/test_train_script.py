@@ -1,5 +1,6 @@
 import inspect
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any, get_args
 import pytest
 
 from whichlora.errors import ConfigError
+from whichlora.exports.launch import launch_files, launch_line
 from whichlora.exports.train_script import train_command, train_script
 from whichlora.methods import list_methods
 from whichlora.spec.data_format import DataFormat
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import Keeping, TrainOn
 from whichlora.spec.run import Optimizer, Precision, Quant, RunConfig
 
@@ -174,7 +177,56 @@ def test_a_run_that_no_script_can_perform_is_refused(
 
 
 def test_the_command_uses_this_interpreter() -> None:
-    assert train_command(Path("out/train.py")) == [sys.executable, "out/train.py"]
+    run = RunConfig(model="m")
+    assert train_command(Path("out/train.py"), run) == [sys.executable, "out/train.py"]
+
+
+def on_gpus(strategy: str, **settings: Any) -> RunConfig:
+    return RunConfig(model="m", parallel=ParallelConfig(strategy=strategy, **settings))
+
+
+@pytest.mark.parametrize(
+    ("run", "line"),
+    [
+        (on_gpus("fsdp", gpus=4), "python -m torch.distributed.run --nproc-per-node=4 train.py"),
+        (on_gpus("device-map", gpus=4), "python train.py"),
+        (
+            on_gpus("ddp", gpus=16, nodes=2),
+            "python -m torch.distributed.run --nproc-per-node=8 --nnodes=2 --rdzv-backend=c10d "
+            "--rdzv-endpoint=$MASTER_ADDR:29500 train.py",
+        ),
+    ],
+)
+def test_a_process_is_started_for_each_gpu_of_a_node(run: RunConfig, line: str) -> None:
+    assert launch_line(run, "train.py") == line
+
+
+def test_several_nodes_are_not_started_from_one() -> None:
+    with pytest.raises(ConfigError, match="nodes: 2 can't be started from one of them"):
+        train_command(Path("train.py"), on_gpus("ddp", gpus=4, nodes=2))
+
+
+def test_a_script_states_the_strategy_and_files_state_it_for_accelerate() -> None:
+    text = script(parallel=ParallelConfig(strategy="fsdp", gpus=4))
+    assert "fsdp=True" in text
+    assert '"version": 2' in text
+    files = launch_files(on_gpus("fsdp", gpus=4))
+    assert list(files) == ["accelerate.yaml"]
+    assert "distributed_type: FSDP\n" in files["accelerate.yaml"]
+    assert "num_processes: 4\n" in files["accelerate.yaml"]
+
+
+def test_deepspeed_reads_its_own_file() -> None:
+    text = script(parallel=ParallelConfig(strategy="zero3", gpus=4))
+    assert 'deepspeed=str(HERE / "deepspeed.json")' in text
+    files = launch_files(on_gpus("zero3", gpus=4))
+    assert json.loads(files["deepspeed.json"])["zero_optimization"]["stage"] == 3
+    assert "  deepspeed_config_file: deepspeed.json\n" in files["accelerate.yaml"]
+
+
+def test_sharded_4_bit_weights_are_held_in_a_dtype_that_can_be_sharded() -> None:
+    text = script(method="qlora", parallel=ParallelConfig(strategy="fsdp", gpus=4))
+    assert 'bnb_4bit_quant_storage="bfloat16"' in text
 
 
 def test_a_pinned_attention_kernel_is_pinned_in_the_script() -> None:

@@ -1,6 +1,7 @@
 """The written job on CPU, for real: what it learns, its checkpoints, and a kill in the middle."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import pytest
 from train_runs import run_script
 from written_job import script_of
 
-from whichlora.exports.train_script import train_script
+from whichlora.exports.train_script import train_command, train_script
 from whichlora.spec.data_format import DataFormat
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import Keeping
 from whichlora.spec.run import RunConfig
 
@@ -277,3 +279,18 @@ def test_other_versions_than_those_predicted_are_said(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: memory and time may differ: ")
     assert line.endswith(", predicted 0.10.0")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_train_what_the_strategy_spreads(tmp_path: Path, strategy: str) -> None:
+    run = replace(RUN, parallel=ParallelConfig(strategy=strategy, gpus=2))
+    path = write(
+        tmp_path, [{"text": f"row {number} " * 20} for number in range(32)], run, max_steps=3
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = train_command(path, run)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("final_loss: ") == 1
+    assert result_of(path)["num_steps"] > 0
+    assert (tmp_path / "output" / "adapter_model.safetensors").stat().st_size > 1000

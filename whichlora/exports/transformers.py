@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from whichlora.exports.launch import launch_files, launch_line
 from whichlora.exports.recipe import Export, Recipe
 from whichlora.exports.train_script import train_script
 
@@ -30,4 +31,8 @@ def export(recipe: Recipe) -> Export:
         train_on=recipe.train_on,
         keeping=recipe.keeping,
     )
-    return Export(files={FILE: script}, command=f"python {FILE}", run=recipe.run)
+    return Export(
+        files={FILE: script, **launch_files(recipe.run)},
+        command=launch_line(recipe.run, FILE),
+        run=recipe.run,
+    )

@@ -208,6 +208,13 @@ def _training_arguments(run: RunConfig, spread: Spread) -> dict[str, Any]:
     return arguments
 
 
+def _model_arguments(run: RunConfig, spread: Spread) -> dict[str, Any]:
+    """What holds 4-bit weights, as `BitsAndBytesConfig` names it."""
+    if run.quant not in FOUR_BIT_BNB:
+        return {}
+    return {"bnb_4bit_quant_storage": str(spread.options["bnb_4bit_quant_storage"])}
+
+
 def _accelerate(run: RunConfig, spread: Spread) -> dict[str, Any]:
     options = spread.options
     version = int(str(options["fsdp_version"]))
@@ -284,6 +291,7 @@ STRATEGY = Strategy(
     update_share=_update_share,
     messages=_messages,
     training_arguments=_training_arguments,
+    model_arguments=_model_arguments,
     accelerate=_accelerate,
     notes=_notes,
 )

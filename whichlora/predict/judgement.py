@@ -83,10 +83,12 @@ class MemoryJudgement:
         """What the run cannot do without; never more than a bound of `device_used_bytes`.
 
         It is of live tensors and context alone: when a request fails, the allocator drops its idle
-        cache first, so only live tensors make a run fail.
+        cache first, so only live tensors make a run fail. However uncertain a context is, it is
+        not negative.
         """
         live = self.peak_allocated_bytes + self.breakdown["context"]
-        return rounded(live - self._width(_LIVE_PARTS))
+        without_context, _ = self.allocated_interval()
+        return largest(without_context, rounded(live - self._width(_LIVE_PARTS)))
 
     def bounds(self) -> tuple[Count, Count, Count]:
         """`least`, and bounds of `device_used_bytes`."""

@@ -262,13 +262,13 @@ def print_answer(answer: Answer) -> None:
         print_training(console, answer)
     for purpose, path in answer.files.items():
         say(console, f"{purpose}: {path}", whole=True)
-    if "job" in answer.files and not trained:
+    if "job" in answer.files and answer.winner is not None and not trained:
         from whichlora.exports.train_script import train_command
 
         if "data_train" not in answer.files:
             data = answer.files["job"].with_name("train.jsonl")
             say(console, f'put your rows into {data} first, as {{"text": ...}} lines', whole=True)
-        command = shlex.join(train_command(answer.files["job"]))
+        command = shlex.join(train_command(answer.files["job"], answer.winner.run))
         say(console, f"start the fine-tuning with: {command}", whole=True)
 
 

@@ -54,10 +54,10 @@ def print_short(answer: Answer) -> None:
         say(console, f"report: {answer.files['report']}{reasons}", whole=True)
     if answer.training is not None and "error" not in answer.training:
         print_training(console, answer)
-    elif "job" in answer.files:
+    elif "job" in answer.files and answer.winner is not None:
         from whichlora.exports.train_script import train_command
 
-        command = shlex.join(train_command(answer.files["job"]))
+        command = shlex.join(train_command(answer.files["job"], answer.winner.run))
         say(console, f"start the fine-tuning with: {command}", whole=True)
 
 

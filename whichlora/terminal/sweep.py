@@ -134,5 +134,5 @@ def print_recommendation(recommendation: Recommendation, dry_run: Sequence[str] 
         if recommendation.best.script is not None:
             say(console, f"start it with: sbatch {recommendation.best.script}", whole=True)
         elif job is not None:
-            command = shlex.join(train_command(job))
+            command = shlex.join(train_command(job, recommendation.best.answer.winner.run))
             say(console, f"start it there with: {command}", whole=True)

@@ -89,6 +89,7 @@ def train(session: Session, answer: Answer) -> dict[str, Any]:
     """Run the winning job: what it reported, or why it failed, which costs nobody the answer."""
     from whichlora.exports.train_script import train_command
 
+    assert answer.winner is not None  # whose job it is
     session.close()  # the job needs the device to itself
     folder = session.plan.output_dir
     job = answer.files["job"]
@@ -96,11 +97,13 @@ def train(session: Session, answer: Answer) -> dict[str, Any]:
     if result.is_file() and result.stat().st_mtime > job.stat().st_mtime:
         session.progress.say(f"trained before: {result}")
         return read_object(result) | {"output": str(result.parent)}
-    expected = answer.winner.total_s if answer.winner is not None else None
+    expected = answer.winner.total_s
     session.progress.training(job, expected_s=None if expected is None else expected.value)
     again = ["--resume"] * _was_stopped(job)
     with (folder / "train.log").open("ab" if again else "wb") as log:
-        done = subprocess.run([*train_command(job), *again], stdout=log, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            [*train_command(job, answer.winner.run), *again], stdout=log, stderr=subprocess.STDOUT
+        )
     if done.returncode != 0:
         log_file = folder / "train.log"
         lines = log_file.read_text(encoding="utf-8", errors="replace").split("\n")

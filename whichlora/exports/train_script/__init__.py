@@ -26,6 +26,7 @@ from whichlora.exports.train_script.lines import (
 )
 from whichlora.exports.train_script.rows import row_functions
 from whichlora.methods import get_method, weight_dtype, with_defaults
+from whichlora.predict.resolve import layout_of
 from whichlora.spec.data_format import ALPACA_CHAT_TEMPLATE, TEXT_ROWS, DataFormat
 from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
 from whichlora.spec.run import RunConfig
@@ -58,9 +59,25 @@ _IMPORTABLE = {
 }
 
 
-def train_command(path: Path) -> list[str]:
-    """The command that runs the script at `path`."""
-    return [sys.executable, str(path)]
+def train_command(path: Path, run: RunConfig, *, python: str = sys.executable) -> list[str]:
+    """The command that performs `run` with the script at `path`, on this machine's GPUs.
+
+    Raises:
+        ConfigError: a run over several nodes, whose processes a batch script starts.
+    """
+    layout = layout_of(run)
+    if layout is None or layout.launcher == "python":
+        return [python, str(path)]
+    if layout.config.nodes > 1:
+        raise ConfigError(
+            f"nodes: {layout.config.nodes} can't be started from one of them; submit a batch script"
+        )
+    return [*torchrun(python, layout.config.gpus_per_node), str(path)]
+
+
+def torchrun(python: str, processes: int) -> list[str]:
+    """The command that starts a script in as many processes of this node."""
+    return [python, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
 
 
 def train_script(

@@ -7,10 +7,12 @@ from typing import Any
 
 from whichlora.exports.python_source import Code, call, literal
 from whichlora.methods import get_method, weight_dtype
+from whichlora.predict.resolve import layout_of
 from whichlora.spec.plan import Keeping
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
 
 BNB_OPTIMIZERS = frozenset({"adamw_8bit", "paged_adamw_8bit", "lion"})
+DEEPSPEED_FILE = "deepspeed.json"  # beside the script
 RANDOM_CHECKPOINT_LINES = ["if not MODEL.exists():", "    write_random_model()"]
 
 
@@ -76,8 +78,25 @@ def attention_lines(run: RunConfig) -> list[str]:
     ]
 
 
+def _spread_arguments(run: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What spreads `run` over its GPUs: arguments of `from_pretrained`, then of the Trainer.
+
+    Raises:
+        ConfigError: a setting that has no key there.
+    """
+    layout = layout_of(run)
+    if layout is None:
+        return {}, {}
+    training = layout.training_arguments(run)
+    if "deepspeed" in training:
+        training["deepspeed"] = Code(f"str(HERE / {literal(DEEPSPEED_FILE)})")
+    return layout.model_arguments(run), training
+
+
 def model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> list[str]:
-    options: dict[str, Any] = {"dtype": Code(f"torch.{weight_dtype(run)}")}
+    spread, _ = _spread_arguments(run)
+    stored = {name: spread.pop(name) for name in list(spread) if name.startswith("bnb_4bit_")}
+    options: dict[str, Any] = {"dtype": Code(f"torch.{weight_dtype(run)}"), **spread}
     if not run.attn.startswith(
         "sdpa"
     ):  # the default of transformers, where the architecture has it
@@ -90,6 +109,7 @@ def model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> lis
             bnb_4bit_quant_type=quant.removesuffix("-dq"),
             bnb_4bit_use_double_quant=quant.endswith("-dq"),
             bnb_4bit_compute_dtype=options["dtype"],
+            **stored,
         )
     elif quant == "int8":
         options["quantization_config"] = call("BitsAndBytesConfig", load_in_8bit=True)
@@ -157,6 +177,7 @@ def argument_lines(run: RunConfig, keeping: Keeping, *, limited: bool, grouped: 
         "logging_first_step": True,
         "logging_steps": 10,
         **saving_options(keeping),
+        **_spread_arguments(run)[1],
         "report_to": "none",
     }
     lines = []

@@ -11,6 +11,7 @@ STANDARD = (
     ("import os", "os."),
     ("import re", "re."),
     ("import shlex", "shlex."),
+    ("import shutil", "shutil."),
     ("import sys", "sys."),
     ("from bisect import bisect_left, insort", "insort("),
     ("from importlib.metadata import version", "version("),
@@ -48,7 +49,12 @@ def write_random_model():
     set_seed(SEED)
     config = AutoConfig.for_model(**MODEL_CONFIG)
     model = {model_class}.from_config(config, dtype=torch.{dtype})
-    model.save_pretrained(MODEL)
+    mine = MODEL.with_name(f"{{MODEL.name}}-{{os.getpid()}}")
+    model.save_pretrained(mine)
+    try:
+        mine.rename(MODEL)
+    except OSError:  # another process of this run was first; the seed makes all alike
+        shutil.rmtree(mine)
 
 
 '''
@@ -201,6 +207,8 @@ TAIL = """\
     else:  # the whole process; Linux counts in KiB
         result["peak_process_bytes"] = 1024 * getrusage(RUSAGE_SELF).ru_maxrss
 {validation}    trainer.save_model(OUTPUT)
+    if not trainer.is_world_process_zero():
+        return  # one process tells
     tokenizer.save_pretrained(OUTPUT)
     with (OUTPUT / "result.json").open("w", encoding="utf-8") as file:
         json.dump(result, file, indent=2)
