@@ -463,7 +463,10 @@ def update_share(spread: Spread) -> float:
 
 def notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
     if offloads(spread, "optimizer"):
-        return ("offload: accelerate replaces the optimizer by DeepSpeedCPUAdam.",)
+        return (
+            "offload: accelerate replaces the optimizer by DeepSpeedCPUAdam, whose seconds on the "
+            "host are not counted",
+        )
     return ()
 
 
