@@ -502,9 +502,15 @@ def test_types_and_counts_of_gpus_do_not_mix(command: tuple[str, ...]) -> None:
     assert_refused((*command, "--gpus", "l4,2"), said)
 
 
-def test_an_export_of_several_gpus_is_refused_in_one_line() -> None:
-    command = ("export", MODEL, "--to", "trl", "--gpu", "l4")
-    assert_refused((*command, "--gpus", "2"), "--gpus: 2: export is of one GPU so far")
+def test_an_export_of_several_gpus_states_the_strategy_and_how_it_starts(tmp_path: Path) -> None:
+    job = ("export", MODEL, "--gpu", "l4", "--gpus", "4", "--output", str(tmp_path))
+    result = whichlora(*job, "--to", "transformers")
+    assert result.exit_code == 0, result.stderr
+    assert "--nproc-per-node=4 train.py" in result.stdout
+    assert (tmp_path / "accelerate.yaml").is_file()
+    refused = whichlora(*job, "--to", "trl", "--parallel", "ddp")
+    assert refused.exit_code == 2
+    assert "--to trl: parallel ddp can't be written there yet" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,12 @@ def test_a_script_states_the_strategy_and_files_state_it_for_accelerate() -> Non
     assert "num_processes: 4\n" in files["accelerate.yaml"]
 
 
+@pytest.mark.parametrize("strategy", ["pp", "tp"])
+def test_what_the_trainer_cannot_do_is_refused(strategy: str) -> None:
+    with pytest.raises(ConfigError, match=f"{strategy} has no key in TrainingArguments"):
+        script(parallel=ParallelConfig(strategy=strategy, gpus=2))
+
+
 def test_deepspeed_reads_its_own_file() -> None:
     text = script(parallel=ParallelConfig(strategy="zero3", gpus=4))
     assert 'deepspeed=str(HERE / "deepspeed.json")' in text

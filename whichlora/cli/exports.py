@@ -10,12 +10,13 @@ import click
 
 from whichlora.cli.options import Positive, calibration_option, gpu_option, json_option, print_json
 from whichlora.cli.settings import plain_settings, run_options
+from whichlora.cli.several_gpus import SpreadCommand
 from whichlora.errors import ConfigError
 
 _TOOLS = ("transformers", "trl", "axolotl", "llamafactory", "unsloth", "skypilot")
 
 
-@click.command()
+@click.command(cls=SpreadCommand)
 @click.argument("source", metavar="RUN_DIR|MODEL")
 @click.option("--to", type=click.Choice(_TOOLS), required=True, help="The tool.")
 @click.option(
@@ -23,7 +24,7 @@ _TOOLS = ("transformers", "trl", "axolotl", "llamafactory", "unsloth", "skypilot
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder of the files; default: RUN_DIR, or this one.",
 )
-@gpu_option("auto", "Accelerator of a MODEL.", single=True)
+@gpu_option("auto", "Accelerator of a MODEL.", single=True, counted=True)
 @click.option(
     "--epochs",
     type=Positive(1000),

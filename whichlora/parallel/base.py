@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
 from whichlora.memory.step import TrainingStep
 from whichlora.spec.dtypes import Dtypes
@@ -134,6 +135,13 @@ def _no_notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
     return ()
 
 
+def _not_in_the_trainer(run: RunConfig, spread: Spread) -> Mapping[str, Any]:
+    raise ConfigError(
+        f"parallel: {spread.config.strategy} has no key in TrainingArguments, so that no train.py "
+        "can be written; use ddp, fsdp or zero1 to zero3"
+    )
+
+
 def _no_settings(run: RunConfig, spread: Spread) -> Mapping[str, Any]:
     return {}
 
@@ -159,7 +167,7 @@ class Strategy:
         messages: what one rank sends and receives in one optimizer step.
         on_host: what it keeps in pinned host memory, by entry.
         training_arguments: what `transformers.TrainingArguments` takes to turn it on; "deepspeed"
-            holds the content of its JSON file.
+            holds the content of its JSON file. It refuses what the Trainer has no key for.
         model_arguments: what `from_pretrained` takes.
         accelerate: keys of accelerate's config file, `distributed_type` among them.
         launcher: "torchrun" starts a process per GPU, "python" one for all of them.
@@ -181,7 +189,7 @@ class Strategy:
     update_share: Callable[[Spread], float] = _updates_all
     messages: Callable[[RankKind, Spread], tuple[Message, ...]] = _no_messages
     on_host: Callable[[RankKind, Spread], tuple[Entry, ...]] = _nothing_on_host
-    training_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _no_settings
+    training_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _not_in_the_trainer
     model_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _no_settings
     accelerate: Callable[[RunConfig, Spread], Mapping[str, Any]] = _no_settings
     launcher: Literal["torchrun", "python"] = "torchrun"

@@ -214,6 +214,7 @@ STRATEGY = Strategy(
     moments=_moments,
     update_share=lambda spread: 1.0,
     messages=_messages,
+    training_arguments=lambda run, spread: {},
     model_arguments=_model_arguments,
     launcher="python",
     notes=_notes,

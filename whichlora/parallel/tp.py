@@ -5,7 +5,6 @@ Source: transformers 5.23 `distributed/tensor_parallel.py`, `base_model_tp_plan`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, 
 from whichlora.parallel.division import COLUMNS, PLANNED, ROWS, WITHOUT_PLAN, divided_model
 from whichlora.spec.architecture import Linear
 from whichlora.spec.numeric import Count
-from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
 
 PARTIAL_SUM = Fact(
@@ -207,14 +205,6 @@ def _by_columns(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:
     return tuple(linear for linear in linears if linear.name in COLUMNS)
 
 
-def _model_arguments(run: RunConfig, spread: Spread) -> Mapping[str, Any]:
-    return {"distributed_config": {"tp_size": spread.size}}
-
-
-def _training_arguments(run: RunConfig, spread: Spread) -> Mapping[str, Any]:
-    return {"max_grad_norm": 0.0}
-
-
 def _notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
     return (
         "tp: torch 2.13 neither clips nor updates a list of divided and whole tensors together: "
@@ -235,8 +225,6 @@ STRATEGY = Strategy(
     moments=_moments,
     update_share=lambda spread: 1 / spread.size,
     messages=_messages,
-    model_arguments=_model_arguments,
-    training_arguments=_training_arguments,
     notes=_notes,
     replicas_refused="accelerate's ParallelismConfig takes no tp_size with replicas of the whole "
     "model; use tp+fsdp",

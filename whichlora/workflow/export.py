@@ -13,6 +13,7 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.exports import DATA_FILE, FORMATS, Export, Recipe
 from whichlora.exports.simpler import simpler_row
 from whichlora.predict.resolve import resolve
+from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -97,6 +98,9 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
     """
     device = find_gpu(gpu, least_memory=True)
     model = load_model(run.model)
+    if run.parallel.strategy == AUTO:
+        (chosen,) = estimates.estimate([run], [device.key])
+        run = replace(run, parallel=chosen.run.parallel)
     resolved = resolve(model, replace(run, model=model.name), device)
     return Recipe(
         run=resolved.run,
