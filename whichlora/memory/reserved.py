@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,26 +18,55 @@ _HAVE_THESE_RULES = ("cuda", "rocm")
 
 
 class _Replayed(NamedTuple):
-    """The requests of a run, and what the large ones among them allocate and reserve at most."""
+    """Peaks of the requests of a run, and what its large ones allocate and reserve at most."""
 
-    requests: EventList
+    peak_bytes: int
+    large_peak_bytes: int
+    small_peak_bytes: int
     allocated_bytes: int
     reserved_bytes: int
 
+    @classmethod
+    def of(cls, requests: EventList, *, allocated_bytes: int, reserved_bytes: int) -> _Replayed:
+        return cls(
+            requests.peak_bytes,
+            requests.large_peak_bytes,
+            requests.small_peak_bytes,
+            allocated_bytes,
+            reserved_bytes,
+        )
+
+
+class _OnAnyCard:
+    """A run, equal to the same run on another card of its kind: both request the same."""
+
+    def __init__(self, run: TrainingStep | Generation) -> None:
+        self.run = run
+        names = (field.name for field in fields(run) if field.name != "gpu")
+        self._key = (type(run), run.gpu.kind, *(getattr(run, name) for name in names))
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OnAnyCard) and self._key == other._key
+
 
 @lru_cache(maxsize=8)  # a fifth of the alternatives of an explanation have the requests of another
-def _replayed_once(requests: EventList, *, expandable_segments: bool) -> _Replayed:
+def _replayed_once(requests: EventList, *, expandable_segments: bool) -> tuple[int, int]:
     replayed = LargeReplay(expandable_segments=expandable_segments)
     replayed.play(requests.plays)
-    return _Replayed(requests, replayed.peak_allocated_bytes, replayed.reserved_bytes)
+    return replayed.peak_allocated_bytes, replayed.reserved_bytes
 
 
 def _replayed_training(step: TrainingStep) -> _Replayed | None:
     if not step_events.has_events(step):
         return None
     requests = step_events.training_events(step)
-    cached = _replayed_once(requests, expandable_segments=bool(step.run.expandable_segments))
-    return cached._replace(requests=requests)  # small ones can differ
+    allocated_bytes, reserved_bytes = _replayed_once(
+        requests, expandable_segments=bool(step.run.expandable_segments)
+    )
+    return _Replayed.of(requests, allocated_bytes=allocated_bytes, reserved_bytes=reserved_bytes)
 
 
 def _replayed_generation(run: Generation) -> _Replayed | None:
@@ -50,13 +80,18 @@ def _replayed_generation(run: Generation) -> _Replayed | None:
         if number and requests.skips_steps and replayed.reserved_bytes > reserved_bytes:
             return None
         num_played, reserved_bytes = len(requests.plays), replayed.reserved_bytes
-    return _Replayed(requests, replayed.peak_allocated_bytes, reserved_bytes)
+    return _Replayed.of(
+        requests,
+        allocated_bytes=replayed.peak_allocated_bytes,
+        reserved_bytes=reserved_bytes,
+    )
 
 
-def _replay_of(run: TrainingStep | Generation) -> _Replayed | None:
-    if isinstance(run, Generation):
-        return _replayed_generation(run)
-    return _replayed_training(run)
+@lru_cache(maxsize=32)  # `where` asks for one run on every card
+def _replay_of(asked: _OnAnyCard) -> _Replayed | None:
+    if isinstance(asked.run, Generation):
+        return _replayed_generation(asked.run)
+    return _replayed_training(asked.run)
 
 
 def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> int | None:
@@ -76,13 +111,12 @@ def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> i
     """
     if run.gpu.kind not in _HAVE_THESE_RULES:
         return None
-    replayed = _replay_of(run)
+    replayed = _replay_of(_OnAnyCard(run))
     if replayed is None:
         return None
-    requests = replayed.requests
     # what blocks are larger than their tensors is no idle memory
-    live = requests.peak_bytes + replayed.allocated_bytes - requests.large_peak_bytes
+    live = replayed.peak_bytes + replayed.allocated_bytes - replayed.large_peak_bytes
     if abs(live / live_bytes - 1) > _AGREES:
         return None
-    small: int = round_up(requests.small_peak_bytes, SMALL_SEGMENT_BYTES)
+    small: int = round_up(replayed.small_peak_bytes, SMALL_SEGMENT_BYTES)
     return max(0, replayed.reserved_bytes + small - live)
