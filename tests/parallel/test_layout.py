@@ -86,3 +86,9 @@ def test_a_number_of_gpus_that_means_nothing_is_refused(
 def test_a_config_is_read_as_it_was_written() -> None:
     config = ParallelConfig(strategy="ddp", gpus=8, nodes=2, options=(("offload", ("params",)),))
     assert ParallelConfig.from_dict(config.to_dict()) == config
+
+
+def test_a_table_says_what_a_strategy_offloads() -> None:
+    options = (("fsdp_version", "2"), ("offload", ("optimizer", "params")))
+    config = ParallelConfig(strategy="zero3", gpus=8, nodes=2, options=options)
+    assert config.in_words == "zero3, offload optimizer+params, 2 nodes"

@@ -67,10 +67,12 @@ class ParallelConfig:
 
     @property
     def in_words(self) -> str:
-        """The strategy as a table names it; of one that several nodes share, with their number."""
+        """The strategy as a table names it, with its options that are lists, such as offload."""
         if self.strategy == ONE_DEVICE:
             return "-"
-        return self.strategy if self.nodes == 1 else f"{self.strategy}, {self.nodes} nodes"
+        lists = (f"{name} {'+'.join(v)}" for name, v in self.options if isinstance(v, tuple) and v)
+        nodes = f"{self.nodes} nodes"
+        return ", ".join([self.strategy, *lists, *([nodes] if self.nodes > 1 else [])])
 
     @property
     def names(self) -> tuple[str, ...]:
