@@ -1,6 +1,7 @@
 """Trace one rank of drawn tensor-parallel runs, keep the records, and compare them with the ledger.
 
-`python benchmarks/tp_traces.py` prints the table of docs/parallel.md; `--draw 36` traces anew.
+`python benchmarks/tp_traces.py` prints errors by moment; docs/parallel.md has those of the peak.
+`--draw 36` traces anew.
 """
 
 from __future__ import annotations

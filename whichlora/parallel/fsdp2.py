@@ -1,5 +1,9 @@
 """What a rank holds at each moment under FSDP's version 2, `fully_shard`.
 
+Gathered are, in the forward, a block, its gather's output and that of the one before
+(`wait_for_unshard`). The head's unit stays to the backward, so that at the loss it counts twice. In
+the backward these are the block and the next one, beside the input of the last reduce-scatter:
+after the head it is as large as the head.
 Source: torch 2.13 `_fsdp_param_group.py` and `_fsdp_collectives.py`, traced with accelerate 1.15.
 """
 

@@ -189,6 +189,7 @@ def _check_adapters(step: TrainingStep) -> None:
             "modules_to_save: what peft copies of a divided module is not modelled; leave it out "
             "with parallel tp"
         )
+    # run on two gloo processes: the forward fails
     by_rows = sorted(set(step.targets) & ROWS)
     if by_rows:
         by_columns = {

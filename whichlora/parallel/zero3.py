@@ -2,6 +2,10 @@
 
 Source: deepspeed 0.19.8 `runtime/zero/stage3.py`, `partitioned_param_coordinator.py`,
 `parameter_offload.py`.
+
+All of it is of a model loaded within `zero.Init` (TrainingArguments made before the model). Without
+that, `F.linear` keeps its gathered weight for the backward, and nothing is spared without
+checkpointing.
 """
 
 from __future__ import annotations
@@ -449,6 +453,7 @@ def _on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
 
 def _check(step: TrainingStep, spread: Spread) -> None:
     deepspeed.check(step, spread)
+    # DeepSpeed divides their codes, too; the formula was 12 % too high on one run
     if step.dtypes.quant in BNB_QUANTS:
         raise ConfigError(
             f"quant: {step.dtypes.quant} weights divided by ZeRO-3 are not modelled; use zero2, or "
