@@ -227,6 +227,8 @@ def test_deepspeed_reads_its_own_file() -> None:
     assert 'deepspeed=str(HERE / "deepspeed.json")' in text
     files = launch_files(on_gpus("zero3", gpus=4))
     assert json.loads(files["deepspeed.json"])["zero_optimization"]["stage"] == 3
+    assert "  zero3_init_flag: true\n" in files["accelerate.yaml"]
+    assert text.index("args = TrainingArguments(") < text.index("model = AutoModelForCausalLM")
     assert "  deepspeed_config_file: deepspeed.json\n" in files["accelerate.yaml"]
 
 

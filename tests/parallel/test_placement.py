@@ -49,4 +49,5 @@ def test_kept_answers_of_transformers_are_met_exactly() -> None:
 def test_transformers_places_layers_where_the_rule_says(number: int) -> None:
     pytest.importorskip("torch")
     line = [*device_map_cases.drawn_places()][number]
-    assert device_map_cases.library_places(line) == device_map_cases.formula_places(line)
+    places = device_map_cases.library_places(line)
+    assert device_map_cases.formula_places(line) == (None if "disk" in places else places)

@@ -329,6 +329,7 @@ def test_fake_tensors_hold_no_bytes() -> None:
 
     from whichlora.profiler.cpu_peak import live_tensor_bytes
 
+    gc.collect()  # what earlier tests left
     before = live_tensor_bytes()
     with FakeTensorMode():
         fake = torch.empty(1000)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.exports.train_script import torchrun, train_command
-from whichlora.exports.train_script.lines import DEEPSPEED_FILE
+from whichlora.exports.train_script.lines import DEEPSPEED_FILE, divides_while_loading
 from whichlora.exports.yaml import yaml_text
 from whichlora.parallel.layout import Layout
 from whichlora.predict.resolve import layout_of
@@ -49,7 +49,7 @@ def _accelerate(layout: Layout, run: RunConfig) -> Mapping[str, Any]:
             "distributed_type": "DEEPSPEED",
             "deepspeed_config": {
                 "deepspeed_config_file": DEEPSPEED_FILE,
-                "zero3_init_flag": False,
+                "zero3_init_flag": divides_while_loading(run),
             },
         }
     return {

@@ -19,6 +19,7 @@ from whichlora.errors import ConfigError, DataFileError, WhichLoraError
 from whichlora.methods import get_method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Measurement
 from whichlora.spec.run import RunConfig
 from whichlora.store.record import MAX_LINE_BYTES, encode_record
@@ -354,6 +355,8 @@ def _setting(name: str, cell: str, hint: Any) -> Any:
             return hint(cell)
         except ValueError:
             raise ConfigError(f"{name}: {cell[:40]!r} is not a number") from None
+    if hint is ParallelConfig:
+        return _object(name, cell)
     if origin is tuple:
         is_list = hint == tuple[str, ...] and not cell.startswith("[")
         return re.split(r"[;\s]+", cell) if is_list else _decode(cell)

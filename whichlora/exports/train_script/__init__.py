@@ -18,6 +18,7 @@ from whichlora.exports.train_script.lines import (
     allocator_lines,
     argument_lines,
     attention_lines,
+    divides_while_loading,
     is_loraplus,
     model_lines,
     optimizer_lines,
@@ -140,6 +141,9 @@ def train_script(
         "MODEL_CONFIG": _without_quantisation(random_config),
     }
     reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
+    arguments = argument_lines(
+        run, keeping, limited=max_steps is not None, grouped=reader == "grouped"
+    )
     main = [
         *templates.RESUME_LINES * keeping.saves,
         "compare_versions()",
@@ -151,9 +155,10 @@ def train_script(
         *RANDOM_CHECKPOINT_LINES * (random_config is not None),
         "set_seed(SEED)",
         *attention_lines(run),
+        *(arguments if divides_while_loading(run) else []),
         *model_lines(run, model_class, hub),
         *adapter_lines(run, target_modules),
-        *argument_lines(run, keeping, limited=max_steps is not None, grouped=reader == "grouped"),
+        *([] if divides_while_loading(run) else arguments),
         *optimizer_lines(run),
     ]
     random_class = None if random_config is None else model_class

@@ -93,6 +93,18 @@ def _spread_arguments(run: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     return layout.model_arguments(run), training
 
 
+def divides_while_loading(run: RunConfig) -> bool:
+    """Whether `TrainingArguments` must exist before the model, which is loaded in parts.
+
+    Source: transformers 5.23 `is_deepspeed_zero3_enabled` in `from_pretrained`.
+    """
+    layout = layout_of(run)
+    if layout is None:
+        return False
+    deepspeed = layout.training_arguments(run).get("deepspeed", {})
+    return bool(deepspeed) and deepspeed["zero_optimization"]["stage"] == 3
+
+
 def model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> list[str]:
     spread, _ = _spread_arguments(run)
     stored = {name: spread.pop(name) for name in list(spread) if name.startswith("bnb_4bit_")}
