@@ -576,7 +576,7 @@ def test_where_compares_the_accelerators_that_are_named() -> None:
 def test_the_older_gpus_is_refused_beside_the_folder_of_a_run(tmp_path: Path) -> None:
     result = whichlora("export", str(tmp_path), "--to", "trl", "--gpus", "l4")
     assert result.exit_code == 2
-    assert "--gpu: is for a MODEL" in result.stderr
+    assert "--gpus: is for a MODEL" in result.stderr
 
 
 def assert_refused(args: tuple[str, ...], said: str) -> None:

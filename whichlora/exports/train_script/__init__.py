@@ -141,9 +141,7 @@ def train_script(
         "MODEL_CONFIG": _without_quantisation(random_config),
     }
     reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
-    arguments = argument_lines(
-        run, keeping, limited=max_steps is not None, grouped=reader == "grouped"
-    )
+    model = [*model_lines(run, model_class, hub), *adapter_lines(run, target_modules)]
     main = [
         *templates.RESUME_LINES * keeping.saves,
         "compare_versions()",
@@ -155,16 +153,27 @@ def train_script(
         *RANDOM_CHECKPOINT_LINES * (random_config is not None),
         "set_seed(SEED)",
         *attention_lines(run),
-        *(arguments if divides_while_loading(run) else []),
-        *model_lines(run, model_class, hub),
-        *adapter_lines(run, target_modules),
-        *([] if divides_while_loading(run) else arguments),
+        *_with_arguments(model, run, keeping, reader, limited=max_steps is not None),
         *optimizer_lines(run),
     ]
     random_class = None if random_config is None else model_class
     functions = _helper_functions(run, keeping, random_class, takes_bytes=takes_bytes)
     functions += row_functions(data_format, train_on=train_on, reader=reader, masked_lm=masked_lm)
     return _assembled(run, constants, functions, main, _tail(run, keeping, reader, masked_lm))
+
+
+def _with_arguments(
+    model: Sequence[str], run: RunConfig, keeping: Keeping, reader: Collator, *, limited: bool
+) -> list[str]:
+    """The lines that make the `model`, and those of the Trainer's arguments.
+
+    Args:
+        limited: by steps, not epochs.
+    """
+    arguments = argument_lines(run, keeping, limited=limited, grouped=reader == "grouped")
+    if divides_while_loading(run):
+        return [*arguments, *model]
+    return [*model, *arguments]
 
 
 def _helper_functions(
