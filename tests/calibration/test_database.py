@@ -526,7 +526,7 @@ def test_without_records_there_is_nothing_to_fit(root: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_merging_is_free_of_order_and_repetition(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

@@ -47,7 +47,7 @@ CARDS = st.builds(
 
 
 @given(run=st.one_of(finetune_runs(), inference_runs()), gpu=CARDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_largest_batch_fits_and_one_more_does_not(run: RunConfig, gpu: GpuSpec) -> None:
     found = largest_that_fits(model(run.model), run, gpu, prior_calibration(gpu), "batch_size")
     assert verdict(replace(run, batch_size=found.value + 1), gpu) != "fits"
@@ -60,7 +60,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(run: RunConfig, gpu: GpuSp
 
 
 @given(run=finetune_runs(), gpu=CARDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_longest_sequence_fits_and_one_token_more_does_not(
     run: RunConfig, gpu: GpuSpec
 ) -> None:
@@ -76,7 +76,7 @@ def test_the_longest_sequence_fits_and_one_token_more_does_not(
 
 
 @given(run=finetune_runs(), gpu=CARDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_no_larger_batch_fits_either(run: RunConfig, gpu: GpuSpec) -> None:
     calibration = prior_calibration(gpu)
     found = largest_that_fits(model(run.model), run, gpu, calibration, "batch_size")

@@ -66,7 +66,7 @@ SMALL_SPACES = st.fixed_dictionaries(
 
 
 # WHICHLORA_SPACES=10000 for the long version
-@settings(max_examples=int(os.environ.get("WHICHLORA_SPACES", "60")), deadline=None)
+@settings(max_examples=int(os.environ.get("WHICHLORA_SPACES", "60")))
 @given(
     lists=SMALL_SPACES,
     gpu=st.sampled_from((CPU, A100, SMALL)),

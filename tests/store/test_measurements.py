@@ -95,7 +95,7 @@ measurements = st.builds(
 
 
 @given(records=st.lists(measurements, max_size=5, unique_by=lambda record: record.id))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_was_appended_is_read_back_unchanged(
     tmp_path_factory: pytest.TempPathFactory, records: list[Measurement]
 ) -> None:
@@ -114,7 +114,7 @@ def test_a_gpu_without_records_has_none(tmp_path: Path) -> None:
 
 
 @given(record=measurements)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_compiled_checks_accept_a_good_record_unchanged(record: Measurement) -> None:
     line = json.dumps(record.to_dict()).encode()
     assume(b"NaN" not in line and b"Infinity" not in line)  # as a text: for the slow checks
@@ -165,7 +165,7 @@ def test_a_run_on_several_gpus_is_for_the_slow_checks() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_compiled_checks_accept_nothing_that_the_others_refuse(data: st.DataObject) -> None:
     values = a_measurement().to_dict()
     target = data.draw(st.sampled_from([values, values["config"]]))

@@ -370,7 +370,7 @@ def test_lora_moves_the_bytes_that_its_operators_do(precision: Any) -> None:
 # --- by how it grows
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     method=st.sampled_from(["full", "lora", "qlora", "dora", "qdora"]),
     shape=st.fixed_dictionaries(

@@ -9,13 +9,13 @@ do so one after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
 from whichlora.memory.step import TrainingStep
-from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.dtypes import resolve_dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.parallel import OptionValue, ParallelConfig
 from whichlora.spec.run import RunConfig
@@ -71,15 +71,12 @@ class RankKind:
         ranks: their numbers.
         at_rest: the step whose dtypes are those in which parameters are kept between steps.
         step: what these ranks compute, in the dtypes that their kernels see.
-        timed: the dtypes that tensors pass, where some are cast and cast back: nothing keeps these,
-            but they take time. None: those of `step`.
     """
 
     name: str
     ranks: tuple[int, ...]
     at_rest: TrainingStep
     step: TrainingStep
-    timed: Dtypes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +102,17 @@ class Message:
     hidden_by: Hidden = "nothing"
     micro_steps: int | None = None
     stride: int = 1
+
+
+def in_run(step: TrainingStep, run: RunConfig) -> TrainingStep:
+    """`step` with the settings of `run`, and the dtypes that these imply."""
+    dtypes = resolve_dtypes(
+        run,
+        trains_base=step.method.trains_base,
+        device_kind=step.gpu.kind,
+        compute_capability=step.gpu.compute_capability,
+    )
+    return replace(step, run=run, dtypes=dtypes)
 
 
 def _computes_all(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:

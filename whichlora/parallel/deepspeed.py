@@ -16,9 +16,8 @@ from whichlora.memory import optimizer
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained
 from whichlora.memory.step import TrainingStep
-from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread
+from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, in_run
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
-from whichlora.spec.dtypes import resolve_dtypes
 from whichlora.spec.numeric import Count, ceil_div, largest, smallest
 from whichlora.spec.run import RunConfig, autocast_precision
 
@@ -66,13 +65,7 @@ def narrowed(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
         adapter_dtype="auto",
         prepare_kbit=False if step.run.prepare_kbit else step.run.prepare_kbit,
     )
-    dtypes = resolve_dtypes(
-        run,
-        trains_base=step.method.trains_base,
-        device_kind=step.gpu.kind,
-        compute_capability=step.gpu.compute_capability,
-    )
-    step = replace(step, run=run, dtypes=dtypes)
+    step = in_run(step, run)
     return (replace(rank, step=step, at_rest=step),)
 
 
@@ -608,28 +601,24 @@ def on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
 # --- files --------------------------------------------------------------------------------------
 
 
-def training_arguments(run: RunConfig, spread: Spread) -> Mapping[str, object]:
+def training_arguments(
+    run: RunConfig, spread: Spread, *, stage: int, of_stage: Mapping[str, object] | None = None
+) -> Mapping[str, object]:
     """`deepspeed`, the content of DeepSpeed's JSON file; what is "auto" the Trainer fills in.
+
+    Args:
+        of_stage: further keys of "zero_optimization".
 
     Source: transformers 5.23 `HfTrainerDeepSpeedConfig`; deepspeed 0.19.8 `DeepSpeedZeroConfig`.
     """
-    stage = int(spread.config.strategy.removeprefix("zero"))
     options = spread.options
     zero: dict[str, object] = {
         "stage": stage,
         "contiguous_gradients": True,
         "overlap_comm": options["overlap_comm"],
         "reduce_bucket_size": options["zero_bucket_size"] or "auto",
+        **(of_stage or {}),
     }
-    if stage == 3:
-        for name in (
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_prefetch_bucket_size",
-            "stage3_param_persistence_threshold",
-        ):
-            zero[name] = options[name] or "auto"
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
     for what, key in (("optimizer", "offload_optimizer"), ("params", "offload_param")):
         if offloads(spread, what):
             zero[key] = {"device": "cpu", "pin_memory": True}

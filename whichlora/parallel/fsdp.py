@@ -13,11 +13,10 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.memory.step import TrainingStep
-from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, Strategy
+from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, Strategy, in_run
 from whichlora.parallel.fsdp1 import Rank1
 from whichlora.parallel.fsdp2 import Rank2
 from whichlora.parallel.fsdp_units import Sharding, sharding_of
-from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.run import FOUR_BIT_BNB, Precision, RunConfig
 
 _STORED = {"bfloat16": "bf16", "float16": "fp16"}
@@ -46,16 +45,7 @@ def _computed(step: TrainingStep, spread: Spread) -> TrainingStep:
     if spread.options["fsdp_version"] == "2":
         # `prepare_model` of accelerate, which would turn autocast on, is not called
         run = replace(run, precision=_PURE[mixed], adapter_dtype="auto")
-    return replace(step, run=run, dtypes=_dtypes(step, run))
-
-
-def _dtypes(step: TrainingStep, run: RunConfig) -> Dtypes:
-    return resolve_dtypes(
-        run,
-        trains_base=step.method.trains_base,
-        device_kind=step.dtypes.device_kind,
-        compute_capability=step.dtypes.compute_capability,
-    )
+    return in_run(step, run)
 
 
 def mixed_precision(step: TrainingStep, spread: Spread) -> str:

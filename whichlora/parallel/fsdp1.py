@@ -85,9 +85,10 @@ class Rank1(Rank):
             unsharded = root + self._unfreed
             return self._entries(unsharded, self._ahead(last), zero, self._waiting, 0)
         if name == "head_backward":
-            own = units.head.gradients
             unsharded = root + self._unfreed
-            return self._entries(unsharded, self._ahead(last), zero, self._waiting, own)
+            return self._entries(
+                unsharded, self._ahead(last), zero, self._waiting, units.head.gradients
+            )
         if name == "embedding_backward":
             gradients, _ = self._pending_but(zero, outside)
             return self._entries(root, zero, zero, gradients, 3 * units.head.gradients)
@@ -157,12 +158,12 @@ class Rank1(Rank):
         return reentrant and older and not step.method.trains_base
 
     def _with_leaves(self, one_device: Moments) -> tuple[Entry, ...]:
-        kept = (e for e in one_device["first_layer_backward"] if e.part not in REPLACED)
+        activations = (e for e in one_device["first_layer_backward"] if e.part not in REPLACED)
         root, zero = self._root, 0 * self._root
         block = self._gathered(self._block(0))
         return (
             *self.static,
-            *kept,
+            *activations,
             self._stream(2 * (len(self._order) - 1)),
             *self._entries(root + block, zero, zero, self._all_shards, 0),
         )

@@ -102,10 +102,10 @@ class Rank2(Rank):
 
     def _tied_embedding_backward(self) -> tuple[Entry, ...]:
         units = self.sharding.units
-        own = 3 * units.head.gradients  # the head's part, the embedding's, and their sum
-        own = own + units.root.gradients
+        # the head's part, the embedding's, and their sum
+        whole = 3 * units.head.gradients + units.root.gradients
         gradients, sent = self._pending_but(self._sent(self._block(0)), units.head, units.root)
-        return self._entries(self._whole, 0 * self._whole, sent, gradients, own)
+        return self._entries(self._whole, 0 * self._whole, sent, gradients, whole)
 
     # --- moments of its own ---------------------------------------------------------------------
 
@@ -116,20 +116,22 @@ class Rank2(Rank):
         forward = self._activations(one_device)
         stays = self._whole + self._unfreed
         block = self._largest_block
-        own = 0 if self._unfreed else block
+        running = 0 if self._unfreed else block
         yield (
             "layer_gather",
-            (*forward, *self._entries(stays + own, 2 * block, zero, self._waiting, 0)),
+            (*forward, *self._entries(stays + running, 2 * block, zero, self._waiting, 0)),
         )
         first, last = self._gathered(self._block(0)), self._gathered(self._block(-1))
         before = self._gathered(units.head if units.is_tied else units.embedding)
-        kept = 0 if self.sharding.reshards else self._gathered(units.embedding)
+        embedding = 0 if self.sharding.reshards else self._gathered(units.embedding)
         yield (
             "first_layer_gather",
             (
                 *self.static,
                 self._stream(1),
-                *self._entries(self._whole + kept + first, before + first, zero, self._waiting, 0),
+                *self._entries(
+                    self._whole + embedding + first, before + first, zero, self._waiting, 0
+                ),
             ),
         )
         if not units.is_tied:
@@ -262,8 +264,10 @@ class Rank2(Rank):
         sent = self._sent(unit)
         narrow = sent != self._width_of_shards(unit)
         share = sent // self._size * narrow
-        own = unit.gradients * (not self._keeps_whole)
-        return self._entries(unsharded, gathered, sent + share, gradients, own + whole)
+        unsharded_gradients = unit.gradients * (not self._keeps_whole)
+        return self._entries(
+            unsharded, gathered, sent + share, gradients, unsharded_gradients + whole
+        )
 
     def _width_of_shards(self, unit: Unit) -> Count:
         return self._shards(unit) * self._size

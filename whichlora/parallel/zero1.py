@@ -5,6 +5,8 @@ Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` with `partition_grads=F
 
 from __future__ import annotations
 
+from functools import partial
+
 from whichlora.parallel import deepspeed
 from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
 
@@ -34,6 +36,6 @@ STRATEGY = Strategy(
     update_share=deepspeed.update_share,
     messages=_messages,
     on_host=deepspeed.on_host,
-    training_arguments=deepspeed.training_arguments,
+    training_arguments=partial(deepspeed.training_arguments, stage=1),
     notes=deepspeed.notes,
 )

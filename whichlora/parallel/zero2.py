@@ -5,8 +5,11 @@ Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` with `partition_grads=T
 
 from __future__ import annotations
 
-from whichlora.parallel import deepspeed
-from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
+from dataclasses import replace
+from functools import partial
+
+from whichlora.parallel import deepspeed, zero1
+from whichlora.parallel.base import Message, Moments, RankKind, Spread
 
 
 def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
@@ -21,18 +24,11 @@ def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
     )
 
 
-STRATEGY = Strategy(
+STRATEGY = replace(
+    zero1.STRATEGY,
     name="zero2",
     summary="DeepSpeed: optimizer states and gradients divided",
-    divides="data",
-    options=(deepspeed.BUCKET, deepspeed.OVERLAP, deepspeed.OFFLOAD_OPTIMIZER),
-    smallest=(("offload", ("optimizer",)),),
-    check=deepspeed.check,
-    split=deepspeed.narrowed,
     moments=_moments,
-    update_share=deepspeed.update_share,
     messages=_messages,
-    on_host=deepspeed.on_host,
-    training_arguments=deepspeed.training_arguments,
-    notes=deepspeed.notes,
+    training_arguments=partial(deepspeed.training_arguments, stage=2),
 )

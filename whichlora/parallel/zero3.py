@@ -10,7 +10,7 @@ checkpointing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -26,12 +26,9 @@ from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, 
 from whichlora.parallel.deepspeed import Partitioned, Shares
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.spec.numeric import Count, ceil_div, largest
-from whichlora.spec.run import BNB_QUANTS
+from whichlora.spec.run import BNB_QUANTS, RunConfig
 
-_OPTIONS = (
-    deepspeed.BUCKET,
-    deepspeed.OVERLAP,
-    deepspeed.OFFLOAD_BOTH,
+_OF_STAGE = (
     Option(
         name="stage3_max_live_parameters",
         summary="gathered elements beyond which nothing more is gathered ahead",
@@ -53,6 +50,7 @@ _OPTIONS = (
         default=None,
     ),
 )
+_OPTIONS = (deepspeed.BUCKET, deepspeed.OVERLAP, deepspeed.OFFLOAD_BOTH, *_OF_STAGE)
 SMALL_PARAMETERS = Fact(
     part="weights",
     what="small parameters, which stay gathered",
@@ -461,6 +459,14 @@ def _check(step: TrainingStep, spread: Spread) -> None:
         )
 
 
+def _training_arguments(run: RunConfig, spread: Spread) -> Mapping[str, object]:
+    of_stage: dict[str, object] = {
+        option.name: spread.options[option.name] or "auto" for option in _OF_STAGE
+    }
+    of_stage["stage3_gather_16bit_weights_on_model_save"] = True
+    return deepspeed.training_arguments(run, spread, stage=3, of_stage=of_stage)
+
+
 STRATEGY = Strategy(
     name="zero3",
     summary="DeepSpeed: parameters, gradients and optimizer states divided",
@@ -473,6 +479,6 @@ STRATEGY = Strategy(
     update_share=deepspeed.update_share,
     messages=_messages,
     on_host=_on_host,
-    training_arguments=deepspeed.training_arguments,
+    training_arguments=_training_arguments,
     notes=deepspeed.notes,
 )

@@ -216,12 +216,6 @@ def passes(job: ResolvedRun, **sizes: Count) -> tuple[Pass, ...]:
     return prefill, ("decode", new_tokens - 1, decode)
 
 
-def global_batch_factor(job: ResolvedRun) -> int:
-    """Micro-batches of one optimizer step, over all GPUs."""
-    at_once = 1 if job.layout is None else job.layout.data_parallel_size
-    return at_once * job.run.gradient_accumulation_steps
-
-
 def num_tokens(job: ResolvedRun, **sizes: Count) -> Count:
     """What a step trains on, padding included, or a generation makes; an encoder reads them.
 
@@ -230,8 +224,7 @@ def num_tokens(job: ResolvedRun, **sizes: Count) -> Count:
     """
     counts = _sizes(job, sizes)
     if job.run.phase == "finetune":
-        sequences = counts["batch_size"] * global_batch_factor(job)
-        return sequences * counts["seq_len"]
+        return counts["batch_size"] * counts["seq_len"] * job.micro_batches
     encoder = job.model.task == "encoder"
     return counts["batch_size"] * counts["prompt_len" if encoder else "max_new_tokens"]
 

@@ -6,12 +6,12 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from whichlora.errors import ConfigError
 from whichlora.memory.optimizer import Update
 from whichlora.memory.step import TrainingStep
-from whichlora.parallel.base import Message, RankKind
+from whichlora.parallel.base import Message
 from whichlora.parallel.communication import (
     PHASES,
     CommunicationTime,
@@ -109,7 +109,7 @@ def count_ranks(layout: Layout, step: TrainingStep) -> RanksWork:
         micro_steps=step.run.gradient_accumulation_steps,
         ranks=tuple(
             RankWork(
-                features=features_of_step(_timed(kind), update_share=update_share),
+                features=features_of_step(kind.step, update_share=update_share),
                 messages=layout.messages(kind),
                 stages=layout.num_stages(kind),
                 forward_share=work.forward_share(kind.step.run, kind.step.method),
@@ -117,11 +117,6 @@ def count_ranks(layout: Layout, step: TrainingStep) -> RanksWork:
             for kind in layout.rank_kinds(step)
         ),
     )
-
-
-def _timed(kind: RankKind) -> TrainingStep:
-    """The step whose casts take time."""
-    return kind.step if kind.timed is None else replace(kind.step, dtypes=kind.timed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,12 @@ class ResolvedRun:
         return ("batch_size", "prompt_len", "max_new_tokens", "r")
 
     @property
+    def micro_batches(self) -> int:
+        """Of one optimizer step, over all GPUs."""
+        at_once = 1 if self.layout is None else self.layout.data_parallel_size
+        return at_once * self.run.gradient_accumulation_steps
+
+    @property
     def dtype(self) -> str:
         """Dtype of the matrix products, as the datasheet names it."""
         return self.run.precision[:4]

@@ -50,9 +50,7 @@ def several_gpus(
             ),
             key=lambda sent: sent.num_bytes,
         ),
-        global_batch_size=job.run.batch_size
-        * job.run.gradient_accumulation_steps
-        * layout.data_parallel_size,
+        global_batch_size=job.run.batch_size * job.micro_batches,
     )
 
 
