@@ -9,7 +9,7 @@ import pytest
 from whichlora.errors import ConfigError
 from whichlora.parallel import ddp
 from whichlora.parallel.base import Option, Strategy
-from whichlora.parallel.layout import Layout, checked
+from whichlora.parallel.layout import Layout
 from whichlora.spec.parallel import ParallelConfig
 
 TENSOR = Strategy(
@@ -58,13 +58,6 @@ def test_what_cannot_be_divided_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         layout(gpus, **options)
-
-
-def test_a_choice_is_one_of_those_accepted() -> None:
-    option = Option(name="version", summary="", default="2", choices=("1", "2"))
-    assert checked(option, "1") == "1"
-    with pytest.raises(ConfigError, match="version: '3' is not accepted; accepted are 1, 2"):
-        checked(option, "3")
 
 
 @pytest.mark.parametrize(

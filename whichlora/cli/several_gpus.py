@@ -13,7 +13,7 @@ from whichlora.cli.options import counts, words
 from whichlora.spec.parallel import AUTO, MOST_GPUS, ONE_DEVICE
 
 if TYPE_CHECKING:
-    from whichlora.parallel import Option
+    from whichlora.spec.options import Option
 
 
 class SpreadCommand(click.Command):

@@ -7,8 +7,9 @@ A package adds its own strategy with an entry point in the group `whichlora.para
 from __future__ import annotations
 
 from whichlora.parallel import ddp, device_map, fsdp, pp, tp, zero1, zero2, zero3
-from whichlora.parallel.base import Option, Strategy
+from whichlora.parallel.base import Strategy
 from whichlora.spec.members import Members
+from whichlora.spec.options import Option
 
 _STRATEGIES = Members[Strategy](
     "parallel",
@@ -34,7 +35,6 @@ def strategy_options() -> dict[str, tuple[Option, ...]]:
 __all__ = [
     "BUILT_IN",
     "ENTRY_POINT_GROUP",
-    "Option",
     "Strategy",
     "get_strategy",
     "list_strategies",

@@ -17,29 +17,14 @@ from whichlora.memory.entries import Entry
 from whichlora.memory.step import TrainingStep
 from whichlora.spec.dtypes import resolve_dtypes
 from whichlora.spec.numeric import Count
-from whichlora.spec.parallel import OptionValue, ParallelConfig
+from whichlora.spec.options import Option, OptionValue
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 
 Moments = Mapping[str, tuple[Entry, ...]]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "send", "to_host", "from_host"]
 Hidden = Literal["nothing", "forward", "backward", "optimizer"]
 Order = Literal["at once", "pipelined", "one after the other"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """A setting that a strategy declares; flags and plan keys are built from it.
-
-    Args:
-        name: as accelerate, DeepSpeed or transformers spells it.
-        default: its type is the type of the setting; None: the strategy decides.
-        choices: accepted values of a text; several may be given where `default` is a tuple.
-    """
-
-    name: str
-    summary: str
-    default: OptionValue | None
-    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

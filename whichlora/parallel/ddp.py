@@ -12,9 +12,10 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.step import TrainingStep
-from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, Strategy
+from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.spec.numeric import Count, floor_div
+from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 from whichlora.units import MiB
 

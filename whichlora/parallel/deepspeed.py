@@ -16,9 +16,10 @@ from whichlora.memory import optimizer
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained
 from whichlora.memory.step import TrainingStep
-from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, in_run
+from whichlora.parallel.base import Message, Moments, RankKind, Spread, in_run
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.spec.numeric import Count, ceil_div, largest, smallest
+from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig, autocast_precision
 
 BUCKET = Option(

@@ -13,10 +13,11 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.memory.step import TrainingStep
-from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, Strategy, in_run
+from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy, in_run
 from whichlora.parallel.fsdp1 import Rank1
 from whichlora.parallel.fsdp2 import Rank2
 from whichlora.parallel.fsdp_units import Sharding, sharding_of
+from whichlora.spec.options import Option
 from whichlora.spec.run import FOUR_BIT_BNB, Precision, RunConfig
 
 _STORED = {"bfloat16": "bf16", "float16": "fp16"}

@@ -11,10 +11,11 @@ from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import Ledger, training_ledger
-from whichlora.parallel.base import Message, Option, Order, RankKind, Spread, Strategy
+from whichlora.parallel.base import Message, Order, RankKind, Spread, Strategy
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.spec.numeric import largest
-from whichlora.spec.parallel import OptionValue, ParallelConfig
+from whichlora.spec.options import OptionValue, filled
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 
 
@@ -38,7 +39,7 @@ class Layout:
                 sizes that do not multiply to the number of GPUs.
         """
         asked = dict(config.options)
-        options = {strategy.name: _options(strategy, asked) for strategy in strategies}
+        options = {strategy.name: filled(strategy.options, asked) for strategy in strategies}
         of_all = {option.name for strategy in strategies for option in strategy.options}
         for name in asked:
             if name not in of_all:
@@ -215,41 +216,6 @@ class Layout:
 
 def _merged(settings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for each in settings for name, value in each.items()}
-
-
-def _options(strategy: Strategy, asked: Mapping[str, OptionValue]) -> dict[str, OptionValue | None]:
-    return {
-        option.name: checked(option, asked[option.name]) if option.name in asked else option.default
-        for option in strategy.options
-    }
-
-
-def checked(option: Option, value: OptionValue) -> OptionValue:
-    """`value` of `option`, where it is accepted.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    default = option.default
-    if option.choices:
-        given: Iterable[object] = value if isinstance(default, tuple) else (value,)  # type: ignore
-        if not isinstance(value, tuple | str) or any(word not in option.choices for word in given):
-            raise ConfigError(
-                f"{option.name}: {_shown(value)} is not accepted; accepted are "
-                f"{', '.join(option.choices)}"
-            )
-        return value
-    if isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise ConfigError(f"{option.name}: {value!r} is neither true nor false")
-        return value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{option.name}: {value!r} is not a whole number from 1 on")
-    return value
-
-
-def _shown(value: OptionValue) -> str:
-    return repr(",".join(value)) if isinstance(value, tuple) else repr(value)
 
 
 def _sizes(

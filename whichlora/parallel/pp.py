@@ -11,9 +11,10 @@ from dataclasses import replace
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.step import TrainingStep
-from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, Strategy
+from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
 from whichlora.parallel.stages import check_can_be_parted, part_of_model
 from whichlora.spec.numeric import Count
+from whichlora.spec.options import Option
 
 WAITING = Fact(
     part="activations",

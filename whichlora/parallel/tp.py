@@ -13,10 +13,11 @@ from whichlora.memory import loss
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.step import ACCUMULATED, TrainingStep
 from whichlora.methods import lora
-from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, Strategy
+from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
 from whichlora.parallel.division import COLUMNS, PLANNED, ROWS, WITHOUT_PLAN, divided_model
 from whichlora.spec.architecture import Linear
 from whichlora.spec.numeric import Count
+from whichlora.spec.options import Option
 from whichlora.spec.targets import adapted
 
 PARTIAL_SUM = Fact(

@@ -22,10 +22,11 @@ from whichlora.memory.gradients import Trained, base_tensors
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import BUFFERS
 from whichlora.parallel import deepspeed
-from whichlora.parallel.base import Message, Moments, Option, RankKind, Spread, Strategy
+from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
 from whichlora.parallel.deepspeed import Partitioned, Shares
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.spec.numeric import Count, ceil_div, largest
+from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, RunConfig
 
 _OF_STAGE = (

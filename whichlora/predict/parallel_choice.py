@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from whichlora.errors import ConfigError
 from whichlora.parallel import Strategy, list_strategies
-from whichlora.spec.parallel import AUTO, OptionValue, ParallelConfig
+from whichlora.spec.options import OptionValue
+from whichlora.spec.parallel import AUTO, ParallelConfig
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.units import format_bytes, format_count

@@ -51,7 +51,7 @@ def measure_finetune(
             "trainer and can't be profiled; profile hf, liger or raw instead"
         )
     lengths, steps = stages(meter, seq_lens)
-    timer = _StepTimer(
+    timer = StepTimer(
         meter,
         num_untimed=len(lengths) - len(seq_lens),
         is_done=is_done,
@@ -63,7 +63,10 @@ def measure_finetune(
         trainer = _Trainer(
             run=run,
             model=model,
-            args=_training_arguments(run, meter, output_dir, max_steps=len(lengths)),
+            args=TrainingArguments(
+                **training_options(run, meter, output_dir, max_steps=len(lengths)),
+                remove_unused_columns=False,
+            ),
             train_dataset=random_rows(model.config, run, lengths),
             data_collator=collate,
             callbacks=[timer],
@@ -116,7 +119,7 @@ class _Trainer(Trainer):  # type: ignore[misc]
         return loss
 
 
-class _StepTimer(TrainerCallback):  # type: ignore[misc]
+class StepTimer(TrainerCallback):  # type: ignore[misc]
     """Seconds from the end of one optimizer step to the end of the next, fetching included.
 
     Step 1 is the warm-up; where two are untimed, step 2 runs under the memory profiler. Ends the
@@ -193,9 +196,10 @@ def watch_moments(model: Any, meter: Meter) -> None:
     model.register_forward_hook(model_left)
 
 
-def _training_arguments(
+def training_options(
     run: RunConfig, meter: Meter, output_dir: str, *, max_steps: int
-) -> TrainingArguments:
+) -> dict[str, Any]:
+    """Arguments of `TrainingArguments`, or of a class that adds to them."""
     arguments = {field.name for field in dataclasses.fields(TrainingArguments)}
     # Renamed in the course of transformers 5; version 6 drops the old name.
     new, old = "activation_checkpointing", "gradient_checkpointing"
@@ -203,24 +207,22 @@ def _training_arguments(
     options: dict[str, Any] = {checkpointing: run.gradient_checkpointing}
     if run.use_reentrant is not None:
         options[f"{checkpointing}_kwargs"] = {"use_reentrant": run.use_reentrant}
-    return TrainingArguments(
-        output_dir=output_dir,
-        max_steps=max_steps,
-        per_device_train_batch_size=run.batch_size,
-        gradient_accumulation_steps=run.gradient_accumulation_steps,
-        optim=run.trainer_optim,
-        bf16=run.precision == "bf16",
-        fp16=run.precision == "fp16",
-        use_liger_kernel=run.loss_head == "liger",
-        use_cpu=not meter.is_cuda,
-        dataloader_num_workers=0,
-        remove_unused_columns=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **options,
-    )
+    return options | {
+        "output_dir": output_dir,
+        "max_steps": max_steps,
+        "per_device_train_batch_size": run.batch_size,
+        "gradient_accumulation_steps": run.gradient_accumulation_steps,
+        "optim": run.trainer_optim,
+        "bf16": run.precision == "bf16",
+        "fp16": run.precision == "fp16",
+        "use_liger_kernel": run.loss_head == "liger",
+        "use_cpu": not meter.is_cuda,
+        "dataloader_num_workers": 0,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
 
 
 def random_rows(config: Any, run: RunConfig, lengths: Sequence[int]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from whichlora.errors import ConfigError
+from whichlora.spec.options import OptionValue
 from whichlora.text import require_printable
 
 ONE_DEVICE = "none"  # the strategy of a run on one GPU
@@ -15,7 +16,6 @@ AUTO = "auto"  # asks for the best of all strategies
 MOST_GPUS = 100_000
 
 _FIELDS = ("strategy", "gpus", "nodes", "interconnect", "global_batch_size")
-OptionValue = bool | int | str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,36 @@
+"""What a member's own settings accept."""
+
+from __future__ import annotations
+
+import pytest
+
+from whichlora.errors import ConfigError
+from whichlora.spec.options import Option, OptionValue, filled
+
+
+@pytest.mark.parametrize(
+    ("default", "choices", "value", "message"),
+    [
+        ("2", ("1", "2"), "3", "size: '3' is not accepted; accepted are 1, 2"),
+        (("a",), ("a", "b"), ("a", "c"), "size: 'a,c' is not accepted; accepted are a, b"),
+        (False, (), 1, "size: 1 is neither true nor false"),
+        (0.1, (), True, "size: True is not a number"),
+        (None, (), 0, "size: 0 is not a whole number from 1 on"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(
+    default: OptionValue | None, choices: tuple[str, ...], value: OptionValue, message: str
+) -> None:
+    option = Option(name="size", summary="", default=default, choices=choices)
+    with pytest.raises(ConfigError, match=message):
+        option.checked(value)
+
+
+def test_what_is_not_asked_for_has_its_default() -> None:
+    options = (
+        Option(name="version", summary="", default="2", choices=("1", "2")),
+        Option(name="beta", summary="", default=0.1),
+        Option(name="size", summary="", default=None),
+    )
+    assert filled(options, {"version": "1"}) == {"version": "1", "beta": 0.1, "size": None}
+    assert filled(options, {"beta": 1})["beta"] == 1.0

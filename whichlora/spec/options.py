@@ -1,0 +1,67 @@
+"""Settings that a member of an axis declares for itself: a parallel strategy, a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from whichlora.errors import ConfigError
+
+OptionValue = bool | int | float | str | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A setting of one member; flags and plan keys are built from it.
+
+    Args:
+        name: as the member's own library spells it.
+        default: its type is the type of the setting; None: the member decides.
+        choices: accepted values of a text; several may be given where `default` is a tuple.
+    """
+
+    name: str
+    summary: str
+    default: OptionValue | None
+    choices: tuple[str, ...] = ()
+
+    def checked(self, value: OptionValue) -> OptionValue:
+        """`value`, where it is accepted.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if self.choices:
+            of_choices = value if isinstance(self.default, tuple) else (value,)
+            words: Iterable[object] = of_choices if isinstance(of_choices, tuple) else ()
+            if not isinstance(value, tuple | str) or any(w not in self.choices for w in words):
+                raise ConfigError(
+                    f"{self.name}: {_shown(value)} is not accepted; accepted are "
+                    f"{', '.join(self.choices)}"
+                )
+            return value
+        if isinstance(self.default, bool):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{self.name}: {value!r} is neither true nor false")
+            return value
+        if isinstance(self.default, float):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"{self.name}: {value!r} is not a number")
+            return float(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self.name}: {value!r} is not a whole number from 1 on")
+        return value
+
+
+def filled(
+    options: Sequence[Option], asked: Mapping[str, OptionValue]
+) -> dict[str, OptionValue | None]:
+    """Every option's value: the one asked for, where it is accepted, or the default."""
+    return {
+        option.name: option.checked(asked[option.name]) if option.name in asked else option.default
+        for option in options
+    }
+
+
+def _shown(value: OptionValue) -> str:
+    return repr(",".join(value)) if isinstance(value, tuple) else repr(value)
