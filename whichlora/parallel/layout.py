@@ -49,8 +49,8 @@ class Layout:
                     f"{accepted}"
                 )
         sizes = _sizes(config, strategies, options)
-        filled = {k: v for each in options.values() for k, v in each.items() if v is not None}
-        config = replace(config, options=tuple(sorted(filled.items())))
+        stated = {k: v for each in options.values() for k, v in each.items() if v is not None}
+        config = replace(config, options=tuple(sorted(stated.items())))
         return cls(
             config=config,
             strategies=tuple(
