@@ -14,9 +14,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 from unittest import mock
+
+from markdown_tables import sizes_by_strategy
 
 from whichlora import families
 from whichlora.memory.allocator import REMAINDERS
@@ -244,16 +245,7 @@ def main() -> None:
                 print(json.dumps(line | {"traced": traced(line)}), file=file)
     number = sum(1 for _ in records(PLACEMENTS))
     print(f"{number} placements, {len(places_differ())} differ")
-    sizes = byte_errors()
-    shown = ", ".join(
-        f"{name} {100 * size:.3f} %"
-        for name, size in (
-            ("median", median(sizes)),
-            ("p95", quantiles(sizes, n=20)[-1]),
-            ("worst", max(sizes)),
-        )
-    )
-    print(f"peaks of {len(sizes)} GPUs: {shown}")
+    print(sizes_by_strategy({"device-map": byte_errors()}))
 
 
 if __name__ == "__main__":

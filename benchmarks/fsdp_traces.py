@@ -2,10 +2,6 @@
 
 `--draw SEED COUNT` appends traced runs to `traces/parallel/fsdp.jsonl`; without arguments the kept
 ones are compared and the table is printed.
-
-The two worst are not explained. Version 2: Gemma 2 with DoRA at 2,048 tokens in eager attention,
-one layer's backward 65 MiB too high. Version 1: Granite with LoRA of rank 64 and 64 tokens, copies
-of adapters.
 """
 
 from __future__ import annotations
@@ -18,8 +14,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+from markdown_tables import sizes_by_strategy
+from memory_samples import as_traced
 
 from whichlora.families import build
 from whichlora.memory.training import Ledger
@@ -119,7 +117,7 @@ def draw_run(chance: random.Random) -> RunConfig:
 def layout_of(record: Mapping[str, Any]) -> tuple[Layout, Any]:
     model = build(dict(record["config"]), name="drawn")
     run = RunConfig.from_dict({"model": "drawn", **record["run"]})
-    job = resolve(model, run, GPU)
+    job = as_traced(resolve(model, run, GPU))
     assert job.layout is not None
     step = training_step(job)
     job.layout.check(step)
@@ -211,11 +209,6 @@ def errors(record: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def quantile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draw", nargs=2, type=int, metavar=("SEED", "COUNT"))
@@ -224,21 +217,17 @@ def main() -> None:
     if arguments.draw:
         draw(*arguments.draw)
         return
-    rows: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    rows: dict[str, list[float]] = {}
+    every: list[tuple[float, str]] = []
     for record in records():
         version = dict(record["run"]["parallel"]).get("fsdp_version", "2")
-        for counter, error in errors(record).items():
-            key = f"version {version}, {counter}"
-            rows.setdefault(key, []).append((error, record))
-    print("| FSDP | runs | median | 95 % | worst |\n| --- | ---: | ---: | ---: | ---: |")
-    for key, found in sorted(rows.items()):
-        sizes = [abs(error) for error, _ in found]
-        cells = (median(sizes), quantile(sizes, 0.95), max(sizes))
-        print(f"| {key} | {len(sizes)} | " + " | ".join(f"{100 * x:.2f} %" for x in cells) + " |")
-    if arguments.worst:
-        every = [(abs(e), e, r) for found in rows.values() for e, r in found]
-        for _, error, record in sorted(every, key=lambda row: -row[0])[: arguments.worst]:
-            print(f"{100 * error:.2f} %", json.dumps(record))
+        found = errors(record)
+        every.append((found["peak"], json.dumps(record)))
+        for counter, error in found.items():
+            rows.setdefault(f"fsdp {version}, {counter}", []).append(error)
+    print(sizes_by_strategy(dict(sorted(rows.items()))))
+    for error, text in sorted(every, key=lambda row: -abs(row[0]))[: arguments.worst]:
+        print(f"{100 * error:.2f} %", text)
 
 
 if __name__ == "__main__":

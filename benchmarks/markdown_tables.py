@@ -6,7 +6,7 @@ import datetime
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -57,11 +57,26 @@ class Summary:
         return (str(self.count), *sizes, percent(self.worst))
 
 
+def quantile(values: Iterable[float], share: float) -> float:
+    """The smallest of `values` that a `share` of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[math.ceil(share * len(ordered)) - 1]
+
+
+def sizes_by_strategy(errors: Mapping[str, Iterable[float]]) -> str:
+    """Runs, and median, p95 and worst size of their relative errors, by name."""
+    rows = []
+    for name, found in errors.items():
+        sizes = [abs(error) for error in found]
+        figures = (median(sizes), quantile(sizes, 0.95), max(sizes))
+        rows.append((name, len(sizes), *(f"{100 * figure:.2f} %" for figure in figures)))
+    return markdown_table(("strategy", "runs", "median", "p95", "worst"), rows, first_figure=1)
+
+
 def summary(errors: Iterable[float]) -> Summary:
     by_size = sorted(errors, key=abs)
     sizes = [abs(error) for error in by_size]
-    p90 = sizes[math.ceil(0.9 * len(sizes)) - 1]
-    return Summary(len(sizes), median(sizes), p90, by_size[-1])
+    return Summary(len(sizes), median(sizes), quantile(sizes, 0.9), by_size[-1])
 
 
 def median_and_p90(values: Sequence[float], form: str = "g") -> str:

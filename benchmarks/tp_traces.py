@@ -12,8 +12,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
+
+from markdown_tables import sizes_by_strategy
 
 from whichlora import families
 from whichlora.memory.allocator import REMAINDERS
@@ -143,18 +144,6 @@ def errors() -> dict[str, list[float]]:
     return by_name
 
 
-def table() -> str:
-    lines = [
-        "| live bytes of a rank | runs | median | p95 | worst |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, sizes in errors().items():
-        p95 = quantiles(sizes, n=20)[-1]
-        shown = " | ".join(f"{100 * size:.3f} %" for size in (median(sizes), p95, max(sizes)))
-        lines.append(f"| {name.replace('_', ' ')} | {len(sizes)} | {shown} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draw", type=int, metavar="N", help="trace N runs and keep them")
@@ -165,7 +154,7 @@ def main() -> None:
                 line = draw(seed)
                 line["traced"] = traced(line)
                 print(json.dumps(line), file=file, flush=True)
-    print(table())
+    print(sizes_by_strategy({f"tp, {name}": sizes for name, sizes in errors().items()}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import gloo_ranks
-from markdown_tables import markdown_table
+from markdown_tables import sizes_by_strategy
 
 KEPT = ROOT / "tests" / "golden" / "gloo_readings.jsonl"
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "phi3", "gpt2", "opt", "mistral")
@@ -96,14 +95,8 @@ def table(records: Iterable[Mapping[str, Any]]) -> str:
             continue
         measured, predicted = compared(record)
         name = record["case"]["run"]["parallel"]["strategy"]
-        errors.setdefault(name, []).append(100 * abs(predicted / measured - 1))
-    cells = []
-    for name, values in sorted(errors.items()):
-        values.sort()
-        p95 = values[min(len(values) - 1, round(0.95 * len(values)))]
-        sizes = (statistics.median(values), p95, values[-1])
-        cells.append((name, len(values), *(f"{size:.2f} %" for size in sizes)))
-    return markdown_table(("strategy", "runs", "median", "p95", "worst"), cells, first_figure=1)
+        errors.setdefault(name, []).append(predicted / measured - 1)
+    return sizes_by_strategy(dict(sorted(errors.items())))
 
 
 def main() -> None:

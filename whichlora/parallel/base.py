@@ -90,12 +90,21 @@ class Message:
 
 
 def in_run(step: TrainingStep, run: RunConfig) -> TrainingStep:
-    """`step` with the settings of `run`, and the dtypes that these imply."""
+    """`step` with the settings of `run`, and the dtypes that these imply.
+
+    What is counted of kernels stays as `step` has it.
+    """
     dtypes = resolve_dtypes(
         run,
         trains_base=step.method.trains_base,
         device_kind=step.gpu.kind,
         compute_capability=step.gpu.compute_capability,
+    )
+    counted = step.dtypes
+    dtypes = replace(
+        dtypes,
+        kernel_buffers=counted.kernel_buffers,
+        fused_fp16_softmax=dtypes.fused_fp16_softmax and counted.kernel_buffers,
     )
     return replace(step, run=run, dtypes=dtypes)
 

@@ -16,11 +16,10 @@ from whichlora.memory.step import TrainingStep
 from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy, in_run
 from whichlora.parallel.fsdp1 import Rank1
 from whichlora.parallel.fsdp2 import Rank2
-from whichlora.parallel.fsdp_units import Sharding, sharding_of
+from whichlora.parallel.fsdp_units import Sharding, mixed_precision, sharding_of
 from whichlora.spec.options import Option
 from whichlora.spec.run import FOUR_BIT_BNB, Precision, RunConfig
 
-_STORED = {"bfloat16": "bf16", "float16": "fp16"}
 _PURE: dict[str, Precision] = {"bf16": "bf16-pure", "fp16": "fp16-pure"}
 
 
@@ -47,22 +46,6 @@ def _computed(step: TrainingStep, spread: Spread) -> TrainingStep:
         # `prepare_model` of accelerate, which would turn autocast on, is not called
         run = replace(run, precision=_PURE[mixed], adapter_dtype="auto")
     return in_run(step, run)
-
-
-def mixed_precision(step: TrainingStep, spread: Spread) -> str:
-    """One of "no", "bf16" and "fp16", as the Trainer tells accelerate.
-
-    Kind: exact. Source: transformers 5.23 `TrainingArguments.mixed_precision`; under version 1
-    `update_fsdp_plugin_peft` takes the storage dtype of 4-bit weights.
-    """
-    is_stored = step.dtypes.quant in FOUR_BIT_BNB and spread.options["fsdp_version"] == "1"
-    storage = _STORED.get(str(spread.options["bnb_4bit_quant_storage"]))
-    if is_stored and storage is not None:
-        return storage
-    stated = spread.options["mixed_precision"]
-    if stated is not None:
-        return str(stated)
-    return step.run.precision if step.run.precision in ("bf16", "fp16") else "no"
 
 
 def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:

@@ -105,12 +105,14 @@ class Units:
         storage_bytes: of one element of what holds 4-bit codes, 1 where it is no floating number
             and is not sharded.
         trained_bytes: of one element of a trained parameter between steps; 0: as on one device.
+        mixed_bytes: of one element of an adapter once gathered; 0: as kernels read it.
     """
 
     rest: TrainingStep
     step: TrainingStep
     storage_bytes: int
     trained_bytes: int
+    mixed_bytes: int = 0
     flat: bool = False
 
     def _unit(self, name: str, parameters: Iterable[Parameter]) -> Unit:
@@ -289,7 +291,7 @@ class Units:
                     width=1 if is_vector else width,
                     count=linear.count,
                     rest_bytes=self._width(at_rest, trained=True),
-                    compute_bytes=in_compute,
+                    compute_bytes=self.mixed_bytes or in_compute,
                     trained=True,
                     fact=ADAPTERS,
                 )
@@ -361,6 +363,7 @@ class Units:
         )
 
 
+_STORED = {"bfloat16": "bf16", "float16": "fp16"}
 _WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1}
 
 
@@ -386,22 +389,38 @@ class Sharding:
     syncs_each_batch: bool
 
 
+def mixed_precision(step: TrainingStep, spread: Spread) -> str:
+    """One of "no", "bf16" and "fp16", as the Trainer tells accelerate.
+
+    Kind: exact. Source: transformers 5.23 `TrainingArguments.mixed_precision`; under version 1
+    `update_fsdp_plugin_peft` takes the storage dtype of 4-bit weights.
+    """
+    is_stored = step.dtypes.quant in FOUR_BIT_BNB and spread.options["fsdp_version"] == "1"
+    storage = _STORED.get(str(spread.options["bnb_4bit_quant_storage"]))
+    if is_stored and storage is not None:
+        return storage
+    stated = spread.options["mixed_precision"]
+    if stated is not None:
+        return str(stated)
+    return step.run.precision if step.run.precision in ("bf16", "fp16") else "no"
+
+
 def sharding_of(rest: TrainingStep, step: TrainingStep, spread: Spread) -> Sharding:
     """The units of `step`, kept in the dtypes of `rest`."""
     options = spread.options
-    stated = options["mixed_precision"]
-    mixes = rest.run.precision in ("bf16", "fp16") if stated is None else stated != "no"
     reduce_dtype = options["reduce_dtype"]
     replicas = int(options["dp_replicate_size"] or 1)  # type: ignore
     four_bit = rest.dtypes.quant in FOUR_BIT_BNB
+    mixed = mixed_precision(rest, spread)
     # accelerate widens what is trained, unless a `Params4bit` is there
-    widens = mixes and not four_bit
+    widens = mixed != "no" and not four_bit
     return Sharding(
         units=Units(
             rest=rest,
             step=step,
             storage_bytes=_WIDTHS[str(options["bnb_4bit_quant_storage"])] if four_bit else 0,
             trained_bytes=4 if widens else 0,
+            mixed_bytes=_WIDTHS.get(mixed, 0),
             flat=options["fsdp_version"] == "1",
         ),
         size=spread.size // replicas,
