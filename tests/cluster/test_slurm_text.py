@@ -21,7 +21,9 @@ from whichlora.cluster.slurm.scripts import (
 )
 from whichlora.cluster.slurm.states import TaskState, parse_sacct, parse_scontrol, parse_squeue
 from whichlora.cluster.state import chunks
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import SlurmConfig
+from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import list_gpus
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -66,7 +68,7 @@ def test_sinfo_names_every_gpu_once_and_leaves_out_what_is_down() -> None:
 
 def test_one_type_with_two_memory_sizes_is_two_groups_that_a_feature_tells_apart() -> None:
     groups, unknown = gpu_groups(parse_nodes(SINFO), list_gpus(), {})
-    told = {group.name: (group.gres, group.constraint, group.num_nodes) for group in groups}
+    told = {group.name: (group.gres(), group.constraint, group.num_nodes) for group in groups}
     assert told == {
         "gpu-l40s": ("gpu:1", "L40S", 1),
         "h100": ("gpu:h100:1", "", 1),
@@ -138,6 +140,15 @@ def test_the_scripts_are_these() -> None:
             GROUP,
             CONFIG,
             job=Path("/runs/h/train.py"),
+            run=RunConfig(model="m"),
+            limit_s=100_000.0,
+            python="/env/bin/python",
+        ),
+        training_script(
+            GROUP,
+            CONFIG,
+            job=Path("/runs/my h/train.py"),
+            run=RunConfig(model="m", parallel=ParallelConfig(strategy="fsdp", gpus=8, nodes=2)),
             limit_s=100_000.0,
             python="/env/bin/python",
         ),

@@ -24,6 +24,7 @@ from whichlora.exports.trl import under_trl
 from whichlora.exports.unsloth import under_unsloth
 from whichlora.exports.yaml import yaml_text
 from whichlora.spec.data_format import DataFormat
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import Keeping
 from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.spec.run import RunConfig
@@ -114,6 +115,22 @@ def test_what_a_tool_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         FORMATS[to](recipe(replace(RUN, **settings), **job))
+
+
+def test_a_job_on_several_nodes_asks_for_all_their_gpus() -> None:
+    spread = ParallelConfig(strategy="zero2", gpus=8, nodes=2)
+    run = replace(RUN, method="lora", quant=None, parallel=spread)
+    files = FORMATS["slurm"](recipe(run)).files
+    assert (
+        "\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n"
+        in (files["train.sbatch"])
+    )
+    assert {"train.py", "accelerate.yaml", "deepspeed.json"} <= set(files)
+    task = YAML(typ="safe", pure=True).load(FORMATS["skypilot"](recipe(run)).files["sky.yaml"])
+    assert (task["num_nodes"], task["resources"]) == (2, {"accelerators": "L4:4"})
+    assert "SKYPILOT_NODE_IPS" in task["run"]
+    on_cpu = replace(recipe(run), gpu="cpu")
+    assert "--gpus" not in FORMATS["slurm"](on_cpu).files["train.sbatch"]
 
 
 def test_every_accelerator_with_a_sky_name_is_in_the_catalog() -> None:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from whichlora.errors import ConfigError
-from whichlora.exports.launch import launch_files, launch_line
+from whichlora.exports.launch import launch_files, launch_line, slurm_lines
 from whichlora.exports.train_script import train_command, train_script
 from whichlora.methods import list_methods
 from whichlora.spec.data_format import DataFormat
@@ -199,6 +199,16 @@ def on_gpus(strategy: str, **settings: Any) -> RunConfig:
 )
 def test_a_process_is_started_for_each_gpu_of_a_node(run: RunConfig, line: str) -> None:
     assert launch_line(run, "train.py") == line
+
+
+def test_a_batch_script_starts_one_launcher_on_each_node() -> None:
+    run = on_gpus("fsdp", gpus=16, nodes=2)
+    lines = "\n".join(slurm_lines(run, "my job.py", python="python"))
+    assert "exec srun --ntasks-per-node=1 " in lines
+    assert "--nproc-per-node=8 --nnodes=2 " in lines
+    assert lines.endswith("'my job.py'")
+    one_node = slurm_lines(on_gpus("fsdp", gpus=4), "train.py", python="python")
+    assert one_node == [f"exec {launch_line(on_gpus('fsdp', gpus=4), 'train.py')}"]
 
 
 def test_several_nodes_are_not_started_from_one() -> None:

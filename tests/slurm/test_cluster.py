@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from bench import Bench, wait_until
@@ -215,3 +219,52 @@ def test_real_profiles_of_small_models_end_in_a_recommendation(
         assert outcomes[one["gpu"], "finetune", 64] == "oom"
         assert one["winner"]["batch_size"] == 1
     assert all("pretended" in record["provenance"] for record in sweep.records())
+
+
+TINY = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def _tiny_model(folder: Path) -> None:
+    from oracle_tokenizer import byte_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("llama", **TINY)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "num_steps"), [("ddp", 2, 4), ("fsdp", 2, 4), ("fsdp", 1, 8)]
+)
+def test_a_job_trains_on_all_gpus_of_its_nodes(
+    plain: Cluster, bench: MakeBench, strategy: str, nodes: int, num_steps: int
+) -> None:
+    """By gloo, since the GPUs are pretended: 32 rows, two for each of two ranks of a node."""
+    job = bench(plain)
+    _tiny_model(job.folder / "model")
+    settings = (
+        f"--gpu v100-pcie-16gb --gpus {2 * nodes} --nodes {nodes} --parallel {strategy} "
+        "--batch-size 2 --seq-len 64 --precision fp32 --no-gradient-checkpointing"
+    )
+    command = [sys.executable, "-m", "whichlora", "export", "./model", "--to", "slurm"]
+    subprocess.run([*command, *settings.split()], cwd=job.folder, env=job.env, check=True)
+    rows = "".join(json.dumps({"text": f"row {number} " * 9}) + "\n" for number in range(32))
+    (job.folder / "train.jsonl").write_text(rows)
+    environment = job.env | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{job.env['PATH']}"}
+    submit = ["sbatch", "--wait", "--partition=old", "--time=5", "--mem=6000", "train.sbatch"]
+    done = subprocess.run(submit, cwd=job.folder, env=environment, capture_output=True, text=True)
+    log = "".join(path.read_text() for path in job.folder.glob("train-*.log"))
+    assert done.returncode == 0, done.stderr + log[-3000:]
+    result = json.loads((job.folder / "output" / "result.json").read_text())
+    assert result["num_steps"] == num_steps
+    assert log.count("final_loss: ") == 1
+    assert (job.folder / "output" / "adapter_model.safetensors").stat().st_size > 1000

@@ -13,7 +13,7 @@ from whichlora.cli.settings import plain_settings, run_options
 from whichlora.cli.several_gpus import SpreadCommand
 from whichlora.errors import ConfigError
 
-_TOOLS = ("transformers", "trl", "axolotl", "llamafactory", "unsloth", "skypilot")
+_TOOLS = ("transformers", "trl", "axolotl", "llamafactory", "unsloth", "skypilot", "slurm")
 
 
 @click.command(cls=SpreadCommand)

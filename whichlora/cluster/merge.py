@@ -129,6 +129,7 @@ def _write_training(plan: Plan, sweep: Sweep, judged: Judged, answer: Answer) ->
         judged.group,
         plan.slurm,
         job=job,
+        run=best.run,
         limit_s=plan.slurm.startup_s + _TRAINING_MARGIN * best.total_s.high,
         python=sys.executable,
     )

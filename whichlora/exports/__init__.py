@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from whichlora.exports import axolotl, llamafactory, skypilot, transformers, trl, unsloth
+from whichlora.exports import axolotl, llamafactory, skypilot, slurm, transformers, trl, unsloth
 from whichlora.exports.recipe import DATA_FILE, Export, Recipe
 
 FORMATS: dict[str, Callable[[Recipe], Export]] = {
@@ -14,6 +14,7 @@ FORMATS: dict[str, Callable[[Recipe], Export]] = {
     "llamafactory": llamafactory.export,
     "unsloth": unsloth.export,
     "skypilot": skypilot.export,
+    "slurm": slurm.export,
 }
 
 __all__ = ["DATA_FILE", "FORMATS", "Export", "Recipe"]

@@ -1,4 +1,4 @@
-"""How a script is started on several GPUs: accelerate's config, DeepSpeed's, and the command."""
+"""How a script is started on several GPUs: accelerate's config, DeepSpeed's, and the commands."""
 
 from __future__ import annotations
 
@@ -69,14 +69,42 @@ def _accelerate(layout: Layout, run: RunConfig) -> Mapping[str, Any]:
 
 def launch_line(run: RunConfig, script: str) -> str:
     """The command that starts `script`, on each node where there are several."""
-    config = run.parallel
-    layout = layout_of(run)
-    if layout is None or config.nodes == 1:
+    if run.parallel.nodes == 1:
         return shlex.join(train_command(Path(script), run, python="python"))
-    nodes = [
-        f"--nnodes={config.nodes}",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=$MASTER_ADDR:29500",
+    return _on_nodes(run, script, "python", "--rdzv-endpoint=$MASTER_ADDR:29500")
+
+
+def _on_nodes(run: RunConfig, script: str, python: str, *meeting: str) -> str:
+    """The command of each node; the shell fills in where they meet."""
+    config = run.parallel
+    nodes = [f"--nnodes={config.nodes}", "--rdzv-backend=c10d", *meeting]
+    start = shlex.join(torchrun(python, config.gpus_per_node))
+    return " ".join([start, *nodes, shlex.quote(script)])
+
+
+def slurm_lines(run: RunConfig, script: str, *, python: str) -> list[str]:
+    """The lines of a batch script that start `script` on all nodes of the job.
+
+    A step gets the processors of its job only where it asks for them. Source: Slurm 22.05, NEWS:
+    srun no longer reads SLURM_CPUS_PER_TASK.
+    """
+    if run.parallel.nodes == 1:
+        return [f"exec {shlex.join(train_command(Path(script), run, python=python))}"]
+    each = _on_nodes(run, script, python, '--rdzv-id="$SLURM_JOB_ID"', '--rdzv-endpoint="$meeting"')
+    return [
+        "# This script runs on the first node, where the launchers of all nodes meet.",
+        'meeting="$(hostname):$((20000 + SLURM_JOB_ID % 10000))"  # jobs may share the node',
+        'exec srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" '
+        "--kill-on-bad-exit=1 \\",
+        f"    {each}",
     ]
-    started = [*torchrun("python", config.gpus_per_node), *nodes, script]
-    return " ".join(started)  # the shell fills in the address
+
+
+def skypilot_lines(run: RunConfig, script: str) -> list[str]:
+    """The commands of a SkyPilot task, which runs them on each of its nodes."""
+    if run.parallel.nodes == 1:
+        return [launch_line(run, script)]
+    return [
+        'export MASTER_ADDR="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"',
+        launch_line(run, script),
+    ]

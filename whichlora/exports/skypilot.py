@@ -7,6 +7,7 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.exports import transformers
 from whichlora.exports.installation import installation
+from whichlora.exports.launch import skypilot_lines
 from whichlora.exports.recipe import Export, Recipe
 from whichlora.exports.yaml import yaml_text
 
@@ -57,14 +58,16 @@ def export(recipe: Recipe) -> Export:
             f"{', '.join(ACCELERATORS)}"
         )
     script = transformers.export(recipe)
+    config = recipe.run.parallel
     install = installation("profile")
     task: dict[str, Any] = {
         "name": "whichlora",
-        "resources": {"accelerators": f"{ACCELERATORS[recipe.gpu]}:1"},
+        **({"num_nodes": config.nodes} if config.nodes > 1 else {}),
+        "resources": {"accelerators": f"{ACCELERATORS[recipe.gpu]}:{config.gpus_per_node}"},
         "workdir": ".",
         **({"file_mounts": dict(install.uploads)} if install.uploads else {}),
         "setup": f"{install.command}\n",
-        "run": f"{script.command}\n",
+        "run": "".join(f"{line}\n" for line in skypilot_lines(recipe.run, transformers.FILE)),
     }
     command = f"sky launch {FILE}"
     head = (

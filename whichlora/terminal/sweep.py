@@ -63,7 +63,7 @@ def print_sweep(sweep: Sweep) -> None:
     rows = []
     tasks = {array.group: array.num_tasks for array in sweep.arrays}
     for group in sweep.groups:
-        request = f"--gres={group.gres}" + (f" -C {group.constraint}" if group.constraint else "")
+        request = f"--gres={group.gres()}" + (f" -C {group.constraint}" if group.constraint else "")
         sizes = (group.num_nodes, group.num_gpus, tasks.get(group.name, 0))
         how = [request] if sweep.engine == "slurm" else []
         rows.append((group.name, group.gpu, *how, *map(str, sizes)))

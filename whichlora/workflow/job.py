@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from whichlora.errors import ConfigError
 from whichlora.spec.data_format import TEXT_ROWS
 from whichlora.spec.run import RunConfig
 from whichlora.store.jsonfiles import read_object, write_object, write_text
@@ -79,9 +80,10 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
         return job
     script = FORMATS["transformers"](recipe)
     path = folder / "train.py"
-    text = script.files[path.name]
-    if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text:
-        write_text(path, text)  # else checkpoints newer than the script are its own
+    for name, text in script.files.items():
+        file = folder / name
+        if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != text:
+            write_text(file, text)  # else checkpoints newer than the script are its own
     return {"job": path} | job
 
 
@@ -99,11 +101,13 @@ def train(session: Session, answer: Answer) -> dict[str, Any]:
         return read_object(result) | {"output": str(result.parent)}
     expected = answer.winner.total_s
     session.progress.training(job, expected_s=None if expected is None else expected.value)
+    try:
+        command = train_command(job, answer.winner.run)
+    except ConfigError as refusal:
+        return {"error": str(refusal)}
     again = ["--resume"] * _was_stopped(job)
     with (folder / "train.log").open("ab" if again else "wb") as log:
-        done = subprocess.run(
-            [*train_command(job, answer.winner.run), *again], stdout=log, stderr=subprocess.STDOUT
-        )
+        done = subprocess.run([*command, *again], stdout=log, stderr=subprocess.STDOUT)
     if done.returncode != 0:
         log_file = folder / "train.log"
         lines = log_file.read_text(encoding="utf-8", errors="replace").split("\n")

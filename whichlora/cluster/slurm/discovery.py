@@ -58,10 +58,9 @@ class GpuGroup:
     num_gpus: int = 0
     note: str = ""
 
-    @property
-    def gres(self) -> str:
-        """One of these GPUs, as `--gres` spells it."""
-        return f"gpu:{self.gres_type}:1" if self.gres_type else "gpu:1"
+    def gres(self, count: int = 1) -> str:
+        """So many of these GPUs on a node, as `--gres` spells it."""
+        return f"gpu:{self.gres_type}:{count}" if self.gres_type else f"gpu:{count}"
 
 
 def parse_nodes(text: str, *, cluster: str = "") -> list[GpuNode]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from whichlora.cluster.slurm.discovery import GpuGroup
+from whichlora.exports.launch import slurm_lines
+from whichlora.exports.slurm import all_gpus, batch_script, node_options
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import SlurmConfig
-from whichlora.text import require_printable
+from whichlora.spec.run import RunConfig
 
+ONE_GPU = ParallelConfig()
 OFFSET = "WHICHLORA_TASK_OFFSET"  # of the tasks that lie beyond the cluster's MaxArraySize
 
 
@@ -51,7 +55,7 @@ def array_script(
     ]
     index = f'"$((SLURM_ARRAY_TASK_ID + ${{{OFFSET}:-0}}))"'
     run = f"exec {command} profile-task {shlex.quote(str(tasks))} {index}"
-    return _script(lines, options, [*_preparation(config), run])
+    return batch_script(lines, options, [*_preparation(config), run])
 
 
 def merge_script(
@@ -74,7 +78,7 @@ def merge_script(
         *config.options,
     ]
     run = f"exec {command} slurm merge {shlex.quote(str(run_dir))}"
-    return _script(lines, options, [*_preparation(config), run])
+    return batch_script(lines, options, [*_preparation(config), run])
 
 
 def training_script(
@@ -82,23 +86,24 @@ def training_script(
     config: SlurmConfig,
     *,
     job: Path,
+    run: RunConfig,
     limit_s: float,
     python: str,
 ) -> str:
-    """The winning fine-tuning job, ready to submit."""
+    """The winning fine-tuning `run`, ready to submit."""
     lines = [
-        f"# The winning fine-tuning on {group.gpu}.",
+        f"# The winning fine-tuning on {all_gpus(run, group.gpu)}.",
         "# Written by WhichLoRA; edit it as you like.",
     ]
     options = [
         "--job-name=whichlora-train",
-        *_gpu_options(group, config),
+        *_gpu_options(group, config, run.parallel),
         f"--time={_minutes(limit_s, config)}",
         f"--output={job.parent}/train-%j.log",
         *config.options,
     ]
-    run = f"exec {shlex.quote(python)} {shlex.quote(str(job))}"
-    return _script(lines, options, [*_preparation(config), run])
+    body = [*_preparation(config), *slurm_lines(run, str(job), python=python)]
+    return batch_script(lines, options, body)
 
 
 def format_limit(seconds: float) -> str:
@@ -117,7 +122,10 @@ def _minutes(limit_s: float, config: SlurmConfig) -> str:
     return format_limit(limit_s if config.time_limit_s is None else config.time_limit_s)
 
 
-def _gpu_options(group: GpuGroup, config: SlurmConfig) -> Iterator[str]:
+def _gpu_options(
+    group: GpuGroup, config: SlurmConfig, parallel: ParallelConfig = ONE_GPU
+) -> Iterator[str]:
+    """What a job asks for; processors and memory of `config` are those of one GPU."""
     if group.cluster:
         yield f"--clusters={group.cluster}"
     if config.account:
@@ -126,13 +134,14 @@ def _gpu_options(group: GpuGroup, config: SlurmConfig) -> Iterator[str]:
         yield f"--partition={','.join(group.partitions)}"
     if config.qos:
         yield f"--qos={config.qos}"
-    yield "--nodes=1"
-    yield f"--gres={group.gres}"
+    gpus = parallel.gpus_per_node
+    yield from node_options(parallel.nodes)
+    yield f"--gres={group.gres(gpus)}"
     if group.constraint:
         yield f"--constraint={group.constraint}"
-    yield f"--cpus-per-task={config.cpus_per_task}"
+    yield f"--cpus-per-task={gpus * config.cpus_per_task}"
     if config.memory_bytes:
-        yield f"--mem={config.memory_bytes // 2**20}M"
+        yield f"--mem={gpus * config.memory_bytes // 2**20}M"
 
 
 def _preparation(config: SlurmConfig) -> list[str]:
@@ -141,22 +150,3 @@ def _preparation(config: SlurmConfig) -> list[str]:
         *(f"export {name}={shlex.quote(text)}" for name, text in config.environment.items()),
         *config.setup,
     ]
-
-
-def _script(comments: Sequence[str], options: Sequence[str], body: Sequence[str]) -> str:
-    """The whole script.
-
-    Raises:
-        ConfigError: a comment or an option would go on in a next line, which bash would run.
-    """
-    head = [*comments, *(f"#SBATCH {_quoted(option)}" for option in options)]
-    for line in head:
-        require_printable("batch script", line)
-    # modules and activations of a site are not written for -u
-    return "\n".join(["#!/bin/bash", *head, "", "set -eo pipefail", *body, ""])
-
-
-def _quoted(option: str) -> str:
-    """sbatch splits its lines at blanks like a shell, except inside quotes."""
-    name, equals, value = option.partition("=")
-    return f"{name}={shlex.quote(value)}" if equals else option

@@ -71,7 +71,8 @@ def train_command(path: Path, run: RunConfig, *, python: str = sys.executable) -
         return [python, str(path)]
     if layout.config.nodes > 1:
         raise ConfigError(
-            f"nodes: {layout.config.nodes} can't be started from one of them; submit a batch script"
+            f"nodes: {layout.config.nodes} can't be started from one of them; submit the batch "
+            "script of 'whichlora export --to slurm'"
         )
     return [*torchrun(python, layout.config.gpus_per_node), str(path)]
 
