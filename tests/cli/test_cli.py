@@ -508,9 +508,9 @@ def test_an_export_of_several_gpus_states_the_strategy_and_how_it_starts(tmp_pat
     assert result.exit_code == 0, result.stderr
     assert "--nproc-per-node=4 train.py" in result.stdout
     assert (tmp_path / "accelerate.yaml").is_file()
-    refused = whichlora(*job, "--to", "trl", "--parallel", "ddp")
+    refused = whichlora(*job, "--to", "unsloth", "--parallel", "zero2")
     assert refused.exit_code == 2
-    assert "--to trl: parallel ddp can't be written there yet" in refused.stderr
+    assert "--to unsloth: parallel zero2 sets deepspeed, which unsloth can't" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,79 @@ def test_a_job_on_several_nodes_asks_for_all_their_gpus() -> None:
     assert "--gpus" not in FORMATS["slurm"](on_cpu).files["train.sbatch"]
 
 
+def spread_recipe(strategy: str, *options: tuple[str, Any], **settings: Any) -> Recipe:
+    spread = ParallelConfig(strategy=strategy, gpus=4, options=options)
+    plain = {"method": "lora", "quant": None, "parallel": spread}
+    return recipe(replace(RUN, **(plain | settings)))
+
+
+SPREAD_KEYS: list[tuple[str, str, str, str]] = [
+    ("trl", "fsdp", "fsdp_config", "-m trl.scripts.sft --config trl.yaml"),
+    ("trl", "zero3", "deepspeed", "-m trl.scripts.sft --config trl.yaml"),
+    ("axolotl", "fsdp", "fsdp_version", "--launcher torchrun -- --nproc-per-node=4"),
+    ("axolotl", "zero2", "deepspeed", "--launcher torchrun -- --nproc-per-node=4"),
+    ("axolotl", "device-map", "device_map", "axolotl train axolotl.yaml --launcher python"),
+    ("llamafactory", "zero2", "deepspeed", "NPROC_PER_NODE=4 llamafactory-cli train"),
+    ("llamafactory", "fsdp", "bf16", "accelerate launch --config_file accelerate.yaml -m"),
+]
+
+
+@pytest.mark.parametrize(("to", "strategy", "key", "command"), SPREAD_KEYS)
+def test_a_tool_gets_the_strategy_in_its_own_keys(
+    to: str, strategy: str, key: str, command: str, tmp_path: Path
+) -> None:
+    done = export.write_export(spread_recipe(strategy), to, tmp_path)
+    assert YAML(typ="safe", pure=True).load(done.paths[0].read_text())[key]
+    assert command in done.export.command
+    assert (tmp_path / "deepspeed.json").is_file() is strategy.startswith("zero")
+
+
+def test_qlora_under_fsdp_stores_codes_in_the_dtype_that_is_sharded() -> None:
+    winner = spread_recipe("fsdp", method="qlora", quant="nf4-dq")
+    assert "bnb_4bit_quant_storage: bfloat16" in FORMATS["trl"](winner).files["trl.yaml"]
+    assert "bnb_4bit" not in FORMATS["axolotl"](winner).files["axolotl.yaml"]  # as it does itself
+    half = spread_recipe(
+        "fsdp", ("bnb_4bit_quant_storage", "float32"), method="qlora", quant="nf4-dq"
+    )
+    assert "bnb_4bit_quant_storage: float32" in FORMATS["trl"](half).files["trl.yaml"]
+    with pytest.raises(ConfigError, match=r"sets bnb_4bit_quant_storage, which axolotl can't"):
+        FORMATS["axolotl"](half)
+
+
+@pytest.mark.parametrize(
+    ("to", "strategy", "options", "message"),
+    [
+        ("unsloth", "fsdp", (), "parallel fsdp sets fsdp, which unsloth can't write"),
+        ("axolotl", "fsdp", (("fsdp_version", "1"),), "sets fsdp_config.backward_prefetch"),
+        ("llamafactory", "device-map", (), "sets device_map, which llamafactory can't write"),
+        ("trl", "pp", (), "parallel: pp has no key in TrainingArguments"),
+    ],
+)
+def test_what_a_tool_cannot_spread_is_refused(
+    to: str, strategy: str, options: tuple[tuple[str, Any], ...], message: str
+) -> None:
+    accumulates = {"gradient_accumulation_steps": 4}
+    with pytest.raises(ConfigError, match=message):
+        FORMATS[to](spread_recipe(strategy, *options, **accumulates))
+
+
+def test_full_fine_tuning_keeps_its_precision_where_llamafactory_leaves_fp32_to_others() -> None:
+    full = FORMATS["llamafactory"](spread_recipe("fsdp", method="full"))
+    assert full.run.precision == "bf16"
+    assert FORMATS["llamafactory"](spread_recipe("ddp", method="full")).run.precision == "bf16-pure"
+
+
+def test_several_nodes_get_the_launchers_of_each_tool() -> None:
+    def command(to: str, strategy: str) -> str:
+        spread = ParallelConfig(strategy=strategy, gpus=8, nodes=2)
+        return FORMATS[to](spread_recipe(strategy, parallel=spread)).command
+
+    assert "--nnodes=2" in command("trl", "ddp")
+    assert "--nnodes=2" in command("axolotl", "zero2")
+    assert "NNODES=2 RDZV_ID=whichlora" in command("llamafactory", "ddp")
+    assert "--machine_rank $NODE_RANK" in command("llamafactory", "fsdp")
+
+
 def test_every_accelerator_with_a_sky_name_is_in_the_catalog() -> None:
     assert set(ACCELERATORS) <= {gpu.key for gpu in list_gpus()}
 

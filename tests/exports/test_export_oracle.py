@@ -19,6 +19,7 @@ from whichlora.exports import FORMATS, Recipe
 from whichlora.exports.simpler import simpler_row
 from whichlora.exports.train_script import train_script
 from whichlora.spec.data_format import DataFormat
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import Keeping
 from whichlora.spec.run import RunConfig
 from whichlora.workflow import export
@@ -42,6 +43,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "head": {"method": "qlora", "modules_to_save": ("embed_tokens", "lm_head")},
     "fp16": {"method": "lora", "precision": "fp16", "gradient_accumulation_steps": 4},
 }
+
+
+SPREAD: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp", "options": (("sync_each_batch", True),)},
+    "fsdp, whole after the forward": {
+        "strategy": "fsdp",
+        "options": (("reshard_after_forward", False),),
+    },
+    "fsdp 1": {"strategy": "fsdp", "options": (("fsdp_version", "1"),)},
+    "zero2": {"strategy": "zero2"},
+    "zero3": {"strategy": "zero3", "options": (("offload", ("optimizer", "params")),)},
+}
+
+
+def spread_recipe(name: str, **settings: Any) -> Recipe:
+    parallel = ParallelConfig(gpus=4, **SPREAD[name])
+    return recipe({"method": "lora", "parallel": parallel} | settings)
 
 
 def recipe(settings: dict[str, Any], **job: Any) -> Recipe:
@@ -129,6 +148,81 @@ def test_llamafactory_accepts_every_setting(
     assert model.use_reentrant_gc is False
 
 
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp, whole after the forward", "fsdp 1"])
+def test_trl_reads_what_spreads_a_run(name: str, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="needs TRL beside the profile extra")
+    if name == "fsdp 1":
+        pytest.skip("accelerate looks for a GPU before it accepts FSDP 1")
+    path = written("trl", spread_recipe(name), tmp_path)
+    parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig))
+    args = ["--config", str(path), "--use_cpu", "true"]
+    _, training, _ = parser.parse_args_and_config(args, fail_with_unknown_args=False)[:3]
+    assert bool(training.fsdp) is (name != "ddp")
+    if training.fsdp:
+        assert training.fsdp_plugin_args["fsdp_version"] == 2
+        assert training.fsdp_plugin_args["reshard_after_forward"] is (name == "fsdp")
+    kwargs = training.accelerator_config.gradient_accumulation_kwargs or {}
+    assert bool(kwargs.get("sync_each_batch")) is (name == "fsdp")
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp, whole after the forward", "zero2", "zero3"])
+def test_axolotl_reads_what_spreads_a_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schemas = pytest.importorskip("axolotl.utils.schemas.config", reason="needs Axolotl")
+    path = written("axolotl", spread_recipe(name), tmp_path)
+    monkeypatch.chdir(tmp_path)  # it opens DeepSpeed's file
+    values = YAML(typ="safe", pure=True).load(path.read_text())
+    assert set(values) <= set(schemas.AxolotlInputConfig.model_fields)
+    config = schemas.AxolotlInputConfig.model_validate(values)
+    if "fsdp" in name:
+        assert config.fsdp_version == 2
+        assert config.fsdp_config.reshard_after_forward is False
+        assert set(values["fsdp_config"]) <= set(type(config.fsdp_config).model_fields)
+    assert config.deepspeed == ("deepspeed.json" if name.startswith("zero") else None)
+
+
+def test_axolotl_refuses_the_optimizer_that_its_export_refuses(tmp_path: Path) -> None:
+    schemas = pytest.importorskip("axolotl.utils.schemas.config", reason="needs Axolotl")
+    values = YAML(typ="safe", pure=True).load(
+        written("axolotl", spread_recipe("fsdp, whole after the forward"), tmp_path).read_text()
+    )
+    with pytest.raises(ValueError, match="FSDP2 not compatible with adamw_8bit"):
+        schemas.AxolotlInputConfig.model_validate(values | {"optimizer": "adamw_8bit"})
+    eight_bit = spread_recipe("fsdp, whole after the forward", optimizer="adamw_8bit")
+    with pytest.raises(ConfigError, match="it refuses optimizer adamw_8bit beside FSDP 2"):
+        FORMATS["axolotl"](eight_bit)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp 1"])
+def test_llamafactory_and_accelerate_read_what_spreads_a_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
+    hparams = pytest.importorskip("llamafactory.hparams", reason="needs LLaMA-Factory")
+    made = FORMATS["llamafactory"](spread_recipe(name))
+    path = written("llamafactory", spread_recipe(name), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    values = YAML(typ="safe", pure=True).load(path.read_text())
+    _, _, training, _, _ = hparams.get_train_args(values | {"use_cpu": True})
+    kwargs = training.accelerator_config.gradient_accumulation_kwargs or {}
+    assert bool(kwargs.get("sync_each_batch")) is (name == "fsdp")
+    assert ("accelerate.yaml" in made.files) is (name != "ddp")
+    if name == "ddp":
+        assert made.command.startswith("FORCE_TORCHRUN=1 OPTIM_TORCH=0 NPROC_PER_NODE=4 ")
+        return
+    (tmp_path / "env.py").write_text("import os, json; print(json.dumps(dict(os.environ)))")
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(file.read_text().replace("num_processes: 4", "num_processes: 1"))
+    launch = ["-m", "accelerate.commands.launch", "--config_file", file.name, "env.py"]
+    done = subprocess.run([sys.executable, *launch], capture_output=True, text=True)
+    variables = json.loads(done.stdout.splitlines()[-1])
+    assert variables["FSDP_VERSION"] == ("1" if name == "fsdp 1" else "2")
+    # both are what makes LLaMA-Factory take a run for one under FSDP
+    assert variables["ACCELERATE_USE_FSDP"] == "true"
+    assert variables["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+
+
 def test_skypilot_accepts_the_task(tmp_path: Path) -> None:
     sky = pytest.importorskip("sky", reason="needs SkyPilot, 72 packages")
     path = written("skypilot", recipe(VARIANTS["qlora"]), tmp_path)
@@ -146,8 +240,11 @@ def test_the_script_for_unsloth_is_python_that_uses_what_it_imports(tmp_path: Pa
         assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_the_trl_export_trains_on_a_cpu(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "strategy"), [("lora", None), ("qlora", None), ("lora", "ddp"), ("lora", "fsdp")]
+)
+def test_the_trl_export_trains_on_a_cpu(method: str, strategy: str | None, tmp_path: Path) -> None:
+    """Under a strategy in two gloo processes."""
     pytest.importorskip("trl", reason="needs TRL beside the profile extra")
     from oracle_memory import CONFIGS
     from oracle_tokenizer import byte_tokenizer
@@ -158,22 +255,35 @@ def test_the_trl_export_trains_on_a_cpu(method: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
     byte_tokenizer().save_pretrained(model)
     run = RunConfig(
-        model=str(model), method=method, precision="fp32", batch_size=2, seq_len=64, r=4
+        model=str(model),
+        method=method,
+        precision="fp32",
+        batch_size=2,
+        seq_len=64,
+        r=4,
+        parallel=ParallelConfig(strategy=strategy, gpus=2) if strategy else ParallelConfig(),
     )
     winner = replace(export.make_recipe(run, "cpu"), epochs=1.0)
     path = written("trl", winner, tmp_path)
-    rows = [json.dumps({"text": "word " * (number + 4)}) for number in range(6)]
+    rows = [json.dumps({"text": "word " * (number + 4)}) for number in range(8)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
-    trl = Path(sys.executable).with_name("trl")
+    program = [str(Path(sys.executable).with_name("trl")), "sft", "--config", path.name]
+    if strategy:
+        program = FORMATS["trl"](winner).command.split()
+        program[0] = sys.executable
     done = subprocess.run(
-        [str(trl), "sft", "--config", path.name, "--use_cpu", "true"],
+        [*program, "--use_cpu", "true"],
         cwd=tmp_path,
-        env=dict(os.environ) | {"HF_HUB_OFFLINE": "1"},
+        env=dict(os.environ) | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    steps = json.loads(
+        next((tmp_path / "output-trl").glob("checkpoint-*/trainer_state.json")).read_text()
+    )["max_steps"]
+    assert steps == (2 if strategy else 4)  # of 8 rows, in batches of 2 on each rank
     saved = json.loads((tmp_path / "output-trl" / "adapter_config.json").read_text())
     assert (saved["r"], saved["lora_alpha"]) == (4, run.lora_alpha)
     leaves = {name.rpartition(".")[2] for name in saved["target_modules"]}

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from whichlora.errors import ConfigError
+from whichlora.exports.launch import Spreading, launcher_options, spreading
 from whichlora.exports.recipe import (
     LORA_KEYS,
     Export,
@@ -27,6 +29,16 @@ FILE = "axolotl.yaml"
 _UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "expandable_segments")
 # Its only 4-bit storage is NF4 with double quantisation.
 _QUANTS = frozenset({"none", "int8", "nf4-dq"})
+# What spreads a run over several GPUs. Source: Axolotl 0.19, `utils/schemas/fsdp.py`.
+_FSDP = ("version", "auto_wrap_policy", "reshard_after_forward")
+_SPREADS = frozenset({"fsdp", *(f"fsdp_config.{key}" for key in _FSDP), "deepspeed", "device_map"})
+_REFUSED_OPTIMIZERS = ("adamw_8bit", "adamw_bnb_8bit")
+_STORED = {"bnb_4bit_quant_storage": "bfloat16"}  # `loaders/model.py`
+# `monkeypatch/accelerate/fsdp2.py`
+_OWN_FSDP = (
+    "Axolotl prepares FSDP 2 itself: it widens no trained parameter to fp32, and each adapter "
+    "matrix is gathered alone; neither is predicted",
+)
 _PROMPT_AS_IT_IS = "{instruction}"
 _ROWS: Mapping[DataFormat, Mapping[str, Any]] = {
     TEXT_ROWS: {"type": "completion", "field": "text"},
@@ -66,7 +78,8 @@ def export(recipe: Recipe) -> Export:
     )
     run, left_out = without(recipe.run, "Axolotl", *_UNKNOWN)
     run, notes = under_axolotl(run)
-    notes += left_out
+    spread = spreading(run, "axolotl", keys=_SPREADS, implied=_STORED)
+    notes += left_out + _OWN_FSDP * ("fsdp" in spread.training)
     notes += padding_note(recipe)
     settings: dict[str, Any] = {"base_model": run.model, "attn_implementation": run.attn}
     if recipe.tokenizer is not None:
@@ -100,17 +113,44 @@ def export(recipe: Recipe) -> Export:
         "tf32": run.precision == "tf32",
         "seed": recipe.seed,
         **saving(recipe),
+        **_spread(run, spread),
         "output_dir": "./output-axolotl",
     }
     command = f"axolotl train {FILE}"
+    if run.parallel.gpus > 1:
+        command += _launcher(run, spread)
     head = f"Written by WhichLoRA for Axolotl 0.19. Start it here with: {command}"
     return Export(
-        files={FILE: yaml_text(settings, head=head)},
+        files={FILE: yaml_text(settings, head=head), **spread.files},
         command=command,
         run=run,
         notes=notes,
         made_of=made_of(recipe),
     )
+
+
+def _spread(run: RunConfig, spread: Spreading) -> dict[str, Any]:
+    """What spreads `run` over its GPUs, in Axolotl's keys.
+
+    Raises:
+        ConfigError: an optimizer that it refuses beside FSDP 2.
+    """
+    keys = {name: value for name, value in spread.training_keys.items() if name != "fsdp"}
+    config = dict(keys.pop("fsdp_config", {}))
+    if not config:
+        return keys | dict(spread.model)
+    if run.trainer_optim in _REFUSED_OPTIMIZERS:
+        raise ConfigError(
+            f"--to axolotl: it refuses optimizer {run.optimizer} beside FSDP 2; use adamw_torch, "
+            "or --to transformers"
+        )
+    return {"fsdp_version": config.pop("version"), "fsdp_config": config, **keys}
+
+
+def _launcher(run: RunConfig, spread: Spreading) -> str:
+    if "device_map" in spread.model:
+        return " --launcher python"
+    return f" --launcher torchrun -- {' '.join(launcher_options(run))}"
 
 
 def _dataset(recipe: Recipe, file: str) -> dict[str, Any]:

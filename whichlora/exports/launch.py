@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from whichlora.errors import ConfigError
 from whichlora.exports.train_script import torchrun, train_command
 from whichlora.exports.train_script.lines import DEEPSPEED_FILE, divides_while_loading
 from whichlora.exports.yaml import yaml_text
@@ -27,11 +29,8 @@ def launch_files(run: RunConfig) -> dict[str, str]:
     layout = layout_of(run)
     if layout is None or layout.launcher == "python":
         return {}
-    files = {ACCELERATE_FILE: yaml_text(_accelerate(layout, run), head=_HEAD)}
-    deepspeed = layout.training_arguments(run).get("deepspeed")
-    if deepspeed is not None:
-        files[DEEPSPEED_FILE] = json.dumps(deepspeed, indent=2) + "\n"
-    return files
+    accelerate = yaml_text(_accelerate(layout, run), head=_HEAD)
+    return {ACCELERATE_FILE: accelerate, **Spreading(training=layout.training_arguments(run)).files}
 
 
 _HEAD = """For scripts that leave the strategy to accelerate:
@@ -67,19 +66,87 @@ def _accelerate(layout: Layout, run: RunConfig) -> Mapping[str, Any]:
     }
 
 
-def launch_line(run: RunConfig, script: str) -> str:
-    """The command that starts `script`, on each node where there are several."""
-    if run.parallel.nodes == 1:
-        return shlex.join(train_command(Path(script), run, python="python"))
-    return _on_nodes(run, script, "python", "--rdzv-endpoint=$MASTER_ADDR:29500")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spreading:
+    """What spreads a run over its GPUs, in the keys of Transformers; empty on one GPU.
+
+    Args:
+        training: of `TrainingArguments`; "deepspeed" is the content of its JSON file.
+        model: of `from_pretrained`.
+        files: DeepSpeed's, if it has one.
+    """
+
+    training: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def files(self) -> dict[str, str]:
+        deepspeed = self.training.get("deepspeed")
+        return {} if deepspeed is None else {DEEPSPEED_FILE: json.dumps(deepspeed, indent=2) + "\n"}
+
+    @property
+    def training_keys(self) -> dict[str, Any]:
+        """`training` for a file beside that of DeepSpeed."""
+        return {**self.training, **({"deepspeed": DEEPSPEED_FILE} if self.files else {})}
 
 
-def _on_nodes(run: RunConfig, script: str, python: str, *meeting: str) -> str:
-    """The command of each node; the shell fills in where they meet."""
-    config = run.parallel
-    nodes = [f"--nnodes={config.nodes}", "--rdzv-backend=c10d", *meeting]
-    start = shlex.join(torchrun(python, config.gpus_per_node))
-    return " ".join([start, *nodes, shlex.quote(script)])
+def spreading(
+    run: RunConfig,
+    tool: str,
+    *,
+    keys: Collection[str],
+    implied: Mapping[str, object] | None = None,
+) -> Spreading:
+    """What spreads `run` over its GPUs, where `tool` can write it.
+
+    Args:
+        keys: that it can write, such as "deepspeed", "fsdp_config.version", "device_map".
+        implied: keys of `from_pretrained` that it sets itself, and to what.
+
+    Raises:
+        ConfigError: a setting that it can't write.
+    """
+    layout = layout_of(run)
+    if layout is None:
+        return Spreading()
+    training, model = layout.training_arguments(run), layout.model_arguments(run)
+    for name, value in (implied or {}).items():
+        if model.get(name) == value:
+            del model[name]
+    for name in (*training, *model):
+        inner = training[name] if name == "fsdp_config" else {}
+        for key in [f"{name}.{part}" for part in inner] or [name]:
+            if key not in keys:
+                raise ConfigError(
+                    f"--to {tool}: parallel {layout.config.strategy} sets {key}, which {tool} "
+                    "can't write; use --to transformers"
+                )
+    return Spreading(training=training, model=model)
+
+
+def launch_line(run: RunConfig, script: str, *, module: bool = False) -> str:
+    """The command that starts `script`, on each node where there are several.
+
+    Args:
+        module: `script` is a module with its arguments.
+    """
+    layout = layout_of(run)
+    command = f"-m {script}" if module else shlex.quote(script)
+    if layout is None or layout.launcher == "python":
+        return f"python {command}"
+    return " ".join(["python", "-m", "torch.distributed.run", *launcher_options(run), command])
+
+
+def launcher_options(run: RunConfig) -> list[str]:
+    """Options of torchrun on each node; the shell fills in the address of the first."""
+    options = [f"--nproc-per-node={run.parallel.gpus_per_node}"]
+    if run.parallel.nodes > 1:
+        options += _meeting(run, "--rdzv-endpoint=$MASTER_ADDR:29500")
+    return options
+
+
+def _meeting(run: RunConfig, *where: str) -> list[str]:
+    return [f"--nnodes={run.parallel.nodes}", "--rdzv-backend=c10d", *where]
 
 
 def slurm_lines(run: RunConfig, script: str, *, python: str) -> list[str]:
@@ -90,7 +157,9 @@ def slurm_lines(run: RunConfig, script: str, *, python: str) -> list[str]:
     """
     if run.parallel.nodes == 1:
         return [f"exec {shlex.join(train_command(Path(script), run, python=python))}"]
-    each = _on_nodes(run, script, python, '--rdzv-id="$SLURM_JOB_ID"', '--rdzv-endpoint="$meeting"')
+    start = shlex.join(torchrun(python, run.parallel.gpus_per_node))
+    meeting = _meeting(run, '--rdzv-id="$SLURM_JOB_ID"', '--rdzv-endpoint="$meeting"')
+    each = " ".join([start, *meeting, shlex.quote(script)])
     return [
         "# This script runs on the first node, where the launchers of all nodes meet.",
         'meeting="$(hostname):$((20000 + SLURM_JOB_ID % 10000))"  # jobs may share the node',

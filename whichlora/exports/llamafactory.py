@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.errors import ConfigError
+from whichlora.exports.launch import ACCELERATE_FILE, Spreading, launch_files, spreading
 from whichlora.exports.recipe import (
     LORA_KEYS,
     Export,
@@ -30,6 +31,13 @@ from whichlora.spec.run import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig, autocas
 FILE = "llamafactory.yaml"
 _UNKNOWN: tuple[str, ...] = ("bias", "adapter_dtype", "expandable_segments")
 _QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
+# What spreads a run over several GPUs: FSDP through accelerate, whose file has all of its keys.
+_FSDP = ("version", "auto_wrap_policy", "reshard_after_forward", "backward_prefetch")
+_DIVIDE = frozenset({"fsdp", "deepspeed"})
+_SPREADS = frozenset(
+    {"fsdp", *(f"fsdp_config.{key}" for key in _FSDP), "deepspeed", "accelerator_config"}
+)
+_STORED = {"bnb_4bit_quant_storage": "bfloat16"}  # the dtype that it computes in
 _ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 _ROWS: Mapping[DataFormat, Mapping[str, Any]] = {
     TEXT_ROWS: {"columns": {"prompt": "text"}},
@@ -73,7 +81,8 @@ def export(recipe: Recipe) -> Export:
     if not get_method(recipe.run.method).trains_base:
         unknown += ("base_dtype",)
     run, left_out = without(recipe.run, "LLaMA-Factory", *unknown)
-    run, notes = under_llamafactory(run)
+    spread = spreading(run, "llamafactory", keys=_SPREADS, implied=_STORED)
+    run, notes = under_llamafactory(run, divided=bool(spread.training.keys() & _DIVIDE))
     notes += left_out
     notes += padding_note(recipe)
     settings: dict[str, Any] = {
@@ -102,6 +111,7 @@ def export(recipe: Recipe) -> Export:
         "seed": recipe.seed,
         "output_dir": "output-llamafactory",
         **saving(recipe),
+        **{name: v for name, v in spread.training_keys.items() if not name.startswith("fsdp")},
         "report_to": "none",
     }
     if recipe.tokenizer is not None:
@@ -111,18 +121,42 @@ def export(recipe: Recipe) -> Export:
         split: {"file_name": file, **_ROWS[simpler_format(recipe.data_format)]}
         for split, file in zip(splits, file_names(recipe), strict=False)
     }
-    command = f"llamafactory-cli train {FILE}"
+    command = _command(run, spread)
     head = f"Written by WhichLoRA for LLaMA-Factory 0.9.5. Start it here with: {command}"
     return Export(
         files={
             FILE: yaml_text(settings, head=head),
             "dataset_info.json": json.dumps(data, indent=2) + "\n",
+            **(launch_files(run) if "fsdp" in spread.training else spread.files),
         },
         command=command,
         run=run,
         notes=notes,
         made_of=made_of(recipe),
     )
+
+
+def _command(run: RunConfig, spread: Spreading) -> str:
+    """FSDP is set up by accelerate's launcher, everything else started by LLaMA-Factory's own.
+
+    Source: LLaMA-Factory 0.9.5, `launcher.py`, `model/model_utils/quantization.py`.
+    """
+    train = f"llamafactory-cli train {FILE}"
+    config = run.parallel
+    if config.gpus == 1:
+        return train
+    if "fsdp" in spread.training:
+        nodes = ""
+        if config.nodes > 1:
+            nodes = "--machine_rank $NODE_RANK --main_process_ip $MASTER_ADDR "
+            nodes += "--main_process_port 29500 "
+        start = f"accelerate launch --config_file {ACCELERATE_FILE} {nodes}"
+        return f"{start}-m llamafactory.launcher {FILE}"
+    # OPTIM_TORCH would turn on expandable segments
+    variables = ["FORCE_TORCHRUN=1", "OPTIM_TORCH=0", f"NPROC_PER_NODE={config.gpus_per_node}"]
+    if config.nodes > 1:
+        variables += [f"NNODES={config.nodes}", "RDZV_ID=whichlora", "MASTER_PORT=29500"]
+    return " ".join([*variables, train])
 
 
 def _rows(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -181,8 +215,13 @@ def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
     }
 
 
-def under_llamafactory(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+def under_llamafactory(
+    run: RunConfig, *, divided: bool = False
+) -> tuple[RunConfig, tuple[str, ...]]:
     """`run` as LLaMA-Factory runs it: a 4-bit base is not prepared, adapters are fp32.
+
+    Args:
+        divided: accelerate or DeepSpeed decides which parameters are fp32, and divides those.
 
     Raises:
         ConfigError: full fine-tuning in fp16.
@@ -196,7 +235,7 @@ def under_llamafactory(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
                 "--to llamafactory: full fine-tuning in fp16 is not modelled there; use bf16"
             )
         widened = has_master_weights(run, trains_base=True)
-        if precision not in (*FP32_PRECISIONS, "bf16-pure") and not widened:
+        if precision not in (*FP32_PRECISIONS, "bf16-pure") and not widened and not divided:
             precision = "bf16-pure"  # else it widens all weights to fp32
             notes.append(f"{run.precision} becomes pure_bf16, or it would widen all weights")
     elif precision.startswith("fp16") or precision.endswith("-no-autocast"):

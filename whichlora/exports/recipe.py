@@ -11,7 +11,6 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.exports.train_script import KEEPING, Weights, require_trainer
 from whichlora.methods import get_method
 from whichlora.spec.data_format import TEXT_ROWS, DataFormat
-from whichlora.spec.parallel import ONE_DEVICE
 from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
 from whichlora.spec.run import RunConfig
 from whichlora.text import require_printable
@@ -219,11 +218,6 @@ def require_plain(
     """
     _require_adapter(recipe.run, tool, adapters)
     require_trainer(recipe.run, f"--to {tool}")
-    if recipe.run.parallel.strategy != ONE_DEVICE:
-        raise ConfigError(
-            f"--to {tool}: parallel {recipe.run.parallel.strategy} can't be written there yet; use "
-            "--to transformers"
-        )
     if recipe.masked_lm:
         raise ConfigError(
             f"--to {tool}: {recipe.run.model} is an encoder, which {tool} doesn't train; "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from whichlora.errors import ConfigError
+from whichlora.exports.launch import launch_line, spreading
 from whichlora.exports.recipe import (
     DATA_FILE,
     LORA_KEYS,
@@ -29,6 +31,12 @@ _ROWS = (TEXT_ROWS, TEXT_PAIRS, CHAT_PAIRS, CHAT_ROWS)
 _TEMPLATE = "TRL needs a chat template in the tokenizer; without one, add chat_template_path"
 _MARKS = "TRL tells the assistant's turns by the marks {% generation %} of the chat template"
 _QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
+# What spreads a run over several GPUs: those of TrainingArguments, which SFTConfig extends.
+_FSDP = ("version", "auto_wrap_policy", "reshard_after_forward", "backward_prefetch")
+_SPREADS = frozenset(
+    {"fsdp", *(f"fsdp_config.{key}" for key in _FSDP), "deepspeed", "accelerator_config"}
+    | {"bnb_4bit_quant_storage", "device_map"}
+)
 
 
 def export(recipe: Recipe) -> Export:
@@ -40,12 +48,14 @@ def export(recipe: Recipe) -> Export:
     require_plain(recipe, "trl", adapters=LORA_KEYS, quants=_QUANTS, rows=_ROWS)
     run, left_out = without(recipe.run, "TRL", *_UNKNOWN)
     run, notes = under_trl(run)
+    spread = spreading(run, "trl", keys=_SPREADS)
     notes += left_out
     notes += padding_note(recipe, "packed", "grouped")
     settings: dict[str, Any] = {
         "model_name_or_path": run.model,
         "dtype": weight_dtype(run),
         "attn_implementation": run.attn,
+        **_model_keys(spread.model),
     }
     settings |= _quantisation(run) | _adapter(recipe, run)
     settings |= {
@@ -68,6 +78,7 @@ def export(recipe: Recipe) -> Export:
         "seed": recipe.seed,
         "output_dir": "output-trl",
         **saving(recipe),
+        **spread.training_keys,
         "report_to": "none",
     }
     if recipe.data_format.conversational:
@@ -79,10 +90,22 @@ def export(recipe: Recipe) -> Export:
     if recipe.tokenizer is not None:
         notes = (*notes, f"TRL takes the model's own tokenizer, not {recipe.tokenizer}")
     command = f"trl sft --config {FILE}"
+    if run.parallel.gpus > 1:  # without accelerate's own file of this machine
+        command = launch_line(run, f"trl.scripts.sft --config {FILE}", module=True)
     head = f"Written by WhichLoRA for TRL 1.16. Start it here with: {command}"
     return Export(
-        files={FILE: yaml_text(settings, head=head)}, command=command, run=run, notes=notes
+        files={FILE: yaml_text(settings, head=head), **spread.files},
+        command=command,
+        run=run,
+        notes=notes,
     )
+
+
+def _model_keys(options: Mapping[str, Any]) -> dict[str, Any]:
+    """TRL has a key for the storage of codes; other options go to `from_pretrained` as they are."""
+    stored = {name: options[name] for name in options if name.startswith("bnb_4bit_")}
+    rest = {name: options[name] for name in options if name not in stored}
+    return {**stored, **({"model_init_kwargs": rest} if rest else {})}
 
 
 def _rows(recipe: Recipe) -> dict[str, Any]:

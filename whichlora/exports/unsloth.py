@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
+from whichlora.exports.launch import launch_line, spreading
 from whichlora.exports.python_source import Code, call, literal
 from whichlora.exports.recipe import (
     DATA_FILE,
@@ -72,6 +73,7 @@ def export(recipe: Recipe) -> Export:
     require_plain(recipe, "unsloth", adapters=LORA_KEYS, quants=_QUANTS, rows=_ROWS)
     run, left_out = without(recipe.run, "Unsloth", *_UNKNOWN)
     run, notes = under_unsloth(run)
+    spreading(run, "unsloth", keys=())  # it runs under torchrun, where DDP needs no key
     notes += left_out
     notes += padding_note(recipe, *_PACKED)
     constants = {"SEQ_LEN": Code(run.seq_len)}
@@ -98,7 +100,7 @@ def export(recipe: Recipe) -> Export:
         constants="\n".join(f"{name} = {value}" for name, value in constants.items()),
     )
     script = head + functions + "\n".join(lines) + "\n"
-    return Export(files={FILE: script}, command=f"python {FILE}", run=run, notes=notes)
+    return Export(files={FILE: script}, command=launch_line(run, FILE), run=run, notes=notes)
 
 
 def _load(run: RunConfig) -> Code:
