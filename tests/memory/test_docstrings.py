@@ -109,7 +109,7 @@ def test_checkpointed_passes_keep_the_input_and_saved_passes_what_backward_reads
     llama = job(LLAMA)
     step = TrainingStep(
         model=llama.model,
-        run=llama.run,
+        run=replace(llama.run, gradient_checkpointing=False),
         dtypes=llama.dtypes,
         method=llama.method,
         gpu=CARD,

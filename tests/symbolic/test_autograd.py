@@ -282,7 +282,8 @@ def test_a_llama_layer_under_autocast_keeps_and_needs_the_closed_form() -> None:
     assert kept == 217_448 * 2048 + copies
     # checkpointed: the recomputed layer's names are still held when its first gradients come
     hidden, width = spec.hidden_size, layer.mlp.width
-    transient = most(points.recomputed, **SIZES) - kept
+    recomputed = points_of_layer(layer, job, checkpointed=True).backward
+    transient = most(recomputed, **SIZES) - kept
     assert transient / 2048 == pytest.approx(6 * width + 10 * hidden, rel=0.005)
 
 
@@ -480,11 +481,11 @@ def test_what_dropout_makes_of_wide_attention_weights_lives_as_long_as_its_name(
     spec = find_model("google-t5/t5-base")
     assert spec is not None
     run = RunConfig(model=spec.name, attn="eager", batch_size=4, seq_len=1536, r=8)
-    decoder = points_of_layer(spec.groups[-1].layer, resolve(spec, run, GPU), masked=False)
+    decoder = points_of_layer(spec.groups[-1].layer, resolve(spec, run, GPU), checkpointed=True)
     sizes = {"tokens": 4 * 1536, "span": 1536, "r": 8}
     scores = 4 * 12 * 1536**2
     # both attentions: softmax 4, what dropout made of it 4, its mask 1, the 16-bit copy 2
-    recomputed = most(decoder.recomputed, **sizes)
+    recomputed = most(decoder.backward, **sizes)
     assert 22 * scores < recomputed < 26 * scores
 
 

@@ -103,7 +103,7 @@ def layer_bytes(
     for share, points in _points_of(layer, model, targets, dtypes, method, run, span=span):
         tensors.extend(listed_tensors(points.saved_tensors, share, tokens=tokens, span=span, r=r))
         held.extend(listed_tensors(points.held, share, tokens=tokens, span=span, r=r))
-        maxima = _values(points, checkpointed=bool(run.gradient_checkpointing), **sizes)
+        maxima = _values(points, **sizes)
         for name, value in maxima.items():
             values[name] = values[name] + share * value
     if run.gradient_checkpointing:  # else kept anyway
@@ -150,7 +150,7 @@ def _points_of(
                 ragged=ragged,
                 accumulated=run.gradient_accumulation_steps > 1,
                 reentrant=bool(run.use_reentrant),
-                checkpointed=run.gradient_checkpointing,
+                checkpointed=bool(run.gradient_checkpointing),
                 stream=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
             ),
         )
@@ -275,9 +275,7 @@ class _Forward:
             yield share, most(forms, tokens=tokens, span=span, r=r) + states
 
 
-def _values(
-    points: LayerPoints, *, checkpointed: bool, tokens: Count, span: Count, r: Count
-) -> dict[str, Count]:
+def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dict[str, Count]:
     sizes = {"tokens": tokens, "span": span, "r": r}
     return {
         "saved": evaluate(points.saved, **sizes),
@@ -286,7 +284,7 @@ def _values(
         "graph_behind_held": evaluate(points.graph_behind_held, **sizes),
         "gathered": evaluate(points.gathered, **sizes),
         "forward": most(points.forward, **sizes),
-        "backward": most(points.recomputed if checkpointed else points.backward, **sizes),
+        "backward": most(points.backward, **sizes),
     }
 
 

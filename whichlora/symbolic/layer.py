@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import Layer, Norm
@@ -193,14 +193,15 @@ class LayerPoints:
 
     Args:
         saved_tensors: what autograd keeps for backward; `saved` their sum.
-        unsaved: bytes that the first layer saves less, since its input needs no gradient.
+        unsaved: bytes that the first layer saves less where its input needs no gradient, as that
+            of a checkpointed one does.
         held: saved tensors that checkpointing does not free.
         held_by_later_layers: keys and values that checkpointed later layers hold.
         graph_behind_held: what the recomputed nodes behind those have saved.
         gathered: gradients that later layers have summed when its backward begins.
         forward: alive in a forward that saves `saved`.
-        backward: alive in its backward, `saved` and the gradient of its result included.
-        recomputed: alive while its forward is repeated and goes backward, without its input.
+        backward: alive in its backward, `saved` and the gradient of its result included; of a
+            checkpointed layer while its forward is repeated and goes backward, without its input.
     """
 
     saved_tensors: tuple[SavedTensor, ...]
@@ -212,7 +213,6 @@ class LayerPoints:
     gathered: LinearForm
     forward: tuple[LinearForm, ...]
     backward: tuple[LinearForm, ...]
-    recomputed: tuple[LinearForm, ...]
 
 
 def _tape_of(layer: Layer, hidden_size: int, code: OpEmitter, *, needs_grad: bool) -> Tape:
@@ -220,6 +220,25 @@ def _tape_of(layer: Layer, hidden_size: int, code: OpEmitter, *, needs_grad: boo
     x = code.tape.input(per_token(hidden_size), code.stream_bytes, needs_grad=needs_grad)
     code.tape.returns(run_layer(code, layer, x))
     return code.tape
+
+
+@lru_cache(maxsize=16)  # what the points of a layer are read from, its events are, too
+def _training_tape(
+    layer: Layer,
+    hidden_size: int,
+    targets: tuple[str, ...],
+    dtypes: Dtypes,
+    method: Method,
+    *,
+    masked: bool,
+    checkpointed: bool,
+    stream: int,
+    ragged: bool,
+    needs_grad: bool,
+) -> Tape:
+    settings = (dtypes, targets, method, masked, stream, checkpointed)
+    code = OpEmitter(Tape(), *settings, ragged=ragged)
+    return _tape_of(layer, hidden_size, code, needs_grad=needs_grad)
 
 
 @lru_cache(maxsize=512)
@@ -241,24 +260,32 @@ def layer_points(
 
     Kind: exact. Source: the code of transformers, peft, bitsandbytes and torch named above.
     """
-    settings = (dtypes, targets, method, masked, stream, checkpointed)
-    tape, first = (
-        _tape_of(layer, hidden_size, OpEmitter(Tape(), *settings, ragged=ragged), needs_grad=needed)
-        for needed in (True, False)
+    written = partial(
+        _training_tape,
+        layer,
+        hidden_size,
+        targets,
+        dtypes,
+        method,
+        masked=masked,
+        checkpointed=checkpointed,
+        stream=stream,
+        ragged=ragged,
     )
-    forward = tape.forward(saving=not checkpointed)
-    recomputed = tape.backward(recomputed=True, early_stop=not reentrant, accumulated=accumulated)
+    tape = written(needs_grad=True)
+    backward = tape.backward(
+        recomputed=checkpointed, early_stop=not reentrant, accumulated=accumulated
+    )
     return LayerPoints(
         tape.saved_tensors(),
         tape.saved,
-        minus(tape.saved, first.saved),
+        NOTHING if checkpointed else minus(tape.saved, written(needs_grad=False).saved),
         tape.saved_tensors(hidden=True),
         tape.held_by_later_layers,
         tape.graph_behind_held,
         tape.gathered,
-        maximal(forward),
-        maximal(tape.backward(recomputed=False, accumulated=accumulated)),
-        maximal(recomputed),
+        maximal(tape.forward(saving=not checkpointed)),
+        maximal(backward),
     )
 
 
@@ -382,10 +409,20 @@ def layer_events(
 
     Source: as of `layer_points`.
     """
-    settings = (dtypes, targets, method, masked, stream, checkpointed)
-    code = OpEmitter(Tape(), *settings, ragged=ragged)
+    tape = _training_tape(
+        layer,
+        hidden_size,
+        targets,
+        dtypes,
+        method,
+        masked=masked,
+        checkpointed=checkpointed,
+        stream=stream,
+        ragged=ragged,
+        needs_grad=needs_grad,
+    )
     return block_events(
-        _tape_of(layer, hidden_size, code, needs_grad=needs_grad),
+        tape,
         checkpointed=checkpointed,
         reentrant=reentrant,
         accumulated=accumulated,
