@@ -111,6 +111,23 @@ def test_steps_are_counted_as_the_trainer_counts_them(
     assert load.num_steps == steps
 
 
+def test_several_gpus_wait_for_the_widest_of_the_batches_that_they_compute_at_once() -> None:
+    data = token_lengths(*range(1, 101))
+    alone, four = (
+        workload(data, batch_size=2, seq_len=128, epochs=2, at_once=n, accumulation=2)
+        for n in (1, 4)
+    )
+    # 50 batches are 13 rounds of 4 GPUs, of which an optimizer step has two
+    assert (alone.num_batches, four.num_batches) == (100, 26)
+    assert (alone.num_steps, four.num_steps) == (50, 14)
+    assert four.padded_tokens == alone.padded_tokens
+    assert four.real_tokens == alone.real_tokens
+    assert sum(four.widths.values()) == pytest.approx(26)
+    waited = sum(width * count for width, count in four.widths.items())
+    assert waited > sum(width * count for width, count in alone.widths.items()) / 4 * 1.1
+    assert four.longest == alone.longest
+
+
 def test_a_workload_counts_real_and_padded_tokens_of_all_epochs() -> None:
     data = token_lengths(*range(1, 101))
     for collator in ("longest", "grouped", "fixed", "packed", "packed-bfd"):

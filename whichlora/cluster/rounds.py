@@ -29,6 +29,11 @@ def plan_sweep(
         MeasurementError: the cluster does not answer.
     """
     plan = load_plan(config)
+    if plan.is_spread:
+        raise ConfigError(
+            f"{config}: gpus: a sweep profiles on one GPU so far; leave gpus out, or use "
+            "'whichlora run' with profile: none"
+        )
     with hold_folder(plan.output_dir.absolute()):
         return _plan_sweep(plan, config, engine, name=name, progress=progress, fresh=fresh)
 
@@ -130,7 +135,7 @@ def _task(plan: Plan, session: Session, candidate: Candidate) -> Task:
     run = candidate.run
     training = run.phase == "finetune"
     number = plan.num_batches if training else plan.num_runs
-    load = session.data.workload(run.model, run.batch_size) if training else None
+    load = session.workload(run) if training else None
     upper_s = _upper_s(candidate) * (number + 1)  # and one to warm up
     return Task(
         what=describe(run),

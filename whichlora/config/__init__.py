@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
+from whichlora.spec.parallel import ParallelConfig, requested
 from whichlora.spec.plan import Budget, DatasetConfig, Keeping, Limits, Objective, Plan, SlurmConfig
 from whichlora.spec.run import RunConfig
 
@@ -78,7 +80,7 @@ def load_plan(path: Path) -> Plan:
     problems = list(document.structure_problems())
     data = _well_formed(document.data)
     try:
-        settings = schema.PlanFile.model_validate(data)
+        settings = schema.plan_file().model_validate(data)
     except ValidationError as error:
         problems += faults.problems_of(error)
     problems += checks.check(data, path.parent)
@@ -118,6 +120,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         output_dir=_folder(settings.output_dir, folder) or Path("runs") / path.stem,
         gpu=settings.gpu[0],
         gpus=settings.gpu,
+        spreads=_spreads(settings),
         models=models,
         tokenizers=_tokenizers(stage1.tokenizers, names, folder),
         inference=_inference(settings, models[0]),
@@ -226,6 +229,38 @@ def _finetune(settings: PlanFile, model: str) -> RunConfig:
         loss_head=settings.loss_head,
         trainer=settings.trainer,
     )
+
+
+def _spreads(settings: PlanFile) -> tuple[ParallelConfig, ...]:
+    """Every way of spreading a fine-tuning that is asked for, each once."""
+    from whichlora.config.checks import options_of
+    from whichlora.parallel import strategy_options
+
+    options = {
+        name: (value,) if isinstance(options[0].default, tuple) else value
+        for name, options in strategy_options().items()
+        if (value := getattr(settings, name)) is not None
+    }
+    shared = {
+        "global_batch_size": (settings.global_batch_size,),
+        "interconnect": (settings.interconnect,),
+    }
+    spreads: dict[ParallelConfig, None] = {}
+    for gpus, nodes, strategy in itertools.product(
+        settings.gpus or (None if settings.global_batch_size is None else 1,),
+        settings.nodes or (None,),
+        settings.parallel or (None,),
+    ):
+        of_strategy = {
+            k: v for k, v in options.items() if strategy is None or k in options_of(strategy)
+        }
+        lists = shared | of_strategy
+        for values in itertools.product(*lists.values()):
+            chosen = dict(zip(lists, values, strict=True))
+            asked = {"gpus": gpus, "nodes": nodes, "parallel": strategy} | chosen
+            if gpus is None or not (nodes and gpus % nodes):
+                spreads[requested(asked)] = None
+    return tuple(spreads)
 
 
 def _objective(settings: PlanFile, models: tuple[str, ...]) -> Objective:

@@ -19,6 +19,8 @@ from whichlora.config.document import Loc, Problem
 from whichlora.config.schema import MOST_TOKENS, Dataset
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
+from whichlora.parallel import get_strategy, list_strategies, strategy_options
+from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig
 from whichlora.spec.plan import DATA_FILE_SUFFIXES, DatasetConfig, DatasetKind
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.models import resolve_name
@@ -52,6 +54,7 @@ def check(data: Data, folder: Path) -> Iterator[Problem]:
     yield from _check_names(data, "methods", list_methods)
     yield from _check_names(data, "trainer", list_trainers)
     yield from _check_gpus(data)
+    yield from _check_spread(data)
     yield from _check_preference(data)
     yield from _check_budget(data)
     yield from _check_dataset(data, folder)
@@ -186,6 +189,72 @@ def _check_gpus(data: Data) -> Iterator[Problem]:
                     hint="".join(difflib.get_close_matches(name.lower(), _gpu_keys(), n=1)),
                     show_value=False,
                 )
+
+
+def options_of(strategy: str) -> set[str]:
+    """Names of the options of `strategy`: of one, of two joined with "+", of "auto" of all.
+
+    Raises:
+        ConfigError: no such strategy.
+    """
+    if strategy in (AUTO, ONE_DEVICE):
+        return set(strategy_options()) if strategy == AUTO else set()
+    names = ParallelConfig(strategy=strategy).names
+    return {option.name for name in names for option in get_strategy(name).options}
+
+
+def _check_spread(data: Data) -> Iterator[Problem]:
+    """Numbers of GPUs, strategies and their options that exclude each other."""
+    if "global_batch_size" in data and "gradient_accumulation_steps" in data:
+        fault, accepted_keys = "follows from global_batch_size", "one of the two"
+        yield Problem(loc=("gradient_accumulation_steps",), fault=fault, accepted=accepted_keys)
+    counts = _numbers(data.get("gpus"))
+    stated = [
+        key for key in ("nodes", "parallel", "interconnect", *strategy_options()) if key in data
+    ]
+    if "gpus" not in data:
+        for key in stated[:1]:
+            fault = "needs gpus, the number of GPUs over all nodes"
+            yield Problem(
+                loc=(key,), fault=fault, accepted="gpus beside it, such as gpus: [1, 2, 4]"
+            )
+        return
+    for index, nodes in enumerate(_numbers(data.get("nodes"))):
+        if counts and nodes > 0 and all(count % nodes for count in counts):
+            listed = isinstance(data["nodes"], list)
+            fault = f"does not divide gpus, which are {', '.join(map(str, counts))} over all nodes"
+            yield Problem(loc=("nodes", index) if listed else ("nodes",), fault=fault)
+    accepted: set[str] = set()
+    known = (*list_strategies(), AUTO, ONE_DEVICE)
+    names = _texts(data.get("parallel", AUTO))
+    for index, name in enumerate(names):
+        loc: Loc = ("parallel", index) if isinstance(data.get("parallel"), list) else ("parallel",)
+        unknown = [part.strip() for part in name.split("+") if part.strip() not in known]
+        if unknown:
+            yield Problem(
+                loc=loc,
+                fault=f"{unknown[0]!r} is not known",
+                accepted=f"{', '.join(known)}, or two joined with +",
+                hint="".join(difflib.get_close_matches(unknown[0].lower(), known, n=1)),
+                show_value=False,
+            )
+            return
+        accepted |= options_of(name)
+        if name == ONE_DEVICE and counts and min(counts) > 1:
+            fault = f"is of one GPU, and gpus are {', '.join(map(str, counts))}"
+            yield Problem(loc=loc, fault=fault, accepted=", ".join(known[:-1]))
+    for key in strategy_options():
+        if key in data and key not in accepted:
+            yield Problem(
+                loc=(key,),
+                fault=f"is no option of parallel {', '.join(names)}",
+                accepted=", ".join(sorted(accepted)) or "none",
+            )
+
+
+def _numbers(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [number for number in values if type(number) is int]
 
 
 def _gpu_keys() -> list[str]:

@@ -40,7 +40,8 @@ _SYNONYMS = {
     "data": "dataset",
     "dropout": "lora_dropout",
     "dtype": "precision",
-    "gpus": "gpu",
+    "strategy": "parallel",
+    "num_gpus": "gpus",
     "limit": "peak_memory",
     "lora_r": "ranks",
     "lr": "learning_rate",
@@ -56,11 +57,6 @@ _SYNONYMS = {
     "r": "ranks",
     "rank": "ranks",
     "seq_len": "sequence_length",
-}
-
-# Why there is no such key, after "is not a setting".
-_REASONS: dict[Loc, str] = {
-    ("gpus",): ", since a plan is of one GPU so far; `whichlora estimate --gpus` answers several"
 }
 
 # Names of our values in other tools.
@@ -92,12 +88,14 @@ def problems_of(error: ValidationError) -> Iterator[Problem]:
         if kind in {"extra_forbidden", "invalid_key"}:
             kind = "extra_forbidden"
             accepted = ", ".join(_properties(_subschema(loc[:-1])))
-            fault = _FAULTS[kind] + _REASONS.get(loc, "")
+            fault = _FAULTS[kind]
             hint = _meant_setting(loc)
         else:
             fault = _FAULTS.get(kind, details["msg"])
             accepted = _phrase(_subschema(loc))
             hint = _meant_value(details["input"], _subschema(loc))
+            if loc[0] == "gpus":
+                hint = "gpu, which takes types"
             if details["input"] == "max":
                 hint = next((_LARGEST[part] for part in loc if part in _LARGEST), hint)
         yield Problem(

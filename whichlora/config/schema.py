@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -19,11 +19,15 @@ from pydantic import (
     PlainValidator,
     Tag,
     WithJsonSchema,
+    create_model,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from whichlora.errors import ConfigError
 from whichlora.methods import BUILT_IN
+from whichlora.parallel import strategy_options
+from whichlora.spec.options import Option
+from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.plan import Collator, Keeping, Prefer, ProfilePolicy, TrainOn
 from whichlora.spec.run import (
     MOST_COUNT,
@@ -104,10 +108,14 @@ def _seen(name: str) -> str:
 
 Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1), _OneOrMany()]
+GpuCounts = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=MOST_GPUS)], ...], Field(min_length=1), _OneOrMany()
+]
 Positive = Annotated[float, Field(gt=0, le=MOST_RATIO, allow_inf_nan=False)]
 Gigabytes = Annotated[float, Field(ge=1e-9, le=MOST_RATIO, allow_inf_nan=False)]
 Text = Annotated[str, Field(pattern=r"\S")]
 Name = Annotated[Text, AfterValidator(_seen)]
+Fractions = Annotated[tuple[Positive, ...], Field(min_length=1), _OneOrMany()]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1), _OneOrMany()]
 # "gpu: 4090" is a number to YAML
 GpuName = Annotated[
@@ -290,6 +298,16 @@ class PlanFile(_Section):
     gpu: GpuNames = ("auto",)
     """A key of `whichlora gpus`, a device name, cpu, or auto for the GPU of this machine; of
     several, each is answered for and the best one recommended."""
+    gpus: GpuCounts | None = None
+    """How many GPUs share a fine-tuning, over all nodes; of several numbers the best is found."""
+    nodes: GpuCounts | None = None
+    """Machines, which have equally many of the GPUs."""
+    parallel: Names | None = None
+    """How GPUs share a fine-tuning: names of strategies, two joined with +, or auto for all."""
+    global_batch_size: Count | None = None
+    """Sequences per optimizer step over all GPUs, in place of gradient_accumulation_steps."""
+    interconnect: Name | None = None
+    """Links between the GPUs: a known machine, or a bandwidth such as 25GB/s of each GPU."""
     epochs: Positive = 1.0
     """Passes over the training split."""
     train_on: TrainOn = "completions"
@@ -394,9 +412,35 @@ class PlanFile(_Section):
 
 
 @cache
+def plan_file() -> type[PlanFile]:
+    """`PlanFile` with a key for every option that a parallel strategy declares."""
+    fields: dict[str, Any] = {
+        name: (_values_of(options) | None, Field(default=None, description=options[0].summary))
+        for name, options in strategy_options().items()
+    }
+    return create_model("PlanFile", __base__=PlanFile, **fields)
+
+
+def _values_of(options: tuple[Option, ...]) -> Any:
+    """What a key takes that these options share; a list is searched over, unless it is one value.
+
+    A choice that is a number may be written as one.
+    """
+    default = options[0].default
+    choices = tuple(dict.fromkeys(choice for option in options for choice in option.choices))
+    if not choices:
+        number = Fractions if isinstance(default, float) else Counts
+        return Switches if isinstance(default, bool) else number
+    accepted: Any = cast("Any", Literal).__getitem__(choices)
+    as_text = BeforeValidator(lambda value: str(value) if type(value) is int else value)
+    many: Any = cast("Any", tuple).__class_getitem__((Annotated[accepted, as_text], ...))
+    return Annotated[many, Field(min_length=1), _OneOrMany()]
+
+
+@cache
 def json_schema() -> dict[str, Any]:
     """The JSON schema (draft 2020-12) of a config file: accepted values and names for messages."""
-    schema = PlanFile.model_json_schema()
+    schema = plan_file().model_json_schema()
     schema["properties"]["dataset"] = {
         "description": schema["properties"]["dataset"].get("description", ""),
         "anyOf": [

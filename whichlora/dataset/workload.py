@@ -28,11 +28,12 @@ class Workload:
 
     Args:
         collator: how the batches were made.
-        widths: padded length to the number of whole micro-batches over all epochs, binned.
+        widths: padded length to the number of whole micro-batches over all epochs, binned; of
+            those that several GPUs compute at once, that of the widest.
         longest: padded length of the longest batch, which decides the memory. Where lengths are
             assumed or estimated, its upper bound; `least_longest` is the lower one.
         varied: batches hold rows of different lengths, so that they carry padding.
-        num_batches, num_steps: micro-batches and optimizer steps of the whole training.
+        num_batches, num_steps: micro-batches of a GPU and optimizer steps of the whole training.
         real_tokens, padded_tokens: that it trains on, without and with padding.
         deviation: standard deviation of the logarithm of `padded_tokens`, where lengths are
             assumed or estimated.
@@ -96,6 +97,7 @@ def workload(
     collator: Collator = "longest",
     seq_len: int | None = None,
     accumulation: int = 1,
+    at_once: int = 1,
     epochs: float = 1.0,
     seed: int = 0,
 ) -> Workload:
@@ -104,6 +106,7 @@ def workload(
     Args:
         seq_len: rows are cut or padded to it, or filled up to it where they are packed; None is
             where the lengths were cut.
+        at_once: micro-batches that GPUs compute at the same time.
 
     Raises:
         ConfigError: too few tokens to pack.
@@ -131,10 +134,11 @@ def workload(
 
     table = draw(lengths)
     alternatives = [draw(alternative) for alternative in lengths.alternatives]
-    drawn = len(table)
+    slowest = _slowest(table, len(table) // num_epochs, at_once)
+    drawn = len(slowest)
     per_epoch = drawn // num_epochs
     num_steps, num_batches = count_steps(per_epoch, accumulation, epochs)
-    widths, sizes = table.T
+    widths, sizes = slowest.T
     widest = int(widths.max())
     parts = _parts(sizes, batch_size, per_epoch=per_epoch)
     padded = float(table.prod(axis=1).sum()) * num_batches / drawn
@@ -155,12 +159,29 @@ def workload(
     )
 
 
+def _slowest(table: NDArray[np.int64], per_epoch: int, at_once: int) -> NDArray[np.int64]:
+    """Of every `at_once` batches in a row the greatest width and size, for which all GPUs wait.
+
+    Kind: estimate: the last ones of an epoch are filled up with its first.
+    Source: accelerate 1.15 `BatchSamplerShard`, which gives each process one batch after the other.
+    """
+    import numpy as np
+
+    if at_once == 1:
+        return table
+    starts = np.arange(0, len(table), per_epoch)[:, None] + np.arange(0, per_epoch, at_once)
+    return np.asarray(np.maximum.reduceat(table, starts.ravel(), axis=0))
+
+
 def evaluation_widths(
-    lengths: TokenLengths, *, batch_size: int, collator: Collator, seq_len: int
+    lengths: TokenLengths, *, batch_size: int, collator: Collator, seq_len: int, at_once: int = 1
 ) -> dict[int, float]:
     """Padded length to the number of batches of one pass over the validation rows, binned.
 
     The rows come in their order. Rows that are too few to pack make no batch.
+
+    Args:
+        at_once: batches that GPUs compute at the same time.
     """
     import numpy as np
 
@@ -176,7 +197,8 @@ def evaluation_widths(
     if collator == "fixed":
         widths = np.full_like(widths, seq_len)
     sizes = np.minimum(batch_size, len(rows) - starts)
-    return _binned(widths, _parts(sizes, batch_size, per_epoch=len(starts)))
+    widths, sizes = _slowest(np.stack([widths, sizes], axis=1), len(starts), at_once).T
+    return _binned(widths, _parts(sizes, batch_size, per_epoch=len(widths)))
 
 
 def _parts(sizes: NDArray[np.int64], batch_size: int, *, per_epoch: int) -> NDArray[np.float64]:

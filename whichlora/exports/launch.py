@@ -124,7 +124,9 @@ def spreading(
     return Spreading(training=training, model=model)
 
 
-def launch_line(run: RunConfig, script: str, *, module: bool = False) -> str:
+def launch_line(
+    run: RunConfig, script: str, *, module: bool = False, python: str = "python"
+) -> str:
     """The command that starts `script`, on each node where there are several.
 
     Args:
@@ -133,8 +135,10 @@ def launch_line(run: RunConfig, script: str, *, module: bool = False) -> str:
     layout = layout_of(run)
     command = f"-m {script}" if module else shlex.quote(script)
     if layout is None or layout.launcher == "python":
-        return f"python {command}"
-    return " ".join(["python", "-m", "torch.distributed.run", *launcher_options(run), command])
+        return f"{shlex.quote(python)} {command}"
+    return " ".join(
+        [shlex.quote(python), "-m", "torch.distributed.run", *launcher_options(run), command]
+    )
 
 
 def launcher_options(run: RunConfig) -> list[str]:

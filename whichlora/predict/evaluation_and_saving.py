@@ -133,7 +133,9 @@ def besides(
     written = num_checkpoints(keeping, num_steps=num_steps)
     each = bytes_of_checkpoint(job)
     passes = num_evaluations(keeping, num_steps=num_steps, epochs=epochs) if widths else 0
-    peak = evaluation_peak_bytes(job, calibration, width=max(widths)) if widths else None
+    peak = None  # of several GPUs it is not modelled
+    if widths and job.layout is None:
+        peak = evaluation_peak_bytes(job, calibration, width=max(widths))
     is_known = job.gpu.is_timed or not widths
     seconds = evaluation_seconds(job, calibration, widths) if is_known else math.nan
     return Besides(

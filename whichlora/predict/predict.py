@@ -283,7 +283,7 @@ def count_run(job: ResolvedRun) -> CountedRun:
     Raises:
         ConfigError: what a strategy refuses.
     """
-    _check_layout(job)
+    check_layout(job)
     moments, is_replayed = run_moments(job)
     ranks = ranks_work(job)
     return CountedRun(
@@ -300,7 +300,8 @@ def ranks_work(job: ResolvedRun, **sizes: Count) -> RanksWork | None:
     return None if job.layout is None else count_ranks(job.layout, training_step(job, **sizes))
 
 
-def _check_layout(job: ResolvedRun) -> None:
+def check_layout(job: ResolvedRun) -> None:
+    """Refuse what the strategies of `job` refuse. Raises: ConfigError."""
     if job.layout is not None:
         job.layout.check(training_step(job))
 
@@ -361,10 +362,11 @@ def judged_time(job: ResolvedRun, calibration: Calibration, **sizes: Count) -> T
     ranks = ranks_work(job, **sizes)
     if ranks is None:
         return judge_time(passes(job, **sizes), calibration.time)
-    return _judged_ranks(job, ranks, calibration).time
+    return judged_ranks(job, ranks, calibration).time
 
 
-def _judged_ranks(job: ResolvedRun, ranks: RanksWork, calibration: Calibration) -> RanksJudgement:
+def judged_ranks(job: ResolvedRun, ranks: RanksWork, calibration: Calibration) -> RanksJudgement:
+    """Time of one optimizer step of `job`, whose ranks' work has been counted."""
     links, _ = links_of(ranks.config, job.gpu, calibration.machines)
     return judge_ranks(ranks, calibration.time["finetune"], links)
 
@@ -498,7 +500,7 @@ def predict_counted(
         least += memory.peak_allocated_bytes - by_ledger
         traced_basis = f"memory traced on the real code, {traced.note}; "
     training = job.run.phase == "finetune"
-    ranks = None if counted.ranks is None else _judged_ranks(job, counted.ranks, calibration)
+    ranks = None if counted.ranks is None else judged_ranks(job, counted.ranks, calibration)
     timed = None
     if gpu.is_timed:
         timed = judge_time(counted.passes, calibration.time) if ranks is None else ranks.time
@@ -598,7 +600,7 @@ def count_block(job: ResolvedRun, axes: Mapping[str, Count]) -> CountedBlock:
     """
     import numpy as np
 
-    _check_layout(job)
+    check_layout(job)
 
     sizes = {name: np.asarray(values, dtype=np.float64) for name, values in axes.items()}
     return CountedBlock(
@@ -638,7 +640,7 @@ def predict_counted_block(counted: CountedBlock, calibration: Calibration) -> Bl
     if counted.ranks is None:
         time = judge_time(counted.passes, calibration.time)
     else:
-        time = _judged_ranks(job, counted.ranks, calibration).time
+        time = judged_ranks(job, counted.ranks, calibration).time
     low_s, high_s = time.interval()
     return BlockPrediction(
         peak_allocated_bytes=whole(memory.peak_allocated_bytes),

@@ -126,10 +126,15 @@ class RanksJudgement:
     Args:
         time: NaN where the links are not known.
         communication: of every kind of rank, in the order of the layout's; empty likewise.
+        features: of all computing that the step takes, idle stages among it.
+        waits_s, waits_deviation_s: the rest of the step, and its standard deviation.
     """
 
     time: TimeJudgement
     communication: tuple[CommunicationTime, ...]
+    features: Mapping[str, Real]
+    waits_s: Real = 0.0
+    waits_deviation_s: Real = 0.0
 
 
 def judge_ranks(counted: RanksWork, model: TimeModel, links: LinkSpec | None) -> RanksJudgement:
@@ -142,7 +147,7 @@ def judge_ranks(counted: RanksWork, model: TimeModel, links: LinkSpec | None) ->
             total_s=math.nan,
             log_deviation=math.nan,
         )
-        return RanksJudgement(time=unknown, communication=())
+        return RanksJudgement(time=unknown, communication=(), features=counted.ranks[0].features)
     kinds = [_judge_rank(counted, rank, model, links) for rank in counted.ranks]
     total, idle = step_s(
         [
@@ -158,7 +163,9 @@ def judge_ranks(counted: RanksWork, model: TimeModel, links: LinkSpec | None) ->
     parts = slowest.parts | {"communication": slowest.exposed_s, "contention": slowest.slowdown_s}
     if counted.order != "at once":
         parts["pipeline_idle"] = idle
-    computing = total - slowest.exposed_s - slowest.slowdown_s
+    waits = slowest.exposed_s + slowest.slowdown_s
+    computing = total - waits
+    with_idle = computing / (slowest.total_s - waits)
     deviation = sqrt((slowest.log_deviation * computing) ** 2 + slowest.waits_deviation_s**2)
     return RanksJudgement(
         time=TimeJudgement(
@@ -169,6 +176,9 @@ def judge_ranks(counted: RanksWork, model: TimeModel, links: LinkSpec | None) ->
             log_deviation=deviation / total,
         ),
         communication=tuple(kind.communication for kind in kinds),
+        features={name: with_idle * value for name, value in slowest.features.items()},
+        waits_s=waits,
+        waits_deviation_s=slowest.waits_deviation_s,
     )
 
 

@@ -65,10 +65,19 @@ class ResolvedRun:
         return ("batch_size", "prompt_len", "max_new_tokens", "r")
 
     @property
+    def at_once(self) -> int:
+        """Micro-batches that are computed at the same time."""
+        return 1 if self.layout is None else self.layout.data_parallel_size
+
+    @property
     def micro_batches(self) -> int:
         """Of one optimizer step, over all GPUs."""
-        at_once = 1 if self.layout is None else self.layout.data_parallel_size
-        return at_once * self.run.gradient_accumulation_steps
+        return self.at_once * self.run.gradient_accumulation_steps
+
+    def check_job(self) -> None:
+        """Refuse a strategy that the Trainer has no key for. Raises: ConfigError."""
+        if self.layout is not None:
+            self.layout.training_arguments(self.run)
 
     @property
     def dtype(self) -> str:
@@ -120,9 +129,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     )
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)
-    layout = layout_of(run)
-    if layout is not None:
-        run = _with_micro_steps(run, layout)
+    run, layout = spread(run)
     return ResolvedRun(
         model=model,
         run=run,
@@ -135,26 +142,24 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     )
 
 
-def _with_micro_steps(run: RunConfig, layout: Layout) -> RunConfig:
-    """`run` with every option of its strategies, and the micro-steps that its global batch takes.
+def spread(run: RunConfig) -> tuple[RunConfig, Layout | None]:
+    """`run` with every option of its strategies and the micro-steps of its global batch.
 
     Raises:
-        ConfigError: no number of them reaches it.
+        ConfigError: what `layout_of` refuses, or no number of micro-steps reaches that batch.
     """
-    config = layout.config
+    layout = layout_of(run)
+    config = run.parallel if layout is None else layout.config
     if config.global_batch_size is None:
-        return replace(run, parallel=config)
+        return replace(run, parallel=config), layout
     steps = micro_steps(
         config.global_batch_size,
         batch_size=run.batch_size,
-        at_once=layout.data_parallel_size,
+        at_once=1 if layout is None else layout.data_parallel_size,
         accumulation=run.gradient_accumulation_steps,
     )
-    return replace(
-        run,
-        gradient_accumulation_steps=steps,
-        parallel=replace(config, global_batch_size=None),
-    )
+    config = replace(config, global_batch_size=None)
+    return replace(run, gradient_accumulation_steps=steps, parallel=config), layout
 
 
 def layout_of(run: RunConfig) -> Layout | None:

@@ -69,11 +69,12 @@ class CandidatePosterior:
         calibration = self._for_engine(calibration)
         before = None if before is None else self._for_engine(before)
         by_phase = self._passes.by_phase(calibration)
+        waits_s, waits_deviation_s = self._add_spread_steps(by_phase, calibration)
         seconds = [
             summed @ np.array([calibration.time[phase].mean[name] for name in FEATURES])
             for phase, summed in by_phase.items()
         ]
-        total = sum(seconds, np.zeros(len(self.jobs)))
+        total = sum(seconds, waits_s)
         models = [calibration.time[phase] for phase in by_phase]
         coefficients = Coefficients(
             np.hstack([[model.mean[name] for name in FEATURES] for model in models]),
@@ -96,12 +97,27 @@ class CandidatePosterior:
         return condition(
             np.log(total),
             work,
-            noise / total,
+            np.hypot(noise, waits_deviation_s) / total,
             self._correlation,
             coefficients,
             errors or {},
             joint=True,
         )
+
+    def _add_spread_steps(
+        self, by_phase: Mapping[str, Array], calibration: Calibration
+    ) -> tuple[Array, Array]:
+        """Adds what several GPUs compute to `by_phase`; what they wait, and its deviation."""
+        import numpy as np
+
+        waits_s, deviation_s = np.zeros(len(self.jobs)), np.zeros(len(self.jobs))
+        for position, candidate in enumerate(self._candidates):
+            if candidate.steps is not None:
+                whole = candidate.steps.whole_training(calibration)
+                by_phase["finetune"][position] += whole.work[0]
+                waits_s[position] = whole.waits_s[0]
+                deviation_s[position] = whole.waits_deviation_s[0]
+        return waits_s, deviation_s
 
     def _for_engine(self, calibration: Calibration) -> Calibration:
         """`calibration` for the engine that serves; all inferences of a plan share theirs."""
@@ -221,7 +237,7 @@ class _Passes:
     def of(cls, all_passes: Sequence[Sequence[PassRow]]) -> Self:
         import numpy as np
 
-        most = max(map(len, all_passes))
+        most = max(1, *map(len, all_passes))
         counts = np.zeros((len(all_passes), len(TIME_PHASES), most))
         rows = np.zeros((len(all_passes), most, len(FEATURES)))
         for i, passes in enumerate(all_passes):

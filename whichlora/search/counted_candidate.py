@@ -11,6 +11,7 @@ from whichlora.memory.training import PARTS
 from whichlora.predict.evaluation_and_saving import evaluation_features
 from whichlora.predict.predict import CountedRun, num_tokens, step_features
 from whichlora.predict.resolve import ResolvedRun
+from whichlora.search.spread_steps import SpreadSteps
 from whichlora.timing.model import FEATURES
 
 NO_EVALUATION: Mapping[int, float] = MappingProxyType({})
@@ -28,12 +29,14 @@ class CountedCandidate:
     Args:
         counted: one optimizer step of it, or one generation.
         passes: they add up to the whole fine-tuning, or to one generated token.
-        trial: the passes of one profile, which give its cost.
+        trial: the passes of one profile, which give its cost; of several GPUs none yet.
+        steps: on several GPUs their optimizer steps, which are no passes of one.
     """
 
     counted: CountedRun
     passes: tuple[PassRow, ...]
     trial: tuple[PassRow, ...]
+    steps: SpreadSteps | None = None
 
     @property
     def job(self) -> ResolvedRun:
@@ -60,16 +63,19 @@ def count_training(
         evaluated: number of evaluation batches by padded length.
     """
     job = counted.job
-    passes = tuple(
-        ("finetune", count, _row(step_features(job, seq_len=length)))
-        for length, count in steps.items()
-    ) + tuple(
+    evaluations = tuple(
         ("prefill", count, _row(evaluation_features(job, width=length)))
         for length, count in evaluated.items()
     )
+    if job.layout is not None:
+        return CountedCandidate(counted, evaluations, (), SpreadSteps.of(job, steps))
+    passes = tuple(
+        ("finetune", count, _row(step_features(job, seq_len=length)))
+        for length, count in steps.items()
+    )
     ((phase, _, longest),) = counted.passes
     trial = (phase, float(num_batches + UNTIMED_STEPS), _row(longest))
-    return CountedCandidate(counted, passes, (trial,))
+    return CountedCandidate(counted, passes + evaluations, (trial,))
 
 
 def count_inference(counted: CountedRun, *, num_runs: int) -> CountedCandidate:

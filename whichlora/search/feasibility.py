@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
+from whichlora.predict.parallel_choice import is_last_resort
 from whichlora.spec.numeric import TWO_SIDED_Z
-from whichlora.spec.plan import Limits, Objective, Plan
+from whichlora.spec.plan import LAST_RESORT, Limits, Objective, Plan
 from whichlora.spec.results import Measurement, Prediction
 from whichlora.spec.run import RunConfig
 
@@ -173,6 +174,9 @@ class Candidate:
         if self.objective.prefer == "memory":
             return (memory, time)
         place = self.objective.place(self.run.model, self.prediction.num_params)
+        place += LAST_RESORT * is_last_resort(self.run.parallel)
+        if self.objective.prefer == "price":
+            time *= self.run.parallel.gpus
         return (place, time, memory)
 
 
@@ -188,6 +192,7 @@ def judge(
     failure: str = "",
     objective: Objective = LARGEST,
     form: RunConfig | None = None,
+    serving_gpus: int = 1,
 ) -> Candidate:
     """Apply `limits` and the device's own memory to one candidate.
 
@@ -195,6 +200,7 @@ def judge(
         memory, time_per_token_s: the posterior of a candidate that was not measured; without them,
             the prediction alone counts.
         total_s: time of the whole fine-tuning, measured as soon as its profile is.
+        serving_gpus: whose memory together an inference may take.
         total_tokens: what that time is over, padding included; the time per token is then of the
             same batches, not of the longest one or of those that were profiled.
 
@@ -214,8 +220,11 @@ def judge(
         time = total_s.divided(total_tokens)
     training = prediction.run.phase == "finetune"
     limit_bytes = limits.finetune_bytes if training else limits.inference_bytes
+    of_device, usable = "memory of the device", prediction.usable_bytes
+    if serving_gpus > 1 and not training:
+        of_device, usable = f"memory of {serving_gpus} devices", serving_gpus * usable
     bounds: list[tuple[str, Literal["bytes", "s"], Quantity, float | None]] = [
-        ("memory of the device", "bytes", memory, prediction.usable_bytes),
+        (of_device, "bytes", memory, usable),
         ("peak memory limit", "bytes", memory, limit_bytes),
     ]
     if total_s is not None:

@@ -72,7 +72,7 @@ class GpuChoice:
         price = self.objective.price_per_hour.get(on.gpu)
         if price is None or on.winner is None or on.winner.total_s is None:
             return None
-        return on.winner.total_s.value / 3600 * price
+        return on.winner.run.parallel.gpus * on.winner.total_s.value / 3600 * price
 
     def cost_of_model(self, on: OnGpu) -> float | None:
         """What the fastest fine-tuning of `model` costs on one GPU."""
@@ -127,5 +127,6 @@ def rank_across(objective: Objective, winner: Candidate | None, gpu: str) -> tup
     assert winner is not None
     place, *tie_breaks = winner.rank
     if objective.prefer == "price" and winner.total_s is not None:
-        return (place, winner.total_s.value * objective.price_per_hour[gpu], *tie_breaks)
+        gpu_s = winner.run.parallel.gpus * winner.total_s.value
+        return (place, gpu_s * objective.price_per_hour[gpu], *tie_breaks)
     return winner.rank

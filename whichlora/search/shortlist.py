@@ -15,18 +15,21 @@ from typing import TYPE_CHECKING, Any, Self
 
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
+from whichlora.predict.parallel_choice import is_last_resort
 from whichlora.predict.predict import (
     CountedBlock,
     count_block,
     judge_moments,
     moment_parts,
     predict_counted_block,
+    ranks_work,
     step_features,
 )
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.search.correlation import METHOD_SHARE, MODEL_SHARE, VARIANT_SHARE
+from whichlora.search.spread_steps import SpreadSteps, WholeTraining
 from whichlora.spec.numeric import TWO_SIDED_Z
-from whichlora.spec.plan import Prefer
+from whichlora.spec.plan import LAST_RESORT, Prefer
 from whichlora.spec.run import RunConfig
 from whichlora.timing.model import FEATURES, deciding
 
@@ -94,6 +97,7 @@ class Requirements:
 
     Args:
         tier: by model, ranks before any time or memory, the least first.
+        confidence: with which a candidate counts as meeting the limits.
     """
 
     inference_s: float
@@ -102,6 +106,7 @@ class Requirements:
     finetune_bytes: float
     tier: Mapping[str, float]
     prefer: Prefer
+    confidence: float = 0.5
 
 
 class CountedPlan:
@@ -127,8 +132,9 @@ class CountedPlan:
         """The candidates of both stages that may win.
 
         Of training these are the best of every posterior sample, and the smallest and the fastest
-        of each model: they explain what is lacking where nothing meets the limits. Of serving these
-        are the likeliest shapes of each form in which a shortlisted model is served.
+        of each model: they explain what is lacking where nothing meets the limits. A model that may
+        win has its fastest on every number of GPUs. Of serving these are the likeliest shapes of
+        each form in which a shortlisted model is served.
         """
         import numpy as np
 
@@ -138,6 +144,7 @@ class CountedPlan:
             shapes.setdefault(served_form, _Shapes()).add(group, block, samples, requirements)
         best = _Best()
         extremes: dict[str, _Extremes] = {}
+        on_gpus: dict[tuple[str, int], _Extremes] = {}
         not_planned = np.ones(NUM_SAMPLES, dtype=bool)
         for counted in self._training:
             group, forms = counted.group, counted.forms
@@ -147,11 +154,18 @@ class CountedPlan:
             served = [shapes[f].served if f in shapes else not_planned for f in forms]
             meets &= np.repeat(np.stack(served, axis=1), group.size // len(forms), axis=1)
             quantity = num_bytes if requirements.prefer == "memory" else seconds
-            best.add(
-                group, np.where(meets, np.log(quantity) + 1e3 * requirements.tier[model], np.inf)
-            )
+            if requirements.prefer == "price":
+                quantity = quantity * group.job.run.parallel.gpus
+            tier = requirements.tier[model] + LAST_RESORT * is_last_resort(group.job.run.parallel)
+            cost = np.log(quantity) + 1e3 * tier
+            best.add(group, np.where(meets, cost, np.inf))
             extremes.setdefault(model, _Extremes()).add(group, seconds[0], num_bytes[0])
+            likely = np.where(meets.mean(axis=0) >= requirements.confidence, cost[0], np.inf)
+            count = model, group.job.run.parallel.gpus
+            on_gpus.setdefault(count, _Extremes()).add(group, likely, num_bytes[0])
         trained = [run for extreme in extremes.values() for run in extreme.runs()] + best.runs()
+        may_win = {run.model for run in best.runs()}
+        trained += [on.fastest for (model, _), on in on_gpus.items() if model in may_win]
         forms_of_trained = dict.fromkeys(map(self._form, trained))
         serving_runs = [run for f in forms_of_trained if f in shapes for run in shapes[f].runs()]
         return list(dict.fromkeys([*serving_runs, *trained]))
@@ -166,6 +180,7 @@ class _CountedTraining:
         moments: bytes by part at each that can be the peak.
         features: of one optimizer step, by rank and by batch size and padded length.
         times: how many such steps there are: [num_batch_sizes, num_batch_sizes_and_lengths].
+        spread: the steps of several GPUs, which have no features of one.
     """
 
     group: Group
@@ -173,6 +188,7 @@ class _CountedTraining:
     moments: Mapping[str, Mapping[str, Any]]
     features: Mapping[str, Any]
     times: Array
+    spread: SpreadSteps | None = None
 
     @classmethod
     def of(cls, group: Group, form: Callable[[RunConfig], RunConfig]) -> Self:
@@ -192,23 +208,33 @@ class _CountedTraining:
             "seq_len": widths[None].astype(np.float64),
             "r": sizes["r"],
         }
+        job = group.job
+        forms = [form(replace(job.run, r=int(r))) for r in group.axes["r"][:, 0]]
+        ranks = ranks_work(job, **axes)
         return cls(
             group=group,
-            forms=[form(replace(group.job.run, r=int(r))) for r in group.axes["r"][:, 0]],
-            moments=moment_parts(group.job, **sizes),
-            features=step_features(group.job, **axes),
+            forms=forms,
+            moments=moment_parts(job, **sizes),
+            features=step_features(job, **axes) if ranks is None else {},
             times=times,
+            spread=None
+            if ranks is None
+            else SpreadSteps(job=job, ranks=ranks, times=times, num_rows=len(forms)),
         )
 
-    def whole_training(self, calibration: Calibration) -> Array:
-        """Features that decide each candidate's time, over all of its steps: [n, num_features]."""
+    def whole_training(self, calibration: Calibration) -> WholeTraining:
+        """What decides each candidate's time, over all of its steps."""
         import numpy as np
 
+        if self.spread is not None:
+            return self.spread.whole_training(calibration)
         decided = deciding(calibration.time["finetune"], self.features)
         shape = (len(self.forms), self.times.shape[1])
         columns = np.stack([np.broadcast_to(decided[name], shape) for name in FEATURES], axis=-1)
         summed = np.einsum("bp,rpf->rbf", self.times, columns)
-        return np.asarray(summed.reshape(-1, len(FEATURES)))
+        work = np.asarray(summed.reshape(-1, len(FEATURES)))
+        none = np.zeros(len(work))
+        return WholeTraining(work=work, waits_s=none, waits_deviation_s=none)
 
 
 class _PosteriorSamples:
@@ -252,9 +278,10 @@ class _PosteriorSamples:
         import numpy as np
 
         model = self._calibration.time["finetune"]
-        work = counted.whole_training(self._calibration)
-        total = work @ np.array([model.mean[name] for name in FEATURES])
-        effect = work @ self._roots["finetune"] / total[:, None]
+        whole = counted.whole_training(self._calibration)
+        computing = whole.work @ np.array([model.mean[name] for name in FEATURES])
+        total = computing + whole.waits_s
+        effect = whole.work @ self._roots["finetune"] / total[:, None]
         group = counted.group
         run = group.job.run
         run_share = 1 - MODEL_SHARE - METHOD_SHARE - VARIANT_SHARE
@@ -264,7 +291,10 @@ class _PosteriorSamples:
             + VARIANT_SHARE**0.5 * self._shared(f"{run.model} {run.method}")
             + run_share**0.5 * self._normal(len(total))
         )
-        error = model.interval_scale * (self._coefficients @ effect.T + model.noise * residual)
+        noise = model.noise * computing / total
+        error = model.interval_scale * (self._coefficients @ effect.T + noise * residual)
+        if whole.waits_s.any():
+            error = error + self._shared("messages") * whole.waits_deviation_s / total
         seconds = total * np.exp(error)
         memory = judge_moments(group.job, counted.moments, self._calibration)
         _, _, high = memory.bounds()
@@ -332,6 +362,11 @@ class _Extremes:
 
     def runs(self) -> list[RunConfig]:
         return [group.run(position) for _, group, position in self._candidates.values()]
+
+    @property
+    def fastest(self) -> RunConfig:
+        _, group, position = self._candidates["time"]
+        return group.run(position)
 
 
 @dataclass(slots=True)

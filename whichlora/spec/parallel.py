@@ -114,6 +114,32 @@ def _check_global_batch(value: int | None) -> None:
         raise ConfigError(f"global_batch_size: {value!r} is not a whole number from 1 on")
 
 
+def requested(settings: Mapping[str, Any]) -> ParallelConfig:
+    """What is asked of the GPUs of a run: `gpus`, `nodes`, `parallel` and the like, and options.
+
+    None is not asked. Several GPUs without a strategy ask for the best one, "auto".
+
+    Raises:
+        ConfigError: they exclude each other, or the number of GPUs is missing.
+    """
+    strategy = settings.get("parallel")
+    options = {k: v for k, v in settings.items() if k != "parallel" and v is not None}
+    if not options and strategy in (None, ONE_DEVICE):
+        return ONE_GPU
+    if "gpus" not in options:
+        raise ConfigError(
+            f"gpus: is missing beside {next(iter(options), f'parallel {strategy}')}; say how many "
+            "GPUs the run has over all nodes, such as gpus 4"
+        )
+    of_gpus = {name: options.pop(name) for name in _FIELDS[1:] if name in options}
+    if strategy in (None, AUTO):
+        strategy = AUTO
+        if of_gpus["gpus"] == 1:  # nothing is spread, so no option of a strategy is read
+            strategy, options = ONE_DEVICE, {}
+            of_gpus.pop("interconnect", None)
+    return ParallelConfig(strategy=strategy, options=tuple(sorted(options.items())), **of_gpus)
+
+
 def micro_steps(
     global_batch_size: int, *, batch_size: int, at_once: int, accumulation: int = 1
 ) -> int:

@@ -11,6 +11,7 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from whichlora.errors import ConfigError
+from whichlora.spec.parallel import ONE_GPU, ParallelConfig
 from whichlora.spec.run import AttentionKernel, Optimizer, Quant, RunConfig, Serve
 
 ProfilePolicy = Literal["none", "frontier", "all"]
@@ -67,6 +68,9 @@ class Objective:
         if self.prefer == "size":
             return -float(num_params)
         return float(self.order.index(model)) if self.prefer == "order" else 0.0
+
+
+LAST_RESORT = 0.5  # of a place: what is preferred to a candidate whose time is not all modelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +263,8 @@ class Plan:
         source: path of the config file.
         gpu: a key, alias or device name, or "auto" for the device of this machine.
         gpus: all that it is asked for, of which `gpu` is the first.
+        spreads: numbers of GPUs and strategies that fine-tunings are searched over; the strategy
+            "auto" stands for every one that accepts the run.
         tokenizers: model name to tokenizer name, where they differ.
         inference, finetune: settings that all candidates of a stage share; their `model`,
             `batch_size` and the other listed dimensions are replaced by the lists here.
@@ -285,6 +291,7 @@ class Plan:
     output_dir: Path
     gpu: str
     gpus: tuple[str, ...] = ()
+    spreads: tuple[ParallelConfig, ...] = (ONE_GPU,)
     models: tuple[str, ...]
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     inference: RunConfig
@@ -322,6 +329,16 @@ class Plan:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     notes: tuple[str, ...] = ()
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether several GPUs may share a fine-tuning."""
+        return any(config.gpus > 1 for config in self.spreads)
+
+    @property
+    def most_gpus(self) -> int:
+        """Of all that may share a fine-tuning; a model may be served on as many."""
+        return max(config.gpus for config in self.spreads)
 
     def limits_on(self, gpu: str) -> Limits:
         """The limits on the device with key `gpu`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import sys
 from collections.abc import Sequence
 from math import isnan
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.repeated_times import KNOWN_TO, Repeatability
 from whichlora.search.feasibility import LIKELY, Candidate, rejected_before, relaxations
+from whichlora.search.gpu_counts import gpu_seconds
 from whichlora.serving.form import form_in_words
 from whichlora.terminal.plane import plane
 from whichlora.terminal.rows import comparison_rows, comparison_summary
@@ -18,6 +19,7 @@ from whichlora.terminal.words import (
     certainty,
     deciding,
     describe,
+    method_in_words,
     reason,
     refusals,
     relaxed,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from whichlora.search.gpu_choice import GpuChoice, OnGpu
+    from whichlora.search.gpu_counts import GpuCounts
     from whichlora.workflow.answer import Answer
 
 
@@ -63,7 +66,7 @@ def explanation(answer: Answer) -> list[str]:
             f"… and {len(before) - MAX_REASONS} more better-ranked candidates, see the table"
         )
     gpus = _of_gpus(answer.choice, answer.gpu.key)
-    return [*lines, *gpus, *refusals(answer.refused)]
+    return [*lines, *_of_counts(answer.counts), *gpus, *refusals(answer.refused)]
 
 
 def _of_gpus(choice: GpuChoice | None, shown: str) -> list[str]:
@@ -127,6 +130,62 @@ def print_gpus_of(console: Console, choice: GpuChoice) -> None:
     )
 
 
+def _of_counts(counts: GpuCounts | None) -> list[str]:
+    """How many GPUs are the fewest, the cheapest and the fastest for one model."""
+    if counts is None:
+        return []
+    fewest, cheapest, fastest = (
+        f"{each.run.parallel.gpus} ({variant(each.run)})"
+        for each in (counts.fewest, counts.cheapest, counts.fastest)
+    )
+    hours = gpu_seconds(counts.cheapest) / 3600
+    cost = counts.cost(counts.cheapest)
+    price = "" if cost is None else f", {cost:.2f}"
+    lines = [
+        f"GPUs: {counts.model} by their number",
+        f"  fewest: {fewest}",
+        f"  cheapest: {cheapest}, {hours:.3g} GPU-hours{price}",
+        f"  fastest: {fastest}, {format_seconds(counts.fastest.total_s.value)}"
+        if counts.fastest.total_s
+        else "",
+    ]
+    if counts.lacking:
+        lines.append(f"  nothing surely meets the limits on {', '.join(map(str, counts.lacking))}")
+    return lines
+
+
+def print_counts(console: Console, answer: Answer) -> None:
+    """The numbers of GPUs side by side, where there are several."""
+    counts = answer.counts
+    if counts is None or len(counts.candidates) < 2:
+        return
+    numbers = ("GPUs", "batch", "steps", "peak", "total", "GPU-hours", "cost")
+    rows = [
+        (
+            str(each.run.parallel.gpus),
+            each.run.parallel.in_words,
+            method_in_words(each.run),
+            str(each.run.batch_size),
+            str(each.run.gradient_accumulation_steps),
+            format_bytes(each.memory_bytes.value),
+            format_seconds(each.total_s.value) if each.total_s else "-",
+            f"{gpu_seconds(each) / 3600:.3g}",
+            "-" if (cost := counts.cost(each)) is None else f"{cost:.2f}",
+            ", ".join(counts.marks(each)),
+        )
+        for each in counts.candidates
+    ]
+    print_table(
+        console,
+        ("GPUs", "strategy", "method", *numbers[1:], ""),
+        rows,
+        right=numbers,
+        spare=("steps", "cost", "method"),
+        title=f"{counts.model} by the number of GPUs",
+        caption="",
+    )
+
+
 def _left_out_in_stage_1(answer: Answer) -> list[Candidate]:
     """The closest rejected candidate of each serving form; of a model rejected in all, only one."""
     closest: dict[object, Candidate] = {}
@@ -161,7 +220,10 @@ def _winner(answer: Answer, best: Candidate) -> list[str]:
     lines.append(f"  {_PREFERENCE[objective.prefer]}")
     price = objective.price_per_hour.get(answer.gpu.key)
     if price is not None and best.total_s is not None:
-        lines.append(f"  costs {best.total_s.value / 3600 * price:.2f} at {price:g} an hour")
+        gpus = run.parallel.gpus
+        each = f" on each of {gpus} GPUs" if gpus > 1 else ""
+        cost = gpus * best.total_s.value / 3600 * price
+        lines.append(f"  costs {cost:.2f} at {price:g} an hour{each}")
     lines.extend(f"  {reason(check)}" for check in best.checks)
     return lines
 
@@ -246,6 +308,7 @@ def print_answer(answer: Answer) -> None:
         say(console, line)
     if answer.choice is not None:
         print_gpus_of(console, answer.choice)
+    print_counts(console, answer)
     if len(answer.front) > 1:
         _print_front(console, answer.front)
     compared = comparison_rows(answer.compared)
@@ -263,13 +326,18 @@ def print_answer(answer: Answer) -> None:
     for purpose, path in answer.files.items():
         say(console, f"{purpose}: {path}", whole=True)
     if "job" in answer.files and answer.winner is not None and not trained:
-        from whichlora.exports.train_script import train_command
-
         if "data_train" not in answer.files:
             data = answer.files["job"].with_name("train.jsonl")
             say(console, f'put your rows into {data} first, as {{"text": ...}} lines', whole=True)
-        command = shlex.join(train_command(answer.files["job"], answer.winner.run))
-        say(console, f"start the fine-tuning with: {command}", whole=True)
+        say(console, f"start the fine-tuning with: {start_command(answer)}", whole=True)
+
+
+def start_command(answer: Answer) -> str:
+    """What starts the winner's job."""
+    from whichlora.exports.launch import launch_line
+
+    assert answer.winner is not None  # whose job it is
+    return launch_line(answer.winner.run, str(answer.files["job"]), python=sys.executable)
 
 
 def besides_training(answer: Answer) -> list[str]:

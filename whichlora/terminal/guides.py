@@ -13,7 +13,7 @@ from whichlora.spec.results import Refused
 from whichlora.store.jsonfiles import write_text
 from whichlora.terminal.sheet import as_csv
 from whichlora.terminal.tables import open_console, print_table, say
-from whichlora.terminal.words import VERDICTS, refusals, shared_notes, variant
+from whichlora.terminal.words import VERDICTS, kind, refusals, shared_notes
 from whichlora.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _cells(row: GuideRow, *, spread: bool) -> tuple[str, ...]:
         run.model,
         prediction.gpu,
         *((str(run.parallel.gpus), run.parallel.in_words) if spread else ()),
-        variant(run),
+        kind(run),
         str(run.batch_size),
         str(run.seq_len),
         format_bytes(prediction.memory.device_used_bytes),

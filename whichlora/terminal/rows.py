@@ -32,6 +32,10 @@ def candidate_row(candidate: Candidate) -> dict[str, Any]:
         "gradient_checkpointing": run.gradient_checkpointing if training else "",
         "batch_size": run.batch_size,
         "seq_len": run.seq_len if training else "",
+        "gpus": run.parallel.gpus,
+        "nodes": run.parallel.nodes,
+        "parallel": run.parallel.strategy,
+        "gradient_accumulation_steps": run.gradient_accumulation_steps if training else "",
         "prompt_len": "" if training else run.prompt_len,
         "max_new_tokens": "" if training else run.max_new_tokens,
         "verdict": candidate.verdict,
@@ -47,6 +51,7 @@ def candidate_row(candidate: Candidate) -> dict[str, Any]:
         "total_time_s": "" if total is None else total.value,
         "total_time_low_s": "" if total is None else total.low,
         "total_time_high_s": "" if total is None else total.high,
+        "gpu_time_s": "" if total is None else run.parallel.gpus * total.value,
     }
 
 

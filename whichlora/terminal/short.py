@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING
 
 from whichlora.search.feasibility import Candidate, accepted, least_chance
 from whichlora.terminal.answer import (
     besides_in_short,
     explanation,
+    print_counts,
     print_gpus_of,
     print_training,
+    start_command,
     verdict_of,
 )
 from whichlora.terminal.tables import open_console, print_table, say
@@ -36,8 +37,10 @@ def print_short(answer: Answer) -> None:
         _print_models(console, answer)
     else:
         print_gpus_of(console, answer.choice)
+    print_counts(console, answer)
     blocks = _blocks(explanation(answer))
-    shown = [block for i, block in enumerate(blocks) if i == 0 or block[0].startswith("GPU: ")]
+    on_gpus = ("GPU: ", "GPUs: ")
+    shown = [block for i, block in enumerate(blocks) if i == 0 or block[0].startswith(on_gpus)]
     others = [block for block in blocks if block not in shown]
     for block in (*shown, *others[:MAX_OTHERS]):
         for line in block:
@@ -55,10 +58,7 @@ def print_short(answer: Answer) -> None:
     if answer.training is not None and "error" not in answer.training:
         print_training(console, answer)
     elif "job" in answer.files and answer.winner is not None:
-        from whichlora.exports.train_script import train_command
-
-        command = shlex.join(train_command(answer.files["job"], answer.winner.run))
-        say(console, f"start the fine-tuning with: {command}", whole=True)
+        say(console, f"start the fine-tuning with: {start_command(answer)}", whole=True)
 
 
 def best_of_each_model(answer: Answer) -> list[Candidate]:

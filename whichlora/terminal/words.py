@@ -23,21 +23,19 @@ VERDICTS = {"fits": "yes", "fails": "no", "undecided": "maybe"}
 
 
 def variant(run: RunConfig, plan: Plan | None = None) -> str:
-    """Method or serving form of a run: what its model and shape do not say.
+    """Method or serving form of a run and its GPUs: what its model and shape do not say.
 
     Args:
         plan: settings with several values in it are named, too.
     """
     training = run.phase == "finetune"
-    if not training:
-        stored = run.cache_format
-        cache = run.kv_cache if stored is None else f"{stored.nbits}-bit {stored.backend}"
-        name = f"inference, {form_in_words(run)}, {cache} cache"
-    else:
-        name = method_in_words(run)
+    words = [kind(run)]
+    if run.parallel != ONE_GPU:
+        words.append(_on_gpus(run.parallel))
+    elif training and plan is not None and plan.is_spread:
+        words.append(_gpus(1))
     if plan is None:
-        return name
-    words = [name]
+        return ", ".join(words)
     if len(plan.attn) > 1:
         words.append(run.attn)
     if training and len(plan.optimizers) > 1:
@@ -47,8 +45,17 @@ def variant(run: RunConfig, plan: Plan | None = None) -> str:
     return ", ".join(words)
 
 
+def kind(run: RunConfig) -> str:
+    """Method or serving form of a run."""
+    if run.phase == "finetune":
+        return method_in_words(run)
+    stored = run.cache_format
+    cache = run.kv_cache if stored is None else f"{stored.nbits}-bit {stored.backend}"
+    return f"inference, {form_in_words(run)}, {cache} cache"
+
+
 def variants(runs: Sequence[RunConfig], devices: Sequence[str]) -> list[str]:
-    """`variant` of each run, with the settings in which runs differ whose rows would look alike.
+    """`kind` of each run, with the settings in which runs differ whose rows would look alike.
 
     Args:
         devices: the device of each.
@@ -58,7 +65,7 @@ def variants(runs: Sequence[RunConfig], devices: Sequence[str]) -> list[str]:
     for run, settings, device in zip(runs, flat, devices, strict=True):
         spread = (run.parallel.gpus, run.parallel.in_words)
         sizes = (run.batch_size, run.seq_len, run.prompt_len, run.max_new_tokens)
-        alike.setdefault((device, run.model, variant(run), *spread, *sizes), []).append(settings)
+        alike.setdefault((device, run.model, kind(run), *spread, *sizes), []).append(settings)
     differing = [
         name
         for name in dict.fromkeys(name for settings in flat for name in settings)
@@ -71,7 +78,7 @@ def variants(runs: Sequence[RunConfig], devices: Sequence[str]) -> list[str]:
     return [
         ", ".join(
             [
-                variant(run),
+                kind(run),
                 *(_in_words(name, settings[name]) for name in differing if name in settings),
             ]
         )

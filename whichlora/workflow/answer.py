@@ -15,6 +15,7 @@ from whichlora.search.feasibility import (
     Candidate,
 )
 from whichlora.search.gpu_choice import GpuChoice
+from whichlora.search.gpu_counts import GpuCounts
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.plan import Plan
 from whichlora.spec.results import SCHEMA_VERSION, Measurement, Prediction, Refused
@@ -80,6 +81,8 @@ class Answer:
         side_by_side: the best candidate with every method and rank, whatever the plan asked for.
         refused: combinations of the plan that a model or the device lacks.
         choice: what every GPU of a list comes to; this is the answer of the recommended one.
+        counts: the model of the winner on each number of GPUs that the plan asks for; None where it
+            asks for one.
         besides: what the winner's evaluations and checkpoints take.
         cautions: what must be known of the data and the winner before either is acted on.
         repeatability: of the device, and what the winner's profile knows of its time; None where
@@ -107,6 +110,7 @@ class Answer:
     repeatability: Repeatability | None = None
     refused: Sequence[Refused] = ()
     choice: GpuChoice | None = None
+    counts: GpuCounts | None = None
     dataset: Mapping[str, float] = field(default_factory=dict)
     calibration: Calibration | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
@@ -136,4 +140,5 @@ class Answer:
             "files": {name: str(path) for name, path in self.files.items()},
             "training": None if self.training is None else dict(self.training),
             **({} if self.choice is None else {"gpus": self.choice.to_rows()}),
+            **({} if self.counts is None else {"gpu_counts": self.counts.to_rows()}),
         } | answer_facts(self)

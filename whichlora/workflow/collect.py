@@ -11,6 +11,7 @@ from whichlora.calibration.design import Option, PredictedTime, choose
 from whichlora.calibration.load import load_calibration
 from whichlora.config import load_plan
 from whichlora.predict.predict import forward_features, mean_context, predict, step_features
+from whichlora.spec.parallel import ONE_GPU
 from whichlora.spec.results import Measurement
 from whichlora.spec.run import RunConfig
 from whichlora.store.host import read_host, write_host
@@ -41,7 +42,8 @@ def measure(config: Path, *, budget_s: float, progress: Progress) -> Refit:
     device_of(gpu)
     require_profiler()
     # a folder of its own: `run.json` beside it is what a later `whichlora run` goes on from
-    plan = replace(plan, output_dir=plan.output_dir / "calibrate")
+    # it profiles on one GPU, which tells what the ranks of several compute, too
+    plan = replace(plan, output_dir=plan.output_dir / "calibrate", spreads=(ONE_GPU,))
     with hold_folder(plan.output_dir):
         session = Session(plan, gpu, progress, fresh=True)
         try:
@@ -112,7 +114,7 @@ def _predicted_times(session: Session, run: RunConfig) -> tuple[PredictedTime, .
     """
     job = session.job(run)
     if run.phase == "finetune":
-        load = session.data.workload(run.model, run.batch_size)
+        load = session.workload(run)
         widths = dict.fromkeys(load.profile_lengths(session.plan.num_batches))
         return tuple(
             PredictedTime("finetune", step_features(job, seq_len=width)) for width in widths

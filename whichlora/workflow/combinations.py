@@ -10,11 +10,10 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
-from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig, micro_steps
+from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requested
 from whichlora.spec.results import Refused
 from whichlora.spec.run import RunConfig
 
-_OF_GPUS = ("gpus", "nodes", "interconnect", "global_batch_size")
 _ALONE = (None, AUTO, ONE_DEVICE)  # what one GPU is asked with
 MOST_COMBINATIONS = 20_000  # half a minute of predictions
 _RUN_SETTINGS = frozenset(field.name for field in dataclasses.fields(RunConfig)) - {"parallel"}
@@ -130,22 +129,8 @@ def with_parallel(settings: Mapping[str, Any]) -> dict[str, Any]:
             at_once=1,
             accumulation=of_run.get("gradient_accumulation_steps", 1),
         )
-    if not stated and strategy in (None, ONE_DEVICE):
-        return of_run
-    if "gpus" not in stated:
-        raise ConfigError(
-            f"gpus: is missing beside {next(iter(stated), f'parallel {strategy}')}; say how many "
-            "GPUs the run has over all nodes, such as gpus 4"
-        )
-    of_gpus = {name: stated.pop(name) for name in _OF_GPUS if name in stated}
-    if strategy in (None, AUTO):
-        strategy = AUTO
-        if of_gpus["gpus"] == 1:  # nothing is spread, so no option of a strategy is read
-            strategy, stated = ONE_DEVICE, {}
-            of_gpus.pop("interconnect", None)
-    options = tuple(sorted(stated.items()))
-    parallel = ParallelConfig(strategy=strategy, options=options, **of_gpus)
-    return of_run | {"parallel": parallel}
+    parallel = requested({"parallel": strategy, **stated})
+    return of_run if parallel == ONE_GPU else of_run | {"parallel": parallel}
 
 
 def _check_number(settings: Mapping[str, Sequence[Any]]) -> None:

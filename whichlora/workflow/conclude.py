@@ -22,9 +22,11 @@ from whichlora.search.feasibility import (
     least_chance,
     predicted_winner,
 )
+from whichlora.search.gpu_counts import GpuCounts, compare_counts
 from whichlora.search.grid import pareto
 from whichlora.search.loop import SearchLoop
 from whichlora.spec.numeric import TWO_SIDED_Z
+from whichlora.units import format_bytes
 from whichlora.workflow.answer import Answer, Compared, Ending, Search
 from whichlora.workflow.session import Session
 
@@ -92,8 +94,9 @@ def conclude(
         search=search,
         compared=compared,
         tokens=_describe_tokens(session, best, model),
-        cautions=_cautions(session, best, model),
+        cautions=[*_cautions(session, best, model), *_of_several_gpus(session, best, candidates)],
         refused=list(session.space.refused.values()),
+        counts=_counts(session, best, finetune, least),
         side_by_side=[] if shown is None else session.side_by_side(search_loop, shown.run),
         besides=None if best is None else session.besides(best.run),
         repeatability=_repeatability(session, best),
@@ -104,6 +107,22 @@ def conclude(
             "epochs": plan.epochs,
         },
         calibration=session.calibration,
+    )
+
+
+def _counts(
+    session: Session, best: Candidate | None, finetune: Sequence[Candidate], least: float
+) -> GpuCounts | None:
+    """The winner's model on each number of GPUs, where the plan asks for several."""
+    counts = {config.gpus for config in session.plan.spreads}
+    if best is None or len(counts) < 2:
+        return None
+    return compare_counts(
+        finetune,
+        best.run.model,
+        counts=sorted(counts),
+        least=least,
+        price=session.plan.objective.price_per_hour.get(session.gpu.key),
     )
 
 
@@ -137,7 +156,7 @@ def _describe_tokens(session: Session, best: Candidate | None, model: str) -> st
     lengths = session.data.lengths(model)
     tokens = f"{lengths.describe()} (for {model})"
     if best is not None:
-        load = session.data.workload(best.run.model, best.run.batch_size)
+        load = session.workload(best.run)
         tokens += (
             f"; {load.num_steps} steps over {load.padded_tokens} tokens, "
             f"{100 * load.padding_fraction:.1f} % of them padding ({load.collator}), longest batch "
@@ -165,6 +184,33 @@ def _cautions(session: Session, best: Candidate | None, model: str) -> list[str]
         notes = (note for note in best.prediction.notes if note not in of_model)
         cautions += [note for note in notes if not note.startswith(UNVERIFIED)]
     return cautions
+
+
+def _of_several_gpus(
+    session: Session, best: Candidate | None, candidates: Sequence[Candidate]
+) -> list[str]:
+    """What a plan over several GPUs leaves open: how the winner is served, and the global batch."""
+    if not session.plan.is_spread:
+        return []
+    lines = []
+    forms = [each for each in candidates if best is not None and each.form == best.form]
+    serving = [each for each in forms if each.run.phase == "inference"]
+    smallest = min(serving, key=lambda each: each.memory_bytes.value, default=None)
+    if smallest and smallest.memory_bytes.value > smallest.prediction.usable_bytes:
+        lines.append(
+            f"serving {smallest.run.model} takes {format_bytes(smallest.memory_bytes.value)}, "
+            "which is more than one GPU has; how several serve it is not predicted, and its time "
+            "per token is that of one"
+        )
+    training = (each.run for each in candidates if each.run.phase == "finetune")
+    sizes = {session.job(run).micro_batches * run.batch_size for run in training}
+    asked = any(config.global_batch_size for config in session.plan.spreads)
+    if len(sizes) > 1 and not asked:
+        lines.append(
+            f"an optimizer step is over {min(sizes)} to {max(sizes)} sequences; set "
+            "global_batch_size to compare candidates that learn alike"
+        )
+    return lines
 
 
 def _front(candidates: Sequence[Candidate], least: float) -> list[Candidate]:

@@ -78,7 +78,11 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
     if not runs_in_trainer(run):
         session.progress.say(f"no train.py: it can't be written for trainer {run.trainer}")
         return job
-    script = FORMATS["transformers"](recipe)
+    try:
+        script = FORMATS["transformers"](recipe)
+    except ConfigError as refusal:  # a strategy that the Trainer has no key for
+        session.progress.say(f"no train.py: {refusal}")
+        return job
     path = folder / "train.py"
     for name, text in script.files.items():
         file = folder / name

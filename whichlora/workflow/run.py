@@ -46,6 +46,10 @@ def run_plan(
     plan = load_plan(config)
     if prefer is not None:
         plan = replace(plan, objective=replace(plan.objective, prefer=prefer))
+    if plan.is_spread and plan.profile != "none":
+        raise ConfigError(
+            f"{plan.source}: gpus: candidates on several can't be profiled yet; set profile: none"
+        )
     gpus = gpus_of(plan)
     if plan.profile != "none" and not any(map(is_here, gpus)):
         device_of(gpus[0])  # says what this machine has

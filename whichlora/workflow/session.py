@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from whichlora.calibration.load import calibration_roots, load_calibration, model_of, stale_note
+from whichlora.dataset.workload import Workload
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import list_methods
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.evaluation_and_saving import Besides, besides, evaluation_seconds
+from whichlora.predict.parallel_choice import is_last_resort
 from whichlora.predict.predict import (
     CountedRun,
     count_run,
@@ -32,13 +34,13 @@ from whichlora.search.acquisition import Decision, SearchProblem, tiers
 from whichlora.search.candidate_posterior import CandidatePosterior
 from whichlora.search.candidates import Candidates
 from whichlora.search.counted_candidate import CountedCandidate, count_inference, count_training
-from whichlora.search.feasibility import Candidate, Quantity, dominated, judge
+from whichlora.search.feasibility import Candidate, Quantity, dominated, judge, least_chance
 from whichlora.search.loop import SearchLoop
 from whichlora.search.shortlist import MANY, CountedPlan, Requirements
 from whichlora.search.total import profiled_total
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.plan import Plan
+from whichlora.spec.plan import LAST_RESORT, Plan
 from whichlora.spec.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
@@ -103,7 +105,6 @@ class Session:
             most = self.data.seq_len(name)
             if most < plan.finetune.seq_len and self.data.lengths(name).longest() >= most:
                 progress.say(f"{name}: rows are cut to {most} tokens, all its positions")
-        self.space = Candidates(plan, self.models, gpu, self.data.workload)
         self._features: dict[tuple[RunConfig, int], dict[str, float]] = {}
         self._jobs: dict[RunConfig, ResolvedRun] = {}
         self._counted_runs: dict[RunConfig, CountedRun] = {}
@@ -113,6 +114,7 @@ class Session:
         self.run_id = _run_id(plan.output_dir, fresh=fresh)
         self.log = MeasurementLog(self.roots[0], gpu.key, self.run_id)
         self.calibration: Calibration = load_calibration(gpu, plan.calibration_dir)
+        self.space = Candidates(plan, self.models, gpu, self._workload, self.calibration.machines)
         self.cold = replace(prior_calibration(gpu), machines=self.calibration.machines)
         # read once: a shared database holds more records than a run adds
         self._records = self._read_records()
@@ -155,14 +157,16 @@ class Session:
     def _shortlist(self) -> list[RunConfig]:
         limits, objective = self.limits, self.plan.objective
         device = float(self.gpu.memory_bytes)
+        serving = self.plan.most_gpus * device
         places = [objective.place(name, model.num_params) for name, model in self.models.items()]
         requirements = Requirements(
             inference_s=limits.time_per_token_s or math.inf,
-            inference_bytes=min(device, limits.inference_bytes or device),
+            inference_bytes=min(serving, limits.inference_bytes or serving),
             total_s=limits.total_time_s or math.inf,
             finetune_bytes=min(device, limits.finetune_bytes or device),
             tier=dict(zip(self.models, tiers(places), strict=True)),
             prefer=objective.prefer,
+            confidence=least_chance(self.plan),
         )
         return self._counted_plan.shortlist(self.calibration, requirements)
 
@@ -185,6 +189,8 @@ class Session:
                     batch_size=run.batch_size,
                     seq_len=run.seq_len,
                     padding=run.padding,
+                    parallel=run.parallel,
+                    gradient_accumulation_steps=run.gradient_accumulation_steps,
                 )
                 with contextlib.suppress(ConfigError):
                     variant = self.job(changed).run
@@ -198,6 +204,21 @@ class Session:
         if run not in self._jobs:
             self._jobs[run] = resolve(self.models[run.model], run, self.gpu)
         return self._jobs[run]
+
+    def _workload(self, model: str, batch_size: int, at_once: int, accumulation: int) -> Workload:
+        return self.data.workload(model, batch_size, at_once=at_once, accumulation=accumulation)
+
+    def workload(self, run: RunConfig) -> Workload:
+        """The batches of a whole training of `run`, by a GPU where it has several."""
+        return self.data.workload(run.model, run.batch_size, **self._micro_steps(run))
+
+    def evaluation(self, run: RunConfig) -> dict[int, float]:
+        """Padded length to the number of evaluation batches, by a GPU where it has several."""
+        return self.data.evaluation(run.model, run.batch_size, **self._micro_steps(run))
+
+    def _micro_steps(self, run: RunConfig) -> dict[str, int]:
+        job = self.job(run)
+        return {"at_once": job.at_once, "accumulation": job.run.gradient_accumulation_steps}
 
     # --- judging
 
@@ -231,10 +252,13 @@ class Session:
             form=np.array([numbers[form] for form in forms]),
             tier=np.array(
                 tiers([plan.objective.place(n, self.models[n].num_params) for n in names])
-            ),
-            price=np.full(len(runs), plan.objective.price_per_hour.get(self.gpu.key, 1.0)),
+            )
+            + LAST_RESORT * np.array([is_last_resort(run.parallel) for run in runs]),
+            price=np.array([float(run.parallel.gpus) for run in runs])
+            * plan.objective.price_per_hour.get(self.gpu.key, 1.0),
             most_bytes=np.minimum(
-                device, per_stage(limits.finetune_bytes, limits.inference_bytes, device)
+                np.where(training, device, plan.most_gpus * device),
+                per_stage(limits.finetune_bytes, limits.inference_bytes, np.inf),
             ),
             most_s=per_stage(limits.total_time_s, limits.time_per_token_s, np.inf),
             prefer=plan.objective.prefer,
@@ -257,13 +281,13 @@ class Session:
         counted = self._counted_run(run)
         if run.phase == "inference":
             return count_inference(counted, num_runs=self.plan.num_runs)
-        load = self.data.workload(run.model, run.batch_size)
+        load = self.workload(run)
         steps = {width: n / run.gradient_accumulation_steps for width, n in load.widths.items()}
         return count_training(
             counted,
             steps,
             num_batches=self.plan.num_batches,
-            evaluated=self.data.evaluation(run.model, run.batch_size),
+            evaluated=self.evaluation(run),
         )
 
     def candidates(self, search_loop: SearchLoop) -> list[Candidate]:
@@ -285,7 +309,7 @@ class Session:
             time = self._measured_total(run, measurement)
         if training and measurement is None:
             time, memory = self._with_assumed_lengths(run, time, memory)
-        tokens = self.data.workload(run.model, run.batch_size).padded_tokens if training else None
+        tokens = self.workload(run).padded_tokens if training else None
         return judge(
             prediction,
             self.limits,
@@ -297,13 +321,14 @@ class Session:
             failure=failure,
             form=self.space.form(run),
             objective=self.plan.objective,
+            serving_gpus=self.plan.most_gpus,
         )
 
     def _with_assumed_lengths(
         self, run: RunConfig, time: Quantity, memory: Quantity
     ) -> tuple[Quantity, Quantity]:
         """Time and memory with what is not known of lengths that are assumed or estimated."""
-        load = self.data.workload(run.model, run.batch_size)
+        load = self.workload(run)
         if load.least_longest < run.seq_len:
             shorter = replace(run, seq_len=load.least_longest)
             least = self.predict(shorter)
@@ -321,10 +346,10 @@ class Session:
 
     def _measured_total(self, run: RunConfig, measurement: Measurement) -> Quantity:
         """Seconds of the whole training: every width's step time, times how often it comes."""
-        load = self.data.workload(run.model, run.batch_size)
+        load = self.workload(run)
         profile = list(zip(measurement.batch_seq_len, measurement.step_s, strict=True))
         widths = {*load.widths, *measurement.batch_seq_len}
-        evaluated = self.data.evaluation(run.model, run.batch_size)
+        evaluated = self.evaluation(run)
         return profiled_total(
             {width: n / run.gradient_accumulation_steps for width, n in load.widths.items()},
             {width: self._seconds(run, width) for width in widths},
@@ -337,8 +362,8 @@ class Session:
 
     def besides(self, run: RunConfig) -> Besides:
         """What `run` takes besides its steps."""
-        load = self.data.workload(run.model, run.batch_size)
-        widths = self.data.evaluation(run.model, run.batch_size)
+        load = self.workload(run)
+        widths = self.evaluation(run)
         return besides(
             self.job(run),
             self.calibration,
@@ -360,7 +385,7 @@ class Session:
         if decision is not None:
             num_open = int((decision.chance_to_win > 0).sum())
         self.progress.profiling(run, number=len(search_loop.measured) + 1, open_candidates=num_open)
-        load = self.data.workload(run.model, run.batch_size) if run.phase == "finetune" else None
+        load = self.workload(run) if run.phase == "finetune" else None
         circumstances = self._circumstances(run)
         number = circumstances.num_batches
         further = 0 if decision is None else (MOST_TIMES - 1) * number
@@ -424,7 +449,7 @@ class Session:
         """
         if run.phase == "inference":
             return [whole_s * num_tokens(self.job(run))] * len(lengths)
-        widths = self.data.workload(run.model, run.batch_size).widths
+        widths = self.workload(run).widths
         number = {width: n / run.gradient_accumulation_steps for width, n in widths.items()}
         predicted_s = sum(n * self._seconds(run, width) for width, n in number.items())
         return [whole_s * self._seconds(run, width) / predicted_s for width in lengths]

@@ -39,8 +39,8 @@ class TrainingData:
         self._plan = plan
         self._models = models
         self._lengths: Counted = {} if lengths is None else lengths
-        self._evaluated: dict[tuple[str, int, bool, int], dict[int, float]] = {}
-        self._workloads: dict[tuple[str, int, bool, int], Workload] = {}
+        self._evaluated: dict[tuple[str, int, bool, int, int, int], dict[int, float]] = {}
+        self._workloads: dict[tuple[str, int, bool, int, int, int], Workload] = {}
 
     def tokenizer(self, model: str) -> str:
         """The tokenizer that `model` is trained with."""
@@ -89,33 +89,49 @@ class TrainingData:
         _, _, not_trained_on = self.dataset.describe().partition("; ")
         return (*cautions, *([not_trained_on] if not_trained_on else ()))
 
-    def workload(self, model: str, batch_size: int) -> Workload:
-        """The batches of a whole training of `model`."""
-        key = (*self._key(model), batch_size)
+    def workload(
+        self, model: str, batch_size: int, *, at_once: int = 1, accumulation: int | None = None
+    ) -> Workload:
+        """The batches of a whole training of `model`.
+
+        Args:
+            at_once: micro-batches that GPUs compute at the same time.
+            accumulation: micro-steps of an optimizer step; None: as the plan says.
+        """
+        accumulation = accumulation or self._plan.finetune.gradient_accumulation_steps
+        key = (*self._key(model), batch_size, at_once, accumulation)
         if key not in self._workloads:
             self._workloads[key] = workload(
                 self.lengths(model),
                 collator=self._plan.collator,
                 batch_size=batch_size,
                 seq_len=self.seq_len(model),
-                accumulation=self._plan.finetune.gradient_accumulation_steps,
+                accumulation=accumulation,
+                at_once=at_once,
                 epochs=self._plan.epochs,
                 seed=self._plan.seed,
             )
         return self._workloads[key]
 
-    def evaluation(self, model: str, batch_size: int) -> dict[int, float]:
-        """Padded length to the number of evaluation batches of a whole training of `model`."""
+    def evaluation(
+        self, model: str, batch_size: int, *, at_once: int = 1, accumulation: int | None = None
+    ) -> dict[int, float]:
+        """Padded length to the number of evaluation batches of a whole training of `model`.
+
+        Args:
+            at_once, accumulation: as of `workload`.
+        """
         plan = self._plan
-        key = (*self._key(model), batch_size)
+        load = self.workload(model, batch_size, at_once=at_once, accumulation=accumulation)
+        key = (*self._key(model), batch_size, at_once, load.num_steps)
         if key not in self._evaluated:
-            load = self.workload(model, batch_size)
             passes = num_evaluations(plan.keeping, num_steps=load.num_steps, epochs=plan.epochs)
             widths = evaluation_widths(
                 self.lengths(model),
                 batch_size=batch_size,
                 collator=plan.collator,
                 seq_len=self.seq_len(model),
+                at_once=at_once,
             )
             self._evaluated[key] = {
                 width: passes * count for width, count in widths.items() if passes
