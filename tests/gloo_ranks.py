@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
@@ -18,6 +15,7 @@ from typing import Any
 
 from devices import CPU
 from small_models import CONFIGS
+from train_runs import run_ranks
 
 from whichlora.families import build
 from whichlora.predict.predict import training_step
@@ -39,41 +37,19 @@ def readings(cases: Sequence[Mapping[str, Any]], *, world_size: int) -> list[Rea
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "cases.json").write_text(json.dumps(list(cases)))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        environment = os.environ | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(world_size),
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "HF_HUB_OFFLINE": "1",
-        }
-        ranks = []
-        for rank in range(world_size):
-            with (root / f"log{rank}.txt").open("w") as log:
-                command = [sys.executable, str(WORKER), str(root)]
-                numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(
-                    subprocess.Popen(command, env=environment | numbers, stdout=log, stderr=log)
-                )
-        try:
-            for process in ranks:
-                process.wait(timeout=60 + SECONDS_OF_CASE * len(cases))
-        finally:
-            for process in ranks:
-                process.kill()
+        run_ranks(
+            WORKER,
+            str(root),
+            world_size=world_size,
+            logs_folder=root,
+            timeout_s=60 + SECONDS_OF_CASE * len(cases),
+        )
         if os.environ.get("NAME_STORAGES"):
             for rank in range(world_size):
-                text = (root / f"log{rank}.txt").read_text()
+                text = (root / f"rank{rank}.log").read_text()
                 Path(os.environ["STORAGES_LOG"] + f".{rank}").write_text(text)
-        by_rank = []
-        for rank in range(world_size):
-            answer = root / f"rank{rank}.json"
-            if not answer.exists():
-                raise RuntimeError((root / f"log{rank}.txt").read_text()[-4000:])
-            by_rank.append(json.loads(answer.read_text()))
+        answers = (root / f"rank{rank}.json" for rank in range(world_size))
+        by_rank = [json.loads(answer.read_text()) for answer in answers]
     return [_largest(of_case) for of_case in zip(*by_rank, strict=True)]
 
 

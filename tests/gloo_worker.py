@@ -323,6 +323,7 @@ def _rank(root: Path) -> None:
     torch.set_num_threads(1)
     cases = json.loads((root / "cases.json").read_text())
     if any(case["run"]["parallel"]["strategy"].startswith("zero") for case in cases):
+        os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed.comm.torch
 
         # it compiles an operator in shared memory first, which gloo does without

@@ -4,14 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from train_runs import run_script
+from train_runs import RANK_VARIABLES, run_ranks, run_script, start_script, wait_for
 from written_job import script_of
 
 from whichlora.exports.train_script import train_command, train_script
@@ -214,13 +213,14 @@ def test_a_killed_run_resumes_to_the_same_steps_and_the_same_loss(
         "        __import__('time').sleep(0.2 if state.global_step > 14 else 0)\n",
     )
     killed.write_text(slow)
-    child = subprocess.Popen([sys.executable, str(killed)], stderr=subprocess.DEVNULL)
+    child = start_script(killed, log=tmp_path / "killed.log")
     while not (output / "checkpoint-14" / "trainer_state.json").exists():
-        assert child.poll() is None
+        assert child.is_alive()
         time.sleep(0.05)
     time.sleep(0.3)
-    child.send_signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
+    child.kill()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
     assert not (output / "result.json").exists()
     refused = run_script(killed)
     assert refused.returncode == 1
@@ -256,14 +256,16 @@ def test_narrow_adapters_stay_narrow_after_a_resume(tmp_path: Path) -> None:
 
 def test_an_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
     path = write(tmp_path, TEXTS, epochs=200.0, keeping=Keeping(save_steps=3))
-    child = subprocess.Popen([sys.executable, str(path)], stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "interrupted.log"
+    child = start_script(path, log=log)
     while not list((tmp_path / "output").glob("checkpoint-*/trainer_state.json")):
-        assert child.poll() is None
+        assert child.is_alive()
         time.sleep(0.05)
-    child.send_signal(signal.SIGINT)
-    _, stderr = child.communicate(timeout=240)
-    assert child.returncode == 130
-    (line,) = [line for line in stderr.splitlines() if line.startswith("stopped; ")]
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGINT)
+    wait_for(child, timeout_s=240)
+    assert child.exitcode == 130
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("stopped; ")]
     assert line.startswith(f"stopped; go on from {tmp_path / 'output'}/checkpoint-")
     assert line.endswith(f"with: python {path} --resume")
 
@@ -284,13 +286,23 @@ def test_other_versions_than_those_predicted_are_said(
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_train_what_the_strategy_spreads(tmp_path: Path, strategy: str) -> None:
     run = replace(RUN, parallel=ParallelConfig(strategy=strategy, gpus=2))
-    path = write(
-        tmp_path, [{"text": f"row {number} " * 20} for number in range(32)], run, max_steps=3
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = train_command(path, run)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("final_loss: ") == 1
+    rows = [{"text": f"row {number} " * 20} for number in range(32)]
+    path = write(tmp_path, rows, run, max_steps=3)
+    printed = "".join(run_ranks(path, world_size=2, logs_folder=tmp_path))
+    assert printed.count("final_loss: ") == 1
     assert result_of(path)["num_steps"] > 0
     assert (tmp_path / "output" / "adapter_model.safetensors").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_command_starts_the_ranks_with_what_they_read(tmp_path: Path, strategy: str) -> None:
+    run = replace(RUN, parallel=ParallelConfig(strategy=strategy, gpus=2))
+    path = tmp_path / "train.py"
+    names = sorted(RANK_VARIABLES)
+    path.write_text(f"import os\nprint(*(os.environ[name] for name in {names}))\n")
+    done = subprocess.run(train_command(path, run), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ranks = [dict(zip(names, line.split(), strict=True)) for line in done.stdout.splitlines()]
+    assert sorted(rank["RANK"] for rank in ranks) == ["0", "1"]
+    assert {rank["WORLD_SIZE"] for rank in ranks} == {"2"}
+    assert all(rank["RANK"] == rank["LOCAL_RANK"] for rank in ranks)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from traced import live_bytes
+from train_runs import run_script
 
 from whichlora import families
 from whichlora.exports.train_script import train_script
@@ -99,7 +98,8 @@ def test_train_py_trains_it(tmp_path: Path) -> None:
     )
     rows = "".join(json.dumps({"text": "to be or not to be"}) + "\n" for _ in range(4))
     (tmp_path / "train.jsonl").write_text(rows)
-    subprocess.run([sys.executable, str(path)], check=True, capture_output=True, timeout=300)
+    done = run_script(path)
+    assert done.returncode == 0, done.stderr
     saved = [json.loads(path.read_text()) for path in tmp_path.rglob("adapter_config.json")]
     assert {config["peft_type"] for config in saved} == {"VERA"}
     assert json.loads((tmp_path / "output" / "result.json").read_text())

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from train_runs import run_ranks
 
 from whichlora.errors import ConfigError
 from whichlora.parallel import pp
@@ -92,18 +90,12 @@ def test_what_the_schedule_cannot_run_is_refused(
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (3, 4)])
-def test_gloo_processes_keep_as_many(stages: int, micro_batches: int) -> None:
+def test_gloo_processes_keep_as_many(tmp_path: Path, stages: int, micro_batches: int) -> None:
     pytest.importorskip("torch")
     script = Path(__file__).with_name("pipeline_stages.py")
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={stages}"]
-    printed = subprocess.run(
-        [sys.executable, *launch, str(script), str(micro_batches)],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    ).stdout
+    printed = "".join(
+        run_ranks(script, str(micro_batches), world_size=stages, logs_folder=tmp_path)
+    )
     kept = {
         int(stage): (int(waiting), int(buffers))
         for stage, waiting, buffers in re.findall(r"kept (\d+) (\d+) (\d+)", printed)
