@@ -13,6 +13,7 @@ import pytest
 from train_runs import RANK_VARIABLES, run_ranks, run_script, start_script, wait_for
 from written_job import script_of
 
+from whichlora.exports.launch import launch_files
 from whichlora.exports.train_script import train_command, train_script
 from whichlora.spec.data_format import DataFormat
 from whichlora.spec.parallel import ParallelConfig
@@ -306,3 +307,40 @@ def test_the_command_starts_the_ranks_with_what_they_read(tmp_path: Path, strate
     assert sorted(rank["RANK"] for rank in ranks) == ["0", "1"]
     assert {rank["WORLD_SIZE"] for rank in ranks} == {"2"}
     assert all(rank["RANK"] == rank["LOCAL_RANK"] for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "method"),
+    [
+        ("zero1", (), "lora"),
+        ("zero2", (), "lora"),
+        ("zero3", (), "lora"),
+        ("zero3", (), "full"),
+        ("zero2", (("offload", ("optimizer",)),), "lora"),
+        ("zero3", (("offload", ("optimizer", "params")),), "lora"),
+    ],
+)
+def test_two_processes_train_under_deepspeed(
+    tmp_path: Path, strategy: str, options: tuple[tuple[str, Any], ...], method: str
+) -> None:
+    """With its file beside the script; offloading compiles DeepSpeed's Adam for CPUs first."""
+    pytest.importorskip("deepspeed", reason="needs deepspeed 0.19.8, which is no dependency")
+    spread = ParallelConfig(strategy=strategy, gpus=2, options=options)
+    run = replace(RUN, method=method, precision="bf16", parallel=spread)
+    rows = [{"text": f"row {number} " * 20} for number in range(32)]
+    path = write(tmp_path, rows, run, epochs=1.0)
+    for name, text in launch_files(run).items():
+        (tmp_path / name).write_text(text)
+    on_cpu = Path(__file__).parents[1] / "deepspeed_on_cpu.py"
+    *launcher, script = train_command(path, run)
+    done = subprocess.run(
+        [*launcher, str(on_cpu), script],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert result_of(path)["num_steps"] == 8  # of 32 rows, in batches of 2 on each rank
+    saved = "adapter_model.safetensors" if method == "lora" else "model.safetensors"
+    assert (tmp_path / "output" / saved).stat().st_size > 1000
