@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import local_torch_dtype
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -69,8 +70,13 @@ def build_model(
     return finished_model(model, run, target_modules)
 
 
-def meta_model(run: RunConfig, model_config: Mapping[str, Any], *, device: str) -> Any:
+def meta_model(
+    run: RunConfig, model_config: Mapping[str, Any], *, device: str, quant_storage: str = "uint8"
+) -> Any:
     """The base model of `run` without storage, its layers already of the quantised class.
+
+    Args:
+        quant_storage: the dtype whose elements hold 4-bit codes.
 
     Raises:
         MeasurementError: a quantisation that needs calibrated weights.
@@ -83,10 +89,11 @@ def meta_model(run: RunConfig, model_config: Mapping[str, Any], *, device: str) 
     with torch.device("meta"), no_init_weights():
         model = auto_class.from_config(config, dtype=dtype, attn_implementation=attn)
     model.tie_weights()
-    quantizer = _quantizer(run, dtype)
+    quantizer = _quantizer(run, dtype, quant_storage)
     if quantizer is not None:
         quantizer.validate_environment(dtype=dtype, device_map={"": device})
-        quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
+        with local_torch_dtype(dtype):  # of the biases of its layers
+            quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
         model.hf_quantizer = quantizer
     return model
 
@@ -148,7 +155,7 @@ def config_object(model_config: Mapping[str, Any]) -> PretrainedConfig:
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
-def _quantizer(run: RunConfig, dtype: torch.dtype) -> Any | None:
+def _quantizer(run: RunConfig, dtype: torch.dtype, quant_storage: str) -> Any | None:
     quant = run.quant or "none"
     if quant == "none":
         return None
@@ -158,6 +165,7 @@ def _quantizer(run: RunConfig, dtype: torch.dtype) -> Any | None:
             bnb_4bit_quant_type=quant.removesuffix("-dq"),
             bnb_4bit_use_double_quant=quant.endswith("-dq"),
             bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_storage=quant_storage,
         )
     elif quant == "int8":
         config = BitsAndBytesConfig(load_in_8bit=True)

@@ -56,7 +56,9 @@ def _fake_4bit(meta: Any, dtype: torch.dtype) -> nn.Parameter:
         absmax, code = torch.empty(ceil_div(num_blocks, 256)), torch.empty(256)
         state.state2 = QuantState(absmax=absmax, blocksize=256, code=code, dtype=torch.float32)
         state.nested = True
-    weight = nn.Parameter(torch.empty(ceil_div(size, 2), 1, dtype=torch.uint8), requires_grad=False)
+    storage = meta.quant_storage
+    codes = torch.empty(ceil_div(ceil_div(size, 2), storage.itemsize), 1, dtype=storage)
+    weight = nn.Parameter(codes, requires_grad=False)
     weight.quant_state = state
     weight.bnb_quantized = True
     for name in ("quant_type", "compress_statistics", "blocksize", "quant_storage"):

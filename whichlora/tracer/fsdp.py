@@ -75,8 +75,13 @@ def flat_sharded(
     reduce_dtype: str | None = None,
     reshard_after_forward: bool = True,
     backward_prefetch: bool = False,
+    quant_storage: torch.dtype | None = None,
 ) -> Wrapped:
-    """Version 1: `FullyShardedDataParallel` with the policies that the Trainer gives it."""
+    """Version 1: `FullyShardedDataParallel` with the policies that the Trainer gives it.
+
+    Args:
+        quant_storage: of 4-bit weights, which `update_fsdp_plugin_peft` gathers everything in.
+    """
     from accelerate.utils.dataclasses import get_module_class_from_name
     from peft.utils.other import fsdp_auto_wrap_policy
     from torch.distributed.fsdp import (
@@ -88,8 +93,8 @@ def flat_sharded(
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     policy = None
-    if mixed_precision != "no":
-        dtype = _DTYPES[mixed_precision]
+    if mixed_precision != "no" or quant_storage is not None:
+        dtype = quant_storage or _DTYPES[mixed_precision]
         reduced = _DTYPES[reduce_dtype] if reduce_dtype else dtype
         policy = MixedPrecision(param_dtype=dtype, reduce_dtype=reduced, buffer_dtype=dtype)
     whole: Any = model

@@ -16,16 +16,23 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from bitsandbytes.nn import Linear4bit
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from whichlora.methods import with_defaults
-from whichlora.profiler.build import finished_model, meta_model, stored_dtype
-from whichlora.spec.run import RunConfig
+from whichlora.profiler.build import (
+    finished_model,
+    meta_model,
+    stored_dtype,
+    without_cpu_packing,
+)
+from whichlora.spec.run import FP32_PRECISIONS, RunConfig
+from whichlora.spec.versions import Libraries
 from whichlora.tracer.extrapolate import TracedEvent, shallow
 from whichlora.tracer.fake_weights import place_fake
 from whichlora.tracer.like_cuda import Device, like_cuda
-from whichlora.tracer.recorder import Recorder, _calls
+from whichlora.tracer.recorder import Recorder, _calls, _quant_tensors
 
 MOMENTS = ("rest", "forward", "loss", "loss_backward", "layers_backward", "optimizer")
 
@@ -55,11 +62,21 @@ class RankTrace:
 
     Args:
         peak_bytes: of the second step, by moment; "rest": between the steps.
+        sent: of that step, by collective: messages, and bytes of the whole tensors.
     """
 
     events: list[TracedEvent]
     peak_bytes: dict[str, int]
     alive_at_peak: dict[str, dict[str, int]]
+    sent: dict[str, tuple[int, int]]
+
+
+_COLLECTIVES = {  # and which argument is the whole tensor
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),  # version 1 of FSDP on a CPU
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "allreduce_": ("all_reduce", 0),
+}
 
 
 @contextmanager
@@ -86,29 +103,34 @@ def trace_rank(
     compute_capability: str | None = "8.0",
     num_steps: int = 2,
     sync_each_batch: bool = False,
+    quant_storage: str = "uint8",
     prepared: Callable[[nn.Module], None] = lambda _: None,
 ) -> RankTrace:
     """Storages of the first rank of `mesh`, in the steps that the Trainer makes.
 
     Args:
         wrap: what the strategy makes of the loaded model, called inside the fake mode.
+        quant_storage: the dtype whose elements hold 4-bit codes.
         prepared: what is done to the model before.
     """
     run = with_defaults(run)
     config = dict(model_config) if num_layers is None else shallow(model_config, num_layers)
     with ExitStack() as patches:
-        model = meta_model(run, config, device="cpu")
+        model = meta_model(run, config, device="cpu", quant_storage=quant_storage)
         fake = patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         patches.enter_context(like_cuda(Device(compute_capability=compute_capability)))
         place_fake(model, stored_dtype(run))
-        model = finished_model(model, run, target_modules)
+        patches.enter_context(_states_kept_by_modules(model))
+        model = without_cpu_packing(finished_model(model, run, target_modules))
         prepared(model)
         if run.gradient_checkpointing:
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": bool(run.use_reentrant)}
             )
             model.enable_input_require_grads() if _has_frozen_input(model) else None
-        recorder = RankRecorder(run)
+        product = "fp32" if run.precision in FP32_PRECISIONS else "bf16"
+        fused_rows = Libraries().fused_4bit_rows("cuda", compute_capability, product)
+        recorder = RankRecorder(run, fused_rows)
         patches.enter_context(recorder.uncounted_propagation(fake))
         wrapped = wrap(model, mesh)
         recorder.watch(wrapped.model)
@@ -118,6 +140,32 @@ def trace_rank(
     return recorder.result()
 
 
+@contextmanager
+def _states_kept_by_modules(model: nn.Module) -> Iterator[None]:
+    """4-bit layers that are gathered find the scales of their weight where bitsandbytes has them.
+
+    Source: bitsandbytes 0.50.2 `fix_4bit_weight_quant_state_from_module`, whose `Params4bit` shares
+    the gathered storage; it can't be made of a fake tensor. PEFT and accelerate ask for its name.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            weight: Any = module.weight
+            module.quant_state = weight.quant_state
+            copied = {"__deepcopy__": lambda weight, _: weight}  # by DoRA as it starts
+            weight.__class__ = type("Params4bit", (type(weight),), copied)
+
+    def fixed(module: Any) -> None:
+        assert module.weight.shape[1] == 1
+        module.weight.quant_state = module.quant_state
+
+    library = "bitsandbytes.nn.modules"
+    with (
+        mock.patch(f"{library}.fix_4bit_weight_quant_state_from_module", fixed),
+        mock.patch(f"{library}.QuantState.as_dict", return_value={}),  # reads values
+    ):
+        yield
+
+
 def _has_frozen_input(model: nn.Module) -> bool:
     return not all(parameter.requires_grad for parameter in model.parameters())
 
@@ -125,8 +173,8 @@ def _has_frozen_input(model: nn.Module) -> bool:
 class RankRecorder(Recorder):
     """A recorder that starts with what the wrapped model holds, and names its own moments."""
 
-    def __init__(self, run: RunConfig) -> None:
-        super().__init__([], run)
+    def __init__(self, run: RunConfig, fused_rows: int) -> None:
+        super().__init__([], run, fused_rows=fused_rows)
         self._paused = 0
         self.step = 0
         self._live_bytes = 0
@@ -134,17 +182,23 @@ class RankRecorder(Recorder):
         self._bytes_of: dict[int, tuple[int, str]] = {}
         self.peaks: dict[str, int] = {}
         self.alive: dict[str, dict[str, int]] = {}
+        self.sent: dict[str, tuple[int, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and self.step:
+            name, index = _COLLECTIVES.get(func._opname, (func._opname, 0))
+            count, num_bytes = self.sent.get(name, (0, 0))
+            num_bytes += sum(local(x).nbytes for x in torch.utils._pytree.tree_leaves(args[index]))
+            self.sent[name] = count + 1, num_bytes
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def watch(self, model: nn.Module) -> None:
         self._moment = "load"
         tensors = [(name, local(parameter)) for name, parameter in model.named_parameters()]
         tensors += [(name, local(buffer)) for name, buffer in model.named_buffers()]
         for module in model.modules():
-            state = getattr(getattr(module, "weight", None), "quant_state", None)
-            state = state or getattr(module, "quant_state", None)
-            from whichlora.tracer.recorder import _quant_tensors
-
-            tensors += [("quant state", part) for part in _quant_tensors(state)]
+            if isinstance(module, Linear4bit):
+                tensors += [("quant state", part) for part in _quant_tensors(module.quant_state)]
         for name, tensor in tensors:
             self._born(tensor, f"weight {name}", None)
         self._moment = "step"
@@ -249,7 +303,9 @@ class RankRecorder(Recorder):
         return merged
 
     def result(self) -> RankTrace:
-        return RankTrace(events=self.events, peak_bytes=self.peaks, alive_at_peak=self.alive)
+        return RankTrace(
+            events=self.events, peak_bytes=self.peaks, alive_at_peak=self.alive, sent=self.sent
+        )
 
 
 def _address(storage: Any) -> int:
