@@ -46,7 +46,9 @@ def observations() -> Iterator[Observation]:
             parallel = ParallelConfig(strategy="fsdp", gpus=int(row["n_gpus"]), options=OPTIONS)
             for found in fms(Line("fms_acceleration_bench", number, row)):
                 if isinstance(found, Observation) and found.run.quant in ("none", *FOUR_BIT_BNB):
-                    yield replace(found, run=replace(found.run, parallel=parallel))
+                    # TRL's `is_sharded_qlora`: no fp32 norms, which FSDP would refuse
+                    run = replace(found.run, parallel=parallel, prepare_kbit=False)
+                    yield replace(found, run=run)
 
 
 @cache

@@ -20,16 +20,20 @@ from markdown_tables import sizes_by_strategy
 from memory_samples import as_traced
 
 from whichlora.families import build
+from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import Ledger
+from whichlora.memory.weights import CODE_TABLE_BYTES
+from whichlora.parallel.fsdp_units import quant_storage
 from whichlora.parallel.layout import Layout
 from whichlora.predict.predict import training_step
 from whichlora.predict.resolve import resolve
+from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.parallel import ParallelConfig
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 from whichlora.store.gpus import find_gpu
 
 RECORDS = Path(__file__).parent / "traces" / "parallel" / "fsdp.jsonl"
-FEWEST = 42  # traces that are kept
+FEWEST = 130  # traces that are kept
 GPU = find_gpu("a100-sxm-80gb")
 PHASES = {
     "layer_forward": "forward",
@@ -54,7 +58,7 @@ def draw_config(chance: random.Random) -> dict[str, Any]:
     kind = chance.choice([*_LLAMA_LIKE, *_LLAMA_LIKE, "gpt2", "opt", "gpt_neox", "mixtral", "phi"])
     head_dim = chance.choice([64, 128])
     heads = chance.choice([4, 8, 12])
-    layers, vocab = chance.randint(3, 8), chance.choice([8000, 20000, 32000, 50257, 100_000])
+    layers, vocab = chance.randint(2, 4), chance.choice([8000, 20000, 32000, 50257, 100_000])
     width = heads * head_dim
     if kind == "gpt2":
         return {
@@ -81,8 +85,8 @@ def draw_config(chance: random.Random) -> dict[str, Any]:
 
 
 def draw_run(chance: random.Random) -> RunConfig:
-    method = chance.choice(["full", "full", "lora", "lora", "dora"])
-    version = "2" if method == "dora" else chance.choice(["1", "2", "2"])
+    method = chance.choice(["full", "full", "lora", "lora", "dora", "qlora", "qlora", "qdora"])
+    version = "2" if method in ("dora", "qdora") else chance.choice(["1", "2"])
     options: dict[str, Any] = {}
     if version == "1":
         options["fsdp_version"] = "1"
@@ -96,10 +100,16 @@ def draw_run(chance: random.Random) -> RunConfig:
     sizes = [2, 4, 8, 64]
     adapters: dict[str, Any] = {"r": chance.choice([4, 8, 16, 64])} if method != "full" else {}
     precision = chance.choice(["bf16", "bf16", "bf16-pure", "fp32"])
+    if method.startswith("q"):
+        adapters["quant"] = chance.choice(["nf4", "nf4", "nf4-dq", "fp4"])
+        adapters["prepare_kbit"] = chance.random() < 0.4
+        storage = chance.choice([None, None, None, "uint8", "float32"])
+        options |= {"bnb_4bit_quant_storage": storage} if storage else {}
+    else:
+        adapters["quant"] = "none"
     return RunConfig(
         model="drawn",
         method=method,
-        quant="none",
         batch_size=chance.choice([1, 2, 4]),
         seq_len=chance.choice([64, 256, 777, 2048]),
         gradient_checkpointing=chance.random() < 0.6,
@@ -114,7 +124,7 @@ def draw_run(chance: random.Random) -> RunConfig:
     )
 
 
-def layout_of(record: Mapping[str, Any]) -> tuple[Layout, Any]:
+def layout_of(record: Mapping[str, Any]) -> tuple[Layout, TrainingStep]:
     model = build(dict(record["config"]), name="drawn")
     run = RunConfig.from_dict({"model": "drawn", **record["run"]})
     job = as_traced(resolve(model, run, GPU))
@@ -124,6 +134,20 @@ def layout_of(record: Mapping[str, Any]) -> tuple[Layout, Any]:
     return job.layout, step
 
 
+def rounded_tables(step: TrainingStep) -> int:
+    """Bytes by which the allocator's blocks are larger than the tables of 4-bit matrices."""
+    if step.dtypes.quant not in FOUR_BIT_BNB:
+        return 0
+    matrices = sum(
+        group.count * linear.count
+        for group in step.model.groups
+        for linear in group.layer.linears
+        if is_quantised(linear, step.dtypes)
+    )
+    nested = 4 * 256 + 4 if step.dtypes.quant.endswith("-dq") else 0
+    return matrices * (CODE_TABLE_BYTES - 4 * 16 - nested)
+
+
 def predicted(record: Mapping[str, Any]) -> dict[str, int]:
     """Bytes of each traced phase by formula."""
     layout, step = layout_of(record)
@@ -131,17 +155,36 @@ def predicted(record: Mapping[str, Any]) -> dict[str, int]:
     phases: dict[str, int] = {}
     for moment, entries in ledger.moments.items():
         phase = PHASES.get(moment, "layers_backward")
-        num_bytes = sum(int(entry.num_bytes) for entry in entries)
+        num_bytes = sum(int(entry.num_bytes) for entry in entries) - rounded_tables(step)
         phases[phase] = max(phases.get(phase, 0), num_bytes)
     return phases
 
 
-def traced(config: Mapping[str, Any], run: RunConfig) -> dict[str, int]:
+def sent(record: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Messages of one optimizer step by formula, and bytes of the whole tensors, by collective."""
+    layout, step = layout_of(record)
+    sums: dict[str, list[int]] = {}
+    for message in layout.messages(layout.rank_kinds(step)[0]):
+        of_kind = sums.setdefault(message.collective, [0, 0])
+        of_kind[0] += int(message.count)
+        of_kind[1] += int(message.count * message.num_bytes)
+    return sums
+
+
+def traced(config: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
+    """Bytes by phase, and messages of the step."""
+    import torch
+
     from whichlora.tracer import fsdp
     from whichlora.tracer.ranks import fake_group, trace_rank
 
     options = dict(run.parallel.options)
     mixed = run.precision if run.precision in ("bf16", "fp16") else "no"
+    job = resolve(build(dict(config), name="drawn"), run, GPU)
+    assert job.layout is not None
+    (_, spread), *_ = job.layout.strategies
+    storage = quant_storage(job.run, spread)
+    is_stored = job.run.quant in FOUR_BIT_BNB and storage != "uint8"
     reshards = bool(options.get("reshard_after_forward", True))
     wrap: Any = partial(fsdp.fully_sharded, mixed_precision=mixed, reshard_after_forward=reshards)
     if options.get("fsdp_version") == "1":
@@ -150,6 +193,7 @@ def traced(config: Mapping[str, Any], run: RunConfig) -> dict[str, int]:
             mixed_precision=mixed,
             reshard_after_forward=reshards,
             backward_prefetch=options.get("backward_prefetch") == "BACKWARD_PRE",
+            quant_storage=getattr(torch, storage) if is_stored else None,
         )
     with fake_group(run.parallel.gpus) as mesh:
         trace = trace_rank(
@@ -159,8 +203,9 @@ def traced(config: Mapping[str, Any], run: RunConfig) -> dict[str, int]:
             mesh=mesh,
             target_modules="all-linear",
             sync_each_batch=bool(options.get("sync_each_batch")),
+            quant_storage=storage,
         )
-    return trace.peak_bytes
+    return {"moments": trace.peak_bytes, "sent": trace.sent}
 
 
 def run_dict(run: RunConfig) -> dict[str, Any]:
@@ -182,7 +227,7 @@ def draw(seed: int, count: int) -> None:
         record: dict[str, Any] = {"config": config, "run": run_dict(run)}
         try:
             layout_of(record)
-            record["moments"] = traced(config, run)
+            record |= traced(config, run)
         except Exception as error:
             record["refused"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         with RECORDS.open("a", encoding="utf-8") as file:

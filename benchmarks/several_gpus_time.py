@@ -44,7 +44,6 @@ QLORA_GPUS = {
     "A6000 Ada": "rtx-6000-ada-48gb",
 }
 EPOCH = 1024  # samples of fsdp_qlora's runs
-STORAGE = ("bnb_4bit_quant_storage", "bfloat16")
 Options = tuple[tuple[str, OptionValue], ...]
 
 
@@ -123,8 +122,6 @@ def _fms(row: dict[str, str]) -> Iterator[tuple[Published, tuple[object, ...]]]:
         if observed.run.quant.startswith("gptq"):
             continue
         options: Options = (("fsdp_version", "1"),)
-        if observed.run.quant != "none":
-            options = (STORAGE, *options)
         yield (
             Published(
                 source=row["source"],
@@ -165,7 +162,7 @@ def _qlora(row: dict[str, str]) -> Iterator[Published]:
         run=run,
         gpu=QLORA_GPUS[row["gpu"]],
         gpus=gpus,
-        options=(STORAGE, ("fsdp_version", "1")),
+        options=(("fsdp_version", "1"),),
         step_s=float(row["time_value"]) / (EPOCH / batch / gpus),
     )
 
@@ -200,7 +197,9 @@ def compared(runs: Sequence[Published]) -> list[Compared]:
         calibration = load_calibration(gpu)
         parallel = ParallelConfig(strategy="fsdp", gpus=run.gpus, options=run.options)
         try:
-            several = predict(run.model, replace(run.run, parallel=parallel), gpu, calibration)
+            # TRL's `is_sharded_qlora`: nothing is prepared, whose fp32 norms FSDP would refuse
+            sharded = replace(run.run, parallel=parallel, prepare_kbit=False)
+            several = predict(run.model, sharded, gpu, calibration)
             alone = predict(run.model, run.run, gpu, calibration)
         except ConfigError as error:
             print(f"left out: {run.model.name} {run.run.method} on {run.gpu}: {error}")

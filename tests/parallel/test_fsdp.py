@@ -13,7 +13,7 @@ import pytest
 from markdown_tables import quantile
 
 from whichlora.errors import ConfigError
-from whichlora.parallel.fsdp_units import mixed_precision
+from whichlora.parallel.fsdp_units import mixed_precision, quant_storage
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.predict import predict, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
@@ -126,11 +126,19 @@ def test_mixed_precision_follows_the_run_unless_it_is_stated() -> None:
 def test_kept_traces_are_as_near_as_now() -> None:
     found = [fsdp_traces.errors(record) for record in fsdp_traces.records()]
     assert len(found) >= fsdp_traces.FEWEST
-    assert max(abs(errors["between steps"]) for errors in found) < 0.001
+    assert max(abs(errors["between steps"]) for errors in found) < 0.002
     peaks = sorted(abs(errors["peak"]) for errors in found)
-    assert median(peaks) < 0.0003
-    assert quantile(peaks, 0.95) < 0.02
+    assert median(peaks) < 0.0001
+    assert quantile(peaks, 0.95) < 0.01
     assert peaks[-1] < 0.03
+
+
+def test_messages_are_those_of_the_kept_traces() -> None:
+    kept = [record for record in fsdp_traces.records() if "sent" in record]
+    for record in kept:
+        by_formula = fsdp_traces.sent(record)
+        traced = {name: found for name, found in record["sent"].items() if name in by_formula}
+        assert by_formula == traced, record
 
 
 def test_published_readings_are_as_near_as_now() -> None:
@@ -147,18 +155,28 @@ def test_published_readings_are_as_near_as_now() -> None:
 def test_a_rank_holds_what_the_real_library_holds(number: int) -> None:
     record = list(fsdp_traces.records())[number]
     run = RunConfig.from_dict({"model": "drawn", **record["run"]})
-    moments = fsdp_traces.traced(record["config"], run)
-    assert json.loads(json.dumps(moments)) == record["moments"]
+    traced = fsdp_traces.traced(record["config"], run)
+    assert json.loads(json.dumps(traced["moments"])) == record["moments"]
     assert abs(fsdp_traces.errors(record)["peak"]) < 0.05
 
 
 @pytest.mark.parametrize(
-    ("version", "reentrant", "gathers"), [("1", True, 3), ("1", False, 2), ("2", True, 2)]
+    ("version", "reentrant", "transformers", "gathers"),
+    [
+        ("1", True, "4.48.0", 3),  # which checkpoints FSDP's module, not what is in it
+        ("1", True, "5.23.0", 2),
+        ("1", False, "4.48.0", 2),
+        ("2", True, "4.48.0", 2),
+    ],
 )
-def test_version_1_gathers_a_recomputed_layer_once_more_where_checkpointing_is_reentrant(
-    version: str, reentrant: bool, gathers: int
+def test_version_1_gathers_a_recomputed_layer_once_more_under_older_transformers(
+    version: str, reentrant: bool, transformers: str, gathers: int
 ) -> None:
-    settings = {"use_reentrant": reentrant, "gradient_checkpointing": True}
+    settings = {
+        "use_reentrant": reentrant,
+        "gradient_checkpointing": True,
+        "libraries": (("transformers", transformers),),
+    }
     several = predicted(run_of("full", 4, settings, fsdp_version=version)).several_gpus
     assert several is not None
     counts = [
@@ -167,6 +185,63 @@ def test_version_1_gathers_a_recomputed_layer_once_more_where_checkpointing_is_r
         if message.what.startswith("parameters of the layer")
     ]
     assert sum(counts) == gathers * MODEL.num_hidden_layers
+
+
+def test_version_1_sends_what_is_outside_of_blocks_once_and_each_adapter_by_itself() -> None:
+    several = predicted(run_of("lora", 4, fsdp_version="1")).several_gpus
+    assert several is not None
+    messages = several.communication.messages
+    (outside,) = [m for m in messages if m.collective == "all_gather" and "root" in m.what]
+    assert outside.count == 1
+    assert outside.num_bytes > 2 * MODEL.embeddings[0].num_params
+    reduced = [m for m in messages if m.collective == "reduce_scatter"]
+    # A and B of each of the seven matrices of a layer; nothing frozen is reduced
+    assert sum(m.count for m in reduced) == 2 * 7 * MODEL.num_hidden_layers
+
+
+def test_codes_are_stored_in_what_is_gathered_without_a_cast() -> None:
+    for run, options, storage in (
+        ({}, {}, "bfloat16"),
+        ({"precision": "fp16"}, {}, "float16"),
+        ({"prepare_kbit": True}, {"fsdp_version": "1"}, "float32"),
+        ({"prepare_kbit": False}, {"fsdp_version": "1"}, "bfloat16"),
+        ({}, {"bnb_4bit_quant_storage": "uint8"}, "uint8"),
+    ):
+        job = resolve(MODEL, run_of("qlora", 2, run, **options), GPU)
+        assert job.layout is not None
+        ((_, spread),) = job.layout.strategies
+        assert quant_storage(job.run, spread) == storage
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "message"),
+    [
+        ({}, {"bnb_4bit_quant_storage": "float32"}, "which destroys them"),
+        (
+            {"prepare_kbit": True},
+            {"bnb_4bit_quant_storage": "bfloat16", "fsdp_version": "1"},
+            "norms in float32 to one vector",
+        ),
+        ({}, {"bnb_4bit_quant_storage": "uint8", "fsdp_version": "1"}, "codes in uint8"),
+    ],
+)
+def test_codes_that_do_not_arrive_are_refused(
+    run: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        predicted(run_of("qlora", 2, run, **options))
+
+
+def test_blocks_that_stay_gathered_are_freed_in_the_backward_that_sends_gradients() -> None:
+    moments = ledger_bytes(
+        resolve(MODEL, run_of("full", 4, fsdp_version="1", reshard_after_forward=False), GPU)
+    )
+    last, first = moments["layer_reduce"], moments["first_layer_reduce"]
+    block = 2 * MODEL.groups[0].num_params // MODEL.num_hidden_layers
+    shards = (4 // 2) * block // 4  # fp32 gradients of a rank
+    checkpoint = 2 * 512 * MODEL.hidden_size
+    earlier = MODEL.num_hidden_layers - 1
+    assert last - first == pytest.approx(earlier * (block - shards + checkpoint), rel=0.001)
 
 
 def test_version_1_casts_the_input_of_adapters_to_their_shards_dtype() -> None:

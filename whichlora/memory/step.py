@@ -381,8 +381,12 @@ class TrainingStep:
     def layer_backward_bytes(self) -> Count:
         """Worst backward of a layer, beside what all layers keep."""
         # with accumulation no layer leaves new gradients: `AccumulateGrad` adds to those there are
+        return self.layer_backward_where(leaves_gradients=not self.accumulates)
+
+    def layer_backward_where(self, *, leaves_gradients: bool) -> Count:
+        """`layer_backward_bytes` where layers leave their gradients, or somebody takes them."""
         left = [
-            layer.graph_behind_held + (0 if self.accumulates else layer.gradients)
+            layer.graph_behind_held + (layer.gradients if leaves_gradients else 0)
             for layer in self.layers
         ]
         passes = self.passes

@@ -16,7 +16,13 @@ from whichlora.memory.step import TrainingStep
 from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy, in_run
 from whichlora.parallel.fsdp1 import Rank1
 from whichlora.parallel.fsdp2 import Rank2
-from whichlora.parallel.fsdp_units import Sharding, mixed_precision, sharding_of
+from whichlora.parallel.fsdp_units import (
+    SentUnits,
+    Sharding,
+    mixed_precision,
+    quant_storage,
+    sharding_of,
+)
 from whichlora.spec.options import Option
 from whichlora.spec.run import FOUR_BIT_BNB, Precision, RunConfig
 
@@ -55,62 +61,69 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
 
 
 def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
-    return tuple(_each_message(_sharding(rank, spread), rank.at_rest, spread))
-
-
-def _each_message(sharding: Sharding, step: TrainingStep, spread: Spread) -> Iterator[Message]:
-    micro_steps = step.run.gradient_accumulation_steps
-    size = sharding.size
-    # Version 1 frees a unit that is recomputed by `use_reentrant`, and gathers it once more for its
-    # backward: 12 gathers of 4 units, 8 without it and in version 2 (fake process group).
-    recomputed = spread.options["fsdp_version"] == "1" and bool(
-        step.run.gradient_checkpointing and step.run.use_reentrant
+    sharding = _sharding(rank, spread)
+    return tuple(
+        message
+        for units in sharding.units.sent()
+        for message in _of_unit(units, sharding, rank.at_rest, spread)
     )
-    units, full = sharding.units, sharding.reshards
-    for unit, number in units.all():
-        gathered = unit.gathered(size)
-        if size > 1:
-            yield Message(
-                what=f"parameters of the {unit.name}, forward",
-                collective="all_gather",
-                num_bytes=gathered,
-                count=number * micro_steps,
-                size=size,
-                hidden_by="nothing" if unit.name == "embedding" else "forward",
-            )
-        if size > 1 and full and unit.name in ("layer", "embedding"):
-            yield Message(
-                what=f"parameters of the {unit.name}, backward",
-                collective="all_gather",
-                num_bytes=gathered,
-                count=number * micro_steps * (1 + (recomputed and unit.name == "layer")),
-                size=size,
-                hidden_by="backward",
-            )
-        reductions = micro_steps if spread.options["sync_each_batch"] else 1
-        reduced = unit.reduced(size, sharding.reduce_bytes)
-        is_last = unit.name == "embedding" or (unit.name == "head" and units.is_tied)
-        if size > 1:
-            yield Message(
-                what=f"gradients of the {unit.name}",
-                collective="reduce_scatter",
-                num_bytes=reduced,
-                count=number * reductions,
-                size=size,
-                hidden_by="nothing" if is_last else "backward",
-                micro_steps=reductions,
-            )
-        if sharding.replicas > 1:
-            yield Message(
-                what=f"shards of gradients of the {unit.name}",
-                collective="all_reduce",
-                num_bytes=reduced // size,
-                count=number * reductions,
-                size=sharding.replicas,
-                hidden_by="nothing" if is_last else "backward",
-                micro_steps=reductions,
-                stride=size,
-            )
+
+
+def _of_unit(
+    sent: SentUnits, sharding: Sharding, step: TrainingStep, spread: Spread
+) -> Iterator[Message]:
+    """Gathers of equal units, and what reduces their gradients.
+
+    Source: the collectives of traced steps (`tracer.ranks`).
+    """
+    run, size = step.run, sharding.size
+    micro_steps = run.gradient_accumulation_steps
+    unit, number = sent.unit, sent.number
+    gathered = unit.gathered(size)
+    reduced = unit.reduced(size, sharding.reduce_bytes)
+    reductions = micro_steps if spread.options["sync_each_batch"] else 1
+    if size > 1:
+        yield Message(
+            what=f"parameters of the {unit.name}, forward",
+            collective="all_gather",
+            num_bytes=gathered,
+            count=number * micro_steps,
+            size=size,
+            hidden_by="nothing" if unit.name == "embedding" else "forward",
+        )
+    again = sent.gathers_in_backward(run) if sharding.reshards else 0
+    if size > 1 and again:
+        yield Message(
+            what=f"parameters of the {unit.name}, backward",
+            collective="all_gather",
+            num_bytes=gathered,
+            count=again * micro_steps,
+            size=size,
+            hidden_by="backward",
+        )
+    if not any(parameter.trained for parameter in unit.parameters):
+        return
+    if size > 1:
+        yield Message(
+            what=f"gradients of the {unit.name}",
+            collective="reduce_scatter",
+            num_bytes=reduced,
+            count=number * reductions,
+            size=size,
+            hidden_by="nothing" if sent.is_last else "backward",
+            micro_steps=reductions,
+        )
+    if sharding.replicas > 1:
+        yield Message(
+            what=f"shards of gradients of the {unit.name}",
+            collective="all_reduce",
+            num_bytes=reduced // size,
+            count=number * reductions,
+            size=sharding.replicas,
+            hidden_by="nothing" if sent.is_last else "backward",
+            micro_steps=reductions,
+            stride=size,
+        )
 
 
 def _update_share(spread: Spread) -> float:
@@ -129,6 +142,8 @@ def _check(step: TrainingStep, spread: Spread) -> None:
             f"quant: {step.dtypes.quant} weights are integers, which FSDP can't shard; use "
             "quant nf4, nf4-dq or none, or parallel ddp"
         )
+    if step.dtypes.quant in FOUR_BIT_BNB:
+        _check_storage(step, spread)
     if spread.options["fsdp_version"] == "1" and step.method.stays_wide:
         raise ConfigError(
             f"method: {step.run.method} reads the weights of lora_A, which version 1 shards on "
@@ -136,19 +151,45 @@ def _check(step: TrainingStep, spread: Spread) -> None:
         )
 
 
+def _check_storage(step: TrainingStep, spread: Spread) -> None:
+    """Whether what holds 4-bit codes can be gathered, and arrives as it was.
+
+    Source: as of `quant_storage`; uint8 is left out by accelerate 1.15 under version 2.
+    """
+    storage = quant_storage(step.run, spread)
+    options = dict(spread.options) | {"bnb_4bit_quant_storage": None}
+    accepted = quant_storage(step.run, replace(spread, options=options))
+    if spread.options["fsdp_version"] == "1" and storage != accepted:
+        raise ConfigError(
+            f"bnb_4bit_quant_storage: version 1 can't join codes in {storage} and norms in "
+            f"{accepted} to one vector; leave it out, or use {accepted} or fsdp_version 2"
+        )
+    if storage not in ("uint8", accepted) and mixed_precision(step, spread) != "no":
+        raise ConfigError(
+            f"bnb_4bit_quant_storage: version 2 gathers in {accepted}, and casts codes in "
+            f"{storage}, which destroys them; leave it out or use {accepted}"
+        )
+
+
 def _notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
     if step.dtypes.quant not in FOUR_BIT_BNB:
         return ()
-    storage = spread.options["bnb_4bit_quant_storage"]
+    storage = quant_storage(step.run, spread)
     if storage == "uint8":
         return (
             "fsdp: 4-bit weights stored as uint8 are not sharded, every GPU keeps all of them; "
             "set bnb_4bit_quant_storage to bfloat16",
         )
-    return (
+    notes = [
         f"fsdp: 4-bit weights are sharded where BitsAndBytesConfig has bnb_4bit_quant_storage="
-        f"torch.{storage}; its default, uint8, is not sharded",
-    )
+        f"torch.{storage}; its own default, uint8, is not"
+    ]
+    if spread.options["fsdp_version"] == "1" and step.run.prepare_kbit:
+        notes.append(
+            "fsdp: version 1 gathers in the fp32 of the norms, which prepare_kbit makes; 16 bit "
+            "needs prepare_kbit false"
+        )
+    return tuple(notes)
 
 
 def _training_arguments(run: RunConfig, spread: Spread) -> dict[str, Any]:
@@ -186,7 +227,7 @@ def _model_arguments(run: RunConfig, spread: Spread) -> dict[str, Any]:
     """What holds 4-bit weights, as `BitsAndBytesConfig` names it."""
     if run.quant not in FOUR_BIT_BNB:
         return {}
-    return {"bnb_4bit_quant_storage": str(spread.options["bnb_4bit_quant_storage"])}
+    return {"bnb_4bit_quant_storage": quant_storage(run, spread)}
 
 
 def _accelerate(run: RunConfig, spread: Spread) -> dict[str, Any]:
@@ -254,8 +295,8 @@ STRATEGY = Strategy(
         ),
         Option(
             name="bnb_4bit_quant_storage",
-            summary="dtype that stores 4-bit weights; uint8 is not sharded",
-            default="bfloat16",
+            summary="dtype that stores 4-bit weights; uint8 is not sharded; default: as gathered",
+            default=None,
             choices=("uint8", "bfloat16", "float16", "float32"),
         ),
     ),

@@ -14,12 +14,17 @@ from functools import cached_property
 
 from whichlora.memory.entries import Entry, Fact, listed
 from whichlora.memory.gradients import ADAPTERS
+from whichlora.memory.held import held_outputs
 from whichlora.memory.layer_bytes import WEIGHT_COPIES
 from whichlora.memory.moments import AUTOCAST_COPIES, LOGITS_GRADIENT
+from whichlora.memory.worst_layer import has_one_order
 from whichlora.parallel.base import Moments
 from whichlora.parallel.fsdp_rank import GRADIENT_SHARDS, REPLACED, Rank
 from whichlora.parallel.fsdp_units import Unit
 from whichlora.spec.numeric import Count
+from whichlora.spec.targets import adapted
+from whichlora.symbolic.autograd import Tape, most, per_token
+from whichlora.symbolic.operators import OpEmitter
 
 JOINED = Fact(
     part="gradients",
@@ -28,6 +33,15 @@ JOINED = Fact(
     dtype="of mixed_precision",
     why="the backward of the views of a flat parameter concatenates their gradients",
     source="torch _flat_param.py _get_unflat_views_unaligned: backward of split",
+)
+
+NORM_BACKWARD = Fact(
+    part="temporary",
+    what="backward of a layer's first norm",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="fp32",
+    why="the next block is gathered ahead once the first leaf of this one goes backward",
+    source="torch _runtime_utils.py _get_handle_to_prefetch, in the order of units",
 )
 
 
@@ -59,7 +73,12 @@ class Rank1(Rank):
 
     @cached_property
     def _unfreed(self) -> Count:
-        return 0 * self._all_blocks if self.sharding.reshards else self._all_blocks
+        """All blocks, with the units of their adapters, where they stay gathered."""
+        units = self.sharding.units
+        counted = zip(units.blocks, units.counts, strict=True)
+        return sum(count * unit.gathered(self._size) for unit, count in counted) * (
+            not self.sharding.reshards
+        )
 
     def _ahead(self, place: int) -> Count:
         """The block at `place`, gathered before its turn."""
@@ -93,12 +112,32 @@ class Rank1(Rank):
             gradients, _ = self._pending_but(zero, outside)
             return self._entries(root, zero, zero, gradients, 3 * units.head.gradients)
         place = 0 if name == "first_layer_backward" else self._place(name)
-        done = [self._block(p) for p in range(place + 1, last + 1)]
-        gradients, _ = self._pending(zero, *done)
-        unsharded = root + (self._unfreed or self._gathered(self._block(place)))
-        return self._entries(
-            unsharded, self._ahead(place - 1), zero, gradients, units.head.gradients
-        )
+        # leaves of PEFT are units, so that the next one is among this block's until its first
+        ahead = self._ahead(place - 1) if not self._leaves_end_block(place) else zero
+        unsharded, gradients = self._in_backward_of(place)
+        return self._entries(unsharded, ahead, zero, gradients, units.head.gradients)
+
+    def _in_backward_of(self, place: int) -> tuple[Count, Count]:
+        """Gathered parameters in the backward of the block at `place`, and gradients.
+
+        Where blocks are not freed after the forward, they are in the backward that sends their
+        gradients, and not before (`_should_free_in_backward`).
+        """
+        done = [self._block(p) for p in range(place + 1, len(self._order))]
+        if self.sharding.reshards:
+            gradients, _ = self._pending(0 * self._root, *done)
+            return self._root + self._gathered(self._block(place)), gradients
+        freed = sum(block.gathered(self._size) for block in done)
+        gradients, _ = self._pending(0 * self._root, *done, unfreed=freed)
+        return self._root + self._unfreed - freed, gradients
+
+    def _leaves_end_block(self, place: int) -> bool:
+        """Whether the first of the leaves that run in a block reads the layer's normed input."""
+        step = self.sharding.units.step
+        layer = step.model.groups[self._order[place]].layer
+        read = {linear.name for linear in adapted(layer, step.targets)}
+        inputs = [linear.name for linear in layer.attentions[0].linears[:-1]]
+        return not step.method.trains_base and bool(read.intersection(inputs))
 
     def _place(self, name: str) -> int:
         place = name.split("_")[1]
@@ -119,25 +158,23 @@ class Rank1(Rank):
                     *self._entries(root + self._unfreed, self._ahead(last), zero, self._waiting, 0),
                 ),
             )
-        block = self._block(last)
         if units.step.method.trains_base:
-            for name, place, held in (
-                ("layer_reduce", last, forward),
-                ("first_layer_reduce", 0, self.static),
-            ):
+            for name, place in (("layer_reduce", last), ("first_layer_reduce", 0)):
                 block = self._block(place)
-                done = [self._block(p) for p in range(place + 1, last + 1)]
-                gradients, _ = self._pending(zero, *done)
-                unsharded = root + (self._unfreed or self._gathered(block))
+                unsharded, gradients = self._in_backward_of(place)
                 yield (
                     name,
                     (
-                        *held,
+                        *self.static,
+                        *self._kept(place),
                         self._stream(1),
                         *self._joined(block, unsharded, self._ahead(place - 1), gradients),
                         Entry(JOINED, units.head.gradients),
                     ),
                 )
+        if self.sharding.prefetches and self._leaves_end_block(last):
+            for name, place in (("layer_prefetch", last), ("second_layer_prefetch", min(1, last))):
+                yield name, self._prefetching(place)
         if self._has(units.outside):
             gradients, _ = self._pending_but(zero, units.outside)
             yield "root_reduce", (*self.static, *self._joined(units.outside, root, zero, gradients))
@@ -145,6 +182,51 @@ class Rank1(Rank):
             yield "first_layer_backward_of_leaves", self._with_leaves(one_device)
         # with `use_orig_params` the views of the gradients' shards live to the next forward
         yield "between_steps", (*self.static, Entry(GRADIENT_SHARDS, self._all_shards))
+
+    def _prefetching(self, place: int) -> tuple[Entry, ...]:
+        """At the end of a block's backward: the one before it is gathered, and a norm is left."""
+        units = self.sharding.units
+        # a checkpoint keeps its input, else what the block saved is gone
+        reach = place + bool(units.step.run.gradient_checkpointing)
+        unsharded, gradients = self._in_backward_of(place)
+        gradients = gradients + self._shards(self._block(place)) * (not self._keeps_whole)
+        zero = 0 * self._root
+        return (
+            *self.static,
+            *self._kept(reach),
+            *self._entries(
+                unsharded, self._ahead(place - 1), zero, gradients, units.head.gradients
+            ),
+            self._stream(1),
+            Entry(NORM_BACKWARD, self._norm_backward(place)),
+        )
+
+    def _kept(self, places: int) -> Iterator[Entry]:
+        """What the first `places` blocks keep for their backward, and what outlives them."""
+        step = self.sharding.units.step
+        kept = list(step.passes.groups)
+        if has_one_order(step.model):
+            for kind, group in enumerate(step.model.groups):
+                number = sum(position < places for position in group.positions)
+                kept[kind] = replace(kept[kind], count=number)
+        saved = listed(step.passes.fact, *kept, step.outside_in_layers)
+        for entry in (*step.always, held_outputs(step), saved):
+            if entry.part not in REPLACED:
+                yield _without_copies(entry)
+
+    def _norm_backward(self, place: int) -> Count:
+        """Bytes of the backward of the norm that reads a layer's input."""
+        step = self.sharding.units.step
+        layer = step.model.groups[self._order[place]].layer
+        if layer.post_norm or not layer.norms:
+            return 0 * step.tokens
+        stream = step.layers[self._order[place]].stream_bytes
+        tape = Tape()
+        code = OpEmitter(tape, step.dtypes, step.targets, step.method, stream_bytes=stream)
+        x = tape.input(per_token(step.model.hidden_size), stream, needs_grad=True)
+        code.norm(layer.norms[0], x)
+        points = tape.backward(recomputed=False)
+        return most(points, tokens=step.tokens, span=step.seq_len, r=step.r)
 
     @property
     def _keeps_leaves(self) -> bool:

@@ -77,7 +77,10 @@ class Rank2(Rank):
             sent = self._sent(self._block(place + 1))
         later = [self._block(p) for p in range(place + 1, len(self._order))]
         gradients, sent = self._pending(sent, *later, *([] if units.is_tied else [units.head]))
-        unsharded = self._whole + (self._unfreed or self._gathered(unit))
+        freed = sum(self._gathered(block) for block in later)
+        unsharded = self._whole + self._gathered(unit)
+        if not self.sharding.reshards:
+            unsharded = self._whole + self._unfreed - freed
         gathered = self._gathered(before) * self.sharding.reshards
         tied = units.head.gradients if units.is_tied else 0
         return self._entries(unsharded, gathered, sent, gradients, tied)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whichlora.memory import loss, optimizer
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import ADAPTERS, FROZEN_ADAPTERS, SAVED_MODULES
-from whichlora.memory.moments import LAYER_FORWARD
+from whichlora.memory.moments import LAYER_BACKWARD, LAYER_FORWARD
 from whichlora.memory.weights import (
     BUFFERS,
     EMBEDDING_WEIGHTS,
@@ -122,12 +122,19 @@ class Rank:
                 changed[name] = entries
                 continue
             activations = tuple(
-                entry
+                self._without_earlier_gradients(name, entry)
                 for entry in entries
                 if entry.part not in REPLACED and entry.fact is not optimizer.TEMPORARIES
             )
             changed[name] = (*self.static, *activations, *self.during(name))
         return changed | dict(self.added(one_device))
+
+    def _without_earlier_gradients(self, name: str, entry: Entry) -> Entry:
+        """The worst layer's backward, of which later layers' gradients are no part: they shrink."""
+        if name != "layer_backward" or entry.fact is not LAYER_BACKWARD:
+            return entry
+        step = self.sharding.units.step
+        return replace(entry, num_bytes=step.layer_backward_where(leaves_gradients=False))
 
     @cached_property
     def static(self) -> tuple[Entry, ...]:
@@ -222,24 +229,31 @@ class Rank:
         units = self.sharding.units
         return sum(count * self._shards(unit) for unit, count in units.all())
 
-    def _pending(self, sent: Count, *done: Unit) -> tuple[Count, Count]:
-        """Gradients once the units `done` have sent theirs, and what the last of them sent."""
-        shards = self._shards(*done)
-        return self._either(sum(self._whole_gradients(unit) for unit in done), shards, sent)
+    def _pending(self, sent: Count, *done: Unit, unfreed: Count = 0) -> tuple[Count, Count]:
+        """Gradients once the units `done` have sent theirs, and what the last of them sent.
+
+        Args:
+            unfreed: parameters of theirs that a micro-step before the last one does not free.
+        """
+        whole = sum(self._whole_gradients(unit) for unit in done)
+        return self._either(whole, self._shards(*done), sent, unfreed)
 
     def _pending_but(self, sent: Count, *later: Unit) -> tuple[Count, Count]:
         """As `_pending`, of all units but `later`."""
         whole = self._waiting - sum(self._whole_gradients(unit) for unit in later)
         return self._either(whole, self._all_shards - self._shards(*later), sent)
 
-    def _either(self, whole: Count, shards: Count, sent: Count) -> tuple[Count, Count]:
+    def _either(
+        self, whole: Count, shards: Count, sent: Count, unfreed: Count = 0
+    ) -> tuple[Count, Count]:
         if not self._keeps_whole:
             return self._waiting + shards, sent
         # the last micro-step turns them into shards unit by unit; those before it send nothing,
         # and the first of them finds none
         is_between = self.sharding.units.rest.run.gradient_accumulation_steps > 2
         before_last = self._waiting if is_between else whole
-        return largest(before_last, self._waiting - whole + shards + sent), 0 * sent
+        last = self._waiting - whole + shards + sent
+        return largest(before_last + unfreed, last), 0 * sent
 
     @property
     def _keeps_whole(self) -> bool:

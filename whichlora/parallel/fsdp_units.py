@@ -27,9 +27,9 @@ from whichlora.memory.weights import (
 )
 from whichlora.parallel.base import Spread
 from whichlora.spec.architecture import Layer, LayerGroup, Linear
-from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.dtypes import Dtypes, is_quantised, resolve_dtypes
 from whichlora.spec.numeric import Count, ceil_div
-from whichlora.spec.run import FOUR_BIT_BNB
+from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears
 
 
@@ -93,6 +93,36 @@ class Unit:
 
     def gradient_shard(self, size: int) -> Count:
         return sum(p.shard(size) * p.rest_bytes for p in self.parameters if p.trained)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentUnits:
+    """Equal units of which each is gathered and reduced on its own.
+
+    Args:
+        is_last: nothing is left to compute when its gradients are sent.
+        runs_again: version 1 frees it once its forward has been repeated, and gathers it once more
+            for its backward: leaves of PEFT, and blocks that transformers before 4.53 checkpointed
+            from outside, with `use_reentrant`.
+        ends_block: nothing after it is repeated, unless all of the block is.
+    """
+
+    unit: Unit
+    number: int
+    is_last: bool = False
+    runs_again: bool = False
+    ends_block: bool = False
+
+    def gathers_in_backward(self, run: RunConfig) -> int:
+        """Gathers of all of them in the backward of one micro-step."""
+        if self.unit.name in ("head", "root"):  # is not freed after the forward
+            return 0
+        if not (self.runs_again and run.gradient_checkpointing):
+            return self.number
+        if self.unit.name == "layer" and not run.use_reentrant:
+            return self.number
+        is_repeated = run.use_reentrant or not self.ends_block
+        return self.number * (1 + is_repeated)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +223,32 @@ class Units:
         yield from zip(self.blocks, self.counts, strict=True)
         yield self.head, 1
         yield self.root, 1
+
+    def sent(self) -> Iterator[SentUnits]:
+        """Units as they are gathered; version 1 has one outside of the blocks, and PEFT's leaves.
+
+        Source: peft 0.21.2 `fsdp_auto_wrap_policy`: every trained leaf is a unit.
+        """
+        if not self.flat:
+            for unit, number in self.all():
+                is_last = unit.name == "embedding" or (unit.name == "head" and self.is_tied)
+                if unit.parameters:
+                    yield SentUnits(unit=unit, number=number, is_last=is_last)
+            return
+        older = self.step.dtypes.libraries.older("transformers", "4.53")
+        yield SentUnits(unit=self.outside, number=1, is_last=True)
+        for block, number in zip(self.blocks, self.counts, strict=True):
+            leaves = [p for p in block.parameters if p.fact is ADAPTERS]
+            others = tuple(p for p in block.parameters if p.fact is not ADAPTERS)
+            yield SentUnits(unit=replace(block, parameters=others), number=number, runs_again=older)
+            for place, leaf in enumerate(leaves):
+                unit = Unit(name="adapter", parameters=(replace(leaf, count=1),))
+                yield SentUnits(
+                    unit=unit,
+                    number=number * leaf.count,
+                    runs_again=True,
+                    ends_block=place == len(leaves) - 1,
+                )
 
     # --- parameters -----------------------------------------------------------------------------
 
@@ -363,7 +419,6 @@ class Units:
         )
 
 
-_STORED = {"bfloat16": "bf16", "float16": "fp16"}
 _WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1}
 
 
@@ -390,19 +445,40 @@ class Sharding:
 
 
 def mixed_precision(step: TrainingStep, spread: Spread) -> str:
-    """One of "no", "bf16" and "fp16", as the Trainer tells accelerate.
+    """One of "no", "bf16" and "fp16": the dtype in which parameters are gathered.
 
     Kind: exact. Source: transformers 5.23 `TrainingArguments.mixed_precision`; under version 1
     `update_fsdp_plugin_peft` takes the storage dtype of 4-bit weights.
     """
-    is_stored = step.dtypes.quant in FOUR_BIT_BNB and spread.options["fsdp_version"] == "1"
-    storage = _STORED.get(str(spread.options["bnb_4bit_quant_storage"]))
-    if is_stored and storage is not None:
-        return storage
+    if step.dtypes.quant in FOUR_BIT_BNB and spread.options["fsdp_version"] == "1":
+        return _MIXED.get(quant_storage(step.run, spread), "no")
+    return _of_accelerate(step.run, spread)
+
+
+def _of_accelerate(run: RunConfig, spread: Spread) -> str:
     stated = spread.options["mixed_precision"]
     if stated is not None:
         return str(stated)
-    return step.run.precision if step.run.precision in ("bf16", "fp16") else "no"
+    return run.precision if run.precision in ("bf16", "fp16") else "no"
+
+
+def quant_storage(run: RunConfig, spread: Spread) -> str:
+    """What holds 4-bit codes: as asked for, else the dtype that is gathered without a cast.
+
+    Kind: exact. Source: torch 2.13 `FlatParamHandle._validate_tensors_to_flatten`, which takes one
+    dtype alone, in version 1 that of the norms; `FSDPParam.all_gather_inputs`, which casts.
+    """
+    stated = spread.options["bnb_4bit_quant_storage"]
+    if stated is not None:
+        return str(stated)
+    if spread.options["fsdp_version"] == "2":
+        return _FLOATS.get(_of_accelerate(run, spread), "bfloat16")
+    dtypes = resolve_dtypes(run, trains_base=False, device_kind="cuda")
+    return "float32" if dtypes.base_bytes == 4 else _FLOATS[dtypes.half]
+
+
+_FLOATS = {"bf16": "bfloat16", "fp16": "float16"}
+_MIXED = {storage: mixed for mixed, storage in _FLOATS.items()}
 
 
 def sharding_of(rest: TrainingStep, step: TrainingStep, spread: Spread) -> Sharding:
@@ -418,7 +494,7 @@ def sharding_of(rest: TrainingStep, step: TrainingStep, spread: Spread) -> Shard
         units=Units(
             rest=rest,
             step=step,
-            storage_bytes=_WIDTHS[str(options["bnb_4bit_quant_storage"])] if four_bit else 0,
+            storage_bytes=_WIDTHS[quant_storage(rest.run, spread)] if four_bit else 0,
             trained_bytes=4 if widens else 0,
             mixed_bytes=_WIDTHS.get(mixed, 0),
             flat=options["fsdp_version"] == "1",
