@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from statistics import median
 
 import numpy as np
@@ -35,6 +36,7 @@ from whichlora.predict.resolve import resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Measurement
+from whichlora.spec.run import RunConfig
 from whichlora.timing.model import TimeModel, seconds
 
 FindModel = Callable[[Measurement], ModelSpec]
@@ -122,6 +124,34 @@ def _implausible(samples: Mapping[str, Sequence[Sample]], start: Calibration) ->
     return ""
 
 
+class _Record:
+    """A measurement on a GPU, equal to itself alone: a search fits the same ones after each run."""
+
+    def __init__(self, measurement: Measurement, gpu: GpuSpec) -> None:
+        self.measurement, self.gpu = measurement, gpu
+
+    def __hash__(self) -> int:
+        return hash((id(self.measurement), id(self.gpu)))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Record)
+            and self.measurement is other.measurement
+            and self.gpu is other.gpu
+        )
+
+
+@lru_cache(maxsize=4096)
+def _observed(record: _Record, model: ModelSpec) -> tuple[RunConfig, dict[str, list[Sample]]]:
+    """The run of `record` with its defaults, and its samples by "memory" and time phase."""
+    measurement = record.measurement
+    job = resolve(model, measurement.run, record.gpu)
+    samples = time_samples(job, measurement)
+    if not job.run.libraries:
+        samples["memory"] = memory_samples(job, measurement)
+    return job.run, samples
+
+
 def _gather(
     measurements: Iterable[Measurement],
     gpu: GpuSpec,
@@ -147,21 +177,18 @@ def _gather(
             model = models[key]
             if isinstance(model, WhichLoraError):
                 raise model
-            job = resolve(model, measurement.run, gpu)
+            run, samples = _observed(_Record(measurement, gpu), model)
         except WhichLoraError as error:  # of a newer release, or a model whose config is not here
             left_out[measurement.id] = str(error)
             continue
-        if job.run.model not in num_params:
-            num_params[job.run.model] = model.num_params
-        samples = time_samples(job, measurement)
-        if not job.run.libraries:
-            samples["memory"] = memory_samples(job, measurement)
+        if run.model not in num_params:
+            num_params[run.model] = model.num_params
         if fault := _implausible(samples, start):
             left_out[measurement.id] = fault
             continue
-        if job.run.engine != start.engine:
+        if run.engine != start.engine:
             left_out[measurement.id] = (
-                f"runs on {job.run.engine}, and this calibration is of {start.engine}"
+                f"runs on {run.engine}, and this calibration is of {start.engine}"
             )
             continue
         is_disturbed = bool(measurement.provenance.get("busy"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import metadata
 
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "liger-kernel")
@@ -9,10 +10,13 @@ LIBRARIES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "lig
 
 def installed_versions() -> dict[str, str]:
     """Version by library, of those that are installed."""
-    versions = {}
-    for name in LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    versions = {name: _version(name) for name in LIBRARIES}
+    return {name: version for name, version in versions.items() if version}
+
+
+@cache  # a search asks after every run, and each answer takes 10 ms
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import reduce
+from operator import add, attrgetter
 
 from whichlora.memory import weights
 from whichlora.memory.embeddings import ENCODER_OUT
@@ -109,6 +111,7 @@ class Work:
 
 
 _WORK_FIELDS = tuple(field.name for field in fields(Work))
+_counts_of = attrgetter(*_WORK_FIELDS)
 
 
 def active_weights(layer: Layer) -> int:
@@ -537,15 +540,15 @@ def _trained_adapter(adapter: AdapterWork, recompute: int, count: int, tokens: C
 
 def _sum_of(works: Iterable[Work]) -> Work:
     """The work of all of them, one after the other."""
-    totals: dict[str, Count] = dict.fromkeys(_WORK_FIELDS, 0)
-    for work in works:
-        totals = {name: total + getattr(work, name) for name, total in totals.items()}
-    return Work(**totals)
+    columns = zip(*map(_counts_of, works), strict=True)
+    totals = [reduce(add, column, 0) for column in columns]
+    return Work(**dict(zip(_WORK_FIELDS, totals, strict=True))) if totals else Work()
 
 
 def _times(count: int, work: Work) -> Work:
     """`work` in each of `count` layers."""
-    return Work(**{name: count * getattr(work, name) for name in _WORK_FIELDS})
+    counts = [count * number for number in _counts_of(work)]
+    return Work(**dict(zip(_WORK_FIELDS, counts, strict=True)))
 
 
 def training_work(
