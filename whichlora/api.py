@@ -17,6 +17,7 @@ from whichlora.parallel import strategy_options
 from whichlora.predict.explain import Explanation
 from whichlora.predict.largest import Placement
 from whichlora.predict.ledger_lines import Line
+from whichlora.spec.options import OptionValue
 from whichlora.spec.results import Answers, Prediction, Refused
 from whichlora.spec.run import (
     AdapterDtype,
@@ -76,6 +77,7 @@ class _RunSettings(TypedDict, total=False):
     padding: Padding | Sequence[Padding]
     loss_head: LossHead | Sequence[LossHead]
     trainer: str | Sequence[str]
+    trainer_options: Mapping[str, OptionValue]
     quant: Quant | Sequence[Quant | None] | None
     quant_group_size: int | Sequence[int]
     prepare_kbit: bool | None
@@ -344,6 +346,10 @@ def _runs(
             grid[name] = _numbers(value)
             if not grid[name]:
                 raise ConfigError(f"gpus: {value!r} is no number of GPUs; gpu= takes types")
+        elif name == "trainer_options":
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"trainer_options: {value!r} is not a mapping of settings")
+            grid[name] = [tuple(sorted(value.items()))]
         elif name == "target_modules":
             grid[name] = [(value,) if isinstance(value, str) else tuple(value)]
         else:

@@ -145,7 +145,7 @@ def test_loss_element_bytes_are_fp32_of_a_decoder() -> None:
 @pytest.mark.parametrize(("method", "copied"), [("qlora", 2 * 32_000 * 1024), ("lora", 0)])
 def test_head_copy_bytes_are_of_a_prepared_base_alone(method: str, copied: int) -> None:
     llama = job(LLAMA, method=method)
-    assert logits.head_copy_bytes(llama.model, llama.dtypes) == copied
+    assert logits.head_copy_bytes(llama.model, llama.dtypes, loss_head="hf") == copied
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
 from whichlora.errors import ConfigError
+from whichlora.spec.options import OptionValue
 from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.text import visible
@@ -127,6 +128,32 @@ def versions(ctx: click.Context, param: click.Parameter, value: str) -> tuple[An
     """A click callback: comma list of library=version."""
     pairs = [word.partition("=") for word in value.split(",") if word.strip()]
     return tuple(sorted((library.strip(), version.strip()) for library, _, version in pairs))
+
+
+def named_values(
+    ctx: click.Context, param: click.Parameter, value: Sequence[str]
+) -> tuple[tuple[str, OptionValue], ...]:
+    """A click callback: name=value, several times; a value is true, false, a number or a text."""
+    values = {}
+    for text in value:
+        name, equals, written = (part.strip() for part in text.partition("="))
+        if not name or not equals or not written:
+            raise ConfigError(f"{param.opts[0]}: {text!r} is not name=value, such as beta=0.1")
+        values[name.replace("-", "_")] = _value(written)
+    return tuple(sorted(values.items()))
+
+
+def _value(text: str) -> OptionValue:
+    switches = {"true": True, "false": False}
+    if text.lower() in switches:
+        return switches[text.lower()]
+    for number in (int, float):
+        try:
+            value: int | float = number(text)
+        except ValueError:
+            continue
+        return value
+    return text
 
 
 def list_option(

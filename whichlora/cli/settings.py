@@ -14,6 +14,7 @@ from whichlora.cli.options import (
     counts_or_max,
     fractions,
     list_option,
+    named_values,
     versions,
     words,
 )
@@ -108,6 +109,13 @@ _SETTINGS = (
         "trainer", "transformers", f"Who runs the steps: {', '.join(TRAINERS)}.", words("trainer")
     ),
     click.option(
+        "--trainer-option",
+        "trainer_options",
+        multiple=True,
+        callback=named_values,
+        help="A setting of the trainer's own, such as beta=0.1; several times for several.",
+    ),
+    click.option(
         "--quant",
         default=None,
         help=f"Storage of the base weights ({', '.join(get_args(specs.Quant))}); "
@@ -187,6 +195,7 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         "use_reentrant",
         "prepare_kbit",
         "libraries",
+        "trainer_options",
         "use_rslora",
         "loraplus_lr_ratio",
         "expandable_segments",

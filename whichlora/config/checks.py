@@ -53,6 +53,7 @@ def check(data: Data, folder: Path) -> Iterator[Problem]:
     yield from _check_models(data, folder)
     yield from _check_names(data, "methods", list_methods)
     yield from _check_names(data, "trainer", list_trainers)
+    yield from _check_rows(data)
     yield from _check_gpus(data)
     yield from _check_spread(data)
     yield from _check_preference(data)
@@ -169,6 +170,19 @@ def _check_names(
                 accepted=", ".join(accepted),
                 hint="".join(difflib.get_close_matches(name.lower(), accepted, n=1)),
             )
+
+
+def _check_rows(data: Data) -> Iterator[Problem]:
+    """A trainer of other rows than a plan's data has."""
+    trainers, name = list_trainers(), data.get("trainer")
+    if isinstance(name, str) and name in trainers and trainers[name].rows != "texts":
+        of_texts = [other for other, trainer in trainers.items() if trainer.rows == "texts"]
+        yield Problem(
+            loc=("trainer",),
+            fault=f"trains on {trainers[name].rows}, which 'whichlora estimate' knows and a plan "
+            "does not yet",
+            accepted=", ".join(of_texts),
+        )
 
 
 def _check_gpus(data: Data) -> Iterator[Problem]:

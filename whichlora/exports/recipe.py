@@ -204,6 +204,7 @@ def require_plain(
     rows: Collection[DataFormat],
     data: DataFormat | None = None,
     adapters: Mapping[str, frozenset[str]],
+    trainers: Collection[str] = (),
 ) -> None:
     """Refuse a recipe that only WhichLoRA's own script can run.
 
@@ -211,13 +212,14 @@ def require_plain(
         rows: formats that `tool` takes.
         data: format of the rows that it gets; None is that of `train.jsonl`.
         adapters: PEFT config class → its keys that `tool` can write.
+        trainers: classes whose steps it runs, beside the Trainer's.
 
     Raises:
         ConfigError: an adapter that it can't write, an encoder, random weights, other rows, or a
             storage that it doesn't load.
     """
     _require_adapter(recipe.run, tool, adapters)
-    require_trainer(recipe.run, f"--to {tool}")
+    require_trainer(recipe.run, f"--to {tool}", *trainers)
     if recipe.masked_lm:
         raise ConfigError(
             f"--to {tool}: {recipe.run.model} is an encoder, which {tool} doesn't train; "

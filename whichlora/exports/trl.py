@@ -45,7 +45,14 @@ def export(recipe: Recipe) -> Export:
     Raises:
         ConfigError: a setting that TRL lacks.
     """
-    require_plain(recipe, "trl", adapters=LORA_KEYS, quants=_QUANTS, rows=_ROWS)
+    require_plain(
+        recipe,
+        "trl",
+        adapters=LORA_KEYS,
+        quants=_QUANTS,
+        rows=_ROWS,
+        trainers=("trl.SFTTrainer",),
+    )
     run, left_out = without(recipe.run, "TRL", *_UNKNOWN)
     run, notes = under_trl(run)
     spread = spreading(run, "trl", keys=_SPREADS)

@@ -6,16 +6,12 @@ peak of training is here, at 12 bytes per token and vocabulary entry.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from whichlora.memory.entries import Fact
 from whichlora.memory.kv_cache import checkpointed_cache_copy_bytes
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, largest, smallest
-
-if TYPE_CHECKING:  # it is given, and lies above
-    from whichlora.trainers.base import Trainer
+from whichlora.trainers.base import Trainer
 
 FUSED_TILE_TOKENS = 4096
 FUSED_TILE_VOCAB = 32_768
@@ -81,9 +77,11 @@ def loss_forward_bytes(
         return tokens * (vocab * (8 if widened else 10) + hidden_bytes // 2)
     if loss_head == "trl-fused":
         tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * dtypes.compute_bytes
-        # selected hidden states, targets and normaliser, seven fp32 vectors
+        # `backbone_outputs` names the last norm's result; selected rows of it, targets and
+        # normaliser, seven fp32 vectors
         folded = _fused_temporaries(model, dtypes, tokens=tokens, bytes_per_entry=13)
-        return tokens * (2 * model.hidden_size + 12 + 28) + tile + folded
+        states = dtypes.stream_bytes * model.hidden_size + _selected_bytes(model, dtypes)
+        return tokens * (states + 12 + 28) + tile + folded
     if loss_head == "liger":
         return tokens * model.hidden_size * dtypes.compute_bytes
     logits_bytes = dtypes.compute_bytes
@@ -185,6 +183,21 @@ def loss_element_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     return 4 if widens else dtypes.loss_bytes
 
 
+def log_probability_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+    """Per token, what TRL's fused head leaves until its backward.
+
+    The selected hidden states, targets and normaliser; log-probability, entropy, mean logit, and
+    whether the target is the largest.
+    Kind: exact. Source: TRL 1.16 `ChunkedLogProbFunction.forward`, `_fused_forward`.
+    """
+    return _selected_bytes(model, dtypes) + 12 + 13
+
+
+def _selected_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+    """Of the rows that a fused head projects; a trained head's are among what is saved for it."""
+    return 0 if dtypes.trains_base else 2 * model.hidden_size
+
+
 LOSS_BACKWARD = Fact(
     part="logits_and_loss",
     what="log-softmax and its gradients",
@@ -230,7 +243,7 @@ def loss_backward_bytes(
         handed_on = 0 if dtypes.embedding_bytes == 4 else dtypes.embedding_bytes
         summed = (4 + handed_on) * vocab * hidden if dtypes.trains_base else 0
         folded = _fused_temporaries(model, dtypes, tokens=tokens, bytes_per_entry=29)
-        states = tokens * (2 * hidden + 12 + 4 * hidden + 2 * hidden)
+        states = tokens * (_selected_bytes(model, dtypes) + 12 + 4 * hidden + 2 * hidden)
         return states + tile + slice_bytes + summed + folded
     if loss_head == "liger":
         return tokens * hidden * 2 * dtypes.compute_bytes
@@ -285,14 +298,15 @@ HEAD_COPY = Fact(
 )
 
 
-def head_copy_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+def head_copy_bytes(model: ModelSpec, dtypes: Dtypes, *, loss_head: str) -> int:
     """The 16-bit copy of an fp32 head that autocast makes and backward needs (mode Q).
 
     Kind: exact. Source: torch 2.13 `autocast_mode.cpp`, `cached_cast`.
     """
     # a frozen head needs no gradient, so that `cached_cast` keeps its copy out of the cache; `mm`
     # saves it, as the gradient of the hidden states reads the weight (derivatives.yaml)
-    if dtypes.mode != "Q" or dtypes.embedding_bytes == 2:
+    # a fused head casts a tile of the weight at a time
+    if dtypes.mode != "Q" or dtypes.embedding_bytes == 2 or loss_head == "trl-fused":
         return 0
     if model.masked_head is not None:
         return 2 * model.vocab_size * model.masked_head.width

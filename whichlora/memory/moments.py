@@ -12,6 +12,7 @@ from dataclasses import replace
 from whichlora.memory import activations, kv_cache, loss, optimizer
 from whichlora.memory.entries import Entry, Fact, Group, listed
 from whichlora.memory.held import HELD_INPUTS, held_between_steps, held_in_update, held_outputs
+from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.worst_layer import after, has_one_order
 from whichlora.spec.numeric import largest
@@ -82,8 +83,39 @@ def loss_forward(step: TrainingStep) -> Entries:
     )
 
 
+LOG_PROBABILITIES = Fact(
+    part="logits_and_loss",
+    what="hidden states that the fused head saved, log-probabilities and what is logged of them",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="compute_bytes",
+    why="the backward of the loss reads them",
+    source="TRL 1.16 ChunkedLogProbFunction.forward, DPOTrainer._compute_loss",
+)
+REFERENCE_FORWARD = Fact(
+    part="temporary",
+    what="forward of the reference",
+    shape="[batch_size, seq_len, …]",
+    dtype="compute_bytes",
+    why="the frozen reference scores the batch: a layer of it, or its head",
+    source="TRL 1.16 DPOTrainer._compute_loss, KTOTrainer._compute_loss",
+)
+
+
+def reference_forward(step: TrainingStep) -> Entries:
+    """In the reference's forward without gradients, while the graph of the batch is alive."""
+    in_layer = forward_bytes(step.model, step.dtypes, **step.sized)
+    return (
+        *step.always,
+        step.saved_for_backward,
+        step.remainders,
+        Entry(LOG_PROBABILITIES, step.tokens * loss.log_probability_bytes(step.model, step.dtypes)),
+        Entry(REFERENCE_FORWARD, largest(in_layer, step.loss_forward_bytes)),
+    )
+
+
 def _head_copy(step: TrainingStep) -> Entry:
-    return Entry(loss.HEAD_COPY, loss.head_copy_bytes(step.model, step.dtypes) + 0 * step.tokens)
+    copied = loss.head_copy_bytes(step.model, step.dtypes, loss_head=step.run.loss_head)
+    return Entry(loss.HEAD_COPY, copied + 0 * step.tokens)
 
 
 # --- backward ---------------------------------------------------------------------------------
@@ -334,16 +366,13 @@ def decoder_embedding_backward(step: TrainingStep) -> Entries:
     gradients = step.all_gradients - step.first_stack_gradients
     if step.model.splits_embeddings:
         gradients = gradients - step.model.embeddings[1].num_params * step.param_bytes
-    # the head's, cast back from autocast's copy, is no view, so that torch 2.13
-    # `InputBuffer::accumulate` sums in place
-    is_cast = step.dtypes.under_autocast and step.param_bytes == 4
     return (
         *step.always,
         held_outputs(step),
         Entry(ALL_GRADIENTS, gradients * is_first),
         step.remainders,
         _kept_by_encoder(step),
-        _tied_gradients(step, _num_tied_parts(step) - is_cast),
+        _tied_gradients(step, _num_tied_parts(step)),
     )
 
 
@@ -351,8 +380,8 @@ def embedding_backward(step: TrainingStep) -> Entries:
     """At the end of the backward, at the embedding table that is also the head."""
     # `InputBuffer` keeps the head's part from the start of the backward: the node of the weight
     # runs once all of its inputs are there. An encoder's part is added in place to the sum of head
-    # and decoder
-    parts = _num_tied_parts(step) - bool(step.second_stack)
+    # and decoder, which no node of theirs holds
+    parts = 1 + step.accumulates if step.second_stack else _num_tied_parts(step)
     return (
         *step.static,
         held_outputs(step),
@@ -363,8 +392,8 @@ def embedding_backward(step: TrainingStep) -> Entries:
 
 
 def _num_tied_parts(step: TrainingStep) -> int:
-    """The head's, the embedding's, and the accumulated gradient of earlier micro-steps."""
-    return 2 + step.accumulates
+    """The head's, the embedding's, their sum or the accumulated gradient of earlier micro-steps."""
+    return 2 + step.accumulates - step.adds_tied_in_place
 
 
 def _tied_gradients(step: TrainingStep, parts: int) -> Entry:
@@ -401,6 +430,8 @@ def training_moments(step: TrainingStep) -> dict[str, Entries]:
         "first_layer_backward": first_layer_backward(step),
         "optimizer_step": optimizer_step(step),
     }
+    if step.has_reference:
+        moments["reference_forward"] = reference_forward(step)
     if step.second_stack:
         moments["first_decoder_layer_backward"] = first_decoder_layer_backward(step)
     moments |= layers_backward_at_depth(step)

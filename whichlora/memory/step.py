@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from whichlora.memory import activations, allocator, loss, optimizer
 from whichlora.memory.embeddings import layer_inputs_saved, masked_head_saved, outside_saved
@@ -31,12 +30,10 @@ from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.numeric import Count, largest
+from whichlora.spec.numeric import Count, added, largest
 from whichlora.spec.run import RunConfig
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
-
-if TYPE_CHECKING:  # it is given, and lies above
-    from whichlora.trainers.base import Trainer
+from whichlora.trainers.base import Trainer
 
 INPUTS = Fact(
     part="activations",
@@ -54,6 +51,16 @@ ACCUMULATED = Fact(
     dtype="of the parameter",
     why="earlier micro-steps of this optimizer step left them",
     source="torch AccumulateGrad",
+)
+
+
+REFERENCE_WEIGHTS = Fact(
+    part="weights",
+    what="weights of the reference",
+    shape="[params]",
+    dtype="of the trained weights",
+    why="all weights are trained, so that the frozen reference is a model of its own",
+    source="TRL 1.16 DPOTrainer.__init__, KTOTrainer.__init__: create_model_from_path",
 )
 
 
@@ -123,7 +130,8 @@ class TrainingStep:
     @cached_property
     def static(self) -> tuple[Entry, ...]:
         """Entries of the whole step: weights, adapters and the optimizer's states."""
-        entries = weight_entries(self.model, self.dtypes, like=self.tokens)
+        weights = weight_entries(self.model, self.dtypes, like=self.tokens)
+        entries = [*weights]
         if not self.method.trains_base:
             entries += adapter_entries(
                 self.model, self.run, self.dtypes, self.method, self.targets, self.r
@@ -135,7 +143,15 @@ class TrainingStep:
             narrow_embeddings=self.trainer.narrows_embedding_states,
         )
         entries.append(Entry(optimizer.STATES, states + 0 * self.num_trained))
+        if self.has_reference and self.method.trains_base:
+            copied = added(entry.num_bytes for entry in weights)
+            entries.append(Entry(REFERENCE_WEIGHTS, copied))
         return tuple(entries)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether log-probabilities of a frozen reference are computed in each step."""
+        return bool(self.trainer.forwards(self.run).reference)
 
     @cached_property
     def always(self) -> tuple[Entry, ...]:
@@ -429,6 +445,16 @@ class TrainingStep:
         head = self.model.masked_head
         is_tied = self.model.head_tied or (head is not None and head.tied)
         return self.method.trains_base and is_tied
+
+    @property
+    def adds_tied_in_place(self) -> bool:
+        """Whether the sum of both parts takes the place of the first.
+
+        Source: torch 2.13 `InputBuffer::accumulate`: in place, unless a tensor is a view, as the
+        `mm` of a head leaves its gradient; autocast's cast and a fused head make new tensors.
+        """
+        is_cast = self.dtypes.under_autocast and self.param_bytes == 4
+        return is_cast or self.run.loss_head == "trl-fused"
 
     @cached_property
     def head_gradient(self) -> int:

@@ -390,11 +390,11 @@ class StepEvents(BlockPlayer):
 
     def _sum_of_tied(self, head: Instance, gradient: int, size: int, *, accumulated: bool) -> int:
         """The number of the sum of `gradient` and of the head's."""
-        is_cast = self.step.dtypes.under_autocast and self.step.param_bytes == 4
-        result = gradient if is_cast else self.list.born(size)
+        in_place = self.step.adds_tied_in_place
+        result = gradient if in_place else self.list.born(size)
         self._parameters = [pair for pair in self._parameters if pair[0] is not head]
         self._kill(head, head.block.events.parameters)
-        if not is_cast:
+        if not in_place:
             self.list.die(gradient)
         return result
 

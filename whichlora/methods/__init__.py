@@ -14,6 +14,7 @@ from whichlora.methods.base import Method
 from whichlora.spec.dtypes import has_master_weights
 from whichlora.spec.members import Members
 from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, RunConfig
+from whichlora.trainers import with_trainer
 
 WeightDtype = Literal["bfloat16", "float16", "float32"]
 
@@ -27,17 +28,19 @@ get_method = _METHODS.get
 
 
 def with_defaults(run: RunConfig) -> RunConfig:
-    """`run` with what its method and its libraries decide filled in.
+    """`run` with what its method, its trainer and its libraries decide filled in.
 
     The method knows its storage, and how its model is served. Merged weights are stored in 16 bit
     where `quant` does not say otherwise; a model without adapters has nothing to merge.
     PEFT's recipes prepare a bitsandbytes base for training, TRL 1.16 never does.
 
     Raises:
-        ConfigError: no such method.
+        ConfigError: no such method or trainer, or one that has no such setting.
     """
     method = get_method(run.method)
     training = run.phase == "finetune"
+    if training:
+        run = with_trainer(run)
     serve = run.serve or method.serve
     if training or method.trains_base:  # which do not ask
         serve = "merged"

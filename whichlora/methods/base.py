@@ -105,7 +105,8 @@ class Method:
             it is another method's. It may raise a `ConfigError` where it is this method's with an
             option that is not modelled.
         parameter_prefix: how PEFT's names of its parameters begin.
-        stays_wide: word in the names of those that stay fp32 where adapters are narrowed.
+        stays_wide: word in the names of those that stay fp32 where adapters are narrowed, and that
+            a layer's result is multiplied with.
         ignores: settings of `RunConfig` that mean nothing to it.
         trains_base: all base weights get gradients.
         base_quant: storage of the base weights where the user does not say.

@@ -59,7 +59,7 @@ def around(
     if quantised and dtypes.quant in FOUR_BIT_BNB:
         result = ops.copy(result)
     argument = wide = x if _leaves_cast(linear, dtypes) else widened(ops, linear, x)
-    if dtypes.lora_dropout:
+    if dtypes.adapters_drop:
         wide = ops.dropout(wide)
     size = result.size
     result = ops.cast(join(ops, linear, wide, result), size)
@@ -162,7 +162,7 @@ def low_rank_bytes(linear: Linear, dtypes: Dtypes) -> int:
 
 def elementwise_bytes(linear: Linear, dtypes: Dtypes) -> int:
     """Per token of one forward: casts, dropout, and the update scaled and added."""
-    dropped = 2 * dtypes.compute_bytes + 1 if dtypes.lora_dropout else 0
+    dropped = 2 * dtypes.compute_bytes + 1 if dtypes.adapters_drop else 0
     of_inputs = linear.active * linear.in_features * (cast_bytes(dtypes) + dropped)
     return of_inputs + linear.active * linear.out_features * output_bytes(dtypes)
 

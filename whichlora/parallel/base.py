@@ -99,6 +99,7 @@ def in_run(step: TrainingStep, run: RunConfig) -> TrainingStep:
         trains_base=step.method.trains_base,
         device_kind=step.gpu.kind,
         compute_capability=step.gpu.compute_capability,
+        widens_result=bool(step.method.stays_wide),
     )
     counted = step.dtypes
     dtypes = replace(

@@ -237,11 +237,7 @@ class Units:
             return
         older = self.step.dtypes.libraries.older("transformers", "4.53")
         yield SentUnits(unit=self.outside, number=1, is_last=True)
-        groups = self.step.model.groups
-        for group, block, number in zip(groups, self.blocks, self.counts, strict=True):
-            layer = group.layer
-            # dropout and norms save what they read: the forward is repeated up to them
-            goes_on = bool(layer.dropouts) or layer.post_norm or len(layer.norms) >= 4
+        for block, number in zip(self.blocks, self.counts, strict=True):
             leaves = [p for p in block.parameters if p.fact is ADAPTERS]
             others = tuple(p for p in block.parameters if p.fact is not ADAPTERS)
             yield SentUnits(unit=replace(block, parameters=others), number=number, runs_again=older)
@@ -251,7 +247,7 @@ class Units:
                     unit=unit,
                     number=number * leaf.count,
                     runs_again=True,
-                    ends_block=place == len(leaves) - 1 and not goes_on,
+                    ends_block=place == len(leaves) - 1,
                 )
 
     # --- parameters -----------------------------------------------------------------------------

@@ -85,6 +85,8 @@ def ledger(job: ResolvedRun, **sizes: Count) -> Ledger:
 
 def training_step(job: ResolvedRun, **sizes: Count) -> TrainingStep:
     """One optimizer step of `job`; args as of `ledger`."""
+    counts = _sizes(job, sizes)
+    counts["batch_size"] = counts["batch_size"] * job.trainer.rows_per_example
     return TrainingStep(
         model=job.model,
         run=job.run,
@@ -93,7 +95,7 @@ def training_step(job: ResolvedRun, **sizes: Count) -> TrainingStep:
         gpu=job.gpu,
         targets=job.targets,
         trainer=job.trainer,
-        **_sizes(job, sizes),
+        **counts,
     )
 
 
@@ -224,7 +226,8 @@ def num_tokens(job: ResolvedRun, **sizes: Count) -> Count:
     """
     counts = _sizes(job, sizes)
     if job.run.phase == "finetune":
-        return counts["batch_size"] * counts["seq_len"] * job.micro_batches
+        sequences = counts["batch_size"] * job.trainer.rows_per_example
+        return sequences * counts["seq_len"] * job.micro_batches
     encoder = job.model.task == "encoder"
     return counts["batch_size"] * counts["prompt_len" if encoder else "max_new_tokens"]
 
@@ -281,8 +284,10 @@ def count_run(job: ResolvedRun) -> CountedRun:
     """Count `job` once for any number of calibrations.
 
     Raises:
-        ConfigError: what a strategy refuses.
+        ConfigError: what a strategy or the trainer refuses.
     """
+    if job.run.phase == "finetune":
+        job.trainer.check(job.run)
     check_layout(job)
     moments, is_replayed = run_moments(job)
     ranks = ranks_work(job)

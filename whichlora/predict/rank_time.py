@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.memory.optimizer import Update
@@ -55,20 +56,52 @@ def features_of_step(step: TrainingStep, *, update_share: float = 1.0) -> dict[s
         update_share: of the trained parameters, what the optimizer of one rank updates.
     """
     dtype = step.run.precision[:4]
-    done = work.training_work(
+    done = work.sum_of((_of_micro_batches(step), *_without_gradients(step)))
+    counted = timing.features(done, step.gpu, dtype=dtype)
+    return counted | {"optimizer": update_share * counted["optimizer"]}
+
+
+def _of_micro_batches(step: TrainingStep) -> work.Work:
+    """Forwards and backwards with gradients, and the update."""
+    return work.training_work(
         step.model,
         step.run,
         step.dtypes,
         step.method,
         step.targets,
-        batch_size=step.batch_size,
-        seq_len=step.seq_len,
-        r=step.r,
         update=update_of_step(step),
-        num_multiprocessors=timing.tiled_multiprocessors(step.gpu, dtype),
+        **_sizes(step),
     )
-    counted = timing.features(done, step.gpu, dtype=dtype)
-    return counted | {"optimizer": update_share * counted["optimizer"]}
+
+
+def _without_gradients(step: TrainingStep) -> Iterator[work.Work]:
+    """Forwards that a trainer makes beside those; the reference has no adapters."""
+    forwards, update = step.trainer.forwards(step.run), update_of_step(step)
+    no_adapters = replace(update, tensors=())
+    for number, targets, counted in (
+        (forwards.policy, step.targets, update),
+        (forwards.reference, (), no_adapters),
+    ):
+        if number:
+            forward = work.evaluation_work(
+                step.model,
+                step.run,
+                step.dtypes,
+                step.method,
+                targets,
+                update=counted,
+                **_sizes(step),
+            )
+            yield work.times(number * step.run.gradient_accumulation_steps, forward)
+
+
+def _sizes(step: TrainingStep) -> dict[str, Any]:
+    return {
+        "batch_size": step.batch_size,
+        "seq_len": step.seq_len,
+        "r": step.r,
+        "num_multiprocessors": timing.tiled_multiprocessors(step.gpu, step.run.precision[:4]),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,6 +126,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         trains_base=training and method.trains_base,
         device_kind=gpu.kind,
         compute_capability=gpu.compute_capability,
+        widens_result=training and bool(method.stays_wide),
     )
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)

@@ -83,7 +83,6 @@ def _answer(request: Mapping[str, Any], device: str, tell: Tell) -> dict[str, An
 
     meter = Meter(device, keeps_history=request.get("keeps_history", False))
     _collect(meter)
-    gc.freeze()  # half a million objects of libraries, which each collection would pass again
     start_bytes = meter.live_bytes()
     try:
         with _memory_limit(request["memory_limit_bytes"]):

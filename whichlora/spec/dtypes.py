@@ -55,6 +55,8 @@ class Dtypes:
         shared_inputs: adapted projections that read one tensor keep one input between them.
         input_bytes: the copy of the input that an adapted projection keeps.
         dropped_bytes: one element of what adapter dropout is applied to.
+        adapters_drop: adapter dropout drops values; a trainer may leave the module and set its
+            probability to 0, as TRL's `disable_dropout` does.
         training: dropout is on and tensors are kept for backward.
         half: which of the 16-bit dtypes, "bf16" or "fp16": older devices lack kernels for one.
         device_kind: "cuda", "cpu", …: CPU kernels keep other things.
@@ -96,6 +98,7 @@ class Dtypes:
     compute_capability: str | None
     libraries: Libraries
     stores: CacheFormat | None = None
+    adapters_drop: bool = False
 
     @property
     def uses_sdpa(self) -> bool:
@@ -114,9 +117,17 @@ def has_master_weights(run: RunConfig, *, trains_base: bool) -> bool:
 
 
 def resolve_dtypes(
-    run: RunConfig, *, trains_base: bool, device_kind: str, compute_capability: str | None = None
+    run: RunConfig,
+    *,
+    trains_base: bool,
+    device_kind: str,
+    compute_capability: str | None = None,
+    widens_result: bool = False,
 ) -> Dtypes:
     """The stack that `run`, its defaults filled in, gets from transformers, PEFT, bitsandbytes.
+
+    Args:
+        widens_result: the adapters multiply a layer's result by a parameter that stays fp32.
 
     Source: MODES of `docs/memory.md`, read and traced on transformers 5.23, peft 0.21.2.
     """
@@ -131,10 +142,14 @@ def resolve_dtypes(
     wide_base = has_master_weights(run, trains_base=trains_base)  # under autocast alone
     stored = 4 if wide_base or prepared else half
 
+    # PEFT's 4-bit and 8-bit layers cast their result back where autocast is off alone, so that it
+    # makes the stream fp32 from the first layer on: peft 0.21.2 `lora.bnb.Linear4bit.forward`
+    wide_result = widens_result and autocast and quant in BNB_QUANTS and not narrow
+
     mode: Mode
     if half == 4 or (prepared and not autocast):
         mode = "F"  # fp32 norms of a prepared base promote the whole stream
-    elif (prepared and autocast) or wide_base:
+    elif (prepared and autocast) or wide_base or wide_result:
         mode = "Q"
     elif autocast:
         # PEFT's 4-bit layers leave the cast to autocast, so that targets share their input; so
@@ -152,7 +167,8 @@ def resolve_dtypes(
     # PEFT makes adapters fp32; only TRL's fused recipe casts those of 4-bit layers to bf16.
     trl_narrows = run.loss_head == "trl-fused" and run.adapter_dtype == "auto"
     cast_by_autocast = mode == "P" and autocast and not trains_base
-    fp32_adapters = not narrow and (widens_input or (cast_by_autocast and not trl_narrows))
+    by_trl = trl_narrows and (cast_by_autocast or wide_result)
+    fp32_adapters = not narrow and not by_trl and (widens_input or cast_by_autocast)
     wide = mode in ("Q", "F")
     return Dtypes(
         mode=mode,
@@ -175,6 +191,9 @@ def resolve_dtypes(
         shared_inputs=mode in ("P", "F") and not narrow_adapters,
         input_bytes=4 if mode in ("C", "F") and not narrow_adapters else 2,
         lora_dropout=run.lora_dropout if run.phase == "finetune" else 0.0,
+        adapters_drop=bool(run.lora_dropout)
+        and run.phase == "finetune"
+        and not run.trainer_option("disable_dropout"),
         # PEFT widens the input to the adapter's dtype before it drops; autocast narrows it after.
         dropped_bytes=4 if widens_input else half,
         training=run.phase == "finetune",

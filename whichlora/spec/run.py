@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 from whichlora.errors import ConfigError
+from whichlora.spec.options import OptionValue
 from whichlora.spec.parallel import ONE_GPU, ParallelConfig
 from whichlora.spec.versions import Libraries
 from whichlora.text import require_printable
@@ -160,6 +161,7 @@ class RunConfig:
         use_reentrant: kind of checkpointing; None: what this version of transformers does.
         libraries: (library, version) pairs where they are not the current ones.
         trainer: a name registered in `whichlora.trainers`.
+        trainer_options: (name, value) pairs of what the trainer declares.
         parallel: the GPUs of the run, and how it is spread over them.
     """
 
@@ -200,6 +202,7 @@ class RunConfig:
     quant_group_size: int = 128
     expandable_segments: bool = False
     trainer: str = "transformers"
+    trainer_options: tuple[tuple[str, OptionValue], ...] = ()
     parallel: ParallelConfig = ONE_GPU
 
     def __post_init__(self) -> None:
@@ -331,6 +334,10 @@ class RunConfig:
             return self.precision.endswith("-pure")
         return self.adapter_dtype == "bfloat16"
 
+    def trainer_option(self, name: str) -> OptionValue | None:
+        """The value of a trainer's option; None where the run does not say, and has no default."""
+        return dict(self.trainer_options).get(name)
+
     def chosen(self) -> dict[str, Any]:
         """The settings that are not at their defaults, as JSON types: what names a record.
 
@@ -342,9 +349,14 @@ class RunConfig:
         return {name: value for name, value in chosen if value not in (None, defaults.get(name))}
 
     def to_dict(self) -> dict[str, Any]:
-        """Every setting as JSON types, in declaration order; `parallel` of several GPUs alone."""
+        """Every setting as JSON types, in declaration order.
+
+        `parallel` is there of several GPUs alone, `trainer_options` where there are any.
+        """
         values = dataclasses.asdict(self)
-        del values["parallel"]
+        del values["parallel"], values["trainer_options"]
+        if self.trainer_options:
+            values["trainer_options"] = dict(self.trainer_options)
         if self.parallel != ONE_GPU:
             values["parallel"] = self.parallel.to_dict()
         values["target_modules"] = list(self.target_modules)
@@ -372,6 +384,12 @@ class RunConfig:
                 if not isinstance(fields[name], list | tuple):
                     raise ConfigError(f"{name}: {fields[name]!r} is not a list of names")
                 fields[name] = tuple(fields[name])
+        if "trainer_options" in fields:
+            if not isinstance(fields["trainer_options"], Mapping):
+                raise ConfigError(
+                    f"trainer_options: {fields['trainer_options']!r} is not an object of settings"
+                )
+            fields["trainer_options"] = tuple(sorted(fields["trainer_options"].items()))
         if "parallel" in fields:
             fields["parallel"] = ParallelConfig.from_dict(fields["parallel"])
         if "libraries" in fields:

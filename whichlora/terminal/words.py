@@ -65,8 +65,10 @@ def variants(runs: Sequence[RunConfig], devices: Sequence[str]) -> list[str]:
     for run, settings, device in zip(runs, flat, devices, strict=True):
         spread = (run.parallel.gpus, run.parallel.in_words)
         sizes = (run.batch_size, run.seq_len, run.prompt_len, run.max_new_tokens)
-        alike.setdefault((device, run.model, kind(run), *spread, *sizes), []).append(settings)
-    differing = [
+        looks = (device, run.model, kind(run), run.trainer, *spread, *sizes)
+        alike.setdefault(looks, []).append(settings)
+    differing = ["trainer"] if len({run.trainer for run in runs}) > 1 else []
+    differing += [
         name
         for name in dict.fromkeys(name for settings in flat for name in settings)
         if any(
@@ -87,10 +89,11 @@ def variants(runs: Sequence[RunConfig], devices: Sequence[str]) -> list[str]:
 
 
 def _flat(run: RunConfig) -> dict[str, Any]:
-    """The settings of `run`, the options of its strategy beside the others."""
+    """The settings of `run`, the options of its strategy and trainer beside the others."""
     settings = run.to_dict()
     spread: dict[str, Any] = settings.pop("parallel", {})
-    return settings | spread
+    of_trainer: dict[str, Any] = settings.pop("trainer_options", {})
+    return settings | spread | of_trainer
 
 
 def _in_words(setting: str, value: Any) -> str:

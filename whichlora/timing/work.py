@@ -490,7 +490,7 @@ def _trained_layers(
         launches=launches,
     )
     in_step = (_trained_adapter(x, recompute, count, tokens) for _, x in adapters)
-    return _sum_of((layers, _times(count, _sum_of(attentions)), *in_step))
+    return sum_of((layers, times(count, sum_of(attentions)), *in_step))
 
 
 def _by_shape(layer: Layer) -> Iterable[tuple[Linear, int]]:
@@ -538,15 +538,15 @@ def _trained_adapter(adapter: AdapterWork, recompute: int, count: int, tokens: C
     )
 
 
-def _sum_of(works: Iterable[Work]) -> Work:
+def sum_of(works: Iterable[Work]) -> Work:
     """The work of all of them, one after the other."""
     columns = zip(*map(_counts_of, works), strict=True)
     totals = [reduce(add, column, 0) for column in columns]
     return Work(**dict(zip(_WORK_FIELDS, totals, strict=True))) if totals else Work()
 
 
-def _times(count: int, work: Work) -> Work:
-    """`work` in each of `count` layers."""
+def times(count: int, work: Work) -> Work:
+    """`work`, `count` times."""
     counts = [count * number for number in _counts_of(work)]
     return Work(**dict(zip(_WORK_FIELDS, counts, strict=True)))
 
@@ -576,7 +576,7 @@ def training_work(
     passes = 3 if method.trains_base else 2
     head, around = head_weights(model)
 
-    layers = _sum_of(
+    layers = sum_of(
         _trained_layers(
             layer,
             count,
@@ -839,7 +839,7 @@ def _served_layers(
         _served_adapter(linear, adapter, count, method, dtypes, rows=rows, r=r)
         for linear, adapter in adapters
     )
-    return _sum_of((layers, _times(count, _sum_of(attentions)), *of_adapters))
+    return sum_of((layers, times(count, sum_of(attentions)), *of_adapters))
 
 
 def inference_work(
@@ -872,7 +872,7 @@ def inference_work(
     scored = tokens if scores_all else batch_size
     if model.task == "encoder":
         head = head + around
-    layers = _sum_of(
+    layers = sum_of(
         _served_layers(
             group,
             model,

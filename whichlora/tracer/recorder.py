@@ -142,6 +142,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._placeholder_value(args[0])
+        chosen = _all_of_mask(func, args)
+        if chosen is not None:
+            return chosen
         temporary_bytes = _temporary_bytes(func, args, kwargs or {}, self._fused_rows)
         temporary = self._write_birth(temporary_bytes, str(func), None) if temporary_bytes else 0
         result = func(*args, **(kwargs or {}))
@@ -269,6 +272,22 @@ def _calls(function: Any, first: Any) -> Any:
         function(first, *args)
 
     return call
+
+
+def _all_of_mask(func: Any, args: Any) -> torch.Tensor | None:
+    """What a mask chooses, which a fake one can't tell: everything, as of a batch without padding.
+
+    Run as other operators, so that the results are recorded.
+    """
+    if func is torch.ops.aten.nonzero.default:
+        mask = args[0]
+        return torch.zeros((mask.numel(), mask.ndim), dtype=torch.long, device=mask.device)
+    if func is not torch.ops.aten.index.Tensor or len(args[1]) != 1:
+        return None
+    tensor, (mask,) = args
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        return None
+    return tensor.flatten(0, mask.ndim - 1).clone()
 
 
 def _temporary_bytes(func: Any, args: Any, kwargs: Mapping[str, Any], fused_rows: int) -> int:

@@ -52,6 +52,7 @@ from whichlora.tracer.extrapolate import (
 )
 from whichlora.tracer.fake_weights import place_fake
 from whichlora.tracer.like_cuda import Device, like_cuda, with_flash_attention
+from whichlora.tracer.like_triton import with_fused_head
 from whichlora.tracer.recorder import Recorder
 from whichlora.trainers import get_trainer
 
@@ -115,6 +116,8 @@ def trace(
             patches.enter_context(with_efficient_attention())
         if run.attn == "flash_attention_2":
             patches.enter_context(with_flash_attention())
+        if run.loss_head == "trl-fused":
+            patches.enter_context(with_fused_head())
         model = meta_model(weights, config, device="cpu")
         patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         patches.enter_context(like_cuda(device))

@@ -6,19 +6,55 @@ A package adds its own trainer with an entry point in the group `whichlora.train
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from whichlora.errors import ConfigError
 from whichlora.spec.members import Members
-from whichlora.trainers import loop, loop_function, transformers
+from whichlora.spec.options import filled
+from whichlora.spec.run import RunConfig
+from whichlora.trainers import dpo, kto, loop, loop_function, sft, transformers
 from whichlora.trainers.base import Trainer
 
 _TRAINERS = Members[Trainer](
     "trainer",
     "trainers",
     Trainer,
-    (module.TRAINER for module in (transformers, loop, loop_function)),
+    (module.TRAINER for module in (transformers, loop, loop_function, sft, dpo, kto)),
 )
 BUILT_IN = _TRAINERS.built_in
 ENTRY_POINT_GROUP = _TRAINERS.group
 list_trainers = _TRAINERS.all
 get_trainer = _TRAINERS.get
 
-__all__ = ["BUILT_IN", "ENTRY_POINT_GROUP", "Trainer", "get_trainer", "list_trainers"]
+
+def with_trainer(run: RunConfig) -> RunConfig:
+    """`run` with its trainer's usual loss, and every option of the trainer.
+
+    Raises:
+        ConfigError: no such trainer, or an option or a loss that it does not have.
+    """
+    trainer = get_trainer(run.trainer)
+    asked = dict(run.trainer_options)
+    names = [option.name for option in trainer.options]
+    for name in asked:
+        if name not in names:
+            accepted = f"whose options are {', '.join(names)}" if names else "which has none"
+            raise ConfigError(
+                f"trainer_options: {name!r} is no option of trainer {trainer.name}, {accepted}"
+            )
+    values = filled(trainer.options, asked).items()
+    return replace(
+        run,
+        loss_head=trainer.loss_head(run),
+        trainer_options=tuple(sorted((name, value) for name, value in values if value is not None)),
+    )
+
+
+__all__ = [
+    "BUILT_IN",
+    "ENTRY_POINT_GROUP",
+    "Trainer",
+    "get_trainer",
+    "list_trainers",
+    "with_trainer",
+]

@@ -1,18 +1,45 @@
-"""What a trainer is: who runs the steps of a fine-tuning, and what it holds between the passes."""
+"""What a trainer is: who runs the steps of a fine-tuning, what a step is, and what it holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from whichlora.spec.run import RunConfig
+from whichlora.errors import ConfigError
+from whichlora.spec.options import Option
+from whichlora.spec.run import LossHead, RunConfig
 
+Rows = Literal["texts", "pairs", "labelled"]
 OutputsHeld = Literal["until_loss", "until_backward", "until_step_ends", "until_next_outputs"]
+USUAL_HEAD = "hf"  # of a run that names none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forwards:
+    """Forwards of a micro-batch without gradients, beside the one with.
+
+    Args:
+        policy: of the model as it is trained.
+        reference: of what it was before, while the graph of the forward with gradients is alive:
+            of the base with its adapters off, or of a second copy of the weights where these are
+            trained.
+    """
+
+    policy: int = 0
+    reference: int = 0
 
 
 def _drops_outputs(run: RunConfig) -> OutputsHeld:
     return "until_loss"
+
+
+def _none(run: RunConfig) -> Forwards:
+    return Forwards()
+
+
+def _accepts(run: RunConfig) -> None:
+    return None
 
 
 def _no_notes(run: RunConfig) -> tuple[str, ...]:
@@ -28,12 +55,19 @@ class Trainer:
             `whichlora.profiler.finetune:measure_finetune` does; profiles and traces call it.
         library_class: dotted name of the class whose steps these are; empty where a script writes
             them out. An exporter states which class its tool runs.
+        options: its own settings, by its library's names.
+        loss_heads: who may compute its loss; the first does where a run names none.
+        rows: what it trains on: texts, pairs of a chosen and a rejected answer, or answers that are
+            labelled as wanted or not.
+        rows_per_example: sequences that an example adds to a forward: two for a pair of answers.
+        forwards: those without gradients, of each micro-batch.
         outputs_held: how long a variable of the caller holds what the model returns (logits among
             it): until there is a loss, until its backward is done, until the step with the
             optimizer's update is done, or until the outputs of the next step take their place.
         widens_outputs: under autocast the caller gets fp32 copies of the outputs.
         narrows_embedding_states: an 8-bit optimizer has 8-bit states of embeddings, too.
         clips_gradients: their norm is computed and cut before each optimizer step.
+        check: refuses what the library refuses, in one line.
         notes: what a user must know of a run.
     """
 
@@ -41,8 +75,29 @@ class Trainer:
     summary: str
     steps: str
     library_class: str = ""
+    options: tuple[Option, ...] = ()
+    loss_heads: tuple[LossHead, ...] = get_args(LossHead)
+    rows: Rows = "texts"
+    rows_per_example: int = 1
+    forwards: Callable[[RunConfig], Forwards] = _none
     outputs_held: Callable[[RunConfig], OutputsHeld] = _drops_outputs
     widens_outputs: bool = False
     narrows_embedding_states: bool = False
     clips_gradients: bool = False
+    check: Callable[[RunConfig], None] = _accepts
     notes: Callable[[RunConfig], tuple[str, ...]] = _no_notes
+
+    def loss_head(self, run: RunConfig) -> LossHead:
+        """Who computes the loss of `run`.
+
+        Raises:
+            ConfigError: this trainer has no such loss.
+        """
+        if run.loss_head == USUAL_HEAD:
+            return self.loss_heads[0]
+        if run.loss_head not in self.loss_heads:
+            raise ConfigError(
+                f"loss_head: {run.loss_head} is not in trainer {self.name}, whose loss is "
+                f"{' or '.join(self.loss_heads)}; leave it out"
+            )
+        return run.loss_head

@@ -39,6 +39,7 @@ _FINETUNE_ONLY = (
     "loss_head",
     "prepare_kbit",
     "trainer",
+    "trainer_options",
 )
 # Those of them that a generation with an unmerged adapter reads.
 _OF_ADAPTER = ("method", "r", "target_modules", "modules_to_save", "adapter_dtype")

@@ -285,24 +285,25 @@ def _head(body: str, constants: Mapping[str, Any], adapter: Mapping[str, Sequenc
     )
 
 
-def runs_in_trainer(run: RunConfig) -> bool:
-    """Whether the steps of `run` are those of `TRAINER_CLASS`."""
-    return get_trainer(run.trainer).library_class == TRAINER_CLASS
+def runs_in_trainer(run: RunConfig, *others: str) -> bool:
+    """Whether the steps of `run` are those of `TRAINER_CLASS`, or of one of `others`."""
+    return get_trainer(run.trainer).library_class in (TRAINER_CLASS, *others)
 
 
-def require_trainer(run: RunConfig, place: str) -> None:
+def require_trainer(run: RunConfig, place: str, *others: str) -> None:
     """Refuse a run whose steps are not those of the Trainer of transformers, or a subclass of it.
 
     Args:
         place: how the message begins.
+        others: further classes whose steps are accepted.
 
     Raises:
         ConfigError: another trainer.
     """
-    if not runs_in_trainer(run):
+    if not runs_in_trainer(run, *others):
         raise ConfigError(
             f"{place}: trainer {run.trainer} can't be written, its steps are those of "
-            f"{TRAINER_CLASS}; use trainer transformers"
+            f"{' or '.join((TRAINER_CLASS, *others))}; use trainer transformers"
         )
 
 

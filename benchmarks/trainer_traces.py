@@ -1,0 +1,144 @@
+"""Trace drawn runs of TRL's trainers, keep the records, and compare them with the ledger.
+
+`python benchmarks/trainer_traces.py` prints errors of the peak by trainer, for docs/memory.md.
+`--draw 90` traces anew, which needs TRL (`pip install trl`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from whichlora import families
+from whichlora.memory.allocator import REMAINDERS
+from whichlora.predict.predict import ledger
+from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.spec.numeric import added
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
+
+RECORDS = Path(__file__).parent / "traces" / "trainers.jsonl"
+GPU = find_gpu("a100-sxm-80gb")
+TRAINERS = ("sft", "dpo", "kto")
+MODELS = (
+    "meta-llama/Llama-3.2-1B",
+    "meta-llama/Llama-3.1-8B",
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen2.5-1.5B",
+    "google/gemma-2-2b",
+    "mistralai/Mistral-7B-v0.3",
+    "microsoft/phi-2",
+    "EleutherAI/pythia-1.4b",
+    "bigcode/starcoder2-3b",
+    "HuggingFaceTB/SmolLM3-3B",
+)
+
+
+def config_of(line: dict[str, Any]) -> dict[str, Any]:
+    """The config of the record's model with as many layers as were traced."""
+    config = dict(load_model(line["run"]["model"]).config)
+    config["num_hidden_layers"] = line["layers"]
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][: line["layers"]]
+    return config
+
+
+def job_of(line: dict[str, Any]) -> ResolvedRun:
+    model = families.build(config_of(line), name="drawn")
+    return resolve(model, RunConfig.from_dict(line["run"]), GPU)
+
+
+def predicted(line: dict[str, Any]) -> int:
+    """Live bytes at the peak, as the ledger has them; loading is not traced."""
+    moments = ledger(job_of(line)).moments
+    # remainders of blocks are the allocator's: no storage of a trace has them
+    return max(
+        int(added(entry.num_bytes for entry in entries if entry.fact is not REMAINDERS))
+        for name, entries in moments.items()
+        if name != "loading"
+    )
+
+
+def traced(line: dict[str, Any]) -> int:
+    """The same of TRL's trainer on fake tensors."""
+    from whichlora.tracer.trace import trace
+
+    job = job_of(line)
+    peak = live = 0
+    sizes: dict[int, int] = {}
+    for event in trace(job.run, config_of(line), target_modules=job.peft_targets):
+        if event.num_bytes is None:
+            live -= sizes.pop(event.storage)
+        else:
+            sizes[event.storage] = event.num_bytes
+            live += event.num_bytes
+        if event.moment not in ("load", "adapters"):
+            peak = max(peak, live)
+    return peak
+
+
+def draw(seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    method = rng.choice(("full", "lora", "lora", "dora", "qlora", "qdora"))
+    trainer = rng.choice(TRAINERS)
+    wide = method == "full" and rng.random() < 0.3
+    run = RunConfig(
+        model=rng.choice(MODELS),
+        trainer=trainer,
+        method=method,
+        r=rng.choice((8, 16, 64)),
+        lora_dropout=rng.choice((0.0, 0.0, 0.05)),
+        batch_size=rng.choice((2, 4) if trainer == "kto" else (1, 2, 4)),
+        seq_len=rng.choice((256, 512, 1024)),
+        precision="bf16" if wide else rng.choice(("bf16", "bf16-pure")),
+        base_dtype="float32" if wide else "auto",
+        gradient_checkpointing=rng.random() < 0.6,
+        gradient_accumulation_steps=rng.choice((1, 1, 2)),
+    )
+    return {"layers": rng.choice((2, 3, 4)), "run": run.to_dict()}
+
+
+def records() -> Iterator[dict[str, Any]]:
+    for text in RECORDS.read_text(encoding="utf-8").splitlines():
+        yield json.loads(text)
+
+
+def errors() -> dict[str, list[float]]:
+    """Relative errors of the ledger by trainer, over all kept records."""
+    by_trainer: dict[str, list[float]] = {}
+    for line in records():
+        error = abs(predicted(line) / line["traced"] - 1)
+        by_trainer.setdefault(line["run"]["trainer"], []).append(error)
+    return by_trainer
+
+
+def table() -> str:
+    lines = ["| trainer | runs | median | p95 | worst |", "| --- | --- | --- | --- | --- |"]
+    for name, sizes in errors().items():
+        p95 = quantiles(sizes, n=20, method="inclusive")[-1]
+        shown = " | ".join(f"{100 * size:.3f} %" for size in (median(sizes), p95, max(sizes)))
+        lines.append(f"| `{name}` | {len(sizes)} | {shown} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draw", type=int, metavar="N", help="trace N runs and keep them")
+    arguments = parser.parse_args()
+    if arguments.draw:
+        with RECORDS.open("w", encoding="utf-8") as file:
+            for seed in range(arguments.draw):
+                line = draw(seed)
+                line["traced"] = traced(line)
+                print(json.dumps(line), file=file, flush=True)
+    print(table())
+
+
+if __name__ == "__main__":
+    main()

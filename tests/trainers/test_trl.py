@@ -1,0 +1,142 @@
+"""TRL's trainers: their options, what they refuse, and what a reference takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import pytest
+import trainer_traces
+from devices import A100
+
+from whichlora.errors import ConfigError
+from whichlora.exports import FORMATS
+from whichlora.memory.step import REFERENCE_WEIGHTS
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.predict import ledger, num_tokens, predict, training_step
+from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.numeric import added
+from whichlora.spec.run import RunConfig
+from whichlora.store.hub import load_model
+from whichlora.workflow.export import make_recipe
+
+NAME = "HuggingFaceTB/SmolLM2-135M"
+SFT = RunConfig(model=NAME, trainer="sft", batch_size=4, seq_len=256)
+PRECOMPUTED = (("precompute_ref_log_probs", True),)
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelSpec:
+    return load_model(NAME)
+
+
+def job(model: ModelSpec, **settings: Any) -> ResolvedRun:
+    return resolve(model, replace(SFT, **settings), A100)
+
+
+def step_s(model: ModelSpec, **settings: Any) -> float:
+    seconds = predict(model, replace(SFT, **settings), A100, prior_calibration(A100)).time.step_s
+    assert seconds is not None
+    return seconds
+
+
+def test_a_trainer_brings_its_loss_and_its_options(model: ModelSpec) -> None:
+    run = job(model, trainer="dpo").run
+    assert run.loss_head == "trl-fused"
+    assert run.prepare_kbit is False
+    assert run.to_dict()["trainer_options"] == {
+        "beta": 0.1,
+        "precompute_ref_log_probs": False,
+        "disable_dropout": True,
+    }
+    assert RunConfig.from_dict(run.to_dict()) == run
+    assert "trainer_options" not in job(model).run.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trainer": "dpo", "loss_head": "liger"}, "loss_head: liger is not in trainer dpo"),
+        (
+            {"trainer": "dpo", "trainer_options": (("bet", 1),)},
+            "'bet' is no option of trainer dpo, whose options are beta, precompute",
+        ),
+        ({"trainer_options": (("beta", 0.1),)}, "no option of trainer sft, which has none"),
+        ({"trainer": "dpo", "trainer_options": (("beta", "x"),)}, "beta: 'x' is not a number"),
+        (
+            {"trainer": "kto", "trainer_options": (("loss_type", "kt"),)},
+            "loss_type: 'kt' is not accepted; accepted are kto, apo_zero_unpaired",
+        ),
+    ],
+)
+def test_what_a_trainer_has_not_is_refused(
+    model: ModelSpec, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        job(model, **settings)
+
+
+def test_kto_needs_two_answers_whose_prompts_it_exchanges(model: ModelSpec) -> None:
+    with pytest.raises(ConfigError, match="batch_size: trainer kto needs 2 or more"):
+        step_s(model, trainer="kto", batch_size=1)
+    without_kl = (("loss_type", "apo_zero_unpaired"),)
+    assert step_s(model, trainer="kto", batch_size=1, trainer_options=without_kl) > 0
+
+
+def test_a_pair_is_two_sequences(model: ModelSpec) -> None:
+    pairs, texts = job(model, trainer="dpo", batch_size=2), job(model)
+    assert num_tokens(pairs) == num_tokens(texts) == 4 * 256
+    assert training_step(pairs).saved_for_backward == training_step(texts).saved_for_backward
+
+
+def test_a_reference_is_a_second_model_only_where_all_weights_are_trained(
+    model: ModelSpec,
+) -> None:
+    def reference_bytes(**settings: Any) -> float:
+        entries = training_step(job(model, trainer="dpo", **settings)).static
+        return added(e.num_bytes for e in entries if e.fact is REFERENCE_WEIGHTS)
+
+    assert reference_bytes(method="full") == 2 * model.num_params
+    assert reference_bytes(method="lora") == 0
+    assert reference_bytes(method="full", trainer_options=PRECOMPUTED) == 0
+    moments = ledger(job(model, trainer="dpo", method="lora")).moments
+    assert "reference_forward" in moments
+    assert "reference_forward" not in ledger(job(model)).moments
+
+
+def test_every_forward_without_gradients_takes_time(model: ModelSpec) -> None:
+    texts = step_s(model)
+    with_kl = step_s(model, trainer="kto")
+    without_kl = step_s(model, trainer="kto", trainer_options=(("loss_type", "apo_zero_unpaired"),))
+    precomputed = step_s(model, trainer="dpo", batch_size=2, trainer_options=PRECOMPUTED)
+    assert texts < without_kl < with_kl
+    assert precomputed == texts
+    assert without_kl == pytest.approx(step_s(model, trainer="dpo", batch_size=2))
+
+
+def test_disabled_dropout_keeps_no_mask(model: ModelSpec) -> None:
+    def peak(**settings: Any) -> float:
+        return ledger(job(model, gradient_checkpointing=False, **settings)).peak_allocated_bytes
+
+    kept = (("disable_dropout", False),)
+    dropped = peak(trainer="dpo", lora_dropout=0.1, trainer_options=kept)
+    assert peak(trainer="dpo", lora_dropout=0.1) == peak(trainer="dpo", lora_dropout=0.0) < dropped
+
+
+def test_trl_s_exporter_writes_its_own_trainer_and_no_other(model: ModelSpec) -> None:
+    files = FORMATS["trl"](make_recipe(SFT, "a100-sxm-80gb")).files
+    assert (
+        files
+        == FORMATS["trl"](make_recipe(replace(SFT, trainer="transformers"), "a100-sxm-80gb")).files
+    )
+    with pytest.raises(ConfigError, match="--to trl: trainer dpo can't be written"):
+        FORMATS["trl"](make_recipe(replace(SFT, trainer="dpo"), "a100-sxm-80gb"))
+
+
+def test_the_ledger_has_the_bytes_of_the_kept_traces() -> None:
+    errors = [error for of_trainer in trainer_traces.errors().values() for error in of_trainer]
+    assert len(errors) >= 40
+    assert median(errors) < 0.001
+    assert max(errors) < 0.02

@@ -1,0 +1,175 @@
+"""A few optimizer steps of TRL's trainers, timed one by one.
+
+The model is built as for every profile: a trainer gets one that has its adapters, not a name and a
+`peft_config`. Rows are random tokens, all of them completions.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.utils.data import SequentialSampler
+from transformers import PreTrainedTokenizerFast
+
+from whichlora.errors import MeasurementError
+from whichlora.profiler.finetune import (
+    StepTimer,
+    collate,
+    random_rows,
+    stages,
+    training_options,
+    watch_moments,
+)
+from whichlora.profiler.meter import Meter
+from whichlora.spec.run import RunConfig
+from whichlora.trainers import get_trainer
+
+Batch = dict[str, Any]
+_REFERENCE = "ref"  # TRL's name of the frozen copy of an adapter that it is given
+
+
+def measure_trl(
+    model: Any,
+    run: RunConfig,
+    meter: Meter,
+    seq_lens: Sequence[int],
+    is_done: Callable[[Sequence[float]], bool] = lambda _: False,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """As `finetune.measure_finetune`, of the trainer of TRL that `run` names.
+
+    Raises:
+        MeasurementError: TRL is not installed.
+    """
+    trainer = get_trainer(run.trainer)
+    try:
+        from datasets import Dataset
+
+        library_class = resolve_name(trainer.library_class)
+        config_class = resolve_name(trainer.library_class.removesuffix("Trainer") + "Config")
+    except ImportError as error:
+        raise MeasurementError(
+            f"trainer: {run.trainer} needs TRL, which is not installed ({error}); pip install trl"
+        ) from None
+    lengths, steps = stages(meter, seq_lens)
+    timer = StepTimer(
+        meter, num_untimed=len(lengths) - len(seq_lens), is_done=is_done, steps=steps, tell=tell
+    )
+    watch_moments(model, meter)
+    rows, made = random_rows(model.config, run, lengths), _BATCHES[run.trainer]
+    with tempfile.TemporaryDirectory() as output_dir:
+        tuned = _prepared(library_class)(
+            model=model,
+            args=config_class(
+                **_usual_settings(run, meter, output_dir, max_steps=len(lengths)),
+                **_own_settings(config_class, run),
+            ),
+            # a `Dataset` alone is accepted; it holds the numbers of the rows
+            train_dataset=Dataset.from_dict({"row": range(len(rows))}),
+            data_collator=lambda numbers: made([rows[number["row"]] for number in numbers]),
+            processing_class=_tokenizer(),
+            callbacks=[timer],
+            **_reference(model, run),
+        )
+        if _REFERENCE in getattr(model, "peft_config", {}):
+            # of an adapter that is handed over trained; a `peft_config` makes none
+            model.delete_adapter(_REFERENCE)
+        tuned.train()
+    peaks = meter.peaks()
+    tuned.accelerator.free_memory()
+    timed = {"step_s": timer.step_s, "batch_seq_len": list(seq_lens[: len(timer.step_s)])}
+    return timed | {"warm_up_s": timer.warm_up_s} | peaks
+
+
+def _reference(model: Any, run: RunConfig) -> dict[str, Any]:
+    """A frozen copy of the model, which the trainer would load, where no adapters can be off."""
+    if not get_trainer(run.trainer).forwards(run).reference or hasattr(model, "peft_config"):
+        return {}
+    return {"ref_model": copy.deepcopy(model).requires_grad_(False)}
+
+
+def _prepared(library_class: Any) -> Any:
+    """`library_class` for rows that are tokenised, in the given order."""
+
+    class Prepared(library_class):  # type: ignore[misc]
+        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
+            return dataset
+
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+        def create_model_card(self, *_: Any, **__: Any) -> None:
+            pass
+
+    return Prepared
+
+
+def _usual_settings(
+    run: RunConfig, meter: Meter, output_dir: str, *, max_steps: int
+) -> dict[str, Any]:
+    """Those of the Trainer, with checkpointing by the old name, which TRL 1.16 reads."""
+    options = training_options(run, meter, output_dir, max_steps=max_steps)
+    return {
+        name.replace("activation_checkpointing", "gradient_checkpointing"): value
+        for name, value in options.items()
+    }
+
+
+def _own_settings(config_class: Any, run: RunConfig) -> dict[str, Any]:
+    """The trainer's options, and a length that cuts no row."""
+    known = {field.name for field in dataclasses.fields(config_class)}
+    options = {name: value for name, value in run.trainer_options if name in known}
+    return options | {"max_length": None, "remove_unused_columns": False}
+
+
+def _tokenizer() -> Any:
+    """A tokenizer that names a pad and an end, which is all that is read of it."""
+    vocab = {"<pad>": 0, "<eos>": 1}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocab, unk_token="<pad>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
+
+
+# --- batches, as the collators of the trainers make them ------------------------------------------
+
+
+def _pairs(rows: list[Mapping[str, Any]]) -> Batch:
+    """Source: TRL 1.16 `DataCollatorForPreference`: chosen rows, then rejected ones."""
+    return _completions([*rows, *rows])
+
+
+def _completions(rows: list[Mapping[str, Any]]) -> Batch:
+    batch = collate(rows)
+    del batch["labels"]
+    mask = batch["attention_mask"].clone()
+    mask[:, 0] = 0  # a prompt of one token
+    return batch | {"completion_mask": mask}
+
+
+def _kto(rows: list[Mapping[str, Any]]) -> Batch:
+    """Beside the rows the mismatched ones of the KL term.
+
+    Source: TRL 1.16 `DataCollatorForUnpairedPreference`.
+    """
+    batch = _completions(rows)
+    mismatched = {f"KL_{name}": value.clone() for name, value in batch.items()}
+    label = torch.tensor([bool(number % 2) for number in range(len(rows))])
+    return batch | mismatched | {"label": label}
+
+
+_BATCHES: dict[str, Callable[[list[Mapping[str, Any]]], Batch]] = {
+    "sft": collate,
+    "dpo": _pairs,
+    "kto": _kto,
+}

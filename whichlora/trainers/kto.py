@@ -1,0 +1,49 @@
+"""TRL's `KTOTrainer`: answers that are wanted or not, and a frozen reference.
+
+Its KL term takes a second batch, of prompts with answers to other prompts, through the model and
+through the reference, both without gradients.
+
+Source: TRL 1.16 `KTOTrainer._compute_loss`, `_compute_kl_logps`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.errors import ConfigError
+from whichlora.spec.options import Option
+from whichlora.spec.run import RunConfig
+from whichlora.trainers import sft, trl
+from whichlora.trainers.base import Forwards
+
+_LOSS = Option(
+    name="loss_type",
+    summary="with its KL term, or without",
+    default="kto",
+    choices=("kto", "apo_zero_unpaired"),
+)
+
+
+def _forwards(run: RunConfig) -> Forwards:
+    has_kl = run.trainer_option(_LOSS.name) == _LOSS.default
+    return Forwards(policy=int(has_kl), reference=trl.computes_reference(run) * (1 + has_kl))
+
+
+def _check(run: RunConfig) -> None:
+    if run.batch_size == 1 and run.trainer_option(_LOSS.name) == _LOSS.default:
+        raise ConfigError(
+            "batch_size: trainer kto needs 2 or more, whose answers its KL term exchanges, got 1; "
+            "give 2, or loss_type apo_zero_unpaired"
+        )
+
+
+TRAINER = replace(
+    sft.TRAINER,
+    name="kto",
+    summary="TRL's KTOTrainer: answers wanted or not, and a reference",
+    library_class="trl.KTOTrainer",
+    options=(trl.BETA, _LOSS, trl.PRECOMPUTE, trl.DISABLE_DROPOUT),
+    rows="labelled",
+    forwards=_forwards,
+    check=_check,
+)

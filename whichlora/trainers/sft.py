@@ -1,0 +1,19 @@
+"""TRL's `SFTTrainer`: the Trainer with a fused head, which makes log-probabilities and no logits.
+
+Source: TRL 1.16 `SFTTrainer.compute_loss`, `add_fused_lm_head` of utils.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.trainers import transformers
+
+TRAINER = replace(
+    transformers.TRAINER,
+    name="sft",
+    summary="TRL's SFTTrainer, without logits",
+    steps="whichlora.profiler.trl:measure_trl",
+    library_class="trl.SFTTrainer",
+    loss_heads=("trl-fused",),
+)
