@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -269,8 +270,10 @@ def test_the_trl_export_trains_on_a_cpu(method: str, strategy: str | None, tmp_p
     (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
     program = [str(Path(sys.executable).with_name("trl")), "sft", "--config", path.name]
     if strategy:
-        program = FORMATS["trl"](winner).command.split()
-        program[0] = sys.executable
+        *launcher, _, _ = FORMATS["trl"](winner).command.replace("-m trl.scripts.sft ", "").split()
+        script = str(Path(find_spec("trl").origin).parent / "scripts" / "sft.py")  # type: ignore
+        on_cpu = Path(__file__).parents[1] / "spread_on_cpu.py"
+        program = [sys.executable, *launcher[1:], str(on_cpu), script, "--config", path.name]
     done = subprocess.run(
         [*program, "--use_cpu", "true"],
         cwd=tmp_path,
@@ -280,6 +283,8 @@ def test_the_trl_export_trains_on_a_cpu(method: str, strategy: str | None, tmp_p
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    spread = {None: None, "ddp": "MULTI_CPU", "fsdp": "FSDP"}[strategy]
+    assert done.stdout.count(f"distributed_type: {spread}") == (2 if strategy else 0)
     steps = json.loads(
         next((tmp_path / "output-trl").glob("checkpoint-*/trainer_state.json")).read_text()
     )["max_steps"]

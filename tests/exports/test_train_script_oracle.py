@@ -67,6 +67,7 @@ def result_of(path: Path) -> dict[str, Any]:
     return result
 
 
+ON_CPU = Path(__file__).parents[1] / "spread_on_cpu.py"
 TEXTS = [{"text": "to be or not to be, " * (1 + n % 3)} for n in range(24)]
 
 
@@ -289,8 +290,10 @@ def test_two_processes_train_what_the_strategy_spreads(tmp_path: Path, strategy:
     run = replace(RUN, parallel=ParallelConfig(strategy=strategy, gpus=2))
     rows = [{"text": f"row {number} " * 20} for number in range(32)]
     path = write(tmp_path, rows, run, max_steps=3)
-    printed = "".join(run_ranks(path, world_size=2, logs_folder=tmp_path))
+    printed = "".join(run_ranks(ON_CPU, str(path), world_size=2, logs_folder=tmp_path))
     assert printed.count("final_loss: ") == 1
+    spread = {"ddp": "MULTI_CPU", "fsdp": "FSDP"}[strategy]
+    assert printed.count(f"distributed_type: {spread}") == 2
     assert result_of(path)["num_steps"] > 0
     assert (tmp_path / "output" / "adapter_model.safetensors").stat().st_size > 1000
 
@@ -331,10 +334,9 @@ def test_two_processes_train_under_deepspeed(
     path = write(tmp_path, rows, run, epochs=1.0)
     for name, text in launch_files(run).items():
         (tmp_path / name).write_text(text)
-    on_cpu = Path(__file__).parents[1] / "deepspeed_on_cpu.py"
     *launcher, script = train_command(path, run)
     done = subprocess.run(
-        [*launcher, str(on_cpu), script],
+        [*launcher, str(ON_CPU), script],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

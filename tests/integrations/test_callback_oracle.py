@@ -18,8 +18,12 @@ pytest.importorskip("peft")
 import oracle_trainer as oracle
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from train_runs import run_ranks
 
 from whichlora.calibration.load import model_of, refit
+from whichlora.exports.launch import launch_files
+from whichlora.spec.parallel import ParallelConfig
+from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.measurements import read_measurements
 
@@ -333,3 +337,72 @@ def test_the_sft_trainer_of_trl_is_predicted_with_its_own_loss_head(case: oracle
     assert callback.forecast is not None
     assert callback.forecast.job.run.loss_head == "trl-fused"
     assert predicted == pytest.approx(measured, rel=MEMORY_BAR)
+
+
+# --- several GPUs: gloo processes
+
+FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
+RANKS: dict[str, tuple[dict[str, Any], str, float]] = {
+    "lora, ddp": ({}, "ddp", 0.03),
+    "lora, ddp, checkpointing, 2 micro-steps": (
+        {"args": {"gradient_accumulation_steps": 2} | oracle.CHECKPOINTING},
+        "ddp",
+        0.03,
+    ),
+    "lora, fsdp": ({"args": FSDP}, "fsdp", 0.03),
+    # a second of both ranks holds a gathered block longer, since gloo gathers in a thread
+    "full, fsdp": ({"adapter": None, "args": FSDP}, "fsdp", 0.12),
+}
+
+
+def told_by_ranks(case: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    here = Path(__file__).parent
+    script = str(here / "callback_ranks.py")
+    arguments = (script, json.dumps({"args": {}} | case), str(folder))
+    run_ranks(here.parent / "spread_on_cpu.py", *arguments, world_size=2, logs_folder=folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_each_rank_compares_itself_and_rank_0_tells(name: str, tmp_path: Path) -> None:
+    case, strategy, bar = RANKS[name]
+    first, second = told_by_ranks(case, tmp_path)
+    for rank in (first, second):
+        assert (rank["parallel"]["strategy"], rank["parallel"]["gpus"]) == (strategy, 2)
+        assert rank["predicted"] == pytest.approx(rank["measured"], rel=bar)
+    assert f"{strategy} on 2 GPUs: fits cpu-" in first["lines"][0]
+    assert "the time is not known" in first["lines"][1]  # no links of CPUs are
+    assert "largest of 2 ranks: " in first["lines"][-1]
+    assert second["lines"] == []
+
+
+def test_each_rank_compares_itself_under_deepspeed(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="needs deepspeed 0.19.8, which is no dependency")
+    run = RunConfig(model="m", parallel=ParallelConfig(strategy="zero2", gpus=2))
+    (tmp_path / "ds.json").write_text(launch_files(run)["deepspeed.json"])
+    settings = {"bf16": True, "deepspeed": str(tmp_path / "ds.json")}
+    first, second = told_by_ranks({"dtype": "bfloat16", "args": settings}, tmp_path)
+    for rank in (first, second):
+        assert rank["parallel"]["strategy"] == "zero2"
+        assert rank["predicted"] == pytest.approx(rank["measured"], rel=0.03)
+
+
+def test_what_no_strategy_models_is_said_once(tmp_path: Path) -> None:
+    args = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "NO_WRAP"}}
+    first, second = told_by_ranks({"args": args}, tmp_path)
+    assert first["lines"] == ["no prediction: fsdp: only TRANSFORMER_BASED_WRAP is modelled"]
+    assert second["lines"] == []
+
+
+def test_a_fault_after_step_1_ends_the_comparison_not_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(self: Any) -> None:
+        raise RuntimeError("no counters")
+
+    monkeypatch.setattr("whichlora.profiler.meter.Meter.start_extra_run", fails)
+    trained = oracle.train(PLAIN)
+    assert trained.lines[-1] == (
+        "no comparison, by a fault of whichlora: RuntimeError: no counters; please report it; "
+        "the training goes on"
+    )

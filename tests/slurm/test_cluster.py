@@ -242,17 +242,15 @@ def _tiny_model(folder: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize(
-    ("strategy", "nodes", "num_steps"), [("ddp", 2, 4), ("fsdp", 2, 4), ("fsdp", 1, 8)]
-)
+@pytest.mark.parametrize(("nodes", "num_steps"), [(2, 4), (1, 8)])
 def test_a_job_trains_on_all_gpus_of_its_nodes(
-    plain: Cluster, bench: MakeBench, strategy: str, nodes: int, num_steps: int
+    plain: Cluster, bench: MakeBench, nodes: int, num_steps: int
 ) -> None:
     """By gloo, since the GPUs are pretended: 32 rows, two for each of two ranks of a node."""
     job = bench(plain)
     _tiny_model(job.folder / "model")
     settings = (
-        f"--gpu v100-pcie-16gb --gpus {2 * nodes} --nodes {nodes} --parallel {strategy} "
+        f"--gpu v100-pcie-16gb --gpus {2 * nodes} --nodes {nodes} --parallel ddp "
         "--batch-size 2 --seq-len 64 --precision fp32 --no-gradient-checkpointing"
     )
     command = [sys.executable, "-m", "whichlora", "export", "./model", "--to", "slurm"]

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
 from whichlora.calibration.load import calibration_roots, load_calibration
-from whichlora.errors import WhichLoraError
+from whichlora.errors import ConfigError, WhichLoraError
 from whichlora.integrations.batches import Batches, read_batches
-from whichlora.integrations.live import read_job
+from whichlora.integrations.live import read_job, read_parallel
+from whichlora.integrations.peers import Peers
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import time_interval
 from whichlora.predict.predict import predict, step_features
-from whichlora.predict.resolve import ResolvedRun
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.profiler.meter import Meter
 from whichlora.profiler.worker import environment
 from whichlora.spec.results import Interval, Measurement, Prediction
@@ -52,6 +55,8 @@ class Forecast:
 
     def step_s(self, width: int) -> float:
         """Predicted seconds of an optimizer step whose batches have this width."""
+        if self.job.layout is not None:  # with what the ranks send
+            return self.at(width, padded=self.batches.padded).time.step_s or math.nan
         model = self.calibration.time["finetune"]
         return float(seconds(model, step_features(self.job, seq_len=width))[0])
 
@@ -76,7 +81,23 @@ class _Step:
 
     @property
     def width(self) -> int:
+        """Of its widest batch."""
         return max((width for _, width in self.shapes), default=0)
+
+
+def _never_raises(event: Callable[..., None]) -> Callable[..., None]:
+    """`event`, which says a fault of its own and is silent from then on."""
+
+    @wraps(event)
+    def guarded(self: WhichLoRACallback, *arguments: Any, **live: Any) -> None:
+        try:
+            event(self, *arguments, **live)
+        except Exception as error:
+            if self.forecast is not None:
+                self._say(f"no comparison, {_fault(error)}")
+            self.forecast = None
+
+    return guarded
 
 
 class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
@@ -87,6 +108,10 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
     one line, and stays silent then. It never stops a training.
 
     A CPU has no memory counters, so there the second step runs under the profiler.
+
+    On several GPUs it takes the strategy from the accelerator, and each rank measures itself; rank
+    0 says what the largest of them has reached. The model is read before it is divided, so that
+    the callback must be among those that the Trainer is made with. Such runs are not recorded.
 
     Args:
         record: add the run to the calibration database of this device, so that the next
@@ -111,8 +136,29 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
         self._record = record
         self._calibration_dir = None if calibration_dir is None else Path(calibration_dir)
         self._say = say or _to_stderr
+        self._undivided: ResolvedRun | WhichLoraError | None = None
+        self._peers: Peers | None = None
 
     # --- events of the Trainer
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **live: Any) -> None:
+        if args.world_size == 1 or live.get("model") is None:
+            return
+        try:
+            self._undivided = read_job(
+                live["model"],
+                args,
+                None,
+                gpu=find_gpu(_device_name(args.device)),
+                batch_size=args.train_batch_size,
+                seq_len=1,  # the batches are not there yet
+                padded=True,
+                parallel=read_parallel(args),
+            )
+        except WhichLoraError as error:
+            self._undivided = error
+        except Exception as error:  # as in `on_train_begin`
+            self._undivided = WhichLoraError(_fault(error))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **live: Any) -> None:
         self.forecast = self.measurement = None
@@ -121,18 +167,16 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
         self._first_step = state.global_step
         self._num_said = 0
         self._hook: Any = None
+        self._peers = Peers.of(args.world_size)
         if not state.is_world_process_zero:
-            return
+            self._say = _say_nothing
         try:
             self.forecast = self._forecast(args, state, live)
         except WhichLoraError as error:
             self._say(f"no prediction: {error}")
             return
         except Exception as error:  # a training of days must not end for a line of advice
-            self._say(
-                f"no prediction, by a fault of whichlora: {type(error).__name__}: {error}; "
-                "please report it; the training goes on"
-            )
+            self._say(f"no prediction, {_fault(error)}")
             return
         for line in announcement(self.forecast):
             self._say(line)
@@ -144,6 +188,7 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
         self._mark_s = self._meter.now()
         self._hook = live["model"].register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
+    @_never_raises
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.forecast is None:
             return
@@ -155,6 +200,7 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
             self._peak_step = self._current
             self._meter.start_extra_run()
 
+    @_never_raises
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.forecast is None or self._current is None:
             return
@@ -166,6 +212,7 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
         self._steps.append(self._current)
         self._current = None
 
+    @_never_raises
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.forecast is not None and len(self._steps) > max(1, self._num_said):
             self._num_said = len(self._steps)
@@ -178,15 +225,20 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._forget_pause()
 
+    @_never_raises
     def on_train_end(self, args: Any, state: Any, control: Any, **live: Any) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
         if self.forecast is None or not self._steps:
             return
-        self._say(self._summary(self.forecast))
         self.measurement = self._measured(self.forecast)
-        if self._record:
+        peak_bytes = self.measurement.peak_allocated_bytes
+        largest = self._peers.largest(peak_bytes) if self._peers and peak_bytes else None
+        self._say(self._summary(self.forecast, largest))
+        if self._record and self._peers:
+            self._say("not recorded: records are of runs on one GPU")
+        elif self._record:
             self._keep(self.measurement)
 
     # --- what they do
@@ -204,33 +256,57 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
             seed=args.seed,
             grouped=strategy in ("group_by_length", "batch_rebalance"),
         )
-        job = read_job(
-            live["model"],
-            args,
-            live.get("optimizer"),
-            gpu=gpu,
-            batch_size=batch_size,
-            seq_len=batches.longest,
-            padded=batches.padded,
-        )
+        if args.world_size > 1:
+            job = self._with_batches(batches)
+        else:
+            read_parallel(args)  # refuses what one process spreads
+            job = read_job(
+                live["model"],
+                args,
+                live.get("optimizer"),
+                gpu=gpu,
+                batch_size=batch_size,
+                seq_len=batches.longest,
+                padded=batches.padded,
+            )
         calibration = load_calibration(gpu, self._calibration_dir)
         prediction = predict(job.model, job.run, gpu, calibration)
-        model = calibration.time["finetune"]
-        total = sum(
-            count / accumulation * float(seconds(model, step_features(job, seq_len=width))[0])
-            for width, count in batches.widths.items()
-        )
-        widest = step_features(job, seq_len=max(batches.widths))
-        deviation = log_deviation(model, widest, float(seconds(model, widest)[0]))
-        return Forecast(
+        forecast = Forecast(
             job=job,
             prediction=prediction,
             calibration=calibration,
             batches=batches,
             num_steps=num_steps,
-            total_s=total,
-            total_interval_s=time_interval(total, deviation),
+            total_s=math.nan,
+            total_interval_s=(math.nan, math.nan),
         )
+        if not prediction.time.is_known:
+            return forecast
+        total = sum(
+            count / accumulation * forecast.step_s(width) for width, count in batches.widths.items()
+        )
+        return replace(forecast, total_s=total, total_interval_s=_interval(forecast, total))
+
+    def _with_batches(self, batches: Batches) -> ResolvedRun:
+        """What was read before the model was divided, with the batches that are there now.
+
+        Raises:
+            WhichLoraError: it could not be read.
+        """
+        if self._undivided is None:
+            raise ConfigError(
+                "on several GPUs the model is read before it is divided; give the callback in "
+                "callbacks= of the Trainer"
+            )
+        if isinstance(self._undivided, WhichLoraError):
+            raise self._undivided
+        job = self._undivided
+        run = replace(
+            job.run,
+            seq_len=batches.longest,
+            padding="padded" if batches.padded else "none",
+        )
+        return resolve(job.model, run, job.gpu)
 
     def _on_forward(self, module: Any, positional: Any, named: dict[str, Any]) -> None:
         if self._current is None or not module.training:
@@ -274,8 +350,12 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
 
     def _progress(self, forecast: Forecast) -> str:
         timed = [step for step in self._steps if step.timed]
+        known = forecast.prediction.time.is_known
         parts = [f"step {len(self._steps)} of {forecast.num_steps}"]
-        if timed:
+        if timed and not known:
+            seconds_each = sum(step.seconds for step in timed) / len(timed)
+            parts.append(f"{format_seconds(seconds_each)} a step")
+        if timed and known:
             actual = sum(step.seconds for step in timed)
             predicted = sum(forecast.step_s(step.width) for step in timed)
             parts.append(
@@ -291,16 +371,24 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
             parts.append(f"peak {_compared(*peak)}")
         return ", ".join(parts)
 
-    def _summary(self, forecast: Forecast) -> str:
+    def _summary(self, forecast: Forecast, largest: tuple[int, int, int] | None) -> str:
+        """What is said at the end.
+
+        Args:
+            largest: on several GPUs: the largest peak of a rank, its number, and how many told.
+        """
         actual = time.perf_counter() - self._begin_s
         predicted = forecast.total_s
-        text = (
-            f"{len(self._steps)} steps in {format_seconds(actual)}, everything between them "
-            f"included (predicted {format_seconds(predicted)}, {_off(predicted, actual)})"
-        )
+        text = f"{len(self._steps)} steps in {format_seconds(actual)}"
+        text += ", everything between them included"
+        if forecast.prediction.time.is_known:
+            text += f" (predicted {format_seconds(predicted)}, {_off(predicted, actual)})"
         peak = self._peak(forecast)
         if peak:
             text += f"; peak at {self._peak_width()[0]} tokens {_compared(*peak)}"
+        if peak and largest:
+            num_bytes, rank, told = largest
+            text += f"; largest of {told} ranks: {_compared(num_bytes, peak[1])} on rank {rank}"
         return text
 
     def _measured(self, forecast: Forecast) -> Measurement:
@@ -352,14 +440,22 @@ def announcement(forecast: Forecast) -> list[str]:
     verdict = {"fits": "fits", "fails": "does NOT fit", "undecided": "may not fit"}[
         prediction.verdict
     ]
+    spread = run.parallel
+    on_gpus = f", {spread.in_words} on {spread.gpus} GPUs" if spread.gpus > 1 else ""
+    steps = f"{forecast.num_steps} steps: the time is not known"
+    if prediction.time.is_known:
+        steps = (
+            f"{forecast.num_steps} steps will take {format_seconds(forecast.total_s)} "
+            f"(90 %: {format_seconds(forecast.total_interval_s[0])} to "
+            f"{format_seconds(forecast.total_interval_s[1])})"
+        )
     lines = [
-        f"{run.model}, {run.method}, batch {run.batch_size}, longest {run.seq_len} tokens: "
+        f"{run.model}, {run.method}, batch {run.batch_size}, longest {run.seq_len} tokens"
+        f"{on_gpus}: "
         f"{verdict} {prediction.gpu}: {format_bytes(memory.device_used_bytes)} of "
         f"{format_bytes(prediction.usable_bytes)} "
         f"(95 %: {format_bytes(low)} to {format_bytes(high)})",
-        f"{forecast.num_steps} steps will take {format_seconds(forecast.total_s)} "
-        f"(90 %: {format_seconds(forecast.total_interval_s[0])} to "
-        f"{format_seconds(forecast.total_interval_s[1])}); {prediction.basis}",
+        f"{steps}; {prediction.basis}",
     ]
     batches = forecast.batches
     if batches.longest > _LONG_BATCH * batches.median:
@@ -370,6 +466,30 @@ def announcement(forecast: Forecast) -> list[str]:
             f"where {format_bytes(usual)} would do; it comes at any step"
         )
     return lines + [f"note: {note}" for note in prediction.notes]
+
+
+def _interval(forecast: Forecast, total_s: float) -> Interval:
+    """Of the seconds of all steps: as wide as that of one with the widest batches."""
+    if forecast.job.layout is not None:
+        time = forecast.prediction.time
+        low, high = time.interval_s
+        step_s = time.step_s or math.nan
+        return total_s * low / step_s, total_s * high / step_s
+    model = forecast.calibration.time["finetune"]
+    widest = step_features(forecast.job, seq_len=max(forecast.batches.widths))
+    deviation = log_deviation(model, widest, float(seconds(model, widest)[0]))
+    return time_interval(total_s, deviation)
+
+
+def _fault(error: Exception) -> str:
+    return (
+        f"by a fault of whichlora: {type(error).__name__}: {error}; "
+        "please report it; the training goes on"
+    )
+
+
+def _say_nothing(line: str) -> None:
+    """Rank 0 speaks for all."""
 
 
 def _device_name(device: Any) -> str:

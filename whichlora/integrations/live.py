@@ -15,10 +15,12 @@ from typing import Any, get_args
 from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.methods import BUILT_IN, Method, list_methods
+from whichlora.parallel import list_strategies
 from whichlora.predict.predict import num_trained
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import (
     ALL_LINEAR,
     FOUR_BIT_BNB,
@@ -55,19 +57,23 @@ def read_job(
     batch_size: int,
     seq_len: int,
     padded: bool,
+    parallel: ParallelConfig | None = None,
 ) -> ResolvedRun:
     """What trains, resolved and checked against the tensors that are there.
+
+    On several GPUs that is before they divide the model.
 
     Args:
         model: what the Trainer holds, with adapters or without.
         args: its `TrainingArguments`.
         optimizer: the one it made of them, or was given.
         seq_len: padded length of the longest batch.
+        parallel: the GPUs of the run; None is one.
 
     Raises:
         ConfigError: something that a `RunConfig` can't say; one line.
     """
-    _check_alone(args)
+    _check_machinery(args)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     spec = _read_model(base)
     quant, quant_dtype = _read_quant(base)
@@ -92,7 +98,8 @@ def read_job(
         attn=_read_attention(base),
         loss_head=loss_head,
         libraries=_older_libraries(with_trl=loss_head == "trl-fused"),
-        **_read_checkpointing(base, args),
+        **_read_checkpointing(base, args, before=parallel is not None),
+        parallel=parallel or ParallelConfig(),
         method=method.name,
         **adapters,
     )
@@ -102,16 +109,78 @@ def read_job(
     return job
 
 
-def _check_alone(args: Any) -> None:
-    """One device, and none of the machinery that keeps other tensors.
+def read_parallel(args: Any) -> ParallelConfig | None:
+    """The GPUs of the run, as the accelerator divides it; None is one GPU.
+
+    Raises:
+        ConfigError: a way that no strategy knows.
+    """
+    if args.world_size == 1:
+        if args.n_gpu > 1:
+            raise ConfigError(
+                f"the run has {args.n_gpu} devices in one process (nn.DataParallel), which is not "
+                "modelled; start it with torchrun"
+            )
+        for name in ("deepspeed", "fsdp"):
+            if getattr(args, name, None):
+                raise ConfigError(f"{name}={getattr(args, name)!r} is not modelled on one device")
+        return None
+    accelerator = _read_accelerator(args)
+    for strategy in list_strategies().values():
+        options = strategy.read_accelerator(accelerator)
+        if options is not None:
+            return ParallelConfig(
+                strategy=strategy.name,
+                gpus=args.world_size,
+                nodes=args.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)),
+                options=tuple(sorted(options.items())),
+            )
+    raise ConfigError(
+        f"{args.world_size} processes under {accelerator['distributed_type']} are not modelled; "
+        f"{', '.join(list_strategies())} are"
+    )
+
+
+def _read_accelerator(args: Any) -> dict[str, Any]:
+    """How the accelerator of this process is set up, as strategies read it."""
+    from accelerate.state import AcceleratorState
+
+    state = AcceleratorState()
+    accumulation = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    read: dict[str, Any] = {
+        "distributed_type": str(getattr(state.distributed_type, "value", state.distributed_type)),
+        "sync_each_batch": bool(accumulation.get("sync_each_batch")),
+    }
+    if read["distributed_type"] == "DEEPSPEED":
+        read["deepspeed"] = state.deepspeed_plugin.deepspeed_config
+    if read["distributed_type"] == "FSDP":
+        plugin = state.fsdp_plugin
+        version = int(plugin.fsdp_version)
+        shards = plugin.reshard_after_forward if version == 2 else plugin.sharding_strategy
+        policy = plugin.auto_wrap_policy
+        read["fsdp"] = {
+            "fsdp_version": version,
+            "shards": getattr(shards, "name", shards),
+            "cpu_offload": _offloads(plugin.cpu_offload),
+            "activation_checkpointing": bool(plugin.activation_checkpointing),
+            "backward_prefetch": getattr(plugin.backward_prefetch, "name", None),
+            "wraps": getattr(policy, "__name__", str(policy)),
+        }
+    return read
+
+
+def _offloads(policy: Any) -> bool:
+    """FSDP 1 has a setting of it, FSDP 2 a class."""
+    return bool(getattr(policy, "offload_params", type(policy).__name__ == "CPUOffloadPolicy"))
+
+
+def _check_machinery(args: Any) -> None:
+    """None of the machinery that keeps other tensors.
 
     Raises:
         ConfigError: otherwise.
     """
-    num_devices = max(args.world_size, args.n_gpu)
-    if num_devices > 1:
-        raise ConfigError(f"the run has {num_devices} devices; one is modelled")
-    for name in ("deepspeed", "fsdp", "torch_compile", "label_smoothing_factor"):
+    for name in ("torch_compile", "label_smoothing_factor"):
         if getattr(args, name, None):
             raise ConfigError(f"{name}={getattr(args, name)!r} is not modelled")
     if getattr(args, "activation_offloading", False):
@@ -243,10 +312,16 @@ def _read_optimizer(args: Any, optimizer: Any) -> Any:
     return ours
 
 
-def _read_checkpointing(base: Any, args: Any) -> dict[str, Any]:
-    """Whether and how; what transformers 5 renamed is read under both names."""
+def _read_checkpointing(base: Any, args: Any, *, before: bool) -> dict[str, Any]:
+    """Whether and how; what transformers 5 renamed is read under both names.
+
+    Args:
+        before: the Trainer has not turned it on yet.
+    """
     blocks = [module for module in base.modules() if hasattr(module, "gradient_checkpointing")]
-    if not any(module.gradient_checkpointing for module in blocks):
+    names = ("activation_checkpointing", "gradient_checkpointing") if before else ()
+    asked = any(getattr(args, name, False) for name in names)
+    if not asked and not any(module.gradient_checkpointing for module in blocks):
         return {"gradient_checkpointing": False}
     options = getattr(args, "activation_checkpointing_kwargs", None)
     options = options or getattr(args, "gradient_checkpointing_kwargs", None) or {}
@@ -362,7 +437,7 @@ def _check_dtypes(job: ResolvedRun, model: Any, base: Any) -> None:
 
 
 def _check_counts(job: ResolvedRun, model: Any, base: Any) -> None:
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    trained = sum(_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
     expected = int(num_trained(job))
     if abs(trained - expected) > _COUNT_TOLERANCE * expected:
         raise ConfigError(
@@ -371,7 +446,7 @@ def _check_counts(job: ResolvedRun, model: Any, base: Any) -> None:
         )
     if job.run.quant == "none":
         total = sum(
-            parameter.numel()
+            _numel(parameter)
             for name, parameter in base.named_parameters()
             if not _is_adapter(name, job.method) and ".modules_to_save." not in name  # copies
         )
@@ -380,6 +455,11 @@ def _check_counts(job: ResolvedRun, model: Any, base: Any) -> None:
             raise ConfigError(
                 f"the model has {total:,} parameters, its config describes {described:,}"
             )
+
+
+def _numel(parameter: Any) -> int:
+    """Elements, also of a parameter that DeepSpeed's zero.Init has divided."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _dtype(tensors: Iterator[Any], part: str) -> str:

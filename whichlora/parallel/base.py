@@ -145,6 +145,10 @@ def _not_in_the_trainer(run: RunConfig, spread: Spread) -> Mapping[str, Any]:
     )
 
 
+def _reads_none(accelerator: Mapping[str, Any]) -> Mapping[str, OptionValue] | None:
+    return None
+
+
 def _no_settings(run: RunConfig, spread: Spread) -> Mapping[str, Any]:
     return {}
 
@@ -173,6 +177,9 @@ class Strategy:
             holds the content of its JSON file. It refuses what the Trainer has no key for.
         model_arguments: what `from_pretrained` takes.
         accelerate: keys of accelerate's config file, `distributed_type` among them.
+        read_accelerator: the options of a run whose accelerator is set up so; None where that is
+            another strategy's. It gets "distributed_type", "sync_each_batch", "fsdp" (settings of
+            the plugin), and "deepspeed" (content of its JSON). It refuses what is not modelled.
         launcher: "torchrun" starts a process per GPU, "python" one for all of them.
         notes: what a user must know.
         replicas_refused: why it can't be combined with a strategy whose every rank holds and
@@ -195,6 +202,7 @@ class Strategy:
     training_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _not_in_the_trainer
     model_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _no_settings
     accelerate: Callable[[RunConfig, Spread], Mapping[str, Any]] = _no_settings
+    read_accelerator: Callable[[Mapping[str, Any]], Mapping[str, OptionValue] | None] = _reads_none
     launcher: Literal["torchrun", "python"] = "torchrun"
     notes: Callable[[TrainingStep, Spread], tuple[str, ...]] = _no_notes
     replicas_refused: str = ""

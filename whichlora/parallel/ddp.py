@@ -7,6 +7,7 @@ Source: torch 2.13 `torch/nn/parallel/distributed.py` and `reducer.cpp`; acceler
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from whichlora.errors import ConfigError
@@ -15,7 +16,7 @@ from whichlora.memory.step import TrainingStep
 from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.spec.numeric import Count, floor_div
-from whichlora.spec.options import Option
+from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import RunConfig
 from whichlora.units import MiB
 
@@ -94,6 +95,11 @@ def _accelerate(run: RunConfig, spread: Spread) -> dict[str, Any]:
     return {"distributed_type": "MULTI_GPU"}
 
 
+def _read_accelerator(accelerator: Mapping[str, Any]) -> dict[str, OptionValue] | None:
+    """Accelerate's names of it are MULTI_GPU, MULTI_CPU, and so on."""
+    return {} if str(accelerator["distributed_type"]).startswith("MULTI_") else None
+
+
 STRATEGY = Strategy(
     name="ddp",
     summary="all of the model on every GPU, gradients averaged",
@@ -109,4 +115,5 @@ STRATEGY = Strategy(
     messages=_messages,
     training_arguments=_training_arguments,
     accelerate=_accelerate,
+    read_accelerator=_read_accelerator,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.memory import moments as one_device
@@ -19,7 +20,7 @@ from whichlora.memory.step import TrainingStep
 from whichlora.parallel.base import Message, Moments, RankKind, Spread, in_run
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.spec.numeric import Count, ceil_div, largest, smallest
-from whichlora.spec.options import Option
+from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import RunConfig, autocast_precision
 
 BUCKET = Option(
@@ -635,3 +636,46 @@ def training_arguments(
             "zero_optimization": zero,
         }
     }
+
+
+def read_accelerator(
+    accelerator: Mapping[str, Any], *, stage: int, options: tuple[Option, ...]
+) -> dict[str, OptionValue] | None:
+    """The options of DeepSpeed's JSON file; what is "auto" there the Trainer fills in.
+
+    Args:
+        options: that the stage declares.
+    """
+    config = accelerator.get("deepspeed")
+    zero = {} if config is None else config.get("zero_optimization", {})
+    if zero.get("stage", 0) != stage:
+        return None
+    accepted = {option.name: option.choices for option in options}
+    offloaded = []
+    for what, key in (("optimizer", "offload_optimizer"), ("params", "offload_param")):
+        device = (zero.get(key) or {}).get("device", "none")
+        if device == "none":
+            continue
+        if device != "cpu" or what not in accepted["offload"]:
+            raise ConfigError(f"deepspeed: {key} to {device} is not modelled in stage {stage}")
+        offloaded.append(what)
+    read: dict[str, OptionValue] = {
+        "overlap_comm": bool(zero.get("overlap_comm", stage == 3)),
+        "offload": tuple(offloaded),
+    }
+    for name, default in _DEFAULTS.items():
+        key = "reduce_bucket_size" if name == BUCKET.name else name
+        value = zero.get(key, default)
+        if name in accepted and value != "auto":
+            read[name] = int(value)
+    return read
+
+
+# Of `DeepSpeedZeroConfig`, where the file does not say.
+_DEFAULTS = {
+    BUCKET.name: 500_000_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+}

@@ -7,7 +7,7 @@ Source: torch 2.13 `torch/distributed/fsdp/_fully_shard` (version 2) and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from whichlora.parallel.fsdp_units import (
     quant_storage,
     sharding_of,
 )
-from whichlora.spec.options import Option
+from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import FOUR_BIT_BNB, Precision, RunConfig
 
 _PURE: dict[str, Precision] = {"bf16": "bf16-pure", "fp16": "fp16-pure"}
@@ -249,6 +249,27 @@ def _accelerate(run: RunConfig, spread: Spread) -> dict[str, Any]:
     return {"distributed_type": "FSDP", "fsdp_config": config}
 
 
+def _read_accelerator(accelerator: Mapping[str, Any]) -> dict[str, OptionValue] | None:
+    plugin = accelerator.get("fsdp")
+    if plugin is None:
+        return None
+    for name in ("cpu_offload", "activation_checkpointing"):
+        if plugin[name]:
+            raise ConfigError(f"fsdp: {name} is not modelled")
+    if plugin["wraps"] != "transformer_auto_wrap_policy":
+        raise ConfigError("fsdp: only TRANSFORMER_BASED_WRAP is modelled")
+    read: dict[str, OptionValue] = {
+        "fsdp_version": str(plugin["fsdp_version"]),
+        "reshard_after_forward": plugin["shards"] is True or plugin["shards"] == "FULL_SHARD",
+        "sync_each_batch": bool(accelerator["sync_each_batch"]),
+    }
+    if plugin["shards"] not in (True, False, "FULL_SHARD", "SHARD_GRAD_OP"):
+        raise ConfigError(f"fsdp: {plugin['shards']} is not modelled")
+    if read["fsdp_version"] == "1":
+        read["backward_prefetch"] = plugin["backward_prefetch"] or "NO_PREFETCH"
+    return read
+
+
 STRATEGY = Strategy(
     name="fsdp",
     summary="parameters, gradients and states sharded, gathered unit by unit",
@@ -308,5 +329,6 @@ STRATEGY = Strategy(
     training_arguments=_training_arguments,
     model_arguments=_model_arguments,
     accelerate=_accelerate,
+    read_accelerator=_read_accelerator,
     notes=_notes,
 )

@@ -24,11 +24,12 @@ def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
     )
 
 
+_OPTIONS = (deepspeed.BUCKET, deepspeed.OVERLAP, deepspeed.OFFLOAD_OPTIMIZER)
 STRATEGY = Strategy(
     name="zero1",
     summary="DeepSpeed: optimizer states divided",
     divides="data",
-    options=(deepspeed.BUCKET, deepspeed.OVERLAP, deepspeed.OFFLOAD_OPTIMIZER),
+    options=_OPTIONS,
     smallest=(("offload", ("optimizer",)),),
     check=deepspeed.check,
     split=deepspeed.narrowed,
@@ -37,5 +38,6 @@ STRATEGY = Strategy(
     messages=_messages,
     on_host=deepspeed.on_host,
     training_arguments=partial(deepspeed.training_arguments, stage=1),
+    read_accelerator=partial(deepspeed.read_accelerator, stage=1, options=_OPTIONS),
     notes=deepspeed.notes,
 )

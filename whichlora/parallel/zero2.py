@@ -31,4 +31,5 @@ STRATEGY = replace(
     moments=_moments,
     messages=_messages,
     training_arguments=partial(deepspeed.training_arguments, stage=2),
+    read_accelerator=partial(deepspeed.read_accelerator, stage=2, options=zero1.STRATEGY.options),
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from whichlora.errors import ConfigError
@@ -481,5 +481,6 @@ STRATEGY = Strategy(
     messages=_messages,
     on_host=_on_host,
     training_arguments=_training_arguments,
+    read_accelerator=partial(deepspeed.read_accelerator, stage=3, options=_OPTIONS),
     notes=deepspeed.notes,
 )

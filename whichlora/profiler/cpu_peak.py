@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def live_tensor_bytes() -> int:
@@ -18,6 +19,8 @@ def live_tensor_bytes() -> int:
         kind = type(candidate)
         if not issubclass(kind, torch.Tensor) or issubclass(kind, FakeTensor):
             continue
+        if is_traceable_wrapper_subclass(candidate):
+            continue  # such as a DTensor: the tensors within it hold the bytes
         if candidate.device.type == "cpu":
             storage = candidate.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()

@@ -1,0 +1,47 @@
+"""Runs a script under FSDP or DeepSpeed on a CPU: `python spread_on_cpu.py SCRIPT ARGUMENT...`."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def use_fsdp() -> None:
+    """accelerate 1.15 takes FSDP for that of a device: a CPU silently gets DDP (`state.py`)."""
+    from accelerate import state
+
+    unpatched = state.AcceleratorState.__init__
+
+    def init(self: Any, *arguments: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        unpatched(self, *arguments, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None and self.distributed_type == state.DistributedType.MULTI_CPU:
+            self.distributed_type = state.DistributedType.FSDP
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+            state.PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    state.AcceleratorState.__init__ = init
+
+
+def use_deepspeed() -> None:
+    """Without the operator for shared memory, which would be compiled; gloo does without."""
+    import deepspeed.comm.torch
+
+    deepspeed.comm.torch.build_shm_op = lambda: None
+
+
+if __name__ == "__main__":
+    use_fsdp()
+    if find_spec("deepspeed"):
+        use_deepspeed()
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    from accelerate.state import PartialState
+
+    print("distributed_type:", PartialState._shared_state["distributed_type"].value)
