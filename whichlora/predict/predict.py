@@ -280,8 +280,11 @@ class CountedRun:
     ranks: RanksWork | None = None
 
 
-def count_run(job: ResolvedRun) -> CountedRun:
+def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
     """Count `job` once for any number of calibrations.
+
+    Args:
+        replayed: whether its requests are replayed, which takes ten times as long as the rest.
 
     Raises:
         ConfigError: what a strategy or the trainer refuses.
@@ -289,7 +292,7 @@ def count_run(job: ResolvedRun) -> CountedRun:
     if job.run.phase == "finetune":
         job.trainer.check(job.run)
     check_layout(job)
-    moments, is_replayed = run_moments(job)
+    moments, is_replayed = run_moments(job) if replayed else (moment_parts(job), False)
     ranks = ranks_work(job)
     return CountedRun(
         job=job,

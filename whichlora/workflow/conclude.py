@@ -57,6 +57,8 @@ def conclude(
     least = least_chance(plan)
     if plan.profile == "none":
         best = predicted_winner(finetune, least)
+        if best is not None and session.is_large:
+            best, finetune = _replayed(session, best, finetune)
         may_fit = bolder_than(best, finetune, least)
     if search_loop.measured:
         session.calibration = refit(session.gpu, plan.calibration_dir)
@@ -108,6 +110,14 @@ def conclude(
         },
         calibration=session.calibration,
     )
+
+
+def _replayed(
+    session: Session, best: Candidate, finetune: Sequence[Candidate]
+) -> tuple[Candidate, list[Candidate]]:
+    """The winner of a large plan as it is predicted alone, and the candidates with it."""
+    replayed = replace(session.replay(best.run), chance_to_serve=best.chance_to_serve)
+    return replayed, [replayed if each is best else each for each in finetune]
 
 
 def _counts(

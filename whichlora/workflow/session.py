@@ -23,6 +23,7 @@ from whichlora.predict.parallel_choice import is_last_resort
 from whichlora.predict.predict import (
     CountedRun,
     count_run,
+    judge_moments,
     num_tokens,
     predict_counted,
     step_features,
@@ -228,8 +229,27 @@ class Session:
 
     def _counted_run(self, run: RunConfig) -> CountedRun:
         if run not in self._counted_runs:
-            self._counted_runs[run] = count_run(self.job(run))
+            self._counted_runs[run] = self._count_run(run)
         return self._counted_runs[run]
+
+    def _count_run(self, run: RunConfig) -> CountedRun:
+        """Of many candidates only those are replayed whose limit lies within their interval."""
+        job = self.job(run)
+        if not self.is_large:
+            return count_run(job)
+        counted = count_run(job, replayed=False)
+        least, _, high = judge_moments(job, counted.moments, self.calibration).bounds()
+        training = run.phase == "finetune"
+        limit = self.limits.finetune_bytes if training else self.limits.inference_bytes
+        bounds = [job.gpu.memory_bytes, *([limit] if limit else [])]
+        near = any(least <= bound < high for bound in bounds)
+        return count_run(job) if near else counted
+
+    def replay(self, run: RunConfig) -> Candidate:
+        """The candidate `run` with what its replayed requests say, as a prediction alone has it."""
+        self._counted_runs[run] = count_run(self.job(run))
+        self._counted.pop(run, None)
+        return self._judge(self.search_loop([run]), 0)
 
     def search_loop(self, runs: Sequence[RunConfig]) -> SearchLoop:
         """The search over `runs`, which are of both stages."""
