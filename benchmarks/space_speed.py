@@ -4,7 +4,8 @@ Two spaces: a million configurations of one model, and ten million over models, 
 and devices. Loading the models is not counted; the peak of the process is.
 
 `space_speed.py decisions` times the decisions of a search over a plan of a hundred thousand
-candidates instead, in seconds of processor time.
+candidates instead, in seconds of processor time. `space_speed.py gpus` times the whole answer,
+without profiles, of a plan over 8 numbers of GPUs, all strategies and 20 models.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from whichlora.config import load_plan
+from whichlora.config import DEFAULT_MODELS, load_plan
+from whichlora.predict import parallel_choice
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.search.grid import ParetoFront, blocks, judge_blocks
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.terminal.progress import Progress
 from whichlora.units import GiB, format_bytes
+from whichlora.workflow.run import search
 from whichlora.workflow.session import Session
 
 MODELS = (
@@ -98,9 +102,25 @@ calibration_dir: calibration
 """
 
 
+SPREAD_PLAN = f"""
+models: [{", ".join(DEFAULT_MODELS)}]
+dataset: {{samples: 2000, mean_tokens: 300, p95_tokens: 800}}
+gpu: a100-sxm-80gb
+gpus: [1, 2, 3, 4, 5, 6, 7, 8]
+parallel: auto
+sequence_length: 1024
+weights: random
+profile: none
+output_dir: out
+calibration_dir: calibration
+"""
+
+
 def main() -> None:
     if sys.argv[1:] == ["decisions"]:
         time_decisions()
+    elif sys.argv[1:] == ["gpus"]:
+        time_gpus()
     else:
         time_spaces()
 
@@ -128,6 +148,26 @@ def time_decisions() -> None:
     print("| first list | list made again | counting those listed | one decision | listed |")
     print("| --- | --- | --- | --- | --- |")
     print(f"| {' | '.join(seconds)} | {len(runs)} |")
+
+
+def time_gpus() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.yaml").write_text(SPREAD_PLAN)
+        plan = load_plan(folder / "config.yaml")
+        asked = parallel_choice.every(ParallelConfig(strategy="auto", gpus=8))
+        starts = [time.process_time()]
+        session = Session(plan, find_gpu(GPUS[0]), Progress(quiet=True), fresh=True)
+        starts.append(time.process_time())
+        answer = search(session)
+        starts.append(time.process_time())
+    models, answered = (end - start for start, end in itertools.pairwise(starts))
+    winner = answer.winner.run.model if answer.winner else "none"
+    print(
+        f"{len(plan.models)} models, {len(plan.spreads)} numbers of GPUs, {len(asked)} strategies"
+    )
+    print("\n| loading models | answer | candidates listed | winner |\n| --- | --- | --- | --- |")
+    print(f"| {models:.2f} s | {answered:.2f} s | {len(answer.finetune)} | {winner} |")
 
 
 def time_spaces() -> None:

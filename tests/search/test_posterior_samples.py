@@ -14,11 +14,11 @@ from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
 from whichlora.predict.predict import count_block, judged_memory, predict, step_features
 from whichlora.predict.resolve import resolve
+from whichlora.search.counted_training import count_together
 from whichlora.search.shortlist import (
     CountedPlan,
     Group,
     Requirements,
-    _CountedTraining,
     _PosteriorSamples,
 )
 from whichlora.spec.numeric import TWO_SIDED_Z
@@ -46,7 +46,10 @@ def test_a_training_errs_as_its_prediction_does(monkeypatch: pytest.MonkeyPatch)
     steps = [{512: 30.0, 256: 10.0}, {512: 15.0}]
     job = resolve(SPEC, TRAIN, GPU)
     group = Group(job=job, axes=axes, steps=steps)
-    seconds, num_bytes = posterior_samples(monkeypatch).training(_CountedTraining.of(group, form))
+    (counted,) = count_together([group], form)
+    samples, calibration = posterior_samples(monkeypatch), prior_calibration(GPU)
+    seconds = samples.seconds(counted, counted.whole_training(calibration))
+    num_bytes = samples.num_bytes(counted)
     model = prior_calibration(GPU).time["finetune"]
     expected = []
     for r in (8, 16):
@@ -120,7 +123,8 @@ def shortlist(
     least: Requirements,
     served: Callable[[RunConfig], RunConfig],
 ) -> list[RunConfig]:
-    return CountedPlan(serving, training, served).shortlist(calibration, least)
+    plan = CountedPlan(lambda model: serving, lambda model: training, served)
+    return plan.shortlist(calibration, least)
 
 
 def training_group() -> Group:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_profiler import FakeProfiler
@@ -12,8 +14,15 @@ from plan_runs import Silent, write_config
 
 from whichlora.config import load_plan
 from whichlora.errors import ConfigError
-from whichlora.predict.predict import CountedRun, count_run, predict
+from whichlora.predict.predict import (
+    CountedRun,
+    count_block,
+    count_run,
+    moment_parts,
+    predict,
+)
 from whichlora.predict.resolve import ResolvedRun
+from whichlora.spec.results import MemoryPrediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.workflow.answer import Answer
@@ -134,21 +143,98 @@ def test_a_candidate_is_counted_once_in_a_search(
         assert candidate.prediction == expected
 
 
-def test_a_list_is_made_again_without_counting(
+def test_what_a_list_has_counted_is_not_counted_when_it_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("whichlora.workflow.session.MANY", 0)
     again, fresh = (session(plan_file(tmp_path / name)) for name in ("again", "fresh"))
-    first = again.runs()
-    step = again.calibration.time["finetune"]
-    mean = {name: value * (50 if name == "elementwise" else 1) for name, value in step.mean.items()}
-    slow = replace(
-        again.calibration,
-        time={**again.calibration.time, "finetune": replace(step, mean=mean)},
-    )
-    again.calibration = fresh.calibration = slow
-    expected = fresh.runs()
+    counted: dict[str, list[object]] = {"moment_parts": [], "count_block": []}
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(job: ResolvedRun, *axes: Any, **sizes: Any) -> Any:
+            counted[name].append(job.run)
+            return function(job, *axes, **sizes)
+
+        return noted
+
     with monkeypatch.context() as counting:
-        for name in ("moment_parts", "count_block", "step_features"):
-            counting.delattr(f"whichlora.search.shortlist.{name}")
-        assert again.runs() == expected != first
+        parts, block = noting("moment_parts", moment_parts), noting("count_block", count_block)
+        counting.setattr("whichlora.search.counted_training.moment_parts", parts)
+        counting.setattr("whichlora.search.shortlist.count_block", block)
+        first = again.runs()
+        step = again.calibration.time["finetune"]
+        mean = {
+            name: value * (50 if name == "elementwise" else 1) for name, value in step.mean.items()
+        }
+        slow = replace(
+            again.calibration,
+            time={**again.calibration.time, "finetune": replace(step, mean=mean)},
+        )
+        again.calibration = slow
+        second = again.runs()
+    fresh.calibration = slow
+    assert second == fresh.runs() != first
+    for runs in counted.values():
+        assert len(runs) == len(set(runs)) > 0
+
+
+def test_models_of_later_tiers_are_left_alone_once_three_meet_the_limits(tmp_path: Path) -> None:
+    plan = {
+        "models": ["Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B"],
+        "gpu": "a100-sxm-80gb",
+        "methods": ["lora", "qlora", "dora"],
+        "ranks": [4, 8, 16, 32, 64],
+        "stage2_profile": {"batch_size": [1, 2, 3, 4, 6, 8]},
+        "dataset": {"samples": 500, "tokens": 100_000},
+        "profile": "none",
+        "weights": "random",
+        "output_dir": "out",
+    }
+    path = tmp_path / "plan.yaml"
+    path.write_text(json.dumps(plan))
+    answer = run_plan(path, progress=Silent())
+    assert answer.winner is not None
+    assert answer.winner.run.model == plan["models"][0]
+    assert {candidate.run.model for candidate in answer.finetune} == set(plan["models"][:3])
+
+
+def test_of_a_large_plan_only_what_is_near_a_limit_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whichlora.workflow.session.MANY", 0)
+    plan = {
+        "models": ["Qwen/Qwen2.5-0.5B"],
+        "gpu": "rtx-4090-24gb",
+        "methods": ["lora"],
+        "stage2_profile": {"batch_size": [1, 4, 8, 12, 16, 32, 64]},
+        "dataset": {"samples": 500, "mean_tokens": 512, "max_tokens": 512, "p95_tokens": 512},
+        "sequence_length": 512,
+        "profile": "none",
+        "weights": "random",
+        "output_dir": str(tmp_path / "out"),
+    }
+    path = tmp_path / "plan.yaml"
+    path.write_text(json.dumps(plan))
+    here = Session(load_plan(path), find_gpu("rtx-4090-24gb"), Silent(), fresh=True)
+    gpu, calibration = here.gpu, here.calibration
+
+    def alone(run: RunConfig) -> MemoryPrediction:
+        return predict(here.models[run.model], run, gpu, calibration).memory
+
+    runs = here.space.finetune_runs()
+    limit = alone(runs[3]).device_used_bytes
+    here.limits = replace(here.limits, finetune_bytes=limit)
+    near, far = [], []
+    for candidate in here.candidates(here.search_loop(runs)):
+        memory = alone(candidate.run)
+        (near if candidate.prediction.memory == memory else far).append(memory)
+    assert near
+    assert far
+    assert all(
+        memory.interval_bytes[1] <= limit or memory.peak_allocated_bytes > 0.95 * limit
+        for memory in far
+    )
+    assert limit in {memory.device_used_bytes for memory in near}
+    answer = run_plan(path, progress=Silent())
+    assert answer.winner is not None
+    assert answer.winner.prediction.memory == alone(answer.winner.run)

@@ -171,6 +171,7 @@ class Strategy:
         split: what the ranks of one kind compute, once this strategy has divided their work.
         moments: what a rank holds at each moment, of the entries that its step would have alone.
         update_share: of the trained parameters, what one rank's optimizer updates.
+        weights_share: of the weights of a rank's step, what it holds at least between steps.
         messages: what one rank sends and receives in one optimizer step.
         on_host: what it keeps in pinned host memory, by entry.
         training_arguments: what `transformers.TrainingArguments` takes to turn it on; "deepspeed"
@@ -197,6 +198,7 @@ class Strategy:
     split: Callable[[RankKind, Spread], tuple[RankKind, ...]] = _computes_all
     moments: Callable[[RankKind, Moments, Spread], Moments] = _holds_all
     update_share: Callable[[Spread], float] = _updates_all
+    weights_share: Callable[[Spread], float] = _updates_all
     messages: Callable[[RankKind, Spread], tuple[Message, ...]] = _no_messages
     on_host: Callable[[RankKind, Spread], tuple[Entry, ...]] = _nothing_on_host
     training_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _not_in_the_trainer
@@ -206,3 +208,8 @@ class Strategy:
     launcher: Literal["torchrun", "python"] = "torchrun"
     notes: Callable[[TrainingStep, Spread], tuple[str, ...]] = _no_notes
     replicas_refused: str = ""
+
+    @property
+    def is_in_the_trainer(self) -> bool:
+        """Whether `TrainingArguments` can turn it on."""
+        return self.training_arguments is not _not_in_the_trainer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from whichlora.errors import ConfigError
@@ -58,6 +59,9 @@ class Share:
     scores: bool
 
 
+_placed_once = lru_cache(maxsize=64)(placed)  # a check, a split and notes ask for the same
+
+
 def shares(step: TrainingStep, gpus: int) -> tuple[Share, ...]:
     """What `device_map="auto"` puts on each GPU.
 
@@ -71,7 +75,7 @@ def shares(step: TrainingStep, gpus: int) -> tuple[Share, ...]:
     modules = modules_of(model, step.dtypes, element_bytes)
     caps = [float(step.gpu.memory_bytes)] * gpus
     quantised = is_quantised_on_device(step.dtypes)
-    places = placed(modules, balanced_caps(modules, caps, quantised=quantised))
+    places = _placed_once(tuple(modules), tuple(balanced_caps(modules, caps, quantised=quantised)))
     if places is None:
         total = format_bytes(int(sum(module.num_bytes for module in modules)))
         raise ConfigError(

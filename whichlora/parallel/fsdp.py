@@ -325,6 +325,7 @@ STRATEGY = Strategy(
     split=_split,
     moments=_moments,
     update_share=_update_share,
+    weights_share=_update_share,
     messages=_messages,
     training_arguments=_training_arguments,
     model_arguments=_model_arguments,

@@ -11,6 +11,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import Ledger, training_ledger
+from whichlora.memory.weights import weight_bytes
 from whichlora.parallel.base import Message, Order, RankKind, Spread, Strategy
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.spec.numeric import largest
@@ -174,6 +175,16 @@ class Layout:
     def update_share(self) -> float:
         """Of the trained parameters of a rank, what its optimizer updates."""
         return math.prod(strategy.update_share(spread) for strategy, spread in self.strategies)
+
+    def least_weight_bytes(self, kind: RankKind) -> float:
+        """Weights that every rank of `kind` holds between steps.
+
+        Kind: lower bound: what is gathered and small parameters that stay whole are left out.
+        Source: `Strategy.weights_share`.
+        """
+        share = math.prod(strategy.weights_share(spread) for strategy, spread in self.strategies)
+        held = weight_bytes(kind.at_rest.model, kind.at_rest.dtypes)
+        return share * sum(held.values())
 
     def on_host(self, kind: RankKind) -> tuple[Entry, ...]:
         """What one rank of `kind` keeps in pinned host memory."""

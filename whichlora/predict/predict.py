@@ -493,9 +493,17 @@ def predict(
 
 
 def predict_counted(
-    counted: CountedRun, calibration: Calibration, *, traced: TracedPeak | None = None
+    counted: CountedRun,
+    calibration: Calibration,
+    *,
+    traced: TracedPeak | None = None,
+    by_rank: bool = True,
 ) -> Prediction:
-    """Judge one run that has been counted; args as of `predict`."""
+    """Judge one run that has been counted; args as of `predict`.
+
+    Args:
+        by_rank: whether it states what each kind of rank holds and sends.
+    """
     job = counted.job
     model, gpu = job.model, job.gpu
     calibration = calibration.for_engine(job.run.engine, gpu)
@@ -542,7 +550,7 @@ def predict_counted(
             *(job.layout.notes(training_step(job)) if job.layout else ()),
             *(_link_notes(job, counted.ranks, calibration) if counted.ranks and timed else ()),
         ),
-        several_gpus=None if ranks is None else _several_gpus(job, calibration, ranks),
+        several_gpus=_several_gpus(job, calibration, ranks) if ranks and by_rank else None,
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.memory.optimizer import Update
 from whichlora.memory.step import TrainingStep
-from whichlora.parallel.base import Message
+from whichlora.parallel.base import Message, RankKind
 from whichlora.parallel.communication import (
     PHASES,
     CommunicationTime,
@@ -129,11 +129,18 @@ class RanksWork:
     ranks: tuple[RankWork, ...]
 
 
-def count_ranks(layout: Layout, step: TrainingStep) -> RanksWork:
+def count_ranks(
+    layout: Layout,
+    step: TrainingStep,
+    features_of: Callable[..., Mapping[str, Real]] = features_of_step,
+    kinds: Sequence[RankKind] | None = None,
+) -> RanksWork:
     """Count what the ranks of `layout` do.
 
     Args:
         step: of the whole model on one device; its sizes may be arrays.
+        features_of: `features_of_step`, or what keeps its results.
+        kinds: of the ranks, where they are at hand.
     """
     update_share = layout.update_share
     return RanksWork(
@@ -142,12 +149,12 @@ def count_ranks(layout: Layout, step: TrainingStep) -> RanksWork:
         micro_steps=step.run.gradient_accumulation_steps,
         ranks=tuple(
             RankWork(
-                features=features_of_step(kind.step, update_share=update_share),
+                features=features_of(kind.step, update_share=update_share),
                 messages=layout.messages(kind),
                 stages=layout.num_stages(kind),
                 forward_share=work.forward_share(kind.step.run, kind.step.method),
             )
-            for kind in layout.rank_kinds(step)
+            for kind in (kinds or layout.rank_kinds(step))
         ),
     )
 

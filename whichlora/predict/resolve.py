@@ -74,11 +74,6 @@ class ResolvedRun:
         """Of one optimizer step, over all GPUs."""
         return self.at_once * self.run.gradient_accumulation_steps
 
-    def check_job(self) -> None:
-        """Refuse a strategy that the Trainer has no key for. Raises: ConfigError."""
-        if self.layout is not None:
-            self.layout.training_arguments(self.run)
-
     @property
     def dtype(self) -> str:
         """Dtype of the matrix products, as the datasheet names it."""

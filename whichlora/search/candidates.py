@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from whichlora.dataset.workload import Workload
 from whichlora.errors import ConfigError
 from whichlora.methods import get_method
+from whichlora.parallel import get_strategy
+from whichlora.parallel.layout import Layout
 from whichlora.predict import parallel_choice
 from whichlora.predict.predict import check_layout
 from whichlora.predict.rank_time import links_of
-from whichlora.predict.resolve import ResolvedRun, resolve, spread
+from whichlora.predict.resolve import ResolvedRun, layout_of, resolve
 from whichlora.search.shortlist import Group
 from whichlora.serving.form import serving_form, serving_run
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.links import LinkSpec
-from whichlora.spec.parallel import AUTO, ONE_GPU, ParallelConfig
+from whichlora.spec.parallel import AUTO, ONE_GPU, ParallelConfig, micro_steps
 from whichlora.spec.plan import Plan
 from whichlora.spec.results import MAX_REASONS, Answers, Refused
 from whichlora.spec.run import Padding, Phase, RunConfig
@@ -27,7 +31,7 @@ from whichlora.spec.run import Padding, Phase, RunConfig
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidates:
     """What `plan` asks for on one device.
 
@@ -43,7 +47,10 @@ class Candidates:
     gpu: GpuSpec
     workload: Callable[[str, int, int, int], Workload]
     machines: Mapping[str, LinkSpec] = field(default_factory=dict)
-    refused: dict[RunConfig, Refused] = field(default_factory=dict)
+    refused: dict[object, Refused] = field(default_factory=dict)
+    _expanded: dict[ParallelConfig, Sequence[ParallelConfig]] = field(default_factory=dict)
+    _layouts: dict[ParallelConfig, Layout | None] = field(default_factory=dict)
+    _alone: dict[object, ResolvedRun] = field(default_factory=dict)
 
     def inference_runs(self) -> list[RunConfig]:
         """Every candidate of stage 1, its defaults filled in.
@@ -62,20 +69,33 @@ class Candidates:
         return self._some([run for group in self.training() for run in group.runs()], "finetune")
 
     def number(self) -> tuple[int, int]:
-        """How many there are in each stage.
+        """How many there are in each stage; of several GPUs those that are refused count, too.
 
         Raises:
             ConfigError: all of one stage are refused.
         """
         serving = self._some([group.size for group in self.serving()], "inference")
+        if self.plan.is_spread:
+            return sum(serving), self._number_asked()
         training = self._some([group.size for group in self.training()], "finetune")
         return sum(serving), sum(training)
 
+    def _number_asked(self) -> int:
+        plan = self.plan
+        ranks = (1 if get_method(name).trains_base else len(plan.ranks) for name in plan.methods)
+        spreads = sum(len(self._strategies(config)) for config in plan.spreads)
+        lists = (plan.models, plan.finetune_batch_sizes, *self._stacks.values())
+        return sum(ranks) * spreads * math.prod(map(len, lists))
+
     def _some(self, candidates: list[T], phase: Phase) -> list[T]:
-        refused = [refusal for run, refusal in self.refused.items() if run.phase == phase]
+        refused = [each for each in self.refused.values() if each.settings["phase"] == phase]
         return list(Answers(candidates, refused))
 
     def serving(self) -> Iterator[Group]:
+        """Stage 1 of all models."""
+        return self.serving_of(self.plan.models)
+
+    def serving_of(self, models: Sequence[str]) -> Iterator[Group]:
         """Stage 1, one group for each form in which a model is served, and attention kernel."""
         import numpy as np
 
@@ -83,9 +103,9 @@ class Candidates:
         lists = (plan.prompt_lens, plan.max_new_tokens, plan.inference_batch_sizes)
         prompt_len, new_tokens, batch_size = np.ix_(*lists)
         axes = {"batch_size": batch_size, "prompt_len": prompt_len, "max_new_tokens": new_tokens}
-        forms = dict.fromkeys(self.form(run) for run in self._variants())
+        forms = dict.fromkeys(self.form(run) for run in self._variants(models))
         for form in forms:
-            for job in self._jobs(form, {"attn": plan.attn}, self.refused):
+            for job in self._jobs(form, ONE_GPU, {"attn": plan.attn}, self.refused):
                 yield Group(job=job, axes=axes)
 
     def form(self, run: RunConfig) -> RunConfig:
@@ -94,111 +114,174 @@ class Candidates:
             run = serving_run(self.plan.inference, run, self.plan.serve)
         return serving_form(run)
 
-    def _variants(self) -> Iterator[RunConfig]:
+    def _variants(self, models: Sequence[str]) -> Iterator[RunConfig]:
         """A fine-tuning of every model, method and rank."""
         plan = self.plan
-        for name, method, r in itertools.product(plan.models, plan.methods, plan.ranks):
+        for name, method, r in itertools.product(models, plan.methods, plan.ranks):
             yield replace(plan.finetune, model=name, method=method, r=r)
 
     def training(self) -> Iterator[Group]:
+        """Stage 2 of all models."""
+        return self.training_of(self.plan.models)
+
+    def training_of(self, models: Sequence[str]) -> Iterator[Group]:
         """Stage 2, one group for each model, method, stack, strategy and kind of padding."""
-        for name, method in itertools.product(self.plan.models, self.plan.methods):
+        for name, method in itertools.product(models, self.plan.methods):
             base = replace(self.plan.finetune, model=name, method=method)
             for config in self.plan.spreads:
                 if config.strategy == AUTO:
                     yield from self._under_any_strategy(base, config)
                 else:
-                    yield from self._under(replace(base, parallel=config), self.refused)
+                    yield from self._under(base, config, self.refused)
 
     def _under_any_strategy(self, base: RunConfig, config: ParallelConfig) -> Iterator[Group]:
         """`base` under every strategy that accepts it and that a job can be written for.
 
         It is refused only where there is none.
         """
-        refused: dict[RunConfig, Refused] = {}
+        refused: dict[object, Refused] = {}
         accepted = False
-        for spread_by in parallel_choice.every(config):
-            for group in self._under(replace(base, parallel=spread_by), refused):
-                try:
-                    group.job.check_job()
-                except ConfigError as error:
-                    refused[group.job.run] = self._refusal(group.job.run, {}, str(error))
-                    continue
+        for spread_by in self._strategies(config):
+            for group in self._under(base, spread_by, refused):
                 accepted = True
                 yield group
         if not accepted:
             reasons = dict.fromkeys(refusal.reason for refusal in refused.values())
-            run = replace(base, parallel=config)
-            self.refused[run] = self._refusal(run, {}, "; ".join(list(reasons)[:MAX_REASONS]))
+            reason = "; ".join(list(reasons)[:MAX_REASONS])
+            self._refuse(self.refused, base, config, {}, reason)
 
-    def _under(self, base: RunConfig, refused: dict[RunConfig, Refused]) -> Iterator[Group]:
-        """The groups of one model, method and strategy; what does not run is noted in `refused`."""
-        import numpy as np
+    def _strategies(self, config: ParallelConfig) -> Sequence[ParallelConfig]:
+        """`config`, or in the place of "auto" every strategy that a job can be written for."""
+        if config.strategy != AUTO:
+            return (config,)
+        if config not in self._expanded:
+            self._expanded[config] = [
+                spread_by
+                for spread_by in parallel_choice.every(config)
+                if all(get_strategy(name).is_in_the_trainer for name in spread_by.names)
+            ]
+        return self._expanded[config]
 
+    @cached_property
+    def _stacks(self) -> dict[str, Sequence[Any]]:
         plan = self.plan
-        stacks = {
+        return {
             "gradient_checkpointing": plan.gradient_checkpointing,
             "attn": plan.attn,
             "optimizer": plan.optimizers,
         }
+
+    def _under(
+        self, base: RunConfig, config: ParallelConfig, refused: dict[object, Refused]
+    ) -> Iterator[Group]:
+        """The groups of one model, method and strategy; what does not run is noted in `refused`."""
+        import numpy as np
+
+        plan = self.plan
         ranks = plan.ranks[:1] if get_method(base.method).trains_base else plan.ranks
-        for run, loads in self._loads(base, refused).items():
-            sizes = list(loads)
+        for (accumulation, padding), loads in self._loads(base, config, refused).items():
             axes = {
-                "batch_size": np.array([sizes]),
+                "batch_size": np.array([list(loads)]),
                 "seq_len": np.array([[load.longest for load in loads.values()]]),
                 "r": np.array(ranks)[:, None],
             }
-            micro_steps = run.gradient_accumulation_steps
             steps = tuple(
-                {width: n / micro_steps for width, n in load.widths.items()}
+                {width: n / accumulation for width, n in load.widths.items()}
                 for load in loads.values()
             )
-            for job in self._jobs(run, stacks, refused):
+            stacks = self._stacks | {
+                "padding": (padding,),
+                "gradient_accumulation_steps": (accumulation,),
+            }
+            for job in self._jobs(base, config, stacks, refused):
                 yield Group(job=job, axes=axes, steps=steps, lora_alpha=plan.lora_alpha)
 
     def _loads(
-        self, base: RunConfig, refused: dict[RunConfig, Refused]
-    ) -> dict[RunConfig, dict[int, Workload]]:
-        """The training at each batch size, by what of `base` depends on it.
+        self, base: RunConfig, config: ParallelConfig, refused: dict[object, Refused]
+    ) -> dict[tuple[int, Padding], dict[int, Workload]]:
+        """The training at each batch size, by micro-steps and padding, which a group shares.
 
         A batch size that does not divide the global batch is no candidate.
         """
-        loads: dict[RunConfig, dict[int, Workload]] = {}
+        loads: dict[tuple[int, Padding], dict[int, Workload]] = {}
+        reason = ""
+        try:
+            layout = self._layout(config)
+        except ConfigError as error:
+            self._refuse(refused, base, config, {}, str(error))
+            return loads
+        at_once = 1 if layout is None else layout.data_parallel_size
         for size in self.plan.finetune_batch_sizes:
+            accumulation = base.gradient_accumulation_steps
             try:
-                run, layout = spread(replace(base, batch_size=size))
+                if config.global_batch_size is not None:
+                    accumulation = micro_steps(
+                        config.global_batch_size,
+                        batch_size=size,
+                        at_once=at_once,
+                        accumulation=accumulation,
+                    )
             except ConfigError as error:
                 reason = str(error)
                 continue
-            micro_steps = run.gradient_accumulation_steps
-            at_once = 1 if layout is None else layout.data_parallel_size
-            load = self.workload(run.model, size, at_once, micro_steps)
-            padding = _padding(load, base.padding)
-            run = replace(run, padding=padding, batch_size=base.batch_size)
-            loads.setdefault(run, {})[size] = load
+            load = self.workload(base.model, size, at_once, accumulation)
+            loads.setdefault((accumulation, _padding(load, base.padding)), {})[size] = load
         if not loads:
-            refused[base] = self._refusal(base, {}, reason)
+            self._refuse(refused, base, config, {}, reason)
         return loads
+
+    def _layout(self, config: ParallelConfig) -> Layout | None:
+        """The layout of `config`, which is the same for all models.
+
+        Raises:
+            ConfigError: an option or a size that it does not accept.
+        """
+        if config not in self._layouts:
+            self._layouts[config] = layout_of(replace(self.plan.finetune, parallel=config))
+        return self._layouts[config]
 
     def _jobs(
         self,
         base: RunConfig,
+        config: ParallelConfig,
         lists: Mapping[str, Sequence[Any]],
-        refused: dict[RunConfig, Refused],
+        refused: dict[object, Refused],
     ) -> Iterator[ResolvedRun]:
-        """`base` with every combination of `lists`; what does not run is noted in `refused`."""
+        """`base` under `config` with every combination of `lists`.
+
+        What does not run is noted in `refused`.
+        """
         for values in itertools.product(*lists.values()):
             chosen = dict(zip(lists, values, strict=True))
-            run = replace(base, **chosen)
             try:
-                job = resolve(self.models[base.model], run, self.gpu)
+                job = self._spread(self._resolved(base, chosen), config)
                 check_layout(job)
                 self._check_links(job)
             except ConfigError as error:
-                refused[run] = self._refusal(run, chosen, str(error))
+                shown = {name: chosen[name] for name in chosen if len(lists[name]) > 1}
+                self._refuse(refused, base, config, shown, str(error))
                 continue
             yield job
+
+    def _resolved(self, base: RunConfig, chosen: Mapping[str, Any]) -> ResolvedRun:
+        """`base` with the settings in `chosen`, resolved on one GPU, once for all strategies.
+
+        Raises:
+            ConfigError: settings that exclude each other.
+        """
+        key = base, *chosen.values()
+        if key not in self._alone:
+            run = replace(base, **chosen)
+            self._alone[key] = resolve(self.models[run.model], run, self.gpu)
+        return self._alone[key]
+
+    def _spread(self, job: ResolvedRun, config: ParallelConfig) -> ResolvedRun:
+        """`job` of one GPU on those of `config`, whose micro-steps it has."""
+        layout = self._layout(config)
+        if layout is None:
+            return job
+        config = replace(layout.config, global_batch_size=None)
+        return replace(job, run=replace(job.run, parallel=config), layout=layout)
 
     def _check_links(self, job: ResolvedRun) -> None:
         """Refuse what has no time, by which candidates are compared."""
@@ -207,11 +290,20 @@ class Candidates:
             if links is None:
                 raise ConfigError(line)
 
-    def _refusal(self, run: RunConfig, chosen: Mapping[str, Any], reason: str) -> Refused:
-        settings: dict[str, Any] = {"phase": run.phase, "method": run.method, **chosen}
-        if run.parallel != ONE_GPU:
-            settings["parallel"] = run.parallel.to_dict()
-        return Refused(model=run.model, gpu=self.gpu.key, settings=settings, reason=reason)
+    def _refuse(
+        self,
+        refused: dict[object, Refused],
+        base: RunConfig,
+        config: ParallelConfig,
+        chosen: Mapping[str, Any],
+        reason: str,
+    ) -> None:
+        settings: dict[str, Any] = {"phase": base.phase, "method": base.method, **chosen}
+        if config != ONE_GPU:
+            settings["parallel"] = config.to_dict()
+        refused[base, config, *chosen.values()] = Refused(
+            model=base.model, gpu=self.gpu.key, settings=settings, reason=reason
+        )
 
 
 def _padding(load: Workload, stated: Padding) -> Padding:

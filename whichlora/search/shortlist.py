@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
@@ -20,18 +20,16 @@ from whichlora.predict.predict import (
     CountedBlock,
     count_block,
     judge_moments,
-    moment_parts,
     predict_counted_block,
-    ranks_work,
-    step_features,
 )
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.search.correlation import METHOD_SHARE, MODEL_SHARE, VARIANT_SHARE
-from whichlora.search.spread_steps import SpreadSteps, WholeTraining
+from whichlora.search.counted_training import TrainingGroup, count_together, mean_of
+from whichlora.search.spread_steps import WholeTraining
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.plan import LAST_RESORT, Prefer
 from whichlora.spec.run import RunConfig
-from whichlora.timing.model import FEATURES, deciding
+from whichlora.timing.model import FEATURES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,6 +41,8 @@ if TYPE_CHECKING:
 MANY = 300  # candidates from which on a plan is shortlisted
 NUM_SAMPLES = 64
 BEST_PER_SAMPLE = 4
+LEAST_LOG = 100.0  # no quantity has a logarithm below its negative
+MODELS_SHOWN = 3  # that meet the limits, before models of later tiers are left alone
 SERVING_SHAPES = 4  # of each form that stay on the shortlist
 SEED = 0
 
@@ -112,129 +112,196 @@ class Requirements:
 class CountedPlan:
     """The groups of a plan with what no calibration changes: counted once, judged many times.
 
+    Models are counted in the order of their tiers, and no further than they may win.
+
     Args:
+        serving, training: the groups of a model in either stage.
         form: in which a candidate of either stage is served.
     """
 
     def __init__(
         self,
-        serving: Iterable[Group],
-        training: Iterable[Group],
+        serving: Callable[[str], Iterable[Group]],
+        training: Callable[[str], Iterable[Group]],
         form: Callable[[RunConfig], RunConfig],
     ) -> None:
-        self._serving = [
-            (form(group.job.run), group, count_block(group.job, group.axes)) for group in serving
-        ]
-        self._training = [_CountedTraining.of(group, form) for group in training]
+        self._serving_of = serving
+        self._training_of = training
         self._form = form
+        self._serving: dict[str, list[tuple[RunConfig, Group, CountedBlock]]] = {}
+        self._training: dict[str, list[TrainingGroup]] = {}
+
+    def serving(self, model: str) -> list[tuple[RunConfig, Group, CountedBlock]]:
+        if model not in self._serving:
+            self._serving[model] = [
+                (self._form(group.job.run), group, count_block(group.job, group.axes))
+                for group in self._serving_of(model)
+            ]
+        return self._serving[model]
+
+    def training(self, model: str) -> list[TrainingGroup]:
+        if model not in self._training:
+            self._training[model] = count_together(self._training_of(model), self._form)
+        return self._training[model]
 
     def shortlist(self, calibration: Calibration, requirements: Requirements) -> list[RunConfig]:
         """The candidates of both stages that may win.
 
-        Of training these are the best of every posterior sample, and the smallest and the fastest
-        of each model: they explain what is lacking where nothing meets the limits. A model that may
-        win has its fastest on every number of GPUs. Of serving these are the likeliest shapes of
-        each form in which a shortlisted model is served.
+        Of training these are the best of every posterior sample, and of each model that was counted
+        the smallest and the fastest that were: they explain what is lacking where nothing meets the
+        limits. A model that may win has its fastest on every number of GPUs. Of serving these are
+        the likeliest shapes of each form in which a shortlisted model is served.
         """
-        import numpy as np
-
-        samples = _PosteriorSamples(np.random.default_rng(SEED), calibration)
-        shapes: dict[RunConfig, _Shapes] = {}
-        for served_form, group, block in self._serving:
-            shapes.setdefault(served_form, _Shapes()).add(group, block, samples, requirements)
-        best = _Best()
-        extremes: dict[str, _Extremes] = {}
-        on_gpus: dict[tuple[str, int], _Extremes] = {}
-        not_planned = np.ones(NUM_SAMPLES, dtype=bool)
-        for counted in self._training:
-            group, forms = counted.group, counted.forms
-            model = group.job.run.model
-            seconds, num_bytes = samples.training(counted)
-            meets = (seconds <= requirements.total_s) & (num_bytes <= requirements.finetune_bytes)
-            served = [shapes[f].served if f in shapes else not_planned for f in forms]
-            meets &= np.repeat(np.stack(served, axis=1), group.size // len(forms), axis=1)
-            quantity = num_bytes if requirements.prefer == "memory" else seconds
-            if requirements.prefer == "price":
-                quantity = quantity * group.job.run.parallel.gpus
-            tier = requirements.tier[model] + LAST_RESORT * is_last_resort(group.job.run.parallel)
-            cost = np.log(quantity) + 1e3 * tier
-            best.add(group, np.where(meets, cost, np.inf))
-            extremes.setdefault(model, _Extremes()).add(group, seconds[0], num_bytes[0])
-            likely = np.where(meets.mean(axis=0) >= requirements.confidence, cost[0], np.inf)
-            count = model, group.job.run.parallel.gpus
-            on_gpus.setdefault(count, _Extremes()).add(group, likely, num_bytes[0])
-        trained = [run for extreme in extremes.values() for run in extreme.runs()] + best.runs()
-        may_win = {run.model for run in best.runs()}
-        trained += [on.fastest for (model, _), on in on_gpus.items() if model in may_win]
+        listed = _Shortlist(self, calibration, requirements)
+        for model in sorted(requirements.tier, key=requirements.tier.__getitem__):
+            if listed.is_settled_before(requirements.tier[model]):
+                break
+            listed.add(model)
+        trained = listed.trained()
         forms_of_trained = dict.fromkeys(map(self._form, trained))
+        shapes = listed.shapes
         serving_runs = [run for f in forms_of_trained if f in shapes for run in shapes[f].runs()]
         return list(dict.fromkeys([*serving_runs, *trained]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CountedTraining:
-    """A group of fine-tunings, counted.
+class _Shortlist:
+    """The candidates that may win among the models that were looked at."""
 
-    Args:
-        forms: in which each rank is served.
-        moments: bytes by part at each that can be the peak.
-        features: of one optimizer step, by rank and by batch size and padded length.
-        times: how many such steps there are: [num_batch_sizes, num_batch_sizes_and_lengths].
-        spread: the steps of several GPUs, which have no features of one.
-    """
-
-    group: Group
-    forms: Sequence[RunConfig]
-    moments: Mapping[str, Mapping[str, Any]]
-    features: Mapping[str, Any]
-    times: Array
-    spread: SpreadSteps | None = None
-
-    @classmethod
-    def of(cls, group: Group, form: Callable[[RunConfig], RunConfig]) -> Self:
+    def __init__(
+        self, plan: CountedPlan, calibration: Calibration, requirements: Requirements
+    ) -> None:
         import numpy as np
 
-        sizes = {name: values.astype(np.float64) for name, values in group.axes.items()}
-        pairs = [
-            (row, width, number)
-            for row, steps in enumerate(group.steps)
-            for width, number in steps.items()
+        self._plan = plan
+        self._calibration = calibration
+        self._requirements = requirements
+        self._samples = _PosteriorSamples(np.random.default_rng(SEED), calibration)
+        self._best = _Best()
+        self._extremes: dict[str, _Extremes] = {}
+        self._on_gpus: dict[tuple[str, int], _Extremes] = {}
+        self._judged: set[int] = set()  # groups by id
+        self._by_cost: dict[str, list[tuple[TrainingGroup, Array]]] = {}
+        self._num_meeting = 0
+        self.shapes: dict[RunConfig, _Shapes] = {}
+
+    def is_settled_before(self, tier: float) -> bool:
+        """Whether no candidate of `tier` can be among the best, and enough models are listed."""
+        is_worse = bool((self._best.threshold < 1e3 * tier - LEAST_LOG).all())
+        return is_worse and self._num_meeting >= MODELS_SHOWN
+
+    def add(self, model: str) -> None:
+        """Look at the candidates of `model`, the fastest first."""
+        for served_form, group, block in self._plan.serving(model):
+            shapes = self.shapes.setdefault(served_form, _Shapes())
+            shapes.add(group, block, self._samples, self._requirements)
+        extremes = self._extremes[model] = _Extremes()
+        optimistic = self._optimistic(model)
+        for counted, cost in optimistic:
+            if (self._may_win(cost) or self._is_faster(counted, cost)) and self._may_fit(counted):
+                self._judge(counted)
+        if not extremes.counted and optimistic:
+            self._judge(optimistic[0][0])
+            self._judge(min((counted for counted, _ in optimistic), key=self._least_bytes))
+        self._num_meeting += math.isfinite(self._least_cost(model))
+
+    def _optimistic(self, model: str) -> list[tuple[TrainingGroup, Array]]:
+        """The groups of `model` with no more than their cost: they wait for no message."""
+        if model in self._by_cost:
+            return self._by_cost[model]
+        time = self._calibration.time["finetune"]
+        groups = []
+        for counted in self._plan.training(model):
+            seconds = self._samples.seconds(counted, counted.computing(time))
+            in_time = (seconds <= self._requirements.total_s) & self._served(counted)
+            groups.append((counted, self._cost(counted, seconds, in_time)))
+        self._by_cost[model] = sorted(groups, key=lambda each: float(each[1].min()))
+        return self._by_cost[model]
+
+    def _served(self, counted: TrainingGroup) -> Flags:
+        """In which samples the form of each candidate meets the limits of inference."""
+        import numpy as np
+
+        not_planned = np.ones(NUM_SAMPLES, dtype=bool)
+        shapes = self.shapes
+        served = [shapes[f].served if f in shapes else not_planned for f in counted.forms]
+        repeated = counted.group.size // len(counted.forms)
+        return np.repeat(np.stack(served, axis=1), repeated, axis=1)
+
+    def _cost(self, counted: TrainingGroup, quantity: Array, meets: Flags) -> Array:
+        """What is minimised, in each sample: the tier, then the log of a quantity."""
+        import numpy as np
+
+        config, requirements = counted.group.job.run.parallel, self._requirements
+        if requirements.prefer == "price":
+            quantity = quantity * config.gpus
+        tier = requirements.tier[counted.group.job.run.model]
+        tier += LAST_RESORT * is_last_resort(config)
+        return np.where(meets, np.log(quantity) + 1e3 * tier, np.inf)
+
+    def _may_win(self, cost: Array) -> bool:
+        import numpy as np
+
+        if self._requirements.prefer == "memory":
+            return bool(np.isfinite(cost).any())
+        return bool((cost < self._best.threshold[:, None]).any())
+
+    def _is_faster(self, counted: TrainingGroup, cost: Array) -> bool:
+        """Whether one may be better than every candidate of its model that surely meets."""
+        return bool(cost[0].min() < self._least_cost(counted.group.job.run.model))
+
+    def _least_cost(self, model: str) -> float:
+        """Of the candidates of `model` that surely meet the limits."""
+        costs = (on.least_cost for (name, _), on in self._on_gpus.items() if name == model)
+        return min(costs, default=math.inf)
+
+    def _may_fit(self, group: TrainingGroup) -> bool:
+        return self._least_bytes(group) <= self._requirements.finetune_bytes
+
+    def _least_bytes(self, group: TrainingGroup) -> float:
+        return group.least_bytes(self._calibration)
+
+    def _judge(self, counted: TrainingGroup) -> None:
+        """Count what the candidates of a group really take."""
+        import numpy as np
+
+        requirements, group = self._requirements, counted.group
+        run = group.job.run
+        if id(counted) in self._judged:
+            return
+        self._judged.add(id(counted))
+        seconds = self._samples.seconds(counted, counted.whole_training(self._calibration))
+        in_time = (seconds <= requirements.total_s) & self._served(counted)
+        num_bytes = self._samples.num_bytes(counted)
+        meets = in_time & (num_bytes <= requirements.finetune_bytes)
+        quantity = num_bytes if requirements.prefer == "memory" else seconds
+        cost = self._cost(counted, quantity, meets)
+        self._best.add(group, cost)
+        self._extremes[run.model].add(group, seconds[0], num_bytes[0])
+        sure = meets.mean(axis=0) >= requirements.confidence
+        likely = np.where(sure, self._cost(counted, quantity, in_time)[0], np.inf)
+        of_count = self._on_gpus.setdefault((run.model, counted.gpus), _Extremes())
+        of_count.add(group, likely, num_bytes[0])
+
+    def trained(self) -> list[RunConfig]:
+        """The fine-tunings of the list."""
+        best = self._best.runs()
+        of_counts = [
+            run
+            for model in dict.fromkeys(run.model for run in best)
+            for run in self._fastest(model)
         ]
-        rows, widths, numbers = (np.array(column) for column in zip(*pairs, strict=True))
-        times = np.zeros((len(group.steps), len(pairs)))
-        times[rows, np.arange(len(pairs))] = numbers
-        axes = {
-            "batch_size": sizes["batch_size"][0][rows][None],
-            "seq_len": widths[None].astype(np.float64),
-            "r": sizes["r"],
-        }
-        job = group.job
-        forms = [form(replace(job.run, r=int(r))) for r in group.axes["r"][:, 0]]
-        ranks = ranks_work(job, **axes)
-        return cls(
-            group=group,
-            forms=forms,
-            moments=moment_parts(job, **sizes),
-            features=step_features(job, **axes) if ranks is None else {},
-            times=times,
-            spread=None
-            if ranks is None
-            else SpreadSteps(job=job, ranks=ranks, times=times, num_rows=len(forms)),
-        )
+        extremes = [run for extreme in self._extremes.values() for run in extreme.runs()]
+        return [*extremes, *best, *of_counts]
 
-    def whole_training(self, calibration: Calibration) -> WholeTraining:
-        """What decides each candidate's time, over all of its steps."""
-        import numpy as np
-
-        if self.spread is not None:
-            return self.spread.whole_training(calibration)
-        decided = deciding(calibration.time["finetune"], self.features)
-        shape = (len(self.forms), self.times.shape[1])
-        columns = np.stack([np.broadcast_to(decided[name], shape) for name in FEATURES], axis=-1)
-        summed = np.einsum("bp,rpf->rbf", self.times, columns)
-        work = np.asarray(summed.reshape(-1, len(FEATURES)))
-        none = np.zeros(len(work))
-        return WholeTraining(work=work, waits_s=none, waits_deviation_s=none)
+    def _fastest(self, model: str) -> list[RunConfig]:
+        """Of `model` the fastest on every number of GPUs that surely meets the limits."""
+        optimistic = self._optimistic(model)
+        for group, cost in optimistic:
+            of_count = self._on_gpus.setdefault((model, group.gpus), _Extremes())
+            if cost[0].min() < of_count.least_cost and self._may_fit(group):
+                self._judge(group)
+        of_model = (on for (name, _), on in self._on_gpus.items() if name == model)
+        return [on.fastest for on in of_model if math.isfinite(on.least_cost)]
 
 
 class _PosteriorSamples:
@@ -248,6 +315,7 @@ class _PosteriorSamples:
         self._coefficients = self._normal(len(FEATURES))
         self._memory, self._serving = self._normal(1), self._normal(1)
         self._shared_errors: dict[str, Array] = {}
+        self._residuals: dict[int, Array] = {}  # by id of the group
         self._roots = {
             phase: np.linalg.cholesky(np.array(model.covariance) + 1e-30 * np.eye(len(FEATURES)))
             for phase, model in calibration.time.items()
@@ -273,36 +341,46 @@ class _PosteriorSamples:
         seconds = predicted.time_s.ravel() * np.exp(self._serving * spread)
         return seconds, self._bytes(predicted.device_used_bytes, predicted.high_bytes)
 
-    def training(self, counted: _CountedTraining) -> tuple[Array, Array]:
-        """Seconds of the whole training and bytes, shape [num_samples, num_candidates]."""
+    def seconds(self, counted: TrainingGroup, whole: WholeTraining) -> Array:
+        """Seconds of the whole training, shape [num_samples, num_candidates]."""
         import numpy as np
 
         model = self._calibration.time["finetune"]
-        whole = counted.whole_training(self._calibration)
-        computing = whole.work @ np.array([model.mean[name] for name in FEATURES])
+        computing = whole.work @ mean_of(model)
         total = computing + whole.waits_s
         effect = whole.work @ self._roots["finetune"] / total[:, None]
-        group = counted.group
-        run = group.job.run
-        run_share = 1 - MODEL_SHARE - METHOD_SHARE - VARIANT_SHARE
-        residual = (
-            MODEL_SHARE**0.5 * self._shared(run.model)
-            + METHOD_SHARE**0.5 * self._shared(run.method)
-            + VARIANT_SHARE**0.5 * self._shared(f"{run.model} {run.method}")
-            + run_share**0.5 * self._normal(len(total))
-        )
         noise = model.noise * computing / total
+        residual = self._residual(counted, len(total))
         error = model.interval_scale * (self._coefficients @ effect.T + noise * residual)
         if whole.waits_s.any():
             error = error + self._shared("messages") * whole.waits_deviation_s / total
-        seconds = total * np.exp(error)
+        return np.asarray(total * np.exp(error))
+
+    def _residual(self, counted: TrainingGroup, number: int) -> Array:
+        """Of every candidate of a group, drawn once."""
+        if id(counted) not in self._residuals:
+            run = counted.group.job.run
+            run_share = 1 - MODEL_SHARE - METHOD_SHARE - VARIANT_SHARE
+            self._residuals[id(counted)] = (
+                MODEL_SHARE**0.5 * self._shared(run.model)
+                + METHOD_SHARE**0.5 * self._shared(run.method)
+                + VARIANT_SHARE**0.5 * self._shared(f"{run.model} {run.method}")
+                + run_share**0.5 * self._normal(number)
+            )
+        return self._residuals[id(counted)]
+
+    def num_bytes(self, counted: TrainingGroup) -> Array:
+        """Device memory, shape [num_samples, num_candidates]."""
+        import numpy as np
+
+        group = counted.group
         memory = judge_moments(group.job, counted.moments, self._calibration)
         _, _, high = memory.bounds()
         used, high = (
             np.broadcast_to(num_bytes, group.shape)
             for num_bytes in (memory.device_used_bytes, high)
         )
-        return seconds, self._bytes(used, high)
+        return self._bytes(used, high)
 
     def _bytes(self, used: Array, high: Array) -> Array:
         import numpy as np
@@ -319,18 +397,27 @@ class _Best:
     _cost: Array | None = None
     _where: NDArray[np.int64] | None = None  # group and position, shape [num_samples, num_best, 2]
 
+    @property
+    def threshold(self) -> Array:
+        """Of each sample, the cost that a further candidate must stay below."""
+        import numpy as np
+
+        if self._cost is None or self._cost.shape[1] < BEST_PER_SAMPLE:
+            return np.full(NUM_SAMPLES, np.inf)
+        return self._cost[:, -1]
+
     def add(self, group: Group, cost: Array) -> None:
         import numpy as np
 
         number = len(self.groups)
         self.groups.append(group)
-        chosen = np.argsort(cost, axis=1)[:, :BEST_PER_SAMPLE]
+        chosen = np.argsort(cost, axis=1, kind="stable")[:, :BEST_PER_SAMPLE]
         where = np.stack([np.full_like(chosen, number), chosen], axis=-1)
         cost = np.take_along_axis(cost, chosen, axis=1)
         if self._cost is not None and self._where is not None:
             cost = np.concatenate([self._cost, cost], axis=1)
             where = np.concatenate([self._where, where], axis=1)
-            best = np.argsort(cost, axis=1)[:, :BEST_PER_SAMPLE]
+            best = np.argsort(cost, axis=1, kind="stable")[:, :BEST_PER_SAMPLE]
             cost = np.take_along_axis(cost, best, axis=1)
             where = np.take_along_axis(where, best[..., None], axis=1)
         self._cost, self._where = cost, where
@@ -352,6 +439,15 @@ class _Extremes:
     """The fastest and the smallest candidate of one model."""
 
     _candidates: dict[str, tuple[float, Group, int]] = field(default_factory=dict)
+
+    @property
+    def counted(self) -> bool:
+        return bool(self._candidates)
+
+    @property
+    def least_cost(self) -> float:
+        """Infinite where there is none."""
+        return self._candidates["time"][0] if self._candidates else math.inf
 
     def add(self, group: Group, seconds: Array, num_bytes: Array) -> None:
         for name, values in (("time", seconds), ("memory", num_bytes)):

@@ -33,6 +33,13 @@ class WholeTraining:
     waits_s: Array
     waits_deviation_s: Array
 
+    @classmethod
+    def without_waits(cls, work: Array) -> Self:
+        import numpy as np
+
+        none = np.zeros(len(work))
+        return cls(work=work, waits_s=none, waits_deviation_s=none)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadSteps:

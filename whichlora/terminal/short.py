@@ -93,8 +93,12 @@ def _print_models(console: Console, answer: Answer) -> None:
     more = [f"{len(models) - MAX_MODELS} more models likely meet every limit"] * (
         len(models) > MAX_MODELS
     )
-    fallen = len(set(answer.plan.models)) - len(models)
+    looked_at = {candidate.run.model for candidate in (*answer.inference, *answer.finetune)}
+    fallen = len(looked_at) - len(models)
     more += [f"{fallen} meet not all of them"] * (fallen > 0)
+    refused = {refusal.model for refusal in answer.refused}
+    later = len(set(answer.plan.models) - looked_at - refused)
+    more += [f"{later} that rank below were not looked at"] * (later > 0)
     print_table(
         console,
         ("model", "variant", *numbers, "source", "verdict"),

@@ -139,7 +139,7 @@ def _run(
 ) -> Answer:
     session = Session(plan, gpu, progress, fresh=fresh, lengths=lengths)
     try:
-        answer = _search(session)
+        answer = search(session)
         answer = replace(answer, files=write_files(session, answer))
         if plan.train and answer.winner is not None:
             answer = replace(answer, training=train(session, answer))
@@ -156,19 +156,21 @@ def _write_answer(folder: Path, answer: Answer) -> Answer:
     return answer
 
 
-def _search(session: Session) -> Answer:
+def search(session: Session) -> Answer:
+    """The answer to the plan of `session`, before anything of it is written."""
     plan = session.plan
     num_candidates = session.space.number()
+    most = "up to " if plan.is_spread else ""
     session.progress.say(
-        f"{num_candidates[0]} inference and {num_candidates[1]} fine-tuning candidates of "
+        f"{num_candidates[0]} inference and {most}{num_candidates[1]} fine-tuning candidates of "
         f"{'1 model' if len(plan.models) == 1 else f'{len(plan.models)} models'} "
         f"on {session.gpu.key}"
     )
     runs = session.runs()
     if session.is_large:
         session.progress.say(f"{len(runs)} of them may win and are looked at one by one")
-    search_loop, search, position = _run_loop(session, session.search_loop(runs))
-    return conclude(session, search_loop, search, position)
+    search_loop, ended, position = _run_loop(session, session.search_loop(runs))
+    return conclude(session, search_loop, ended, position)
 
 
 def _run_loop(session: Session, search_loop: SearchLoop) -> tuple[SearchLoop, Search, int | None]:

@@ -153,7 +153,10 @@ class Session:
         """The candidates to decide on: all, or of many a shortlist and what was measured."""
         if not self.is_large:
             return [*self.space.inference_runs(), *self.space.finetune_runs()]
-        return list(dict.fromkeys([*self._shortlist(), *self._resumed]))
+        runs = self._shortlist()
+        if not any(run.phase == "finetune" for run in runs):
+            self.space.finetune_runs()  # says why all are refused
+        return list(dict.fromkeys([*runs, *self._resumed]))
 
     def _shortlist(self) -> list[RunConfig]:
         limits, objective = self.limits, self.plan.objective
@@ -173,7 +176,12 @@ class Session:
 
     @cached_property
     def _counted_plan(self) -> CountedPlan:
-        return CountedPlan(self.space.serving(), self.space.training(), self.space.form)
+        space = self.space
+        return CountedPlan(
+            lambda model: space.serving_of((model,)),
+            lambda model: space.training_of((model,)),
+            space.form,
+        )
 
     def side_by_side(self, search_loop: SearchLoop, run: RunConfig) -> list[Candidate]:
         """`run` with every method and rank; what its model or its libraries refuse is left out."""
@@ -225,7 +233,8 @@ class Session:
 
     def predict(self, run: RunConfig, calibration: Calibration | None = None) -> Prediction:
         """Judge a candidate, by what is known now or by `calibration`; it is counted once."""
-        return predict_counted(self._counted_run(run), calibration or self.calibration)
+        counted = self._counted_run(run)
+        return predict_counted(counted, calibration or self.calibration, by_rank=False)
 
     def _counted_run(self, run: RunConfig) -> CountedRun:
         if run not in self._counted_runs:
