@@ -13,7 +13,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 import pytest
-from fake_profiler import FakeProfiler
+from fake_profiler import FakeProfiler, pretend_device
 from hypothesis import settings
 
 from whichlora.spec import members
@@ -75,8 +75,6 @@ def _only_new_objects(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> type[FakeProfiler]:
-    """Profiles are answered from the formulas, on a machine that is not busy."""
-    monkeypatch.setattr("whichlora.profiler.profile.Profiler", FakeProfiler)
-    monkeypatch.setattr(FakeProfiler, "calls", [])
-    monkeypatch.setattr("whichlora.workflow.session.busy", lambda _: "")  # this one may be
+    """As of `pretend_device`."""
+    pretend_device(monkeypatch)
     return FakeProfiler

@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whichlora.families import build
 from whichlora.predict.coefficients import prior_calibration
@@ -29,6 +29,9 @@ from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.workflow import launch
+
+if TYPE_CHECKING:
+    import pytest
 
 DATE = "2026-11-21T00:00:00+00:00"
 
@@ -122,6 +125,13 @@ class FakeProfiler:
             provenance=self._provenance,
             **values,
         )
+
+
+def pretend_device(patch: pytest.MonkeyPatch) -> None:
+    """Profiles are answered from the formulas, on a machine that is not busy."""
+    patch.setattr("whichlora.profiler.profile.Profiler", FakeProfiler)
+    patch.setattr(FakeProfiler, "calls", [])
+    patch.setattr("whichlora.workflow.session.busy", lambda _: "")  # this one may be
 
 
 def _launches(gpu: GpuSpec, factor: float, provenance: Mapping[str, Any]) -> Measurement:

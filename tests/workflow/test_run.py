@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fake_profiler import FakeProfiler
+from fake_profiler import FakeProfiler, pretend_device
 from plan_runs import MODELS, Silent, write_config
 from rich.console import Console
 
@@ -40,16 +41,44 @@ from whichlora.workflow.run import run_plan
 pytestmark = pytest.mark.usefixtures("fake_device")
 
 
-def test_the_largest_model_wins_when_nothing_limits_it(tmp_path: Path) -> None:
-    answer = run_plan(write_config(tmp_path), progress=Silent())
+@dataclass(frozen=True)
+class Finished:
+    """A run that is done: its answer, the folder of its plan, what it profiled."""
+
+    answer: Answer
+    folder: Path
+    calls: list[RunConfig]
+
+
+def finished(folder: Path, **changes: str) -> Finished:
+    with pytest.MonkeyPatch.context() as patch:
+        pretend_device(patch)
+        answer = run_plan(write_config(folder, **changes), progress=Silent())
+        return Finished(answer, folder, FakeProfiler.calls)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The plan as it is; a test leaves the answer and its files as they are."""
+    return finished(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The same with every candidate profiled."""
+    return finished(tmp_path_factory.mktemp("everything"), profile="all")
+
+
+def test_the_largest_model_wins_when_nothing_limits_it(plain: Finished) -> None:
+    answer = plain.answer
     assert answer.winner is not None
     assert answer.winner.run.model == "Qwen/Qwen2.5-0.5B"
     assert answer.winner.measured
     assert answer.kept == ("Qwen/Qwen2.5-0.5B", "EleutherAI/pythia-160m", MODELS[0])
 
 
-def test_the_winners_serving_was_measured_too(tmp_path: Path) -> None:
-    answer = run_plan(write_config(tmp_path), progress=Silent())
+def test_the_winners_serving_was_measured_too(plain: Finished) -> None:
+    answer = plain.answer
     assert answer.winner is not None
     serving = [one for one in answer.inference if one.run.model == answer.winner.run.model]
     assert any(one.measured and one.verdict == "meets" for one in serving)
@@ -98,8 +127,8 @@ def test_a_method_falls_only_with_the_form_in_which_its_model_is_served(
     assert any(run in fake_device.calls for run in served)
 
 
-def test_what_is_clearly_slower_is_not_timed_to_the_end_and_the_winner_is(tmp_path: Path) -> None:
-    answer = run_plan(write_config(tmp_path), progress=Silent())
+def test_what_is_clearly_slower_is_not_timed_to_the_end_and_the_winner_is(plain: Finished) -> None:
+    answer = plain.answer
     assert answer.winner is not None
     assert answer.winner.total_s is not None
     assert answer.winner.measurement is not None
@@ -116,21 +145,19 @@ def test_what_is_clearly_slower_is_not_timed_to_the_end_and_the_winner_is(tmp_pa
     assert {len(one.generate_s) for one in serving} == {1}  # no limit of inference time
 
 
-def test_profiling_everything_makes_every_batch(tmp_path: Path) -> None:
-    answer = run_plan(write_config(tmp_path, profile="all"), progress=Silent())
+def test_profiling_everything_makes_every_batch(everything: Finished) -> None:
+    answer = everything.answer
     records = [one.measurement for one in answer.finetune if one.measurement is not None]
     assert {len(one.step_s) for one in records} == {answer.plan.num_batches}
 
 
-def test_the_answer_says_how_sure_it_is_and_what_it_cost(
-    tmp_path: Path, fake_device: type[FakeProfiler]
-) -> None:
-    answer = run_plan(write_config(tmp_path), progress=Silent())
+def test_the_answer_says_how_sure_it_is_and_what_it_cost(plain: Finished) -> None:
+    answer = plain.answer
     search = answer.search
     assert search.stopped_by == "certain"
     assert search.confidence >= 0.95
-    assert search.runs == len(fake_device.calls) == search.device_s
-    written = json.loads((tmp_path / "out" / "answer.json").read_text())
+    assert search.runs == len(plain.calls) == search.device_s
+    written = json.loads((plain.folder / "out" / "answer.json").read_text())
     assert written["search"]["confidence"] == search.confidence
     assert written["objective"]["prefer"] == "size"
 
@@ -442,16 +469,16 @@ def test_nothing_fits_names_the_closest_and_what_it_lacks(tmp_path: Path) -> Non
     assert "it would need peak memory limit of at least" in text
 
 
-def test_the_answer_lies_in_files_that_add_up(tmp_path: Path) -> None:
-    answer = run_plan(write_config(tmp_path), progress=Silent())
-    written = json.loads((tmp_path / "out" / "answer.json").read_text())
+def test_the_answer_lies_in_files_that_add_up(plain: Finished) -> None:
+    answer = plain.answer
+    written = json.loads((plain.folder / "out" / "answer.json").read_text())
     assert answer.winner is not None
     assert written["winner"]["model"] == answer.winner.run.model
-    with (tmp_path / "out" / "candidates.csv").open() as file:
+    with (plain.folder / "out" / "candidates.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(answer.inference) + len(answer.finetune)
-    compile((tmp_path / "out" / "train.py").read_text(), "train.py", "exec")
-    with (tmp_path / "out" / "predicted_vs_measured.csv").open() as file:
+    compile((plain.folder / "out" / "train.py").read_text(), "train.py", "exec")
+    with (plain.folder / "out" / "predicted_vs_measured.csv").open() as file:
         compared = list(csv.DictReader(file))
     assert {row["quantity"] for row in compared} >= {"peak_allocated", "step", "prefill", "decode"}
 
@@ -671,15 +698,14 @@ def test_a_run_ends_with_a_report_that_is_made_from_its_files_alone(tmp_path: Pa
     assert write_report(moved).read_bytes() == written
 
 
-def test_bytes_by_part_in_the_answer_add_up_to_the_predicted_peak(tmp_path: Path) -> None:
-    run_plan(write_config(tmp_path), progress=Silent())
-    written = json.loads((tmp_path / "out" / "answer.json").read_text())
+def test_bytes_by_part_in_the_answer_add_up_to_the_predicted_peak(plain: Finished) -> None:
+    written = json.loads((plain.folder / "out" / "answer.json").read_text())
     for row in written["finetune"] + written["inference"] + written["side_by_side"]:
         assert sum(row["breakdown"].values()) == row["predicted_peak_bytes"]
 
 
-def test_the_winner_is_set_beside_every_method_and_rank(tmp_path: Path) -> None:
-    answer = run_plan(write_config(tmp_path), progress=Silent())
+def test_the_winner_is_set_beside_every_method_and_rank(plain: Finished) -> None:
+    answer = plain.answer
     assert answer.winner is not None
     shape = (answer.winner.run.model, answer.winner.run.batch_size, answer.winner.run.seq_len)
     found = {(one.run.method, one.run.r) for one in answer.side_by_side}
@@ -689,9 +715,8 @@ def test_the_winner_is_set_beside_every_method_and_rank(tmp_path: Path) -> None:
     assert answer.winner.run in [one.run for one in answer.side_by_side]
 
 
-def test_what_was_measured_stands_beside_its_predictions_with_bounds(tmp_path: Path) -> None:
-    run_plan(write_config(tmp_path), progress=Silent())
-    written = json.loads((tmp_path / "out" / "answer.json").read_text())
+def test_what_was_measured_stands_beside_its_predictions_with_bounds(plain: Finished) -> None:
+    written = json.loads((plain.folder / "out" / "answer.json").read_text())
     assert {row["quantity"] for row in written["comparison"]} == {
         "memory_bytes", "time_per_token_s",
     }  # fmt: skip
@@ -706,24 +731,23 @@ def test_what_was_measured_stands_beside_its_predictions_with_bounds(tmp_path: P
     assert steps == pytest.approx([FakeProfiler.TIME_FACTOR] * len(steps), rel=0.01)
 
 
-def test_the_refit_brings_predictions_closer_and_names_itself(tmp_path: Path) -> None:
+def test_the_refit_brings_predictions_closer_and_names_itself(everything: Finished) -> None:
     from whichlora.terminal import comparison_rows
 
-    path = write_config(tmp_path, profile="all")
-    answer = run_plan(path, progress=Silent())
+    answer = everything.answer
     rows = [row for row in comparison_rows(answer.compared) if row["quantity"] == "step"]
     cold = max(abs(row["cold_error"]) for row in rows)
     after = max(abs(row["after_error"]) for row in rows)
     assert cold == pytest.approx(1 - 1 / FakeProfiler.TIME_FACTOR, rel=0.01)
     assert after < cold / 3
     [prediction] = estimates.estimate(
-        [answer.finetune[0].run], ["cpu"], calibration_dir=tmp_path / "calibration"
+        [answer.finetune[0].run], ["cpu"], calibration_dir=everything.folder / "calibration"
     )
     assert "recorded runs on cpu-" in prediction.basis
 
 
-def test_total_time_follows_the_tokens_of_the_data(tmp_path: Path) -> None:
-    answer = run_plan(write_config(tmp_path), progress=Silent())
+def test_total_time_follows_the_tokens_of_the_data(plain: Finished) -> None:
+    answer = plain.answer
     best = answer.winner
     assert best is not None
     assert best.total_s is not None
@@ -731,7 +755,7 @@ def test_total_time_follows_the_tokens_of_the_data(tmp_path: Path) -> None:
     assert measurement is not None
     per_token = sum(measurement.step_s) / (sum(measurement.batch_seq_len) * best.run.batch_size)
     padded = sum(
-        (min(64, max(lengths)) * len(lengths) for lengths in _batches(tmp_path, best.run)), 0
+        (min(64, max(lengths)) * len(lengths) for lengths in _batches(plain.folder, best.run)), 0
     )
     assert best.total_s.value == pytest.approx(per_token * padded, rel=0.15)
 
@@ -872,9 +896,11 @@ def test_killing_the_run_again_and_again_loses_no_finished_measurement(tmp_path:
     assert records() == 2 * 2 + 6  # two forms in which the model is served
 
 
-def test_a_time_per_token_times_the_tokens_it_is_of_is_the_total_beside_it(tmp_path: Path) -> None:
-    answer = run_plan(write_config(tmp_path, profile="all"), progress=Silent())
-    with (tmp_path / "out" / "candidates.csv").open() as file:
+def test_a_time_per_token_times_the_tokens_it_is_of_is_the_total_beside_it(
+    everything: Finished,
+) -> None:
+    answer = everything.answer
+    with (everything.folder / "out" / "candidates.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["phase"] == "finetune"]
     alone = [row for row in rows if row["batch_size"] == "1" and row["outcome"] in ("", "ok")]
     assert {row["source"] for row in alone} == {"measured"}
