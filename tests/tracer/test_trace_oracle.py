@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from whichlora.store import models
 from whichlora.store.gpus import find_gpu
 from whichlora.symbolic.kernels import attention_kernel
 from whichlora.tracer.client import trace_peaks
-from whichlora.tracer.extrapolate import stretch, with_warm_up
+from whichlora.tracer.extrapolate import TracedEvent, stretch, with_warm_up
 from whichlora.tracer.fake_weights import place_fake
 from whichlora.tracer.like_cuda import Device, like_cuda
 from whichlora.tracer.recorder import Recorder
@@ -66,10 +67,19 @@ def test_narrow_adapters_of_a_quantised_base_have_the_bytes_of_the_ledger(quant:
     assert traced * 7 == adapters.num_bytes * 2  # of its seven layers two are traced
 
 
-def traced_activations(config: dict[str, Any], run: RunConfig) -> float:
+@lru_cache(maxsize=40)  # three of these runs are read by two tests
+def four_layers(name: str, run: RunConfig) -> list[TracedEvent]:
+    return trace(run, config_of(name), target_modules="all-linear", num_layers=4)
+
+
+def stretched_trace(name: str, run: RunConfig) -> list[TracedEvent]:
+    """All layers of a model of the database."""
+    return stretch(four_layers(name, run), num_layers=config_of(name)["num_hidden_layers"])
+
+
+def traced_activations(name: str, run: RunConfig) -> float:
     """GiB at the peak that are neither weights, adapters nor optimizer states."""
-    events = trace(run, config, target_modules="all-linear", num_layers=4)
-    stretched = stretch(events, num_layers=config["num_hidden_layers"])
+    stretched = stretched_trace(name, run)
     static = {
         event.storage for event in stretched if event.moment in ("load", "adapters", "optimizer")
     }
@@ -106,8 +116,8 @@ def traced_activations(config: dict[str, Any], run: RunConfig) -> float:
 def test_activations_agree_with_the_reference_traces(
     name: str, settings: dict[str, Any], reference: float
 ) -> None:
-    run = RunConfig(model=name, **settings)
-    assert traced_activations(config_of(name), run) == pytest.approx(reference, rel=1e-3)
+    run = RunConfig(model="x", **settings)
+    assert traced_activations(name, run) == pytest.approx(reference, rel=1e-3)
 
 
 # Reserved over allocated, without the loading warm-up, as in `docs/memory.md`.
@@ -119,8 +129,8 @@ def test_reserved_over_allocated_agrees_with_the_reference_replays(
     batch_size: int, checkpointing: bool, reference: float
 ) -> None:
     run = RunConfig(model="x", batch_size=batch_size, gradient_checkpointing=checkpointing)
-    events = trace(run, config_of("llama-3.1-8b"), target_modules="all-linear", num_layers=4)
-    allocator = replay(event.event for event in stretch(events, num_layers=32))
+    stretched = stretched_trace("meta-llama/Llama-3.1-8B", run)
+    allocator = replay(event.event for event in stretched)
     ratio = allocator.peak_reserved_bytes / allocator.peak_allocated_bytes
     assert ratio == pytest.approx(reference, rel=0.01)
 
@@ -224,11 +234,11 @@ def reserved_by_tiny(trainer: str) -> int:
 
 def peaks_of_tinyllama(run: RunConfig) -> tuple[int, int]:
     """Predicted and traced, without workspaces."""
-    config = config_of("TinyLlama/TinyLlama-1.1B-Chat-v1.0")
-    job = resolve.resolve(families.build(config, name="x"), run, GPU)
+    name = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
+    job = resolve.resolve(families.build(config_of(name), name="x"), run, GPU)
     ledger = predict.ledger(job)
-    events = trace(job.run, config, target_modules="all-linear", num_layers=4)
-    traced = replay(event.event for event in stretch(events, num_layers=22)).peak_allocated_bytes
+    stretched = stretched_trace(name, job.run)
+    traced = replay(event.event for event in stretched).peak_allocated_bytes
     return int(ledger.peak_allocated_bytes) - ledger.workspace_bytes, traced
 
 
