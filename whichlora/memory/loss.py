@@ -13,6 +13,7 @@ from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, largest, smallest
 from whichlora.trainers.base import Trainer
 
+WITHOUT_LOGITS = ("liger", "trl-fused")  # fused heads, which go backward in tiles
 FUSED_TILE_TOKENS = 4096
 FUSED_TILE_VOCAB = 32_768
 
@@ -141,7 +142,7 @@ def kept_logits_bytes(
 
     Source: accelerate 1.15 `ConvertOutputsToFp32`.
     """
-    if loss_head in ("liger", "trl-fused"):  # outputs without logits
+    if loss_head in WITHOUT_LOGITS:
         return 0 * tokens
     # `convert_to_fp32` calls `.float()`, whose backward (`_to_copy`) reads no tensor: nothing holds
     # the narrow logits any more when the caller has the wide ones

@@ -437,7 +437,7 @@ def training_moments(step: TrainingStep) -> dict[str, Entries]:
     moments |= layers_backward_at_depth(step)
     if step.layer_inputs is not None and step.layer_inputs.backward:
         moments["layer_inputs_backward"] = layer_inputs_backward(step)
-    if step.head_gradient:
+    if step.head_gradient and step.run.loss_head not in loss.WITHOUT_LOGITS:
         moments["head_backward"] = head_backward(step)
     if step.tied_gradients_wait and step.second_stack:
         moments["decoder_embedding_backward"] = decoder_embedding_backward(step)
