@@ -3,16 +3,22 @@
 import gc
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from train_runs import run_script
 
+from whichlora.calibration.load import load_calibration
 from whichlora.exports.train_script import train_script
+from whichlora.families import build
+from whichlora.predict.predict import predict
 from whichlora.profiler.profile import Profiler
-from whichlora.spec.results import Measurement
+from whichlora.spec.parallel import ParallelConfig
+from whichlora.spec.results import Measurement, Prediction
 from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
 from whichlora.units import GiB, MiB
 
 pytestmark = pytest.mark.oracle
@@ -337,3 +343,62 @@ def test_fake_tensors_hold_no_bytes() -> None:
     real = torch.empty(1000)
     assert live_tensor_bytes() == before + 4000
     del fake, real
+
+
+# --- several ranks
+
+
+def on_two_ranks(**settings: Any) -> RunConfig:
+    spread = ParallelConfig(**({"strategy": "ddp", "gpus": 2} | settings))
+    return RunConfig(model="m", method="lora", precision="fp32", batch_size=2, parallel=spread)
+
+
+def test_two_ranks_measure_and_one_record_has_the_largest() -> None:
+    with Profiler(gpu="cpu", provenance={}) as profiler:
+        measured = profiler.measure(
+            on_two_ranks(),
+            model_config=LLAMA,
+            target_modules="all-linear",
+            seq_lens=(64, 32),
+            num_batches=3,
+            timeout_s=240,
+        )
+    assert measured.outcome == "ok", measured.detail
+    assert len(measured.step_s) == len(measured.batch_seq_len) == 3
+    assert measured.environment["libraries"]["torch"]
+    prediction = predicted(on_two_ranks(), seq_len=64)
+    # DDP's buckets are as large as the gradients. C++ alone holds them when the counted step
+    # begins, and the counter of a CPU lists the tensors of Python.
+    buckets = 4 * prediction.num_trainable_params
+    assert measured.peak_allocated_bytes == pytest.approx(
+        prediction.memory.peak_allocated_bytes - buckets, rel=0.03
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit_bytes", "outcome", "detail"),
+    [
+        ({}, 20 * MiB, "oom", "of 2: MemoryError"),
+        ({"strategy": "fsdp"}, None, "error", "of 2: MeasurementError: parallel: accelerate runs"),
+    ],
+)
+def test_a_rank_that_fails_is_a_result(
+    settings: dict[str, Any], limit_bytes: int | None, outcome: str, detail: str
+) -> None:
+    with Profiler(gpu="cpu", provenance={}, memory_limit_bytes=limit_bytes) as profiler:
+        measured = profiler.measure(
+            on_two_ranks(**settings),
+            model_config=WIDE_VOCAB,
+            target_modules="all-linear",
+            seq_lens=(64,),
+            num_batches=2,
+            timeout_s=240,
+        )
+    assert measured.outcome == outcome
+    assert detail in str(measured.detail)
+
+
+def predicted(run: RunConfig, *, seq_len: int) -> Prediction:
+    gpu = find_gpu("cpu")
+    run = replace(run, seq_len=seq_len)
+    return predict(build(LLAMA, name="m"), run, gpu, load_calibration(gpu, None))

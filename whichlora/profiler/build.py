@@ -49,6 +49,7 @@ def build_model(
     *,
     device: str,
     target_modules: Sequence[str] | str,
+    quant_storage: str = "uint8",
 ) -> Any:
     """The model of `run` on `device`, as `from_pretrained` and PEFT would leave it.
 
@@ -65,7 +66,7 @@ def build_model(
     """
     run = with_defaults(run)
     torch.manual_seed(_SEED)
-    model = meta_model(run, model_config, device=device)
+    model = meta_model(run, model_config, device=device, quant_storage=quant_storage)
     _materialise(model, stored_dtype(run), torch.device(device))
     return finished_model(model, run, target_modules)
 

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from whichlora.errors import MeasurementError
 from whichlora.profiler.meter import Meter
+from whichlora.profiler.spread import spreading
 from whichlora.spec.run import RunConfig
 
 _IGNORED_LABEL = -100
@@ -60,17 +61,21 @@ def measure_finetune(
     )
     watch_moments(model, meter)
     with tempfile.TemporaryDirectory() as output_dir:
+        spread = spreading(run)
         trainer = _Trainer(
             run=run,
             model=model,
             args=TrainingArguments(
                 **training_options(run, meter, output_dir, max_steps=len(lengths)),
+                **spread.training,
                 remove_unused_columns=False,
             ),
             train_dataset=random_rows(model.config, run, lengths),
             data_collator=collate,
             callbacks=[timer],
         )
+        if "fsdp" in spread.training and not trainer.is_fsdp_enabled:
+            raise MeasurementError("parallel: accelerate runs no FSDP on a CPU, it takes DDP")
         trainer.train()
     peaks = meter.peaks()
     trainer.accelerator.free_memory()
@@ -231,7 +236,8 @@ def random_rows(config: Any, run: RunConfig, lengths: Sequence[int]) -> list[dic
     vocab_size = config.get_text_config().vocab_size
     rows = []
     for seq_len in lengths:
-        for index in range(run.batch_size * run.gradient_accumulation_steps):
+        at_once = run.batch_size * spreading(run).micro_batches
+        for index in range(at_once * run.gradient_accumulation_steps):
             num_tokens = seq_len
             # The first row sets the length of its batch. A batch of one is shorter than its
             # padded length, as with padding to a fixed length: else it would have no padding.

@@ -162,6 +162,8 @@ class Profiler:
             self.close()
             raise
         clean = answer.pop("clean", False)  # absent where the worker died
+        environment = answer.pop("environment", worker.environment)
+        device_s = answer.pop("device_s", device_s)
         if answer["outcome"] == "oom" or not clean:
             self.close()
         fields: dict[str, Any] = {
@@ -174,18 +176,24 @@ class Profiler:
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             config=run.to_dict(),
             device_s=device_s,
-            environment=worker.environment,
+            environment=environment,
             provenance=self._provenance,
             **fields,
         )
 
     def _worker_for(self, run: RunConfig) -> _Worker:
-        """The worker, started anew where its allocator has other settings: it reads them once."""
-        if self._worker is not None and self._worker.expandable != run.expandable_segments:
+        """The worker, started anew for another kind of run: it reads its settings once."""
+        several = run.parallel.gpus > 1
+        settings = (several, run.expandable_segments)
+        if self._worker is not None and self._worker.settings != settings:
             self.close()
         if self._worker is None:
             self._worker = _Worker(
-                self._python, self._device, self._log_path, expandable=run.expandable_segments
+                self._python,
+                self._device,
+                self._log_path,
+                several=several,
+                expandable=run.expandable_segments,
             )
         return self._worker
 
@@ -205,19 +213,24 @@ class _Worker:
     """One child process in a session of its own, so that a kill reaches its children too."""
 
     def __init__(
-        self, python: str, device: str, log_path: Path | None, *, expandable: bool
+        self, python: str, device: str, log_path: Path | None, *, several: bool, expandable: bool
     ) -> None:
-        self.expandable = expandable
+        self.settings = (several, expandable)
         self._log = _open_log(log_path)  # closed by `kill`, with the pipes
         self._log_start = self._log.seek(0, os.SEEK_END)
         self._buffer = b""
         self._hung_up = False
         self._process = subprocess.Popen(
-            [python, "-m", "whichlora.profiler.worker", device.partition(":")[0]],
+            [
+                python,
+                "-m",
+                f"whichlora.profiler.{'ranks' if several else 'worker'}",
+                device.partition(":")[0],
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=_worker_environment(device, expandable=expandable),
+            env=_worker_environment(device, expandable=expandable, several=several),
             start_new_session=True,
         )
         try:
@@ -325,10 +338,13 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return message if isinstance(message, dict) and "event" in message else None
 
 
-def _worker_environment(device: str, *, expandable: bool = False) -> dict[str, str]:
+def _worker_environment(
+    device: str, *, expandable: bool = False, several: bool = False
+) -> dict[str, str]:
     """The environment of the worker: quiet, this package importable, one device visible.
 
-    With more than one visible GPU the Trainer would spread the batch over all of them.
+    With more than one visible GPU the Trainer would spread the batch over all of them, unless each
+    has a process.
     """
     kind, _, index = device.partition(":")
     visible = ""
@@ -342,12 +358,6 @@ def _worker_environment(device: str, *, expandable: bool = False) -> dict[str, s
     if expandable:  # the first name is that of newer versions of torch
         names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
         allocator = dict.fromkeys(names, "expandable_segments:True")
-    return (
-        dict(os.environ)
-        | _QUIET
-        | allocator
-        | {
-            "CUDA_VISIBLE_DEVICES": visible,
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        }
-    )
+    devices_seen = {} if several and kind == "cuda" else {"CUDA_VISIBLE_DEVICES": visible}
+    search_path = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return dict(os.environ) | _QUIET | allocator | devices_seen | search_path

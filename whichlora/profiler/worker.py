@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, TextIO
@@ -32,19 +33,30 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def main() -> None:
-    """Serve requests until the parent closes the pipe or dies."""
+    device = sys.argv[1]
+    serve(partial(environment, device), partial(answer, device))
+
+
+def serve(
+    facts: Callable[[], Mapping[str, Any]],
+    answered: Callable[[Mapping[str, Any], Tell], Mapping[str, Any]],
+) -> None:
+    """Answer requests until the parent closes the pipe or dies.
+
+    Args:
+        facts: makes what is said of the environment first.
+    """
     answers = _private_stdout()
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
-    device = sys.argv[1]
-    _say(answers, {"event": "ready", "environment": environment(device)})
+    _say(answers, {"event": "ready", "environment": facts()})
     while True:
         request = json.loads(requests.get())
 
         def tell(phase: str) -> None:
             _say(answers, {"event": "phase", "phase": phase})
 
-        _say(answers, {"event": "result"} | _answer(request, device, tell))
+        _say(answers, {"event": "result", **answered(request, tell)})
 
 
 def _private_stdout() -> TextIO:
@@ -77,7 +89,7 @@ def _read_requests(requests: queue.SimpleQueue[bytes]) -> None:
     os._exit(0)
 
 
-def _answer(request: Mapping[str, Any], device: str, tell: Tell) -> dict[str, Any]:
+def answer(device: str, request: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     """The outcome of one request; whatever the libraries raise is a result."""
     from whichlora.profiler.meter import Meter
 
@@ -107,6 +119,7 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) ->
 
     from whichlora.profiler.build import build_model, with_efficient_attention
     from whichlora.profiler.inference import measure_inference
+    from whichlora.profiler.spread import spreading
     from whichlora.spec.run import RunConfig
     from whichlora.trainers import get_trainer
 
@@ -116,12 +129,19 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) ->
     # set for every run: the setting of the last run must not stay
     torch.set_float32_matmul_precision("high" if run.precision == "tf32" else "highest")
     tell("building the model")
+    spread = spreading(run)
     model = build_model(
-        run, request["model_config"], device=device, target_modules=request["target_modules"]
+        run,
+        request["model_config"],
+        device="cpu" if spread.divides else device,
+        target_modules=request["target_modules"],
+        quant_storage=spread.quant_storage,
     )
     meter.forget_peak()
 
     def is_done(times_s: Sequence[float]) -> bool:
+        if run.parallel.gpus > 1:
+            return False  # ranks that stop at different steps would wait for each other
         is_late = time.monotonic() - start_s > request["extra_until_s"]
         return is_enough(run.phase, times_s, request["decisive_s"], request["predicted_s"]) or (
             is_late and len(times_s) >= request["num_batches"]
