@@ -137,7 +137,9 @@ def timed_rows() -> Iterator[Row]:
         rows = time_rows(title)
         for group in {row.group for row in rows}:
             held = [row for row in rows if row.group == group]
-            others = [row.sample for row in rows if row.group != group]
+            others = [
+                row.sample for row in rows if row.group != group and getattr(row, "teaches", True)
+            ]
             fitted = fit_time(others, gpu_of(held[0].observation.gpu), phase)
             for sample in held:
                 row = sample.observation

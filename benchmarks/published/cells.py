@@ -44,6 +44,8 @@ class Observation:
         stack: what the source's software does differently, in a few words.
         value: bytes or seconds.
         rounding: half of the last printed digit, in the unit of `value`.
+        waits: why the device waits for the host in this run, as no work counts: a value to compare
+            with, from which no fit learns.
     """
 
     source: str
@@ -56,6 +58,7 @@ class Observation:
     quantity: Quantity
     value: float
     rounding: float = 0.0
+    waits: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +123,7 @@ class Line:
         *,
         stack: str = "",
         rounding: float = 0.0,
+        waits: str = "",
     ) -> Observation:
         return Observation(
             source=self.source,
@@ -132,6 +136,7 @@ class Line:
             quantity=quantity,
             value=value,
             rounding=rounding,
+            waits=waits,
         )
 
     def memory(

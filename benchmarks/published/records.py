@@ -64,6 +64,8 @@ def _refusal(one: Observation) -> str:
         return "kept apart to judge predictions on"
     if one.quantity not in FIELDS:
         return f"{one.quantity}: no field of a record means that"
+    if one.waits:
+        return one.waits
     if one.run.kv_cache == "vllm":
         return "vLLM: another runtime than the one that is calibrated"
     known = find_model(one.model.name)

@@ -122,6 +122,10 @@ class TimeSample:
     group: str
     sample: Sample
 
+    @property
+    def teaches(self) -> bool:
+        return not self.observation.waits
+
 
 def samples_of(
     observations: Iterable[Observation], phase: str, group: Callable[[Observation], str]
@@ -170,7 +174,7 @@ def leave_one_out(
 
     @cache
     def without(left_out: frozenset[str], gpu_key: str) -> TimeModel:
-        kept = [one for one in samples if one.group not in left_out]
+        kept = [one for one in samples if one.group not in left_out and one.teaches]
         return fit(kept, phase, gpu_of(gpu_key))
 
     held = {group: [one for one in samples if one.group == group] for group in groups}
@@ -305,7 +309,7 @@ def sources_left_out(key: str = "a100-sxm-80gb") -> tuple[Regime, ...]:
     for source in sorted({one.source for one, _, _ in rows}):
         kept: dict[str, list[Sample]] = {phase: [] for phase in TIME_PHASES}
         for one, phase, sample in rows:
-            if one.source != source:
+            if one.source != source and not one.waits:
                 kept[phase].append(sample)
         models = {
             phase: sharpened(model, kept, gpu, phase)[0] if len(kept[phase]) >= 3 else model

@@ -13,6 +13,7 @@ import time_forms
 from markdown_tables import summary
 from published import FOLDER, SOURCES, LeftOut, Observation, read, read_all, records, times
 from published.memory import compared_memory, explanation
+from published.sources import fms_warm_up_s
 from published.times import held_out
 
 from whichlora.calibration.fit_time import fit_time
@@ -87,6 +88,32 @@ def test_a_run_gets_what_its_notes_say() -> None:
     heads = {one.stack.partition("-liger")[1]: one.run.loss_head for one in rows}
     assert heads["-liger"] == "liger"
     assert {one.run.lora_dropout for one in rows if one.run.method != "full"} == {0.0, 0.1}
+
+
+def test_a_step_that_was_averaged_from_the_start_loses_the_warm_up() -> None:
+    """Then twice the tokens take twice as long, but for what each of the three tables scatters."""
+    step_s = {
+        (one.run.batch_size, one.stack, one.line): one.value
+        for one in read("fms_acceleration_bench")
+        if isinstance(one, Observation) and one.quantity == "step_s" and one.run.method == "lora"
+    }
+    pairs = [
+        (value, other)
+        for (batch, stack, line), value in step_s.items()
+        for (twice, same, next_line), other in step_s.items()
+        if (batch, twice, stack, next_line) == (4, 8, same, line + 3)
+    ]
+    assert len(pairs) >= 8
+    assert median(2 * few - many for few, many in pairs) == pytest.approx(0.0, abs=0.02)
+    assert 5 < fms_warm_up_s() < 12
+
+
+def test_no_fit_learns_from_a_device_that_waits() -> None:
+    rows = times.time_rows("Training step on A100, a model never measured")
+    waiting = [one for one in rows if not one.teaches]
+    assert {one.group for one in waiting} == {"Mixtral-8x7B-v0.1"}
+    taught = [sample for _, phase, sample in times._shipped_samples() if phase == "finetune"]
+    assert len(taught) == len(rows) - len(waiting) - 34  # nobody could read the first Qwen's code
 
 
 # counter and source: median and 90th percentile of the relative error, a little above what holds
@@ -165,8 +192,9 @@ def test_the_shipped_calibration_predicts_what_it_has_not_seen(left_out: str) ->
         chosen = [one for one in found if one.phase == phase]
         assert median(abs(math.expm1(one.calibrated)) for one in chosen) <= most
         inside = sum(abs(one.calibrated) <= one.half_width for one in chosen) / len(chosen)
-        # six groups of versions: one of them outside moves the share by several points
-        assert 0.82 <= inside <= 0.97
+        # six groups of versions: one of them outside moves the share by several points; runs of
+        # other software never narrow an interval
+        assert 0.82 <= inside <= 0.98
 
 
 # title: largest median error, and the least and most that the stated 90 % interval may hold
@@ -193,7 +221,7 @@ def test_intervals_of_the_priors_hold_what_they_state(phase: str) -> None:
     chosen = [one for one in times.cold_runs() if one.phase == phase]
     inside = [times.is_inside(one) for one in chosen]
     assert len(inside) > 150
-    assert 0.85 <= sum(inside) / len(inside) <= 0.95
+    assert 0.85 <= sum(inside) / len(inside) <= 0.97
 
 
 def test_the_compared_forms_hold_the_one_that_is_used() -> None:

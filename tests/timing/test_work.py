@@ -441,10 +441,15 @@ def test_dora_moves_its_weights_whatever_the_number_of_tokens() -> None:
 
 
 def test_dora_on_few_bits_expands_each_weight_once_more_per_forward() -> None:
-    qlora, qdora = (
-        training(job_of(replace(RUN, method=name))).dequant_bytes for name in ("qlora", "qdora")
+    qlora, qdora = (job_of(replace(RUN, method=name)) for name in ("qlora", "qdora"))
+    once = training(qlora).dequant_bytes / 3  # forward twice, backward once
+    weights = sum(
+        count * linear.num_weights
+        for layer, count in qlora.model.layers()
+        for linear in layer.linears
     )
-    assert qdora / qlora == pytest.approx(5 / 3)  # forward twice, backward once, and two more
+    more = training(qdora).dequant_bytes - training(qlora).dequant_bytes
+    assert more == pytest.approx(2 * (once + 4 * weights))  # and the norm reads it in fp32
 
 
 def test_dropout_makes_dora_repeat_the_base_product() -> None:
@@ -605,6 +610,8 @@ def test_a_decoding_step_reads_the_states_of_a_recurrent_layer() -> None:
 
 TINY_LLAMA = TINY["llama"] | {"model_type": "llama"}
 LAYER_WEIGHTS = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 160
+# nested nf4: codes, 8-bit scales with their own, what is written, scales in fp32, and code tables
+LAYER_EXPANDED = LAYER_WEIGHTS * (0.5 + 1 / 64 + 4 / 2**14 + 2 + 16 / 64) + 7 * CODE_TABLE_BYTES
 HEAD_WEIGHTS = 320 * 64
 LAYER_KERNELS = 38  # traced: forward of a Llama layer; its backward has 60
 # Bytes per token in 16 bit: two norms that widen, square, ...; two residuals; rotary embedding of
@@ -713,14 +720,15 @@ def test_a_kernel_unpacks_weights_itself_up_to_so_many_rows(quant: Any, most_row
         )
 
     assert moved(most_rows) < 6 * LAYER_WEIGHTS * 1.5  # what is stored, of 8 bits at most
-    assert moved(most_rows + 1) == 6 * LAYER_WEIGHTS * 4  # 16 bit, written and read
+    # what is stored is read, and 16 bits are written
+    assert 6 * LAYER_WEIGHTS * 2.5 < moved(most_rows + 1) < 6 * LAYER_WEIGHTS * 3.2
 
 
 @pytest.mark.parametrize(
     ("batch_size", "per_weight", "tables"),
     [
         (1, 4.5 / 8, 7),  # inside the kernel: codes, a scale of 64 weights, and the code table
-        (2, 4, 0),  # written in 16 bit and read back
+        (2, 4.5 / 8 + 2, 7),  # written in 16 bit, for a product that reads these
     ],
 )
 def test_before_0_50_a_single_row_unpacks_four_bits_inside_its_kernel(
@@ -728,18 +736,35 @@ def test_before_0_50_a_single_row_unpacks_four_bits_inside_its_kernel(
 ) -> None:
     older = (("bitsandbytes", "0.49.2"),)
     job = tiny_job(phase="inference", quant="nf4", libraries=older)
+    sixteen = tiny_job(phase="inference", quant="none")
     counted = work.inference_work(
         job.model, job.run, job.dtypes, batch_size=batch_size, context=8, decoding=True
     )
     per_layer = LAYER_WEIGHTS * per_weight + tables * CODE_TABLE_BYTES
     assert counted.dequant_bytes == 6 * per_layer
+    wide = work.inference_work(
+        sixteen.model, sixteen.run, sixteen.dtypes, batch_size=1, context=8, decoding=True
+    )
+    reads_all = counted.weight_read_bytes == pytest.approx(wide.weight_read_bytes)
+    assert reads_all == (batch_size == 2)
     assert counted.launches == 6 * (LAYER_KERNELS + 7 * 5) + 22  # 7 matrices, 5 kernels more each
 
 
 @pytest.mark.parametrize(("checkpointing", "passes"), [(False, 2), (True, 3)])
 def test_training_unpacks_four_bits_in_every_pass(checkpointing: bool, passes: int) -> None:
     job = tiny_job(method="qlora", gradient_checkpointing=checkpointing)
-    assert training(job).dequant_bytes == passes * 6 * LAYER_WEIGHTS * 4
+    assert training(job).dequant_bytes == pytest.approx(passes * 6 * LAYER_EXPANDED, rel=1e-3)
+
+
+def test_operators_that_expand_gptq_run_in_forwards_alone() -> None:
+    def counted(**keys: Any) -> Work:
+        return training(tiny_job(method="qlora", quant="gptq-int4", **keys))
+
+    kept, again = (counted(gradient_checkpointing=on) for on in (False, True))
+    assert again.dequant_bytes == 2 * kept.dequant_bytes
+    by_triton = counted(gradient_checkpointing=False, libraries=(("gptqmodel", "2.0.0"),))
+    assert kept.dequant_bytes > 4 * by_triton.dequant_bytes  # which expands in the backward, too
+    assert kept.launches - by_triton.launches == 6 * 7 * 12  # 7 matrices, 12 kernels of each
 
 
 def test_eight_bits_are_expanded_for_the_backward_alone() -> None:
@@ -759,10 +784,10 @@ def test_eight_bits_are_expanded_for_the_backward_alone() -> None:
 
     weights = 6 * LAYER_WEIGHTS
     assert expanded("h100-sxm-80gb", phase="inference") == 0
-    # copied to 16 bits, scaled in place, and read by the product
+    # read, copied to 16 bits, and scaled in place
     trained: dict[str, Any] = {"method": "qlora", "gradient_checkpointing": True}
-    assert expanded("h100-sxm-80gb", **trained) == 8 * weights
-    assert expanded("cpu", **trained) == 3 * 8 * weights
+    assert expanded("h100-sxm-80gb", **trained) == pytest.approx(7 * weights, rel=0.02)
+    assert expanded("cpu", **trained) == pytest.approx(3 * 7 * weights, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -905,7 +930,7 @@ def test_an_evaluation_unpacks_what_one_forward_does(checkpointing: bool) -> Non
         r=8,
         update=update_of(job),
     )
-    assert counted.dequant_bytes == 6 * LAYER_WEIGHTS * 4  # written in 16 bit and read back
+    assert counted.dequant_bytes == pytest.approx(6 * LAYER_EXPANDED, rel=1e-3)
     assert counted.optimizer_bytes == counted.attention_bytes == 0
 
 

@@ -50,7 +50,7 @@ class AdapterWork:
         elementwise_bytes: read and written per token of one forward; a backward takes one and a
             half times as many, as it does for the layers themselves.
         forward_bytes, backward_bytes: so per token, where a backward has been counted apart.
-        dequant_bytes: of a quantised weight that one forward expands once more.
+        expansions: of a quantised weight, beyond that of the product, in one forward.
         forward_launches, backward_launches: kernels beyond those of the frozen base layer.
     """
 
@@ -60,7 +60,7 @@ class AdapterWork:
     elementwise_bytes: Count = 0
     forward_bytes: Count = 0
     backward_bytes: Count = 0
-    dequant_bytes: int = 0
+    expansions: int = 0
     forward_launches: int = 0
     backward_launches: int = 0
 

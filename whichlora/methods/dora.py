@@ -145,7 +145,7 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
         weight_bytes=weight_bytes(linear, dtypes),
         forward_bytes=plain.forward_bytes + forward_bytes,
         backward_bytes=plain.backward_bytes + backward_bytes,
-        dequant_bytes=linear.num_weights * 2 * 2 if is_quantised(linear, dtypes) else 0,
+        expansions=1,
         forward_launches=24 if dtypes.autocast else 18,
         backward_launches=20 if dtypes.autocast else 14,
     )

@@ -41,6 +41,7 @@ class Libraries:
     bitsandbytes: str = "0.50.2"
     trl: str = "1.16.0"
     vllm: str = "0.6.3"
+    gptqmodel: str = "7.3.4"  # 0 is AutoGPTQ, which it replaced
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -107,6 +108,25 @@ class Libraries:
         if _numbers(capability) < (7, 5):
             return FEW_FUSED_4BIT_ROWS
         return FUSED_4BIT_ROWS.get(capability, FUSED_4BIT_ROWS[_UNKNOWN])
+
+    @property
+    def branches_on_codes(self) -> bool:
+        """The kernel that expands 4-bit weights finds each value by branches, later in a table."""
+        return self.older("bitsandbytes", "0.48")
+
+    @property
+    def trains_gptq_by_triton(self) -> bool:
+        """GPTQ's weights are expanded by one kernel, in a forward and again in the backward.
+
+        Read: `TritonV2QuantLinear.forward` of GPTQModel 1.0 and 2.0. AutoGPTQ before it, and its
+        own releases from 2.1 on, call torch's operators while they train.
+        """
+        return self.older("gptqmodel", "2.1") and not self.older("gptqmodel", "0.9")
+
+    @property
+    def gathers_gptq_scales(self) -> bool:
+        """These operators gather zero and scale of every weight; AutoGPTQ's broadcast them."""
+        return not self.older("gptqmodel", "0.9")
 
     @property
     def scores_whole_prompt(self) -> bool:

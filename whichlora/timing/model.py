@@ -99,7 +99,7 @@ _ACCELERATOR_PRIOR = {
     "attention": (1.0 / 0.45, 0.5),
     "cache": (1.0 / 0.45, 0.5),
     "elementwise": (1.0 / 0.8, 0.4),
-    "dequant": (1.0 / 0.5, 0.6),
+    "dequant": (1.0 / 0.5, 0.45),
     "optimizer": (1.0 / 0.8, 0.5),
     "launch": (LAUNCH_S, LAUNCH_SPREAD),
     "constant": (3e-3, 1.0),

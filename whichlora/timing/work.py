@@ -18,7 +18,7 @@ from whichlora.memory.layer_bytes import reads_last
 from whichlora.memory.optimizer import Update, update_bytes, update_launches
 from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
-from whichlora.spec.dtypes import Dtypes, fused_rows, is_quantised
+from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count, Real, is_plain, smallest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
@@ -30,6 +30,14 @@ from whichlora.symbolic.kernels import (
     repeats_keys,
 )
 from whichlora.timing.cache_work import Conversion, expanding, storing
+from whichlora.timing.expansion import (
+    backward_bytes,
+    expands_by_operators,
+    expansion_bytes,
+    expansion_ops,
+    forward_bytes,
+    visited_matrices,
+)
 from whichlora.timing.mamba_work import SCAN_OPS, scan_bytes, scan_flops_per_token
 from whichlora.timing.products import idle_flops
 
@@ -62,18 +70,6 @@ LOSS_PASSES = {"hf": 30, "unsloth": 30, "raw": 8, "trl-fused": 16, "liger": 16}
 # and narrows, bitsandbytes expands scales and looks up its state in Python. Kind: fitted, whole
 # numbers from published decoding speeds of Qwen2 (AWQ, GPTQ) and Llama-2-7B (bitsandbytes).
 QUANT_OPS = {"awq-int4": 2, "gptq-int8": 2, "nf4": 5, "nf4-dq": 6, "fp4": 5, "int8": 6}
-
-# Bytes of a weight that is expanded to 16 bit and read back; bitsandbytes copies 8 bits to 16 and
-# scales the copy in place. Source: bitsandbytes 0.50.2 `MatMul8bitLt.backward`.
-EXPANSION_BYTES = {"int8": 4 * 2}
-
-
-def _multiplies_stored(dtypes: Dtypes) -> bool:
-    """Whether a forward multiplies stored weights, which are then expanded for a backward alone.
-
-    Source: bitsandbytes 0.50.2 `matmul`: `MatMul8bitLt`, and `MatMul8bitFp` for training on a CPU.
-    """
-    return dtypes.quant == "int8" and not (dtypes.training and dtypes.device_kind == "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +118,6 @@ def active_weights(layer: Layer) -> int:
     return sum(linear.active * linear.in_features * linear.out_features for linear in layer.linears)
 
 
-def visited_matrices(linear: Linear, tokens: Count) -> Count:
-    """How many matrices of that name a batch of `tokens` reads: one no token chose stays unread.
-
-    Kind: estimate. Source: experts are drawn independently.
-    """
-    return smallest(linear.count, tokens * linear.active) if linear.count > 1 else 1 + 0 * tokens
-
-
 def visited_weights(layer: Layer, tokens: Count) -> Count:
     """Matrix elements that a batch of `tokens` reads.
 
@@ -140,32 +128,6 @@ def visited_weights(layer: Layer, tokens: Count) -> Count:
         visited = visited_matrices(linear, tokens)
         total = total + visited * linear.in_features * linear.out_features
     return total
-
-
-def unpacking_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> Count:
-    """Bytes that one forward over `rows` moves to unpack quantised weights before their products.
-
-    A fused kernel reads the stored bytes once more. Above its rows, the weight is written in 16 bit
-    and read back. An expert sees its share of the rows, and one that no row chose is not unpacked.
-
-    Kind: estimate. Source: `spec.dtypes.fused_rows`.
-    """
-    moved = 0 * rows
-    if _multiplies_stored(dtypes):
-        return moved
-    most_fused = fused_rows(dtypes)
-    for linear in layer.linears:
-        if not is_quantised(linear, dtypes):
-            continue
-        visited = visited_matrices(linear, rows)
-        rows_each = rows * linear.active / visited
-        fused = rows_each <= most_fused
-        stored = weights.linear_bytes(linear, dtypes) / linear.count
-        expanded = EXPANSION_BYTES.get(dtypes.quant, 2 * 2) * (
-            linear.in_features * linear.out_features
-        )
-        moved = moved + visited * (fused * stored + (1 - fused) * expanded)
-    return moved
 
 
 def head_weights(model: ModelSpec) -> tuple[int, int]:
@@ -366,7 +328,16 @@ def quant_ops(layer: Layer, dtypes: Dtypes) -> int:
     Kind: estimate. Source: kernels of traced layers of bitsandbytes 0.50.2.
     """
     quantised = sum(is_quantised(linear, dtypes) for linear in layer.linears)
-    return quantised * QUANT_OPS.get(dtypes.quant, 0)
+    fused = 0 if expands_by_operators(dtypes) else QUANT_OPS.get(dtypes.quant, 0)
+    return quantised * fused
+
+
+def unpacking_ops(layer: Layer, dtypes: Dtypes) -> int:
+    """Kernels that expand the weights of one layer's forward by torch's operators.
+
+    Kind: exact. Source: `expansion_ops`.
+    """
+    return expansion_ops(dtypes) * sum(is_quantised(each, dtypes) for each in layer.linears)
 
 
 def elementwise_forward_bytes(
@@ -472,13 +443,14 @@ def _trained_layers(
     if dtypes.under_autocast and dtypes.base_bytes == 4 and dtypes.quant == "none":
         matrices = sum(linear.num_weights for linear in layer.linears)
         elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
-    quantised = [linear for linear in layer.linears if is_quantised(linear, dtypes)]
-    expanded = sum(linear.num_weights for linear in quantised)
-    dequant = count * expanded * EXPANSION_BYTES.get(dtypes.quant, 2 * 2)  # backward
-    dequant = dequant + count * unpacking_bytes(layer, dtypes, tokens) * (1 + recompute)
+    unpacked, expanded_read = forward_bytes(layer, dtypes, tokens)
+    expanded_back, read_back = backward_bytes(layer, dtypes)
+    dequant = count * (unpacked * (1 + recompute) + expanded_back)
+    weight_read = weight_read + count * (expanded_read * (1 + recompute) + read_back)
     base_ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + expert_ops(layer, tokens)
     launches = count * base_ops * (1 + recompute + BACKWARD_RATIO * AUTOGRAD_LAUNCH)
-    launches = launches + count * loop_ops(layer) * (1 + recompute)
+    in_forward = loop_ops(layer) + unpacking_ops(layer, dtypes)
+    launches = launches + count * in_forward * (1 + recompute)
     layers = Work(
         product_flops=product_flops,
         idle_flops=count
@@ -489,7 +461,10 @@ def _trained_layers(
         dequant_bytes=dequant,
         launches=launches,
     )
-    in_step = (_trained_adapter(x, recompute, count, tokens) for _, x in adapters)
+    in_step = (
+        _trained_adapter(linear, adapter, dtypes, recompute, count, tokens)
+        for linear, adapter in adapters
+    )
     return sum_of((layers, times(count, sum_of(attentions)), *in_step))
 
 
@@ -522,7 +497,22 @@ def _trained_idle_flops(
     return total
 
 
-def _trained_adapter(adapter: AdapterWork, recompute: int, count: int, tokens: Count) -> Work:
+def _expanded_again(linear: Linear, adapter: AdapterWork, dtypes: Dtypes) -> Real:
+    """Bytes that the adapter of one matrix moves in a forward to expand the matrix itself."""
+    if not adapter.expansions or not is_quantised(linear, dtypes):
+        return 0
+    read = dtypes.compute_bytes * linear.in_features * linear.out_features
+    return adapter.expansions * linear.count * (expansion_bytes(linear, dtypes) + read)
+
+
+def _trained_adapter(
+    linear: Linear,
+    adapter: AdapterWork,
+    dtypes: Dtypes,
+    recompute: int,
+    count: int,
+    tokens: Count,
+) -> Work:
     """One micro-step of one matrix's adapter in `count` layers."""
     # the input's gradient is one product more
     token_flops = tokens * adapter.token_flops * (2 + recompute)
@@ -530,7 +520,7 @@ def _trained_adapter(adapter: AdapterWork, recompute: int, count: int, tokens: C
     return Work(
         product_flops=count * (adapter.weight_flops * (1 + recompute) + token_flops),
         elementwise_bytes=count * (tokens * moved + adapter.weight_bytes * (1 + recompute)),
-        dequant_bytes=count * adapter.dequant_bytes * (1 + recompute),
+        dequant_bytes=count * _expanded_again(linear, adapter, dtypes) * (1 + recompute),
         launches=count
         * (
             adapter.forward_launches * (1 + recompute) + adapter.backward_launches * AUTOGRAD_LAUNCH
@@ -735,7 +725,7 @@ def _served_adapter(
         product_flops=count * products,
         weight_read_bytes=count * read * params * dtypes.adapter_bytes,
         elementwise_bytes=count * (rows * adapter.forward_bytes + adapter.weight_bytes),
-        dequant_bytes=count * adapter.dequant_bytes,
+        dequant_bytes=count * _expanded_again(linear, adapter, dtypes),
         launches=count * adapter.forward_launches,
     )
 
@@ -822,7 +812,8 @@ def _served_layers(
     moved = elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
     moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
     elementwise = elementwise + count * rows * moved
-    dequant = count * unpacking_bytes(layer, dtypes, rows)
+    unpacked, expanded_read = forward_bytes(layer, dtypes, rows)
+    dequant, weight_read = count * unpacked, weight_read + count * expanded_read
     ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + loop_ops(layer)
     launches = launches + count * (ops + expert_ops(layer, rows))
     layers = Work(

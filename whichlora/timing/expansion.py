@@ -1,0 +1,149 @@
+"""Quantised weights that are written out in 16 bit before a product: what each library's code does.
+
+Bytes that a kernel reads and writes, kernels that the host launches, and what the product reads
+then. A product whose kernel unpacks inside reads what is stored.
+"""
+
+from __future__ import annotations
+
+from whichlora.memory import weights
+from whichlora.spec.architecture import Layer, Linear
+from whichlora.spec.dtypes import BNB_BLOCK, Dtypes, fused_rows, is_quantised
+from whichlora.spec.numeric import Count, Real, smallest
+from whichlora.spec.run import FOUR_BIT_BNB
+
+# Of nested scales, per scale: one read in 8 bits and written in fp32, the mean added in place, and
+# read by the kernel that expands the weight. Source: bitsandbytes 0.43 and 0.50.2
+# `dequantize_4bit`: `dequantize_blockwise`, `absmax += offset`, and the kernel itself.
+NESTED_SCALE_BYTES = 4 + 2 * 4 + 4
+# Bytes per weight that torch's operators read and write to expand GPTQ's codes: a shift that writes
+# 32 bits, a cast to 8 bits (16 where the code has 8), a mask, the zero subtracted, the product with
+# the scale. GPTQModel gathers zero and scale of every weight, which AutoGPTQ broadcasts. The codes
+# read at first come on top. Kind: exact, traced (`tests/timing/test_expansion.py`).
+# Source: AutoGPTQ 0.5 `qlinear_cuda_old`, GPTQModel 7.3 `BaseQuantLinear.dequantize_weight`.
+OPERATOR_BYTES = {"gptq-int4": 4 + (4 + 1) + 2 + 2 + (1 + 2), "gptq-int8": 4 + (4 + 2) + 4 + 4 + 4}
+GATHERED_BYTES = {"gptq-int4": 1 + 1 + 2 + 2, "gptq-int8": 2 + 2 + 2 + 2}
+# Kernels of them: zeros are shifted, cast, masked and counted from one, weights shifted, cast,
+# masked, less the zero and scaled. GPTQModel widens the groups' index and gathers, twice each.
+OPERATOR_OPS, GATHERED_OPS = 9, 12
+# How much longer bitsandbytes' kernel took while it branched on the codes, by compute capability:
+# the middle of what its author states, 1.36 to 2.07 times on P100, A100 and H100, 1.25 to 1.8 on
+# T4, none for large matrices on A10, L4 and RTX 4090. V100 has as few operations per byte as they.
+# Kind: fitted. Source: bitsandbytes pull requests 1746 and 1747.
+BRANCHING = {"6.0": 1.7, "7.0": 1.7, "7.5": 1.5, "8.0": 1.7, "9.0": 1.7}
+
+
+def multiplies_stored(dtypes: Dtypes) -> bool:
+    """Whether a forward multiplies stored weights, which are then expanded for a backward alone.
+
+    Kind: exact.
+    Source: bitsandbytes 0.50.2 `matmul`: `MatMul8bitLt`, and `MatMul8bitFp` for training on a CPU.
+    """
+    return dtypes.quant == "int8" and not (dtypes.training and dtypes.device_kind == "cpu")
+
+
+def expands_by_operators(dtypes: Dtypes) -> bool:
+    """Whether torch's operators expand GPTQ's codes: in training, whose backward reads the result.
+
+    Kind: exact. Source: `Libraries.trains_gptq_by_triton`.
+    """
+    return dtypes.training and dtypes.quant in OPERATOR_BYTES and not _by_triton(dtypes)
+
+
+def _by_triton(dtypes: Dtypes) -> bool:
+    return dtypes.libraries.trains_gptq_by_triton and dtypes.device_kind != "cpu"
+
+
+def _expanded_bytes(linear: Linear, dtypes: Dtypes) -> int:
+    """One matrix in the dtype of its product."""
+    narrow = dtypes.four_bit_bytes if dtypes.quant in FOUR_BIT_BNB else 2
+    return linear.in_features * linear.out_features * narrow
+
+
+def _stored_bytes(linear: Linear, dtypes: Dtypes) -> Real:
+    return weights.linear_bytes(linear, dtypes) / linear.count
+
+
+def expansion_bytes(linear: Linear, dtypes: Dtypes) -> Real:
+    """Bytes that expanding one matrix reads and writes; the product that reads it is left out.
+
+    Kind: exact per kernel; `BRANCHING` is fitted.
+    Source: the kernels of bitsandbytes, GPTQ and AWQ read what is stored and write 16 bit, but for
+    operators (`OPERATOR_BYTES`), nested scales and int8: bitsandbytes 0.50.2
+    `MatMul8bitLt.backward` copies to 16 bit and scales the copy in place.
+    """
+    num_weights = linear.in_features * linear.out_features
+    stored, written = _stored_bytes(linear, dtypes), _expanded_bytes(linear, dtypes)
+    if dtypes.quant == "int8":
+        return stored + written + 2 * written
+    if expands_by_operators(dtypes):
+        gathers = dtypes.libraries.gathers_gptq_scales
+        moved = OPERATOR_BYTES[dtypes.quant] + gathers * GATHERED_BYTES[dtypes.quant]
+        return stored + num_weights * moved
+    if dtypes.quant not in FOUR_BIT_BNB:
+        return stored + written
+    branches = dtypes.libraries.branches_on_codes and dtypes.device_kind == "cuda"
+    slower = BRANCHING.get(dtypes.compute_capability or "", 1.0) if branches else 1.0
+    nested = NESTED_SCALE_BYTES * num_weights / BNB_BLOCK if dtypes.quant == "nf4-dq" else 0
+    return slower * (stored + written) + nested
+
+
+def expansion_ops(dtypes: Dtypes) -> int:
+    """Kernels that the operators of one expansion launch in a forward; none of a fused kernel's.
+
+    Kind: exact. Source: `OPERATOR_OPS`.
+    """
+    if not expands_by_operators(dtypes):
+        return 0
+    return GATHERED_OPS if dtypes.libraries.gathers_gptq_scales else OPERATOR_OPS
+
+
+def visited_matrices(linear: Linear, tokens: Count) -> Count:
+    """How many matrices of that name a batch of `tokens` reads: one no token chose stays unread.
+
+    Kind: estimate. Source: experts are drawn independently.
+    """
+    return smallest(linear.count, tokens * linear.active) if linear.count > 1 else 1 + 0 * tokens
+
+
+def forward_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> tuple[Real, Real]:
+    """What one forward over `rows` moves to unpack a layer's weights, and reads beyond the stored.
+
+    A fused kernel reads the stored bytes once more. Above its rows, the weight is expanded, and the
+    product reads it in 16 bit. An expert sees its share of the rows, and one that no row chose is
+    not unpacked.
+
+    Kind: estimate. Source: `spec.dtypes.fused_rows`, `expansion_bytes`.
+    """
+    moved = more_read = 0.0 * rows
+    if multiplies_stored(dtypes):
+        return moved, more_read
+    most_fused = 0 if expands_by_operators(dtypes) else fused_rows(dtypes)
+    for linear in layer.linears:
+        if not is_quantised(linear, dtypes):
+            continue
+        visited = visited_matrices(linear, rows)
+        fused = rows * linear.active / visited <= most_fused
+        stored = _stored_bytes(linear, dtypes)
+        unfused = visited * (1 - fused)
+        moved = moved + visited * fused * stored + unfused * expansion_bytes(linear, dtypes)
+        more_read = more_read + unfused * (_expanded_bytes(linear, dtypes) - stored)
+    return moved, more_read
+
+
+def backward_bytes(layer: Layer, dtypes: Dtypes) -> tuple[Real, Real]:
+    """The same of one backward, which multiplies expanded weights whatever the number of rows.
+
+    Autograd has kept what operators expanded.
+
+    Kind: exact. Source: bitsandbytes 0.50.2 `MatMul4Bit.backward`, `MatMul8bitLt.backward`.
+    """
+    moved = more_read = 0.0
+    for linear in layer.linears:
+        if is_quantised(linear, dtypes):
+            expanded = 0.0 if expands_by_operators(dtypes) else expansion_bytes(linear, dtypes)
+            moved += linear.count * expanded
+            more_read += linear.count * (
+                _expanded_bytes(linear, dtypes) - _stored_bytes(linear, dtypes)
+            )
+    return moved, more_read
