@@ -34,7 +34,7 @@ def drawn(strategy: str, ranks: int, draw: random.Random) -> dict[str, Any]:
     depth = "n_layer" if family == "gpt2" else "num_hidden_layers"
     run: dict[str, Any] = {
         "precision": "bf16",
-        "method": draw.choice(("full", "full", "lora", *(["qlora"] * (strategy != "zero3")))),
+        "method": draw.choice(("full", "full", "lora", "qlora")),
         "r": draw.choice((4, 8, 32)),
         "batch_size": draw.choice((1, 2)),
         "seq_len": draw.choice((8, 16, 48)),

@@ -12,6 +12,8 @@ from devices import A100
 
 from whichlora.errors import ConfigError
 from whichlora.memory.gradients import Trained
+from whichlora.memory.training import training_ledger
+from whichlora.memory.weights import LAYER_WEIGHTS, quantised_state_bytes
 from whichlora.parallel import deepspeed, get_strategy, zero3
 from whichlora.parallel.base import RankKind, Spread
 from whichlora.predict.coefficients import prior_calibration
@@ -194,7 +196,24 @@ def test_adapters_are_gathered_beside_their_matrices() -> None:
     kind, spread = a_rank(a_run("zero3", method="lora", r=64))
     total = zero3.live_of(kind.step, spread).total
     whole = zero3.live_bytes(kind.step, spread, total, total)
-    assert whole == 2 * total + 2 * kind.step.num_trained
+    assert whole == total + 2 * kind.step.num_trained
+
+
+def test_codes_are_gathered_as_bytes_and_their_scales_stay_whole() -> None:
+    kind, spread = a_rank(a_run("zero3", method="qlora", quant="nf4"))
+    wide, _ = a_rank(a_run("zero3", method="lora"))
+    matrices = sum(
+        group.count * linear.num_weights for group in MODEL.groups for linear in group.layer.linears
+    )
+    totals = [zero3.live_of(step, spread).total for step in (wide.step, kind.step)]
+    assert totals[0] - totals[1] == 2 * matrices - matrices // 2
+    widths = dict(zero3.element_widths(kind.step))
+    assert set(widths.values()) == {1, 2}
+    moments = zero3.STRATEGY.moments(kind, training_ledger(kind.step).moments, spread)
+    (held,) = [e.num_bytes for e in moments["layer_forward"] if e.fact is LAYER_WEIGHTS]
+    scales = quantised_state_bytes(MODEL, kind.step.dtypes, codes=False)
+    assert scales > 4 * matrices // 64
+    assert held == pytest.approx(scales + matrices // 2 // spread.size, rel=0.01)
 
 
 def test_parameters_beyond_the_reuse_distance_are_gathered_twice() -> None:
@@ -238,7 +257,7 @@ def test_offloaded_parameters_are_on_the_host() -> None:
     [
         (a_run("zero2", options={"offload": ("optimizer",)}, optimizer="sgd"), "CPU Adam"),
         (a_run("zero2", options={"offload": ("params",)}), "accepted are optimizer"),
-        (a_run("zero3", method="qlora"), "use zero2"),
+        (a_run("zero3", method="qlora", quant="int8"), "use zero2"),
     ],
 )
 def test_what_deepspeed_does_not_run_is_refused(run: RunConfig, message: str) -> None:

@@ -81,6 +81,26 @@ def linear_bytes(linear: Linear, dtypes: Dtypes) -> int:
     return linear.count * matrix_bytes + bias_bytes
 
 
+def quantised_state_bytes(model: ModelSpec, dtypes: Dtypes, *, codes: bool) -> int:
+    """Scales and tables of all quantised matrices, which are no parameters, and their codes.
+
+    Kind: exact. Source: `quantised_parts`; bitsandbytes 0.50.2 `QuantState`.
+    """
+    total = 0
+    for group in model.groups:
+        for linear in group.layer.linears:
+            if is_quantised(linear, dtypes):
+                parts = quantised_parts(
+                    linear.in_features * linear.out_features,
+                    dtypes.quant,
+                    out_features=linear.out_features,
+                    group_size=dtypes.quant_group_size,
+                )
+                number = linear.count * (1 if group.shared else group.count)
+                total += number * sum(parts if codes else parts[1:])
+    return total
+
+
 def masked_head_params(model: ModelSpec) -> int:
     """What an encoder gains when it is loaded to fill masked words, less the pooler it loses.
 

@@ -23,7 +23,7 @@ from whichlora.memory.weights import (
     EMBEDDING_WEIGHTS,
     LAYER_WEIGHTS,
     OTHER_WEIGHTS,
-    quantised_parts,
+    quantised_state_bytes,
 )
 from whichlora.parallel.base import Spread
 from whichlora.spec.architecture import Layer, LayerGroup, Linear
@@ -382,19 +382,7 @@ class Units:
         dtypes: Dtypes = self.rest.dtypes
         if dtypes.quant == "none":
             return 0
-        total = 0
-        for group, count in zip(self.step.model.groups, self.counts, strict=True):
-            for linear in group.layer.linears:
-                if is_quantised(linear, dtypes):
-                    parts = quantised_parts(
-                        linear.in_features * linear.out_features,
-                        dtypes.quant,
-                        out_features=linear.out_features,
-                        group_size=dtypes.quant_group_size,
-                    )
-                    kept = parts[1:] if self.storage_bytes > 1 else parts
-                    total += count * linear.count * sum(kept)
-        return total
+        return quantised_state_bytes(self.step.model, dtypes, codes=self.storage_bytes <= 1)
 
     @cached_property
     def trained(self) -> tuple[Trained, ...]:

@@ -20,14 +20,15 @@ from whichlora.memory import optimizer
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained, base_tensors
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.weights import BUFFERS
+from whichlora.memory.weights import BUFFERS, LAYER_WEIGHTS, quantised_state_bytes
 from whichlora.parallel import deepspeed
 from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
 from whichlora.parallel.deepspeed import Partitioned, Shares
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
+from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Count, ceil_div, largest
 from whichlora.spec.options import Option
-from whichlora.spec.run import BNB_QUANTS, RunConfig
+from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
 
 _OF_STAGE = (
     Option(
@@ -93,7 +94,7 @@ SMALL, CONTAINER = -1, -2  # keys of modules that have no parameter to gather
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Most gathered elements, in a pass or a part of it."""
+    """Most gathered elements, or bytes, in a pass or a part of it."""
 
     forward: int
     loss: int
@@ -113,6 +114,7 @@ def live_parameters(
     max_live: int,
     max_reuse: int,
     prefetch: int,
+    widths: tuple[tuple[int, int], ...] = (),
 ) -> Live:
     """Elements of gathered parameters through one micro-step.
 
@@ -121,6 +123,7 @@ def live_parameters(
             module in the order of the forward; a tied table has one key, modules without large
             parameters have `SMALL` or, where they contain those after them, `CONTAINER`.
         reads_table_again: the embedding's backward runs.
+        widths: bytes of an element by key, to count bytes in the place of elements.
 
     Kind: exact in the order of the given modules. Source: deepspeed 0.19.8
     `PartitionedParameterCoordinator`: `fetch_sub_module`, `__params_to_release`.
@@ -131,6 +134,7 @@ def live_parameters(
         trace = trace[: len(forward)] + [step for step in trace[len(forward) :] if step[0] >= 0]
     starts = [0, *accumulate(size for _, _, size in trace)]
     following = _next_uses(trace)
+    width_of = dict(widths)
     live: dict[int, int] = {}
     num_live = ahead = 0
     by_step = []
@@ -147,7 +151,7 @@ def live_parameters(
                 fetched += next_size
             ahead += 1
         num_live += fetched
-        by_step.append(num_live)
+        by_step.append(sum(held * width_of.get(name, 1) for name, held in live.items()))
         again = following[index]
         skipped = again is not None and again < ahead
         near = again is not None and starts[again] - starts[index + 1] < max_reuse
@@ -165,7 +169,10 @@ def live_parameters(
         first_layer=max((n for layer, n in behind if layer == 0), default=0),
         table=max((n for layer, n in behind if layer < 0), default=0),
         backward=max((n for _, n in behind), default=0),
-        total=sum({key: size for _, key, size in forward if key >= 0}.values()),
+        total=sum(
+            size * width_of.get(key, 1)
+            for key, size in {key: size for _, key, size in forward if key >= 0}.items()
+        ),
     )
 
 
@@ -199,6 +206,8 @@ def _next_uses(trace: Sequence[tuple[int, int, int]]) -> list[int | None]:
 def gathered_modules(step: TrainingStep) -> tuple[tuple[int, int, int], ...]:
     """Modules of the forward as `live_parameters` takes them: each gathers ahead when it begins.
 
+    4-bit matrices are vectors of bytes, with two codes each.
+
     Kind: exact of layers with one attention and one MLP. Source: transformers 5.23
     `LlamaForCausalLM`; deepspeed 0.19.8 `_register_deepspeed_module` hooks every module.
     """
@@ -220,7 +229,9 @@ def gathered_modules(step: TrainingStep) -> tuple[tuple[int, int, int], ...]:
                     modules.append((place, SMALL, 0))  # activation
                 around = 0 if step.method.trains_base else int(linear.name in step.targets)
                 modules += [(place, SMALL, 0)] * around
-                modules.append((place, key, int(linear.num_weights)))
+                elements = int(linear.num_weights)
+                codes = is_quantised(linear, step.dtypes)
+                modules.append((place, key, ceil_div(elements, 2) if codes else elements))
                 modules += [(place, SMALL, 0)] * (3 * around)  # dropout, A and B
                 key += not group.shared
             place += 1
@@ -229,6 +240,22 @@ def gathered_modules(step: TrainingStep) -> tuple[tuple[int, int, int], ...]:
         head_key = 0 if model.head_tied else key
         modules.append((place, head_key, int(model.head.num_weights)))
     return tuple(modules)
+
+
+def element_widths(step: TrainingStep) -> tuple[tuple[int, int], ...]:
+    """Bytes of an element of each key of `gathered_modules`.
+
+    Kind: exact. Source: bitsandbytes 0.50.2 `Params4bit`, whose codes are bytes.
+    """
+    width = step.dtypes.base_bytes
+    key = len(step.model.embeddings)
+    widths = [(table, width) for table in range(key)]
+    for group in step.model.groups:
+        for _ in range(group.count):
+            for linear in group.layer.linears:
+                widths.append((key, 1 if is_quantised(linear, step.dtypes) else width))
+                key += not group.shared
+    return (*widths, (key, width))
 
 
 def _option(step: TrainingStep, spread: Spread, name: str, auto: int) -> int:
@@ -262,6 +289,7 @@ def live_of(step: TrainingStep, spread: Spread) -> Live:
         max_live=int(options["stage3_max_live_parameters"]),  # type: ignore[arg-type]
         max_reuse=int(options["stage3_max_reuse_distance"]),  # type: ignore[arg-type]
         prefetch=_option(step, spread, "stage3_prefetch_bucket_size", int(0.9 * hidden**2)),
+        widths=element_widths(step),
     )
 
 
@@ -306,27 +334,33 @@ def small_parameter_bytes(step: TrainingStep, spread: Spread) -> Count:
     )
 
 
-def live_bytes(step: TrainingStep, spread: Spread, elements: int, total: int) -> Count:
-    """Bytes of so many gathered elements of the base, and of the adapters beside them.
+def live_bytes(step: TrainingStep, spread: Spread, of_base: int, total: int) -> Count:
+    """So many gathered bytes of the base, and those of the adapters beside them.
 
     Kind: estimate of the adapters: as many of them as of the base. Source: `live_parameters`.
     """
-    gathered: Count = elements * step.dtypes.base_bytes
     if step.method.trains_base or not total:
-        return gathered
+        return of_base
     threshold = persistence_threshold(step, spread)
     adapters = sum(
         tensor.num_params * tensor.count * tensor.param_bytes * (tensor.num_params > threshold)
         for tensor in step.tensors
     )
-    return gathered + adapters * elements // total
+    return of_base + adapters * of_base // total
 
 
 def _divided(entries: tuple[Entry, ...], part: Partitioned) -> tuple[Entry, ...]:
     on_device = not deepspeed.offloads(part.spread, "params")
-    ranks = part.spread.size
+    ranks, step = part.spread.size, part.step
+    # `QuantState` is no parameter, so that nobody divides it
+    scales = quantised_state_bytes(step.model, step.dtypes, codes=False)
+
+    def share(entry: Entry) -> Count:
+        whole = scales if entry.fact is LAYER_WEIGHTS else 0
+        return ceil_div(entry.num_bytes - whole, ranks) * on_device + whole
+
     return tuple(
-        Entry(entry.fact, ceil_div(entry.num_bytes, ranks) * on_device)
+        Entry(entry.fact, share(entry))
         if entry.part in ("weights", "adapters") and entry.fact is not BUFFERS
         else entry
         for entry in deepspeed.with_partitioned_states(entries, part)
@@ -360,12 +394,12 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
     for name, entries in as_accumulated(step).items():
         if name == "optimizer_step":
             continue
-        elements = gathered.get(name, live.backward)
+        of_base = gathered.get(name, live.backward)
         entries = (
             *without(_divided(entries, part), *GRADIENTS),
             *_lasting(part),
             small,
-            Entry(LIVE_PARAMETERS, live_bytes(step, spread, elements, live.total)),
+            Entry(LIVE_PARAMETERS, live_bytes(step, spread, of_base, live.total)),
         )
         if name not in (*deepspeed.BEFORE_GRADIENTS, "head_backward"):
             entries = (*entries, Entry(deepspeed.WAITING, part.waiting_bytes))
@@ -395,7 +429,6 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
 def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
     step = rank.step
     live = live_of(step, spread)
-    width = step.dtypes.base_bytes
     steps = step.run.gradient_accumulation_steps
     overlaps = bool(spread.options["overlap_comm"])
     modules = max(1, sum(key >= 0 for _, key, _ in gathered_modules(step)))
@@ -405,7 +438,7 @@ def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
         Message(
             what="parameters of the forward",
             collective="all_gather",
-            num_bytes=live.total * width // modules,
+            num_bytes=live.total // modules,
             count=steps * modules,
             size=spread.size,
             hidden_by="forward" if overlaps else "nothing",
@@ -413,7 +446,7 @@ def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
         Message(
             what="parameters of the backward",
             collective="all_gather",
-            num_bytes=again * width // modules,
+            num_bytes=again // modules,
             count=steps * modules,
             size=spread.size,
             hidden_by="backward" if overlaps else "nothing",
@@ -445,7 +478,9 @@ def _on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
             for entry in step.static
             if entry.part in ("weights", "adapters") and entry.fact is not BUFFERS
         ]
+        scales = quantised_state_bytes(step.model, step.dtypes, codes=False)
         total: Count = sum(ceil_div(entry.num_bytes, spread.size) for entry in held)
+        total = total - ceil_div(scales, spread.size)
         entries.append(Entry(HOST_PARAMETERS, total))
     return tuple(entries)
 
@@ -457,8 +492,7 @@ def _weights_share(spread: Spread) -> float:
 
 def _check(step: TrainingStep, spread: Spread) -> None:
     deepspeed.check(step, spread)
-    # DeepSpeed divides their codes, too; the formula was 12 % too high on one run
-    if step.dtypes.quant in BNB_QUANTS:
+    if step.dtypes.quant in BNB_QUANTS and step.dtypes.quant not in FOUR_BIT_BNB:
         raise ConfigError(
             f"quant: {step.dtypes.quant} weights divided by ZeRO-3 are not modelled; use zero2, or "
             "quant none"
