@@ -19,6 +19,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory import optimizer
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained, base_tensors
+from whichlora.memory.moments import HEAD_GRADIENT, LOGITS_GRADIENT
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import BUFFERS, LAYER_WEIGHTS, quantised_state_bytes
 from whichlora.parallel import deepspeed
@@ -405,6 +406,13 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
             entries = (*entries, Entry(deepspeed.WAITING, part.waiting_bytes))
         changed[name] = entries
     changed["bucket_reduced"] = deepspeed.reducing(part, changed["first_layer_backward"])
+    if deepspeed.offloads(spread, "optimizer"):
+        # `_offload_grad_partition_at_boundary` takes the norm of each gradient as it goes
+        norm = Entry(deepspeed.NORM_COPY, part.piece * deepspeed.NORM_BYTES)
+        changed["bucket_reduced"] = (*changed["bucket_reduced"], norm)
+        if "head_backward" in changed:
+            rest = without(changed["head_backward"], HEAD_GRADIENT, LOGITS_GRADIENT)
+            changed["head_reduced"] = (*rest, norm)
     if "loading" in moments:
         changed["loading"] = moments["loading"]
     if deepspeed.offloads(spread, "optimizer"):
