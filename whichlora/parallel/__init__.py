@@ -6,7 +6,7 @@ A package adds its own strategy with an entry point in the group `whichlora.para
 
 from __future__ import annotations
 
-from whichlora.parallel import ddp, device_map, fsdp, pp, tp, zero1, zero2, zero3
+from whichlora.parallel import cp, ddp, device_map, fsdp, pp, tp, zero1, zero2, zero3
 from whichlora.parallel.base import Strategy
 from whichlora.spec.members import Members
 from whichlora.spec.options import Option
@@ -15,7 +15,7 @@ _STRATEGIES = Members[Strategy](
     "parallel",
     "parallel",
     Strategy,
-    (module.STRATEGY for module in (ddp, device_map, fsdp, pp, tp, zero1, zero2, zero3)),
+    (module.STRATEGY for module in (cp, ddp, device_map, fsdp, pp, tp, zero1, zero2, zero3)),
 )
 BUILT_IN = _STRATEGIES.built_in
 ENTRY_POINT_GROUP = _STRATEGIES.group

@@ -35,11 +35,13 @@ class Spread:
         config: all GPUs of the run.
         size: ranks among which this strategy divides; the product over the combined strategies is
             `config.gpus`.
+        joined: ranks of the strategies that it is combined with and shards among, too.
         options: of this strategy, defaults filled in.
     """
 
     config: ParallelConfig
     size: int
+    joined: int = 1
     options: Mapping[str, OptionValue | None] = field(default_factory=dict)
 
     @property
@@ -183,6 +185,8 @@ class Strategy:
             the plugin), and "deepspeed" (content of its JSON). It refuses what is not modelled.
         launcher: "torchrun" starts a process per GPU, "python" one for all of them.
         notes: what a user must know.
+        joins_shards: it shards among the ranks of strategies with `needs_shards`, too.
+        needs_shards: why it runs beside one that shards parameters alone; empty where it does not.
         replicas_refused: why it can't be combined with a strategy whose every rank holds and
             updates all; empty where it can.
     """
@@ -207,6 +211,8 @@ class Strategy:
     read_accelerator: Callable[[Mapping[str, Any]], Mapping[str, OptionValue] | None] = _reads_none
     launcher: Literal["torchrun", "python"] = "torchrun"
     notes: Callable[[TrainingStep, Spread], tuple[str, ...]] = _no_notes
+    joins_shards: bool = False
+    needs_shards: str = ""
     replicas_refused: str = ""
 
     @property

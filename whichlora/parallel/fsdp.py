@@ -127,7 +127,8 @@ def _of_unit(
 
 
 def _update_share(spread: Spread) -> float:
-    return 1 / (spread.size // int(spread.options["dp_replicate_size"] or 1))  # type: ignore
+    replicas = int(spread.options["dp_replicate_size"] or 1)  # type: ignore
+    return 1 / (spread.size * spread.joined // replicas)
 
 
 def _check(step: TrainingStep, spread: Spread) -> None:
@@ -136,6 +137,10 @@ def _check(step: TrainingStep, spread: Spread) -> None:
         raise ConfigError(
             f"dp_replicate_size: {spread.size} GPUs can't be divided into {replicas} equal groups; "
             f"give a divisor of {spread.size}"
+        )
+    if spread.joined > 1 and spread.options["fsdp_version"] == "1":
+        raise ConfigError(
+            "fsdp_version: accelerate divides sequences with version 2 alone; use fsdp_version 2"
         )
     if step.dtypes.quant != "none" and step.dtypes.quant not in FOUR_BIT_BNB:
         raise ConfigError(
@@ -321,6 +326,7 @@ STRATEGY = Strategy(
             choices=("uint8", "bfloat16", "float16", "float32"),
         ),
     ),
+    joins_shards=True,
     check=_check,
     split=_split,
     moments=_moments,

@@ -487,7 +487,7 @@ def sharding_of(rest: TrainingStep, step: TrainingStep, spread: Spread) -> Shard
             mixed_bytes=_WIDTHS.get(mixed, 0),
             flat=options["fsdp_version"] == "1",
         ),
-        size=spread.size // replicas,
+        size=spread.size * spread.joined // replicas,
         replicas=replicas,
         reduce_bytes=_WIDTHS[str(reduce_dtype)] if reduce_dtype else 0,
         reshards=bool(options["reshard_after_forward"]),

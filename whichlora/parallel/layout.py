@@ -50,6 +50,8 @@ class Layout:
                     f"{accepted}"
                 )
         sizes = _sizes(config, strategies, options)
+        of_tokens = zip(strategies, sizes, strict=True)
+        joined = math.prod(size for strategy, size in of_tokens if strategy.needs_shards)
         stated = {k: v for each in options.values() for k, v in each.items() if v is not None}
         config = replace(config, options=tuple(sorted(stated.items())))
         return cls(
@@ -57,7 +59,12 @@ class Layout:
             strategies=tuple(
                 (
                     strategy,
-                    Spread(config=config, size=size, options=options[strategy.name]),
+                    Spread(
+                        config=config,
+                        size=size,
+                        joined=joined if strategy.joins_shards else 1,
+                        options=options[strategy.name],
+                    ),
                 )
                 for strategy, size in zip(strategies, sizes, strict=True)
             ),
@@ -73,6 +80,10 @@ class Layout:
     def check(self, step: TrainingStep) -> None:
         """Refuse what the libraries refuse. Raises: ConfigError."""
         self._check_replicas()
+        joins = any(strategy.joins_shards for strategy, _ in self.strategies)
+        for strategy, _ in self.strategies:
+            if strategy.needs_shards and not joins:
+                raise ConfigError(f"parallel: {strategy.needs_shards}")
         for strategy, spread in self.strategies:
             strategy.check(step, spread)
 
@@ -154,8 +165,9 @@ class Layout:
         for index in sorted(
             range(len(strides)), key=lambda place: distance(self.strategies[place][0])
         ):
-            strides[index] = stride
-            stride *= self.strategies[index][1].size
+            spread = self.strategies[index][1]
+            strides[index] = stride // spread.joined
+            stride *= spread.size
         return strides
 
     @property

@@ -175,6 +175,7 @@ class Attention:
         returns_probabilities: eager attention's are given to the layer, whose code names them.
         always_masked: the model makes a mask whatever the batch, with ALiBi one per head (Falcon).
         keeps_keys: later layers read its keys and values.
+        ring: ranks whose keys and values its queries see; 1: those of this one.
     """
 
     kind: Literal["softmax", "linear", "mamba2", "conv"] = "softmax"
@@ -211,6 +212,7 @@ class Attention:
     returns_probabilities: bool = True
     always_masked: bool = False
     keeps_keys: bool = False
+    ring: int = 1
 
     def __post_init__(self) -> None:
         if self.kind != "softmax":

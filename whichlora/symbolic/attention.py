@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from whichlora.spec.architecture import Attention, EagerScores, Projection
@@ -374,6 +374,7 @@ def _fused_kernel(
         inputs.append(code.cast(_biased_mask(code, attention, bias), size))
     elif code.masked and dtypes.uses_sdpa and not has_mask_per_head(attention):
         keeps.append(per_pair(size))
+    in_ring, in_ring_backward = _ring(attention, inputs, size)
     out = tape.op(
         inputs,
         per_token(attention.out_width),
@@ -381,13 +382,39 @@ def _fused_kernel(
         saves=inputs,
         saves_result=True,
         keeps=keeps,
-        inner_backward=summed,
-        # values of another width rule the flash kernel out; the other one writes token by token
-        joined=q.joined and attention.v_head_dim == attention.head_dim,
+        inner=in_ring,
+        inner_backward=plus(summed, in_ring_backward),
+        # values of another width rule the flash kernel out; the other one writes token by token.
+        # `_partial_update` of a ring concatenates along the sequence, on all ranks but the last
+        joined=attention.ring > 1 or (q.joined and attention.v_head_dim == attention.head_dim),
         what="attention: output, log-sum-exp, additive mask",
     )
     tape.hold(*written)  # by local variables of `sdpa_attention_forward`, cast or not
     return out, None, ()
+
+
+def _ring(
+    attention: Attention, inputs: Sequence[Tensor], size: int
+) -> tuple[LinearForm, LinearForm]:
+    """What attention makes beside its results where keys and values of several ranks pass.
+
+    Forward, of the last rank: all keys and values, two results and the parts of their merging in
+    fp32, three log-sum-exps. Backward: gradients in fp32, of keys and values three (the sum, what
+    is sent, what comes), what the kernel makes of two steps or, on the first rank, the sum for the
+    queries twice, whose second half is new.
+    Kind: exact; upper bound for ranks between them. Source: torch 2.13 `_templated_ring_attention`,
+    `_SDPAMerger`, `_templated_ring_attention_backward`; rotated by "allgather".
+    """
+    ranks = attention.ring
+    if ranks == 1:
+        return NOTHING, NOTHING
+    q, *states = (tensor.elements.per_token for tensor in inputs)
+    kv = sum(states)
+    forward = 16 * attention.out_width + ranks * size * kv + 8 * attention.num_attention_heads
+    first = 8 * q + size * q // 2 + (ranks + 2) * size * kv + 12 * kv
+    last = 4 * q + 2 * size * q + (ranks + 1) * size * kv + size * kv * 3 // 2 + 12 * kv
+    made = size * (q + kv)
+    return per_token(forward), per_token(max(first, last) - made)
 
 
 def _repeated(code: OpEmitter, attention: Attention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

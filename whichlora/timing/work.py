@@ -425,7 +425,7 @@ def _trained_layers(
             dtypes,
             batch_size=tokens // seq_len,
             queries=seq_len,
-            keys=seq_len,
+            keys=seq_len * attention.ring,
             triangular=True,
             forwards=1 + recompute,
             backward=True,
