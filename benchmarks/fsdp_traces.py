@@ -33,7 +33,7 @@ from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 from whichlora.store.gpus import find_gpu
 
 RECORDS = Path(__file__).parent / "traces" / "parallel" / "fsdp.jsonl"
-FEWEST = 130  # traces that are kept
+FEWEST = 170  # traces that are kept
 GPU = find_gpu("a100-sxm-80gb")
 PHASES = {
     "layer_forward": "forward",

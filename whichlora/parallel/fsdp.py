@@ -82,12 +82,14 @@ def _of_unit(
     gathered = unit.gathered(size)
     reduced = unit.reduced(size, sharding.reduce_bytes)
     reductions = micro_steps if spread.options["sync_each_batch"] else 1
+    # version 1: `_should_free_in_backward` keeps them where gradients are not sent
+    stays = sharding.units.flat and not sharding.reshards and reductions == 1
     if size > 1:
         yield Message(
             what=f"parameters of the {unit.name}, forward",
             collective="all_gather",
             num_bytes=gathered,
-            count=number * micro_steps,
+            count=number * (1 if stays else micro_steps),
             size=size,
             hidden_by="nothing" if unit.name == "embedding" else "forward",
         )

@@ -251,7 +251,7 @@ class Rank2(Rank):
 
     def _reduced_after(self, *later: Unit) -> Count:
         """Gradients once all units but `later` have sent theirs."""
-        if self._keeps_whole:
+        if self._accumulates:
             return self._waiting
         return self._waiting + self._all_shards - self._shards(*later)
 

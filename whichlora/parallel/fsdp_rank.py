@@ -246,8 +246,8 @@ class Rank:
     def _either(
         self, whole: Count, shards: Count, sent: Count, unfreed: Count = 0
     ) -> tuple[Count, Count]:
-        if not self._keeps_whole:
-            return self._waiting + shards, sent
+        if not self._keeps_whole:  # where shards exist, those that come are added to them
+            return self._waiting + shards * (not self._accumulates), sent
         # the last micro-step turns them into shards unit by unit; those before it send nothing,
         # and the first of them finds none
         is_between = self.sharding.units.rest.run.gradient_accumulation_steps > 2

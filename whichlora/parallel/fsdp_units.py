@@ -237,7 +237,11 @@ class Units:
             return
         older = self.step.dtypes.libraries.older("transformers", "4.53")
         yield SentUnits(unit=self.outside, number=1, is_last=True)
-        for block, number in zip(self.blocks, self.counts, strict=True):
+        groups = self.step.model.groups
+        for group, block, number in zip(groups, self.blocks, self.counts, strict=True):
+            layer = group.layer
+            # dropout and norms save what they read: the forward is repeated up to them
+            goes_on = bool(layer.dropouts) or layer.post_norm or len(layer.norms) >= 4
             leaves = [p for p in block.parameters if p.fact is ADAPTERS]
             others = tuple(p for p in block.parameters if p.fact is not ADAPTERS)
             yield SentUnits(unit=replace(block, parameters=others), number=number, runs_again=older)
@@ -247,7 +251,7 @@ class Units:
                     unit=unit,
                     number=number * leaf.count,
                     runs_again=True,
-                    ends_block=place == len(leaves) - 1,
+                    ends_block=place == len(leaves) - 1 and not goes_on,
                 )
 
     # --- parameters -----------------------------------------------------------------------------

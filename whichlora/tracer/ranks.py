@@ -80,12 +80,14 @@ _COLLECTIVES = {  # and which argument is the whole tensor
 
 
 @contextmanager
-def fake_group(size: int, shape: Sequence[int] = (), names: Sequence[str] = ()) -> Iterator[Any]:
-    """The device mesh of `size` ranks of which this process plays the first."""
+def fake_group(
+    size: int, shape: Sequence[int] = (), names: Sequence[str] = (), *, rank: int = 0
+) -> Iterator[Any]:
+    """The device mesh of `size` ranks of which this process plays one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield init_device_mesh("cpu", tuple(shape) or (size,), mesh_dim_names=tuple(names) or None)
     finally:
@@ -185,6 +187,8 @@ class RankRecorder(Recorder):
         self.sent: dict[str, tuple[int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # it is the tensor that was waited for; a fake one would be another
         if func.namespace == "c10d" and self.step:
             name, index = _COLLECTIVES.get(func._opname, (func._opname, 0))
             count, num_bytes = self.sent.get(name, (0, 0))
