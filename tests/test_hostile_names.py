@@ -242,7 +242,12 @@ def scripts(name: str, tmp_path: Path) -> dict[str, str]:
             config, run_dir=where, cluster=name, logs=where, command="true", **options
         ),
         "training": training_script(
-            group, config, job=where / "train.py", python="/bin/true", **options
+            group,
+            config,
+            job=where / "train.py",
+            run=RunConfig(model=name),
+            python="/bin/true",
+            **options,
         ),
     }
 

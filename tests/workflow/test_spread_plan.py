@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_profiler import FakeProfiler
 from plan_runs import Silent
 
 from whichlora.config import load_plan
 from whichlora.errors import ConfigError
 from whichlora.predict.parallel_choice import every
 from whichlora.predict.predict import predict
+from whichlora.spec.parallel import ONE_GPU
 from whichlora.spec.results import Prediction
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
@@ -191,7 +193,7 @@ def test_a_refused_strategy_is_named_with_its_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"profile": "frontier"}, "gpus: candidates on several can't be profiled yet"),
+        ({"profile": "frontier"}, "is not in this machine"),
         ({"parallel": "ddp", "interconnect": "warp"}, "interconnect: 'warp' is not known"),
     ],
 )
@@ -200,3 +202,36 @@ def test_what_is_not_possible_is_refused_in_one_line(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         answered(tmp_path, **({"gpus": [2]} | keys))
+
+
+def test_profiles_on_one_gpu_correct_what_several_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whichlora.profiler.profile.Profiler", FakeProfiler)
+    monkeypatch.setattr(FakeProfiler, "calls", [])
+    keys: dict[str, Any] = {
+        "gpu": "cpu",
+        "gpus": [2],
+        "parallel": "ddp",
+        "interconnect": "10GB/s",
+        "methods": ["lora"],
+        "calibration_dir": "calibration",
+    }
+    dry = answered(tmp_path / "dry", **keys)
+    answer = answered(tmp_path / "profiled", profile="frontier", **keys)
+    assert FakeProfiler.calls
+    assert all(run.parallel == ONE_GPU for run in FakeProfiler.calls)
+    assert answer.winner is not None
+    assert dry.winner is not None
+    assert answer.winner.run.parallel.gpus == 2
+    assert FakeProfiler.calls[-1].batch_size in {
+        candidate.run.batch_size for candidate in answer.finetune
+    }
+    assert answer.search.runs == len(FakeProfiler.calls) == len(answer.compared)
+    width = {
+        name: each.winner.total_s.high / each.winner.total_s.low
+        for name, each in (("dry", dry), ("profiled", answer))
+        if each.winner and each.winner.total_s
+    }
+    assert width["profiled"] < 0.8 * width["dry"]
+    assert any("profiled on one GPU" in caution for caution in answer.cautions)

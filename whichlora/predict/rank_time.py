@@ -56,7 +56,7 @@ def features_of_step(step: TrainingStep, *, update_share: float = 1.0) -> dict[s
         update_share: of the trained parameters, what the optimizer of one rank updates.
     """
     dtype = step.run.precision[:4]
-    done = work.sum_of((_of_micro_batches(step), *_without_gradients(step)))
+    done = work.Work.total((_of_micro_batches(step), *_without_gradients(step)))
     counted = timing.features(done, step.gpu, dtype=dtype)
     return counted | {"optimizer": update_share * counted["optimizer"]}
 
@@ -92,7 +92,7 @@ def _without_gradients(step: TrainingStep) -> Iterator[work.Work]:
                 update=counted,
                 **_sizes(step),
             )
-            yield work.times(number * step.run.gradient_accumulation_steps, forward)
+            yield forward.times(number * step.run.gradient_accumulation_steps)
 
 
 def _sizes(step: TrainingStep) -> dict[str, Any]:

@@ -95,6 +95,7 @@ def answer(device: str, request: Mapping[str, Any], tell: Tell) -> dict[str, Any
 
     meter = Meter(device, keeps_history=request.get("keeps_history", False))
     _collect(meter)
+    gc.freeze()  # half a million objects of libraries, which each collection would pass again
     start_bytes = meter.live_bytes()
     try:
         with _memory_limit(request["memory_limit_bytes"]):

@@ -136,7 +136,6 @@ def resolve_dtypes(
     half = 4 if precision in FP32_PRECISIONS else 2
     prepared = run.phase == "finetune" and bool(run.prepare_kbit) and quant in BNB_QUANTS
     autocast = run.phase == "finetune" and precision in AUTOCAST_PRECISIONS
-    has_adapters = not trains_base and (run.phase == "finetune" or run.serve == "as-trained")
     narrow = run.narrows_adapters
 
     wide_base = has_master_weights(run, trains_base=trains_base)  # under autocast alone
@@ -146,19 +145,12 @@ def resolve_dtypes(
     # makes the stream fp32 from the first layer on: peft 0.21.2 `lora.bnb.Linear4bit.forward`
     wide_result = widens_result and autocast and quant in BNB_QUANTS and not narrow
 
-    mode: Mode
     if half == 4 or (prepared and not autocast):
-        mode = "F"  # fp32 norms of a prepared base promote the whole stream
+        mode: Mode = "F"  # fp32 norms of a prepared base promote the whole stream
     elif (prepared and autocast) or wide_base or wide_result:
         mode = "Q"
-    elif autocast:
-        # PEFT's 4-bit layers leave the cast to autocast, so that targets share their input; so
-        # they do where adapters are as wide as the stream.
-        mode = "P" if quant in BNB_QUANTS or trains_base or narrow else "A"
-    elif has_adapters and not narrow:
-        mode = "C"
     else:
-        mode = "P"
+        mode = _narrow_mode(run, autocast=autocast, trains_base=trains_base)
 
     # A prepared base has an fp32 stream whatever the adapters are; without autocast, a copy of it
     # is made for each.
@@ -207,6 +199,17 @@ def resolve_dtypes(
         compute_capability=compute_capability,
         libraries=run.versions,
     )
+
+
+def _narrow_mode(run: RunConfig, *, autocast: bool, trains_base: bool) -> Mode:
+    """The mode of a base in 16 bit whose stream is in 16 bit, too."""
+    if autocast:
+        # PEFT's 4-bit layers leave the cast to autocast, so that targets share their input; so
+        # they do where adapters are as wide as the stream.
+        shared = run.quant in BNB_QUANTS or trains_base or run.narrows_adapters
+        return "P" if shared else "A"
+    has_adapters = not trains_base and (run.phase == "finetune" or run.serve == "as-trained")
+    return "C" if has_adapters and not run.narrows_adapters else "P"
 
 
 # Rows up to which a product unpacks weights inside its kernel. Kind: estimate, what the kernels'

@@ -230,9 +230,10 @@ def certainty(search: Search, *, has_winner: bool) -> str:
     claim = "no other candidate beats it" if has_winner else "nothing meets every limit"
     # a thousand posterior samples cannot tell 99 % from certainty
     sure = "over 99%" if search.confidence > 0.99 else f"{search.confidence:.0%}"
-    if search.stopped_by == "not measured":
-        return f"nothing was measured; {sure} sure that {claim}"
     runs = "1 run" if search.runs == 1 else f"{search.runs} runs"
+    if search.stopped_by == "not measured":
+        measured = f"{runs} on one GPU" if search.runs else "nothing"
+        return f"{measured} was measured; {sure} sure that {claim}"
     return (
         f"{sure} sure that {claim}; {_STOPPED_BY[search.stopped_by]}, after {runs} "
         f"and {format_seconds(search.device_s)} on the device"

@@ -105,6 +105,18 @@ class Work:
     launches: Count = 0
     engine_steps: Count = 0
 
+    @classmethod
+    def total(cls, works: Iterable[Work]) -> Work:
+        """The work of all of them, one after the other."""
+        columns = zip(*map(_counts_of, works), strict=True)
+        totals = [reduce(add, column, 0) for column in columns]
+        return cls(**dict(zip(_WORK_FIELDS, totals, strict=True))) if totals else cls()
+
+    def times(self, count: int) -> Work:
+        """This work, `count` times."""
+        counts = [count * number for number in _counts_of(self)]
+        return Work(**dict(zip(_WORK_FIELDS, counts, strict=True)))
+
 
 _WORK_FIELDS = tuple(field.name for field in fields(Work))
 _counts_of = attrgetter(*_WORK_FIELDS)
@@ -465,7 +477,7 @@ def _trained_layers(
         _trained_adapter(linear, adapter, dtypes, recompute, count, tokens)
         for linear, adapter in adapters
     )
-    return sum_of((layers, times(count, sum_of(attentions)), *in_step))
+    return Work.total((layers, Work.total(attentions).times(count), *in_step))
 
 
 def _by_shape(layer: Layer) -> Iterable[tuple[Linear, int]]:
@@ -528,19 +540,6 @@ def _trained_adapter(
     )
 
 
-def sum_of(works: Iterable[Work]) -> Work:
-    """The work of all of them, one after the other."""
-    columns = zip(*map(_counts_of, works), strict=True)
-    totals = [reduce(add, column, 0) for column in columns]
-    return Work(**dict(zip(_WORK_FIELDS, totals, strict=True))) if totals else Work()
-
-
-def times(count: int, work: Work) -> Work:
-    """`work`, `count` times."""
-    counts = [count * number for number in _counts_of(work)]
-    return Work(**dict(zip(_WORK_FIELDS, counts, strict=True)))
-
-
 def training_work(
     model: ModelSpec,
     run: RunConfig,
@@ -566,7 +565,7 @@ def training_work(
     passes = 3 if method.trains_base else 2
     head, around = head_weights(model)
 
-    layers = sum_of(
+    layers = Work.total(
         _trained_layers(
             layer,
             count,
@@ -830,7 +829,7 @@ def _served_layers(
         _served_adapter(linear, adapter, count, method, dtypes, rows=rows, r=r)
         for linear, adapter in adapters
     )
-    return sum_of((layers, times(count, sum_of(attentions)), *of_adapters))
+    return Work.total((layers, Work.total(attentions).times(count), *of_adapters))
 
 
 def inference_work(
@@ -863,7 +862,7 @@ def inference_work(
     scored = tokens if scores_all else batch_size
     if model.task == "encoder":
         head = head + around
-    layers = sum_of(
+    layers = Work.total(
         _served_layers(
             group,
             model,

@@ -60,7 +60,7 @@ def conclude(
         if best is not None and session.is_large:
             best, finetune = _replayed(session, best, finetune)
         may_fit = bolder_than(best, finetune, least)
-    if search_loop.measured:
+    if session.compared:
         session.calibration = refit(session.gpu, plan.calibration_dir)
     compared = [
         Compared(
@@ -203,6 +203,12 @@ def _of_several_gpus(
     if not session.plan.is_spread:
         return []
     lines = []
+    if session.compared:
+        runs = "1 run" if len(session.compared) == 1 else f"{len(session.compared)} runs"
+        lines.append(
+            f"profiled on one GPU ({runs}), which corrects what each of several computes; what "
+            "they hold and send is predicted"
+        )
     forms = [each for each in candidates if best is not None and each.form == best.form]
     serving = [each for each in forms if each.run.phase == "inference"]
     smallest = min(serving, key=lambda each: each.memory_bytes.value, default=None)

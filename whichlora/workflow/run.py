@@ -25,6 +25,7 @@ from whichlora.store.locks import hold_folder
 from whichlora.workflow.answer import Answer, Ending, Search
 from whichlora.workflow.conclude import conclude, summary
 from whichlora.workflow.job import train, write_files
+from whichlora.workflow.one_gpu import profile_on_one_gpu
 from whichlora.workflow.profiling import device_of, gpus_of, is_here, require_profiler
 from whichlora.workflow.session import Progress, Session
 from whichlora.workflow.training_data import Counted
@@ -46,10 +47,6 @@ def run_plan(
     plan = load_plan(config)
     if prefer is not None:
         plan = replace(plan, objective=replace(plan.objective, prefer=prefer))
-    if plan.is_spread and plan.profile != "none":
-        raise ConfigError(
-            f"{plan.source}: gpus: candidates on several can't be profiled yet; set profile: none"
-        )
     gpus = gpus_of(plan)
     if plan.profile != "none" and not any(map(is_here, gpus)):
         device_of(gpus[0])  # says what this machine has
@@ -169,7 +166,14 @@ def search(session: Session) -> Answer:
     runs = session.runs()
     if session.is_large:
         session.progress.say(f"{len(runs)} of them may win and are looked at one by one")
-    search_loop, ended, position = _run_loop(session, session.search_loop(runs))
+    if plan.is_spread and plan.profile != "none":
+        spent = profile_on_one_gpu(session)
+        session.plan = replace(plan, profile="none")
+        search_loop = session.search_loop(session.runs())
+        search_loop.spent = spent
+    else:
+        search_loop = session.search_loop(runs)
+    search_loop, ended, position = _run_loop(session, search_loop)
     return conclude(session, search_loop, ended, position)
 
 

@@ -156,7 +156,8 @@ class Session:
         runs = self._shortlist()
         if not any(run.phase == "finetune" for run in runs):
             self.space.finetune_runs()  # says why all are refused
-        return list(dict.fromkeys([*runs, *self._resumed]))
+        resumed = () if self.plan.is_spread else self._resumed  # profiled for runs of several GPUs
+        return list(dict.fromkeys([*runs, *resumed]))
 
     def _shortlist(self) -> list[RunConfig]:
         limits, objective = self.limits, self.plan.objective
