@@ -69,7 +69,7 @@ def test_the_posterior_of_a_spread_run_is_as_wide_as_its_prediction(strategy: st
 
 
 def test_waiting_that_is_not_known_widens_the_posterior_and_no_coefficient_moves_it() -> None:
-    slow = replace(run_of("ddp"), parallel=replace(run_of("ddp").parallel, interconnect="200MB/s"))
+    slow = replace(run_of("ddp"), parallel=replace(run_of("ddp").parallel, interconnect="150MB/s"))
     job = resolve(MODEL, slow, A100)
     ranks = ranks_work(job)
     assert ranks is not None
