@@ -33,6 +33,7 @@ from whichlora.errors import WhichLoraError
 CHECKPOINTING: dict[str, Any] = {"gradient_checkpointing": True}
 PADDED: dict[str, Any] = {"padding": "padded"}
 INFERENCE: dict[str, Any] = {"phase": "inference"}
+DPO: dict[str, Any] = {"trainer": "dpo"}
 LOOP: dict[str, Any] = {"trainer": "loop"}
 # The letter is the precision mode of docs/memory.md; I is inference.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -65,6 +66,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "loop, F qlora, checkpointing": LOOP | {"method": "qlora"} | CHECKPOINTING,
     "loop, C lora, checkpointing": LOOP | {"precision": "bf16-no-autocast"} | CHECKPOINTING,
     "loop, A lora": LOOP | {"precision": "bf16"},
+    "TRL sft, F lora": {"trainer": "sft"},
+    "TRL sft, A lora, checkpointing": {"trainer": "sft", "precision": "bf16"} | CHECKPOINTING,
+    "TRL dpo, F lora": DPO,
+    "TRL dpo, F full": DPO | {"method": "full"},
+    "TRL dpo, A dora": DPO | {"precision": "bf16", "method": "dora"},
+    "TRL dpo, P qlora, checkpointing": DPO
+    | {"precision": "bf16", "method": "qlora"}
+    | CHECKPOINTING,
+    "TRL kto, F lora": {"trainer": "kto"},
     "I fp32": INFERENCE,
     "I fp32, 4 x 24": INFERENCE | {"batch_size": 4, "prompt_len": 24},
     "I bf16": INFERENCE | {"precision": "bf16"},
