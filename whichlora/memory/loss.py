@@ -196,7 +196,7 @@ def log_probability_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
 
 def _selected_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     """Of the rows that a fused head projects; a trained head's are among what is saved for it."""
-    return 0 if dtypes.trains_base else 2 * model.hidden_size
+    return 0 if dtypes.trains_base else dtypes.stream_bytes * model.hidden_size
 
 
 LOSS_BACKWARD = Fact(
@@ -244,7 +244,8 @@ def loss_backward_bytes(
         handed_on = 0 if dtypes.embedding_bytes == 4 else dtypes.embedding_bytes
         summed = (4 + handed_on) * vocab * hidden if dtypes.trains_base else 0
         folded = _fused_temporaries(model, dtypes, tokens=tokens, bytes_per_entry=29)
-        states = tokens * (_selected_bytes(model, dtypes) + 12 + 4 * hidden + 2 * hidden)
+        narrowed = 0 if dtypes.stream_bytes == 4 else dtypes.stream_bytes  # the summed gradient
+        states = tokens * (_selected_bytes(model, dtypes) + 12 + (4 + narrowed) * hidden)
         return states + tile + slice_bytes + summed + folded
     if loss_head == "liger":
         return tokens * hidden * 2 * dtypes.compute_bytes

@@ -108,7 +108,10 @@ def reference_forward(step: TrainingStep) -> Entries:
         *step.always,
         step.saved_for_backward,
         step.remainders,
-        Entry(LOG_PROBABILITIES, step.tokens * loss.log_probability_bytes(step.model, step.dtypes)),
+        Entry(
+            LOG_PROBABILITIES,
+            step.scored_tokens * loss.log_probability_bytes(step.model, step.dtypes),
+        ),
         Entry(REFERENCE_FORWARD, largest(in_layer, step.loss_forward_bytes)),
     )
 

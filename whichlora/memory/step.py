@@ -366,13 +366,22 @@ class TrainingStep:
 
     # --- the worst points -----------------------------------------------------------------------
 
+    @property
+    def scored_tokens(self) -> Count:
+        """Positions that the head projects: TRL's fused one leaves out each row's last.
+
+        Kind: exact. Source: TRL 1.16 `_fused_forward`; transformers 5.23 projects all and pads the
+        labels.
+        """
+        return self.tokens - self.batch_size * (self.run.loss_head == "trl-fused")
+
     def _in_loss(self, formula: Callable[..., Count]) -> Count:
         """A formula of `memory.loss` for this step."""
         return formula(
             self.model,
             self.dtypes,
             self.trainer,
-            tokens=self.tokens,
+            tokens=self.scored_tokens,
             loss_head=self.run.loss_head,
         )
 
