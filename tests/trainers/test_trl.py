@@ -125,6 +125,18 @@ def test_disabled_dropout_keeps_no_mask(model: ModelSpec) -> None:
     assert peak(trainer="dpo", lora_dropout=0.1) == peak(trainer="dpo", lora_dropout=0.0) < dropped
 
 
+def test_dropout_that_trl_turns_off_takes_nothing_and_what_it_cannot_stays() -> None:
+    off, on = (("disable_dropout", True),), (("disable_dropout", False),)
+    for name, differs in (("gpt2", True), ("facebook/opt-125m", False)):
+        run = RunConfig(model=name, trainer="dpo", batch_size=2, seq_len=256)
+        peaks = [
+            ledger(resolve(load_model(name), replace(run, trainer_options=options), A100))
+            for options in (off, on)
+        ]
+        kept, dropped = (peak.peak_allocated_bytes for peak in peaks)
+        assert (kept < dropped) is differs  # OPT's probabilities are numbers, not modules
+
+
 def test_trl_s_exporter_writes_its_own_trainer_and_no_other(model: ModelSpec) -> None:
     files = FORMATS["trl"](make_recipe(SFT, "a100-sxm-80gb")).files
     assert (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -58,6 +59,11 @@ _DEFAULTS: dict[str, Mapping[str, Any]] = {
 _SYNONYMS: dict[str, Mapping[str, tuple[str, ...]]] = {
     key: value for module in _MODULES for key, value in getattr(module, "SYNONYMS", {}).items()
 }
+_DROPOUT_MODULES: dict[str, tuple[str, ...]] = {
+    key: value
+    for module in _MODULES
+    for key, value in getattr(module, "DROPOUT_MODULES", {}).items()
+}
 FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     key: value for module in _MODULES for key, value in module.BUILDERS.items()
 }
@@ -96,4 +102,16 @@ def build(config: Mapping[str, Any], *, name: str) -> ModelSpec:
     return with_adapter_ranks(FAMILIES[model_type](fields))
 
 
-__all__ = ["FAMILIES", "Fields", "build", "known_types"]
+def without_dropout(model: ModelSpec) -> ModelSpec:
+    """`model` whose `nn.Dropout` modules drop nothing, which then return what they are given.
+
+    Source: TRL 1.16 `disable_dropout_in_model`; torch 2.13 `_dropout_impl`.
+    """
+    off = dict.fromkeys(_DROPOUT_MODULES.get(model.model_type, ()), 0.0)
+    if not off:
+        return model
+    quiet = build({**model.config, **off}, name=model.name)
+    return replace(model, groups=quiet.groups, embedding_dropouts=quiet.embedding_dropouts)
+
+
+__all__ = ["FAMILIES", "Fields", "build", "known_types", "without_dropout"]

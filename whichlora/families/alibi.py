@@ -198,4 +198,5 @@ def _mpt(c: Fields) -> ModelSpec:
     )
 
 
+DROPOUT_MODULES = {"bloom": ("attention_dropout",), "falcon": ("attention_dropout",)}
 BUILDERS = {"bloom": _bloom, "falcon": _falcon, "mpt": _mpt}

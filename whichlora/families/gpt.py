@@ -81,6 +81,17 @@ SYNONYMS = {
 }
 
 
+# Keys of dropouts that are `nn.Dropout` modules, which a trainer may turn off; the others are
+# numbers that the forward reads. Source: transformers 5.23, the families' modeling files.
+DROPOUT_MODULES = {
+    "gpt2": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    "gpt_bigcode": ("resid_pdrop", "embd_pdrop"),
+    "gptj": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    "codegen": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    "gpt_neox": ("hidden_dropout",),
+}
+
+
 def _transposed(linears: Sequence[Linear]) -> tuple[Linear, ...]:
     """As `Conv1D` holds them; GPT-BigCode has plain matrices."""
     return tuple(replace(linear, transposed=True) for linear in linears)

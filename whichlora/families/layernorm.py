@@ -200,6 +200,11 @@ def _persimmon(c: Fields) -> ModelSpec:
     return decoder(c, style)
 
 
+DROPOUT_MODULES = {
+    "stablelm": ("hidden_dropout",),
+    "phi": ("resid_pdrop", "embd_pdrop"),
+    "persimmon": ("hidden_dropout", "attention_dropout"),
+}
 BUILDERS = {
     "starcoder2": _starcoder2,
     "stablelm": _stablelm,

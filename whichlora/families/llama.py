@@ -425,6 +425,7 @@ def _cwm(c: Fields) -> ModelSpec:
     return decoder(c, layer_types=listed or [SLIDING if i % 4 else FULL for i in range(count)])
 
 
+DROPOUT_MODULES = {"phi3": ("resid_pdrop",)}
 BUILDERS = {
     "llama": _llama,
     "internlm3": _internlm3,

@@ -169,7 +169,8 @@ def _fused_temporaries(
     if dtypes.device_kind != "cpu":
         return 0 * tokens
     entries = smallest(tokens, FUSED_TILE_TOKENS) * min(logit_width(model), FUSED_TILE_VOCAB)
-    return bytes_per_entry * entries
+    capped = 4 if model.logit_softcap else 0  # its tanh
+    return (bytes_per_entry + capped) * entries
 
 
 def loss_element_bytes(model: ModelSpec, dtypes: Dtypes) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from whichlora.errors import ConfigError
+from whichlora.families import without_dropout
 from whichlora.families.experts import with_expert_modules
 from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
@@ -106,6 +107,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
             f"gradient_checkpointing: true, but the {model.model_type} of transformers has none, "
             "so that the Trainer refuses it; use false"
         )
+    if training and run.trainer_option("disable_dropout"):
+        model = without_dropout(model)
     if run.versions.experts_are_modules:
         model = with_expert_modules(model)
     _check_attention(model, run, gpu)
