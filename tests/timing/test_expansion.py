@@ -9,7 +9,7 @@ import pytest
 from whichlora.memory.weights import CODE_TABLE_BYTES
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import Layer, Linear
-from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.dtypes import Dtypes, expands_by_operators
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
@@ -78,13 +78,13 @@ def test_a_kernel_that_branches_on_codes_is_slower_where_memory_is_fast(
 
 
 def test_gptq_is_expanded_by_operators_in_training_alone() -> None:
-    assert expansion.expands_by_operators(trained("gptq-int4"))
+    assert expands_by_operators(trained("gptq-int4"))
     assert expansion.expansion_ops(trained("gptq-int4")) == 12
     assert expansion.expansion_ops(trained("gptq-int4", libraries=AUTOGPTQ)) == 9
     by_triton = trained("gptq-int4", libraries=TRITON)
     served = job("gptq-int4", "a100-sxm-80gb", phase="inference").dtypes
     for dtypes in (by_triton, served, trained("nf4")):
-        assert not expansion.expands_by_operators(dtypes)
+        assert not expands_by_operators(dtypes)
         assert expansion.expansion_ops(dtypes) == 0
 
 

@@ -225,6 +225,15 @@ def fused_rows(dtypes: Dtypes) -> int:
     return dtypes.libraries.fused_4bit_rows(dtypes.device_kind, dtypes.compute_capability, product)
 
 
+def expands_by_operators(dtypes: Dtypes) -> bool:
+    """Whether torch's operators expand GPTQ's codes: in training, whose backward reads the result.
+
+    Kind: exact. Source: `Libraries.trains_gptq_by_triton`.
+    """
+    by_triton = dtypes.libraries.trains_gptq_by_triton and dtypes.device_kind != "cpu"
+    return dtypes.training and dtypes.quant in ("gptq-int4", "gptq-int8") and not by_triton
+
+
 def is_quantised(linear: Linear, dtypes: Dtypes) -> bool:
     """Whether `linear` is stored in few bits: experts kept as 3-D parameters never are."""
     if linear.is_subclass and not dtypes.libraries.quantises_subclasses:

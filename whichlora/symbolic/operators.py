@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import Linear, Norm
-from whichlora.spec.dtypes import BNB_BLOCK, Dtypes, fused_rows, is_quantised
+from whichlora.spec.dtypes import (
+    BNB_BLOCK,
+    Dtypes,
+    expands_by_operators,
+    fused_rows,
+    is_quantised,
+)
 from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.symbolic.autograd import (
     NOTHING,
@@ -322,15 +328,18 @@ class OpEmitter:
         if dtypes.trains_base:
             saves.append(narrow)
         result = f"{linear.name}: result"
-        # GPTQ and AWQ kernels expand what they multiply with, to 16 bit
+        # GPTQ and AWQ kernels expand what they multiply with, to 16 bit; torch's `matmul` saves it
+        # (GPTQModel 7.3 `TorchLinear._forward_eager`, AutoGPTQ 0.5 `qlinear_cuda_old`)
         dense = scaled(weights, dtypes.compute_bytes) if is_quantised(linear, dtypes) else NOTHING
+        kept = [dense] if dense and x.needs_grad and expands_by_operators(dtypes) else []
         out = tape.op(
             [narrow, used],
             elements,
             narrow.size,
             saves=saves,
-            inner=dense,
-            inner_backward=dense,
+            keeps=kept,
+            inner=NOTHING if kept else dense,
+            inner_backward=NOTHING if kept else dense,
             reshapes=not is_quantised(linear, dtypes),
             what=result,
         )

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from whichlora.memory import weights
 from whichlora.spec.architecture import Layer, Linear
-from whichlora.spec.dtypes import BNB_BLOCK, Dtypes, fused_rows, is_quantised
+from whichlora.spec.dtypes import (
+    BNB_BLOCK,
+    Dtypes,
+    expands_by_operators,
+    fused_rows,
+    is_quantised,
+)
 from whichlora.spec.numeric import Count, Real, smallest
 from whichlora.spec.run import FOUR_BIT_BNB
 
@@ -40,18 +46,6 @@ def multiplies_stored(dtypes: Dtypes) -> bool:
     Source: bitsandbytes 0.50.2 `matmul`: `MatMul8bitLt`, and `MatMul8bitFp` for training on a CPU.
     """
     return dtypes.quant == "int8" and not (dtypes.training and dtypes.device_kind == "cpu")
-
-
-def expands_by_operators(dtypes: Dtypes) -> bool:
-    """Whether torch's operators expand GPTQ's codes: in training, whose backward reads the result.
-
-    Kind: exact. Source: `Libraries.trains_gptq_by_triton`.
-    """
-    return dtypes.training and dtypes.quant in OPERATOR_BYTES and not _by_triton(dtypes)
-
-
-def _by_triton(dtypes: Dtypes) -> bool:
-    return dtypes.libraries.trains_gptq_by_triton and dtypes.device_kind != "cpu"
 
 
 def _expanded_bytes(linear: Linear, dtypes: Dtypes) -> int:

@@ -18,7 +18,7 @@ from whichlora.memory.layer_bytes import reads_last
 from whichlora.memory.optimizer import Update, update_bytes, update_launches
 from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
-from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.dtypes import Dtypes, expands_by_operators, is_quantised
 from whichlora.spec.numeric import Count, Real, is_plain, smallest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
@@ -32,7 +32,6 @@ from whichlora.symbolic.kernels import (
 from whichlora.timing.cache_work import Conversion, expanding, storing
 from whichlora.timing.expansion import (
     backward_bytes,
-    expands_by_operators,
     expansion_bytes,
     expansion_ops,
     forward_bytes,
