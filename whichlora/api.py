@@ -92,6 +92,7 @@ class _RunSettings(TypedDict, total=False):
     nodes: int | Sequence[int]
     parallel: str | Sequence[str]
     interconnect: str | Sequence[str]
+    host_memory_bytes: int | Sequence[int]
     global_batch_size: int | Sequence[int]
 
 

@@ -28,6 +28,7 @@ def test_every_machine_has_a_time_and_sources(name: str) -> None:
     assert 0 < times[0] <= times[1] < times[2] < 60
     values = json.loads((PACKAGED / f"{name}.json").read_text())
     stated = {*OPTIONAL, "host_bytes_per_s", "contention"}
+    stated |= {"host_memory_bytes"} & values.keys()
     assert {fact for fact in stated if values[fact]} <= values["sources"].keys()
 
 

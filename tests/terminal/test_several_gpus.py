@@ -98,7 +98,11 @@ def test_pinned_memory_and_waiting_are_sentences() -> None:
         prediction.several_gpus, host_bytes=3 * GiB, communication=communication
     )
     lines = list(spread_lines(prediction, several))
-    assert "host memory: 3.00 GiB pinned on the machine" in lines
+    unknown = "whose memory is not known; --host-memory states it"
+    assert f"host memory: 3.00 GiB pinned on the machine, {unknown}" in lines
+    known = replace(several, host_memory_bytes=2 * GiB)
+    has = "host memory: 3.00 GiB pinned on the machine, which has 2.00 GiB"
+    assert has in list(spread_lines(prediction, known))
     assert any("the step waits 500 ms for it, 250 ms overlap" in line for line in lines)
 
 

@@ -190,6 +190,14 @@ def test_a_refused_strategy_is_named_with_its_reason(tmp_path: Path) -> None:
     assert all("global_batch_size" in reason or "micro-batches" in reason for reason in reasons)
 
 
+def test_what_the_host_cannot_hold_is_no_candidate(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"parallel": "zero2", "offload": ["optimizer"], "gpus": [2]}
+    answer = answered(tmp_path / "roomy", methods=["lora"], host_memory="64GiB", **keys)
+    assert answer.winner is not None
+    with pytest.raises(ConfigError, match=r"host memory: .* do not fit in the 1.00 MiB stated"):
+        answered(tmp_path / "tight", methods=["lora"], host_memory="1MiB", **keys)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 from whichlora.calibration.formula_version import formulas_digest
@@ -15,6 +16,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Measurement
 from whichlora.store import models
 from whichlora.store.coefficients import coefficients_file, read_coefficients, write_coefficients
+from whichlora.store.gpus import host_memory_beside
 from whichlora.store.host import read_host
 from whichlora.store.links import LinkFiles
 from whichlora.store.measurements import read_measurements, record_ids
@@ -46,7 +48,11 @@ def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calib
         DataFileError: the file on the host is broken.
     """
     roots = calibration_roots(calibration_dir)
-    calibration = replace(_stored(gpu, roots), machines=LinkFiles(roots))
+    calibration = replace(
+        _stored(gpu, roots),
+        machines=LinkFiles(roots),
+        this_host_bytes=cache(partial(host_memory_beside, gpu)),
+    )
     host = read_host(roots[0], gpu.key)
     if host is None:
         return calibration

@@ -11,6 +11,7 @@ import click
 from whichlora.cli.completion import with_completion
 from whichlora.cli.options import counts, words
 from whichlora.spec.parallel import AUTO, MOST_GPUS, ONE_DEVICE
+from whichlora.units import parse_bytes
 
 if TYPE_CHECKING:
     from whichlora.spec.options import Option
@@ -62,6 +63,12 @@ def spread_options() -> tuple[click.Option, ...]:
             "25GB/s; default: what machines with these GPUs usually have.",
         ),
         click.Option(
+            ["--host-memory", "host_memory_bytes"],
+            callback=_listed(_sizes),
+            help="Host memory of each node, such as 512GiB, which what is offloaded must fit in; "
+            "default: this machine's where it has the GPU, or that of a named --interconnect.",
+        ),
+        click.Option(
             ["--global-batch-size"],
             callback=_listed(counts("global-batch-size")),
             help="Sequences per optimizer step over all GPUs, in place of "
@@ -111,6 +118,11 @@ def _strategies(accepted: Iterable[str]) -> Callable[..., list[str | None]]:
         return [name.replace(" ", "") for name in value.split(",")]
 
     return split
+
+
+def _sizes(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
+    """A click callback: comma list of amounts of memory."""
+    return [parse_bytes(word, setting="--host-memory") for word in value.split(",")]
 
 
 def _listed(read: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

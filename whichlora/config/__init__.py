@@ -244,6 +244,7 @@ def _spreads(settings: PlanFile) -> tuple[ParallelConfig, ...]:
     shared = {
         "global_batch_size": (settings.global_batch_size,),
         "interconnect": (settings.interconnect,),
+        "host_memory_bytes": (settings.host_memory,),
     }
     spreads: dict[ParallelConfig, None] = {}
     for gpus, nodes, strategy in itertools.product(

@@ -308,6 +308,8 @@ class PlanFile(_Section):
     """Sequences per optimizer step over all GPUs, in place of gradient_accumulation_steps."""
     interconnect: Name | None = None
     """Links between the GPUs: a known machine, or a bandwidth such as 25GB/s of each GPU."""
+    host_memory: Size | None = None
+    """Host memory of each node, which what is offloaded must fit in."""
     epochs: Positive = 1.0
     """Passes over the training split."""
     train_on: TrainOn = "completions"

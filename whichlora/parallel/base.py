@@ -219,3 +219,8 @@ class Strategy:
     def is_in_the_trainer(self) -> bool:
         """Whether `TrainingArguments` can turn it on."""
         return self.training_arguments is not _not_in_the_trainer
+
+    @property
+    def may_use_host(self) -> bool:
+        """Whether an option of it keeps something in pinned host memory."""
+        return self.on_host is not _nothing_on_host

@@ -198,6 +198,11 @@ class Layout:
         held = weight_bytes(kind.at_rest.model, kind.at_rest.dtypes)
         return share * sum(held.values())
 
+    @property
+    def may_use_host(self) -> bool:
+        """Whether one of the strategies may keep something in pinned host memory."""
+        return any(strategy.may_use_host for strategy, _ in self.strategies)
+
     def on_host(self, kind: RankKind) -> tuple[Entry, ...]:
         """What one rank of `kind` keeps in pinned host memory."""
         return tuple(

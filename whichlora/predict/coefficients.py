@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -109,6 +109,10 @@ class Outlier:
     ratio: float
 
 
+def _unknown() -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Predictor corrections of one device.
@@ -133,6 +137,8 @@ class Calibration:
         asked_engine: of `for_engine`: another one, that it is asked about; never stored itself.
         fallback: why stored coefficients are not used; never stored itself.
         machines: links between GPUs, by name of the machine; never stored itself.
+        this_host_bytes: memory of this machine's host, None where it has no such GPU; never
+            stored itself.
     """
 
     gpu: str
@@ -154,6 +160,7 @@ class Calibration:
     launch_s: float | None = None
     fallback: str = ""
     machines: Mapping[str, LinkSpec] = field(default_factory=dict)
+    this_host_bytes: Callable[[], int | None] = _unknown
 
     def for_engine(self, engine: str, gpu: GpuSpec) -> Self:
         """The same for serving by `engine`: of another one it knows the device's rates alone.
@@ -226,7 +233,7 @@ class Calibration:
     def to_dict(self) -> dict[str, Any]:
         """The content of `coefficients.json`, without its schema version."""
         values = dataclasses.asdict(self)
-        for name in ("asked_engine", "fallback", "launch_s", "machines"):
+        for name in ("asked_engine", "fallback", "launch_s", "machines", "this_host_bytes"):
             del values[name]
         return values | {"device_rates": DEVICE_RATES, "stack_features": STACK_FEATURES}
 

@@ -35,7 +35,8 @@ def best_first(
 ) -> tuple[Spreading, ...]:
     """`run` under every strategy that accepts it: the fastest that fit, then by memory.
 
-    Where none surely fits, what a strategy can keep off the GPUs is tried, too.
+    Where none surely fits, what a strategy can keep off the GPUs is tried, too. Last is what the
+    host can't hold.
 
     Args:
         predicted: predicts a run whose strategy is named.
@@ -60,12 +61,17 @@ def best_first(
     return tuple(sorted(accepted, key=_order))
 
 
-def _order(spreading: Spreading) -> tuple[bool, float, float]:
+def _order(spreading: Spreading) -> tuple[int, float, float]:
     prediction = spreading.prediction
     need = prediction.memory.interval_bytes[1]
     if prediction.verdict != "fits":
-        return True, need, 0.0
-    return False, -prediction.time.tokens_per_s if prediction.time.is_known else 0.0, need
+        return 2 if _exceeds_host(prediction) else 1, need, 0.0
+    return 0, -prediction.time.tokens_per_s if prediction.time.is_known else 0.0, need
+
+
+def _exceeds_host(prediction: Prediction) -> bool:
+    several = prediction.several_gpus
+    return several is not None and several.exceeds_host
 
 
 def candidates(config: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -162,12 +168,16 @@ def choice_notes(spreadings: Sequence[Spreading]) -> tuple[str, ...]:
         why = f"is the fastest of {fitting} that fit"
     else:
         why = f"needs least memory of {fitting} that fit"
-    return f"{where} {why}", *map(_runner_up, others[:MOST_RUNNERS_UP])
+    told = others[:MOST_RUNNERS_UP]
+    told += [each for each in others[MOST_RUNNERS_UP:] if _exceeds_host(each.prediction)][:1]
+    return f"{where} {why}", *map(_runner_up, told)
 
 
 def _runner_up(spreading: Spreading) -> str:
     prediction = spreading.prediction
     fits = {"fits": "fits", "fails": "does not fit", "undecided": "may fit"}[prediction.verdict]
+    if _exceeds_host(prediction):
+        fits += " in host memory"
     size = format_bytes(prediction.memory.device_used_bytes)
     speed = ""
     if prediction.time.is_known:

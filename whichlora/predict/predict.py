@@ -19,6 +19,7 @@ from whichlora.memory.training import (
     training_ledger,
 )
 from whichlora.predict.coefficients import Calibration
+from whichlora.predict.host_memory import host_fault, memory_of_node, pinned_bytes
 from whichlora.predict.judgement import (
     MEMORY_CONFIDENCE,
     TIME_CONFIDENCE,
@@ -271,6 +272,7 @@ class CountedRun:
         is_replayed: whether the allocator's part of them comes from a replay.
         passes: what one optimizer step is, or one generation.
         ranks: what the ranks of several GPUs do instead.
+        host_bytes: that all ranks of a node pin.
     """
 
     job: ResolvedRun
@@ -278,6 +280,7 @@ class CountedRun:
     is_replayed: bool
     passes: tuple[Pass, ...]
     ranks: RanksWork | None = None
+    host_bytes: int = 0
 
 
 def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
@@ -300,7 +303,13 @@ def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
         is_replayed=is_replayed,
         passes=passes(job) if ranks is None else (),
         ranks=ranks,
+        host_bytes=host_bytes(job),
     )
+
+
+def host_bytes(job: ResolvedRun, **sizes: Count) -> int:
+    """Host memory that all ranks of a node of `job` pin; args as of `ledger`, no arrays."""
+    return 0 if job.layout is None else pinned_bytes(job.layout, training_step(job, **sizes))
 
 
 def ranks_work(job: ResolvedRun, **sizes: Count) -> RanksWork | None:
@@ -523,6 +532,12 @@ def predict_counted(
     time = unknown_time(training=training) if timed is None else _time_prediction(job, timed)
     phases = () if timed is None else tuple(timed.pass_s)
     outcome = verdict(least, memory.interval_bytes[1], gpu.memory_bytes)
+    node: tuple[int | None, str] = (None, "")
+    if counted.host_bytes:
+        node = memory_of_node(job.run.parallel, calibration.machines, calibration.this_host_bytes)
+    beyond_host = host_fault(counted.host_bytes, node)
+    if beyond_host:
+        outcome = "fails"
     num_params = model.num_params
     trained = num_trained(job) if training else 0
     if traced is not None:
@@ -545,12 +560,15 @@ def predict_counted(
         )
         + ("" if gpu.is_timed else MEMORY_ONLY),
         notes=(
+            *([beyond_host] if beyond_host else ()),
             *notes_on(job),
             *(host_notes(job, timed.pass_parts) if timed and time.is_known else ()),
             *(job.layout.notes(training_step(job)) if job.layout else ()),
             *(_link_notes(job, counted.ranks, calibration) if counted.ranks and timed else ()),
         ),
-        several_gpus=_several_gpus(job, calibration, ranks) if ranks and by_rank else None,
+        several_gpus=(
+            _several_gpus(counted, calibration, ranks, node[0]) if ranks and by_rank else None
+        ),
     )
 
 
@@ -560,12 +578,23 @@ def _link_notes(job: ResolvedRun, ranks: RanksWork, calibration: Calibration) ->
 
 
 def _several_gpus(
-    job: ResolvedRun, calibration: Calibration, ranks: RanksJudgement
+    counted: CountedRun,
+    calibration: Calibration,
+    ranks: RanksJudgement,
+    host_memory_bytes: int | None,
 ) -> SeveralGpus | None:
+    job = counted.job
     if job.layout is None:
         return None
-    step = training_step(job)
-    return several_gpus(job, job.layout, step, calibration, ranks.communication)
+    return several_gpus(
+        job,
+        job.layout,
+        training_step(job),
+        calibration,
+        ranks.communication,
+        host_bytes=counted.host_bytes,
+        host_memory_bytes=host_memory_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

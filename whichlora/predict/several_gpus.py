@@ -29,20 +29,23 @@ def several_gpus(
     step: TrainingStep,
     calibration: Calibration,
     communication: Sequence[CommunicationTime],
+    *,
+    host_bytes: int,
+    host_memory_bytes: int | None,
 ) -> SeveralGpus:
     """What several GPUs add to the prediction of `job`.
 
     Args:
         step: of the whole model on one device.
         communication: of every kind of rank; empty where the links are not known.
+        host_bytes, host_memory_bytes: what all ranks of a node pin, and what it has.
     """
     kinds = layout.rank_kinds(step)
     ranks = tuple(_rank(job, layout, kind, calibration) for kind in kinds)
-    per_node = layout.config.gpus_per_node
-    on_node = [rank.host_bytes for rank in ranks for number in rank.ranks if number < per_node]
     return SeveralGpus(
         ranks=ranks,
-        host_bytes=sum(on_node),
+        host_bytes=host_bytes,
+        host_memory_bytes=host_memory_bytes,
         communication=max(
             (
                 _communication(messages, communication[place] if communication else None)

@@ -15,7 +15,8 @@ from whichlora.methods import get_method
 from whichlora.parallel import get_strategy
 from whichlora.parallel.layout import Layout
 from whichlora.predict import parallel_choice
-from whichlora.predict.predict import check_layout
+from whichlora.predict.host_memory import check_host, memory_of_node
+from whichlora.predict.predict import check_layout, host_bytes
 from whichlora.predict.rank_time import links_of
 from whichlora.predict.resolve import ResolvedRun, layout_of, resolve
 from whichlora.search.shortlist import Group
@@ -39,6 +40,7 @@ class Candidates:
         workload: the training that a model has at a batch size, with so many micro-batches at the
             same time and so many in an optimizer step.
         machines: links of known machines, by name.
+        this_host_bytes: memory of this machine's host, where it has the device.
         refused: combinations that the model or the device lacks, as they were met.
     """
 
@@ -47,6 +49,7 @@ class Candidates:
     gpu: GpuSpec
     workload: Callable[[str, int, int, int], Workload]
     machines: Mapping[str, LinkSpec] = field(default_factory=dict)
+    this_host_bytes: Callable[[], int | None] = lambda: None
     refused: dict[object, Refused] = field(default_factory=dict)
     _expanded: dict[ParallelConfig, Sequence[ParallelConfig]] = field(default_factory=dict)
     _layouts: dict[ParallelConfig, Layout | None] = field(default_factory=dict)
@@ -257,6 +260,7 @@ class Candidates:
                 job = self._spread(self._resolved(base, chosen), config)
                 check_layout(job)
                 self._check_links(job)
+                self._check_host(job)
             except ConfigError as error:
                 shown = {name: chosen[name] for name in chosen if len(lists[name]) > 1}
                 self._refuse(refused, base, config, shown, str(error))
@@ -289,6 +293,12 @@ class Candidates:
             links, line = links_of(job.layout.config, self.gpu, self.machines)
             if links is None:
                 raise ConfigError(line)
+
+    def _check_host(self, job: ResolvedRun) -> None:
+        """Refuse what a node can't pin, whatever the rank of the adapters."""
+        if needed_bytes := host_bytes(job, r=min(self.plan.ranks)):
+            config = job.run.parallel
+            check_host(needed_bytes, memory_of_node(config, self.machines, self.this_host_bytes))
 
     def _refuse(
         self,

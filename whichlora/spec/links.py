@@ -37,6 +37,7 @@ class LinkSpec:
         bandwidth_bytes_per_s: that one GPU sends with in a collective, where nothing is measured.
         latency_s: of a collective of a few bytes among two GPUs, likewise.
         host_bytes_per_s: that a GPU reaches to and from pinned host memory.
+        host_memory_bytes: of a node; None where such machines differ.
         contention: seconds that a second of communication costs the computing beside it, whose
             multiprocessors and memory NCCL's kernels take.
         relative_deviation: of a time, one standard deviation.
@@ -54,6 +55,7 @@ class LinkSpec:
     bandwidth_bytes_per_s: float | None = None
     latency_s: float = 10e-6
     host_bytes_per_s: float = 12e9
+    host_memory_bytes: int | None = None
     contention: float = 0.0
     relative_deviation: float
     network: NetworkSpec | None = None

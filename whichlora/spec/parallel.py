@@ -15,7 +15,8 @@ AUTO_INTERCONNECT = "auto"  # what machines of the run's GPUs usually have
 AUTO = "auto"  # asks for the best of all strategies
 MOST_GPUS = 100_000
 
-_FIELDS = ("strategy", "gpus", "nodes", "interconnect", "global_batch_size")
+_FIELDS = ("strategy", "gpus", "nodes", "interconnect", "host_memory_bytes", "global_batch_size")
+_WHERE_STATED = ("host_memory_bytes", "global_batch_size")  # in files, if they are not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class ParallelConfig:
         nodes: machines, which have equally many GPUs.
         interconnect: links between the GPUs: the name of a known machine, or a bandwidth such as
             "25GB/s" that each GPU sends with.
+        host_memory_bytes: of each node; None: what is known of its machine.
         global_batch_size: sequences per optimizer step, from which `resolve` counts the
             micro-steps; None: the run states those.
         options: (name, value) pairs of what the strategies declare, where they are not the
@@ -38,6 +40,7 @@ class ParallelConfig:
     gpus: int = 1
     nodes: int = 1
     interconnect: str = AUTO_INTERCONNECT
+    host_memory_bytes: int | None = None
     global_batch_size: int | None = None
     options: tuple[tuple[str, OptionValue], ...] = ()
 
@@ -49,7 +52,8 @@ class ParallelConfig:
                 raise ConfigError(f"{setting}: {value!r} is not a whole number; give 1 or more")
             if not 1 <= value <= MOST_GPUS:
                 raise ConfigError(f"{setting}: must be 1 to {MOST_GPUS}, got {value}")
-        _check_global_batch(self.global_batch_size)
+        _check_count("host_memory_bytes", self.host_memory_bytes)
+        _check_count("global_batch_size", self.global_batch_size)
         if self.gpus % self.nodes:
             raise ConfigError(
                 f"gpus: {self.gpus} over all nodes can't be divided by {self.nodes} nodes; give a "
@@ -85,8 +89,9 @@ class ParallelConfig:
             name: list(value) if isinstance(value, tuple) else value for name, value in self.options
         }
         fields = {name: getattr(self, name) for name in _FIELDS}
-        if self.global_batch_size is None:
-            del fields["global_batch_size"]
+        for name in _WHERE_STATED:
+            if fields[name] is None:
+                del fields[name]
         return fields | options
 
     @classmethod
@@ -109,9 +114,9 @@ class ParallelConfig:
         )
 
 
-def _check_global_batch(value: int | None) -> None:
+def _check_count(setting: str, value: int | None) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"global_batch_size: {value!r} is not a whole number from 1 on")
+        raise ConfigError(f"{setting}: {value!r} is not a whole number from 1 on")
 
 
 def requested(settings: Mapping[str, Any]) -> ParallelConfig:
@@ -136,7 +141,8 @@ def requested(settings: Mapping[str, Any]) -> ParallelConfig:
         strategy = AUTO
         if of_gpus["gpus"] == 1:  # nothing is spread, so no option of a strategy is read
             strategy, options = ONE_DEVICE, {}
-            of_gpus.pop("interconnect", None)
+            for name in ("interconnect", "host_memory_bytes"):
+                of_gpus.pop(name, None)
     return ParallelConfig(strategy=strategy, options=tuple(sorted(options.items())), **of_gpus)
 
 
@@ -148,7 +154,7 @@ def micro_steps(
     Raises:
         ConfigError: they can't, or `accumulation`, the number that the run states, is another.
     """
-    _check_global_batch(global_batch_size)
+    _check_count("global_batch_size", global_batch_size)
     sequences = batch_size * at_once
     if global_batch_size % sequences:
         of_gpus = f" on {at_once} GPUs at once" if at_once > 1 else ""

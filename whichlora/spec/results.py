@@ -178,6 +178,7 @@ class SeveralGpus:
         ranks: one entry for each kind of rank; the memory of the prediction is that of the one
             that needs most.
         host_bytes: pinned host memory of all ranks of a node.
+        host_memory_bytes: what a node has of it; None where that is not known.
         global_batch_size: sequences per optimizer step.
     """
 
@@ -185,11 +186,18 @@ class SeveralGpus:
     host_bytes: int
     communication: Communication
     global_batch_size: int
+    host_memory_bytes: int | None = None
+
+    @property
+    def exceeds_host(self) -> bool:
+        """Whether a node has less memory than its ranks pin."""
+        return self.host_memory_bytes is not None and self.host_bytes > self.host_memory_bytes
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "ranks": [rank.to_dict() for rank in self.ranks],
             "host_bytes": self.host_bytes,
+            **({"host_memory_bytes": self.host_memory_bytes} if self.host_bytes else {}),
             "communication": self.communication.to_dict(),
             "global_batch_size": self.global_batch_size,
         }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from whichlora.errors import ConfigError
+from whichlora.errors import ConfigError, MeasurementError
 from whichlora.spec.gpu import GpuSpec
 
 # "cpu" and "auto" name detected devices, so that this module imports detection.
@@ -261,6 +262,14 @@ def detected_gpus() -> list[tuple[DetectedDevice, GpuSpec | None]]:
         MeasurementError: the driver does not answer.
     """
     return [(device, _described(device)) for device in detect_gpus()]
+
+
+def host_memory_beside(gpu: GpuSpec) -> int | None:
+    """Memory of this machine that a process may use; None where this machine has no such GPU."""
+    here = gpu.kind == "cpu"
+    with suppress(MeasurementError):
+        here = here or any(spec and spec.key == gpu.key for _, spec in detected_gpus())
+    return detect_cpu().memory_bytes if here else None
 
 
 def gpus_here() -> list[tuple[DetectedDevice, GpuSpec]]:

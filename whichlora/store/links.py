@@ -13,6 +13,7 @@ from whichlora.spec.links import LinkSpec, NetworkSpec
 from whichlora.store.gpu_file import is_number, is_rate, is_text
 from whichlora.store.jsonfiles import check_fields, check_schema_version, is_slug, read_object
 from whichlora.timing.links import RING_FACTORS
+from whichlora.units import MAX_BYTES
 
 SCHEMA_VERSION = 1
 FOLDER = "links"
@@ -100,6 +101,7 @@ def read_links(path: Path) -> LinkSpec:
         bandwidth_bytes_per_s=values.get("bandwidth_bytes_per_s"),
         latency_s=values["latency_s"],
         host_bytes_per_s=float(values["host_bytes_per_s"]),
+        host_memory_bytes=values.get("host_memory_bytes"),
         contention=float(values["contention"]),
         relative_deviation=float(values["relative_deviation"]),
         network=None if network is None else NetworkSpec(**network),
@@ -174,6 +176,10 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bandwidth_bytes_per_s": ("a rate, or null", lambda v: v is None or is_rate(v)),
     "latency_s": ("seconds", lambda value: is_number(value, *_SECONDS)),
     "host_bytes_per_s": ("a rate", is_rate),
+    "host_memory_bytes": (
+        "a whole number, or null",
+        lambda v: v is None or (type(v) is int and 0 < v <= MAX_BYTES),
+    ),
     "contention": ("a number from 0 to 3", lambda value: is_number(value, 0.0, 3.0)),
     "relative_deviation": ("a number from 0.01 to 3", lambda value: is_number(value, 0.01, 3.0)),
     "network": (

@@ -151,7 +151,14 @@ def spread_lines(prediction: Prediction, several: SeveralGpus) -> Iterator[str]:
         yield f"all {run.parallel.gpus} GPUs hold the same amounts"
     if several.host_bytes:
         node = "a node" if run.parallel.nodes > 1 else "the machine"
-        yield f"host memory: {format_bytes(several.host_bytes)} pinned on {node}"
+        pinned = f"{format_bytes(several.host_bytes)} pinned on {node}"
+        yield f"host memory: {pinned}, {_of_host(several)}"
+
+
+def _of_host(several: SeveralGpus) -> str:
+    if several.host_memory_bytes is None:
+        return "whose memory is not known; --host-memory states it"
+    return f"which has {format_bytes(several.host_memory_bytes)}"
 
 
 def _sent(communication: Communication) -> str:

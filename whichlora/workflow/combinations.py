@@ -51,8 +51,8 @@ def grid(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
     """Every combination of `settings` (a list of values by name of a `RunConfig` field).
 
     The GPUs and the strategy of `ParallelConfig` are settings like any other: `gpus`, `nodes`,
-    `interconnect`, `global_batch_size`, `parallel` and the options that strategies declare; None
-    leaves an option at its default.
+    `interconnect`, `host_memory_bytes`, `global_batch_size`, `parallel` and the options that
+    strategies declare; None leaves an option at its default.
     Several GPUs without a strategy ask for the best one, "auto".
 
     A setting that a phase does not read is left at its default there, so that no candidate

@@ -115,8 +115,12 @@ class Session:
         self.run_id = _run_id(plan.output_dir, fresh=fresh)
         self.log = MeasurementLog(self.roots[0], gpu.key, self.run_id)
         self.calibration: Calibration = load_calibration(gpu, plan.calibration_dir)
-        self.space = Candidates(plan, self.models, gpu, self._workload, self.calibration.machines)
-        self.cold = replace(prior_calibration(gpu), machines=self.calibration.machines)
+        self._of_host: dict[str, Any] = {
+            "machines": self.calibration.machines,
+            "this_host_bytes": self.calibration.this_host_bytes,
+        }
+        self.space = Candidates(plan, self.models, gpu, self._workload, **self._of_host)
+        self.cold = replace(prior_calibration(gpu), **self._of_host)
         # read once: a shared database holds more records than a run adds
         self._records = self._read_records()
         self._resumed: dict[RunConfig, list[Measurement]] = {}
@@ -535,6 +539,7 @@ class Session:
         self.progress.learned(measurement, before)
         launch_s = self.calibration.launch_s
         fitted = fit(self._records, self.gpu, model_of, held_out=False)
+        fitted = replace(fitted, **self._of_host)
         if launch_s is not None:
             fitted = fitted.with_launch(launch_s, other_host=False)
         self.calibration = fitted

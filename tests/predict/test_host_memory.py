@@ -1,0 +1,105 @@
+"""Host memory as a limit: what is offloaded must fit in a node."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from devices import A100
+
+from whichlora.errors import ConfigError
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.host_memory import check_host, host_fault, memory_of_node, pinned_bytes
+from whichlora.predict.parallel_choice import best_spread
+from whichlora.predict.predict import predict, training_step
+from whichlora.predict.resolve import resolve
+from whichlora.spec.parallel import AUTO, ParallelConfig
+from whichlora.spec.results import Prediction
+from whichlora.spec.run import RunConfig
+from whichlora.store.hub import load_model
+from whichlora.store.links import LinkFiles
+from whichlora.store.paths import data_folder
+from whichlora.units import GiB
+
+MODEL = load_model("meta-llama/Llama-3.2-1B")
+MACHINES = LinkFiles((data_folder("calibration"),))
+OFFLOAD = (("offload", ("optimizer",)),)
+
+
+def config_of(strategy: str = "zero2", **settings: Any) -> ParallelConfig:
+    return ParallelConfig(strategy=strategy, **({"gpus": 8, "options": OFFLOAD} | settings))
+
+
+def predicted(config: ParallelConfig, this_host_bytes: int | None = None) -> Prediction:
+    calibration = replace(
+        prior_calibration(A100), machines=MACHINES, this_host_bytes=lambda: this_host_bytes
+    )
+    run = RunConfig(model=MODEL.name, method="full", seq_len=512, parallel=config)
+    if config.strategy == AUTO:
+        return best_spread(run, lambda each: predict(MODEL, each, A100, calibration))
+    return predict(MODEL, run, A100, calibration)
+
+
+def test_all_ranks_of_a_node_pin_together() -> None:
+    run = RunConfig(model=MODEL.name, method="full", seq_len=512, parallel=config_of(nodes=2))
+    job = resolve(MODEL, run, A100)
+    assert job.layout is not None
+    step = training_step(job)
+    (kind,) = job.layout.rank_kinds(step)
+    of_rank = sum(int(entry.num_bytes) for entry in job.layout.on_host(kind))
+    assert pinned_bytes(job.layout, step) == 4 * of_rank > 0
+
+
+def test_what_a_node_lacks_makes_the_run_fail_with_one_line() -> None:
+    several = predicted(config_of()).several_gpus
+    assert several is not None
+    needed = several.host_bytes
+    just = predicted(config_of(host_memory_bytes=needed))
+    less = predicted(config_of(host_memory_bytes=needed - 1))
+    assert (just.verdict, less.verdict) == ("fits", "fails")
+    assert not less.fits
+    assert less.memory == just.memory
+    assert [note for note in less.notes if note.startswith("host memory: ")] == [less.notes[0]]
+    assert "pinned on each node do not fit" in less.notes[0]
+    assert less.to_dict()["host_memory_bytes"] == needed - 1
+
+
+def test_whose_memory_it_is() -> None:
+    def node(**settings: Any) -> tuple[int | None, str]:
+        return memory_of_node(config_of(**settings), MACHINES, lambda: 5 * GiB)
+
+    instance = "aws-p4d.24xlarge"
+    assert node(host_memory_bytes=GiB, interconnect=instance) == (GiB, "stated")
+    assert node(interconnect=instance) == (1152 * GiB, f"of {instance}")
+    assert node() == (5 * GiB, "of this machine")
+    assert predicted(config_of(), this_host_bytes=GiB).verdict == "fails"
+    unknown = predicted(config_of())
+    assert unknown.verdict == "fits"
+    assert unknown.several_gpus is not None
+    assert unknown.several_gpus.host_memory_bytes is None
+
+
+def test_what_nobody_knows_is_no_fault() -> None:
+    assert host_fault(10**15, (None, "")) == ""
+    check_host(GiB, (GiB, "stated"))
+    with pytest.raises(ConfigError, match=r"1.00 GiB pinned .* in the 1023.0 MiB stated"):
+        check_host(GiB, (GiB - 2**20, "stated"))
+
+
+def test_auto_passes_over_what_the_host_cannot_hold() -> None:
+    asked = {"options": (), "gpus": 2}
+    small = replace(A100, memory_bytes=6 * GiB)
+    run = RunConfig(model=MODEL.name, method="full", seq_len=512, parallel=config_of(AUTO, **asked))
+
+    def best(host_bytes: int) -> Prediction:
+        calibration = replace(prior_calibration(small), machines=MACHINES)
+        parallel = replace(run.parallel, host_memory_bytes=host_bytes)
+        return best_spread(
+            replace(run, parallel=parallel), lambda each: predict(MODEL, each, small, calibration)
+        )
+
+    roomy, tight = best(1024 * GiB), best(GiB)
+    assert "offload" in roomy.run.parallel.in_words
+    assert "offload" not in tight.run.parallel.in_words
+    assert any(note.endswith("does not fit in host memory") for note in tight.notes)
