@@ -26,7 +26,10 @@ from whichlora.text import visible
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...", callback=split_models)
 @run_options
 @gpu_option(
-    "auto", "Accelerators: see `whichlora gpus`; cpu, auto; 24GB: memory alone.", counted=True
+    "auto",
+    "Accelerators: see `whichlora gpus`; cpu, auto; 24GB: memory alone; 3090+2x4090: unequal cards "
+    "of one run.",
+    counted=True,
 )
 @click.option(
     "--calibration-dir",

@@ -95,6 +95,9 @@ def place(model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibrati
         return Placement(gpu=gpu, prediction=None, refusal=str(error))
     job = resolve(model, replace(run, parallel=prediction.run.parallel), gpu)
     batch_size = last_that(lambda size: _fits_by_estimate(job, size, calibration), MAX_SIZE)
+    several = prediction.several_gpus
+    if several is not None and several.exceeds_host:
+        batch_size = 0
     if prediction.fits:  # by a replay, which the estimate may be above
         batch_size = max(batch_size, run.batch_size)
     return Placement(gpu=gpu, prediction=prediction, batch_size=batch_size)

@@ -28,6 +28,7 @@ _AMD_DRIVER = Path("/dev/kfd")
 
 # "2x4090", "8 x H100", "t4x2", "a100:4"
 _SEVERAL = re.compile(r"\d{1,3} ?[x*] ?(?P<after>.+)|(?P<before>.+?) ?[x*:] ?\d{1,3}")
+_COUNTED = re.compile(r"(?P<number>[1-9]\d{0,2}) ?x ?(?P<name>.+)")  # "2x4090"
 # "8" counts GPUs; those with a number for a name have four digits, "4090"
 _COUNT = re.compile(r"[+-]?\d{1,3}(\.\d*)?")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
@@ -86,6 +87,11 @@ def find_gpu(name: str, *, least_memory: bool = False) -> GpuSpec:
         raise ConfigError(f"unknown GPU {name!r}: the CPU of this machine is {here.key}; use cpu")
     if "," in name:
         raise ConfigError(f"unknown GPU {name!r}: give several types as a list, one name each")
+    if "+" in name:
+        raise ConfigError(
+            f"unknown GPU {name!r}: unequal cards in one run are predicted by 'whichlora estimate' "
+            "alone; elsewhere name the smallest, and their number as gpus"
+        )
     several = _SEVERAL.fullmatch(key)
     single = _keys_named_anywhere(several["before"] or several["after"]) if several else []
     if single or is_count(name):
@@ -109,6 +115,29 @@ def find_target(name: str) -> GpuSpec:
         ConfigError: as `find_gpu`.
     """
     return _any_card(name) or find_gpu(name, least_memory=True)
+
+
+def find_cards(name: str) -> tuple[tuple[GpuSpec, int], ...]:
+    """The targets that `name` joins with "+", each with its number: "rtx-3090-24gb+2x4090".
+
+    Without a "+" it is one, of any number of equal cards.
+
+    Raises:
+        ConfigError: as `find_gpu`.
+    """
+    if "+" not in name:
+        return ((find_target(name), 1),)
+    numbers: dict[str, int] = {}
+    specs: dict[str, GpuSpec] = {}
+    for part in name.split("+"):
+        counted = _COUNTED.fullmatch(part.strip())
+        spec = find_target(counted["name"] if counted else part)
+        specs[spec.key] = spec
+        numbers[spec.key] = numbers.get(spec.key, 0) + int(counted["number"] if counted else 1)
+    if len(specs) == 1:
+        ((key, number),) = numbers.items()
+        raise ConfigError(f"gpu: {name}: cards are equal; write gpu {key} and gpus {number}")
+    return tuple((spec, numbers[key]) for key, spec in specs.items())
 
 
 def each_once(specs: Iterable[GpuSpec]) -> list[GpuSpec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from whichlora.predict.largest import (
 from whichlora.predict.parallel_choice import best_spread
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import with_checkpointing, with_precision
+from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import AUTO, ONE_GPU
@@ -31,7 +33,7 @@ from whichlora.spec.results import Answers, Prediction, Refused, TracedPeak
 from whichlora.spec.run import ALL_LINEAR, Engine, RunConfig
 from whichlora.spec.targets import resolve_targets
 from whichlora.store import hub, models
-from whichlora.store.gpus import each_once, find_target, list_gpus
+from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus
 from whichlora.store.hub import load_model
 
 
@@ -63,9 +65,7 @@ def estimate(
         raise ConfigError(f"{maximise}: max needs --engine ledger; a trace takes seconds per value")
     if "all" in gpus:
         raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
-    devices = each_once(map(find_target, gpus))
-    calibrations = [load_calibration(gpu, calibration_dir) for gpu in devices]
-    stale = [stale_note(calibration, calibration_dir) for calibration in calibrations]
+    targets = _targets(gpus, calibration_dir)
     models: dict[str, ModelSpec] = {}
     predictions: list[Prediction] = []
     refused: list[Refused] = []
@@ -80,25 +80,64 @@ def estimate(
         run = with_checkpointing(model, replace(run, model=model.name))
         as_requested = run
         traces: dict[tuple[str, str, str | None], TracedPeak] = {}  # by what chooses the kernels
-        for gpu, calibration, note in zip(devices, calibrations, stale, strict=True):
+        for name, cards in targets.items():
+            gpu, calibration = cards[0].gpu, cards[0].calibration
             run = with_precision(as_requested, gpu)
             try:
                 traced = None
+                if len(cards) > 1:
+                    run = over_cards(as_requested, name, cards)
                 if engine == "trace":
                     _check_traceable(run)
                     device = run.precision, gpu.kind, gpu.compute_capability
                     if device not in traces:
                         traces[device] = _trace(model, run, gpu, trace_layers)
                     traced = traces[device]
-                prediction = _estimate(model, run, gpu, calibration, traced, maximise)
+                if len(cards) > 1:
+                    prediction = _on_unequal(model, run, name, cards, maximise)
+                else:
+                    prediction = _estimate(model, run, gpu, calibration, traced, maximise)
             except ConfigError as error:
                 settings = {k: v for k, v in run.chosen().items() if k != "model"}
                 refused.append(
-                    Refused(model=run.model, gpu=gpu.key, settings=settings, reason=str(error))
+                    Refused(model=run.model, gpu=name, settings=settings, reason=str(error))
                 )
                 continue
-            predictions.append(replace(prediction, basis=prediction.basis + note))
+            stale = dict.fromkeys(stale_note(card.calibration, calibration_dir) for card in cards)
+            predictions.append(replace(prediction, basis=prediction.basis + "".join(stale)))
     return Answers(predictions, refused)
+
+
+def _targets(names: Sequence[str], calibration_dir: Path | None) -> dict[str, tuple[Card, ...]]:
+    """The cards that each of `names` means, each once; several of one where they are unequal."""
+    targets: dict[str, tuple[Card, ...]] = {}
+    for numbered in map(find_cards, names):
+        words = (f"{number}x{gpu.key}" if number > 1 else gpu.key for gpu, number in numbered)
+        ends = [0, *itertools.accumulate(number for _, number in numbered)]
+        targets["+".join(words)] = tuple(
+            Card(
+                gpu=gpu,
+                calibration=load_calibration(gpu, calibration_dir),
+                ranks=tuple(range(start, end)),
+            )
+            for (gpu, _), (start, end) in zip(numbered, itertools.pairwise(ends), strict=True)
+        )
+    return targets
+
+
+def _on_unequal(
+    model: ModelSpec, run: RunConfig, name: str, cards: Sequence[Card], maximise: Size | None
+) -> Prediction:
+    """One run on unequal cards.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    if maximise:
+        raise ConfigError(f"{maximise}: max is found on equal cards; ask for the smallest alone")
+    return predict_on_cards(
+        run, name, cards, lambda each, card: predict(model, each, card.gpu, card.calibration)
+    )
 
 
 def _estimate(

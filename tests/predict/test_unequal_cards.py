@@ -1,0 +1,93 @@
+"""One run over unequal cards: the fullest decides whether it fits, the slowest the time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from whichlora.api import estimate, where
+from whichlora.errors import ConfigError
+from whichlora.spec.results import Prediction
+from whichlora.store.gpus import find_cards
+
+MODEL = "meta-llama/Llama-3.2-1B"
+ASKED: dict[str, Any] = {"method": "lora", "seq_len": 512, "parallel": "ddp"}
+
+
+def predicted(gpu: str, gpus: int | None = None, **settings: Any) -> Prediction:
+    (prediction,) = estimate(MODEL, gpu, gpus=gpus, **(ASKED | settings))
+    return prediction
+
+
+def test_memory_is_of_each_card_and_time_of_the_slowest() -> None:
+    both = predicted("t4-16gb+rtx-3090-24gb", 2, precision="fp16")
+    alone = {
+        gpu: predicted(gpu, 2, precision="fp16", interconnect="pcie-3-no-peer")
+        for gpu in ("t4-16gb", "rtx-3090-24gb")
+    }
+    assert both.gpu == "t4-16gb+rtx-3090-24gb"
+    assert both.memory == alone["t4-16gb"].memory
+    assert both.usable_bytes == alone["t4-16gb"].usable_bytes
+    assert both.time == max((each.time for each in alone.values()), key=lambda time: time.step_s)
+    assert both.several_gpus is not None
+    for rank, number in zip(both.several_gpus.ranks, (0, 1), strict=True):
+        assert rank.ranks == (number,)
+        (same,) = alone[rank.name].several_gpus.ranks  # type: ignore[union-attr]
+        assert rank.breakdown == same.breakdown
+    assert any("they wait for t4-16gb" in note for note in both.notes)
+
+
+def test_one_card_that_lacks_memory_fails_the_run() -> None:
+    asked = {"batch_size": 4, "seq_len": 1024, "precision": "fp16", "gradient_checkpointing": False}
+    assert predicted("rtx-3090-24gb", 2, **asked).verdict != "fails"
+    both = predicted("2xrtx-3090-24gb+gtx-1080-ti-11gb", 3, **asked)
+    assert both.verdict == "fails"
+    assert not both.fits
+    assert both.run.parallel.gpus == 3
+    assert both.several_gpus is not None
+    assert [rank.ranks for rank in both.several_gpus.ranks] == [(0, 1), (2,)]
+
+
+def test_without_a_strategy_the_best_that_divides_data_is_found() -> None:
+    both = predicted("rtx-3090-24gb+rtx-4090-24gb", parallel=None)
+    assert both.run.parallel.gpus == 2
+    assert not {"tp", "pp", "cp", "device-map"} & set(both.run.parallel.names)
+    assert both.notes[0].startswith("parallel auto on 2 GPUs")
+    assert both.run.parallel.interconnect == "auto"
+
+
+def test_all_ranks_compute_in_a_precision_that_each_card_has() -> None:
+    both = predicted("rtx-3090-24gb+t4-16gb", parallel="ddp", gpus=2)
+    assert both.run.precision == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "settings", "message"),
+    [
+        ("3090+4090", 2, {"parallel": "tp"}, "tp on unequal cards is not modelled; use ddp, fsdp"),
+        ("3090+4090", 4, {}, "are 2 cards, got 4; leave gpus out"),
+        ("3090+rtx-3090-24gb", 2, {}, "cards are equal; write gpu rtx-3090-24gb and gpus 2"),
+        ("3090+warp", 2, {}, "unknown GPU 'warp'"),
+    ],
+)
+def test_what_is_not_modelled_is_refused_in_one_line(
+    gpu: str, gpus: int, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        predicted(gpu, gpus, **settings)
+
+
+def test_other_commands_say_what_to_ask_instead() -> None:
+    with pytest.raises(ConfigError, match="elsewhere name the smallest"):
+        where(MODEL, "3090+4090")
+
+
+def test_cards_are_counted() -> None:
+    cards = find_cards("3090 + 2x4090+rtx-3090-24gb")
+    assert [(gpu.key, number) for gpu, number in cards] == [
+        ("rtx-3090-24gb", 2),
+        ("rtx-4090-24gb", 2),
+    ]
+    ((card, number),) = find_cards("4090")
+    assert (card.key, number) == ("rtx-4090-24gb", 1)
