@@ -536,6 +536,30 @@ def test_auto_is_the_first_gpu_here_and_memory_tells_twins_apart(
     assert find_gpu("auto").key == key
 
 
+def test_auto_says_how_many_gpus_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    see(monkeypatch, ("Tesla T4", 15360))
+    assert not find_gpu("auto").notes
+    see(monkeypatch, *[("Tesla T4", 15360)] * 4)
+    advice = "gpus 4 spreads a run over them"
+    assert find_gpu("auto").notes == (f"auto: this machine has 4 t4-16gb; {advice}",)
+    (prediction,) = estimates.estimate([RunConfig(model="gpt2", seq_len=64)])
+    assert f"auto: this machine has 4 t4-16gb; {advice}" in prediction.notes
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    (note,) = find_gpu("auto").notes
+    assert "4 t4-16gb (visible: CUDA_VISIBLE_DEVICES=4,5,6,7)" in note
+    assert find_gpu("t4-16gb").notes == ()
+
+
+def test_auto_names_all_of_unequal_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    see(monkeypatch, *[("Tesla T4", 15360)] * 2, ("Tesla P4", 7606))
+    spec = find_gpu("auto")
+    assert spec.notes == (
+        "auto: t4-16gb, the first GPU of this machine, which has 2xt4-16gb+p4-8gb",
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "mib"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from whichlora.store.gpu_file import SCHEMA_VERSION, read_gpu
 from whichlora.store.jsonfiles import is_slug, read_object
 from whichlora.store.paths import data_folder, user_calibration_folder
 from whichlora.symbolic.kernels import ASSUMED_CAPABILITY
+from whichlora.text import visible
 from whichlora.units import GiB, format_bytes
 
 # Driver totals of a board differ by ECC (7 %) and driver; the next size is 20 % away.
@@ -320,7 +322,28 @@ def _gpu_here() -> GpuSpec:
                 "pass --gpu with a key of 'whichlora gpus', or cpu"
             )
         return _cpu_here()
-    return _require_described(detected[0])
+    first = _require_described(detected[0])
+    return replace(first, notes=(*first.notes, *_how_many(detected, first)))
+
+
+def _how_many(detected: Sequence[DetectedDevice], first: GpuSpec) -> tuple[str, ...]:
+    """A note on the GPUs of this machine, where it shows several."""
+    if len(detected) == 1:
+        return ()
+    described = map(_described, detected)
+    names = [
+        spec.key if spec else device.name for device, spec in zip(detected, described, strict=True)
+    ]
+    numbers = {name: names.count(name) for name in names}
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = "" if variable is None else f" (visible: CUDA_VISIBLE_DEVICES={visible(variable)})"
+    if len(numbers) == 1:
+        advice = f"gpus {len(names)} spreads a run over them"
+        return (f"auto: this machine has {len(names)} {first.key}{shown}; {advice}",)
+    together = "+".join(
+        f"{number}x{name}" if number > 1 else name for name, number in numbers.items()
+    )
+    return (f"auto: {first.key}, the first GPU of this machine{shown}, which has {together}",)
 
 
 def _described(device: DetectedDevice) -> GpuSpec | None:
