@@ -1,7 +1,8 @@
 """Trace drawn runs of TRL's trainers, keep the records, and compare them with the ledger.
 
 `python benchmarks/trainer_traces.py` prints errors of the peak by trainer, for docs/memory.md.
-`--draw 90` traces anew, which needs TRL (`pip install trl`).
+`--draw 40` traces as many runs of each trainer anew, or of `--trainers dpo,kto`, which needs TRL
+(`pip install trl`). Of GRPO the steps alone are traced: a fake model writes no answers.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from whichlora.memory.allocator import REMAINDERS
 from whichlora.predict.predict import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.numeric import added
+from whichlora.spec.options import OptionValue
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 
 RECORDS = Path(__file__).parent / "traces" / "trainers.jsonl"
 GPU = find_gpu("a100-sxm-80gb")
-TRAINERS = ("sft", "dpo", "kto")
+TRAINERS = ("sft", "dpo", "kto", "grpo")
+_BATCH_SIZES = {"kto": (2, 4), "grpo": (4, 8)}
 MODELS = (
     "meta-llama/Llama-3.2-1B",
     "meta-llama/Llama-3.1-8B",
@@ -61,7 +64,7 @@ def predicted(line: dict[str, Any]) -> int:
     return max(
         int(added(entry.num_bytes for entry in entries if entry.fact is not REMAINDERS))
         for name, entries in moments.items()
-        if name != "loading"
+        if name != "loading" and not name.startswith("rollout_")
     )
 
 
@@ -83,10 +86,9 @@ def traced(line: dict[str, Any]) -> int:
     return peak
 
 
-def draw(seed: int) -> dict[str, Any]:
-    rng = random.Random(seed)
+def draw(seed: int, trainer: str) -> dict[str, Any]:
+    rng = random.Random(f"{trainer} {seed}")
     method = rng.choice(("full", "lora", "lora", "dora", "qlora", "qdora"))
-    trainer = rng.choice(TRAINERS)
     wide = method == "full" and rng.random() < 0.3
     run = RunConfig(
         model=rng.choice(MODELS),
@@ -94,14 +96,22 @@ def draw(seed: int) -> dict[str, Any]:
         method=method,
         r=rng.choice((8, 16, 64)),
         lora_dropout=rng.choice((0.0, 0.0, 0.05)),
-        batch_size=rng.choice((2, 4) if trainer == "kto" else (1, 2, 4)),
+        batch_size=rng.choice(_BATCH_SIZES.get(trainer, (1, 2, 4))),
         seq_len=rng.choice((256, 512, 1024)),
         precision="bf16" if wide else rng.choice(("bf16", "bf16-pure")),
         base_dtype="float32" if wide else "auto",
         gradient_checkpointing=rng.random() < 0.6,
         gradient_accumulation_steps=rng.choice((1, 1, 2)),
+        trainer_options=_options(trainer, rng),
     )
     return {"layers": rng.choice((2, 3, 4)), "run": run.to_dict()}
+
+
+def _options(trainer: str, rng: random.Random) -> tuple[tuple[str, OptionValue], ...]:
+    if trainer != "grpo":
+        return ()
+    beta, length = rng.choice((0.0, 0.0, 0.04)), rng.choice((64, 128, 192))
+    return ("beta", beta), ("max_completion_length", length), ("num_generations", 4)
 
 
 def records() -> Iterator[dict[str, Any]]:
@@ -130,11 +140,16 @@ def table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draw", type=int, metavar="N", help="trace N runs and keep them")
+    parser.add_argument("--trainers", default=",".join(TRAINERS))
     arguments = parser.parse_args()
     if arguments.draw:
+        drawn = arguments.trainers.split(",")
+        others = [line for line in records() if line["run"]["trainer"] not in drawn]
+        lines = [draw(seed, trainer) for trainer in drawn for seed in range(arguments.draw)]
         with RECORDS.open("w", encoding="utf-8") as file:
-            for seed in range(arguments.draw):
-                line = draw(seed)
+            for line in others:
+                print(json.dumps(line), file=file)
+            for line in lines:
                 line["traced"] = traced(line)
                 print(json.dumps(line), file=file, flush=True)
     print(table())

@@ -19,9 +19,10 @@ from whichlora.store.hub import load_model
 pytestmark = pytest.mark.oracle
 
 
-@pytest.mark.parametrize("seed", range(1000, 1006))
-def test_the_ledger_has_the_bytes_that_trl_s_code_makes(seed: int) -> None:
-    line = trainer_traces.draw(seed)
+@pytest.mark.parametrize("trainer", trainer_traces.TRAINERS)
+@pytest.mark.parametrize("seed", [1000, 1001])
+def test_the_ledger_has_the_bytes_that_trl_s_code_makes(seed: int, trainer: str) -> None:
+    line = trainer_traces.draw(seed, trainer)
     assert trainer_traces.predicted(line) == pytest.approx(trainer_traces.traced(line), rel=0.015)
 
 

@@ -433,7 +433,7 @@ def training_moments(step: TrainingStep) -> dict[str, Entries]:
         "first_layer_backward": first_layer_backward(step),
         "optimizer_step": optimizer_step(step),
     }
-    if step.has_reference:
+    if step.has_reference and step.trainer.forwards(step.run).in_graph:
         moments["reference_forward"] = reference_forward(step)
     if step.second_stack:
         moments["first_decoder_layer_backward"] = first_decoder_layer_backward(step)

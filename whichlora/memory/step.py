@@ -63,6 +63,16 @@ REFERENCE_WEIGHTS = Fact(
     source="TRL 1.16 DPOTrainer.__init__, KTOTrainer.__init__: create_model_from_path",
 )
 
+ROLLOUT_POOL = Fact(
+    part="kv_cache",
+    what="pool of the engine that writes answers: a copy of the weights, and its cache",
+    shape="[share of the device]",
+    dtype="bytes",
+    why="a vLLM on the same GPU takes its share before the training starts",
+    source="TRL 1.16 VLLMGeneration; vLLM gpu_memory_utilization",
+    kind="upper bound",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
@@ -146,6 +156,10 @@ class TrainingStep:
         if self.has_reference and self.method.trains_base:
             copied = added(entry.num_bytes for entry in weights)
             entries.append(Entry(REFERENCE_WEIGHTS, copied))
+        rollout = self.trainer.rollout(self.run)
+        if rollout is not None and rollout.pool_share:
+            pool = int(rollout.pool_share * self.gpu.memory_bytes)
+            entries.append(Entry(ROLLOUT_POOL, pool + 0 * self.tokens))
         return tuple(entries)
 
     @property
@@ -373,6 +387,9 @@ class TrainingStep:
         Kind: exact. Source: TRL 1.16 `_fused_forward`; transformers 5.23 projects all and pads the
         labels.
         """
+        scored = self.trainer.scored_tokens(self.run)
+        if scored is not None:
+            return self.batch_size * scored
         return self.tokens - self.batch_size * (self.run.loss_head == "trl-fused")
 
     def _in_loss(self, formula: Callable[..., Count]) -> Count:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,7 @@ from whichlora.predict.rank_time import (
     update_of_step,
 )
 from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.predict.rollout import rollout_job, rollout_sizes, with_rollout
 from whichlora.predict.several_gpus import several_gpus
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
@@ -81,7 +82,13 @@ def ledger(job: ResolvedRun, **sizes: Count) -> Ledger:
     if job.run.phase == "inference":
         return inference_ledger(generation(job, **sizes))
     step = training_step(job, **sizes)
-    return training_ledger(step) if job.layout is None else job.layout.merged_ledger(step)
+    if job.layout is not None:
+        return job.layout.merged_ledger(step)
+    counted, inner = training_ledger(step), rollout_job(job)
+    if inner is None or inner.run.kv_cache == "vllm":  # the pool is among what a step holds
+        return counted
+    written = generation(inner, **rollout_sizes(job, _sizes(job, sizes)))
+    return with_rollout(counted, step, written)
 
 
 def training_step(job: ResolvedRun, **sizes: Count) -> TrainingStep:
@@ -199,7 +206,7 @@ def passes(job: ResolvedRun, **sizes: Count) -> tuple[Pass, ...]:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
     if job.run.phase == "finetune":
-        return (("finetune", 1, step_features(job, **sizes)),)
+        return (("finetune", 1, step_features(job, **sizes)), *_rollout_passes(job, sizes))
     counts = _sizes(job, sizes)
     prompt_len, new_tokens = counts["prompt_len"], counts["max_new_tokens"]
 
@@ -217,6 +224,15 @@ def passes(job: ResolvedRun, **sizes: Count) -> tuple[Pass, ...]:
         return (prefill,)
     decode = forward(mean_context(prompt_len, new_tokens), decoding=True)
     return prefill, ("decode", new_tokens - 1, decode)
+
+
+def _rollout_passes(job: ResolvedRun, sizes: Mapping[str, Count]) -> Iterator[Pass]:
+    """Those of the answers that one optimizer step learns from."""
+    inner, rollout = rollout_job(job), job.trainer.rollout(job.run)
+    if inner is None or rollout is None:
+        return
+    for name, times, counted in passes(inner, **rollout_sizes(job, _sizes(job, sizes))):
+        yield name, times / rollout.steps, counted
 
 
 def num_tokens(job: ResolvedRun, **sizes: Count) -> Count:
@@ -246,7 +262,7 @@ def ledger_and_idle(job: ResolvedRun) -> tuple[Ledger, int | None]:
         counted = inference_ledger(run)
     else:
         run = training_step(job)
-        counted = training_ledger(run)
+        counted = ledger(job)
     live_bytes = counted.peak_allocated_bytes - counted.workspace_bytes
     return counted, replayed_idle_bytes(run, live_bytes=live_bytes)
 

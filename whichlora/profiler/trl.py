@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerFast
 
@@ -31,6 +32,7 @@ from whichlora.profiler.finetune import (
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import get_trainer
+from whichlora.trainers.base import Rollout
 
 Batch = dict[str, Any]
 _REFERENCE = "ref"  # TRL's name of the frozen copy of an adapter that it is given
@@ -65,19 +67,29 @@ def measure_trl(
         meter, num_untimed=len(lengths) - len(seq_lens), is_done=is_done, steps=steps, tell=tell
     )
     watch_moments(model, meter)
-    rows, made = random_rows(model.config, run, lengths), _BATCHES[run.trainer]
+    rows, writes = random_rows(model.config, run, lengths), trainer.rows == "prompts"
+    prepared = _prepared(library_class)
+    # a `Dataset` alone is accepted; it holds the numbers of the rows
+    numbers: dict[str, Sequence[Any]] = {"row": range(len(rows))}
+    if writes:
+        rollout = trainer.rollout(run)
+        assert rollout is not None
+        prepared, feeding = _writing(prepared, run, rows, rollout), {"reward_funcs": _reward}
+        numbers = {"prompt": [str(row) for row in range(len(rows))] * rollout.batch_size}
+    else:
+        made = _BATCHES[run.trainer]
+        feeding = {"data_collator": lambda batch: made([rows[each["row"]] for each in batch])}
     with tempfile.TemporaryDirectory() as output_dir:
-        tuned = _prepared(library_class)(
+        tuned = prepared(
             model=model,
             args=config_class(
                 **_usual_settings(run, meter, output_dir, max_steps=len(lengths)),
                 **_own_settings(config_class, run),
             ),
-            # a `Dataset` alone is accepted; it holds the numbers of the rows
-            train_dataset=Dataset.from_dict({"row": range(len(rows))}),
-            data_collator=lambda numbers: made([rows[number["row"]] for number in numbers]),
+            train_dataset=Dataset.from_dict(numbers),
             processing_class=_tokenizer(),
             callbacks=[timer],
+            **feeding,
             **_reference(model, run),
         )
         if _REFERENCE in getattr(model, "peft_config", {}):
@@ -88,6 +100,47 @@ def measure_trl(
     tuned.accelerator.free_memory()
     timed = {"step_s": timer.step_s, "batch_seq_len": list(seq_lens[: len(timer.step_s)])}
     return timed | {"warm_up_s": timer.warm_up_s} | peaks
+
+
+def _writing(
+    prepared: Any, run: RunConfig, rows: Sequence[Mapping[str, Any]], rollout: Rollout
+) -> Any:
+    """`prepared` for prompts that are tokenised; on fake tensors the answers are, too.
+
+    Source: TRL 1.16 `GRPOTrainer._tokenize_prompts`, and what `_prepare_inputs` returns.
+    """
+
+    class Writing(prepared):  # type: ignore[misc]
+        def _tokenize_prompts(self, prompts: list[str]) -> Any:
+            ids = [rows[int(prompt)]["input_ids"].tolist() for prompt in prompts]
+            return [row[: -rollout.new_tokens] for row in ids], None, {}
+
+        def _prepare_inputs(self, batch: list[dict[str, str]]) -> Any:
+            if not isinstance(next(self.model.parameters()), FakeTensor):
+                return super()._prepare_inputs(batch)
+            micro_batch = [rows[int(each["prompt"])] for each in batch[: run.batch_size]]
+            device, cut = self.accelerator.device, -rollout.new_tokens
+            given = {name: value.to(device) for name, value in collate(micro_batch).items()}
+            ids, mask = given["input_ids"], given["attention_mask"]
+            answered = ids[:, cut:].shape
+            learnt = {
+                "prompt_ids": ids[:, :cut].clone(),
+                "prompt_mask": mask[:, :cut].clone(),
+                "completion_ids": ids[:, cut:].clone(),
+                "completion_mask": mask[:, cut:].clone(),
+                "advantages": torch.zeros(answered[0], device=device),
+                "num_items_in_batch": torch.tensor(float(answered.numel()), device=device),
+            }
+            if get_trainer(run.trainer).forwards(run).reference:
+                learnt["ref_per_token_logps"] = torch.zeros(answered, device=device)
+            return learnt
+
+    return Writing
+
+
+def _reward(completions: Sequence[str], **_: Any) -> list[float]:
+    """Half of the answers are good, so that there is something to learn."""
+    return [float(number % 2) for number in range(len(completions))]
 
 
 def _reference(model: Any, run: RunConfig) -> dict[str, Any]:
@@ -128,7 +181,10 @@ def _own_settings(config_class: Any, run: RunConfig) -> dict[str, Any]:
     """The trainer's options, and a length that cuts no row."""
     known = {field.name for field in dataclasses.fields(config_class)}
     options = {name: value for name, value in run.trainer_options if name in known}
-    return options | {"max_length": None, "remove_unused_columns": False}
+    fixed = {"max_length": None, "remove_unused_columns": False}
+    if "generation_kwargs" in known:  # every answer has its full length
+        fixed["generation_kwargs"] = {"min_new_tokens": options["max_completion_length"]}
+    return options | {name: value for name, value in fixed.items() if name in known}
 
 
 def _tokenizer() -> Any:

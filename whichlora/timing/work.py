@@ -111,7 +111,7 @@ class Work:
         totals = [reduce(add, column, 0) for column in columns]
         return cls(**dict(zip(_WORK_FIELDS, totals, strict=True))) if totals else cls()
 
-    def times(self, count: int) -> Work:
+    def times(self, count: float) -> Work:
         """This work, `count` times."""
         counts = [count * number for number in _counts_of(self)]
         return Work(**dict(zip(_WORK_FIELDS, counts, strict=True)))

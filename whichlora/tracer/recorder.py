@@ -18,6 +18,7 @@ from whichlora.methods import get_method
 from whichlora.spec.run import RunConfig
 from whichlora.tracer.extrapolate import TracedEvent
 from whichlora.tracer.like_cuda import makes_host_tensors
+from whichlora.trainers import get_trainer
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[misc]
@@ -37,6 +38,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._run = run
         self._fused_rows = fused_rows
         self._prefix = get_method(run.method).parameter_prefix
+        self._scored = get_trainer(run.trainer).scored_tokens(run)
         self.events: list[TracedEvent] = []
         self._layers = layers
         self._live: dict[int, tuple[int, int | None, weakref.ref[Any]]] = {}
@@ -142,7 +144,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._placeholder_value(args[0])
-        chosen = _all_of_mask(func, args)
+        chosen = _chosen_by_mask(func, args, self._scored)
         if chosen is not None:
             return chosen
         temporary_bytes = _temporary_bytes(func, args, kwargs or {}, self._fused_rows)
@@ -274,20 +276,30 @@ def _calls(function: Any, first: Any) -> Any:
     return call
 
 
-def _all_of_mask(func: Any, args: Any) -> torch.Tensor | None:
+def _chosen_by_mask(func: Any, args: Any, scored: int | None) -> torch.Tensor | None:
     """What a mask chooses, which a fake one can't tell: everything, as of a batch without padding.
 
     Run as other operators, so that the results are recorded.
+
+    Args:
+        scored: positions of a sequence that are chosen, where a trainer scores a part of it.
     """
     if func is torch.ops.aten.nonzero.default:
         mask = args[0]
-        return torch.zeros((mask.numel(), mask.ndim), dtype=torch.long, device=mask.device)
+        rows = _num_chosen(mask, scored)
+        return torch.zeros((rows, mask.ndim), dtype=torch.long, device=mask.device)
     if func is not torch.ops.aten.index.Tensor or len(args[1]) != 1:
         return None
     tensor, (mask,) = args
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
         return None
-    return tensor.flatten(0, mask.ndim - 1).clone()
+    return tensor.flatten(0, mask.ndim - 1)[: _num_chosen(mask, scored)].clone()
+
+
+def _num_chosen(mask: torch.Tensor, scored: int | None) -> int:
+    if scored is None or mask.ndim != 2:
+        return mask.numel()
+    return mask.shape[0] * min(scored, mask.shape[1])
 
 
 def _temporary_bytes(func: Any, args: Any, kwargs: Mapping[str, Any], fused_rows: int) -> int:

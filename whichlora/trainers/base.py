@@ -10,7 +10,7 @@ from whichlora.errors import ConfigError
 from whichlora.spec.options import Option
 from whichlora.spec.run import LossHead, RunConfig
 
-Rows = Literal["texts", "pairs", "labelled"]
+Rows = Literal["texts", "pairs", "labelled", "prompts"]
 OutputsHeld = Literal["until_loss", "until_backward", "until_step_ends", "until_next_outputs"]
 USUAL_HEAD = "hf"  # of a run that names none
 
@@ -20,14 +20,34 @@ class Forwards:
     """Forwards of a micro-batch without gradients, beside the one with.
 
     Args:
-        policy: of the model as it is trained.
-        reference: of what it was before, while the graph of the forward with gradients is alive:
-            of the base with its adapters off, or of a second copy of the weights where these are
-            trained.
+        policy: of the model as it is trained; a fraction where several steps share one.
+        reference: of what it was before: of the base with its adapters off, or of a second copy of
+            the weights where these are trained.
+        in_graph: the reference's come while the graph of the forward with gradients is alive.
     """
 
-    policy: int = 0
-    reference: int = 0
+    policy: float = 0
+    reference: float = 0
+    in_graph: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """Answers that the model in training writes, of which the next steps learn.
+
+    Args:
+        batch_size: answers that are written at once.
+        prompt_len, new_tokens: of each.
+        steps: optimizer steps that learn from them.
+        pool_share: of the device, what an engine beside the trainer takes for its copy of the
+            weights and its cache; 0 where `generate` of the model itself writes them.
+    """
+
+    batch_size: int
+    prompt_len: int
+    new_tokens: int
+    steps: float
+    pool_share: float = 0.0
 
 
 def _drops_outputs(run: RunConfig) -> OutputsHeld:
@@ -36,6 +56,14 @@ def _drops_outputs(run: RunConfig) -> OutputsHeld:
 
 def _none(run: RunConfig) -> Forwards:
     return Forwards()
+
+
+def _no_rollout(run: RunConfig) -> Rollout | None:
+    return None
+
+
+def _all_tokens(run: RunConfig) -> int | None:
+    return None
 
 
 def _accepts(run: RunConfig) -> None:
@@ -57,10 +85,13 @@ class Trainer:
             them out. An exporter states which class its tool runs.
         options: its own settings, by its library's names.
         loss_heads: who may compute its loss; the first does where a run names none.
-        rows: what it trains on: texts, pairs of a chosen and a rejected answer, or answers that are
-            labelled as wanted or not.
+        rows: what it trains on: texts, pairs of a chosen and a rejected answer, answers that are
+            labelled as wanted or not, or prompts alone.
         rows_per_example: sequences that an example adds to a forward: two for a pair of answers.
         forwards: those without gradients, of each micro-batch.
+        rollout: answers that the model writes before the steps that learn from them.
+        scored_tokens: of each sequence, the positions that the head projects; None for all that
+            its loss head does.
         outputs_held: how long a variable of the caller holds what the model returns (logits among
             it): until there is a loss, until its backward is done, until the step with the
             optimizer's update is done, or until the outputs of the next step take their place.
@@ -80,6 +111,8 @@ class Trainer:
     rows: Rows = "texts"
     rows_per_example: int = 1
     forwards: Callable[[RunConfig], Forwards] = _none
+    rollout: Callable[[RunConfig], Rollout | None] = _no_rollout
+    scored_tokens: Callable[[RunConfig], int | None] = _all_tokens
     outputs_held: Callable[[RunConfig], OutputsHeld] = _drops_outputs
     widens_outputs: bool = False
     narrows_embedding_states: bool = False

@@ -1,0 +1,144 @@
+"""TRL's `GRPOTrainer`: the model writes several answers to each prompt, and learns from rewards.
+
+`generate` of the model itself writes them, or a vLLM on the same GPU, which holds a copy of the
+weights. Rewards are computed by functions of the user: a model among them is not counted.
+
+Source: TRL 1.16 `GRPOTrainer._prepare_inputs`, `_generate_and_score_completions`,
+`_compute_loss`, `GRPOConfig.__post_init__`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.errors import ConfigError
+from whichlora.spec.options import Option
+from whichlora.spec.run import RunConfig
+from whichlora.trainers import sft
+from whichlora.trainers.base import Forwards, Rollout
+
+_BETA = Option(
+    name="beta", summary="weight of the KL term; a reference is there above 0", default=0.0
+)
+_GENERATIONS = Option(name="num_generations", summary="answers to each prompt", default=8)
+_LENGTH = Option(
+    name="max_completion_length", summary="tokens of an answer, of the seq_len of both", default=256
+)
+_STEPS = Option(
+    name="steps_per_generation",
+    summary="micro-batches that are written at once; without it, those of an optimizer step",
+    default=None,
+)
+_ITERATIONS = Option(name="num_iterations", summary="times that answers are learnt from", default=1)
+_VLLM = Option(name="use_vllm", summary="a vLLM writes the answers", default=False)
+_MODE = Option(
+    name="vllm_mode",
+    summary="on the same GPU, or elsewhere",
+    default="colocate",
+    choices=("colocate", "server"),
+)
+_SHARE = Option(
+    name="vllm_gpu_memory_utilization", summary="of the GPU that a vLLM takes", default=0.3
+)
+_DROPOUT = Option(
+    name="disable_dropout", summary="dropout of adapters and model is off", default=False
+)
+
+
+def _number(run: RunConfig, option: Option) -> int:
+    value = run.trainer_option(option.name)
+    return run.gradient_accumulation_steps if value is None else int(str(value))
+
+
+def _share(run: RunConfig) -> float:
+    return float(str(run.trainer_option(_SHARE.name)))
+
+
+def _uses_vllm(run: RunConfig) -> bool:
+    return bool(run.trainer_option(_VLLM.name))
+
+
+def _rollout(run: RunConfig) -> Rollout | None:
+    if _uses_vllm(run) and run.trainer_option(_MODE.name) == "server":
+        return None
+    micro_steps, new_tokens = _number(run, _STEPS), _number(run, _LENGTH)
+    return Rollout(
+        batch_size=run.batch_size * micro_steps,
+        prompt_len=run.seq_len - new_tokens,
+        new_tokens=new_tokens,
+        steps=micro_steps * _number(run, _ITERATIONS) / run.gradient_accumulation_steps,
+        pool_share=_share(run) if _uses_vllm(run) else 0.0,
+    )
+
+
+def _forwards(run: RunConfig) -> Forwards:
+    """Old log-probabilities where answers are learnt from later, or vLLM's differ from them."""
+    iterations = _number(run, _ITERATIONS)
+    written_for = _number(run, _STEPS) * iterations
+    is_old = run.gradient_accumulation_steps % written_for != 0
+    has_reference = float(str(run.trainer_option(_BETA.name))) != 0.0
+    return Forwards(
+        policy=(is_old or _uses_vllm(run)) / iterations,
+        reference=has_reference / iterations,
+        in_graph=False,
+    )
+
+
+def _check(run: RunConfig) -> None:
+    answers, length = _number(run, _GENERATIONS), _number(run, _LENGTH)
+    if length >= run.seq_len:
+        raise ConfigError(
+            f"seq_len: {run.seq_len} tokens of a prompt and its answer leave none for the prompt, "
+            f"with max_completion_length {length}; give more, or a shorter answer"
+        )
+    if answers < 2:
+        raise ConfigError("num_generations: an advantage needs 2 answers or more to compare, got 1")
+    written = run.batch_size * _number(run, _STEPS) * run.parallel.gpus
+    if written % answers:
+        raise ConfigError(
+            f"batch_size: {written} answers are written at once (batch size x "
+            f"steps_per_generation x GPUs), which is no multiple of num_generations {answers}; "
+            "batch_size counts answers, not prompts"
+        )
+    if not 0 < _share(run) < 1:
+        raise ConfigError(
+            f"vllm_gpu_memory_utilization: {_share(run):g} is no share between 0 and 1"
+        )
+
+
+def _notes(run: RunConfig) -> tuple[str, ...]:
+    answers = "batch_size counts answers; models that give rewards are not counted"
+    if _uses_vllm(run) and run.trainer_option(_MODE.name) == "server":
+        return (answers, "a vLLM elsewhere writes the answers: its time is not in the step's")
+    if _uses_vllm(run):
+        return (
+            answers,
+            f"a vLLM beside the trainer takes {_share(run):.0%} of the GPU, in which a copy of the "
+            "weights and its cache must fit",
+        )
+    return (answers,)
+
+
+TRAINER = replace(
+    sft.TRAINER,
+    name="grpo",
+    summary="TRL's GRPOTrainer: learns from rewards of answers that it writes",
+    library_class="trl.GRPOTrainer",
+    options=(
+        _BETA,
+        _GENERATIONS,
+        _LENGTH,
+        _STEPS,
+        _ITERATIONS,
+        _VLLM,
+        _MODE,
+        _SHARE,
+        _DROPOUT,
+    ),
+    rows="prompts",
+    forwards=_forwards,
+    rollout=_rollout,
+    scored_tokens=lambda run: _number(run, _LENGTH),
+    check=_check,
+    notes=_notes,
+)
