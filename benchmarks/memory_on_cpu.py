@@ -34,6 +34,8 @@ CHECKPOINTING: dict[str, Any] = {"gradient_checkpointing": True}
 PADDED: dict[str, Any] = {"padding": "padded"}
 INFERENCE: dict[str, Any] = {"phase": "inference"}
 DPO: dict[str, Any] = {"trainer": "dpo"}
+WRITTEN = (("max_completion_length", 16), ("num_generations", 2))
+GRPO: dict[str, Any] = {"trainer": "grpo", "trainer_options": WRITTEN}
 LOOP: dict[str, Any] = {"trainer": "loop"}
 # The letter is the precision mode of docs/memory.md; I is inference.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -75,6 +77,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     | {"precision": "bf16", "method": "qlora"}
     | CHECKPOINTING,
     "TRL kto, F lora": {"trainer": "kto"},
+    "TRL grpo, F lora": GRPO,
+    "TRL grpo, F full, reference": GRPO
+    | {"method": "full", "trainer_options": (("beta", 0.1), *WRITTEN)},
+    "TRL grpo, A dora, checkpointing": GRPO
+    | {"precision": "bf16", "method": "dora"}
+    | CHECKPOINTING,
     "I fp32": INFERENCE,
     "I fp32, 4 x 24": INFERENCE | {"batch_size": 4, "prompt_len": 24},
     "I bf16": INFERENCE | {"precision": "bf16"},

@@ -384,11 +384,13 @@ class TrainingStep:
     def scored_tokens(self) -> Count:
         """Positions that the head projects: TRL's fused one leaves out each row's last.
 
+        Where there is no Triton it projects those without a label, too.
+
         Kind: exact. Source: TRL 1.16 `_fused_forward`; transformers 5.23 projects all and pads the
         labels.
         """
         scored = self.trainer.scored_tokens(self.run)
-        if scored is not None:
+        if scored is not None and self.dtypes.device_kind != "cpu":
             return self.batch_size * scored
         return self.tokens - self.batch_size * (self.run.loss_head == "trl-fused")
 

@@ -43,7 +43,7 @@ from whichlora.predict.rank_time import (
     update_of_step,
 )
 from whichlora.predict.resolve import ResolvedRun, resolve
-from whichlora.predict.rollout import rollout_job, rollout_sizes, with_rollout
+from whichlora.predict.rollout import check_rollout, rollout_job, rollout_sizes, with_rollout
 from whichlora.predict.several_gpus import several_gpus
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
@@ -310,6 +310,7 @@ def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
     """
     if job.run.phase == "finetune":
         job.trainer.check(job.run)
+    check_rollout(job)
     check_layout(job)
     moments, is_replayed = run_moments(job) if replayed else (moment_parts(job), False)
     ranks = ranks_work(job)

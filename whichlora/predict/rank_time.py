@@ -70,6 +70,7 @@ def _of_micro_batches(step: TrainingStep) -> work.Work:
         step.method,
         step.targets,
         update=update_of_step(step),
+        scored=step.scored_tokens,
         **_sizes(step),
     )
 

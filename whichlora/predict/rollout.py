@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
 from whichlora.memory.inference import Generation, inference_ledger
 from whichlora.memory.step import TrainingStep
@@ -12,8 +13,32 @@ from whichlora.memory.training import Ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.numeric import Count
 from whichlora.spec.parallel import ONE_GPU
+from whichlora.units import format_bytes
 
 _OF_TRAINING = ("weights", "adapters")  # parts that a generation shares with the steps
+
+
+def check_rollout(job: ResolvedRun) -> None:
+    """Refuse a rollout that is not predicted, or whose engine can't start.
+
+    Raises:
+        ConfigError: on several GPUs, or with a pool that is smaller than the weights.
+    """
+    rollout = job.trainer.rollout(job.run) if job.run.phase == "finetune" else None
+    if rollout is None:
+        return
+    if job.layout is not None:
+        raise ConfigError(
+            f"trainer: the answers that {job.trainer.name} lets the model write are predicted on "
+            f"one GPU, got {job.run.parallel.gpus}; use --gpus 1"
+        )
+    pool, copied = rollout.pool_share * job.gpu.memory_bytes, 2 * job.model.num_params
+    if 0 < pool <= copied:
+        raise ConfigError(
+            f"trainer: the engine that writes answers takes {rollout.pool_share:.0%} of the GPU, "
+            f"{format_bytes(int(pool))}, and its copy of the weights {format_bytes(copied)}; give "
+            "it a larger share, or let generate write them"
+        )
 
 
 def rollout_job(job: ResolvedRun) -> ResolvedRun | None:

@@ -6,10 +6,13 @@ The model is built as for every profile: a trainer gets one that has its adapter
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import inspect
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
@@ -74,24 +77,30 @@ def measure_trl(
     if writes:
         rollout = trainer.rollout(run)
         assert rollout is not None
-        prepared, feeding = _writing(prepared, run, rows, rollout), {"reward_funcs": _reward}
+        prepared = _writing(prepared, run, rows, rollout)
+        feeding: dict[str, Any] = {"reward_funcs": _reward}
         numbers = {"prompt": [str(row) for row in range(len(rows))] * rollout.batch_size}
     else:
         made = _BATCHES[run.trainer]
-        feeding = {"data_collator": lambda batch: made([rows[each["row"]] for each in batch])}
+
+        def collator(batch: Sequence[Mapping[str, int]]) -> Batch:
+            return made([rows[each["row"]] for each in batch])
+
+        feeding = {"data_collator": collator}
     with tempfile.TemporaryDirectory() as output_dir:
-        tuned = prepared(
-            model=model,
-            args=config_class(
-                **_usual_settings(run, meter, output_dir, max_steps=len(lengths)),
-                **_own_settings(config_class, run),
-            ),
-            train_dataset=Dataset.from_dict(numbers),
-            processing_class=_tokenizer(),
-            callbacks=[timer],
-            **feeding,
-            **_reference(model, run),
-        )
+        with _reference(library_class, model, run) as given:
+            tuned = prepared(
+                model=model,
+                args=config_class(
+                    **_usual_settings(run, meter, output_dir, max_steps=len(lengths)),
+                    **_own_settings(config_class, run),
+                ),
+                train_dataset=Dataset.from_dict(numbers),
+                processing_class=_tokenizer(),
+                callbacks=[timer],
+                **feeding,
+                **given,
+            )
         if _REFERENCE in getattr(model, "peft_config", {}):
             # of an adapter that is handed over trained; a `peft_config` makes none
             model.delete_adapter(_REFERENCE)
@@ -143,11 +152,26 @@ def _reward(completions: Sequence[str], **_: Any) -> list[float]:
     return [float(number % 2) for number in range(len(completions))]
 
 
-def _reference(model: Any, run: RunConfig) -> dict[str, Any]:
-    """A frozen copy of the model, which the trainer would load, where no adapters can be off."""
+@contextlib.contextmanager
+def _reference(library_class: Any, model: Any, run: RunConfig) -> Iterator[dict[str, Any]]:
+    """The argument that is a frozen copy of the model, which the trainer would load by its name.
+
+    Where adapters can be off there is none. A class that takes none gets it in place of the loaded.
+    """
     if not get_trainer(run.trainer).forwards(run).reference or hasattr(model, "peft_config"):
-        return {}
-    return {"ref_model": copy.deepcopy(model).requires_grad_(False)}
+        yield {}
+        return
+    copied = copy.deepcopy(model).requires_grad_(False)
+    if "ref_model" in inspect.signature(library_class.__init__).parameters:
+        yield {"ref_model": copied}
+        return
+    module: Any = sys.modules[library_class.__module__]
+    loads = module.create_model_from_path
+    module.create_model_from_path = lambda *_, **__: copied
+    try:
+        yield {}
+    finally:
+        module.create_model_from_path = loads
 
 
 def _prepared(library_class: Any) -> Any:
@@ -181,7 +205,7 @@ def _own_settings(config_class: Any, run: RunConfig) -> dict[str, Any]:
     """The trainer's options, and a length that cuts no row."""
     known = {field.name for field in dataclasses.fields(config_class)}
     options = {name: value for name, value in run.trainer_options if name in known}
-    fixed = {"max_length": None, "remove_unused_columns": False}
+    fixed: dict[str, Any] = {"max_length": None, "remove_unused_columns": False}
     if "generation_kwargs" in known:  # every answer has its full length
         fixed["generation_kwargs"] = {"min_new_tokens": options["max_completion_length"]}
     return options | {name: value for name, value in fixed.items() if name in known}

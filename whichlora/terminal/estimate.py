@@ -10,6 +10,7 @@ from whichlora.spec.results import MemoryPrediction, Prediction, Refused
 from whichlora.terminal.several_gpus import count_lines, print_spread
 from whichlora.terminal.tables import new_table, open_console, print_table, say
 from whichlora.terminal.words import VERDICTS, refusals, shared_notes, variants
+from whichlora.trainers import get_trainer
 from whichlora.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -83,6 +84,27 @@ def _print_counters(console: Console, memory: MemoryPrediction) -> None:
     console.print(table)
 
 
+def _say_generation(console: Console, prediction: Prediction) -> None:
+    """Prompt pass and decoding, of a generation or of the answers that a step learns from."""
+    time, run = prediction.time, prediction.run
+    if time.prefill_s is None or not time.decode_s_per_token:
+        return
+    rollout = get_trainer(run.trainer).rollout(run) if run.phase == "finetune" else None
+    passes = (
+        f"prompt pass {format_seconds(time.prefill_s)}, then "
+        f"{format_seconds(time.decode_s_per_token)} until every sequence has its next token"
+    )
+    if rollout is None:
+        say(console, f"{passes}; the time per token is of all sequences together")
+        return
+    written_s = time.prefill_s + (rollout.new_tokens - 1) * time.decode_s_per_token
+    say(
+        console,
+        f"answers take {format_seconds(written_s / rollout.steps)} of a step: {rollout.batch_size} "
+        f"at once; {passes}",
+    )
+
+
 def _print_breakdown(console: Console, prediction: Prediction) -> None:
     table = new_table(f"at {prediction.memory.moment}", "bytes", "share", right=("bytes", "share"))
     total = prediction.memory.device_used_bytes
@@ -94,17 +116,8 @@ def _print_breakdown(console: Console, prediction: Prediction) -> None:
     _print_counters(console, prediction.memory)
     low, high = prediction.time.interval_s
     unit = "step" if prediction.run.phase == "finetune" else "token"
-    if (
-        prediction.time.is_known
-        and prediction.time.prefill_s is not None
-        and prediction.time.decode_s_per_token
-    ):
-        say(
-            console,
-            f"prompt pass {format_seconds(prediction.time.prefill_s)}, then "
-            f"{format_seconds(prediction.time.decode_s_per_token)} until every sequence has its "
-            "next token; the time per token is of all sequences together",
-        )
+    if prediction.time.is_known and prediction.time.prefill_s is not None:
+        _say_generation(console, prediction)
     interval = f"time per {unit}: 90 % between {format_seconds(low)} and {format_seconds(high)}; "
     say(
         console,

@@ -549,6 +549,7 @@ def training_work(
     batch_size: Count,
     seq_len: Count,
     r: Count,
+    scored: Count | None = None,
     update: Update,
     num_multiprocessors: int | None = None,
 ) -> Work:
@@ -560,6 +561,7 @@ def training_work(
     Kind: estimate. Source: `docs/time.md`.
     """
     tokens = batch_size * seq_len
+    scored = tokens if scored is None else scored
     recompute = 1 if run.gradient_checkpointing else 0
     passes = 3 if method.trains_base else 2
     head, around = head_weights(model)
@@ -580,13 +582,13 @@ def training_work(
         )
         for layer, count in model.layers()
     )
-    product_flops = layers.product_flops + 2 * tokens * (head + around) * passes
+    product_flops = layers.product_flops + 2 * (scored * head + tokens * around) * passes
     weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
     if not method.trains_base:
         product_flops = product_flops + (6 + 2 * recompute) * tokens * update.num_params
     vocab = model.vocab_size if head else 0
     loss_passes = LOSS_PASSES[run.loss_head]
-    elementwise = layers.elementwise_bytes + loss_passes * vocab * tokens
+    elementwise = layers.elementwise_bytes + loss_passes * vocab * scored
 
     steps = run.gradient_accumulation_steps
     return Work(

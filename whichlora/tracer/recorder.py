@@ -298,8 +298,9 @@ def _chosen_by_mask(func: Any, args: Any, scored: int | None) -> torch.Tensor | 
 
 def _num_chosen(mask: torch.Tensor, scored: int | None) -> int:
     if scored is None or mask.ndim != 2:
-        return mask.numel()
-    return mask.shape[0] * min(scored, mask.shape[1])
+        return int(mask.numel())
+    rows, columns = mask.shape
+    return int(rows) * min(scored, int(columns))
 
 
 def _temporary_bytes(func: Any, args: Any, kwargs: Mapping[str, Any], fused_rows: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
-from whichlora.spec.options import Option
+from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import sft
 from whichlora.trainers.base import Forwards, Rollout
@@ -45,21 +45,26 @@ _DROPOUT = Option(
 )
 
 
-def _number(run: RunConfig, option: Option) -> int:
+def _value(run: RunConfig, option: Option) -> OptionValue | None:
     value = run.trainer_option(option.name)
+    return option.default if value is None else value
+
+
+def _number(run: RunConfig, option: Option) -> int:
+    value = _value(run, option)
     return run.gradient_accumulation_steps if value is None else int(str(value))
 
 
 def _share(run: RunConfig) -> float:
-    return float(str(run.trainer_option(_SHARE.name)))
+    return float(str(_value(run, _SHARE)))
 
 
 def _uses_vllm(run: RunConfig) -> bool:
-    return bool(run.trainer_option(_VLLM.name))
+    return bool(_value(run, _VLLM))
 
 
 def _rollout(run: RunConfig) -> Rollout | None:
-    if _uses_vllm(run) and run.trainer_option(_MODE.name) == "server":
+    if _uses_vllm(run) and _value(run, _MODE) == "server":
         return None
     micro_steps, new_tokens = _number(run, _STEPS), _number(run, _LENGTH)
     return Rollout(
@@ -76,7 +81,7 @@ def _forwards(run: RunConfig) -> Forwards:
     iterations = _number(run, _ITERATIONS)
     written_for = _number(run, _STEPS) * iterations
     is_old = run.gradient_accumulation_steps % written_for != 0
-    has_reference = float(str(run.trainer_option(_BETA.name))) != 0.0
+    has_reference = float(str(_value(run, _BETA))) != 0.0
     return Forwards(
         policy=(is_old or _uses_vllm(run)) / iterations,
         reference=has_reference / iterations,
@@ -108,7 +113,7 @@ def _check(run: RunConfig) -> None:
 
 def _notes(run: RunConfig) -> tuple[str, ...]:
     answers = "batch_size counts answers; models that give rewards are not counted"
-    if _uses_vllm(run) and run.trainer_option(_MODE.name) == "server":
+    if _uses_vllm(run) and _value(run, _MODE) == "server":
         return (answers, "a vLLM elsewhere writes the answers: its time is not in the step's")
     if _uses_vllm(run):
         return (

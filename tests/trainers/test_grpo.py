@@ -1,0 +1,113 @@
+"""TRL's GRPO: answers that the model writes between its steps, and what they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from devices import A100
+
+from whichlora.errors import ConfigError
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.predict import generation, ledger, predict, training_step
+from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.predict.rollout import rollout_job
+from whichlora.spec.numeric import added
+from whichlora.spec.results import Prediction
+from whichlora.spec.run import RunConfig
+from whichlora.store.hub import load_model
+
+NAME = "HuggingFaceTB/SmolLM2-135M"
+MODEL = load_model(NAME)
+GRPO = RunConfig(model=NAME, trainer="grpo", batch_size=8, seq_len=768)
+
+
+def job(**changes: Any) -> ResolvedRun:
+    options = changes.pop("options", {})
+    run = replace(GRPO, trainer_options=tuple(options.items()), **changes)
+    return resolve(MODEL, run, A100)
+
+
+def predicted(**changes: Any) -> Prediction:
+    return predict(MODEL, job(**changes).run, A100, prior_calibration(A100))
+
+
+def test_all_answers_of_an_optimizer_step_are_written_at_once() -> None:
+    usual = rollout_job(job(gradient_accumulation_steps=4))
+    assert usual is not None
+    assert (usual.run.batch_size, usual.run.prompt_len, usual.run.max_new_tokens) == (32, 512, 256)
+    fewer = rollout_job(job(gradient_accumulation_steps=4, options={"steps_per_generation": 2}))
+    assert fewer is not None
+    assert fewer.run.batch_size == 16
+
+
+def test_a_rollout_holds_its_cache_beside_weights_and_optimizer_states() -> None:
+    counted, inner = job(), rollout_job(job())
+    assert inner is not None
+    alone = ledger(inner).moments["decode"]
+    moments = ledger(counted).moments
+    held = added(entry.num_bytes for entry in moments["rollout_decode"])
+    static = added(entry.num_bytes for entry in training_step(counted).static)
+    cache = added(entry.num_bytes for entry in alone if entry.part == "kv_cache")
+    assert held > static + cache > 1.4 * static
+    assert generation(inner).batch_size == 8
+
+
+def test_a_step_takes_as_long_as_its_answers_and_what_is_learnt_from_them() -> None:
+    step, short = predicted(), predicted(options={"max_completion_length": 64})
+    assert sum(step.time.breakdown.values()) == pytest.approx(step.time.step_s)
+    assert step.time.prefill_s is not None
+    assert step.time.decode_s_per_token is not None
+    assert step.time.step_s is not None
+    assert short.time.step_s is not None
+    written = step.time.prefill_s + 255 * step.time.decode_s_per_token
+    learnt = predicted(trainer="sft").time.step_s
+    assert learnt is not None
+    assert step.time.step_s == pytest.approx(written + learnt, rel=0.02)
+    assert short.time.step_s < 0.5 * step.time.step_s
+    # twice as many steps learn from the same answers, but compare them with the older model
+    again = predicted(options={"num_iterations": 2})
+    assert again.time.step_s is not None
+    assert again.time.step_s < step.time.step_s
+
+
+def test_a_vllm_beside_the_trainer_takes_its_share_of_the_gpu() -> None:
+    usual = predicted()
+    with_vllm = predicted(options={"use_vllm": True})
+    pool = with_vllm.memory.breakdown["kv_cache"] - usual.memory.breakdown.get("kv_cache", 0)
+    assert pool == pytest.approx(0.3 * A100.memory_bytes, rel=0.001)
+    elsewhere = predicted(options={"use_vllm": True, "vllm_mode": "server"})
+    assert elsewhere.memory.breakdown.get("kv_cache", 0) == 0
+    assert elsewhere.time.prefill_s is None
+
+
+def test_a_reference_costs_a_forward_and_weights_where_all_are_trained() -> None:
+    usual, pulled = (
+        training_step(job(method="full", options={"beta": beta})) for beta in (0.0, 0.04)
+    )
+    weights = added(entry.num_bytes for entry in usual.static if entry.part == "weights")
+    both = added(entry.num_bytes for entry in pulled.static if entry.part == "weights")
+    assert both == 2 * weights
+    # it scores the answers before the graph of the step is there
+    assert "reference_forward" not in ledger(job(method="full", options={"beta": 0.04})).moments
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 3}, "batch_size: 3 answers are written at once"),
+        ({"seq_len": 256}, "seq_len: 256 tokens of a prompt and its answer leave none"),
+        ({"options": {"num_generations": 1}}, "num_generations: an advantage needs 2"),
+        ({"options": {"vllm_gpu_memory_utilization": 1.5}}, "1.5 is no share between 0 and 1"),
+        (
+            {"options": {"use_vllm": True, "vllm_gpu_memory_utilization": 0.003}},
+            "its copy of the weights",
+        ),
+    ],
+)
+def test_what_trl_or_its_engine_refuses_is_refused_in_one_line(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        predicted(**changes)
