@@ -77,6 +77,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     | {"precision": "bf16", "method": "qlora"}
     | CHECKPOINTING,
     "TRL kto, F lora": {"trainer": "kto"},
+    "TRL reward, F lora": {"trainer": "reward"},
+    "TRL reward, F full": {"trainer": "reward", "method": "full"},
+    "TRL reward, A qlora, checkpointing": {"trainer": "reward", "precision": "bf16"}
+    | {"method": "qlora"}
+    | CHECKPOINTING,
     "TRL grpo, F lora": GRPO,
     "TRL grpo, F full, reference": GRPO
     | {"method": "full", "trainer_options": (("beta", 0.1), *WRITTEN)},

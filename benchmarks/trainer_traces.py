@@ -27,7 +27,7 @@ from whichlora.store.hub import load_model
 
 RECORDS = Path(__file__).parent / "traces" / "trainers.jsonl"
 GPU = find_gpu("a100-sxm-80gb")
-TRAINERS = ("sft", "dpo", "kto", "grpo")
+TRAINERS = ("sft", "dpo", "kto", "grpo", "reward")
 _BATCH_SIZES = {"kto": (2, 4), "grpo": (4, 8)}
 MODELS = (
     "meta-llama/Llama-3.2-1B",

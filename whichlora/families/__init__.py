@@ -31,7 +31,7 @@ from whichlora.families import (
 from whichlora.families.experts import with_adapter_ranks
 from whichlora.families.fields import Fields
 from whichlora.families.multimodal import TOWERS, build_multimodal
-from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.architecture import Linear, ModelSpec
 
 _MODULES = (
     llama,
@@ -114,4 +114,29 @@ def without_dropout(model: ModelSpec) -> ModelSpec:
     return replace(model, groups=quiet.groups, embedding_dropouts=quiet.embedding_dropouts)
 
 
-__all__ = ["FAMILIES", "Fields", "build", "known_types", "without_dropout"]
+def with_reward_head(model: ModelSpec) -> ModelSpec:
+    """`model` with a head of one output in place of the vocabulary's.
+
+    Source: transformers 5.23 `GenericForSequenceClassification.__init__`.
+
+    Raises:
+        ConfigError: it is no decoder.
+    """
+    if model.task != "causal-lm" or model.head is None:
+        raise ConfigError(
+            f"{model.name}: trainer reward is predicted for models that continue a text; "
+            f"{model.model_type} is none"
+        )
+    head = Linear(name="score", in_features=model.hidden_size, out_features=1, reads="head_in")
+    return replace(
+        model,
+        head=head,
+        head_tied=False,
+        head_linears=(),
+        vocab_size=head.out_features,
+        logit_softcap=None,
+        scales_logits=False,
+    )
+
+
+__all__ = ["FAMILIES", "Fields", "build", "known_types", "with_reward_head", "without_dropout"]

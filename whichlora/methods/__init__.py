@@ -14,7 +14,7 @@ from whichlora.methods.base import Method
 from whichlora.spec.dtypes import has_master_weights
 from whichlora.spec.members import Members
 from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, RunConfig
-from whichlora.trainers import with_trainer
+from whichlora.trainers import get_trainer, with_trainer
 
 WeightDtype = Literal["bfloat16", "float16", "float32"]
 
@@ -49,7 +49,8 @@ def with_defaults(run: RunConfig) -> RunConfig:
         quant = method.base_quant if training or serve == "as-trained" else "none"
     prepare_kbit = run.prepare_kbit
     if prepare_kbit is None:
-        prepare_kbit = quant in BNB_QUANTS and run.loss_head != "trl-fused"
+        keeps_base = run.loss_head == "trl-fused" or get_trainer(run.trainer).keeps_base
+        prepare_kbit = quant in BNB_QUANTS and not keeps_base
     use_reentrant = run.use_reentrant
     if use_reentrant is None:
         use_reentrant = run.versions.checkpoints_reentrant

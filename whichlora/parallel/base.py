@@ -102,6 +102,7 @@ def in_run(step: TrainingStep, run: RunConfig) -> TrainingStep:
         device_kind=step.gpu.kind,
         compute_capability=step.gpu.compute_capability,
         widens_result=bool(step.method.stays_wide),
+        narrows_adapters=step.trainer.keeps_base,
     )
     counted = step.dtypes
     dtypes = replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from whichlora.errors import ConfigError
-from whichlora.families import without_dropout
+from whichlora.families import with_reward_head, without_dropout
 from whichlora.families.experts import with_expert_modules
 from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
@@ -109,6 +109,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         )
     if training and run.trainer_option("disable_dropout"):
         model = without_dropout(model)
+    if training and get_trainer(run.trainer).gives_rewards:
+        model = with_reward_head(model)
     if run.versions.experts_are_modules:
         model = with_expert_modules(model)
     _check_attention(model, run, gpu)
@@ -125,6 +127,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         device_kind=gpu.kind,
         compute_capability=gpu.compute_capability,
         widens_result=training and bool(method.stays_wide),
+        narrows_adapters=get_trainer(run.trainer).keeps_base,
     )
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)

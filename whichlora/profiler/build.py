@@ -32,6 +32,7 @@ from transformers.quantizers import AutoHfQuantizer
 from whichlora.errors import MeasurementError
 from whichlora.methods import get_method, weight_dtype, with_defaults
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
+from whichlora.trainers import get_trainer
 
 _PEFT_TASKS = {
     AutoModelForCausalLM: "CAUSAL_LM",
@@ -84,7 +85,7 @@ def meta_model(
     """
     dtype = stored_dtype(run)
     config = config_object(model_config)
-    auto_class = auto_class_of(config)
+    auto_class = _auto_class(run, config)
     # transformers selects SDPA by itself, wherever the architecture has it.
     attn = None if run.attn.startswith("sdpa") else run.attn
     with torch.device("meta"), no_init_weights():
@@ -130,9 +131,16 @@ def finished_model(model: Any, run: RunConfig, target_modules: Sequence[str] | s
         quantizer.postprocess_model(model)
     if run.phase == "inference" and run.serve == "merged":
         return model.eval()
-    task = _PEFT_TASKS.get(auto_class_of(model.config))
+    task = _PEFT_TASKS.get(_auto_class(run, model.config))
     model = _with_adapters(model, run, task, target_modules)
     return model.eval() if run.phase == "inference" else model.train()
+
+
+def _auto_class(run: RunConfig, config: PretrainedConfig) -> Any:
+    if run.phase == "finetune" and get_trainer(run.trainer).gives_rewards:
+        config.num_labels = 1
+        return AutoModelForSequenceClassification
+    return auto_class_of(config)
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:

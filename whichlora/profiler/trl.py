@@ -237,6 +237,13 @@ def _completions(rows: list[Mapping[str, Any]]) -> Batch:
     return batch | {"completion_mask": mask}
 
 
+def _scored(rows: list[Mapping[str, Any]]) -> Batch:
+    """Source: TRL 1.16 `DataCollatorForPreference` of reward_trainer.py."""
+    batch = collate([*rows, *rows])
+    del batch["labels"]
+    return batch
+
+
 def _kto(rows: list[Mapping[str, Any]]) -> Batch:
     """Beside the rows the mismatched ones of the KL term.
 
@@ -252,4 +259,5 @@ _BATCHES: dict[str, Callable[[list[Mapping[str, Any]]], Batch]] = {
     "sft": collate,
     "dpo": _pairs,
     "kto": _kto,
+    "reward": _scored,
 }

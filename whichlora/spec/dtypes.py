@@ -123,10 +123,12 @@ def resolve_dtypes(
     device_kind: str,
     compute_capability: str | None = None,
     widens_result: bool = False,
+    narrows_adapters: bool = False,
 ) -> Dtypes:
     """The stack that `run`, its defaults filled in, gets from transformers, PEFT, bitsandbytes.
 
     Args:
+        narrows_adapters: the trainer casts those of a quantised base to 16 bit.
         widens_result: the adapters multiply a layer's result by a parameter that stays fp32.
 
     Source: MODES of `docs/memory.md`, read and traced on transformers 5.23, peft 0.21.2.
@@ -157,7 +159,8 @@ def resolve_dtypes(
     narrow_adapters = mode == "F" and narrow
     widens_input = mode in ("A", "C", "Q", "F") and not narrow_adapters
     # PEFT makes adapters fp32; only TRL's fused recipe casts those of 4-bit layers to bf16.
-    trl_narrows = run.loss_head == "trl-fused" and run.adapter_dtype == "auto"
+    by_trainer = run.loss_head == "trl-fused" or narrows_adapters
+    trl_narrows = by_trainer and run.adapter_dtype == "auto"
     cast_by_autocast = mode == "P" and autocast and not trains_base
     by_trl = trl_narrows and (cast_by_autocast or wide_result)
     fp32_adapters = not narrow and not by_trl and (widens_input or cast_by_autocast)

@@ -12,14 +12,23 @@ from whichlora.errors import ConfigError
 from whichlora.spec.members import Members
 from whichlora.spec.options import filled
 from whichlora.spec.run import RunConfig
-from whichlora.trainers import dpo, grpo, kto, loop, loop_function, sft, transformers
+from whichlora.trainers import (
+    dpo,
+    grpo,
+    kto,
+    loop,
+    loop_function,
+    reward,
+    sft,
+    transformers,
+)
 from whichlora.trainers.base import Trainer
 
 _TRAINERS = Members[Trainer](
     "trainer",
     "trainers",
     Trainer,
-    (module.TRAINER for module in (transformers, loop, loop_function, sft, dpo, kto, grpo)),
+    (module.TRAINER for module in (transformers, loop, loop_function, sft, dpo, kto, grpo, reward)),
 )
 BUILT_IN = _TRAINERS.built_in
 ENTRY_POINT_GROUP = _TRAINERS.group

@@ -89,6 +89,8 @@ class Trainer:
             labelled as wanted or not, or prompts alone.
         rows_per_example: sequences that an example adds to a forward: two for a pair of answers.
         forwards: those without gradients, of each micro-batch.
+        gives_rewards: the model has a head that gives one number for each position in place of the
+            vocabulary's.
         rollout: answers that the model writes before the steps that learn from them.
         scored_tokens: of each sequence, the positions that the head projects; None for all that
             its loss head does.
@@ -97,6 +99,8 @@ class Trainer:
             optimizer's update is done, or until the outputs of the next step take their place.
         widens_outputs: under autocast the caller gets fp32 copies of the outputs.
         narrows_embedding_states: an 8-bit optimizer has 8-bit states of embeddings, too.
+        keeps_base: a quantised base is not prepared, whose norms stay narrow, and its adapters are
+            cast to 16 bit.
         clips_gradients: their norm is computed and cut before each optimizer step.
         check: refuses what the library refuses, in one line.
         notes: what a user must know of a run.
@@ -111,11 +115,13 @@ class Trainer:
     rows: Rows = "texts"
     rows_per_example: int = 1
     forwards: Callable[[RunConfig], Forwards] = _none
+    gives_rewards: bool = False
     rollout: Callable[[RunConfig], Rollout | None] = _no_rollout
     scored_tokens: Callable[[RunConfig], int | None] = _all_tokens
     outputs_held: Callable[[RunConfig], OutputsHeld] = _drops_outputs
     widens_outputs: bool = False
     narrows_embedding_states: bool = False
+    keeps_base: bool = False
     clips_gradients: bool = False
     check: Callable[[RunConfig], None] = _accepts
     notes: Callable[[RunConfig], tuple[str, ...]] = _no_notes

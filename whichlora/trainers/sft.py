@@ -16,4 +16,5 @@ TRAINER = replace(
     steps="whichlora.profiler.trl:measure_trl",
     library_class="trl.SFTTrainer",
     loss_heads=("trl-fused",),
+    keeps_base=True,
 )

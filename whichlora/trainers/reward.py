@@ -1,0 +1,28 @@
+"""TRL's `RewardTrainer`: a model with one output learns which of two answers is better.
+
+Its class is `AutoModelForSequenceClassification` with one label: no logits of a vocabulary.
+
+Source: TRL 1.16 `RewardTrainer.compute_loss`, `DataCollatorForPreference` of reward_trainer.py;
+transformers 5.23 `GenericForSequenceClassification.forward`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.trainers import dpo, transformers, trl
+
+TRAINER = replace(
+    transformers.TRAINER,
+    name="reward",
+    summary="TRL's RewardTrainer: pairs of answers, and a head with one output",
+    steps=dpo.TRAINER.steps,
+    library_class="trl.RewardTrainer",
+    options=(trl.DISABLE_DROPOUT,),
+    loss_heads=("hf",),
+    rows="pairs",
+    rows_per_example=2,
+    gives_rewards=True,
+    keeps_base=True,
+    notes=dpo.TRAINER.notes,
+)
